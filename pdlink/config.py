@@ -1,0 +1,281 @@
+"""Every setting of every role, with its unit and default, and the one place that reads the environment.
+
+A value comes from the default, a YAML file, the environment (`PDLINK_` + the path of the key, `__` between levels:
+`PDLINK_TRANSPORT__KIND=mapped`) and the command line, the later winning. Unknown keys are refused with the nearest
+valid name, because a mistyped setting that is silently ignored is a setting that lies.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pdlink.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ENVIRONMENT_PREFIX = "PDLINK_"
+
+Seconds = Annotated[float, Field(gt=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Role = Literal["prefill", "decode", "both"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfig(_Section):
+    """Which model a worker holds."""
+
+    path: str | None = None
+    """Local directory or hub id of a transformers causal LM. None makes a small Llama from `seed` on the spot."""
+    revision: str = "main"
+    """Revision on the hub; part of every block key and compared in the handshake."""
+    name: str = "pdlink-tiny"
+    """Name clients use in `model`; also the name of the built model. Defaults to the last part of `path`."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of weights and KV."""
+    seed: int = 0
+    """Of the built model's weights."""
+    num_layers: int = Field(8, ge=1)
+    """Layers of the built model."""
+    max_tokens: int = Field(8192, ge=1)
+    """Longest prompt plus answer, in tokens."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_from_path(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("path") and not data.get("name"):
+            return {**data, "name": Path(str(data["path"])).name}
+        return data
+
+
+class CacheConfig(_Section):
+    """The paged KV cache of a worker."""
+
+    block_tokens: int = Field(16, ge=1)
+    """Tokens per block. The two sides of a link may differ."""
+    num_blocks: int = Field(1024, ge=2)
+    """Blocks in the pool."""
+    order: str = "LPBTH"
+    """Order of the axes layer, part (K/V), block, token, head in memory; see `pdlink.kv.layout.paged_layout`."""
+    share_prefixes: bool = True
+    """Reuse the blocks of an equal prefix inside this worker."""
+
+
+class EngineConfig(_Section):
+    """Scheduling of the built-in engine."""
+
+    max_batched_tokens: int = Field(512, ge=1)
+    """Most tokens of one forward pass; longer prompts are prefilled in chunks of this."""
+    max_running: int = Field(64, ge=1)
+    """Most requests in one forward pass."""
+    max_waiting: int = Field(256, ge=0)
+    """Requests queued beyond the running ones before a new one is answered 503."""
+    threads: int = Field(1, ge=1)
+    """CPU threads torch may use."""
+
+
+class TransportConfig(_Section):
+    """How bytes travel."""
+
+    kind: Literal["auto", "mapped", "ucx"] = "auto"
+    """auto prefers mapped memory on one host, then UCX."""
+    require: str | None = None
+    """Lane that must really be used ("mapped", "cma", "tcp", "rc"); connecting fails if it is another one."""
+    ucx_tls: str = "auto"
+    """UCX transports: "tcp", "shm" (same host, cross-memory attach), or any UCX_TLS list. auto leaves it to UCX."""
+    ucx_library: str | None = None
+    """Path of libucp.so.0 to load instead of the one found; "off" runs without UCX."""
+    batch_timeout_s: Seconds = 10.0
+    """A pushed layer that has not landed by then fails the peer. UCX itself never reports a stalled one."""
+
+
+class TimeoutConfig(_Section):
+    """One table of deadlines: heartbeat < peer < lease < request < proxy, checked at start."""
+
+    heartbeat_s: Seconds = 0.25
+    peer_s: Seconds = 1.0
+    """A peer that has not been heard for this long is lost."""
+    connect_s: Seconds = 5.0
+    """Handshake, from the first message to the data connection."""
+    lease_s: Seconds = 5.0
+    """How long a promise about memory holds without a sign of life from the other side."""
+    request_s: Seconds = 600.0
+    """One request on one worker."""
+    drain_s: Seconds = 10.0
+    """How long a worker that was told to stop lets running requests finish."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> TimeoutConfig:
+        table = [("heartbeat_s", self.heartbeat_s), ("peer_s", self.peer_s), ("lease_s", self.lease_s)]
+        table.append(("request_s", self.request_s))
+        for (name, value), (later, limit) in zip(table, table[1:], strict=False):
+            if value >= limit:
+                raise ValueError(f"timeouts.{name} = {value} s must be below timeouts.{later} = {limit} s")
+        return self
+
+
+class WorkerConfig(_Section):
+    """A prefill, decode or both-role worker."""
+
+    role: Role = "both"
+    name: str | None = None
+    """Unique in the deployment; None takes role and HTTP port."""
+    host: str = "127.0.0.1"
+    port: Port = 0
+    """HTTP. 0 takes a free one, which is printed and published in /health."""
+    control_host: str = "127.0.0.1"
+    control_port: Port = 0
+    """ZeroMQ."""
+    advertise_host: str | None = None
+    """Address other hosts reach this worker by; None uses `control_host`."""
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    engine: EngineConfig = EngineConfig()
+    transport: TransportConfig = TransportConfig()
+    timeouts: TimeoutConfig = TimeoutConfig()
+    on_transfer_failure: Literal["recompute", "fail"] = "recompute"
+    """What decode does when the KV does not arrive: compute the prompt itself, or answer 502."""
+    timeline: str | None = None
+    """File that a Perfetto trace of every transfer is written to at exit; None writes none."""
+    simulate_layer_s: float = Field(0.0, ge=0)
+    """Extra seconds per layer of every prefill step; makes a small model as slow as a large one in demonstrations."""
+
+
+class ProxyConfig(_Section):
+    """The router in front of the two pools."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    prefill: tuple[str, ...] = ()
+    """Base URLs of the prefill workers."""
+    decode: tuple[str, ...] = ()
+    """Base URLs of the decode workers."""
+    policy: Literal["round_robin", "least_loaded"] = "least_loaded"
+    retries: int = Field(1, ge=0)
+    """New attempts, each with a new transfer id and other workers where there are some, before the first token."""
+    on_no_prefill: Literal["fail", "decode_only"] = "fail"
+    """What to do when no prefill worker is healthy: answer 503, or let decode compute the prompt (counted)."""
+    health_interval_s: Seconds = 0.5
+    connect_timeout_s: Seconds = 2.0
+    first_byte_timeout_s: Seconds = 600.0
+    """Longest wait for a leg's answer to begin."""
+    idle_timeout_s: Seconds = 120.0
+    """Longest silence inside a stream."""
+    request_timeout_s: Seconds = 1200.0
+    max_body_nbytes: int = Field(64 * 2**20, ge=1)
+    max_connections: int = Field(0, ge=0)
+    """Open connections to workers; 0 sets no limit."""
+    drain_s: Seconds = 10.0
+
+
+class UpConfig(_Section):
+    """`pdlink up`: a whole deployment on this machine."""
+
+    proxy: ProxyConfig = ProxyConfig()
+    prefill: WorkerConfig = WorkerConfig(role="prefill")
+    decode: WorkerConfig = WorkerConfig(role="decode")
+    num_prefill: int = Field(1, ge=1)
+    num_decode: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> UpConfig:
+        for side, worker in (("prefill", self.prefill), ("decode", self.decode)):
+            if worker.timeouts.request_s >= self.proxy.request_timeout_s:
+                raise ValueError(
+                    f"{side}.timeouts.request_s = {worker.timeouts.request_s} s must be below "
+                    f"proxy.request_timeout_s = {self.proxy.request_timeout_s} s"
+                )
+        return self
+
+
+_Config = TypeVar("_Config", WorkerConfig, ProxyConfig, UpConfig)
+
+
+def load(
+    kind: type[_Config],
+    path: str | Path | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> _Config:
+    """The settings of one role: defaults < file < environment < flags.
+
+    flags: dotted keys ("cache.num_blocks") to values; None values are left out.
+    Raises ConfigError that names the key, the value and what would be valid.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        data = _read_file(Path(path))
+    for key, value in _from_environment(kind, os.environ if environment is None else environment):
+        _put(data, key, value)
+    for dotted, value in (flags or {}).items():
+        if value is not None:
+            _put(data, dotted.split("."), value)
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(kind, item) for item in error.errors())) from None
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read config file {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"config file {path} must hold keys and values, got a {type(data).__name__}")
+    return data
+
+
+def _from_environment(kind: type[BaseModel], environment: Mapping[str, str]) -> list[tuple[list[str], Any]]:
+    found = []
+    for name, text in sorted(environment.items()):
+        if not name.startswith(ENVIRONMENT_PREFIX):
+            continue
+        key = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+        found.append((key, yaml.safe_load(text) if text else text))
+    return found
+
+
+def _put(data: dict[str, Any], key: list[str], value: Any) -> None:
+    for part in key[:-1]:
+        below = data.setdefault(part, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"{'.'.join(key)}: {part} is a single value, not a section")
+        data = below
+    data[key[-1]] = value
+
+
+def _explain(kind: type[BaseModel], item: Any) -> str:
+    """One line of help for one pydantic error."""
+    where = [str(part) for part in item["loc"]]
+    name = ".".join(where) or kind.__name__
+    if item["type"] == "extra_forbidden":
+        section: type[BaseModel] = kind
+        for part in where[:-1]:
+            section = _section_at(section, part)
+        near = difflib.get_close_matches(where[-1], section.model_fields, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(section.model_fields)}"
+        return f"unknown setting {name!r}; {hint}"
+    return f"{name}: {item['msg']}, got {item.get('input')!r}"
+
+
+def _section_at(section: type[BaseModel], part: str) -> type[BaseModel]:
+    annotation = section.model_fields[part].annotation
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return section

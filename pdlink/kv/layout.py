@@ -1,0 +1,123 @@
+"""`KVLayout`: where every (layer, K/V, block, token, head) byte of a paged KV cache lies.
+
+Sizes plus strides, nothing else: any order of axes, K and V fused or in separate buffers, MLA (one part) and
+layers of different geometry are all data. Offsets are in bytes and 64-bit; memory is named by a region index (the
+order in which buffers were registered with the transport), never by an address.
+
+The byte of (layer, part, block, token, head) is at
+    parts[part].offset + block * block_stride + token * token_stride + head * head_stride
+of region parts[part].region, and `head_nbytes` bytes from there are contiguous.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where one part (K, V, or MLA's single latent) of one layer begins."""
+
+    region: int
+    offset: int
+    """Bytes from the start of the region to (block 0, token 0, head 0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """Geometry of one layer. All strides in bytes."""
+
+    parts: tuple[Part, ...]
+    block_stride: int
+    token_stride: int
+    head_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Geometry of a worker's whole KV cache, exchanged in the handshake."""
+
+    dtype: str
+    """Element type as torch spells it ("bfloat16"); only compared, never interpreted."""
+    block_tokens: int
+    num_blocks: int
+    num_heads: int
+    """KV heads stored here."""
+    head_nbytes: int
+    """Bytes of one (token, head) vector: head_dim x element size."""
+    layers: tuple[LayerLayout, ...]
+
+    @property
+    def token_nbytes(self) -> int:
+        """Payload bytes of one token over all layers and parts."""
+        return sum(len(layer.parts) for layer in self.layers) * self.num_heads * self.head_nbytes
+
+    @property
+    def block_nbytes(self) -> int:
+        """Payload bytes of one block over all layers and parts."""
+        return self.token_nbytes * self.block_tokens
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens (the last one may be partial)."""
+        return -(-num_tokens // self.block_tokens)
+
+    def extent(self, region: int) -> int:
+        """Bytes of `region` that this layout can touch; 0 if it touches none. A buffer must be at least this long."""
+        end = 0
+        for layer in self.layers:
+            reach = (
+                (self.num_blocks - 1) * layer.block_stride
+                + (self.block_tokens - 1) * layer.token_stride
+                + (self.num_heads - 1) * layer.head_stride
+                + self.head_nbytes
+            )
+            for part in layer.parts:
+                if part.region == region:
+                    end = max(end, part.offset + reach)
+        return end
+
+
+def paged_layout(
+    *,
+    dtype: str,
+    itemsize: int,
+    num_layers: int,
+    num_blocks: int,
+    block_tokens: int,
+    num_heads: int,
+    head_dim: int,
+    order: str = "LPBTH",
+    region: int = 0,
+    num_parts: int = 2,
+) -> KVLayout:
+    """Layout of one dense buffer whose axes are stored in `order`, outermost first.
+
+    order: a permutation of L (layer), P (part: K, V), B (block), T (token), H (head); the head vector is innermost.
+    "LPBTH" is NHD with K and V separate within a layer, "LPBHT" HND, "LBPTH" K and V of a block side by side,
+    "BLPTH" all layers of a block together. Raises ValueError if `order` is no permutation.
+    """
+    if sorted(order) != sorted("LPBTH"):
+        raise ValueError(f"order must be a permutation of LPBTH, got {order!r}")
+    sizes = {"L": num_layers, "P": num_parts, "B": num_blocks, "T": block_tokens, "H": num_heads}
+    strides: dict[str, int] = {}
+    step = head_dim * itemsize
+    for axis in reversed(order):
+        strides[axis] = step
+        step *= sizes[axis]
+    layers = tuple(
+        LayerLayout(
+            parts=tuple(Part(region, layer * strides["L"] + part * strides["P"]) for part in range(num_parts)),
+            block_stride=strides["B"],
+            token_stride=strides["T"],
+            head_stride=strides["H"],
+        )
+        for layer in range(num_layers)
+    )
+    return KVLayout(
+        dtype=dtype,
+        block_tokens=block_tokens,
+        num_blocks=num_blocks,
+        num_heads=num_heads,
+        head_nbytes=head_dim * itemsize,
+        layers=layers,
+    )

@@ -1,0 +1,1 @@
+"""Blocks of the paged cache and the buffers they live in."""

@@ -1,0 +1,65 @@
+"""Host memory that KV pages live in: page-aligned, made once, registered once, never leaked.
+
+A `Buffer` is an anonymous memory file (`memfd_create`), so that a peer process on this host can map it, UCX can
+register it, and torch and numpy can view it. It has no name in any file system: when the last process that holds it
+ends, however it ends, the memory is gone. There is nothing to clean up after a kill.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+PAGE_NBYTES = mmap.PAGESIZE
+
+
+class Buffer:
+    """A shared, page-aligned block of host memory.
+
+    Whoever creates it closes it, after the transports it is registered with. The views handed out keep the mapping
+    alive; `close()` drops our own reference and the descriptor.
+    """
+
+    def __init__(self, nbytes: int, *, name: str = "pdlink-kv") -> None:
+        """Allocate `nbytes` (rounded up to whole pages), zeroed and touched, so that later stores do not fault.
+
+        Raises OSError if the system has not that much memory.
+        """
+        if nbytes <= 0:
+            raise ValueError(f"nbytes must be positive, got {nbytes}")
+        self.nbytes = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(self.fd, 0, self.nbytes)
+            self._mapping = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.array: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.frombuffer(self._mapping, dtype=np.uint8)
+        """The whole buffer as uint8 [nbytes]; writable."""
+        self.ptr: int = self.array.ctypes.data
+        """Address in this process."""
+        self._closed = False
+
+    def close(self) -> None:
+        """Drop the descriptor; the mapping goes when the last view of it goes. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            os.close(self.fd)
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Buffer({self.nbytes} bytes, {'closed' if self._closed else 'open'})"

@@ -1,0 +1,1 @@
+"""Ways to move bytes into a peer's pages, all behind `base.Transport`."""

@@ -1,0 +1,171 @@
+"""`Transport`: the contract between whoever plans a copy and whoever moves the bytes.
+
+One side *invites* a peer to write into its registered buffers; the peer *connects* with that invitation and
+*submits* batches of byte runs. Everything that happens later comes out of `poll()` as an occurrence, and `fileno()`
+becomes readable when there is one.
+
+Two promises hold for every transport; the state machines rest on them and `tests/conformance` tests them:
+  1. `BatchDone` with `Status.OK` is reported only when the bytes are visible at the destination.
+  2. `PeerClosed` is reported only when nothing the peer started can touch our memory any more, and nothing this
+     side submitted and that was not reported OK will be written by this side. Closing never blocks: where the fence
+     has to wait (a stopped process in the middle of a copy), the event comes later, and until then blocks the peer
+     may write must not be reused.
+
+Every submitted batch is reported exactly once, whatever happens. A peer is failed as a whole: after `PeerFailed` its
+open batches are reported with an error, new ones are refused, and only `close_peer` and a new invitation help.
+Every method may be called from any thread and returns without waiting for the network.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdlink.memory.buffers import Buffer
+
+RunArray = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+"""[n, 3] int64, C-contiguous: source offset, destination offset, nbytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Runs between one source region and one destination region."""
+
+    src_region: int
+    src_base: int
+    """Bytes added to every source offset of `runs`."""
+    dst_region: int
+    dst_base: int
+    runs: RunArray
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.runs[:, 2].sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Whether a transport can work on this machine, and if not, why and what would help."""
+
+    transport: str
+    ok: bool
+    reason: str = ""
+    facts: dict[str, str] = field(default_factory=dict)
+    """What `pdlink check` prints: versions, library paths, limits."""
+
+
+class Status(enum.Enum):
+    """How a batch ended."""
+
+    OK = "ok"
+    TIMEOUT = "timeout"
+    PEER_FAILED = "peer_failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDone:
+    """The one report of a batch."""
+
+    ticket: int
+    peer: str
+    status: Status
+    nbytes: int
+    submitted_s: float
+    done_s: float
+    """time.monotonic seconds."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFailed:
+    """The data connection to this peer is unusable; call `close_peer` and connect anew."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerClosed:
+    """Reported once after each `close_peer`, when promise 2 holds."""
+
+    peer: str
+
+
+Occurrence = BatchDone | PeerFailed | PeerClosed
+
+
+class Transport(ABC):
+    """One way to move bytes. A constructor only stores; `open()` acquires; `close()` is safe twice."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def probe(cls) -> Probe:
+        """Whether this transport can work on this machine. Cheap, has no lasting effect, never raises."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """Acquire threads and descriptors. Raises TransportUnavailable with the reason of `probe()`."""
+
+    @abstractmethod
+    def register(self, buffer: Buffer) -> int:
+        """Make a buffer usable as source and, for invited peers, as destination; returns its region index (0, 1, …).
+
+        The buffer must outlive the transport. Costs page pinning on RDMA: call once per pool, not per request.
+        """
+
+    @abstractmethod
+    def invite(self, peer: str) -> bytes:
+        """Open our registered buffers to `peer` and return what it must pass to its `connect()`.
+
+        peer: unique per connection (name, epoch and session); a name is never used twice.
+        """
+
+    @abstractmethod
+    def connect(self, peer: str, invitation: bytes) -> None:
+        """Start connecting to the memory a peer opened to us. Returns at once; batches may be submitted right away.
+
+        Raises ProtocolError for an invitation that cannot be read, TransportFailure for one that cannot work from
+        here (another host, another UCX). A connection that fails later is reported as PeerFailed.
+        """
+
+    @abstractmethod
+    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+        """Copy every run of every piece from our memory into the peer's; returns the ticket of the batch.
+
+        One native call whatever the number of runs. The runs are copied before it returns. A batch that is not
+        done within `timeout_s` fails the peer. Raises ValueError for a run outside its region on either side
+        (checked before anything is written) and TransportFailure if the peer is failed, closed or unknown.
+        """
+
+    @abstractmethod
+    def poll(self) -> list[Occurrence]:
+        """What happened since the last call, in order of happening per peer. Never waits."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """A descriptor that is readable while `poll()` has something to say. Do not read from it."""
+
+    @abstractmethod
+    def lane(self, peer: str) -> str:
+        """How bytes to this peer really travel ("mapped", "cma", "tcp", "rc_mlx5"); "" while not yet known."""
+
+    @abstractmethod
+    def close_peer(self, peer: str) -> None:
+        """End both directions with this peer: what it was invited to, and what we submitted to it.
+
+        Open batches are reported CANCELLED (or OK if they had landed); then PeerClosed. Unknown peers are ignored.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close every peer and release everything, within two seconds. Safe to call twice."""
