@@ -44,9 +44,9 @@ class ModelConfig(_Section):
     """Of weights and KV."""
     seed: int = 0
     """Of the built model's weights."""
-    num_layers: int = Field(8, ge=1)
+    num_layers: int = Field(default=8, ge=1)
     """Layers of the built model."""
-    max_tokens: int = Field(8192, ge=1)
+    max_tokens: int = Field(default=8192, ge=1)
     """Longest prompt plus answer, in tokens."""
 
     @model_validator(mode="before")
@@ -60,9 +60,9 @@ class ModelConfig(_Section):
 class CacheConfig(_Section):
     """The paged KV cache of a worker."""
 
-    block_tokens: int = Field(16, ge=1)
+    block_tokens: int = Field(default=16, ge=1)
     """Tokens per block. The two sides of a link may differ."""
-    num_blocks: int = Field(1024, ge=2)
+    num_blocks: int = Field(default=1024, ge=2)
     """Blocks in the pool."""
     order: str = "LPBTH"
     """Order of the axes layer, part (K/V), block, token, head in memory; see `pdlink.kv.layout.paged_layout`."""
@@ -73,13 +73,13 @@ class CacheConfig(_Section):
 class EngineConfig(_Section):
     """Scheduling of the built-in engine."""
 
-    max_batched_tokens: int = Field(512, ge=1)
+    max_batched_tokens: int = Field(default=512, ge=1)
     """Most tokens of one forward pass; longer prompts are prefilled in chunks of this."""
-    max_running: int = Field(64, ge=1)
+    max_running: int = Field(default=64, ge=1)
     """Most requests in one forward pass."""
-    max_waiting: int = Field(256, ge=0)
+    max_waiting: int = Field(default=256, ge=0)
     """Requests queued beyond the running ones before a new one is answered 503."""
-    threads: int = Field(1, ge=1)
+    threads: int = Field(default=1, ge=1)
     """CPU threads torch may use."""
 
 
@@ -102,11 +102,11 @@ class TimeoutConfig(_Section):
     """One table of deadlines: heartbeat < peer < lease < request < proxy, checked at start."""
 
     heartbeat_s: Seconds = 0.25
-    peer_s: Seconds = 1.0
+    peer_s: Seconds = 3.0
     """A peer that has not been heard for this long is lost."""
     connect_s: Seconds = 5.0
     """Handshake, from the first message to the data connection."""
-    lease_s: Seconds = 5.0
+    lease_s: Seconds = 10.0
     """How long a promise about memory holds without a sign of life from the other side."""
     request_s: Seconds = 600.0
     """One request on one worker."""
@@ -146,7 +146,7 @@ class WorkerConfig(_Section):
     """What decode does when the KV does not arrive: compute the prompt itself, or answer 502."""
     timeline: str | None = None
     """File that a Perfetto trace of every transfer is written to at exit; None writes none."""
-    simulate_layer_s: float = Field(0.0, ge=0)
+    simulate_layer_s: float = Field(default=0.0, ge=0)
     """Extra seconds per layer of every prefill step; makes a small model as slow as a large one in demonstrations."""
 
 
@@ -160,7 +160,7 @@ class ProxyConfig(_Section):
     decode: tuple[str, ...] = ()
     """Base URLs of the decode workers."""
     policy: Literal["round_robin", "least_loaded"] = "least_loaded"
-    retries: int = Field(1, ge=0)
+    retries: int = Field(default=1, ge=0)
     """New attempts, each with a new transfer id and other workers where there are some, before the first token."""
     on_no_prefill: Literal["fail", "decode_only"] = "fail"
     """What to do when no prefill worker is healthy: answer 503, or let decode compute the prompt (counted)."""
@@ -171,8 +171,8 @@ class ProxyConfig(_Section):
     idle_timeout_s: Seconds = 120.0
     """Longest silence inside a stream."""
     request_timeout_s: Seconds = 1200.0
-    max_body_nbytes: int = Field(64 * 2**20, ge=1)
-    max_connections: int = Field(0, ge=0)
+    max_body_nbytes: int = Field(default=64 * 2**20, ge=1)
+    max_connections: int = Field(default=0, ge=0)
     """Open connections to workers; 0 sets no limit."""
     drain_s: Seconds = 10.0
 
@@ -183,8 +183,8 @@ class UpConfig(_Section):
     proxy: ProxyConfig = ProxyConfig()
     prefill: WorkerConfig = WorkerConfig(role="prefill")
     decode: WorkerConfig = WorkerConfig(role="decode")
-    num_prefill: int = Field(1, ge=1)
-    num_decode: int = Field(1, ge=1)
+    num_prefill: int = Field(default=1, ge=1)
+    num_decode: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")
     def _ordered(self) -> UpConfig:

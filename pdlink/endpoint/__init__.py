@@ -1,0 +1,1 @@
+"""Runs the protocol: sockets, time, transports and the threads between them."""

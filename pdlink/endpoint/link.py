@@ -1,0 +1,58 @@
+"""What `Sender` and `Receiver` ask of the driver that runs them."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+
+    from pdlink.endpoint.peer import Peer
+    from pdlink.kv.layout import KVLayout
+    from pdlink.protocol.messages import Body
+
+
+class Link(Protocol):
+    """The driver as its two halves see it. All of it may be used from any thread that holds `lock`."""
+
+    lock: threading.RLock
+    layout: KVLayout
+
+    def peer_at(self, address: str) -> Peer:
+        """The live session with the worker at this control address; opens one if there is none."""
+
+    def send(self, peer: Peer, body: Body) -> None:
+        """Send, or keep until the handshake is done. Messages to a lost peer vanish: its transfers are over."""
+
+    def lose(self, peer: Peer, reason: str) -> None:
+        """End this session: its transfers stop now, and end when the data connection is closed."""
+
+    def defer(self, callback: Callable[[], None]) -> None:
+        """Run in the driver thread, without the lock, soon and in order."""
+
+
+class Ended:
+    """Ids of transfers that are over, with the reason, so that late or repeated news of them is recognised.
+
+    Bounded: the oldest are forgotten, and then count as unknown.
+    """
+
+    def __init__(self, capacity: int = 10_000) -> None:
+        self._reasons: OrderedDict[str, str] = OrderedDict()
+        self._capacity = capacity
+
+    def add(self, transfer_id: str, reason: str) -> None:
+        self._reasons[transfer_id] = reason
+        if len(self._reasons) > self._capacity:
+            self._reasons.popitem(last=False)
+
+    def get(self, transfer_id: str) -> str | None:
+        """The reason ("" for success), or None if the id is not known."""
+        return self._reasons.get(transfer_id)
+
+
+now_s = time.monotonic
+"""The one clock of the endpoint."""

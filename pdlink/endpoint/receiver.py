@@ -1,0 +1,233 @@
+"""`Receiver`: the decode side of transfers.
+
+`expect` when a request arrives, `offer` when its blocks are reserved. The handler hears `ready` or `failed` once,
+and `released` once when nothing can write to the offered blocks any more; between the two the blocks are quarantined.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from pdlink.endpoint.link import Ended, now_s
+from pdlink.errors import DeadlineExceeded, InvalidRequest, TransferFailed
+from pdlink.events import MessageDropped, TransferEnded, emit
+from pdlink.protocol import messages
+from pdlink.protocol.actions import Action, Deliver, End, Fail, FencePeer, Send
+from pdlink.protocol.leases import LeaseTable
+from pdlink.protocol.receiving import Receiving
+from pdlink.protocol.states import ReceiverState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdlink.config import TimeoutConfig
+    from pdlink.endpoint.link import Link
+    from pdlink.endpoint.peer import Peer
+
+log = logging.getLogger(__name__)
+
+
+class ReceiveHandler(Protocol):
+    """Told about one transfer, in the endpoint's thread."""
+
+    def ready(self, first_token: int, *, finished: bool) -> None:
+        """All KV is in the offered blocks. finished: the first token was also the last one at the sender."""
+
+    def failed(self, reason: str) -> None:
+        """The KV will not come. Fall back now; the offered blocks stay untouchable until `released`."""
+
+    def released(self) -> None:
+        """Exactly once, after `ready` or `failed`: nothing can write to the offered blocks any more."""
+
+
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    machine: Receiving
+    peer: Peer
+    handler: ReceiveHandler
+    started_s: float
+
+
+class Receiver:
+    """Every transfer this worker receives. Public methods may be called from any thread."""
+
+    def __init__(self, link: Link, timeouts: TimeoutConfig) -> None:
+        self._link = link
+        self._timeouts = timeouts
+        self._live: dict[str, _Incoming] = {}
+        self._ended = Ended()
+        self._leases = LeaseTable(timeouts.request_s, timeouts.request_s)
+        self._changed = threading.Condition(link.lock)
+
+    # -- for the worker ----------------------------------------------------------------------------------------------
+
+    def expect(self, transfer_id: str, address: str, handler: ReceiveHandler) -> None:
+        """A request whose KV comes from the worker at control address `address` is here.
+
+        Connects to it if need be, so that the handshake runs while the request waits for blocks. Raises
+        InvalidRequest if the id is in use or was used, TransferFailed if the sender's side has failed already.
+        """
+        with self._link.lock:
+            reason = self._ended.get(transfer_id)
+            if reason:
+                raise TransferFailed(f"transfer {transfer_id} was stopped before it began: {reason}")
+            if reason is not None or transfer_id in self._live:
+                raise InvalidRequest(f"transfer_id {transfer_id!r} was used before; every attempt needs a new one")
+            layout = self._link.layout
+            now = now_s()
+            machine = Receiving(transfer_id, len(layout.layers), layout.token_nbytes, quiet_s=self._timeouts.peer_s)
+            peer = self._link.peer_at(address)
+            incoming = _Incoming(machine, peer, handler, now)
+            self._live[transfer_id] = incoming
+            self._leases.grant(transfer_id, now)
+            peer.transfers.add(transfer_id)
+            self._run(incoming, machine.expect())
+
+    def offer(
+        self, transfer_id: str, blocks: Sequence[int], start: int, end: int, *, per_layer: bool = False
+    ) -> None:
+        """Offer the blocks that hold the missing tokens [start, end); blocks[0] holds token `start`.
+
+        They belong to the transfer until the handler's `released`. per_layer: let `wait` see single layers. An id
+        that is over already is ignored: its handler has been told.
+        """
+        with self._link.lock:
+            incoming = self._live.get(transfer_id)
+            if incoming is not None:
+                actions = incoming.machine.offer(
+                    blocks, start, end, lease_s=self._timeouts.lease_s, per_layer=per_layer
+                )
+                self._run(incoming, actions)
+
+    def cancel(self, transfer_id: str, reason: str) -> None:
+        """End this transfer. An id that is not known yet is refused when it comes: the two may cross."""
+        with self._link.lock:
+            incoming = self._live.get(transfer_id)
+            if incoming is not None:
+                self._run(incoming, incoming.machine.stop(reason, now_s()))
+            elif self._ended.get(transfer_id) is None:
+                self._ended.add(transfer_id, reason)
+
+    def wait(self, transfer_id: str, timeout_s: float, *, layer: int | None = None) -> None:
+        """Return when the whole transfer is ready, or `layer` of one offered `per_layer`.
+
+        Raises TransferFailed if it failed, DeadlineExceeded after `timeout_s`. Not for the endpoint's own thread.
+        """
+        deadline_s = now_s() + timeout_s
+        with self._changed:
+            while True:
+                incoming = self._live.get(transfer_id)
+                reason = incoming.machine.reason if incoming else self._ended.get(transfer_id)
+                if reason or reason is None:
+                    raise TransferFailed(f"transfer {transfer_id}: {reason or 'not known'}")
+                if incoming is None:
+                    return
+                machine = incoming.machine
+                if layer is not None and machine.offered and machine.landed_tokens[layer] >= machine.offered.end:
+                    return
+                if not self._changed.wait(deadline_s - now_s()) and now_s() >= deadline_s:
+                    raise DeadlineExceeded(f"transfer {transfer_id} was not complete within {timeout_s} s")
+
+    def states(self) -> dict[str, int]:
+        """Live transfers by state, and `quarantined_blocks`: offered ones that wait for the fence."""
+        with self._link.lock:
+            counts = {state.value: 0 for state in ReceiverState}
+            quarantined = 0
+            for incoming in self._live.values():
+                counts[incoming.machine.state.value] += 1
+                if incoming.machine.state is ReceiverState.DRAINING and incoming.machine.offered:
+                    quarantined += len(incoming.machine.offered.blocks)
+            counts["quarantined_blocks"] = quarantined
+            return counts
+
+    # -- for the driver, under its lock ------------------------------------------------------------------------------
+
+    def on_message(self, peer: Peer, body: messages.Body) -> None:
+        """A sender's message about a transfer."""
+        transfer_id = getattr(body, "transfer_id", "")
+        incoming = self._live.get(transfer_id)
+        if incoming is None or incoming.peer is not peer:
+            if not (isinstance(body, messages.Quiet | messages.Stop) and self._ended.get(transfer_id) is not None):
+                emit(MessageDropped(reason="unknown_transfer"))
+            return
+        machine = incoming.machine
+        match body:
+            case messages.Landed(layer=layer, end=end):
+                machine.landed(layer, end)
+                self._changed.notify_all()
+            case messages.Done():
+                self._run(incoming, machine.done(body, now_s()))
+            case messages.Stop(reason=reason):
+                self._run(incoming, machine.stopped(reason, now_s()))
+            case messages.Quiet():
+                self._run(incoming, machine.quiet())
+            case _:
+                emit(MessageDropped(reason="wrong_direction"))
+
+    def on_peer_lost(self, peer: Peer, reason: str) -> None:
+        """The session is over: its requests fall back now, their blocks wait for the fence."""
+        for transfer_id in list(peer.transfers):
+            incoming = self._live[transfer_id]
+            self._run(incoming, incoming.machine.stopped(reason, now_s()))
+
+    def on_fenced(self, peer: Peer) -> None:
+        """The peer cannot reach our pages any more."""
+        for transfer_id in list(peer.transfers):
+            incoming = self._live[transfer_id]
+            self._run(incoming, incoming.machine.fenced("peer_lost", now_s()))
+
+    def tick(self, now: float) -> None:
+        """End what has run out."""
+        for transfer_id, reason in self._leases.expired(now):
+            self._leases.drop(transfer_id)
+            incoming = self._live[transfer_id]
+            self._run(incoming, incoming.machine.stop(reason, now))
+        for incoming in list(self._live.values()):
+            self._run(incoming, incoming.machine.tick(now))
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _run(self, incoming: _Incoming, actions: list[Action]) -> None:
+        handler = incoming.handler
+        for action in actions:
+            match action:
+                case Send(body=body):
+                    self._link.send(incoming.peer, body)
+                case Deliver(first_token=token, finished=finished):
+                    self._link.defer(
+                        lambda token=token, finished=finished: handler.ready(token, finished=finished)  # type: ignore[misc]
+                    )
+                case Fail(reason=reason):
+                    self._link.defer(lambda reason=reason: handler.failed(reason))  # type: ignore[misc]
+                case FencePeer(reason=reason):
+                    log.warning("transfer %s: %s; fencing %s", incoming.machine.transfer_id, reason, incoming.peer)
+                    self._link.lose(incoming.peer, reason)
+                case End(reason=reason):
+                    self._end(incoming, reason)
+                case other:
+                    raise AssertionError(f"{incoming.machine.transfer_id}: a receiver does not {other}")
+        if actions:
+            self._changed.notify_all()
+
+    def _end(self, incoming: _Incoming, reason: str) -> None:
+        machine, peer = incoming.machine, incoming.peer
+        del self._live[machine.transfer_id]
+        self._leases.drop(machine.transfer_id)
+        self._ended.add(machine.transfer_id, reason)
+        peer.transfers.discard(machine.transfer_id)
+        emit(
+            TransferEnded(
+                transfer_id=machine.transfer_id,
+                side="receiver",
+                peer=peer.name,
+                state=machine.state.name,
+                reason=reason,
+                nbytes=machine.nbytes if machine.state is ReceiverState.READY else 0,
+                transport=peer.transport.name if peer.transport else "",
+                started_s=incoming.started_s,
+            )
+        )
+        self._link.defer(incoming.handler.released)

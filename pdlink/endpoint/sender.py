@@ -1,0 +1,349 @@
+"""`Sender`: the prefill side of transfers.
+
+`announce` when a request arrives, `publish` when its blocks are reserved, `layer_ready` from the forward pass,
+`finish` with the first token. `layer_ready` is the hot path: it takes one lock, asks the machine, and if the offer is
+there makes one native call; it never waits for a peer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdlink.endpoint.link import Ended, now_s
+from pdlink.errors import InvalidRequest, LayoutMismatch, TransportFailure
+from pdlink.events import LayerLanded, LayerWritten, MessageDropped, TransferEnded, emit
+from pdlink.kv.plan import bind
+from pdlink.protocol import messages
+from pdlink.protocol.actions import Action, End, Fail, Push, Send
+from pdlink.protocol.leases import LeaseTable
+from pdlink.protocol.sending import Sending
+from pdlink.protocol.states import SenderState
+from pdlink.transport.base import BatchDone, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdlink.config import TimeoutConfig
+    from pdlink.endpoint.link import Link
+    from pdlink.endpoint.peer import Peer
+    from pdlink.kv.plan import Plan
+    from pdlink.transport.base import Transport
+
+log = logging.getLogger(__name__)
+
+_MAX_EARLY = 10_000
+"""Offers kept for requests that have not arrived yet; more are refused."""
+
+
+@dataclass(slots=True, eq=False)
+class _Outgoing:
+    machine: Sending
+    on_failed: Callable[[str], None]
+    on_end: Callable[[], None]
+    started_s: float
+    peer: Peer | None = None
+    plans: dict[tuple[int, int], Plan] = field(default_factory=dict)
+    """Byte runs by token range: every layer of a chunk uses the same."""
+    nbytes: int = 0
+    lane: str = ""
+    first_landed_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Early:
+    """What a receiver said before the request came here."""
+
+    peer: Peer
+    offer: messages.Offer | None
+
+
+class Sender:
+    """Every transfer this worker sends. Public methods may be called from any thread."""
+
+    def __init__(self, link: Link, timeouts: TimeoutConfig, batch_timeout_s: float) -> None:
+        self._link = link
+        self._batch_timeout_s = batch_timeout_s
+        self._live: dict[str, _Outgoing] = {}
+        self._early: OrderedDict[str, _Early] = OrderedDict()
+        self._ended = Ended()
+        self._leases = LeaseTable(timeouts.lease_s, timeouts.request_s)
+        self._pushes: dict[tuple[str, int], tuple[_Outgoing, Push]] = {}
+        """Batches in flight, by transport name and ticket."""
+
+    # -- for the worker ----------------------------------------------------------------------------------------------
+
+    def announce(self, transfer_id: str, on_failed: Callable[[str], None], on_end: Callable[[], None]) -> None:
+        """A request with this transfer id is here; its KV will be published.
+
+        on_failed(reason): the transfer will not succeed; prefill for it may stop. on_end(): called exactly once,
+        after success or failure; nothing reads the published blocks any more. Both run in the endpoint's thread.
+        Raises InvalidRequest if the id is in use or was used: an id names one attempt.
+        """
+        with self._link.lock:
+            old = self._ended.get(transfer_id)
+            if old is not None or transfer_id in self._live:
+                raise InvalidRequest(
+                    f"transfer_id {transfer_id!r} "
+                    + (f"has ended already: {old or 'sent'}" if old is not None else "is in use")
+                    + "; every attempt needs a new one"
+                )
+            now = now_s()
+            layout = self._link.layout
+            machine = Sending(transfer_id, len(layout.layers), layout.token_nbytes)
+            outgoing = _Outgoing(machine, on_failed, on_end, now)
+            self._live[transfer_id] = outgoing
+            self._leases.grant(transfer_id, now)
+            early = self._early.pop(transfer_id, None)
+            if early is not None:
+                self._take(outgoing, early.peer, early.offer)
+
+    def publish(self, transfer_id: str, blocks: Sequence[int], num_tokens: int, num_cached_tokens: int) -> None:
+        """The request's KV will be (its first `num_cached_tokens` tokens: is) in these blocks, from token 0 on.
+
+        The caller keeps the blocks until `on_end`.
+        """
+        with self._link.lock:
+            outgoing = self._live.get(transfer_id)
+            if outgoing is not None:
+                self._run(outgoing, outgoing.machine.publish(blocks, num_tokens, num_cached_tokens))
+
+    def layer_ready(self, transfer_id: str, layer: int, start: int, end: int) -> None:
+        """Tokens [start, end) of `layer` are written in the published blocks. Unknown ids are ignored."""
+        with self._link.lock:
+            outgoing = self._live.get(transfer_id)
+            if outgoing is not None:
+                emit(LayerWritten(transfer_id=transfer_id, layer=layer, start=start, end=end))
+                self._run(outgoing, outgoing.machine.written(layer, start, end))
+
+    def finish(self, transfer_id: str, first_token: int, *, finished: bool) -> None:
+        """Prefill has ended; `first_token` goes to the receiver with the last byte. finished: it is also the last."""
+        with self._link.lock:
+            outgoing = self._live.get(transfer_id)
+            if outgoing is not None:
+                self._run(outgoing, outgoing.machine.finish(first_token, finished=finished))
+
+    def cancel(self, transfer_id: str, reason: str) -> None:
+        """This worker ends the transfer. Unknown and ended ids are ignored."""
+        with self._link.lock:
+            outgoing = self._live.get(transfer_id)
+            if outgoing is not None:
+                self._run(outgoing, outgoing.machine.stop(reason))
+
+    def states(self) -> dict[str, int]:
+        """Live transfers by state, and `early`: offers whose request has not come."""
+        with self._link.lock:
+            counts = {state.value: 0 for state in SenderState}
+            for outgoing in self._live.values():
+                counts[outgoing.machine.state.value] += 1
+            counts["early"] = len(self._early)
+            return counts
+
+    # -- for the driver, under its lock ------------------------------------------------------------------------------
+
+    def on_message(self, peer: Peer, body: messages.Body) -> None:
+        """A receiver's message about a transfer."""
+        match body:
+            case messages.Expect(transfer_id=transfer_id):
+                self._on_interest(peer, transfer_id, None)
+            case messages.Offer(transfer_id=transfer_id):
+                self._on_interest(peer, transfer_id, body)
+            case messages.Ack(transfer_id=transfer_id) | messages.Stop(transfer_id=transfer_id):
+                outgoing = self._live.get(transfer_id)
+                if outgoing is not None and outgoing.peer is peer:
+                    machine = outgoing.machine
+                    self._run(
+                        outgoing, machine.stop(body.reason) if isinstance(body, messages.Stop) else machine.ack()
+                    )
+                elif isinstance(body, messages.Stop) and outgoing is None and self._ended.get(transfer_id) is None:
+                    self._early.pop(transfer_id, None)  # the request may still come: it is refused then
+                    self._ended.add(transfer_id, body.reason)
+                else:
+                    emit(MessageDropped(reason="unknown_transfer"))
+            case _:
+                emit(MessageDropped(reason="wrong_direction"))
+
+    def on_batch(self, transport: Transport, done: BatchDone) -> None:
+        """A push has ended."""
+        entry = self._pushes.pop((transport.name, done.ticket), None)
+        if entry is None:
+            return
+        outgoing, push = entry
+        machine = outgoing.machine
+        if done.status is not Status.OK:
+            self._run(outgoing, machine.lost(push.push_id, f"push {done.status.value}: {done.detail}"))
+            return
+        outgoing.nbytes += done.nbytes
+        outgoing.lane = transport.lane(done.peer)
+        if outgoing.first_landed_s is None:
+            outgoing.first_landed_s = done.done_s
+        emit(
+            LayerLanded(
+                at_s=done.done_s,
+                transfer_id=machine.transfer_id,
+                layer=push.layer,
+                start=push.start,
+                end=push.end,
+                nbytes=done.nbytes,
+                transport=outgoing.lane,
+                submitted_s=done.submitted_s,
+            )
+        )
+        self._run(outgoing, machine.landed(push.push_id))
+
+    def on_peer_lost(self, peer: Peer, reason: str) -> None:
+        """The session is over: stop its transfers; those with pushes in flight wait for the fence."""
+        for transfer_id in list(peer.transfers):
+            self._run(self._live[transfer_id], self._live[transfer_id].machine.stop(reason))
+        for transfer_id in [key for key, early in self._early.items() if early.peer is peer]:
+            self._drop_early(transfer_id, reason)
+        self._leases.forget(peer.key)
+
+    def on_fenced(self, peer: Peer) -> None:
+        """The data connection is closed for good."""
+        for transfer_id in list(peer.transfers):
+            self._run(self._live[transfer_id], self._live[transfer_id].machine.fenced())
+
+    def on_heard(self, peer: Peer, now: float) -> None:
+        """A sign of life."""
+        self._leases.heard(peer.key, now)
+
+    def tick(self, now: float) -> None:
+        """End what has run out."""
+        for transfer_id, reason in self._leases.expired(now):
+            if transfer_id in self._live:
+                self._leases.drop(transfer_id)
+                outgoing = self._live[transfer_id]
+                self._run(outgoing, outgoing.machine.stop(reason if outgoing.peer else "no_receiver"))
+            else:
+                early = self._early.get(transfer_id)
+                self._drop_early(transfer_id, "no_request")
+                if early is not None:
+                    self._link.send(early.peer, messages.Stop(transfer_id, "no_request"))
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _on_interest(self, peer: Peer, transfer_id: str, offer: messages.Offer | None) -> None:
+        outgoing = self._live.get(transfer_id)
+        ended = self._ended.get(transfer_id)
+        if outgoing is not None:
+            self._take(outgoing, peer, offer)
+        elif ended is not None:
+            self._link.send(peer, messages.Stop(transfer_id, ended or "already_sent"))
+            self._link.send(peer, messages.Quiet(transfer_id))
+        elif transfer_id in self._early or len(self._early) < _MAX_EARLY:
+            if transfer_id not in self._early:
+                self._leases.grant(transfer_id, now_s())
+            self._early[transfer_id] = _Early(peer, offer)
+        else:
+            self._link.send(peer, messages.Stop(transfer_id, "too_many_early_offers"))
+            self._link.send(peer, messages.Quiet(transfer_id))
+
+    def _drop_early(self, transfer_id: str, reason: str) -> None:
+        self._early.pop(transfer_id, None)
+        self._leases.drop(transfer_id)
+        self._ended.add(transfer_id, reason)
+
+    def _take(self, outgoing: _Outgoing, peer: Peer, offer: messages.Offer | None) -> None:
+        """A receiver has shown interest in a transfer that is announced here."""
+        machine = outgoing.machine
+        if outgoing.peer is None:
+            outgoing.peer = peer
+            peer.transfers.add(machine.transfer_id)
+            self._leases.assign(machine.transfer_id, peer.key, now_s())
+        elif outgoing.peer is not peer:
+            self._link.send(peer, messages.Stop(machine.transfer_id, "taken_by_another_receiver"))
+            self._link.send(peer, messages.Quiet(machine.transfer_id))
+            return
+        if offer is None:
+            return
+        wrong = self._wrong_blocks(peer, offer)
+        self._run(outgoing, machine.stop(wrong) if wrong else machine.offer(offer))
+
+    @staticmethod
+    def _wrong_blocks(peer: Peer, offer: messages.Offer) -> str:
+        """Why this offer cannot be written to; empty if it can. What a peer sends is checked before it is used."""
+        assert peer.identity is not None
+        layout = peer.identity.layout
+        if not 0 <= offer.start <= offer.end:
+            return f"offer of tokens [{offer.start}, {offer.end})"
+        needed = layout.blocks_for(offer.end) - offer.start // layout.block_tokens if offer.end > offer.start else 0
+        if len(offer.blocks) != needed:
+            return f"offer of {len(offer.blocks)} blocks, tokens [{offer.start}, {offer.end}) take {needed}"
+        if any(not 0 <= block < layout.num_blocks for block in offer.blocks):
+            return f"offer names a block outside 0..{layout.num_blocks - 1}"
+        return ""
+
+    def _run(self, outgoing: _Outgoing, actions: list[Action]) -> None:
+        machine = outgoing.machine
+        queue = list(actions)
+        while queue:
+            match queue.pop(0):
+                case Send(body=body):
+                    if outgoing.peer is not None:
+                        self._link.send(outgoing.peer, body)
+                case Push() as push:
+                    queue.extend(self._push(outgoing, push))
+                case Fail(reason=reason):
+                    on_failed = outgoing.on_failed
+                    self._link.defer(lambda on_failed=on_failed, reason=reason: on_failed(reason))  # type: ignore[misc]
+                case End(reason=reason):
+                    self._end(outgoing, reason)
+                case other:
+                    raise AssertionError(f"{machine.transfer_id}: a sender does not {other}")
+
+    def _push(self, outgoing: _Outgoing, push: Push) -> list[Action]:
+        peer, machine = outgoing.peer, outgoing.machine
+        assert peer is not None
+        try:
+            plan = outgoing.plans.get((push.start, push.end)) or self._bind(outgoing, push.start, push.end)
+            if peer.transport is None:
+                raise TransportFailure(f"no data connection to {peer.name}")
+            ticket = peer.transport.submit(peer.key, plan.pieces(push.layer), self._batch_timeout_s)
+        except (TransportFailure, LayoutMismatch, ValueError) as error:
+            log.warning("transfer %s: cannot push layer %d: %s", machine.transfer_id, push.layer, error)
+            actions = machine.lost(push.push_id, f"push refused: {error}")
+            self._link.lose(peer, str(error))
+            return actions
+        self._pushes[peer.transport.name, ticket] = (outgoing, push)
+        return []
+
+    def _bind(self, outgoing: _Outgoing, start: int, end: int) -> Plan:
+        peer, machine = outgoing.peer, outgoing.machine
+        assert peer is not None
+        assert peer.identity is not None
+        assert peer.template is not None
+        assert machine.offered is not None
+        assert machine.blocks is not None
+        src_tokens = self._link.layout.block_tokens
+        dst_tokens = peer.identity.layout.block_tokens
+        first_dst = start // dst_tokens - machine.offered.start // dst_tokens
+        plan = bind(
+            peer.template, machine.blocks[start // src_tokens :], machine.offered.blocks[first_dst:], start, end
+        )
+        outgoing.plans[start, end] = plan
+        return plan
+
+    def _end(self, outgoing: _Outgoing, reason: str) -> None:
+        machine, peer = outgoing.machine, outgoing.peer
+        del self._live[machine.transfer_id]
+        self._leases.drop(machine.transfer_id)
+        self._ended.add(machine.transfer_id, reason)
+        if peer is not None:
+            peer.transfers.discard(machine.transfer_id)
+        emit(
+            TransferEnded(
+                transfer_id=machine.transfer_id,
+                side="sender",
+                peer=peer.name if peer else "",
+                state=machine.state.name,
+                reason=reason,
+                nbytes=outgoing.nbytes,
+                transport=outgoing.lane,
+                started_s=outgoing.started_s,
+                first_landed_s=outgoing.first_landed_s,
+            )
+        )
+        self._link.defer(outgoing.on_end)

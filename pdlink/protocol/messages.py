@@ -1,0 +1,175 @@
+"""Everything that crosses the control connection: tagged, versioned msgspec structs in MessagePack.
+
+A frame is an `Envelope`: who sent it in which life (`src`, `src_epoch`), for which life of the other side it is meant
+(`dst_epoch`) and in which session between the two. A body is one of the structs below, told apart by its tag. Fields
+may be added with a default without a new version; a changed meaning needs one (`docs/wire.md`).
+
+The *dialer* is the worker that opened the control connection, always the receiver of KV; the *listener* is the
+worker that sends KV.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdlink.errors import ProtocolError
+from pdlink.kv.layout import KVLayout  # noqa: TC001  (msgspec reads the annotation at run time)
+
+VERSION = 1
+MAX_FRAME_NBYTES = 16 * 2**20
+"""Larger frames are refused by ZeroMQ before they are read: an offer of a million blocks needs 5 MB."""
+
+
+class _Body(msgspec.Struct, frozen=True, tag_field="type"):
+    """Base of all bodies."""
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What has to fit together on the two sides of a link."""
+
+    version: int
+    model: str
+    revision: str
+    num_ranks: int
+    """Tensor-parallel ranks that hold the KV heads."""
+    layout: KVLayout
+    host: str
+    """Boot id and pid namespace: equal strings mean that the two processes can map each other's memory."""
+
+
+class Hello(_Body, frozen=True, tag="hello"):
+    """Dialer to listener: who I am and what I can do."""
+
+    name: str
+    identity: Identity
+    transports: tuple[str, ...]
+    """Names of the transports that work here, the preferred one first."""
+
+
+class Welcome(_Body, frozen=True, tag="welcome"):
+    """Listener to dialer: we fit together; use this transport."""
+
+    name: str
+    identity: Identity
+    transport: str
+
+
+class Refuse(_Body, frozen=True, tag="refuse"):
+    """Either way: we do not fit together. `local` and `remote` as the sender of this message sees them."""
+
+    factor: str
+    local: str
+    remote: str
+
+
+class Invite(_Body, frozen=True, tag="invite"):
+    """Dialer to listener: what your transport needs to write into my registered pages."""
+
+    invitation: bytes
+
+
+class Expect(_Body, frozen=True, tag="expect"):
+    """Receiver to sender: I shall offer blocks for this transfer; keep its KV while I am alive."""
+
+    transfer_id: str
+
+
+class Offer(_Body, frozen=True, tag="offer"):
+    """Receiver to sender: write tokens [start, end) into these blocks.
+
+    blocks[0] holds token `start`; the list covers floor(start / block_tokens) to ceil(end / block_tokens) of the
+    receiver's block size. The range is authoritative: it is what the receiver lacks.
+    """
+
+    transfer_id: str
+    start: int
+    end: int
+    blocks: tuple[int, ...]
+    num_layers: int
+    lease_s: float
+    """The sender may write until it has heard nothing from the receiver for this long."""
+    per_layer: bool = False
+    """Send a `Landed` for every layer."""
+
+
+class Landed(_Body, frozen=True, tag="landed"):
+    """Sender to receiver: tokens up to `end` of this layer are visible in your pages."""
+
+    transfer_id: str
+    layer: int
+    end: int
+
+
+class Done(_Body, frozen=True, tag="done"):
+    """Sender to receiver: everything offered is visible in your pages, and this is the first token."""
+
+    transfer_id: str
+    start: int
+    end: int
+    num_layers: int
+    nbytes: int
+    first_token: int
+    finished: bool
+    """True if the first token is also the last one on the sender's side (end of sequence or a stop token)."""
+
+
+class Ack(_Body, frozen=True, tag="ack"):
+    """Receiver to sender: I have it."""
+
+    transfer_id: str
+
+
+class Stop(_Body, frozen=True, tag="stop"):
+    """Either way: this transfer ends here, because of `reason`."""
+
+    transfer_id: str
+    reason: str
+
+
+class Quiet(_Body, frozen=True, tag="quiet"):
+    """Sender to receiver: nothing of this transfer is in flight any more, nor will be."""
+
+    transfer_id: str
+
+
+class Heartbeat(_Body, frozen=True, tag="heartbeat"):
+    """Either way: I am alive. One per peer, whatever the number of transfers; it renews all their leases."""
+
+
+class Bye(_Body, frozen=True, tag="bye"):
+    """Either way: this session is over; close the data connection, your pages are to be fenced by you."""
+
+    reason: str
+
+
+Body = Hello | Welcome | Refuse | Invite | Expect | Offer | Landed | Done | Ack | Stop | Quiet | Heartbeat | Bye
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """One frame."""
+
+    version: int
+    src: str
+    src_epoch: str
+    dst_epoch: str
+    """Empty in `Hello`, when the other side is not known yet."""
+    session: int
+    """Chosen by the dialer, rising with each connection it opens."""
+    body: Body
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def encode(envelope: Envelope) -> bytes:
+    """The bytes of one frame."""
+    return _encoder.encode(envelope)
+
+
+def decode(frame: bytes) -> Envelope:
+    """The envelope of one frame. Raises ProtocolError (remote) for anything that is not one; never executes input."""
+    try:
+        return _decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"frame of {len(frame)} bytes cannot be read: {error}") from None

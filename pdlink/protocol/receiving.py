@@ -1,0 +1,138 @@
+"""One transfer as its receiver decides about it: what was offered, whether all of it came, when blocks may go.
+
+The receiver never believes a count it did not fix itself: the offer says which tokens of how many layers are
+missing, and only a `Done` that says exactly the same makes the request ready. After a stop its blocks stay held
+until the sender says that it is quiet, or, if it does not say so in time, until the data connection is closed.
+
+No I/O, no clock: `now` is an argument, every method returns actions for the driver.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdlink.protocol import messages
+from pdlink.protocol.actions import Action, Deliver, End, Fail, FencePeer, Send
+from pdlink.protocol.states import RECEIVER, RECEIVER_ENDS, ReceiverEvent, ReceiverState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Receiving:
+    """State of one transfer on the receiver.
+
+    Driven by: `offer`, `stop`, `tick` (this worker), `landed`, `done`, `stopped`, `quiet` (the peer's messages),
+    `fenced` (the transport).
+    """
+
+    def __init__(self, transfer_id: str, num_layers: int, token_nbytes: int, *, quiet_s: float) -> None:
+        """token_nbytes: payload of one token over all layers; quiet_s: longest wait for *quiet* after a stop."""
+        self.transfer_id = transfer_id
+        self.state = ReceiverState.EXPECTED
+        self.reason = ""
+        self.offered: messages.Offer | None = None
+        self.landed_tokens = [0] * num_layers
+        """Per layer: tokens up to here are visible; kept only for offers `per_layer`."""
+        self._num_layers = num_layers
+        self._token_nbytes = token_nbytes
+        self._quiet_s = quiet_s
+        self._quiet_by_s = float("inf")
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes of the offered range."""
+        return 0 if self.offered is None else (self.offered.end - self.offered.start) * self._token_nbytes
+
+    # -- this worker -------------------------------------------------------------------------------------------------
+
+    def expect(self) -> list[Action]:
+        """Tell the sender, as soon as there is a connection, that this transfer is wanted."""
+        return [Send(messages.Expect(self.transfer_id))] if self.state is ReceiverState.EXPECTED else []
+
+    def offer(
+        self, blocks: Sequence[int], start: int, end: int, *, lease_s: float, per_layer: bool = False
+    ) -> list[Action]:
+        """The request's blocks are reserved: offer those that hold the missing tokens [start, end)."""
+        if self.state is not ReceiverState.EXPECTED:
+            return []
+        self.offered = messages.Offer(
+            self.transfer_id, start, end, tuple(blocks), self._num_layers, lease_s, per_layer
+        )
+        self._move(ReceiverEvent.OFFER)
+        return [Send(self.offered)]
+
+    def stop(self, reason: str, now: float) -> list[Action]:
+        """End this transfer because this side wants it (abort, deadline, lost peer): the sender is told."""
+        return [*self._stop(reason, now, tell=True)]
+
+    def tick(self, now: float) -> list[Action]:
+        """Close the data connection if the sender did not become quiet in time."""
+        if self.state is ReceiverState.DRAINING and now >= self._quiet_by_s:
+            self._quiet_by_s = float("inf")
+            return [FencePeer("not quiet in time")]
+        return []
+
+    # -- the sender's messages ---------------------------------------------------------------------------------------
+
+    def landed(self, layer: int, end: int) -> None:
+        """Tokens up to `end` of `layer` are visible. Values out of range are ignored: they decide nothing."""
+        if self.state is ReceiverState.OFFERED and 0 <= layer < self._num_layers:
+            self.landed_tokens[layer] = max(self.landed_tokens[layer], end)
+
+    def done(self, done: messages.Done, now: float) -> list[Action]:
+        """The sender says that everything is visible."""
+        if self.state is ReceiverState.DRAINING:  # it had ended before it read our stop: nothing is in flight
+            return self._end(ReceiverEvent.QUIET)
+        if self.state is not ReceiverState.OFFERED or self.offered is None:
+            return []
+        expected = (self.offered.start, self.offered.end, self._num_layers, self.nbytes)
+        told = (done.start, done.end, done.num_layers, done.nbytes)
+        if told != expected:
+            names = ("start", "end", "layers", "bytes")
+            wrong = ", ".join(
+                f"{name} {theirs} of {ours}"
+                for name, ours, theirs in zip(names, expected, told, strict=True)
+                if ours != theirs
+            )
+            return self._stop(f"incomplete: {wrong}", now, tell=True)
+        self._move(ReceiverEvent.DONE)
+        return [Send(messages.Ack(self.transfer_id)), Deliver(done.first_token, done.finished), End("")]
+
+    def stopped(self, reason: str, now: float) -> list[Action]:
+        """The sender ends this transfer; it says *quiet* when nothing is in flight."""
+        return self._stop(reason, now, tell=False)
+
+    def quiet(self) -> list[Action]:
+        """Nothing of this transfer is in flight on the sender, nor will be."""
+        return self._end(ReceiverEvent.QUIET)
+
+    # -- the transport -----------------------------------------------------------------------------------------------
+
+    def fenced(self, reason: str, now: float) -> list[Action]:
+        """The data connection is closed: the peer cannot reach our pages any more."""
+        return self._stop(reason, now, tell=False) + self._end(ReceiverEvent.FENCED)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _move(self, event: ReceiverEvent) -> None:
+        self.state = RECEIVER[self.state, event]
+
+    def _stop(self, reason: str, now: float, *, tell: bool) -> list[Action]:
+        if self.state in RECEIVER_ENDS or self.state is ReceiverState.DRAINING:
+            return []
+        self.reason = reason
+        self._move(ReceiverEvent.STOP)
+        actions: list[Action] = [Send(messages.Stop(self.transfer_id, reason))] if tell else []
+        actions.append(Fail(reason))
+        if self.state is ReceiverState.FAILED:
+            actions.append(End(reason))
+        else:
+            self._quiet_by_s = now + self._quiet_s
+        return actions
+
+    def _end(self, event: ReceiverEvent) -> list[Action]:
+        if self.state is not ReceiverState.DRAINING:
+            return []
+        self._move(event)
+        return [End(self.reason)]

@@ -1,0 +1,191 @@
+"""One transfer as its sender decides about it: what may be pushed when, and when its blocks may go.
+
+Two things must come together for a push: the layer is written here, and the receiver has offered the tokens. Either
+may come first; whichever comes second triggers the push. A layer is written front to back, possibly in chunks, so
+one position per layer says all about it.
+
+No I/O, no clock: every method returns actions for the driver.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdlink.protocol import messages
+from pdlink.protocol.actions import Action, End, Fail, Push, Send
+from pdlink.protocol.states import SENDER, SENDER_ENDS, SenderEvent, SenderState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Sending:
+    """State of one transfer on the sender.
+
+    Driven by: `publish`, `written`, `finish`, `stop` (this worker), `offer`, `ack`, `stop` (the peer's messages),
+    `landed`, `lost`, `fenced` (the transport).
+    """
+
+    def __init__(self, transfer_id: str, num_layers: int, token_nbytes: int) -> None:
+        """token_nbytes: payload bytes of one token over all layers."""
+        self.transfer_id = transfer_id
+        self.state = SenderState.WAITING
+        self.reason = ""
+        self.blocks: tuple[int, ...] | None = None
+        """Source block table from token 0 on; None until `publish`."""
+        self.offered: messages.Offer | None = None
+        self.num_tokens = 0
+        self._num_layers = num_layers
+        self._token_nbytes = token_nbytes
+        self._written = [0] * num_layers
+        """Per layer: tokens [0, n) are in the source blocks."""
+        self._pushed = [0] * num_layers
+        """Per layer: tokens [offered.start, n) have been handed to the transport."""
+        self._in_flight: dict[int, Push] = {}
+        self._next_push_id = 0
+        self._first_token: tuple[int, bool] | None = None
+
+    # -- this worker -------------------------------------------------------------------------------------------------
+
+    def publish(self, blocks: Sequence[int], num_tokens: int, num_cached_tokens: int) -> list[Action]:
+        """The blocks are reserved; the first `num_cached_tokens` tokens are in them already, for all layers."""
+        if self.state not in (SenderState.WAITING, SenderState.WRITING) or self.blocks is not None:
+            return []
+        self.blocks = tuple(blocks)
+        self.num_tokens = num_tokens
+        self._written = [num_cached_tokens] * self._num_layers
+        return self._check_range() or self._push_ready(range(self._num_layers))
+
+    def written(self, layer: int, start: int, end: int) -> list[Action]:
+        """Tokens [start, end) of `layer` are in the source blocks now."""
+        if self.state not in (SenderState.WAITING, SenderState.WRITING) or self.blocks is None:
+            return []
+        if start != self._written[layer]:
+            return self.stop(f"layer {layer} was written from token {start}, expected {self._written[layer]}")
+        self._written[layer] = end
+        return self._push_ready((layer,))
+
+    def finish(self, first_token: int, *, finished: bool) -> list[Action]:
+        """Prefill has ended and sampled `first_token`. Every layer must have been written by now."""
+        if self.state not in (SenderState.WAITING, SenderState.WRITING):
+            return []
+        complete = sum(position >= self.num_tokens for position in self._written)
+        if self.blocks is None or complete < self._num_layers:
+            return self.stop(f"prefill ended with {complete} of {self._num_layers} layers written")
+        self._first_token = (first_token, finished)
+        return self._complete()
+
+    # -- the receiver's messages -------------------------------------------------------------------------------------
+
+    def offer(self, offer: messages.Offer) -> list[Action]:
+        """The receiver's blocks and the token range it lacks. A second offer is ignored."""
+        if self.state is not SenderState.WAITING:
+            return []
+        if offer.num_layers != self._num_layers:
+            return self.stop(f"offer of {offer.num_layers} layers, the model here has {self._num_layers}")
+        self.offered = offer
+        self._pushed = [offer.start] * self._num_layers
+        self._move(SenderEvent.OFFER)
+        return self._check_range() or self._push_ready(range(self._num_layers)) + self._complete()
+
+    def ack(self) -> list[Action]:
+        """The receiver has everything."""
+        if self.state is not SenderState.SENT:
+            return []
+        self._move(SenderEvent.ACK)
+        return [End("")]
+
+    def stop(self, reason: str) -> list[Action]:
+        """End this transfer unsuccessfully, whoever wants it; the receiver is told, and later that we are quiet."""
+        if self.state in SENDER_ENDS or self.state is SenderState.DRAINING:
+            return []
+        self.reason = reason
+        self._move(SenderEvent.STOP)
+        return [Send(messages.Stop(self.transfer_id, reason)), Fail(reason), *self._quiet()]
+
+    # -- the transport -----------------------------------------------------------------------------------------------
+
+    def landed(self, push_id: int) -> list[Action]:
+        """This push is visible in the receiver's pages."""
+        push = self._in_flight.pop(push_id)
+        if self.state is SenderState.DRAINING:
+            return self._quiet()
+        actions: list[Action] = []
+        if self.offered is not None and self.offered.per_layer:
+            actions.append(Send(messages.Landed(self.transfer_id, push.layer, push.end)))
+        return actions + self._complete()
+
+    def lost(self, push_id: int, reason: str) -> list[Action]:
+        """This push ended with an error: its bytes may be written partly, or even later.
+
+        Only `fenced` makes a transfer with a lost push quiet, so its entry stays in flight.
+        """
+        if push_id not in self._in_flight:
+            return []
+        return self.stop(reason)
+
+    def fenced(self) -> list[Action]:
+        """The data connection is closed and the transport's second promise holds."""
+        self._in_flight.clear()
+        actions = self.stop("peer_lost")
+        if self.state is SenderState.DRAINING:
+            self._move(SenderEvent.FENCED)
+            actions.append(End(self.reason))
+        return actions
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_in_flight(self) -> int:
+        """Pushes that the transport has not reported yet."""
+        return len(self._in_flight)
+
+    def _move(self, event: SenderEvent) -> None:
+        self.state = SENDER[self.state, event]
+
+    def _check_range(self) -> list[Action]:
+        """Refuse an offer that asks for what this prompt does not have. Empty while one of the two is missing."""
+        if self.offered is None or self.blocks is None:
+            return []
+        start, end = self.offered.start, self.offered.end
+        if 0 <= start <= end <= self.num_tokens:
+            return []
+        return self.stop(f"offer of tokens [{start}, {end}), the prompt here has {self.num_tokens}")
+
+    def _push_ready(self, layers: Sequence[int]) -> list[Action]:
+        if self.offered is None or self.blocks is None or self.state is not SenderState.WRITING:
+            return []
+        actions: list[Action] = []
+        for layer in layers:
+            start, end = self._pushed[layer], min(self._written[layer], self.offered.end)
+            if start < end:
+                push = Push(self._next_push_id, layer, start, end)
+                self._next_push_id += 1
+                self._in_flight[push.push_id] = push
+                self._pushed[layer] = end
+                actions.append(push)
+        return actions
+
+    def _complete(self) -> list[Action]:
+        if self.state is not SenderState.WRITING or self._first_token is None or self._in_flight:
+            return []
+        assert self.offered is not None
+        self._move(SenderEvent.COMPLETE)
+        first_token, finished = self._first_token
+        tokens = self.offered.end - self.offered.start
+        done = messages.Done(
+            transfer_id=self.transfer_id,
+            start=self.offered.start,
+            end=self.offered.end,
+            num_layers=sum(position >= self.offered.end for position in self._pushed),
+            nbytes=tokens * self._token_nbytes,
+            first_token=first_token,
+            finished=finished,
+        )
+        return [Send(done)]
+
+    def _quiet(self) -> list[Action]:
+        if self._in_flight:
+            return []
+        self._move(SenderEvent.QUIET)
+        return [Send(messages.Quiet(self.transfer_id)), End(self.reason)]

@@ -1,0 +1,307 @@
+"""Both machines of one transfer under random schedules, over a pretend wire and a pretend transport.
+
+A schedule is a list of numbers; each picks one of the moves that are possible at that moment: the engine writes a
+chunk, a message arrives, a push lands or is lost, either side stops, time passes, one side finds the session cut
+(messages vanish, bytes in flight do not; the other side learns of it later), the fence closes. After every move, and
+after everything has come to rest:
+  - the receiver's blocks are given back only when no byte of the transfer can still be written;
+  - a delivered request has every byte of every layer of the range it asked for;
+  - the sender's blocks are given back only when nothing reads them;
+  - each side ends exactly once, and always.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdlink.protocol import messages
+from pdlink.protocol.actions import Action, Deliver, End, Fail, FencePeer, Push, Send
+from pdlink.protocol.receiving import Receiving
+from pdlink.protocol.sending import Sending
+from pdlink.protocol.states import RECEIVER_ENDS, SENDER_ENDS, SenderState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LAYERS = 2
+TOKENS = 9
+TOKEN_NBYTES = 1
+QUIET_S = 3.0
+
+
+class World:
+    """One sender, one receiver, two ordered channels, and writes in flight."""
+
+    def __init__(self, start: int, cached: int, sending: type[Sending] = Sending) -> None:
+        self.sender = sending("t", LAYERS, TOKEN_NBYTES)
+        self.receiver = Receiving("t", LAYERS, TOKEN_NBYTES, quiet_s=QUIET_S)
+        self.start, self.cached = start, cached
+        self.to_receiver: deque[messages.Body] = deque()
+        self.to_sender: deque[messages.Body] = deque()
+        self.connected, self.sender_knows, self.receiver_knows, self.fenced = True, False, False, False
+        self.in_flight: dict[int, Push] = {}
+        self.lost: set[int] = set()
+        self.landed: set[tuple[int, int]] = set()
+        self.written = [cached] * LAYERS
+        self.published = self.finished = self.sender_freed = self.receiver_freed = self.delivered = False
+        self.failures = 0
+        self.now = 0.0
+
+    # -- the driver's part -------------------------------------------------------------------------------------------
+
+    def run_sender(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(body=body):
+                    if self.connected:
+                        self.to_receiver.append(body)
+                case Push() as push if self.fenced:
+                    self.run_sender(self.sender.lost(push.push_id, "refused"))
+                    self.cut_sender()
+                case Push() as push:
+                    self.in_flight[push.push_id] = push
+                case End():
+                    assert not self.sender_freed, "sender ended twice"
+                    assert self.fenced or not self.in_flight, "source freed under a push"
+                    self.sender_freed = True
+                case Fail():
+                    pass
+
+    def run_receiver(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(body=body):
+                    if self.connected:
+                        self.to_sender.append(body)
+                case Deliver():
+                    wanted = {(layer, token) for layer in range(LAYERS) for token in range(self.start, TOKENS)}
+                    assert wanted <= self.landed, "delivered without all bytes"
+                    self.delivered = True
+                case Fail():
+                    self.failures += 1
+                case FencePeer():
+                    self.cut_receiver()
+                case End():
+                    assert not self.receiver_freed, "receiver ended twice"
+                    assert self.fenced or not self.in_flight, "offered blocks freed under a write in flight"
+                    self.receiver_freed = True
+
+    # -- moves -------------------------------------------------------------------------------------------------------
+
+    def moves(self) -> list[Callable[[], None]]:
+        moves: list[Callable[[], None]] = [self.tick]
+        if not self.published:
+            moves.append(self.publish)
+        elif not self.finished:
+            layer = min(range(LAYERS), key=lambda index: (self.written[index], index))
+            moves += [lambda: self.write(layer, 4), lambda: self.write(layer, TOKENS)] * 2
+        if self.receiver.offered is None and self.connected:
+            moves += [self.offer, self.offer]
+        if self.to_receiver:
+            moves += [self.receive, self.receive]
+        if self.to_sender:
+            moves += [self.deliver_to_sender, self.deliver_to_sender]
+        for push_id in self.in_flight:
+            moves.append(lambda push_id=push_id: self.land(push_id))  # type: ignore[misc]
+        if self.in_flight:
+            moves.append(lambda: self.lose(next(iter(self.in_flight))))
+        if not self.sender_knows:
+            moves.append(self.cut_sender)
+        if not self.receiver_knows:
+            moves.append(self.cut_receiver)
+        elif not self.fenced:
+            moves.append(self.fence)
+        moves.append(lambda: self.run_sender(self.sender.stop("preempted")))
+        moves.append(lambda: self.run_receiver(self.receiver.stop("abort", self.now)))
+        return moves
+
+    def publish(self) -> None:
+        self.published = True
+        self.run_sender(self.sender.publish([0, 1, 2], TOKENS, self.cached))
+
+    def write(self, layer: int, step: int) -> None:
+        start, end = self.written[layer], min(TOKENS, self.written[layer] + step)
+        self.written[layer] = end
+        if start < end:
+            self.run_sender(self.sender.written(layer, start, end))
+        if min(self.written) == TOKENS:
+            self.finished = True
+            self.run_sender(self.sender.finish(7, finished=False))
+
+    def offer(self) -> None:
+        self.run_receiver(self.receiver.offer([4, 5, 6], self.start, TOKENS, lease_s=10.0))
+
+    def receive(self) -> None:
+        body = self.to_receiver.popleft()
+        match body:
+            case messages.Done():
+                self.run_receiver(self.receiver.done(body, self.now))
+            case messages.Stop(reason=reason):
+                self.run_receiver(self.receiver.stopped(reason, self.now))
+            case messages.Quiet():
+                self.run_receiver(self.receiver.quiet())
+
+    def deliver_to_sender(self) -> None:
+        body = self.to_sender.popleft()
+        match body:
+            case messages.Offer():
+                self.run_sender(self.sender.offer(body))
+            case messages.Stop(reason=reason):
+                self.run_sender(self.sender.stop(reason))
+            case messages.Ack():
+                self.run_sender(self.sender.ack())
+
+    def land(self, push_id: int) -> None:
+        push = self.in_flight.pop(push_id)
+        self.landed |= {(push.layer, token) for token in range(push.start, push.end)}
+        if push_id not in self.lost:
+            self.run_sender(self.sender.landed(push_id))
+
+    def lose(self, push_id: int) -> None:
+        """The transport reports an error: its bytes may still land later, so it stays in flight here."""
+        if push_id not in self.lost and not self.fenced:
+            self.lost.add(push_id)
+            self.run_sender(self.sender.lost(push_id, "timeout"))
+            self.cut_sender()
+
+    def hang_up(self) -> None:
+        self.connected = False
+        self.to_receiver.clear()
+        self.to_sender.clear()
+
+    def cut_sender(self) -> None:
+        if not self.sender_knows:
+            self.sender_knows = True
+            self.hang_up()
+            self.run_sender(self.sender.stop("peer_lost"))
+            if self.fenced:
+                self.run_sender(self.sender.fenced())
+
+    def cut_receiver(self) -> None:
+        if not self.receiver_knows:
+            self.receiver_knows = True
+            self.hang_up()
+            self.run_receiver(self.receiver.stopped("peer_lost", self.now))
+
+    def fence(self) -> None:
+        """The receiver has closed the data connection: nothing in flight lands any more, the sender sees errors."""
+        self.fenced = True
+        broken, self.in_flight = self.in_flight, {}
+        self.run_receiver(self.receiver.fenced("peer_lost", self.now))
+        for push_id in broken.keys() - self.lost:
+            self.run_sender(self.sender.lost(push_id, "reset"))
+        if broken:
+            self.cut_sender()
+        if self.sender_knows:
+            self.run_sender(self.sender.fenced())
+
+    def tick(self) -> None:
+        self.now += QUIET_S
+        self.run_receiver(self.receiver.tick(self.now))
+
+    # -- to the end --------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Everything that is under way arrives; then the leases run out (the driver's part) and the session ends."""
+        for _ in range(100):
+            if self.to_sender:
+                self.deliver_to_sender()
+            elif self.to_receiver:
+                self.receive()
+            elif self.in_flight and not self.fenced and (free := self.in_flight.keys() - self.lost):
+                self.land(min(free))
+            else:
+                break
+        if self.sender.state not in SENDER_ENDS or self.receiver.state not in RECEIVER_ENDS:
+            self.run_sender(self.sender.stop("lease_expired"))
+            self.run_receiver(self.receiver.stop("deadline", self.now))
+            self.cut_sender()
+            self.cut_receiver()
+            if not self.fenced:
+                self.fence()
+        assert self.sender.state in SENDER_ENDS
+        assert self.receiver.state in RECEIVER_ENDS
+        assert self.sender_freed
+        assert self.receiver_freed
+        assert self.delivered == (self.failures == 0)
+
+
+def play(world: World, schedule: list[int]) -> None:
+    for number in schedule:
+        moves = world.moves()
+        moves[number % len(moves)]()
+    world.settle()
+
+
+SCHEDULES = st.lists(st.integers(0, 10_000), max_size=40)
+RANGES = st.sampled_from([(0, 0), (0, 4), (4, 0), (8, 8), (TOKENS, 4)])
+
+
+@settings(max_examples=1500, deadline=None)
+@given(SCHEDULES, RANGES)
+def test_no_schedule_frees_blocks_under_a_write_or_delivers_less_than_all(
+    schedule: list[int], ranges: tuple[int, int]
+) -> None:
+    play(World(*ranges), schedule)
+
+
+def test_undisturbed_transfer_is_delivered() -> None:
+    world = World(0, 0)
+    world.publish()
+    world.offer()
+    world.deliver_to_sender()
+    while not world.finished:
+        world.write(min(range(LAYERS), key=world.written.__getitem__), 4)
+    world.settle()
+    assert world.delivered
+    assert world.sender.state is SenderState.DONE
+
+
+class _QuietAtStop(Sending):
+    """Planted bug: says quiet at stop, with pushes still in flight."""
+
+    def _quiet(self) -> list[Action]:
+        self._in_flight.clear()
+        return super()._quiet()
+
+    def landed(self, push_id: int) -> list[Action]:
+        return super().landed(push_id) if push_id in self._in_flight else []
+
+
+class _DoneWhenPushed(Sending):
+    """Planted bug: says done when the last push was posted, not when it landed."""
+
+    def _push_ready(self, layers: object) -> list[Action]:
+        actions = super()._push_ready(layers)  # type: ignore[arg-type]
+        self._in_flight.clear()
+        return actions
+
+    def landed(self, push_id: int) -> list[Action]:
+        return []
+
+
+class _LostIsQuiet(Sending):
+    """Planted bug: treats a push that failed as one that has ended."""
+
+    def lost(self, push_id: int, reason: str) -> list[Action]:
+        self._in_flight.pop(push_id, None)
+        return super().stop(reason)
+
+    def landed(self, push_id: int) -> list[Action]:
+        return super().landed(push_id) if push_id in self._in_flight else []
+
+
+@pytest.mark.parametrize("mutant", [_QuietAtStop, _DoneWhenPushed, _LostIsQuiet])
+def test_model_catches_planted_bugs(mutant: type[Sending]) -> None:
+    @settings(max_examples=1500, deadline=None, database=None, report_multiple_bugs=False)
+    @given(SCHEDULES, RANGES)
+    def search(schedule: list[int], ranges: tuple[int, int]) -> None:
+        play(World(*ranges, sending=mutant), schedule)
+
+    with pytest.raises(AssertionError):
+        search()

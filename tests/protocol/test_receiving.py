@@ -1,0 +1,112 @@
+"""What the receiver decides, one fact a test."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdlink.protocol import messages
+from pdlink.protocol.actions import Deliver, End, Fail, FencePeer, Send
+from pdlink.protocol.receiving import Receiving
+from pdlink.protocol.states import ReceiverState
+
+LAYERS = 3
+TOKEN_NBYTES = 10
+
+
+def offered(start: int = 2, end: int = 8) -> Receiving:
+    machine = Receiving("t", LAYERS, TOKEN_NBYTES, quiet_s=3.0)
+    machine.offer([5, 6], start, end, lease_s=10.0)
+    return machine
+
+
+def done(start: int = 2, end: int = 8, num_layers: int = LAYERS, nbytes: int = 60) -> messages.Done:
+    return messages.Done("t", start, end, num_layers, nbytes, 42, finished=False)
+
+
+def test_complete_transfer_is_acknowledged_and_delivered_once() -> None:
+    machine = offered()
+    assert machine.done(done(), 0.0) == [Send(messages.Ack("t")), Deliver(42, finished=False), End("")]
+    assert machine.done(done(), 0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        (done(num_layers=2), "incomplete: layers 2 of 3"),
+        (done(nbytes=50), "incomplete: bytes 50 of 60"),
+        (done(start=4, nbytes=40), "incomplete: start 4 of 2, bytes 40 of 60"),
+    ],
+)
+def test_done_that_is_not_what_was_offered_fails_the_transfer(told: messages.Done, reason: str) -> None:
+    machine = offered()
+    assert machine.done(told, 0.0) == [Send(messages.Stop("t", reason)), Fail(reason)]
+    assert machine.state is ReceiverState.DRAINING
+
+
+def test_receiver_keeps_blocks_until_sender_is_quiet() -> None:
+    machine = offered()
+    assert machine.stop("abort", 0.0) == [Send(messages.Stop("t", "abort")), Fail("abort")]
+    assert machine.tick(2.9) == []
+    assert machine.quiet() == [End("abort")]
+
+
+def test_receiver_keeps_blocks_until_the_fence_when_the_sender_stays_silent() -> None:
+    machine = offered()
+    machine.stop("abort", 0.0)
+    assert machine.tick(3.0) == [FencePeer("not quiet in time")]
+    assert machine.tick(9.0) == []
+    assert machine.state is ReceiverState.DRAINING
+    assert machine.fenced("peer_lost", 9.0) == [End("abort")]
+
+
+def test_stop_from_the_sender_is_not_the_end_either() -> None:
+    machine = offered()
+    assert machine.stopped("preempted", 0.0) == [Fail("preempted")]
+    assert machine.state is ReceiverState.DRAINING
+    assert machine.quiet() == [End("preempted")]
+
+
+def test_done_that_crosses_our_stop_proves_that_nothing_is_in_flight() -> None:
+    machine = offered()
+    machine.stop("abort", 0.0)
+    assert machine.done(done(), 0.0) == [End("abort")]
+
+
+def test_transfer_without_offer_fails_at_once() -> None:
+    machine = Receiving("t", LAYERS, TOKEN_NBYTES, quiet_s=3.0)
+    assert machine.stop("abort", 0.0) == [Send(messages.Stop("t", "abort")), Fail("abort"), End("abort")]
+
+
+def test_lost_peer_fails_the_request_before_and_frees_blocks_after_the_fence() -> None:
+    machine = offered()
+    assert machine.stopped("peer_lost", 0.0) == [Fail("peer_lost")]
+    assert machine.fenced("peer_lost", 1.0) == [End("peer_lost")]
+
+
+def test_quiet_without_a_stop_means_nothing() -> None:
+    machine = offered()
+    assert machine.quiet() == []
+    assert machine.state is ReceiverState.OFFERED
+
+
+def test_news_after_the_end_changes_nothing() -> None:
+    machine = offered()
+    machine.done(done(), 0.0)
+    after = [
+        machine.stop("x", 0.0),
+        machine.stopped("x", 0.0),
+        machine.quiet(),
+        machine.fenced("x", 0.0),
+        machine.tick(99.0),
+    ]
+    assert after == [[], [], [], [], []]
+    assert machine.state is ReceiverState.READY
+
+
+def test_landed_layers_are_known_and_nonsense_is_ignored() -> None:
+    machine = offered()
+    machine.landed(1, 8)
+    machine.landed(1, 4)
+    machine.landed(99, 4)
+    machine.landed(-1, 4)
+    assert machine.landed_tokens == [0, 8, 0]

@@ -1,0 +1,160 @@
+"""What the sender decides, one fact a test."""
+
+from __future__ import annotations
+
+from pdlink.protocol import messages
+from pdlink.protocol.actions import Action, End, Fail, Push, Send
+from pdlink.protocol.sending import Sending
+from pdlink.protocol.states import SenderState
+
+LAYERS = 3
+TOKEN_NBYTES = 10
+
+
+def sending() -> Sending:
+    return Sending("t", LAYERS, TOKEN_NBYTES)
+
+
+def offer(start: int, end: int, num_layers: int = LAYERS) -> messages.Offer:
+    return messages.Offer("t", start, end, tuple(range(-(-end // 4) - start // 4)), num_layers, 10.0)
+
+
+def pushes(actions: list[Action]) -> list[Push]:
+    return [action for action in actions if isinstance(action, Push)]
+
+
+def write_all(machine: Sending, tokens: int) -> list[Action]:
+    return [action for layer in range(LAYERS) for action in machine.written(layer, 0, tokens)]
+
+
+def test_layer_is_pushed_when_it_is_written_after_the_offer() -> None:
+    machine = sending()
+    machine.offer(offer(0, 8))
+    machine.publish([1, 2], 8, 0)
+    assert pushes(machine.written(0, 0, 8)) == [Push(0, 0, 0, 8)]
+
+
+def test_layer_is_pushed_when_the_offer_comes_after_it_was_written() -> None:
+    machine = sending()
+    machine.publish([1, 2], 8, 0)
+    assert machine.written(0, 0, 8) == []
+    assert pushes(machine.offer(offer(0, 8))) == [Push(0, 0, 0, 8)]
+
+
+def test_chunks_of_a_layer_are_pushed_without_gap_or_overlap() -> None:
+    machine = sending()
+    machine.publish([1, 2, 3], 12, 0)
+    machine.written(0, 0, 5)
+    first = pushes(machine.offer(offer(2, 12)))
+    then = pushes(machine.written(0, 5, 9)) + pushes(machine.written(0, 9, 12))
+    assert [(push.start, push.end) for push in first + then] == [(2, 5), (5, 9), (9, 12)]
+
+
+def test_cached_prefix_is_pushed_at_once_for_all_layers() -> None:
+    machine = sending()
+    machine.offer(offer(0, 8))
+    assert [(p.layer, p.start, p.end) for p in pushes(machine.publish([1, 2], 8, 4))] == [
+        (0, 0, 4),
+        (1, 0, 4),
+        (2, 0, 4),
+    ]
+
+
+def test_done_is_said_only_when_every_push_has_landed_and_the_first_token_is_known() -> None:
+    machine = sending()
+    machine.offer(offer(2, 8))
+    machine.publish([1, 2], 8, 0)
+    ids = [push.push_id for push in pushes(write_all(machine, 8))]
+    assert machine.finish(42, finished=False) == []
+    assert [machine.landed(ids[2]), machine.landed(ids[0])] == [[], []]
+    assert machine.landed(ids[1]) == [Send(messages.Done("t", 2, 8, LAYERS, 6 * TOKEN_NBYTES, 42, finished=False))]
+    assert machine.state is SenderState.SENT
+    assert machine.ack() == [End("")]
+
+
+def test_offer_of_nothing_still_completes() -> None:
+    machine = sending()
+    machine.publish([1, 2], 8, 0)
+    write_all(machine, 8)
+    assert machine.finish(7, finished=True) == []
+    assert machine.offer(offer(8, 8)) == [Send(messages.Done("t", 8, 8, LAYERS, 0, 7, finished=True))]
+
+
+def test_prefill_that_skipped_a_layer_cannot_say_done() -> None:
+    """vllm#31057: hooks skipped by a graph must not announce a complete transfer."""
+    machine = sending()
+    machine.offer(offer(0, 8))
+    machine.publish([1, 2], 8, 0)
+    for layer in (0, 2):
+        for push in pushes(machine.written(layer, 0, 8)):
+            machine.landed(push.push_id)
+    reason = "prefill ended with 2 of 3 layers written"
+    assert machine.finish(1, finished=False) == [
+        Send(messages.Stop("t", reason)),
+        Fail(reason),
+        Send(messages.Quiet("t")),
+        End(reason),
+    ]
+
+
+def test_layer_written_twice_or_out_of_order_stops_the_transfer() -> None:
+    machine = sending()
+    machine.publish([1, 2], 8, 0)
+    machine.written(0, 0, 4)
+    assert Fail("layer 0 was written from token 0, expected 4") in machine.written(0, 0, 4)
+
+
+def test_offer_beyond_the_prompt_stops_the_transfer() -> None:
+    machine = sending()
+    machine.publish([1, 2], 8, 0)
+    assert Fail("offer of tokens [0, 9), the prompt here has 8") in machine.offer(offer(0, 9))
+
+
+def test_offer_for_another_number_of_layers_stops_the_transfer() -> None:
+    assert Fail("offer of 4 layers, the model here has 3") in sending().offer(offer(0, 8, num_layers=4))
+
+
+def test_sender_is_quiet_only_after_its_last_push_has_ended() -> None:
+    machine = sending()
+    machine.offer(offer(0, 8))
+    machine.publish([1, 2], 8, 0)
+    first, second, third = pushes(write_all(machine, 8))
+    assert machine.stop("abort") == [Send(messages.Stop("t", "abort")), Fail("abort")]
+    assert machine.landed(first.push_id) == []
+    assert machine.landed(third.push_id) == []
+    assert machine.landed(second.push_id) == [Send(messages.Quiet("t")), End("abort")]
+
+
+def test_nothing_is_pushed_after_a_stop() -> None:
+    machine = sending()
+    machine.offer(offer(0, 8))
+    machine.publish([1, 2], 8, 0)
+    machine.written(0, 0, 8)
+    machine.stop("abort")
+    assert machine.written(1, 0, 8) == []
+
+
+def test_lost_push_keeps_its_blocks_until_the_fence() -> None:
+    machine = sending()
+    machine.offer(offer(0, 8))
+    machine.publish([1, 2], 8, 0)
+    first, second, third = pushes(write_all(machine, 8))
+    assert machine.lost(first.push_id, "timeout") == [Send(messages.Stop("t", "timeout")), Fail("timeout")]
+    assert machine.landed(second.push_id) == []
+    assert machine.landed(third.push_id) == []
+    assert machine.state is SenderState.DRAINING
+    assert machine.fenced() == [End("timeout")]
+
+
+def test_news_after_the_end_changes_nothing() -> None:
+    machine = sending()
+    machine.stop("abort")
+    assert machine.state is SenderState.FAILED
+    after = [
+        machine.ack(),
+        machine.stop("x"),
+        machine.fenced(),
+        machine.offer(offer(0, 8)),
+        machine.finish(1, finished=False),
+    ]
+    assert after == [[], [], [], [], []]
