@@ -87,7 +87,9 @@ class TransportConfig(_Section):
     """How bytes travel."""
 
     kind: Literal["auto", "mapped", "ucx"] = "auto"
-    """auto prefers mapped memory on one host, then UCX."""
+    """auto takes whatever works between two workers, `prefer` first."""
+    prefer: Literal["mapped", "ucx"] = "mapped"
+    """Mapped memory is the faster one where it can work, which is on one host."""
     require: str | None = None
     """Lane that must really be used ("mapped", "cma", "tcp", "rc"); connecting fails if it is another one."""
     ucx_tls: str = "auto"

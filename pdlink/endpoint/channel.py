@@ -81,6 +81,7 @@ class Channel:
             dealer.connect(address)
         except (zmq.ZMQError, ConfigError) as error:
             dealer.disable_monitor()
+            monitor.close()
             dealer.close()
             raise ConfigError(f"cannot dial {address!r}: {error}") from None
         self._dealers[route] = (dealer, monitor)
@@ -109,6 +110,7 @@ class Channel:
             self._poller.unregister(dealer)
             self._poller.unregister(monitor)
             dealer.disable_monitor()
+            monitor.close()
             dealer.close(linger=100)
 
     def watch(self, fd: int) -> None:

@@ -122,6 +122,11 @@ class Endpoint:
         thread.join(timeout_s)
         os.close(self._wake_fd)
 
+    @property
+    def transports(self) -> list[Transport]:
+        """Those this endpoint offers, the preferred one first."""
+        return list(self._transports.values())
+
     def peers(self) -> list[Peer]:
         """Live sessions, for reports."""
         with self.lock:

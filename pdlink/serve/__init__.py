@@ -1,0 +1,1 @@
+"""Workers as people run them: the HTTP interface of a role, and the processes of a deployment."""

@@ -1,0 +1,169 @@
+"""The HTTP interface of a worker: OpenAI routes, health, metrics, timeline, and the proxy's word about a transfer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
+
+from pdlink.errors import PdlinkError
+from pdlink.events import listen
+from pdlink.observe.metrics import Gauges, WorkerMetrics
+from pdlink.observe.timeline import Timeline
+from pdlink.serve.openai import Answer, ChatRequest, CompletionRequest, error_body, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from pdlink.serve.worker import Worker
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_NBYTES = 64 * 2**20
+"""aiohttp's default of 1 MiB answers 413 to a long prompt of token ids."""
+
+
+def build_app(worker: Worker) -> web.Application:
+    """The routes of one open worker. Cleaning the app up stops listening to events; it does not close the worker."""
+    app = web.Application(client_max_size=MAX_BODY_NBYTES, middlewares=[_errors_as_json])
+    metrics, timeline = WorkerMetrics(lambda: _gauges(worker)), Timeline(worker.name)
+    stop = [listen(metrics), listen(timeline)]
+
+    async def completions(request: web.Request) -> web.StreamResponse:
+        return await _generate(worker, CompletionRequest, request)
+
+    async def chat(request: web.Request) -> web.StreamResponse:
+        return await _generate(worker, ChatRequest, request)
+
+    async def models(_: web.Request) -> web.Response:
+        card = {"id": worker.model.name, "object": "model", "created": 0, "owned_by": "pdlink"}
+        return _json({"object": "list", "data": [card]})
+
+    async def health(_: web.Request) -> web.Response:
+        ok, body = worker.health()
+        return _json(body, status=200 if ok else 503)
+
+    async def stop_transfer(request: web.Request) -> web.Response:
+        try:
+            reason = str(
+                msgspec.json.decode(await request.read(), type=dict[str, str]).get("reason", "prefill failed")
+            )
+        except msgspec.DecodeError:
+            reason = "prefill failed"
+        worker.stop_transfer(request.match_info["transfer_id"], reason[:200])
+        return web.Response(status=202)
+
+    async def metrics_text(_: web.Request) -> web.Response:
+        return web.Response(body=metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def trace(_: web.Request) -> web.Response:
+        return _json(timeline.trace())
+
+    async def cleanup(_: web.Application) -> None:
+        for stop_listening in stop:
+            stop_listening()
+
+    app.router.add_post("/v1/completions", completions)
+    app.router.add_post("/v1/chat/completions", chat)
+    app.router.add_get("/v1/models", models)
+    app.router.add_get("/health", health)
+    app.router.add_get("/metrics", metrics_text)
+    app.router.add_get("/pdlink/timeline", trace)
+    app.router.add_post("/pdlink/transfers/{transfer_id}/stop", stop_transfer)
+    app.on_cleanup.append(cleanup)
+    return app
+
+
+async def _generate(
+    worker: Worker, kind: type[CompletionRequest] | type[ChatRequest], http: web.Request
+) -> web.StreamResponse:
+    request = parse(kind, await http.read(), worker.model.name)
+    prompt = request.token_ids(worker.model.tokenizer)
+    params = request.kv_transfer_params
+    transfer_id = params.transfer_id if params else secrets.token_hex(16)
+    answer = Answer(request, transfer_id, params.created if params else int(time.time()), len(prompt))
+    request_id = f"{params.leg}-{transfer_id}" if params else transfer_id
+    stream = worker.start(request_id, prompt, request.sampling(), params, salt=request.cache_salt)
+    response: web.StreamResponse | None = None
+    try:
+        async for token in stream:
+            answer.add(token.text, token.num_cached_tokens, token.finish_reason)
+            if request.stream:
+                if response is None:
+                    response = web.StreamResponse(
+                        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+                    )
+                    await response.prepare(http)
+                await response.write(answer.event())
+                if params is not None and params.leg == "prefill":
+                    return response  # one event is all of a prefill leg; the transfer goes on without its client
+            elif params is not None and params.leg == "prefill":
+                return _json(answer.whole())
+        if response is None:
+            return _json(answer.whole())
+        await response.write(answer.last_events())
+        return response
+    except asyncio.CancelledError:
+        log.info("request %s: the client has gone", request_id)
+        worker.abort(request_id)
+        raise
+    except ConnectionError:
+        worker.abort(request_id)
+        assert response is not None
+        return response
+    except PdlinkError as error:
+        worker.abort(request_id)
+        if response is None:
+            raise
+        body = error_body(error)
+        body["error"]["type"] = "stream_error"
+        await response.write(b"data: " + msgspec.json.encode(body) + b"\n\ndata: [DONE]\n\n")
+        return response
+
+
+@web.middleware
+async def _errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Every error as an OpenAI error object."""
+    try:
+        return await handler(request)
+    except PdlinkError as error:
+        headers = {"Retry-After": "1"} if error.http_status == 503 else {}
+        return _json(error_body(error), status=error.http_status, headers=headers)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        body = {"message": error.reason, "type": "invalid_request_error", "param": None, "code": str(error.status)}
+        return _json({"error": body}, status=error.status)
+
+
+def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(body), status=status, content_type="application/json", headers=headers
+    )
+
+
+def _gauges(worker: Worker) -> Gauges:
+    engine, pool = worker.engine, worker.pool
+    return {
+        "sender_transfers": ("Live transfers sent from here, by state", worker.endpoint.sender.states()),
+        "receiver_transfers": ("Live transfers received here, by state", worker.endpoint.receiver.states()),
+        "peers": (
+            "Sessions with other workers",
+            {"live": len(worker.endpoint.peers()), "closing": worker.endpoint.num_closing()},
+        ),
+        "blocks": (
+            "Blocks of the KV pool",
+            {"free": pool.num_free, "held": pool.num_held, "total": pool.num_blocks},
+        ),
+        "engine_requests": (
+            "Requests in the engine",
+            {"running": engine.num_running, "awaiting_kv": engine.num_awaiting_kv, "waiting": engine.num_waiting},
+        ),
+    }

@@ -1,0 +1,177 @@
+"""Between engine and endpoint: what each of them says about a request becomes calls to the other.
+
+The engine does not know that transfers exist, and the endpoint does not know requests. Both hold their own reference
+to the blocks: the endpoint's is given back when nothing reads (prefill) or can still write (decode) them, whatever
+has become of the request by then.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+from pdlink.errors import TransferFailed
+from pdlink.events import FallbackUsed, emit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdlink.endpoint.receiver import Receiver
+    from pdlink.endpoint.sender import Sender
+    from pdlink.engine.engine import Engine
+    from pdlink.engine.request import TokenOutput
+    from pdlink.errors import PdlinkError
+    from pdlink.memory.blocks import BlockPool
+
+
+class Leg(Protocol):
+    """How one request takes part in a transfer. Called in the engine's thread."""
+
+    def admitted(self, block_table: Sequence[int], num_cached_tokens: int) -> None: ...
+    def layer_written(self, layer: int, start: int, end: int) -> None: ...
+    def output(self, output: TokenOutput) -> None: ...
+    def ended(self, error: PdlinkError | None) -> None: ...
+
+
+class _Hold:
+    """The endpoint's own reference to a request's blocks: taken at most once, given back at most once."""
+
+    def __init__(self, pool: BlockPool, wake: Callable[[], None]) -> None:
+        self._pool, self._wake = pool, wake
+        self._lock = threading.Lock()
+        self._blocks: list[int] = []
+        self._over = False
+
+    def take(self, blocks: Sequence[int]) -> bool:
+        """Share the blocks; False if the transfer is over already."""
+        with self._lock:
+            if self._over:
+                return False
+            self._pool.share(blocks)
+            self._blocks = list(blocks)
+            return True
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._over = True
+            blocks, self._blocks = self._blocks, []
+        if blocks:
+            self._pool.give_back(blocks)
+            self._wake()
+
+
+class PrefillLeg:
+    """A request whose prompt is computed here and whose KV goes to another worker."""
+
+    def __init__(
+        self,
+        request_id: str,
+        transfer_id: str,
+        num_prompt_tokens: int,
+        *,
+        last: bool,
+        engine: Engine,
+        pool: BlockPool,
+        sender: Sender,
+    ) -> None:
+        """last: the client wants one token only, so the first is the last.
+
+        Raises InvalidRequest if the transfer id was used before.
+        """
+        self._transfer_id, self._sender, self._last = transfer_id, sender, last
+        self._num_tokens = num_prompt_tokens
+        self._hold = _Hold(pool, engine.wake)
+        self.failure = ""
+        """Why the transfer failed, if it did: the request is aborted then, because nobody wants its KV."""
+
+        def failed(reason: str) -> None:
+            self.failure = reason
+            engine.abort(request_id)
+
+        sender.announce(transfer_id, failed, self._hold.give_back)
+
+    def admitted(self, block_table: Sequence[int], num_cached_tokens: int) -> None:
+        if self._hold.take(block_table):
+            self._sender.publish(self._transfer_id, block_table, self._num_tokens, num_cached_tokens)
+
+    def layer_written(self, layer: int, start: int, end: int) -> None:
+        self._sender.layer_ready(self._transfer_id, layer, start, end)
+
+    def output(self, output: TokenOutput) -> None:
+        if output.index == 0:
+            finished = self._last or output.finish_reason == "stop"
+            self._sender.finish(self._transfer_id, output.token_id, finished=finished)
+
+    def ended(self, error: PdlinkError | None) -> None:
+        if error is not None:
+            self._sender.cancel(self._transfer_id, error.code)
+
+
+class DecodeLeg:
+    """A request whose prompt's KV comes from another worker."""
+
+    def __init__(
+        self,
+        request_id: str,
+        transfer_id: str,
+        num_prompt_tokens: int,
+        address: str,
+        *,
+        block_tokens: int,
+        recompute: bool,
+        engine: Engine,
+        pool: BlockPool,
+        receiver: Receiver,
+    ) -> None:
+        """recompute: compute the prompt here if its KV does not come, instead of failing the request.
+
+        Raises InvalidRequest if the transfer id was used before, TransferFailed if prefill has failed already.
+        """
+        self._request_id, self._transfer_id = request_id, transfer_id
+        self._engine, self._receiver = engine, receiver
+        self._num_tokens, self._block_tokens = num_prompt_tokens, block_tokens
+        self._recompute = recompute
+        self._hold = _Hold(pool, engine.wake)
+        self._offered = False
+        self._failure: TransferFailed | None = None
+        receiver.expect(transfer_id, address, self)
+
+    def submitted(self) -> None:
+        """The engine has the request now. A failure that came before it was lost on the engine: say it again."""
+        if self._failure is not None:
+            self._engine.kv_failed(self._request_id, recompute=self._recompute, error=self._failure)
+
+    # -- the engine's side -------------------------------------------------------------------------------------------
+
+    def admitted(self, block_table: Sequence[int], num_cached_tokens: int) -> None:
+        if self._offered:  # the prompt is being computed here after all
+            return
+        self._offered = True
+        first = num_cached_tokens // self._block_tokens
+        last = -(-self._num_tokens // self._block_tokens)
+        blocks = list(block_table[first:last]) if num_cached_tokens < self._num_tokens else []
+        if self._hold.take(blocks):
+            self._receiver.offer(self._transfer_id, blocks, num_cached_tokens, self._num_tokens)
+
+    def layer_written(self, layer: int, start: int, end: int) -> None:
+        """Prompt tokens computed here after a failure: nobody else wants them."""
+
+    def output(self, output: TokenOutput) -> None:
+        """The answer goes to the client only."""
+
+    def ended(self, error: PdlinkError | None) -> None:
+        self._receiver.cancel(self._transfer_id, error.code if error else "request_ended")
+
+    # -- the endpoint's side: ReceiveHandler -------------------------------------------------------------------------
+
+    def ready(self, first_token: int, *, finished: bool) -> None:
+        self._engine.kv_arrived(self._request_id, first_token)
+
+    def failed(self, reason: str) -> None:
+        if self._recompute:
+            emit(FallbackUsed(kind="recompute", reason=reason))
+        self._failure = TransferFailed(f"the KV of transfer {self._transfer_id} did not arrive: {reason}")
+        self._engine.kv_failed(self._request_id, recompute=self._recompute, error=self._failure)
+
+    def released(self) -> None:
+        self._hold.give_back()

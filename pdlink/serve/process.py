@@ -1,0 +1,109 @@
+"""The life of one process of a deployment: settings in, bind, say "ready", run until told to stop, drain, leave.
+
+A process may have a parent (`pdlink up`) at the other end of a socket: it reads its settings from there, answers
+with one JSON line when it is ready, and stops when the parent has gone, however the parent went.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from pdlink.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+_MAX_SETTINGS_NBYTES = 1 << 20
+
+
+class Parent:
+    """The parent's end of life seen from the child."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+
+    def settings(self) -> dict[str, Any]:
+        """The JSON object the parent sent, one line."""
+        text = b""
+        while not text.endswith(b"\n") and len(text) < _MAX_SETTINGS_NBYTES:
+            more = self._socket.recv(65536)
+            if not more:
+                raise ConfigError("the parent process went away before it sent the settings")
+            text += more
+        data = json.loads(text)
+        if not isinstance(data, dict):
+            raise ConfigError("the parent process sent no settings")
+        return data
+
+    def ready(self, facts: dict[str, Any]) -> None:
+        self._socket.sendall(json.dumps(facts).encode() + b"\n")
+
+    async def gone(self) -> None:
+        """Returns when the parent has closed its end or died."""
+        self._socket.setblocking(False)
+        while await asyncio.get_running_loop().sock_recv(self._socket, 4096):
+            pass
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening-to-be TCP socket, so that the port is ours before anybody hears of it."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"port: cannot bind {host}:{port}: {error.strerror}; port 0 takes a free one") from None
+    return bound
+
+
+async def until_told_to_stop(parent: Parent | None) -> None:
+    """Wait for SIGTERM, SIGINT or the end of the parent."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait())]
+    if parent is not None:
+        waits.append(asyncio.ensure_future(parent.gone()))
+    _, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+
+
+async def serve(
+    app: web.Application,
+    bound: socket.socket,
+    parent: Parent | None,
+    *,
+    ready: Callable[[str], dict[str, Any]],
+    drain: Callable[[], Awaitable[None]],
+    say: Callable[[str], None],
+) -> None:
+    """Serve until told to stop, then drain, then close every connection.
+
+    ready: from the base URL to what the parent is told, with a `line` for people.
+    """
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,  # a client that leaves ends its request; aiohttp's default lets it run on
+        access_log=None,
+        keepalive_timeout=75.0,  # longer than clients of ours keep a connection, so that they close first
+        shutdown_timeout=1.0,  # after the drain nothing is worth aiohttp's 60 s
+    )
+    await runner.setup()
+    await web.SockSite(runner, bound, backlog=1024).start()
+    host, port = bound.getsockname()[:2]
+    facts = ready(f"http://{host}:{port}")
+    say(facts["line"])
+    if parent is not None:
+        parent.ready({**facts, "port": port})
+    await until_told_to_stop(parent)
+    await drain()
+    await runner.cleanup()

@@ -1,0 +1,337 @@
+"""A prefill, decode or both-role worker: model, cache, engine, endpoint and transports, wired together.
+
+`Worker` is everything but HTTP. Two threads run under it, the engine's and the endpoint's; whoever serves requests
+calls `start` from an asyncio loop and reads the answer's tokens from a `Stream` of that loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdlink.endpoint.driver import Endpoint
+from pdlink.engine.engine import Engine
+from pdlink.engine.models import load_model
+from pdlink.engine.paged_cache import PagedCache
+from pdlink.engine.request import GenerationRequest
+from pdlink.errors import DeadlineExceeded, InvalidRequest, LocalError, PdlinkError, TransferFailed
+from pdlink.events import FallbackUsed, RequestEnded, emit
+from pdlink.kv.plan import warm_up
+from pdlink.memory.blocks import BlockPool
+from pdlink.memory.host import host_id
+from pdlink.protocol.messages import VERSION, Identity
+from pdlink.serve.legs import DecodeLeg, Leg, PrefillLeg
+from pdlink.transport.choice import open_transports
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from pdlink.config import WorkerConfig
+    from pdlink.engine.request import SamplingParams, TokenOutput
+    from pdlink.serve.openai import TransferParams
+
+log = logging.getLogger(__name__)
+
+
+class Draining(LocalError):
+    """The worker was told to stop and takes no new requests."""
+
+    code = "draining"
+    retryable = True
+    http_status = 503
+
+
+class Stream:
+    """The tokens of one request, in the asyncio loop that asked for them."""
+
+    def __init__(self, request_id: str, timeout_s: float) -> None:
+        self.request_id = request_id
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[TokenOutput | PdlinkError | None] = asyncio.Queue()
+
+    def put(self, item: TokenOutput | PdlinkError | None) -> None:
+        """From any thread: a token, or the end (None, or the error that ended the request)."""
+        try:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+        except RuntimeError:  # the loop is closed: nobody reads any more
+            log.debug("request %s ended after its reader", self.request_id)
+
+    async def __aiter__(self) -> AsyncIterator[TokenOutput]:
+        """Tokens until the request has ended. Raises the error that ended it, DeadlineExceeded after the deadline."""
+        deadline_s = self._loop.time() + self._timeout_s
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    item = await self._queue.get()
+            except TimeoutError:
+                raise DeadlineExceeded(f"the request was not answered within {self._timeout_s} s") from None
+            if item is None:
+                return
+            if isinstance(item, PdlinkError):
+                raise item
+            yield item
+
+
+class _Running:
+    """A request between HTTP and engine."""
+
+    def __init__(self, stream: Stream, leg: Leg | None, num_prompt_tokens: int) -> None:
+        self.stream, self.leg, self.num_prompt_tokens = stream, leg, num_prompt_tokens
+        self.started_s = time.monotonic()
+        self.first_token_s: float | None = None
+        self.num_tokens = 0
+        self.finish_reason = ""
+
+
+class Worker:
+    """One worker. `open` acquires, `drain` and `close` end; also the engine's listener."""
+
+    def __init__(self, config: WorkerConfig, name: str) -> None:
+        self.config, self.name = config, name
+        self._running: dict[str, _Running] = {}
+        self._lock = threading.Lock()
+        """Guards `_running`: added to by the asyncio loop, taken from by the engine's thread."""
+        self._fewer = threading.Condition(self._lock)
+        """A request has ended."""
+        self._draining = False
+
+    def open(self) -> None:
+        """Load the model, allocate and register the cache, bind the control port, start both threads.
+
+        Raises ConfigError, TransportUnavailable, OSError (no memory). Takes the time the model takes to load.
+        """
+        config = self.config
+        torch.set_num_threads(config.engine.threads)
+        self.model = load_model(config.model)
+        self.pool = BlockPool(config.cache.num_blocks)
+        self.cache = PagedCache(
+            self.model,
+            num_blocks=config.cache.num_blocks,
+            block_tokens=config.cache.block_tokens,
+            order=config.cache.order,
+        )
+        warm_up()
+        transports = open_transports(config.transport)
+        for transport in transports:
+            transport.register(self.cache.buffer)
+        identity = Identity(VERSION, self.model.name, self.model.revision, 1, self.cache.layout, host_id())
+        self.endpoint = Endpoint(
+            self.name,
+            identity,
+            transports,
+            config.timeouts,
+            batch_timeout_s=config.transport.batch_timeout_s,
+            require_lane=config.transport.require,
+        )
+        self.endpoint.open(config.control_host, config.control_port, config.advertise_host)
+        self.engine = Engine(
+            self.model,
+            self.pool,
+            self.cache,
+            config.engine,
+            self,
+            block_tokens=config.cache.block_tokens,
+            share_prefixes=config.cache.share_prefixes,
+            layer_delay_s=config.simulate_layer_s,
+        )
+        self._thread = threading.Thread(target=self.engine.run, name=f"pdlink-engine-{self.name}", daemon=True)
+        self._thread.start()
+
+    # -- requests, from the asyncio loop -----------------------------------------------------------------------------
+
+    def start(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        params: TransferParams | None,
+        *,
+        salt: str = "",
+    ) -> Stream:
+        """Begin a request, alone or as one leg of a transfer; its tokens come through the stream.
+
+        Raises what the engine's `submit` raises, InvalidRequest for a leg this role does not serve or a transfer id
+        used before, TransferFailed if the other leg has failed already and the setting is to fail.
+        """
+        if self._draining:
+            raise Draining("this worker is shutting down; send the request to another one")
+        stream = Stream(request_id, self.config.timeouts.request_s)
+        external = params is not None and params.leg == "decode"
+        leg: Leg | None = None
+        if params is not None:
+            if self.config.role not in (params.leg, "both"):
+                raise InvalidRequest(f"this worker has role {self.config.role!r}, the request is a {params.leg} leg")
+            if params.leg == "prefill":
+                last = sampling.max_tokens == 1
+                sampling = replace(sampling, max_tokens=1)
+                leg = PrefillLeg(
+                    request_id,
+                    params.transfer_id,
+                    len(prompt),
+                    last=last,
+                    engine=self.engine,
+                    pool=self.pool,
+                    sender=self.endpoint.sender,
+                )
+            else:
+                leg = self._decode_leg(request_id, params, len(prompt))
+                external = leg is not None
+        request = GenerationRequest(request_id, prompt, sampling, external_kv=external, salt=salt)
+        with self._lock:
+            self._running[request_id] = _Running(stream, leg, len(prompt))
+        try:
+            self.engine.submit(request)
+        except PdlinkError as error:
+            with self._lock:
+                self._running.pop(request_id, None)
+            if leg is not None:
+                leg.ended(error)
+            raise
+        if isinstance(leg, DecodeLeg):
+            leg.submitted()
+        return stream
+
+    def _decode_leg(self, request_id: str, params: TransferParams, num_prompt_tokens: int) -> DecodeLeg | None:
+        """None if prefill has failed already and the prompt is to be computed here."""
+        if params.prefill is None:
+            raise InvalidRequest("kv_transfer_params.prefill is missing on a decode leg")
+        recompute = self.config.on_transfer_failure == "recompute"
+        try:
+            return DecodeLeg(
+                request_id,
+                params.transfer_id,
+                num_prompt_tokens,
+                params.prefill.control,
+                block_tokens=self.config.cache.block_tokens,
+                recompute=recompute,
+                engine=self.engine,
+                pool=self.pool,
+                receiver=self.endpoint.receiver,
+            )
+        except TransferFailed as error:
+            if not recompute:
+                raise
+            emit(FallbackUsed(kind="recompute", reason=str(error)))
+            return None
+
+    def abort(self, request_id: str) -> None:
+        """Nobody wants the answer any more. Safe in every state."""
+        self.engine.abort(request_id)
+
+    def stop_transfer(self, transfer_id: str, reason: str) -> None:
+        """The proxy says that the other leg of this transfer has failed."""
+        self.endpoint.receiver.cancel(transfer_id, reason)
+        self.endpoint.sender.cancel(transfer_id, reason)
+
+    # -- EngineListener, in the engine's thread ----------------------------------------------------------------------
+
+    def admitted(self, request_id: str, block_table: Sequence[int], num_cached_tokens: int) -> None:
+        leg = self._leg(request_id)
+        if leg is not None:
+            leg.admitted(block_table, num_cached_tokens)
+
+    def layer_written(self, layer: int, spans: Sequence[tuple[str, int, int]]) -> None:
+        for request_id, start, end in spans:
+            leg = self._leg(request_id)
+            if leg is not None:
+                leg.layer_written(layer, start, end)
+
+    def output(self, output: TokenOutput) -> None:
+        with self._lock:
+            running = self._running.get(output.request_id)
+        if running is None:
+            return
+        if running.first_token_s is None:
+            running.first_token_s = time.monotonic()
+        running.num_tokens += 1
+        running.finish_reason = output.finish_reason or ""
+        if running.leg is not None:
+            running.leg.output(output)
+        running.stream.put(output)
+
+    def ended(self, request_id: str, error: PdlinkError | None) -> None:
+        with self._lock:
+            running = self._running.pop(request_id, None)
+            self._fewer.notify_all()
+        if running is None:
+            return
+        leg = running.leg
+        if isinstance(leg, PrefillLeg) and leg.failure and error is not None:
+            error = TransferFailed(f"the KV was not wanted or could not be sent: {leg.failure}")
+        if leg is not None:
+            leg.ended(error)
+        running.stream.put(error)
+        emit(
+            RequestEnded(
+                request_id=request_id,
+                role=self.config.role,
+                outcome=error.code if error else running.finish_reason,
+                prompt_tokens=running.num_prompt_tokens,
+                completion_tokens=running.num_tokens,
+                started_s=running.started_s,
+                first_token_s=running.first_token_s,
+            )
+        )
+
+    def _leg(self, request_id: str) -> Leg | None:
+        with self._lock:
+            running = self._running.get(request_id)
+        return running.leg if running else None
+
+    # -- reports and life --------------------------------------------------------------------------------------------
+
+    def health(self) -> tuple[bool, dict[str, object]]:
+        """Whether new requests are welcome, and the body of /health. Depends on nothing but this process."""
+        endpoint = self.endpoint
+        stalled_s = time.monotonic() - endpoint.ticked_s
+        problem = endpoint.failure or ("" if self._thread.is_alive() else "the engine's thread has died")
+        if not problem and stalled_s > 10 * self.config.timeouts.peer_s:
+            problem = f"the endpoint's loop has not gone round for {stalled_s:.0f} s"
+        status = "failed" if problem else "draining" if self._draining else "ok"
+        return status == "ok", {
+            "status": status,
+            "reason": problem,
+            "name": self.name,
+            "epoch": endpoint.epoch,
+            "role": self.config.role,
+            "model": self.model.name,
+            "control": endpoint.address,
+            "running": self.engine.num_running + self.engine.num_awaiting_kv,
+            "waiting": self.engine.num_waiting,
+            "free_blocks": self.pool.num_free,
+            "num_blocks": self.pool.num_blocks,
+            "block_tokens": self.config.cache.block_tokens,
+        }
+
+    def drain(self, timeout_s: float) -> None:
+        """Take no new requests; return when the running ones and their transfers have ended, or after `timeout_s`."""
+        self._draining = True
+        deadline_s = time.monotonic() + timeout_s
+        while (self.num_requests or any(self.endpoint.sender.states().values())) and time.monotonic() < deadline_s:
+            with self._lock:
+                self._fewer.wait(0.05)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests not ended yet."""
+        with self._lock:
+            return len(self._running)
+
+    def close(self) -> None:
+        """Abort what still runs, end every session and both threads, and give all memory back."""
+        self._draining = True
+        with self._lock:
+            remaining = list(self._running)
+        for request_id in remaining:
+            self.engine.abort(request_id)
+        self.engine.stop()
+        self._thread.join(5.0)
+        self.endpoint.close()
+        self.cache.close()

@@ -1,0 +1,181 @@
+"""Two endpoints in this process, joined by real sockets on loopback and a transport that does as it is told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from pdlink.config import TimeoutConfig
+from pdlink.endpoint.driver import Endpoint
+from pdlink.events import Event, listen
+from pdlink.kv.layout import KVLayout, paged_layout
+from pdlink.memory.buffers import Buffer
+from pdlink.protocol.messages import VERSION, Identity
+from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+WAIT_S = 10.0
+TIMEOUTS = TimeoutConfig(heartbeat_s=0.05, peer_s=5.0, connect_s=6.0, lease_s=7.0, request_s=60.0)
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a state of another thread. Fails after WAIT_S."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"timed out waiting until {what}"
+        threading.Event().wait(0.002)
+
+
+def layout(block_tokens: int, *, num_layers: int = 3, dtype: str = "float32") -> KVLayout:
+    return paged_layout(
+        dtype=dtype,
+        itemsize=4,
+        num_layers=num_layers,
+        num_blocks=32,
+        block_tokens=block_tokens,
+        num_heads=2,
+        head_dim=4,
+    )
+
+
+@dataclass
+class Handler:
+    """Remembers what the receiver was told."""
+
+    calls: list[str] = field(default_factory=list)
+    changed: threading.Event = field(default_factory=threading.Event)
+
+    def ready(self, first_token: int, *, finished: bool) -> None:
+        self.calls.append(f"ready {first_token}{' finished' if finished else ''}")
+
+    def failed(self, reason: str) -> None:
+        self.calls.append(f"failed {reason}")
+
+    def released(self) -> None:
+        self.calls.append("released")
+        self.changed.set()
+
+    def wait(self) -> list[str]:
+        assert self.changed.wait(WAIT_S), f"the transfer did not end, heard {self.calls}"
+        return self.calls
+
+
+@dataclass
+class SenderLog:
+    """Remembers what the sending worker was told."""
+
+    calls: list[str] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def failed(self, reason: str) -> None:
+        self.calls.append(f"failed {reason}")
+
+    def end(self) -> None:
+        self.calls.append("end")
+        self.ended.set()
+
+    def wait(self) -> list[str]:
+        assert self.ended.wait(WAIT_S), f"the transfer did not end, heard {self.calls}"
+        return self.calls
+
+
+class Node:
+    """One worker's endpoint over its own buffer."""
+
+    def __init__(self, hub: LoopbackHub, name: str, kv: KVLayout, timeouts: TimeoutConfig, model: str = "m") -> None:
+        self.layout = kv
+        self.buffer = Buffer(kv.extent(0))
+        self.transport = LoopbackTransport(hub)
+        self.transport.open()
+        self.transport.register(self.buffer)
+        identity = Identity(VERSION, model, "main", 1, kv, "host")
+        self.endpoint = Endpoint(name, identity, [self.transport], timeouts, batch_timeout_s=5.0)
+
+    def open(self, port: int = 0) -> Node:
+        self.endpoint.open("127.0.0.1", port)
+        return self
+
+    @property
+    def port(self) -> int:
+        return int(self.endpoint.address.rsplit(":", 1)[1])
+
+    def close(self) -> None:
+        self.endpoint.close()
+        self.buffer.close()
+
+    def rows(self, blocks: list[int], num_tokens: int, layer: int) -> np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]:
+        """[part, token, bytes] of a sequence that lies in `blocks`, gathered the slow way."""
+        kv = self.layout
+        size = kv.num_heads * kv.head_nbytes
+        out = np.empty((2, num_tokens, size), np.uint8)
+        for part in range(2):
+            for token in range(num_tokens):
+                block = blocks[token // kv.block_tokens]
+                place = kv.layers[layer]
+                at = place.parts[part].offset + block * place.block_stride
+                at += (token % kv.block_tokens) * place.token_stride
+                out[part, token] = self.buffer.array[at : at + size]
+        return out
+
+
+class Pair:
+    """A prefill node, a decode node, and the moves of a transfer."""
+
+    def __init__(self, timeouts: TimeoutConfig = TIMEOUTS, block_tokens: tuple[int, int] = (4, 8)) -> None:
+        self.hub = LoopbackHub()
+        self.timeouts = timeouts
+        self.prefill = Node(self.hub, "prefill", layout(block_tokens[0]), timeouts).open()
+        self.decode = Node(self.hub, "decode", layout(block_tokens[1]), timeouts).open()
+        random = np.random.default_rng(7)
+        self.prefill.buffer.array[:] = random.integers(0, 256, self.prefill.buffer.nbytes, np.uint8)
+        self.events: list[Event] = []
+        self._stop = listen(self.events.append)
+
+    def close(self) -> None:
+        self.hub.hold = False
+        self.hub.deliver_all()
+        self.decode.close()
+        self.prefill.close()
+        self._stop()
+
+    def announce(self, transfer_id: str) -> SenderLog:
+        log = SenderLog()
+        self.prefill.endpoint.sender.announce(transfer_id, log.failed, log.end)
+        return log
+
+    def expect(self, transfer_id: str) -> Handler:
+        handler = Handler()
+        self.decode.endpoint.receiver.expect(transfer_id, self.prefill.endpoint.address, handler)
+        return handler
+
+    def compute(self, transfer_id: str, blocks: list[int], num_tokens: int, first_token: int = 42) -> None:
+        sender = self.prefill.endpoint.sender
+        sender.publish(transfer_id, blocks, num_tokens, 0)
+        for layer in range(len(self.prefill.layout.layers)):
+            sender.layer_ready(transfer_id, layer, 0, num_tokens)
+        sender.finish(transfer_id, first_token, finished=False)
+
+    def sender_state(self, state: str) -> int:
+        return self.prefill.endpoint.sender.states()[state]
+
+    def receiver_state(self, state: str) -> int:
+        return self.decode.endpoint.receiver.states()[state]
+
+    def idle(self) -> bool:
+        """Nothing is held anywhere."""
+        counts = [*self.prefill.endpoint.sender.states().values(), *self.decode.endpoint.receiver.states().values()]
+        return not any(counts)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.close()

@@ -1,0 +1,174 @@
+"""Sessions: handshake, loss, restart, and that nothing is left of a peer that has gone."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import zmq
+
+from pdlink.config import TimeoutConfig
+from pdlink.events import PeerChanged
+
+from .conftest import TIMEOUTS, Handler, Node, Pair, layout, until
+
+SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
+
+
+def transfer(pair: Pair, name: str) -> list[str]:
+    pair.announce(name)
+    handler = pair.expect(name)
+    pair.decode.endpoint.receiver.offer(name, DST, 0, TOKENS)
+    pair.compute(name, SRC, TOKENS)
+    return handler.wait()
+
+
+@pytest.mark.parametrize(
+    ("node", "reason"),
+    [
+        ({"kv": layout(8), "model": "other"}, "model differs: local other, remote m"),
+        ({"kv": layout(8, dtype="bfloat16")}, "dtype differs: local bfloat16, remote float32"),
+        ({"kv": layout(8, num_layers=4)}, "num_layers differs: local 4, remote 3"),
+    ],
+    ids=["model", "dtype", "layers"],
+)
+def test_worker_that_does_not_fit_is_refused_by_name(pair: Pair, node: dict, reason: str) -> None:  # type: ignore[type-arg]
+    other = Node(pair.hub, "other", timeouts=TIMEOUTS, **node).open()
+    handler = Handler()
+    other.endpoint.receiver.expect("t", pair.prefill.endpoint.address, handler)
+    assert handler.wait()[0].endswith(reason)
+    assert not other.endpoint.peers()
+    other.close()
+
+
+def test_sessions_are_reused(pair: Pair) -> None:
+    assert transfer(pair, "t") == ["ready 42", "released"]
+    assert transfer(pair, "u") == ["ready 42", "released"]
+    assert len([event for event in pair.events if isinstance(event, PeerChanged)]) == 2
+
+
+def test_prefill_that_is_not_there_fails_the_transfer_at_once(pair: Pair) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    handler = Handler()
+    pair.decode.endpoint.receiver.expect("t", address, handler)
+    assert handler.wait() == [f"failed cannot connect to {address}", "released"]
+
+
+def test_prefill_that_never_answers_fails_the_transfer_by_the_deadline() -> None:
+    """vllm#26171: a handshake that does not end must not hold the request."""
+    pair = Pair(TimeoutConfig(heartbeat_s=0.05, peer_s=1.0, connect_s=0.3, lease_s=2.0, request_s=60.0))
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        handler = Handler()
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        pair.decode.endpoint.receiver.expect("t", address, handler)
+        assert handler.wait() == ["failed no answer to the handshake within 0.3 s", "released"]
+    pair.close()
+
+
+@pytest.mark.parametrize("address", ["ipc:///x", "tcp://", "tcp://256.1.1.1:x", ""])
+def test_address_that_is_none_fails_the_transfer(pair: Pair, address: str) -> None:
+    handler = Handler()
+    pair.decode.endpoint.receiver.expect("t", address, handler)
+    assert handler.wait()[0].startswith("failed cannot dial")
+
+
+def test_closed_prefill_fails_its_transfers_and_its_successor_on_the_same_port_works(pair: Pair) -> None:
+    """smg#2503: a worker restarted on the same address is a new one; nobody else is restarted."""
+    assert transfer(pair, "t") == ["ready 42", "released"]
+    pair.announce("u")
+    handler = pair.expect("u")
+    pair.decode.endpoint.receiver.offer("u", DST, 0, TOKENS)
+    until(lambda: pair.sender_state("writing") == 1, "the offer is there")
+    port = pair.prefill.port
+    pair.prefill.close()
+    assert handler.wait()[0].startswith("failed ")
+    until(lambda: pair.decode.endpoint.num_closing() == 0, "the old session is fenced")
+    pair.prefill = Node(pair.hub, "prefill", layout(4), TIMEOUTS).open(port)
+    assert transfer(pair, "v") == ["ready 42", "released"]
+
+
+def test_closed_decode_frees_the_senders_blocks_and_its_successor_works(pair: Pair) -> None:
+    """vllm#46283 seen from the other side: nothing is held for a receiver that is gone."""
+    pair.hub.hold = True
+    log = pair.announce("t")
+    pair.expect("t")
+    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.compute("t", SRC, TOKENS)
+    until(lambda: len(pair.hub.flights) == 3, "three layers are in flight")
+    pair.decode.close()
+    assert log.wait()[-1] == "end"
+    assert not any(pair.prefill.endpoint.sender.states().values())
+    pair.hub.hold = False
+    pair.decode = Node(pair.hub, "decode", layout(8), TIMEOUTS).open()
+    assert transfer(pair, "u") == ["ready 42", "released"]
+
+
+def test_silent_peer_is_lost_and_its_blocks_wait_for_the_fence() -> None:
+    """nixl#2047: a peer that is alive but stalled. Here its whole transport is stopped in the middle of a write."""
+    pair = Pair(TimeoutConfig(heartbeat_s=0.05, peer_s=0.5, connect_s=5.0, lease_s=2.0, request_s=60.0))
+    pair.hub.hold = True
+    pair.announce("t")
+    handler = pair.expect("t")
+    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.compute("t", SRC, TOKENS)
+    until(lambda: len(pair.hub.flights) == 3, "three layers are in flight")
+    pair.hub.stop(pair.prefill.transport)
+    with pair.prefill.endpoint.lock:  # its loop stands still: no heartbeats
+        until(lambda: bool(handler.calls), "the request falls back")
+        assert handler.calls == ["failed silent for 0.5 s"]
+        assert pair.receiver_state("quarantined_blocks") == len(DST)
+        pair.hub.resume(pair.prefill.transport)
+    assert handler.wait() == ["failed silent for 0.5 s", "released"]
+    pair.close()
+
+
+def test_offer_without_a_request_is_given_up_after_the_lease() -> None:
+    pair = Pair(TimeoutConfig(heartbeat_s=0.02, peer_s=0.2, connect_s=5.0, lease_s=0.4, request_s=60.0))
+    handler = pair.expect("t")
+    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    assert handler.wait() == ["failed no_request", "released"]
+    pair.close()
+
+
+def test_request_without_a_receiver_is_given_up_after_the_lease() -> None:
+    pair = Pair(TimeoutConfig(heartbeat_s=0.02, peer_s=0.2, connect_s=5.0, lease_s=0.4, request_s=60.0))
+    assert pair.announce("t").wait() == ["failed no_receiver", "end"]
+    pair.close()
+
+
+def test_live_receiver_keeps_the_senders_lease_beyond_its_length() -> None:
+    """vllm#35764: a queue in front of decode must not cost the KV; heartbeats renew the lease."""
+    pair = Pair(TimeoutConfig(heartbeat_s=0.02, peer_s=0.2, connect_s=5.0, lease_s=0.3, request_s=60.0))
+    log = pair.announce("t")
+    handler = pair.expect("t")
+    pair.compute("t", SRC, TOKENS)
+    assert not log.ended.wait(1.0)  # three lease lengths
+    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    assert handler.wait() == ["ready 42", "released"]
+    pair.close()
+
+
+def test_hostile_frames_do_not_disturb_a_running_link(pair: Pair) -> None:
+    context = zmq.Context()
+    stray = context.socket(zmq.DEALER)
+    stray.connect(pair.prefill.endpoint.address)
+    for frame in (b"", b"\x80\x04\x95", b"\xdd\xff\xff\xff\xff", b"x" * 100_000):
+        stray.send(frame)
+    assert transfer(pair, "t") == ["ready 42", "released"]
+    context.destroy(linger=0)
+
+
+def test_close_ends_within_its_time_with_transfers_under_way(pair: Pair) -> None:
+    pair.hub.hold = True
+    log = pair.announce("t")
+    pair.expect("t")
+    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.compute("t", SRC, TOKENS)
+    until(lambda: len(pair.hub.flights) == 3, "three layers are in flight")
+    pair.prefill.endpoint.close()
+    assert log.ended.is_set()
+    pair.prefill.endpoint.close()
