@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pdlink.errors import ConfigError
 
@@ -98,6 +98,11 @@ class TransportConfig(_Section):
     """Path of libucp.so.0 to load instead of the one found; "off" runs without UCX."""
     batch_timeout_s: Seconds = 10.0
     """A pushed layer that has not landed by then fails the peer. UCX itself never reports a stalled one."""
+
+    @field_validator("ucx_library", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML 1.1 reads off as a boolean
 
 
 class TimeoutConfig(_Section):

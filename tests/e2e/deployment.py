@@ -1,0 +1,155 @@
+"""Real processes for the tests: started, asked, killed and stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdlink.config import ProxyConfig, WorkerConfig
+from pdlink.serve.up import Child, start, stop, wait_ready
+
+READY_S = 90.0
+WAIT_S = 20.0
+
+TIMEOUTS = {"heartbeat_s": 0.2, "peer_s": 2.5, "connect_s": 5.0, "lease_s": 8.0, "request_s": 60.0, "drain_s": 3.0}
+
+
+def worker_settings(role: str, **sections: Any) -> dict[str, Any]:
+    """Settings of a worker small enough that several fit on two cores."""
+    base: dict[str, Any] = {"role": role, "model": {"num_layers": 8}, "timeouts": TIMEOUTS}
+    return WorkerConfig.model_validate(base | sections).model_dump(mode="json")
+
+
+@dataclass
+class Answer:
+    status: int
+    body: dict[str, Any]
+    headers: dict[str, str]
+    took_s: float
+
+    @property
+    def text(self) -> str:
+        return str(self.body["choices"][0]["text"])
+
+
+def request(url: str, body: object = None, timeout_s: float = 60.0, headers: dict[str, str] | None = None) -> Answer:
+    """One HTTP exchange, whatever its status. body: JSON to POST, raw bytes to POST, or None to GET."""
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
+    started_s = time.monotonic()
+    try:
+        with urllib.request.urlopen(asked, timeout=timeout_s) as answer:
+            status, text, got = answer.status, answer.read(), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        status, text, got = error.code, error.read(), dict(error.headers)
+    return Answer(status, json.loads(text), got, time.monotonic() - started_s)
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+    """Wait for something another process does."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"timed out after {timeout_s} s waiting until {what}"
+        time.sleep(0.02)
+
+
+def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
+    """Token ids that depend on the seed; printable bytes, so that nothing special is hit."""
+    state = seed * 7919 + 13
+    tokens = []
+    for _ in range(num_tokens):
+        state = (state * 1103515245 + 12345) % 2**31
+        tokens.append(33 + (state >> 16) % 90)
+    return tokens
+
+
+@dataclass
+class Deployment:
+    """Children by label, the proxy last; a context manager."""
+
+    children: dict[str, Child] = field(default_factory=dict)
+
+    @classmethod
+    def launch(
+        cls, workers: dict[str, dict[str, Any]], proxy: dict[str, Any] | None = None, *, routed: bool = True
+    ) -> Deployment:
+        """workers: label to settings. All start at once; the proxy follows when they are ready, if `routed`."""
+        deployment = cls()
+        try:
+            for label, settings in workers.items():
+                deployment.children[label] = start(label, settings["role"], {**settings, "name": label})
+            for child in deployment.children.values():
+                wait_ready(child, READY_S)
+            if not routed:
+                return deployment
+            urls = {
+                role: tuple(c.facts["url"] for c in deployment.children.values() if c.role == role)
+                for role in ("prefill", "decode")
+            }
+            settings = ProxyConfig(port=0, health_interval_s=0.2, drain_s=2.0, **urls).model_dump(mode="json")
+            deployment.children["proxy"] = start("proxy", "proxy", {**settings, **(proxy or {})})
+            wait_ready(deployment.children["proxy"], READY_S)
+            until(lambda: request(deployment.url("proxy") + "/health").status == 200, "the proxy sees its workers")
+        except BaseException:
+            deployment.stop()
+            raise
+        return deployment
+
+    def __enter__(self) -> Deployment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        stop(list(self.children.values()), 8.0)
+
+    def url(self, label: str) -> str:
+        return str(self.children[label].facts["url"])
+
+    def kill(self, label: str, number: int = signal.SIGKILL) -> None:
+        os.kill(self.children[label].process.pid, number)
+
+    def restart(self, label: str) -> None:
+        """The same worker again, on the ports it had."""
+        old = self.children[label]
+        old.process.wait(WAIT_S)
+        old.link.close()
+        ports = {key: old.facts[key] for key in ("port", "control_port")}
+        self.children[label] = start(label, old.role, {**old.settings, **ports})
+        wait_ready(self.children[label], READY_S)
+
+    def complete(self, prompt: list[int] | str, *, at: str = "proxy", **fields: Any) -> Answer:
+        body = {"model": "pdlink-tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, **fields}
+        return request(self.url(at) + "/v1/completions", body)
+
+    def complete_all(self, prompts: list[list[int]], *, at: str = "proxy", **fields: Any) -> list[Answer]:
+        """All at the same time."""
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            return list(threads.map(lambda prompt: self.complete(prompt, at=at, **fields), prompts))
+
+    def health(self, label: str) -> dict[str, Any]:
+        return request(self.url(label) + "/health").body
+
+    def metric(self, label: str, name: str) -> float:
+        """Sum over all samples whose name and labels begin with `name`."""
+        with urllib.request.urlopen(self.url(label) + "/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+    def idle(self, label: str) -> bool:
+        """Whether this worker holds nothing for anybody: no request, no block, no transfer."""
+        health = self.health(label)
+        held = health["running"] + health["waiting"] + health["num_blocks"] - health["free_blocks"]
+        return (
+            held + self.metric(label, "pdlink_sender_transfers") + self.metric(label, "pdlink_receiver_transfers")
+            == 0
+        )

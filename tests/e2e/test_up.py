@@ -1,0 +1,95 @@
+"""`pdlink up` as a newcomer runs it, and that nothing is left when it ends, however it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .deployment import request, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = path.read_text()
+        except OSError:
+            continue
+        if int(text.rsplit(")", 1)[1].split()[1]) == pid:
+            found.append(int(path.parent.name))
+    return found
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text() for pid in pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "SIGKILL"])
+def test_up_serves_and_leaves_nothing_behind(number: int) -> None:
+    before = set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-m", "pdlink", "up", "--config", "configs/up.yaml", "--port", "0", "--decode", "2"]
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
+    assert process.stdout is not None
+    text = ""
+    while "Ctrl-C" not in text:
+        line = process.stdout.readline()
+        assert line, f"pdlink up ended early: {text}"
+        text += line
+    url = re.findall(r"curl -N (http://\S+)/v1/completions", text)[0]
+    children = descendants(process.pid)
+    assert len(children) == 4
+    until(lambda: request(url + "/health").status == 200, "the proxy sees its workers")
+    answer = request(url + "/v1/completions", {"model": "pdlink-tiny", "prompt": "Hello", "max_tokens": 4})
+    assert answer.status == 200
+    process.send_signal(number)
+    status = process.wait(30)
+    process.stdout.close()
+    assert status == (0 if number == signal.SIGINT else -number)
+    until(lambda: gone(children), "all children have ended", timeout_s=30)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_mistyped_setting_is_named_with_the_right_one() -> None:
+    command = [sys.executable, "-m", "pdlink", "prefill", "--set", "cache.num_block=5"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "pdlink: unknown setting 'cache.num_block'; did you mean 'num_blocks'?\n"
+
+
+def test_taken_port_is_an_error_that_says_what_to_do() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "pdlink", "proxy", "--port", port, "--decode", "http://127.0.0.1:1"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert f"cannot bind 127.0.0.1:{port}" in result.stderr
+    assert "port 0 takes a free one" in result.stderr
+
+
+def test_check_says_what_works_and_fails_when_the_configured_transport_does_not() -> None:
+    command = [sys.executable, "-m", "pdlink", "check"]
+    good = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert good.returncode == 0
+    assert "mapped" in good.stdout
+    bad = subprocess.run(
+        [*command, "--transport", "ucx", "--set", "transport.ucx_library=off"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert bad.returncode == 1
+    assert "not usable here" in bad.stdout
