@@ -1,0 +1,101 @@
+"""Who may import whom: the rules of docs/ARCHITECTURE.md, held for every import, also those inside functions."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BASE = {"errors", "config", "events"}
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "events": {"errors"},
+    "config": {"errors"},
+    "kv": BASE,
+    "memory": BASE | {"kv", "_copy"},
+    "transport": BASE | {"kv", "memory", "_copy", "_ucx"},
+    "protocol": BASE | {"kv"},
+    "endpoint": BASE | {"kv", "memory", "transport", "protocol"},
+    "engine": BASE | {"kv", "memory"},
+    "observe": BASE,
+    "serve": BASE | {"kv", "memory", "transport", "protocol", "endpoint", "engine", "observe", "pdlink_proxy"},
+    "pdlink_proxy": BASE | {"kv.hashing", "observe"},
+    "pdlink_bench": BASE | {"kv", "memory", "transport", "protocol", "endpoint", "serve", "_copy"},
+}
+"""Part of pdlink to the parts it may import. `cli` may import everything."""
+
+FILES = [
+    *(
+        (path.relative_to(ROOT / "pdlink").parts[0].removesuffix(".py"), path)
+        for path in (ROOT / "pdlink").rglob("*.py")
+    ),
+    *(("pdlink_proxy", path) for path in (ROOT / "proxy").rglob("*.py")),
+    *(("pdlink_bench", path) for path in (ROOT / "benchmarks").rglob("*.py")),
+]
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute names of everything a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names if node.module == "pdlink"}
+    return found
+
+
+@pytest.mark.parametrize(("part", "path"), FILES, ids=lambda value: str(value).removeprefix(str(ROOT)))
+def test_parts_import_only_what_the_architecture_allows(part: str, path: Path) -> None:
+    if part in ("cli", "__main__", "__init__"):
+        return
+    for name in imports(path):
+        head, _, rest = name.partition(".")
+        if head == "pdlink" and rest and rest != "__version__":
+            used = rest.split(".")[0]
+            allowed = MAY_IMPORT[part] | {part}
+            assert used in allowed or rest in allowed, f"{part} imports {name}"
+        elif head in ("pdlink_proxy", "pdlink_bench"):
+            assert head in MAY_IMPORT[part] | {part}, f"{part} imports {name}"
+
+
+def test_only_config_reads_the_environment() -> None:
+    readers = [
+        str(path.relative_to(ROOT))
+        for _, path in FILES
+        if any(
+            isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
+    ]
+    assert readers == ["pdlink/config.py"]
+
+
+def test_only_observe_and_the_proxys_metrics_import_a_metrics_library() -> None:
+    users = {
+        str(path.relative_to(ROOT))
+        for _, path in FILES
+        if any(name.startswith("prometheus") for name in imports(path))
+    }
+    assert users == {"pdlink/observe/metrics.py", "proxy/metrics.py"}
+
+
+def test_protocol_reads_no_clock_and_opens_nothing() -> None:
+    forbidden = {"time", "datetime", "socket", "threading", "asyncio", "zmq", "os", "random"}
+    for part, path in FILES:
+        if part == "protocol":
+            assert not {name.split(".")[0] for name in imports(path)} & forbidden, path
+
+
+@pytest.mark.parametrize(
+    "module", ["pdlink.kv.plan", "pdlink.kv.hashing", "pdlink.protocol.sending", "pdlink_proxy.app"]
+)
+def test_parts_that_need_no_torch_load_none(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
