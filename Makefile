@@ -15,7 +15,7 @@ up: $(STAMP)  ## prefill, decode and proxy on this machine; prints a URL and a c
 test: $(STAMP)  ## everything that needs no GPU and no heavy extra
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-check: $(STAMP) build/typing  ## ruff, ruff format, mypy strict, clang-format
+check: $(STAMP)  ## ruff, ruff format, mypy strict, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy pdlink tests -p pdlink_proxy -p pdlink_bench
@@ -28,10 +28,6 @@ format: $(STAMP)  ## rewrite the sources in the house format
 
 bench: $(STAMP)  ## the transfer benchmark with its default workload
 	$(BIN)/pdlink bench transfer
-
-# Where mypy finds the two packages whose folder and import names differ.
-build/typing:
-	mkdir -p $@ && ln -sfn ../../proxy $@/pdlink_proxy && ln -sfn ../../benchmarks $@/pdlink_bench
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
