@@ -1,0 +1,202 @@
+"""The proxy's HTTP face: routes, what is refused before a worker hears of it, and going out of service.
+
+Workers need not be there when the proxy starts, and nothing here waits for a worker except a request that is meant
+for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from pdlink.errors import InvalidRequest, Overloaded, UnknownModel
+
+from .dialects import CHAT, COMPLETIONS, BadField, Call, error_body, parse
+from .exchange import Exchange, Shared
+from .metrics import Metrics
+from .pools import Pools, State, watch
+from .steps import Leg
+from .upstream import open_session
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from pdlink.config import ProxyConfig
+
+_MAX_HEADER_CHARS = 4096
+
+
+class Router:
+    """One proxy: its workers, its requests, and whether it takes new ones."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        """Raises ConfigError for worker URLs that are none."""
+        self.config = config
+        self.pools = Pools(config.prefill, config.decode, config.policy)
+        self.metrics = Metrics()
+        self.started = int(time.time())
+        self._shared: Shared | None = None
+        self._exchanges: set[Exchange] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    async def open(self, _app: web.Application) -> AsyncIterator[None]:
+        """Connections and health watchers, for as long as the app runs."""
+        config = self.config
+        bound = config.max_connections and max(1, config.max_connections // 2)  # 0 is no bound
+        async with (
+            open_session(config, max_connections=bound) as prefill,
+            open_session(config, max_connections=bound) as decode,
+            open_session(config, max_connections=0) as control,
+        ):
+            sessions = {Leg.PREFILL: prefill, Leg.DECODE: decode}
+            self._shared = shared = Shared(config, self.pools, self.metrics, sessions, control)
+            for worker in self.pools.all:
+                work = watch(worker, control, interval_s=config.health_interval_s, timeout_s=config.connect_timeout_s)
+                shared.spawn(work)
+            yield
+            for task in shared.tasks:
+                task.cancel()
+            await asyncio.gather(*shared.tasks, return_exceptions=True)
+
+    async def drain(self) -> None:
+        """Take no new request and give running ones `drain_s` to finish, then end them with an error."""
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_s):
+                await self._idle.wait()
+        for exchange in list(self._exchanges):
+            exchange.shut_down()
+
+    # ---- routes
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions and /v1/chat/completions."""
+        request_id = _clean(request.headers.get("X-Request-Id")) or f"req-{secrets.token_hex(16)}"
+        headers = {"X-Request-Id": request_id}
+        call = await self._checked(request)
+        if isinstance(call, web.Response):
+            call.headers.update(headers)
+            self.metrics.requests.labels("unavailable" if call.status == 503 else "rejected").inc()
+            return call
+        if authorization := _clean(request.headers.get("Authorization")):
+            headers["Authorization"] = authorization
+        if self._shared is None:
+            raise RuntimeError("a request before the app was started")
+        exchange = Exchange(self._shared, request, call, headers)
+        self._exchanges.add(exchange)
+        self._idle.clear()
+        try:
+            return await exchange.run()
+        finally:
+            self._exchanges.discard(exchange)
+            if not self._exchanges:
+                self._idle.set()
+
+    async def _checked(self, request: web.Request) -> Call | web.Response:
+        """What the client asks for, or why no worker will hear of it."""
+        if self._draining:
+            refusal = _error(503, "the proxy is shutting down", Overloaded.code)
+            refusal.force_close()
+            return refusal
+        try:
+            async with asyncio.timeout(self.config.idle_timeout_s):
+                data = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            limit = self.config.max_body_nbytes
+            return _error(413, f"the body is larger than max_body_nbytes = {limit}", InvalidRequest.code)
+        except TimeoutError:
+            return _error(408, "the body did not arrive in time", InvalidRequest.code)
+        try:
+            call = parse(request.path, data)
+        except BadField as error:
+            return _error(error.http_status, str(error), error.code, error.param)
+        workers = self.pools.workers[Leg.DECODE]
+        known = self.pools.models()
+        if call.model not in known and known and all(worker.health for worker in workers):
+            message = f"model {call.model!r} is not served here; known: {', '.join(known)}"
+            return _error(UnknownModel.http_status, message, UnknownModel.code, "model")
+        return call
+
+    async def models(self, _request: web.Request) -> web.Response:
+        """GET /v1/models."""
+        data = [
+            {"id": model, "object": "model", "created": self.started, "owned_by": "pdlink"}
+            for model in self.pools.models()
+        ]
+        return _json(200, {"object": "list", "data": data})
+
+    async def health(self, _request: web.Request) -> web.Response:
+        """GET /health: 200 if a request could be served now. Asks nobody; the watchers know."""
+        sides = [Leg.DECODE] if self.config.on_no_prefill == "decode_only" else list(Leg)
+        missing = [side.value for side in sides if not self.pools.usable(side)]
+        if self._draining:
+            status, reason = "draining", "the proxy is shutting down"
+        elif missing:
+            status, reason = "unavailable", f"no healthy {' and no healthy '.join(missing)} worker"
+        else:
+            status, reason = "ok", ""
+        body: dict[str, Any] = {"status": status, "reason": reason, "active_requests": len(self._exchanges)}
+        for side, workers in self.pools.workers.items():
+            body[side.value] = [worker.describe() for worker in workers]
+        return _json(200 if status == "ok" else 503, body)
+
+    async def exposition(self, _request: web.Request) -> web.Response:
+        """GET /metrics."""
+        for worker in self.pools.all:
+            self.metrics.healthy.labels(worker.url, worker.side.value).set(worker.state is State.OK)
+        body = self.metrics.exposition()
+        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def nowhere(self, request: web.Request) -> web.Response:
+        """Every other path or method."""
+        return _error(404, f"no such route: {request.method} {request.path}", "not_found")
+
+
+ROUTER = web.AppKey("router", Router)
+
+
+def build_app(config: ProxyConfig) -> web.Application:
+    """The proxy as an aiohttp application; `app[ROUTER].drain()` takes it out of service.
+
+    Run it with `handler_cancellation=True` (otherwise a client that leaves does not end its request) and without an
+    access log (a line per request costs more than the request; /metrics counts them).
+    Raises ConfigError for worker URLs that are none.
+    """
+    router = Router(config)
+    # client_max_size: the default of 1 MiB is a prompt of some 200k tokens sent as ids.
+    app = web.Application(client_max_size=config.max_body_nbytes)
+    app[ROUTER] = router
+    app.cleanup_ctx.append(router.open)
+    app.router.add_post(COMPLETIONS, router.generate)
+    app.router.add_post(CHAT, router.generate)
+    app.router.add_get("/v1/models", router.models)
+    app.router.add_get("/health", router.health)
+    app.router.add_get("/metrics", router.exposition)
+    app.router.add_route("*", "/{path:.*}", router.nowhere)
+    return app
+
+
+def _clean(value: str | None) -> str | None:
+    """A client's header value that may be sent on; None if it is absent, endless, or not printable ASCII."""
+    if value is None or len(value) > _MAX_HEADER_CHARS or not value.isascii() or not value.isprintable():
+        return None
+    return value
+
+
+def _json(status: int, value: Any) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")
+
+
+def _error(status: int, message: str, code: str, param: str | None = None) -> web.Response:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    body = error_body(message, kind=kind, code=code, param=param)
+    headers = {"Retry-After": "1"} if status == 503 else {}
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)

@@ -1,0 +1,134 @@
+"""What requests and errors look like on the wire.
+
+Only the top level of a client's JSON is parsed (msgspec: 1.1 us for 88 bytes and 37 us for 4096 token ids, where json
+takes 24 and 734 us; measured on 2 cores). Everything this page does not name travels untouched, so a field that only
+the engine knows reaches the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from pdlink.errors import InvalidRequest, PdlinkError
+
+from .sse import DONE
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+# Which field holds the input, and which JSON types it may have (the first byte of a JSON value tells its type).
+_INPUT_FIELDS = {COMPLETIONS: ("prompt", b'"[', "a string or a list"), CHAT: ("messages", b"[", "a list")}
+
+_KV = "kv_transfer_params"
+
+
+class BadField(InvalidRequest):
+    """A request body, or one field of it, that no worker could serve."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One client request, checked as far as routing needs it."""
+
+    path: str
+    model: str
+    streaming: bool
+    seed: int | None
+    """The client's own, which then is the one both legs sample with."""
+    body: bytes
+    """The client's JSON object without `kv_transfer_params`: a client-supplied one could name any address."""
+
+
+def parse(path: str, data: bytes) -> Call:
+    """Raises BadField for what is not a JSON object with the fields that every request must have."""
+    try:
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        raise BadField("the body must be a JSON object") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise BadField(f"the body is not valid JSON: {error}") from None
+    model = _field(fields, "model", str, "a string")
+    if model is None:
+        raise BadField("field 'model' is required", "model")
+    name, first_bytes, wanted = _INPUT_FIELDS[path]
+    raw = fields.get(name)
+    if raw is None:
+        raise BadField(f"field {name!r} is required", name)
+    if bytes(raw)[0] not in first_bytes:
+        raise BadField(f"field {name!r} must be {wanted}", name)
+    streaming = _field(fields, "stream", bool, "a boolean") or False
+    seed = _field(fields, "seed", int, "an integer")
+    fields.pop(_KV, None)
+    return Call(path, model, streaming, seed, msgspec.json.encode(fields))
+
+
+class PrefillAddress(msgspec.Struct, frozen=True):
+    """Where the decode worker finds the prefill worker of its request."""
+
+    name: str
+    control: str
+
+
+def leg_bodies(
+    call: Call, *, transfer_id: str, created: int, seed: int, prefill: PrefillAddress
+) -> tuple[bytes, bytes]:
+    """The (prefill, decode) bodies of one attempt: the client's own, and what ties the two legs together."""
+    common = {"transfer_id": transfer_id, "seed": call.seed if call.seed is not None else seed, "created": created}
+    return (
+        _spliced(call.body, {**common, "leg": "prefill"}),
+        _spliced(call.body, {**common, "leg": "decode", "prefill": prefill}),
+    )
+
+
+def _spliced(body: bytes, params: dict[str, object]) -> bytes:
+    # The body was encoded above and always has a field (model), so its last byte is the closing brace of an object
+    # that needs a comma. Encoding the client's fields once instead of per leg matters for long prompts.
+    return b"".join((body[:-1], b',"', _KV.encode(), b'":', msgspec.json.encode(params), b"}"))
+
+
+def error_body(message: str, *, kind: str, code: str, param: str | None = None) -> bytes:
+    """An error as OpenAI's clients read it."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+class _Error(msgspec.Struct):
+    code: str | int | None = None
+
+
+class _ErrorDocument(msgspec.Struct):
+    error: _Error
+
+
+def error_code(body: bytes) -> str:
+    """The code of a worker's error document, which may be anything at all."""
+    try:
+        code = msgspec.json.decode(body, type=_ErrorDocument).error.code
+    except (msgspec.DecodeError, RecursionError):
+        code = None
+    return str(code) if code is not None else PdlinkError.code
+
+
+def stream_error(message: str, *, code: str) -> bytes:
+    """The event that ends a broken stream; without it a client takes half an answer for a whole one."""
+    return b"data: " + error_body(message, kind="stream_error", code=code) + b"\n\n" + DONE
+
+
+_T = TypeVar("_T")
+
+
+def _field(fields: dict[str, msgspec.Raw], name: str, kind: type[_T], wanted: str) -> _T | None:
+    """The value of one small field; None if it is absent or null."""
+    raw = fields.get(name)
+    if raw is None or bytes(raw) == b"null":
+        return None
+    try:
+        return msgspec.json.decode(raw, type=kind, strict=True)
+    except (msgspec.DecodeError, RecursionError):
+        raise BadField(f"field {name!r} must be {wanted}", name) from None

@@ -1,0 +1,358 @@
+"""One client request on its way through: does what `flow.py` decides, and tells it what happened.
+
+Three tasks work on a request: the handler, which waits for the end and writes it, and one for each leg. A leg's task
+writes what it has for the client itself, so that a token costs one switch of task and a slow client slows its own
+worker. Two rules keep that right: the flow is asked, and its actions are done, without waiting in between; and what
+goes to the client takes its place in line (`_order`) at that same moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from pdlink.events import FallbackUsed, emit
+
+from .dialects import PrefillAddress, leg_bodies
+from .flow import Flow, Limits
+from .steps import (
+    Blame,
+    CancelLeg,
+    ClientLeft,
+    EndStream,
+    Event,
+    Forward,
+    Leg,
+    LetGo,
+    Loss,
+    Lost,
+    Outcome,
+    Place,
+    Placed,
+    Respond,
+    ShuttingDown,
+    Started,
+    StartLegs,
+    TellToStop,
+    Tick,
+    Unplaced,
+    Why,
+)
+from .upstream import LegCall, run_leg, tell_to_stop
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from typing import Any
+
+    import aiohttp
+
+    from pdlink.config import ProxyConfig
+
+    from .dialects import Call
+    from .metrics import Metrics
+    from .pools import Pools, Worker
+
+log = logging.getLogger("pdlink.proxy")
+
+LET_GO_S = 1.0
+"""How long a leg that nobody needs may take to end by itself before its connection is closed."""
+
+_CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it
+
+
+@dataclass(slots=True, eq=False)
+class Shared:
+    """What all requests of one proxy share."""
+
+    config: ProxyConfig
+    pools: Pools
+    metrics: Metrics
+    sessions: dict[Leg, aiohttp.ClientSession]
+    """Connections of their own for each leg: where their number is bounded, decode legs that wait for KV must not
+    hold the connections that the prefill legs they wait for would need."""
+    control: aiohttp.ClientSession
+    """For health and stop, which must get through when every connection of a leg is taken."""
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    """Legs, and words to stop on their way."""
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something beside the request; it is cancelled when the proxy ends."""
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the proxy failed unexpectedly", exc_info=error)
+
+
+@dataclass(slots=True, eq=False)
+class _LegRun:
+    worker: Worker
+    transfer_id: str
+    task: asyncio.Task[None]
+    timer: asyncio.TimerHandle | None = None
+
+
+class Exchange:
+    """One client request from its checked body to its answer."""
+
+    def __init__(self, shared: Shared, request: web.Request, call: Call, headers: dict[str, str]) -> None:
+        """headers: those that go to both legs; X-Request-Id also to the client."""
+        config = shared.config
+        self._shared, self._request, self._call, self._leg_headers = shared, request, call, headers
+        self._loop = asyncio.get_running_loop()
+        self._started_s = self._loop.time()
+        limits = Limits(
+            retries=config.retries,
+            first_byte_s=config.first_byte_timeout_s,
+            idle_s=config.idle_timeout_s,
+            request_s=config.request_timeout_s,
+        )
+        self._flow = Flow(limits, self._started_s)
+        self._runs: dict[tuple[int, Leg], _LegRun] = {}
+        self._chosen: tuple[Worker | None, Worker] | None = None
+        self._answer_headers = {"X-Request-Id": headers["X-Request-Id"]}
+        self._client: web.StreamResponse | None = None
+        self._order = asyncio.Lock()
+        self._writing_since_s: float | None = None
+        self._final: Respond | EndStream | None = None
+        self._wake = asyncio.Event()
+        self._armed_s = 0.0
+
+    async def run(self) -> web.StreamResponse:
+        """The answer, sent in full if it is a stream. Cancelling it means that the client has left."""
+        try:
+            self._happen(Started())
+            await self._until_over()
+            return await self._end()
+        finally:
+            self._happen(ClientLeft())  # nothing, if it is over
+            if self._client is not None:
+                self._shared.metrics.active_streams.dec()
+            outcome = self._flow.outcome or Outcome.FAILED
+            self._shared.metrics.requests.labels(outcome.value).inc()
+
+    def shut_down(self) -> None:
+        """End it now, telling the client why."""
+        self._happen(ShuttingDown())
+
+    # ---- the handler's task
+
+    async def _until_over(self) -> None:
+        while not self._flow.over:
+            self._wake.clear()
+            self._armed_s = self._due_s()
+            try:
+                async with asyncio.timeout_at(self._armed_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                self._tick()
+
+    def _due_s(self) -> float:
+        """When the flow has to be told the time. Silence of a worker does not count while its last words are still
+        on their way to the client."""
+        due_s = self._flow.deadline_s
+        if self._writing_since_s is not None:
+            due_s = max(due_s, self._writing_since_s + self._shared.config.idle_timeout_s)
+        return due_s
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        if now < self._due_s():
+            return
+        if self._writing_since_s is not None:
+            self._abort_client()
+        else:
+            self._happen(Tick())
+
+    async def _end(self) -> web.StreamResponse:
+        match self._final:
+            case Respond(status=status, body=body, content_type=content_type):
+                headers = self._answer_headers
+                if status == 503:
+                    headers["Retry-After"] = "1"
+                return web.Response(status=status, body=body, content_type=content_type, headers=headers)
+            case EndStream(data=data):
+                try:
+                    async with asyncio.timeout(self._shared.config.idle_timeout_s), self._order:
+                        client = self._client or await self._open_client()
+                        await client.write_eof(data)
+                        return client
+                except TimeoutError:
+                    self._abort_client()
+                except ConnectionError:
+                    log.debug("client left before the end of its stream")
+        return self._client or web.Response(status=_CLIENT_CLOSED_REQUEST)
+
+    # ---- events and actions
+
+    def _happen(self, event: Event) -> bytes:
+        """Tell the flow, do what it says, and return what is to be sent to the client by who calls this."""
+        flow = self._flow
+        forward = b""
+        for action in flow.on(event, self._loop.time()):
+            match action:
+                case Forward(data=data):
+                    forward = data
+                case CancelLeg(attempt=attempt, leg=leg):
+                    # If this is the leg's own task, it ends where it waits next: it has nothing left to say.
+                    self._runs[attempt, leg].task.cancel()
+                case Blame():
+                    self._blame(action)
+                case LetGo(attempt=attempt, leg=leg):
+                    run = self._runs[attempt, leg]
+                    run.timer = self._loop.call_later(LET_GO_S, run.task.cancel)
+                case TellToStop(attempt=attempt, leg=leg, reason=reason):
+                    self._shared.spawn(self._tell_to_stop(self._runs[attempt, leg], reason))
+                case Place():
+                    self._happen(self._place(action))
+                case StartLegs():
+                    self._start_legs(action)
+                case Respond():
+                    self._final = action
+                case EndStream(data=data):
+                    # The handler's task sends the last words too: a leg's task may be let go before it has.
+                    self._final = EndStream(forward + data)
+                    forward = b""
+        if flow.over or flow.deadline_s < self._armed_s:
+            self._wake.set()
+        return forward
+
+    def _blame(self, action: Blame) -> None:
+        reason = action.reason.value if isinstance(action.reason, Loss) else str(action.reason)
+        self._shared.metrics.leg_failures.labels(action.leg.value, reason).inc()
+        worker = self._runs[action.attempt, action.leg].worker
+        match action.reason:
+            case Loss.CONNECT | Loss.RESET:
+                worker.fault(f"a request's connection failed ({reason})")
+            case Loss.STALE:
+                worker.poke.set()  # most likely idle, perhaps gone
+
+    def _place(self, action: Place) -> Placed | Unplaced:
+        shared, model = self._shared, self._call.model
+        prefill, decode = shared.pools.choose(model, action.avoid)
+        if decode is None:
+            return Unplaced(f"no healthy decode worker for model {model!r}; see /health")
+        if prefill is None:
+            if shared.config.on_no_prefill == "fail":
+                return Unplaced(f"no healthy prefill worker for model {model!r}; see /health")
+            self._count_fallback("decode_only", "no healthy prefill worker")
+        if action.why is Why.RETRY:
+            self._count_fallback("retry", "decode leg lost")
+        shared.metrics.attempts.labels(action.why.value).inc()
+        self._chosen = (prefill, decode)
+        return Placed(prefill.key if prefill else None, decode.key)
+
+    def _count_fallback(self, kind: str, reason: str) -> None:
+        self._shared.metrics.fallbacks.labels(kind).inc()
+        emit(FallbackUsed(kind=kind, reason=reason))
+
+    def _start_legs(self, action: StartLegs) -> None:
+        if self._chosen is None:
+            raise RuntimeError("StartLegs without Placed")
+        prefill, decode = self._chosen
+        transfer_id = f"xfer-{secrets.token_hex(16)}"
+        headers = self._answer_headers
+        headers["X-Pdlink-Transfer"] = transfer_id
+        headers["X-Pdlink-Decode"] = _name(decode)
+        headers.pop("X-Pdlink-Prefill", None)
+        if prefill is None or prefill.health is None:
+            self._start_leg(action.attempt, Leg.DECODE, decode, transfer_id, self._call.body)
+            return
+        headers["X-Pdlink-Prefill"] = _name(prefill)
+        prefill_body, decode_body = leg_bodies(
+            self._call,
+            transfer_id=transfer_id,
+            created=int(time.time()),
+            seed=secrets.randbits(32),
+            prefill=PrefillAddress(prefill.health.name, prefill.health.control),
+        )
+        self._start_leg(action.attempt, Leg.PREFILL, prefill, transfer_id, prefill_body)
+        self._start_leg(action.attempt, Leg.DECODE, decode, transfer_id, decode_body)
+
+    def _start_leg(self, attempt: int, leg: Leg, worker: Worker, transfer_id: str, body: bytes) -> None:
+        shared = self._shared
+        call = LegCall(
+            attempt=attempt,
+            leg=leg,
+            url=worker.url + self._call.path,
+            body=body,
+            headers=self._leg_headers,
+            streaming=self._call.streaming,
+            max_answer_nbytes=shared.config.max_body_nbytes,
+        )
+
+        async def say(event: Event) -> None:
+            forward = self._happen(event)
+            if forward:
+                await self._forward(forward)
+
+        run = _LegRun(worker, transfer_id, shared.spawn(run_leg(shared.sessions[leg], call, say)))
+        self._runs[attempt, leg] = run
+        in_flight = shared.metrics.in_flight.labels(worker.url, leg.value)
+        worker.in_flight += 1
+        in_flight.inc()
+
+        def ended(task: asyncio.Task[None]) -> None:
+            worker.in_flight -= 1
+            in_flight.dec()
+            if run.timer is not None:
+                run.timer.cancel()
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._happen(Lost(attempt, leg, Loss.LOCAL, f"internal error: {type(error).__name__}"))
+
+        run.task.add_done_callback(ended)
+
+    async def _tell_to_stop(self, run: _LegRun, reason: str) -> None:
+        shared = self._shared
+        timeout_s = shared.config.connect_timeout_s
+        if not await tell_to_stop(shared.control, run.worker.url, run.transfer_id, reason, timeout_s=timeout_s):
+            log.warning("%s could not be told to stop %s", run.worker.url, run.transfer_id)
+
+    # ---- the client's side
+
+    async def _forward(self, data: bytes) -> None:
+        try:
+            async with self._order:
+                self._writing_since_s = self._loop.time()
+                try:
+                    client = self._client or await self._open_client()
+                    await client.write(data)
+                finally:
+                    self._writing_since_s = None
+        except ConnectionError:
+            self._happen(ClientLeft())
+
+    async def _open_client(self) -> web.StreamResponse:
+        headers = self._answer_headers
+        headers["Content-Type"] = "text/event-stream; charset=utf-8"
+        headers["Cache-Control"] = "no-cache"
+        headers["X-Accel-Buffering"] = "no"  # nginx in front would otherwise collect tokens
+        client = web.StreamResponse(headers=headers)
+        await client.prepare(self._request)
+        self._client = client
+        metrics = self._shared.metrics
+        metrics.active_streams.inc()
+        metrics.ttft.observe(self._loop.time() - self._started_s)
+        if self._flow.first_leg is not None:
+            metrics.first_tokens.labels(self._flow.first_leg.value).inc()
+        return client
+
+    def _abort_client(self) -> None:
+        """The client has stopped reading for too long."""
+        self._happen(ClientLeft())
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+
+def _name(worker: Worker) -> str:
+    return worker.health.name if worker.health else worker.url

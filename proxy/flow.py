@@ -1,0 +1,383 @@
+"""The two legs of one client request, as a machine: (event, now) -> actions. No HTTP, no I/O, no clock.
+
+A request is made in *attempts*. Each attempt has a prefill and a decode leg (or decode alone), which start together
+and share their fate. What the client gets is decode's answer; only output token 0 comes from whichever leg has it
+first, and the other leg's copy is dropped. Three rules, which the tests hold against random orders of events:
+  1. the client gets exactly one final answer, unless it left;
+  2. once a byte was sent there is no other attempt: what breaks then ends the stream with a typed error;
+  3. every leg that was started has ended, was cancelled or was let go when the machine is over.
+
+What a leg's bad news leads to is the table REACTIONS. News of an attempt that is over is ignored.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+from pdlink.errors import DeadlineExceeded, Overloaded, PdlinkError, PeerLost, ProtocolError
+
+from .dialects import error_body, error_code, stream_error
+from .sse import EventBuffer, EventTooLong, has_error, is_done, problem_of
+from .steps import (
+    Action,
+    Answered,
+    Blame,
+    CancelLeg,
+    Chunk,
+    ClientLeft,
+    Ended,
+    EndStream,
+    Event,
+    Forward,
+    Leg,
+    LetGo,
+    Loss,
+    Lost,
+    Outcome,
+    Place,
+    Placed,
+    Respond,
+    ShuttingDown,
+    Started,
+    StartLegs,
+    TellToStop,
+    Tick,
+    Unplaced,
+    Why,
+)
+
+
+class News(enum.Enum):
+    """Bad news of a leg, by what can be done about it."""
+
+    REJECTED = "rejected"
+    """4xx: the request is at fault and would be rejected everywhere."""
+    FAILED = "failed"
+    """A status that nobody says would go away by trying again."""
+    LOST = "lost"
+    """Another try may succeed: 502, 503, 504, no connection, a broken one, silence."""
+    STALE = "stale"
+
+
+class Reaction(enum.Enum):
+    ANSWER = "answer"
+    """Cancel the other leg and give the client this leg's answer."""
+    TELL_DECODE = "tell decode"
+    """Decode can go on without prefill: it recomputes, or fails by its own setting."""
+    RETRY = "retry"
+    """A new attempt if one is left, else ANSWER."""
+    RESEND = "resend"
+    """A new attempt that is not counted, once per request; after that like LOST."""
+    BREAK = "break"
+    """End the client's stream with an error event."""
+
+
+# (leg, news) -> reaction while nothing was sent to the client, and after that.
+REACTIONS: dict[tuple[Leg, News], tuple[Reaction, Reaction]] = {
+    (Leg.PREFILL, News.REJECTED): (Reaction.ANSWER, Reaction.TELL_DECODE),
+    (Leg.PREFILL, News.FAILED): (Reaction.TELL_DECODE, Reaction.TELL_DECODE),
+    (Leg.PREFILL, News.LOST): (Reaction.TELL_DECODE, Reaction.TELL_DECODE),
+    (Leg.PREFILL, News.STALE): (Reaction.RESEND, Reaction.TELL_DECODE),
+    (Leg.DECODE, News.REJECTED): (Reaction.ANSWER, Reaction.BREAK),
+    (Leg.DECODE, News.FAILED): (Reaction.ANSWER, Reaction.BREAK),
+    (Leg.DECODE, News.LOST): (Reaction.RETRY, Reaction.BREAK),
+    (Leg.DECODE, News.STALE): (Reaction.RESEND, Reaction.BREAK),
+}
+
+# What the client is told of a leg that was lost.
+_ERROR_OF: dict[Loss, type[PdlinkError]] = {
+    Loss.CONNECT: PeerLost,
+    Loss.RESET: PeerLost,
+    Loss.STALE: PeerLost,
+    Loss.TIMEOUT: DeadlineExceeded,
+    Loss.MALFORMED: ProtocolError,
+    Loss.LOCAL: Overloaded,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request may take; seconds from `ProxyConfig`."""
+
+    retries: int
+    first_byte_s: float
+    idle_s: float
+    request_s: float
+
+
+@dataclass(slots=True)
+class _LegState:
+    worker: str
+    since_s: float
+    """When it last gave a sign of life that counts against its deadline."""
+    running: bool = True
+    ended_well: bool = False
+    spoke: bool = False
+    """Its first data event, or its whole answer, is here."""
+    events: EventBuffer = field(default_factory=EventBuffer)
+
+
+class Flow:
+    """One client request from Started to over."""
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self.attempt = 0
+        self.first_leg: Leg | None = None
+        """Which leg's token 0 the client got; None while nothing was sent."""
+        self.outcome: Outcome | None = None
+        """None until over."""
+        self._limits = limits
+        self._request_deadline_s = now + limits.request_s
+        self._legs: dict[Leg, _LegState] = {}
+        self._retries_left = limits.retries
+        self._may_resend = True
+        self._avoid: frozenset[str] = frozenset()
+        self._last_failure: Respond | None = None
+        self._error_passed = False
+
+    @property
+    def over(self) -> bool:
+        return self.outcome is not None
+
+    @property
+    def deadline_s(self) -> float:
+        """When a Tick is due, on the clock of `now`; infinite when over."""
+        if self.over:
+            return math.inf
+        deadline_s = self._request_deadline_s
+        for leg in self._legs:
+            deadline_s = min(deadline_s, self._deadline_of(leg))
+        return deadline_s
+
+    def on(self, event: Event, now: float) -> list[Action]:
+        """What to do about `event`, in this order."""
+        if self.over:
+            return []
+        match event:
+            case Chunk(attempt=attempt, leg=leg):
+                return self._on_chunk(leg, event.data, now) if self._awaited(attempt, leg) else []
+            case Ended(attempt=attempt, leg=leg):
+                return self._on_ended(leg, now) if self._awaited(attempt, leg) else []
+            case Answered(attempt=attempt, leg=leg):
+                return self._on_answered(event, now) if self._awaited(attempt, leg) else []
+            case Lost(attempt=attempt, leg=leg):
+                if not self._awaited(attempt, leg):
+                    return []
+                self._legs[leg].running = False
+                return self._on_lost(leg, event.loss, event.detail, now)
+            case Started():
+                return [Place(Why.FIRST, self._avoid)]
+            case Placed():
+                return self._on_placed(event, now)
+            case Unplaced():
+                if self._last_failure is not None:
+                    return self._finish(Outcome.FAILED, self._last_failure)
+                return self._finish(Outcome.UNAVAILABLE, _failure(Overloaded, event.message))
+            case ClientLeft():
+                return self._finish(Outcome.CLIENT_LEFT, None)
+            case Tick():
+                return self._on_tick(now)
+            case ShuttingDown():
+                return self._give_up(Overloaded, "the proxy is shutting down")
+
+    # ---- events
+
+    def _on_placed(self, event: Placed, now: float) -> list[Action]:
+        self.attempt += 1
+        self._legs = {Leg.DECODE: _LegState(event.decode, now)}
+        if event.prefill is not None:
+            self._legs[Leg.PREFILL] = _LegState(event.prefill, now)
+        return [StartLegs(self.attempt, event.prefill, event.decode)]
+
+    def _on_chunk(self, leg: Leg, data: bytes, now: float) -> list[Action]:
+        state = self._legs[leg]
+        if leg is Leg.PREFILL and state.spoke:
+            return []  # its only event is here; nothing that follows is of use
+        if state.spoke:
+            state.since_s = now
+        state.events.feed(data)
+        forward = b""
+        try:
+            if not state.spoke:
+                event = state.events.take_first_data_event()
+                if event is None:
+                    return []
+                problem = problem_of(event)
+                if problem is not None:
+                    return self._malformed(leg, *problem, now)
+                state.spoke, state.since_s = True, now
+                if self.first_leg is None:
+                    self.first_leg = leg
+                    forward = event
+            if leg is Leg.DECODE:
+                forward += state.events.take_whole_events()
+        except EventTooLong as error:
+            return self._malformed(leg, str(error), b"", now)
+        if not forward:
+            return []
+        if leg is Leg.DECODE:
+            self._error_passed = self._error_passed or has_error(forward)
+            if is_done(forward):
+                # Not waiting for the end of the HTTP body: a worker that dies now has lost nothing.
+                return [Forward(forward), *self._finish_stream()]
+        return [Forward(forward)]
+
+    def _on_ended(self, leg: Leg, now: float) -> list[Action]:
+        state = self._legs[leg]
+        state.running = False
+        if leg is Leg.PREFILL and state.spoke:
+            state.ended_well = True
+            return []
+        rest = state.events.take_rest()
+        if leg is Leg.DECODE and state.spoke and is_done(rest):
+            return [Forward(rest), *self._finish_stream()]
+        return self._on_lost(leg, Loss.MALFORMED, "the stream ended early", now)
+
+    def _on_answered(self, event: Answered, now: float) -> list[Action]:
+        state = self._legs[event.leg]
+        state.running = False
+        answer = Respond(event.status, event.body, event.content_type)
+        if 200 <= event.status < 300:
+            state.spoke = state.ended_well = True
+            return [] if event.leg is Leg.PREFILL else self._finish(Outcome.OK, answer)
+        detail = f"{event.leg.value} worker answered {event.status}"
+        if 400 <= event.status < 500:
+            return self._react(event.leg, News.REJECTED, event.status, answer, detail, now)
+        if event.status in (502, 503, 504):
+            return self._react(event.leg, News.LOST, event.status, answer, detail, now)
+        if event.status < 400:  # a redirect would send the client's prompt wherever the worker says
+            answer = _failure(ProtocolError, detail)
+        return self._react(event.leg, News.FAILED, event.status, answer, detail, now)
+
+    def _on_lost(self, leg: Leg, loss: Loss, detail: str, now: float) -> list[Action]:
+        message = f"{leg.value} worker lost ({loss.value}): {detail}"
+        news = News.STALE if loss is Loss.STALE else News.LOST
+        return self._react(leg, news, loss, _failure(_ERROR_OF[loss], message), message, now)
+
+    def _malformed(self, leg: Leg, message: str, document: bytes, now: float) -> list[Action]:
+        """A leg that is still running sent something other than tokens."""
+        cancel = self._cancel(leg)
+        answer = Respond(ProtocolError.http_status, document) if document else _failure(ProtocolError, message)
+        detail = f"{leg.value} worker: {message}"
+        return [*cancel, *self._react(leg, News.LOST, Loss.MALFORMED, answer, detail, now)]
+
+    def _on_tick(self, now: float) -> list[Action]:
+        if now >= self._request_deadline_s:
+            return self._give_up(DeadlineExceeded, f"no answer within {self._limits.request_s:g} s")
+        actions: list[Action] = []
+        for leg in Leg:
+            if not self.over and now >= self._deadline_of(leg):
+                silent_s = now - self._legs[leg].since_s
+                actions += self._cancel(leg)
+                actions += self._on_lost(leg, Loss.TIMEOUT, f"silent for {silent_s:.3g} s", now)
+        return actions
+
+    # ---- reactions
+
+    def _react(
+        self, leg: Leg, news: News, reason: Loss | int, answer: Respond, detail: str, now: float
+    ) -> list[Action]:
+        """answer: what the client gets if this news decides the request."""
+        blame = Blame(self.attempt, leg, reason)
+        before, after = REACTIONS[leg, news]
+        reaction = before if self.first_leg is None else after
+        if reaction is Reaction.RESEND and not self._may_resend:
+            reaction = REACTIONS[leg, News.LOST][0]
+        if reaction is Reaction.RETRY and self._retries_left == 0:
+            reaction = Reaction.ANSWER
+        match reaction:
+            case Reaction.TELL_DECODE:
+                return [blame, *self._tell_decode(detail, now)]
+            case Reaction.RESEND:
+                self._may_resend = False
+                return [blame, *self._again(Why.RESEND, answer)]
+            case Reaction.RETRY:
+                self._retries_left -= 1
+                self._avoid |= self._to_avoid(reason)
+                return [blame, *self._again(Why.RETRY, answer)]
+            case Reaction.ANSWER:
+                outcome = Outcome.REJECTED if news is News.REJECTED else Outcome.FAILED
+                return [blame, *self._finish(outcome, answer)]
+            case Reaction.BREAK:
+                code = error_code(answer.body)
+                return [blame, *self._finish(Outcome.BROKEN, EndStream(stream_error(detail, code=code)))]
+
+    def _tell_decode(self, reason: str, now: float) -> list[Action]:
+        decode = self._legs[Leg.DECODE]
+        if decode.spoke:
+            return []  # it has the KV, or has recomputed it
+        decode.since_s = now  # what it does instead takes its own time
+        return [TellToStop(self.attempt, Leg.DECODE, reason)]
+
+    def _again(self, why: Why, failure: Respond) -> list[Action]:
+        self._last_failure = failure
+        actions = self._end_legs()
+        self._legs = {}
+        return [*actions, Place(why, self._avoid)]
+
+    def _to_avoid(self, reason: Loss | int) -> frozenset[str]:
+        """Workers the next attempt should do without, after decode's leg was lost."""
+        decode, prefill = self._legs[Leg.DECODE], self._legs.get(Leg.PREFILL)
+        if prefill is None:
+            return frozenset({decode.worker})
+        prefill_failed = not prefill.running and not prefill.ended_well
+        if reason == 502:
+            # Decode is well but did not get its KV: either end of the link may be the bad one, unless prefill has
+            # failed openly.
+            return frozenset({prefill.worker} if prefill_failed else {prefill.worker, decode.worker})
+        return frozenset({prefill.worker, decode.worker} if prefill_failed else {decode.worker})
+
+    # ---- ends
+
+    def _finish(self, outcome: Outcome, final: Respond | EndStream | None) -> list[Action]:
+        actions = self._end_legs() if outcome is not Outcome.OK else self._let_go()
+        self.outcome = outcome
+        return actions if final is None else [*actions, final]
+
+    def _finish_stream(self) -> list[Action]:
+        actions = self._let_go()
+        self.outcome = Outcome.BROKEN if self._error_passed else Outcome.OK
+        return [*actions, EndStream(b"")]
+
+    def _give_up(self, error: type[PdlinkError], message: str) -> list[Action]:
+        if self.first_leg is None:
+            return self._finish(Outcome.FAILED, _failure(error, message))
+        return self._finish(Outcome.BROKEN, EndStream(stream_error(message, code=error.code)))
+
+    def _cancel(self, leg: Leg) -> list[Action]:
+        self._legs[leg].running = False
+        return [CancelLeg(self.attempt, leg)]
+
+    def _end_legs(self) -> list[Action]:
+        """The attempt is over and did not succeed."""
+        actions: list[Action] = []
+        prefill, decode = self._legs.get(Leg.PREFILL), self._legs.get(Leg.DECODE)
+        for leg, state in self._legs.items():
+            if state.running:
+                actions += self._cancel(leg)
+        if prefill is not None and prefill.ended_well and decode is not None and not decode.spoke:
+            # Its connection is closed already, so closing cannot tell it that nobody will come for the KV: decode
+            # may have gone before it knew of the transfer.
+            actions.append(TellToStop(self.attempt, Leg.PREFILL, "decode ended without taking the KV"))
+        return actions
+
+    def _let_go(self) -> list[Action]:
+        return [LetGo(self.attempt, leg) for leg, state in self._legs.items() if state.running]
+
+    # ---- facts
+
+    def _awaited(self, attempt: int, leg: Leg) -> bool:
+        state = self._legs.get(leg)
+        return attempt == self.attempt and state is not None and state.running
+
+    def _deadline_of(self, leg: Leg) -> float:
+        state = self._legs.get(leg)
+        if state is None or not state.running or (leg is Leg.PREFILL and state.spoke):
+            return math.inf
+        return state.since_s + (self._limits.idle_s if state.spoke else self._limits.first_byte_s)
+
+
+def _failure(error: type[PdlinkError], message: str) -> Respond:
+    return Respond(error.http_status, error_body(message, kind="server_error", code=error.code))

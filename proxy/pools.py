@@ -1,0 +1,248 @@
+"""The workers, what they said last, and whether they may get requests.
+
+A worker is known by its URL and judged by its own /health, asked all the time, and by the legs sent to it: a refused
+or broken connection takes it out at once, the next good answer to a question asked *after* that takes it back. So
+there is no list of banned workers to be cleared by hand, and what a client does wrong never counts against a worker.
+The same URL with another epoch is another incarnation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+
+from pdlink.errors import ConfigError
+from pdlink.events import PeerChanged, emit
+
+from .policies import POLICIES, Candidate, choose_pair
+from .steps import Leg
+from .upstream import describe, read_bounded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Set
+
+log = logging.getLogger("pdlink.proxy")
+
+_MAX_HEALTH_NBYTES = 64 * 1024
+_SILENCES_UNTIL_UNREACHABLE = 2
+"""One late answer is a busy host; a refused connection needs no second one."""
+
+
+class State(enum.Enum):
+    UNKNOWN = "unknown"
+    """Has not answered yet."""
+    OK = "ok"
+    DRAINING = "draining"
+    """Finishes what it has, by its own word."""
+    FAILED = "failed"
+    """Cannot serve, by its own word."""
+    UNREACHABLE = "unreachable"
+    WRONG_ROLE = "wrong role"
+    INVALID = "invalid"
+    """Something answers there that is not a worker."""
+
+
+class Health(msgspec.Struct, frozen=True):
+    """The body of a worker's GET /health."""
+
+    status: str
+    name: str
+    epoch: str
+    role: str
+    model: str
+    control: str
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    num_blocks: int = 0
+    block_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """Everything known about one worker. Only the event loop's thread touches it."""
+
+    url: str
+    side: Leg
+    state: State = State.UNKNOWN
+    reason: str = "has not answered yet"
+    health: Health | None = None
+    """The last valid one, kept while the worker is away: it says which model would be back."""
+    heard_s: float | None = None
+    """time.monotonic of the last answer."""
+    in_flight: int = 0
+    """Legs of ours that have not ended."""
+    incarnations: int = 0
+    faults: int = 0
+    """Grows whenever a leg finds the worker gone."""
+    poke: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to ask for its health now."""
+    _silences: int = 0
+
+    @property
+    def key(self) -> str:
+        """Names this incarnation: a restarted worker is not the one to be avoided."""
+        return f"{self.url}#{self.health.epoch if self.health else ''}"
+
+    def answered(self, status: int, body: bytes, *, faults_when_asked: int) -> None:
+        """Take in an answer to GET /health."""
+        self.heard_s = time.monotonic()
+        self._silences = 0
+        try:
+            health = msgspec.json.decode(body, type=Health)
+        except (msgspec.DecodeError, RecursionError) as error:
+            self._become(State.INVALID, f"GET /health answered {status} with something else: {error}")
+            return
+        if self.health is None or self.health.epoch != health.epoch:
+            self.incarnations += 1
+            if self.incarnations > 1:
+                log.info("%s worker %s was restarted", self.side.value, self.url)
+        self.health = health
+        if health.role not in (self.side.value, "both"):
+            self._become(State.WRONG_ROLE, f"listed as a {self.side.value} worker, but its role is {health.role!r}")
+        elif health.status == "draining":
+            self._become(State.DRAINING, "is draining")
+        elif health.status != "ok" or status != 200:
+            self._become(State.FAILED, f"reports status {health.status!r} with HTTP {status}")
+        elif self.faults == faults_when_asked:
+            self._become(State.OK, "")
+
+    def silent(self, timeout_s: float) -> None:
+        """It did not answer GET /health in time."""
+        self._silences += 1
+        if self._silences >= _SILENCES_UNTIL_UNREACHABLE:
+            self._become(
+                State.UNREACHABLE, f"no answer to GET /health within {timeout_s:g} s, {self._silences} times"
+            )
+
+    def unreachable(self, reason: str) -> None:
+        """GET /health did not get through."""
+        self._become(State.UNREACHABLE, reason)
+
+    def fault(self, reason: str) -> None:
+        """A leg found it gone. Asked for its health at once."""
+        self.faults += 1
+        self._become(State.UNREACHABLE, reason)
+        self.poke.set()
+
+    def _become(self, state: State, reason: str) -> None:
+        if state is not self.state:
+            log.log(
+                logging.INFO if state is State.OK else logging.WARNING,
+                "%s worker %s: %s%s",
+                self.side.value,
+                self.url,
+                state.value,
+                f" ({reason})" if reason else "",
+            )
+            emit(PeerChanged(peer=self.url, state=state.value, reason=reason))
+        self.state, self.reason = state, reason
+
+    def describe(self) -> dict[str, Any]:
+        """What GET /health of the proxy says about it."""
+        now = time.monotonic()
+        return {
+            "url": self.url,
+            "state": self.state.value,
+            "reason": self.reason,
+            "heard_s_ago": None if self.heard_s is None else round(now - self.heard_s, 3),
+            "in_flight": self.in_flight,
+            "incarnations": self.incarnations,
+            "health": self.health,
+        }
+
+
+class Pools:
+    """The prefill and the decode workers of one proxy."""
+
+    def __init__(self, prefill: Iterable[str], decode: Iterable[str], policy: str) -> None:
+        """Raises ConfigError for what is not a base URL, or is listed twice on one side."""
+        self.workers = {
+            Leg.PREFILL: [Worker(url, Leg.PREFILL) for url in _base_urls("prefill", prefill)],
+            Leg.DECODE: [Worker(url, Leg.DECODE) for url in _base_urls("decode", decode)],
+        }
+        self._policy = POLICIES[policy]
+        self._turn = 0
+
+    @property
+    def all(self) -> list[Worker]:
+        return self.workers[Leg.PREFILL] + self.workers[Leg.DECODE]
+
+    def usable(self, side: Leg, model: str | None = None) -> list[Worker]:
+        """Workers that may get requests, for one model or any."""
+        return [
+            worker
+            for worker in self.workers[side]
+            if worker.state is State.OK and worker.health and model in (None, worker.health.model)
+        ]
+
+    def models(self) -> list[str]:
+        """Models that some decode worker holds or, if it is away, held when it was last heard."""
+        found = {
+            worker.health.model
+            for worker in self.workers[Leg.DECODE]
+            if worker.health and worker.state is not State.WRONG_ROLE
+        }
+        return sorted(found)
+
+    def choose(self, model: str, avoid: Set[str]) -> tuple[Worker | None, Worker | None]:
+        """A (prefill, decode) pair for a request, None where no worker of that model may get it."""
+        prefill, decode = self.usable(Leg.PREFILL, model), self.usable(Leg.DECODE, model)
+        turn, self._turn = self._turn, self._turn + 1
+        chosen = choose_pair(
+            self._policy,
+            [_candidate(worker) for worker in prefill],
+            [_candidate(worker) for worker in decode],
+            avoid=avoid,
+            turn=turn,
+        )
+        return _of(chosen[0], prefill), _of(chosen[1], decode)
+
+
+def _candidate(worker: Worker) -> Candidate:
+    said = worker.health
+    return Candidate(worker.key, worker.in_flight + (said.running + said.waiting if said else 0))
+
+
+def _of(candidate: Candidate | None, workers: list[Worker]) -> Worker | None:
+    return next((worker for worker in workers if candidate and worker.key == candidate.key), None)
+
+
+def _base_urls(side: str, urls: Iterable[str]) -> list[str]:
+    found: list[str] = []
+    for text in urls:
+        url = text.rstrip("/")
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{side}: {text!r} is not a base URL; write http://{text}")
+        if url in found:
+            raise ConfigError(f"{side}: {url} is listed twice")
+        found.append(url)
+    return found
+
+
+async def watch(worker: Worker, session: aiohttp.ClientSession, *, interval_s: float, timeout_s: float) -> None:
+    """Ask a worker for its health, every interval and when poked, until cancelled."""
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    while True:
+        worker.poke.clear()
+        faults = worker.faults
+        try:
+            async with session.get(f"{worker.url}/health", timeout=timeout, allow_redirects=False) as response:
+                body = await read_bounded(response, _MAX_HEALTH_NBYTES)
+                worker.answered(response.status, body, faults_when_asked=faults)
+        except TimeoutError:
+            worker.silent(timeout_s)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            worker.unreachable(f"GET /health: {describe(error)}")
+        try:
+            async with asyncio.timeout(interval_s):
+                await worker.poke.wait()
+        except TimeoutError:
+            continue

@@ -1,0 +1,180 @@
+"""Talking to workers: one pool of connections, one leg from request to last byte, and the word to stop.
+
+The defaults of aiohttp's client are made for browsing. Each one that would hurt a router of long streams is set here,
+with the reason beside it.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+from .steps import Answered, Chunk, Ended, Event, Leg, Loss, Lost
+
+if TYPE_CHECKING:
+    from pdlink.config import ProxyConfig
+
+KEEPALIVE_S = 2.5
+"""How long an idle connection is kept. Servers close theirs after 5 s (uvicorn, vLLM) or more; a client that keeps it
+longer than the server sends requests into closed connections. aiohttp's default is 15 s."""
+
+# A host that vanished sends no reset, and a stream that only listens never notices: the kernel asks after 10 s of
+# silence and gives up after three unanswered questions 3 s apart.
+_KEEPALIVE_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    # Tokens are small and each is waited for.
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
+
+_OUT_OF_SOCKETS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
+
+
+class AnswerTooLarge(ValueError):
+    """A worker answered with more bytes than one answer may have."""
+
+
+def open_session(config: ProxyConfig, *, max_connections: int) -> aiohttp.ClientSession:
+    """The one session for many requests; the caller closes it."""
+    connector = aiohttp.TCPConnector(
+        limit=max_connections,  # 0 is no limit; the default lets the 101st stream wait for one of the others to end
+        keepalive_timeout=KEEPALIVE_S,
+        socket_factory=_socket,
+    )
+    timeout = aiohttp.ClientTimeout(
+        total=None,  # the default ends every stream after 300 s; the flow has deadlines of its own
+        sock_connect=config.connect_timeout_s,
+    )
+    reuse = aiohttp.TraceConfig()
+    reuse.on_connection_reuseconn.append(_note_reuse)
+    return aiohttp.ClientSession(
+        connector=connector,
+        timeout=timeout,
+        auto_decompress=False,  # bytes are passed on as they are, with the headers that describe them
+        cookie_jar=aiohttp.DummyCookieJar(),  # a worker's cookie must not go to another client's request
+        # What the workers are asked for is uncompressed; aiohttp would offer gzip.
+        headers={"Accept-Encoding": "identity", "Content-Type": "application/json"},
+        trace_configs=[reuse],
+    )
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    for level, option, value in _KEEPALIVE_OPTIONS:
+        made.setsockopt(level, option, value)
+    return made
+
+
+async def _note_reuse(_session: aiohttp.ClientSession, context: SimpleNamespace, _params: object) -> None:
+    if isinstance(context.trace_request_ctx, SimpleNamespace):
+        context.trace_request_ctx.reused = True
+
+
+@dataclass(frozen=True, slots=True)
+class LegCall:
+    """One leg's request."""
+
+    attempt: int
+    leg: Leg
+    url: str
+    body: bytes
+    headers: Mapping[str, str]
+    streaming: bool
+    max_answer_nbytes: int
+
+
+Say = Callable[[Event], Awaitable[None]]
+"""Reports one event of a leg. Waits while the client is slow, and so slows the worker."""
+
+
+async def run_leg(session: aiohttp.ClientSession, call: LegCall, say: Say) -> None:
+    """Send a leg's request and report what comes of it: chunks and their end, or one answer, or one loss.
+
+    Returns when the leg is over. Being cancelled closes the connection, which is what tells the worker to abort.
+    """
+    trace = SimpleNamespace(reused=False)
+    head_seen = False
+    attempt, leg = call.attempt, call.leg
+    try:
+        async with session.post(
+            call.url,
+            data=io.BytesIO(call.body),  # plain bytes above 1 MiB would be written in one go, with a warning
+            headers=call.headers,
+            allow_redirects=False,
+            trace_request_ctx=trace,
+        ) as response:
+            head_seen = True
+            if call.streaming and 200 <= response.status < 300:
+                async for data in response.content.iter_any():
+                    await say(Chunk(attempt, leg, data))
+                await say(Ended(attempt, leg))
+                return
+            body = await read_bounded(response, call.max_answer_nbytes)
+            await say(Answered(attempt, leg, response.status, body, response.content_type))
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        loss = loss_of(error, reused=trace.reused and not head_seen)
+        await say(Lost(attempt, leg, loss, f"{call.url}: {describe(error)}"))
+
+
+def describe(error: Exception) -> str:
+    """What an exception says, or its name: some of aiohttp's say nothing."""
+    return str(error) or type(error).__name__
+
+
+async def read_bounded(response: aiohttp.ClientResponse, max_nbytes: int) -> bytes:
+    """The whole body. Raises AnswerTooLarge."""
+    parts: list[bytes] = []
+    nbytes = 0
+    async for part in response.content.iter_any():
+        nbytes += len(part)
+        if nbytes > max_nbytes:
+            raise AnswerTooLarge(f"an answer of more than {max_nbytes} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def loss_of(error: Exception, *, reused: bool) -> Loss:
+    """What an exception of aiohttp's client says about the leg. reused: on a pooled connection, before any byte of
+    the answer."""
+    match error:
+        case aiohttp.ClientConnectorError() if error.os_error.errno in _OUT_OF_SOCKETS:
+            return Loss.LOCAL
+        case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
+            return Loss.CONNECT
+        case aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError():
+            return Loss.STALE if reused else Loss.RESET
+        case aiohttp.ClientPayloadError() | ConnectionError():
+            return Loss.RESET
+        case TimeoutError():
+            return Loss.TIMEOUT
+        case _:
+            return Loss.MALFORMED
+
+
+async def tell_to_stop(
+    session: aiohttp.ClientSession, worker_url: str, transfer_id: str, reason: str, *, timeout_s: float
+) -> bool:
+    """Tell a worker that the other side of a transfer will not come; whether it took note of it.
+
+    A worker that cannot be told is found out by its own deadline, so failing here is no error.
+    """
+    try:
+        async with session.post(
+            f"{worker_url}/pdlink/transfers/{transfer_id}/stop",
+            json={"reason": reason},
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            allow_redirects=False,
+        ) as response:
+            return response.status == 202
+    except (aiohttp.ClientError, OSError):
+        return False

@@ -1,0 +1,264 @@
+"""Workers that speak the contract and misbehave on demand, and a proxy in front of them, all in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from pdlink.config import ProxyConfig
+from pdlink_proxy.app import ROUTER, Router, build_app
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+
+DEADLINE_S = 10.0
+"""Of every wait in these tests; reaching it is a failure."""
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def until(true: Callable[[], bool], what: str = "condition") -> None:
+    """Wait for something that has no event of its own."""
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while not true():  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+    except TimeoutError:
+        raise AssertionError(f"still waiting for {what}") from None
+
+
+def event(text: str, **more: Any) -> bytes:
+    return b"data: " + msgspec.json.encode({"choices": [{"index": 0, "text": text}], **more}) + b"\n\n"
+
+
+@dataclass
+class Received:
+    """One generation request a worker got."""
+
+    path: str
+    headers: Mapping[str, str]
+    raw: bytes
+    body: dict[str, Any]
+    aborted: bool = False
+    """The proxy closed the connection before the answer was complete."""
+    answered: bool = False
+
+    @property
+    def transfer_id(self) -> str:
+        return str(self.body["kv_transfer_params"]["transfer_id"])
+
+
+@dataclass
+class FakeWorker:
+    """A prefill or decode worker whose output tokens are `tokens`."""
+
+    role: str
+    name: str = ""
+    model: str = "m"
+    epoch: str = "e1"
+    status: str = "ok"
+    running: int = 0
+    tokens: list[str] = field(default_factory=lambda: ["zero", "one", "two"])
+    fail_with: int | None = None
+    """Answer every generation request with this status."""
+    redirect_to: str = ""
+    """Base URL in the Location header of such an answer."""
+    resets: int = 0
+    """Close the connections of this many requests without a byte of answer."""
+    silent: bool = False
+    """Never answer a generation request."""
+    break_after: int | None = None
+    """Close the connection in the middle of the stream, after this many events."""
+    end_after: int | None = None
+    """End the stream politely, but without [DONE], after this many events."""
+    gate: asyncio.Event | None = None
+    """Waited for before the first byte of an answer."""
+    needs: FakeWorker | None = None
+    """Wait until this worker has answered the other leg of the same transfer, as decode does for its KV."""
+    gates: dict[int, asyncio.Event] = field(default_factory=dict)
+    """Waited for before event i."""
+    split: int | None = None
+    """Write the stream in pieces of this many bytes."""
+    stream_override: bytes | None = None
+    """The whole stream, instead of one made from `tokens`."""
+    on_stop: Callable[[FakeWorker], None] | None = None
+    received: list[Received] = field(default_factory=list)
+    stops: list[tuple[str, str]] = field(default_factory=list)
+    port: int = 0
+    _runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> FakeWorker:
+        app = web.Application(client_max_size=64 * 2**20)
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/v1/completions", self._generate)
+        app.router.add_post("/v1/chat/completions", self._generate)
+        app.router.add_post("/pdlink/transfers/{id}/stop", self._stop)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        self.port = self._runner.addresses[0][1]
+        self.name = self.name or f"{self.role}-{self.port}"
+        return self
+
+    async def stop(self) -> None:
+        """Go away; `start` comes back on the same port."""
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        body = {
+            "status": self.status,
+            "name": self.name,
+            "epoch": self.epoch,
+            "role": self.role,
+            "model": self.model,
+            "control": f"tcp://127.0.0.1:{self.port + 1}",
+            "running": self.running,
+            "waiting": 0,
+        }
+        return web.json_response(body, status=200 if self.status == "ok" else 503)
+
+    async def _stop(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.stops.append((request.match_info["id"], body["reason"]))
+        if self.on_stop is not None:
+            self.on_stop(self)
+        return web.Response(status=202)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        received = Received(request.path, request.headers, raw, msgspec.json.decode(raw))
+        self.received.append(received)
+        try:
+            response = await self._answer(request, received)
+        except (asyncio.CancelledError, ConnectionError):
+            received.aborted = True
+            raise
+        received.answered = True
+        return response
+
+    async def _answer(self, request: web.Request, received: Received) -> web.StreamResponse:
+        if self.silent:
+            await asyncio.Event().wait()
+        if self.gate is not None:
+            await self.gate.wait()
+        if (other := self.needs) is not None:
+            mine = received.transfer_id
+            await until(lambda: any(got.answered and got.transfer_id == mine for got in other.received), "the KV")
+        if self.resets:
+            self.resets -= 1
+            _abort(request)
+        if self.fail_with is not None:
+            error = {"message": f"no: {self.name}", "type": "x", "param": None, "code": f"code_{self.fail_with}"}
+            headers = {"Location": self.redirect_to + request.path} if self.redirect_to else {}
+            return web.json_response({"error": error}, status=self.fail_with, headers=headers)
+        params = received.body.get("kv_transfer_params")
+        leg = params["leg"] if params else "alone"
+        if not received.body.get("stream"):
+            text = "".join(self.tokens)
+            return web.json_response({"id": "cmpl-x", "choices": [{"text": text}], "worker": self.name, "leg": leg})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        if self.stream_override is not None:
+            await self._write(response, self.stream_override)
+            return response
+        events = [event(self.tokens[0])] if leg == "prefill" else [event(token) for token in self.tokens]
+        for index, data in enumerate(events):
+            if index == self.break_after:
+                _abort(request)
+            if index == self.end_after:
+                return response
+            if index in self.gates:
+                await self.gates[index].wait()
+            await self._write(response, data)
+        if len(events) == self.break_after:
+            _abort(request)
+        if leg != "prefill":
+            await self._write(response, DONE)
+        return response
+
+    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
+        step = self.split or len(data)
+        for start in range(0, len(data), step):
+            await response.write(data[start : start + step])
+            if self.split:
+                await asyncio.sleep(0)
+
+
+def _abort(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
+    raise ConnectionResetError("scripted")
+
+
+@dataclass
+class Proxy:
+    """A running proxy and a client for it."""
+
+    url: str
+    router: Router
+    client: aiohttp.ClientSession
+    config: ProxyConfig
+
+    def post(self, path: str = "/v1/completions", **body: Any) -> Any:
+        """A request context; `stream` and the like are passed as keywords."""
+        needed: dict[str, Any] = {"messages": []} if "chat" in path else {"prompt": "hello"}
+        return self.client.post(self.url + path, json={"model": "m", **needed, **body})
+
+    async def stream(self, **body: Any) -> bytes:
+        """The whole body of a streamed completion."""
+        async with self.post(stream=True, **body) as response:
+            data: bytes = await response.read()
+            assert response.status == 200, data
+            return data
+
+    def counted(self, name: str, **labels: str) -> float:
+        """A sample of the proxy's own metrics; 0 if it does not exist yet."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        text = self.router.metrics.exposition().decode()
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == f"pdlink_proxy_{name}" and sample.labels == labels
+        )
+
+
+def settings(prefill: list[FakeWorker], decode: list[FakeWorker], **more: Any) -> ProxyConfig:
+    defaults: dict[str, Any] = {"port": 0, "policy": "round_robin", "health_interval_s": 0.02, "connect_timeout_s": 5}
+    urls = {"prefill": [worker.url for worker in prefill], "decode": [worker.url for worker in decode]}
+    return ProxyConfig.model_validate(defaults | urls | more)
+
+
+@contextlib.asynccontextmanager
+async def proxy_of(
+    prefill: list[FakeWorker], decode: list[FakeWorker], *, settled: bool = True, **more: Any
+) -> AsyncIterator[Proxy]:
+    """A proxy before these workers. settled: wait until each of them has been heard once."""
+    config = settings(prefill, decode, **more)
+    app = build_app(config)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    router = app[ROUTER]
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+        try:
+            if settled:
+                await until(lambda: all(worker.heard_s for worker in router.pools.all), "every worker's health")
+            yield Proxy(f"http://127.0.0.1:{runner.addresses[0][1]}", router, client, config)
+        finally:
+            await runner.cleanup()
+            leftover = {worker.url: worker.in_flight for worker in router.pools.all if worker.in_flight}
+            assert leftover == {}, "legs were left behind"

@@ -1,0 +1,326 @@
+"""The two-leg machine without HTTP: its table, and what holds whatever order events come in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdlink_proxy.flow import REACTIONS, Flow, Limits, News, Reaction
+from pdlink_proxy.steps import (
+    Action,
+    Answered,
+    Blame,
+    CancelLeg,
+    Chunk,
+    ClientLeft,
+    Ended,
+    EndStream,
+    Event,
+    Forward,
+    Leg,
+    LetGo,
+    Loss,
+    Lost,
+    Outcome,
+    Place,
+    Placed,
+    Respond,
+    ShuttingDown,
+    Started,
+    StartLegs,
+    TellToStop,
+    Tick,
+    Unplaced,
+    Why,
+)
+from tests.proxy.fakes import DONE, event
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+P, D = Leg.PREFILL, Leg.DECODE
+ZERO, REST = event("zero"), event("one") + event("two") + DONE
+LIMITS = Limits(retries=1, first_byte_s=10, idle_s=5, request_s=100)
+_BODY = b'{"error":{"message":"m","type":"t","param":null,"code":"c"}}'
+
+
+def running(*, sent: Leg | None = None, prefill: str | None = "p", limits: Limits = LIMITS) -> Flow:
+    """A flow whose first attempt has started at 0 s; sent: the leg that delivered token 0."""
+    flow = Flow(limits, 0.0)
+    assert flow.on(Started(), 0.0) == [Place(Why.FIRST, frozenset())]
+    assert flow.on(Placed(prefill, "d"), 0.0) == [StartLegs(1, prefill, "d")]
+    if sent is not None:
+        assert flow.on(Chunk(1, sent, ZERO), 0.0) == [Forward(ZERO)]
+    return flow
+
+
+NEWS_AS_EVENTS: dict[News, Sequence[tuple[int | Loss, bool]]] = {
+    News.REJECTED: [(400, True), (404, True), (422, True), (429, True), (499, True)],
+    News.FAILED: [(500, True), (501, True), (302, True)],
+    News.LOST: [(status, True) for status in (502, 503, 504)]
+    + [(loss, False) for loss in Loss if loss is not Loss.STALE],
+    News.STALE: [(Loss.STALE, False)],
+}
+
+
+@pytest.mark.parametrize(
+    ("leg", "news", "reason", "sent"),
+    [
+        (leg, news, reason, sent)
+        for leg, news in REACTIONS
+        for reason, _ in NEWS_AS_EVENTS[news]
+        for sent in (None, P, D)
+        # A leg that has sent token 0 has begun a 200, so it has no status left to answer.
+        if not (sent is leg and isinstance(reason, int))
+    ],
+)
+def test_every_row_of_the_table(leg: Leg, news: News, reason: int | Loss, sent: Leg | None) -> None:
+    flow = running(sent=sent)
+    bad = Answered(1, leg, reason, _BODY) if isinstance(reason, int) else Lost(1, leg, reason, "why")
+    blame, *actions = flow.on(bad, 1.0)
+    assert blame == Blame(1, leg, reason)
+    other = D if leg is P else P
+    match REACTIONS[leg, news][sent is not None]:
+        case Reaction.ANSWER:
+            final = actions.pop()
+            assert actions == [CancelLeg(1, other)]
+            assert isinstance(final, Respond)
+            assert final.status == (502 if reason == 302 else reason)
+            assert flow.outcome is (Outcome.REJECTED if news is News.REJECTED else Outcome.FAILED)
+        case Reaction.TELL_DECODE if sent is D:
+            assert actions == [], "decode has what it needs"
+            assert not flow.over
+        case Reaction.TELL_DECODE:
+            assert [type(action) for action in actions] == [TellToStop]
+            assert isinstance(actions[0], TellToStop)
+            assert actions[0].leg is D
+            assert not flow.over
+        case Reaction.RETRY:
+            assert actions[0] == CancelLeg(1, other)
+            assert [action.why for action in actions[1:] if isinstance(action, Place)] == [Why.RETRY]
+        case Reaction.RESEND:
+            assert actions == [CancelLeg(1, other), Place(Why.RESEND, frozenset())]
+        case Reaction.BREAK:
+            final = actions.pop()
+            assert isinstance(final, EndStream)
+            assert b'"stream_error"' in final.data
+            assert final.data.endswith(DONE)
+            assert flow.outcome is Outcome.BROKEN
+
+
+def test_the_table_has_a_row_for_every_news_of_every_leg() -> None:
+    assert set(REACTIONS) == {(leg, news) for leg in Leg for news in News}
+
+
+@pytest.mark.parametrize(
+    ("prefill_news", "decode_news", "avoided"),
+    [
+        (None, Answered(1, D, 502, _BODY), {"p", "d"}),
+        (Lost(1, P, Loss.RESET, ""), Answered(1, D, 502, _BODY), {"p"}),
+        (None, Answered(1, D, 503, _BODY), {"d"}),
+        (None, Lost(1, D, Loss.CONNECT, ""), {"d"}),
+        (Answered(1, P, 500, _BODY), Lost(1, D, Loss.RESET, ""), {"p", "d"}),
+        (Ended(1, P), Lost(1, D, Loss.RESET, ""), {"d", "p"}),
+    ],
+)
+def test_a_retry_avoids_who_may_have_been_at_fault(
+    prefill_news: Event | None, decode_news: Event, avoided: set[str]
+) -> None:
+    flow = running()
+    if prefill_news is not None:
+        flow.on(prefill_news, 1.0)
+    assert flow.on(decode_news, 2.0)[-1] == Place(Why.RETRY, frozenset(avoided))
+
+
+def test_a_stale_connection_is_resent_once_and_then_counts_as_a_retry() -> None:
+    flow = running()
+    assert flow.on(Lost(1, D, Loss.STALE, ""), 0.0)[-1] == Place(Why.RESEND, frozenset())
+    flow.on(Placed("p", "d"), 0.0)
+    assert flow.on(Lost(2, D, Loss.STALE, ""), 0.0)[-1] == Place(Why.RETRY, frozenset({"d"}))
+    flow.on(Placed("p", "d"), 0.0)
+    assert [type(action) for action in flow.on(Lost(3, P, Loss.STALE, ""), 0.0)] == [Blame, TellToStop]
+    assert isinstance(flow.on(Lost(3, D, Loss.STALE, ""), 0.0)[-1], Respond)
+
+
+def test_decode_alone_needs_no_prefill() -> None:
+    flow = running(prefill=None)
+    assert flow.on(Chunk(1, D, ZERO + REST), 1.0) == [Forward(ZERO + REST), LetGo(1, D), EndStream(b"")]
+    assert flow.outcome is Outcome.OK
+
+
+def test_no_worker_is_unavailable_and_after_a_failure_the_failure() -> None:
+    flow = Flow(LIMITS, 0.0)
+    flow.on(Started(), 0.0)
+    (answer,) = flow.on(Unplaced("none"), 0.0)
+    assert isinstance(answer, Respond)
+    assert (answer.status, flow.outcome) == (503, Outcome.UNAVAILABLE)
+    flow = running()
+    flow.on(Answered(1, D, 502, _BODY), 1.0)
+    assert flow.on(Unplaced("none"), 1.0) == [Respond(502, _BODY)]
+
+
+def test_deadlines_of_first_byte_idle_and_request() -> None:
+    flow = running()
+    assert flow.deadline_s == 10
+    flow.on(Chunk(1, D, b": still here\n\n"), 8.0)
+    assert flow.deadline_s == 10, "a comment is no first byte of an answer"
+    flow.on(Chunk(1, P, ZERO), 9.0)
+    assert flow.deadline_s == 10, "decode has not begun"
+    flow.on(Chunk(1, D, ZERO), 9.5)
+    assert flow.deadline_s == 14.5
+    flow.on(Chunk(1, D, event("one")), 98.0)
+    assert flow.deadline_s == 100
+    assert flow.on(Tick(), 99.9) == []
+    *cancels, final = flow.on(Tick(), 100.0)
+    assert cancels == [CancelLeg(1, D), CancelLeg(1, P)]
+    assert isinstance(final, EndStream)
+    assert b"deadline_exceeded" in final.data
+
+
+def test_decode_that_was_told_gets_its_own_time_to_recompute() -> None:
+    flow = running()
+    told = flow.on(Tick(), 10.0)
+    assert told[:2] == [CancelLeg(1, P), Blame(1, P, Loss.TIMEOUT)]
+    assert isinstance(told[2], TellToStop)
+    assert flow.deadline_s == 20
+
+
+def test_prefill_is_told_only_if_closing_its_leg_could_not_tell_it() -> None:
+    flow = running()
+    assert flow.on(ClientLeft(), 1.0) == [CancelLeg(1, D), CancelLeg(1, P)]
+    flow = running(sent=P)
+    flow.on(Ended(1, P), 1.0)
+    cancel, told = flow.on(ClientLeft(), 1.0)
+    assert cancel == CancelLeg(1, D)
+    assert isinstance(told, TellToStop)
+    assert told.leg is P
+    flow = running(sent=P)
+    flow.on(Ended(1, P), 1.0)
+    flow.on(Chunk(1, D, ZERO), 1.0)
+    assert flow.on(ClientLeft(), 1.0) == [CancelLeg(1, D)], "decode had its KV"
+
+
+class World:
+    """A driver that keeps the books and checks every action against them."""
+
+    def __init__(self, streaming: bool, retries: int) -> None:
+        self.streaming = streaming
+        self.retries = retries
+        self.flow = Flow(Limits(retries=retries, first_byte_s=10, idle_s=5, request_s=100), 0.0)
+        self.now = 0.0
+        self.open: set[tuple[int, Leg]] = set()
+        """Legs that run."""
+        self.finished: set[tuple[int, Leg]] = set()
+        """Legs that have said their last word or were cancelled."""
+        self.unsaid: dict[tuple[int, Leg], bytes] = {}
+        self.to_client = b""
+        self.forwarded = False
+        self.finals: list[Action] = []
+        self.places: Counter[Why] = Counter()
+        self.left = False
+
+    def happen(self, news: Event, placed: Event | None = None) -> None:
+        for action in self.flow.on(news, self.now):
+            assert not self.finals, "nothing follows the final answer"
+            self.check(action, placed)
+
+    def check(self, action: Action, placed: Event | None) -> None:
+        match action:
+            case Place(why=why):
+                assert not self.forwarded, "no attempt after something was sent"
+                assert not self.open, "an attempt ends before the next one begins"
+                self.places[why] += 1
+                self.happen(placed or Placed("p", "d"))
+            case StartLegs(attempt=attempt, prefill=prefill):
+                for leg in Leg if prefill else [D]:
+                    self.open.add((attempt, leg))
+                    self.unsaid[attempt, leg] = ZERO if leg is P else ZERO + REST
+            case CancelLeg(attempt=attempt, leg=leg):
+                self.open.remove((attempt, leg))  # KeyError: cancelled what does not run
+                self.finished.add((attempt, leg))
+            case LetGo(attempt=attempt, leg=leg):
+                self.open.remove((attempt, leg))
+            case TellToStop(attempt=attempt, leg=leg):
+                assert attempt == self.flow.attempt
+                assert leg is D or (attempt, leg) in self.finished
+            case Forward(data=data):
+                assert data
+                assert data.endswith(b"\n\n")
+                self.forwarded = True
+                self.to_client += data
+            case Respond():
+                assert not self.forwarded
+                self.finals.append(action)
+            case EndStream(data=data):
+                assert self.forwarded
+                self.to_client += data
+                self.finals.append(action)
+
+    def last_word(self, key: tuple[int, Leg], news: Event) -> None:
+        self.open.discard(key)
+        self.finished.add(key)
+        self.happen(news)
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), streaming=st.booleans(), retries=st.integers(0, 2))
+def test_in_any_order_the_client_gets_one_answer_and_no_leg_is_left(
+    data: st.DataObject, streaming: bool, retries: int
+) -> None:
+    world = World(streaming, retries)
+    placements: list[Event] = [Placed("p", "d"), Placed(None, "d"), Unplaced("none")]
+    first = data.draw(st.sampled_from(placements))
+    world.happen(Started(), first)
+    for _ in range(data.draw(st.integers(0, 25))):
+        legs = sorted(
+            (key for key in world.unsaid if key not in world.finished), key=lambda key: (key[0], key[1].value)
+        )
+        kinds = ["tick", "stale news"] + ["leg"] * 8 * bool(legs) + ["leave", "shut down"]
+        match data.draw(st.sampled_from(kinds)):
+            case "tick":
+                world.now += data.draw(st.floats(0, 30))
+                world.happen(Tick())
+            case "leave":
+                world.left = world.left or not world.flow.over
+                world.happen(ClientLeft())
+            case "shut down":
+                world.happen(ShuttingDown())
+            case "stale news":
+                attempt = data.draw(st.integers(0, max(world.flow.attempt - 1, 0)))
+                world.happen(Lost(attempt, data.draw(st.sampled_from(Leg)), Loss.RESET, "late"))
+            case "leg":
+                _leg_says(data, world, *data.draw(st.sampled_from(legs)))
+    world.left = world.left or not world.flow.over
+    if world.left:
+        world.happen(ClientLeft())
+    assert world.flow.over
+    assert world.open == set(), "legs that nobody ends"
+    assert len(world.finals) == (0 if world.flow.outcome is Outcome.CLIENT_LEFT else 1)
+    assert world.to_client.count(ZERO) <= 1
+    if world.flow.outcome is Outcome.OK and world.forwarded:
+        assert world.to_client == ZERO + REST
+    assert world.places[Why.RETRY] <= world.retries
+    assert world.places[Why.RESEND] <= 1
+
+
+def _leg_says(data: st.DataObject, world: World, attempt: int, leg: Leg) -> None:
+    key = (attempt, leg)
+    unsaid = world.unsaid[key]
+    begun = len(unsaid) < len(ZERO if leg is P else ZERO + REST)
+    kind = data.draw(st.sampled_from(["speak"] * 4 + ["answer", "lose", "end"]))
+    if kind == "lose":
+        losses = [Loss.RESET, Loss.MALFORMED] if begun else [loss for loss in Loss if loss is not Loss.TIMEOUT]
+        world.last_word(key, Lost(attempt, leg, data.draw(st.sampled_from(losses)), "scripted"))
+    elif kind == "answer" and not begun:
+        statuses = [302, 400, 404, 500, 502, 503, 504] + [200] * 4 * (not world.streaming)
+        world.last_word(key, Answered(attempt, leg, data.draw(st.sampled_from(statuses)), _BODY))
+    elif kind == "end" and world.streaming:
+        world.last_word(key, Ended(attempt, leg))
+    elif kind == "speak" and world.streaming and unsaid:
+        cut = data.draw(st.one_of(st.integers(1, len(unsaid)), st.just(len(unsaid))))
+        world.unsaid[key] = unsaid[cut:]
+        world.happen(Chunk(attempt, leg, unsaid[:cut]))

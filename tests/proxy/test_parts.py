@@ -1,0 +1,168 @@
+"""The small pure parts: event boundaries, request and error shapes, policies."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import msgspec
+import pytest
+
+from pdlink_proxy.dialects import (
+    CHAT,
+    COMPLETIONS,
+    BadField,
+    PrefillAddress,
+    error_code,
+    leg_bodies,
+    parse,
+    stream_error,
+)
+from pdlink_proxy.policies import Candidate, choose_pair, least_loaded, round_robin
+from pdlink_proxy.sse import EventBuffer, EventTooLong, has_error, is_done, problem_of
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_events_come_out_whole_and_nothing_is_lost(seed: int) -> None:
+    rng = random.Random(seed)
+    events = [b"data: %d" % i + rng.choice([b"\n\n", b"\r\n\r\n", b"\n\r\n", b"\ndata: x\n\n"]) for i in range(20)]
+    stream, out, buffer = b"".join(events), b"", EventBuffer()
+    ends = {sum(map(len, events[:i])) for i in range(len(events) + 1)}
+    while stream:
+        cut = rng.randint(1, 12)
+        buffer.feed(stream[:cut])
+        stream = stream[cut:]
+        out += buffer.take_whole_events()
+        assert len(out) in ends
+    assert out + buffer.take_rest() == b"".join(events)
+
+
+def test_the_first_data_event_is_found_behind_comments() -> None:
+    buffer = EventBuffer()
+    buffer.feed(b": hi\n\nevent: ping\n\n\n\nid: 1\nda")
+    assert buffer.take_first_data_event() is None
+    buffer.feed(b"ta: {}\n\nrest")
+    assert buffer.take_first_data_event() == b"id: 1\ndata: {}\n\n"
+    assert buffer.take_rest() == b"rest"
+
+
+def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdlink_proxy.sse.MAX_EVENT_NBYTES", 10)
+    buffer = EventBuffer()
+    buffer.feed(b"data: " + b"x" * 10)
+    with pytest.raises(EventTooLong):
+        buffer.take_first_data_event()
+    with pytest.raises(EventTooLong):
+        buffer.take_whole_events()
+
+
+@pytest.mark.parametrize(
+    ("event", "fine"),
+    [
+        (b'data: {"choices":[]}\n\n', True),
+        (b'data:{"error":null,"choices":[]}\r\n\r\n', True),
+        (b'id: 1\ndata: {"choices":[{"text":"{\\"error\\""}]}\n\n', True),
+        (b'data: {"error":{"message":"m"}}\n\n', False),
+        (b"data: [DONE]\n\n", False),
+        (b"data: nonsense\n\n", False),
+        (b"data: " + b"[" * 100_000 + b"\n\n", False),
+    ],
+)
+def test_a_first_event_that_is_no_token_is_a_problem(event: bytes, fine: bool) -> None:
+    assert (problem_of(event) is None) == fine
+
+
+def test_marks_of_the_end_and_of_errors_are_not_found_in_text() -> None:
+    text = b'data: {"text":"data: [DONE]\\n\\n {\\"error\\": 1}"}\n\n'
+    assert not is_done(text)
+    assert not has_error(text)
+    assert is_done(text + b"data: [DONE]\n\n")
+    assert is_done(b"data:[DONE]\r\n\r\n")
+    assert has_error(text + stream_error("m", code="c"))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, b"", None),
+        (COMPLETIONS, b"{", None),
+        (COMPLETIONS, b"[1]", None),
+        (COMPLETIONS, b'"text"', None),
+        (COMPLETIONS, b'{"a":' * 50_000, None),
+        (COMPLETIONS, b'{"prompt":"x"}', "model"),
+        (COMPLETIONS, b'{"model":null,"prompt":"x"}', "model"),
+        (COMPLETIONS, b'{"model":1,"prompt":"x"}', "model"),
+        (COMPLETIONS, b'{"model":"m"}', "prompt"),
+        (COMPLETIONS, b'{"model":"m","prompt":1}', "prompt"),
+        (COMPLETIONS, b'{"model":"m","prompt":{}}', "prompt"),
+        (COMPLETIONS, b'{"model":"m","prompt":"x","stream":"yes"}', "stream"),
+        (COMPLETIONS, b'{"model":"m","prompt":"x","seed":"s"}', "seed"),
+        (CHAT, b'{"model":"m","prompt":"x"}', "messages"),
+        (CHAT, b'{"model":"m","messages":"x"}', "messages"),
+    ],
+)
+def test_what_no_worker_could_serve_is_named(path: str, body: bytes, param: str | None) -> None:
+    with pytest.raises(BadField) as raised:
+        parse(path, body)
+    assert raised.value.param == param
+    assert raised.value.http_status == 400
+
+
+@pytest.mark.parametrize("prompt", ['"text"', "[1, 2]", '["a", "b"]', "[[1], [2]]"])
+def test_every_shape_of_prompt_is_accepted_and_untouched(prompt: str) -> None:
+    body = f'{{ "model" : "m", "stream": null, "prompt" :  {prompt}, "x": 1.0000000000000000001 }}'.encode()
+    call = parse(COMPLETIONS, body)
+    assert (call.model, call.streaming, call.seed) == ("m", False, None)
+    assert prompt.encode() in call.body
+    assert b"1.0000000000000000001" in call.body, "numbers are not read and written again"
+
+
+def test_leg_bodies_are_the_clients_body_and_the_parameters() -> None:
+    call = parse(CHAT, b'{"model":"m","messages":[],"stream":true,"kv_transfer_params":{"a":1}}')
+    address = PrefillAddress("n", "tcp://h:1")
+    bodies = [json.loads(body) for body in leg_bodies(call, transfer_id="xfer-1", created=7, seed=9, prefill=address)]
+    common = {"transfer_id": "xfer-1", "seed": 9, "created": 7}
+    client = {"model": "m", "messages": [], "stream": True}
+    assert bodies[0] == {**client, "kv_transfer_params": {**common, "leg": "prefill"}}
+    decode = {**common, "leg": "decode", "prefill": {"name": "n", "control": "tcp://h:1"}}
+    assert bodies[1] == {**client, "kv_transfer_params": decode}
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"{}", b'{"error":"x"}', b'{"error":{"code":[1]}}', b"\xff"])
+def test_any_error_document_has_a_code(body: bytes) -> None:
+    assert error_code(body) == "internal_error"
+    assert error_code(msgspec.json.encode({"error": {"code": "transfer_failed"}})) == "transfer_failed"
+
+
+def candidates(*loads: int) -> list[Candidate]:
+    return [Candidate(f"w{i}", load) for i, load in enumerate(loads)]
+
+
+def test_round_robin_takes_each_in_turn() -> None:
+    assert [round_robin(candidates(9, 0, 0), turn).key for turn in range(6)] == ["w0", "w1", "w2"] * 2
+
+
+def test_least_loaded_rotates_among_equals_only() -> None:
+    assert [least_loaded(candidates(1, 2, 1), turn).key for turn in range(4)] == ["w0", "w2"] * 2
+
+
+def test_avoided_workers_are_taken_only_without_another() -> None:
+    pools = candidates(0, 0), candidates(0)
+    for turn in range(3):
+        prefill, decode = choose_pair(round_robin, *pools, avoid={"w0"}, turn=turn)
+        assert prefill is not None
+        assert decode is not None
+        assert (prefill.key, decode.key) == ("w1", "w0")
+    assert choose_pair(round_robin, [], [], avoid=set(), turn=3) == (None, None)
+
+
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 1), (2, 2), (2, 4), (3, 3), (4, 2)])
+def test_round_robin_pairs_everyone_with_everyone_evenly(num_prefill: int, num_decode: int) -> None:
+    """In lock step, one bad worker on each side would spoil every pair."""
+    pools = candidates(*[0] * num_prefill), candidates(*[0] * num_decode)
+    rounds = num_prefill * num_decode * 4
+    pairs = [choose_pair(round_robin, *pools, avoid=set(), turn=turn) for turn in range(rounds)]
+    assert len(set(pairs)) == num_prefill * num_decode
+    for side, num in ((0, num_prefill), (1, num_decode)):
+        counts = [sum(pair[side] == candidate for pair in pairs) for candidate in pools[side]]
+        assert counts == [rounds // num] * num

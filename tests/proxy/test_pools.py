@@ -1,0 +1,218 @@
+"""Which workers get requests: absent, slow, dead, reborn, draining and misplaced ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from pdlink.errors import ConfigError
+from pdlink_proxy.pools import Pools, State, Worker
+from pdlink_proxy.steps import Leg
+from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
+
+
+def health(**more: object) -> bytes:
+    fields = {"status": "ok", "name": "n", "epoch": "e1", "role": "decode", "model": "m", "control": "tcp://h:1"}
+    return json.dumps(fields | more).encode()
+
+
+def state_of(worker: Worker) -> State:
+    return worker.state
+
+
+def states(proxy: Proxy) -> list[State]:
+    return [worker.state for worker in proxy.router.pools.all]
+
+
+async def status_of(proxy: Proxy, **body: Any) -> int:
+    async with proxy.post(**body) as response:
+        await response.read()
+        return int(response.status)
+
+
+# ---- one worker
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "state"),
+    [
+        (200, health(), State.OK),
+        (200, health(role="both"), State.OK),
+        (200, health(role="prefill"), State.WRONG_ROLE),
+        (503, health(status="draining"), State.DRAINING),
+        (200, health(status="draining"), State.DRAINING),
+        (503, health(status="failed"), State.FAILED),
+        (500, health(), State.FAILED),
+        (200, b"<html>", State.INVALID),
+        (200, b"{}", State.INVALID),
+        (200, health(running="many"), State.INVALID),
+        (404, b"", State.INVALID),
+    ],
+)
+def test_an_answer_makes_the_state(status: int, body: bytes, state: State) -> None:
+    worker = Worker("http://w", Leg.DECODE)
+    worker.answered(status, body, faults_when_asked=0)
+    assert worker.state is state
+    assert (worker.reason == "") == (state is State.OK)
+
+
+def test_only_an_answer_asked_for_after_the_fault_clears_it() -> None:
+    """A question on its way while the worker died may still be answered 200 from a buffer."""
+    worker = Worker("http://w", Leg.DECODE)
+    worker.answered(200, health(), faults_when_asked=0)
+    worker.fault("reset")
+    worker.answered(200, health(), faults_when_asked=0)
+    assert state_of(worker) is State.UNREACHABLE
+    worker.answered(200, health(), faults_when_asked=1)
+    assert state_of(worker) is State.OK
+
+
+def test_one_late_answer_takes_nobody_out_and_two_do() -> None:
+    worker = Worker("http://w", Leg.DECODE)
+    worker.answered(200, health(), faults_when_asked=0)
+    worker.silent(2.0)
+    assert state_of(worker) is State.OK
+    worker.silent(2.0)
+    assert state_of(worker) is State.UNREACHABLE
+    worker.answered(200, health(), faults_when_asked=0)
+    worker.silent(2.0)
+    assert state_of(worker) is State.OK
+
+
+def test_another_epoch_is_another_incarnation_which_nobody_avoids() -> None:
+    worker = Worker("http://w", Leg.DECODE)
+    worker.answered(200, health(), faults_when_asked=0)
+    before = worker.key
+    worker.answered(200, health(), faults_when_asked=0)
+    assert (worker.key, worker.incarnations) == (before, 1)
+    worker.answered(200, health(epoch="e2"), faults_when_asked=0)
+    assert worker.key != before
+    assert worker.incarnations == 2
+
+
+@pytest.mark.parametrize("urls", [["10.0.0.1:8000"], ["http://a", "http://a/"], ["ftp://a"]])
+def test_urls_that_cannot_be_meant_are_refused(urls: list[str]) -> None:
+    with pytest.raises(ConfigError, match="prefill"):
+        Pools(urls, [], "round_robin")
+
+
+# ---- through the proxy
+
+
+async def test_workers_may_come_up_after_the_proxy(prefill: FakeWorker, decode: FakeWorker) -> None:
+    await prefill.stop()
+    await decode.stop()
+    async with proxy_of([prefill], [decode], settled=False) as proxy:
+        await until(lambda: states(proxy) == [State.UNREACHABLE] * 2, "nobody there")
+        assert await status_of(proxy) == 503
+        await prefill.start()
+        await decode.start()
+        await until(lambda: states(proxy) == [State.OK] * 2, "both there")
+        assert await status_of(proxy) == 200
+
+
+async def test_the_whole_decode_pool_may_go_and_come_back(prefill: FakeWorker, decodes: list[FakeWorker]) -> None:
+    """Other routers have to be restarted then (dynamo#8965)."""
+    async with proxy_of([prefill], decodes) as proxy:
+        for epoch in ("e2", "e3"):
+            assert await status_of(proxy) == 200
+            for worker in decodes:
+                await worker.stop()
+            await until(lambda: states(proxy)[1:] == [State.UNREACHABLE] * 2)
+            assert await status_of(proxy) == 503
+            for worker in decodes:
+                worker.epoch = epoch
+                await worker.start()
+            await until(lambda: states(proxy) == [State.OK] * 3)
+        assert [worker.incarnations for worker in proxy.router.pools.workers[Leg.DECODE]] == [3, 3]
+
+
+async def test_a_failed_connection_takes_a_worker_out_until_its_next_good_answer(
+    prefill: FakeWorker, decodes: list[FakeWorker]
+) -> None:
+    """No permanent blacklist after one failed send (sglang#35823)."""
+    bad = decodes[0]
+    async with proxy_of([prefill], decodes) as proxy:
+        prefill.gate = asyncio.Event()
+        bad.resets = 1
+        assert [await status_of(proxy) for _ in range(2)] == [200, 200]
+        known = proxy.router.pools.workers[Leg.DECODE][0]
+        assert known.faults == 1
+        await until(lambda: known.state is State.OK, "its return")
+        before = len(bad.received)
+        assert [await status_of(proxy) for _ in range(4)] == [200] * 4
+        assert len(bad.received) > before
+
+
+@pytest.mark.parametrize("status", ["draining", "failed"])
+async def test_a_worker_that_says_no_gets_no_new_requests(
+    prefill: FakeWorker, decodes: list[FakeWorker], status: str
+) -> None:
+    decodes[0].gates = {1: asyncio.Event()}
+    async with proxy_of([prefill], decodes) as proxy:
+        running = asyncio.create_task(proxy.stream())
+        await until(lambda: len(decodes[0].received) == 1)
+        decodes[0].status = status
+        await until(lambda: states(proxy)[1].value == status)
+        assert [await status_of(proxy) for _ in range(3)] == [200] * 3
+        assert [len(worker.received) for worker in decodes] == [1, 3]
+        decodes[0].gates[1].set()
+        assert b"two" in await running, "the running one finishes"
+
+
+async def test_a_worker_in_the_wrong_list_is_named_and_not_used(prefill: FakeWorker, decode: FakeWorker) -> None:
+    """Two swapped URLs look like a broken link otherwise (vllm-router#46)."""
+    async with proxy_of([decode], [decode, prefill]) as proxy:
+        assert states(proxy) == [State.WRONG_ROLE, State.OK, State.WRONG_ROLE]
+        async with proxy.client.get(f"{proxy.url}/health") as response:
+            assert response.status == 503
+            (listed,) = (await response.json())["prefill"]
+        assert listed["state"] == "wrong role"
+        assert "'decode'" in listed["reason"]
+        assert await status_of(proxy) == 503
+
+
+async def test_without_prefill_decode_works_alone_only_if_so_configured(
+    prefill: FakeWorker, decode: FakeWorker
+) -> None:
+    await prefill.stop()
+    async with proxy_of([prefill], [decode], settled=False) as proxy:
+        await until(lambda: states(proxy) == [State.UNREACHABLE, State.OK])
+        async with proxy.post() as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "1"
+            assert (await response.json())["error"]["code"] == "overloaded"
+        assert decode.received == []
+        assert proxy.counted("requests_total", outcome="unavailable") == 1
+    async with proxy_of([prefill], [decode], settled=False, on_no_prefill="decode_only") as proxy:
+        await until(lambda: states(proxy) == [State.UNREACHABLE, State.OK])
+        async with proxy.post() as response:
+            assert response.status == 200
+            assert "X-Pdlink-Prefill" not in response.headers
+        assert "kv_transfer_params" not in decode.received[0].body
+        assert proxy.counted("fallbacks_total", kind="decode_only") == 1
+        async with proxy.client.get(f"{proxy.url}/health") as response:
+            assert response.status == 200
+
+
+async def test_requests_go_to_workers_of_their_model(prefills: list[FakeWorker], decodes: list[FakeWorker]) -> None:
+    prefills[1].model = decodes[1].model = "other"
+    async with proxy_of(prefills, decodes) as proxy:
+        for _ in range(3):
+            assert await status_of(proxy, model="other") == 200
+        assert [len(worker.received) for worker in (*prefills, *decodes)] == [0, 3, 0, 3]
+        async with proxy.post(model="nobody's") as response:
+            assert response.status == 404
+            error = (await response.json())["error"]
+            assert (error["code"], error["param"]) == ("model_not_found", "model")
+        async with proxy.client.get(f"{proxy.url}/v1/models") as response:
+            assert [model["id"] for model in (await response.json())["data"]] == ["m", "other"]
+        await decodes[1].stop()
+        await until(lambda: states(proxy)[3] is State.UNREACHABLE)
+        assert await status_of(proxy, model="other") == 503, "away is not unknown"
+    async with proxy_of(prefills, decodes, settled=False) as proxy:
+        await until(lambda: states(proxy)[2:] == [State.OK, State.UNREACHABLE])
+        assert await status_of(proxy, model="other") == 503, "the worker that never answered may hold it"
