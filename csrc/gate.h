@@ -21,6 +21,8 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <limits>
+#include <stdexcept>
 #include <string>
 #include <system_error>
 
@@ -37,25 +39,54 @@ static_assert(sizeof(GateWords) == 24 && std::atomic<std::uint64_t>::is_always_l
 
 constexpr std::size_t kGateNbytes = 4096;
 
-// Start time of a process (field 22 of /proc/PID/stat), 0 if there is none or it is a zombie. With the pid it names
-// a process for ever.
+constexpr std::uint64_t kBornUnknown = std::numeric_limits<std::uint64_t>::max();
+
+// Start time of a process (field 22 of /proc/PID/stat): with the pid it names a process for ever. 0 if there is no
+// such process or it has ended (a zombie whose every thread is gone), kBornUnknown if that cannot be told now (no
+// descriptor left, /proc hidden): whoever asks "has it ended?" must not take a failure to look for a yes.
 inline std::uint64_t process_born(std::int64_t pid) {
     char path[64];
     std::snprintf(path, sizeof path, "/proc/%lld/stat", static_cast<long long>(pid));
     std::FILE* file = std::fopen(path, "re");
-    if (!file) return 0;
+    if (!file) {
+        const bool none = errno == ENOENT && ::kill(static_cast<pid_t>(pid), 0) != 0 && errno == ESRCH;
+        return none ? 0 : kBornUnknown;
+    }
     char text[1024];
     const std::size_t got = std::fread(text, 1, sizeof text - 1, file);
+    const bool none = got == 0 && errno == ESRCH;  // it went between open and read
     std::fclose(file);
     text[got] = 0;
     const char* after_name = std::strrchr(text, ')');  // the name may hold spaces and parentheses
-    if (!after_name || after_name[1] != ' ' || after_name[2] == 'Z' || after_name[2] == 'X') return 0;
+    if (!after_name || after_name[1] != ' ') return none ? 0 : kBornUnknown;
+    std::uint64_t threads = 0, born = 0;
     const char* field = after_name + 2;  // field 3
-    for (int i = 3; i < 22 && field; ++i) {
+    for (int i = 3; field; ++i) {
+        if (i == 20) threads = std::strtoull(field, nullptr, 10);
+        if (i == 22) {
+            born = std::strtoull(field, nullptr, 10);
+            break;
+        }
         field = std::strchr(field, ' ');
         if (field) ++field;
     }
-    return field ? std::strtoull(field, nullptr, 10) : 0;
+    if (!field) return kBornUnknown;
+    const char state = after_name[2];
+    return (state == 'Z' || state == 'X') && threads <= 1 ? 0 : born;
+}
+
+// Throws unless `fd` is an anonymous memory file of at least `nbytes` that nobody can cut shorter. Whoever maps a
+// peer's file checks it first: touching a page beyond the end of a file is SIGBUS, and a file that is no memory file
+// (or a device) is not what an invitation may make us write to.
+inline void require_sealed_memory(int fd, std::uint64_t nbytes) {
+    const int seals = ::fcntl(fd, F_GET_SEALS);
+    if (seals < 0 || (seals & F_SEAL_SHRINK) == 0)
+        throw std::invalid_argument("the file is not an anonymous memory file sealed against shrinking");
+    struct stat status;
+    if (::fstat(fd, &status) != 0) throw std::system_error(errno, std::generic_category(), "fstat of peer file");
+    if (status.st_size < 0 || static_cast<std::uint64_t>(status.st_size) < nbytes)
+        throw std::invalid_argument("the file has " + std::to_string(status.st_size) + " bytes, not " +
+                                    std::to_string(nbytes));
 }
 
 // One mapped gate page; unmapped by the destructor.
@@ -94,14 +125,20 @@ class GateOwner {
         GateWords& words = page_.words();
         if (words.busy.load(std::memory_order_seq_cst) == 0) return true;
         const std::int64_t pid = words.writer_pid.load();
-        return pid != 0 && process_born(pid) != words.writer_born.load();
+        if (pid == 0) return false;
+        const std::uint64_t born = process_born(pid);
+        return born != kBornUnknown && born != words.writer_born.load();
     }
 
   private:
     static int create() {
-        const int fd = ::memfd_create("pdlink-gate", MFD_CLOEXEC);
-        if (fd < 0 || ::ftruncate(fd, kGateNbytes) != 0)
-            throw std::system_error(errno, std::generic_category(), "memfd for gate page");
+        const int fd = ::memfd_create("pdlink-gate", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+        if (fd < 0) throw std::system_error(errno, std::generic_category(), "memfd for gate page");
+        if (::ftruncate(fd, kGateNbytes) != 0 || ::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK) != 0) {
+            const int code = errno;
+            ::close(fd);
+            throw std::system_error(code, std::generic_category(), "memfd for gate page");
+        }
         return fd;
     }
     int fd_;
@@ -111,9 +148,15 @@ class GateOwner {
 // The side that writes.
 class GateWriter {
   public:
-    explicit GateWriter(int fd) : page_(fd) {
-        page_.words().writer_born.store(process_born(::getpid()));
-        page_.words().writer_pid.store(::getpid());
+    // Throws std::invalid_argument if `fd` cannot be a gate, std::system_error if it cannot be mapped or is taken.
+    explicit GateWriter(int fd) : page_(checked(fd)) {
+        const std::uint64_t born = process_born(::getpid());
+        if (born == 0 || born == kBornUnknown)
+            throw std::system_error(EIO, std::generic_category(), "own start time in /proc/self/stat");
+        std::int64_t nobody = 0;
+        if (!page_.words().writer_pid.compare_exchange_strong(nobody, ::getpid()))
+            throw std::system_error(EBUSY, std::generic_category(), "the gate has a writer already");
+        page_.words().writer_born.store(born);
     }
 
     // Call before touching the owner's memory; false means it must not be touched any more.
@@ -130,20 +173,30 @@ class GateWriter {
     bool shut() const { return page_.words().closed.load(std::memory_order_seq_cst) != 0; }
 
   private:
+    static int checked(int fd) {
+        require_sealed_memory(fd, kGateNbytes);
+        return fd;
+    }
     GatePage page_;
 };
 
 // Open another process's descriptor and make sure it is the file that was meant (a pid can be reused).
+// The first open is O_PATH, so that a wrong file (a pipe, a device) is not really opened before it is recognised.
 // Throws std::system_error; the caller closes the result.
 inline int open_peer_file(std::int64_t pid, int peer_fd, std::uint64_t device, std::uint64_t inode) {
     const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(peer_fd);
-    const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-    if (fd < 0) throw std::system_error(errno, std::generic_category(), path);
+    const int there = ::open(path.c_str(), O_PATH | O_CLOEXEC);
+    if (there < 0) throw std::system_error(errno, std::generic_category(), path);
     struct stat status;
-    if (::fstat(fd, &status) != 0 || status.st_dev != device || status.st_ino != inode) {
-        ::close(fd);
+    if (::fstat(there, &status) != 0 || status.st_dev != device || status.st_ino != inode ||
+        !S_ISREG(status.st_mode)) {
+        ::close(there);
         throw std::system_error(ESTALE, std::generic_category(), path + " is not the invited file any more");
     }
+    const int fd = ::open(("/proc/self/fd/" + std::to_string(there)).c_str(), O_RDWR | O_CLOEXEC);
+    const int code = errno;
+    ::close(there);
+    if (fd < 0) throw std::system_error(code, std::generic_category(), path);
     return fd;
 }
 

@@ -2,13 +2,17 @@
 
 A `Buffer` is an anonymous memory file (`memfd_create`), so that a peer process on this host can map it, UCX can
 register it, and torch and numpy can view it. It has no name in any file system: when the last process that holds it
-ends, however it ends, the memory is gone. There is nothing to clean up after a kill.
+ends, however it ends, the memory is gone. There is nothing to clean up after a kill. It is sealed against shrinking:
+a file that got shorter would kill every process that maps it (SIGBUS), so peers only map sealed ones.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import mmap
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,14 +33,21 @@ class Buffer:
     def __init__(self, nbytes: int, *, name: str = "pdlink-kv") -> None:
         """Allocate `nbytes` (rounded up to whole pages), zeroed and touched, so that later stores do not fault.
 
-        Raises OSError if the system has not that much memory.
+        Raises OSError if the system has not that much memory free. That is looked at first: the kernel does not
+        refuse a memory file that is too large, it fills it until something has to be killed.
         """
         if nbytes <= 0:
             raise ValueError(f"nbytes must be positive, got {nbytes}")
         self.nbytes = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        available = _available_nbytes()
+        if self.nbytes > available:
+            raise OSError(
+                errno.ENOMEM, f"a buffer of {self.nbytes} bytes does not fit into {available} available ones"
+            )
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self.fd, 0, self.nbytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             self._mapping = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         except BaseException:
             os.close(self.fd)
@@ -63,3 +74,11 @@ class Buffer:
 
     def __repr__(self) -> str:
         return f"Buffer({self.nbytes} bytes, {'closed' if self._closed else 'open'})"
+
+
+def _available_nbytes() -> int:
+    """What the kernel thinks can be allocated without swapping. Limits of a container are not in it."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(errno.ENODATA, "no MemAvailable in /proc/meminfo")

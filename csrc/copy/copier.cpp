@@ -1,0 +1,366 @@
+#include "copy/copier.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <system_error>
+#include <utility>
+
+namespace pdlink {
+namespace {
+
+// 256 KiB takes 15 to 40 microseconds; gate, clock and mutex around it about a tenth of one.
+constexpr std::size_t kSliceNbytes = std::size_t{256} << 10;
+// How often a busy copier asks the kernel about the lives of its peers.
+constexpr double kWatchPeriod_s = 0.001;
+// How often it looks whether a closed gate is quiet: at once, then rarer.
+constexpr double kFirstQuietLook_s = 0.0002;
+constexpr double kLastQuietLook_s = 0.01;
+
+double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+// base + offset and nbytes from there inside [0, limit)? Returns where, throws if not.
+std::size_t inside(const char* side, std::int64_t base, std::int64_t offset, std::int64_t nbytes, std::size_t limit) {
+    std::int64_t at;
+    const bool overflow = __builtin_add_overflow(base, offset, &at);
+    if (overflow || at < 0 || nbytes < 0 || static_cast<std::uint64_t>(at) > limit ||
+        static_cast<std::uint64_t>(nbytes) > limit - static_cast<std::uint64_t>(at))
+        throw std::invalid_argument(std::string(side) + " run of " + std::to_string(nbytes) + " bytes at " +
+                                    std::to_string(base) + " + " + std::to_string(offset) +
+                                    " is outside its region of " + std::to_string(limit) + " bytes");
+    return static_cast<std::size_t>(at);
+}
+
+const Region& region_at(const char* side, const std::vector<Region>& regions, std::int64_t index) {
+    if (index < 0 || static_cast<std::uint64_t>(index) >= regions.size())
+        throw std::invalid_argument(std::string("no ") + side + " region " + std::to_string(index) + " among " +
+                                    std::to_string(regions.size()));
+    return regions[static_cast<std::size_t>(index)];
+}
+
+Batch resolve(const std::vector<PieceView>& pieces, const std::vector<Region>& src_regions,
+              const std::vector<Region>& dst_regions) {
+    Batch batch;
+    std::size_t num_runs = 0;
+    for (const PieceView& piece : pieces) num_runs += piece.num_runs;
+    batch.runs.reserve(num_runs);
+    for (const PieceView& piece : pieces) {
+        const Region& src = region_at("source", src_regions, piece.src_region);
+        const Region& dst = region_at("destination", dst_regions, piece.dst_region);
+        const std::int64_t* run = piece.runs;
+        for (std::size_t i = 0; i < piece.num_runs; ++i, run += 3) {
+            const std::size_t from = inside("source", piece.src_base, run[0], run[2], src.nbytes);
+            const std::size_t to = inside("destination", piece.dst_base, run[1], run[2], dst.nbytes);
+            batch.runs.push_back({dst.base + to, src.base + from, static_cast<std::size_t>(run[2])});
+            batch.nbytes += static_cast<std::uint64_t>(run[2]);
+        }
+    }
+    return batch;
+}
+
+}  // namespace
+
+Copier::Copier() : epoll_(::epoll_create1(EPOLL_CLOEXEC)), wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.ptr = nullptr;  // the wake-up; a peer's life carries the peer
+    if (epoll_.get() < 0 || wake_.get() < 0 || ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0)
+        throw std::system_error(errno, std::generic_category(), "epoll of the copier");
+    // Signals belong to the threads that were there before.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+        thread_ = new std::thread([this] { run(); });
+    } catch (...) {
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        throw;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    pthread_setname_np(thread_->native_handle(), "pdlink-copy");
+}
+
+Copier::~Copier() { close(0); }
+
+void Copier::refuse_fork() const {
+    if (forked()) throw PeerUnusable("this transport belongs to the parent of this forked process; open one here");
+}
+
+std::size_t Copier::add_region(std::byte* base, std::size_t nbytes) {
+    refuse_fork();
+    const std::lock_guard lock(mutex_);
+    regions_.push_back({base, nbytes});
+    return regions_.size() - 1;
+}
+
+Copier::Peer* Copier::find(const std::string& name) {
+    const auto at = peers_.find(name);
+    return at == peers_.end() ? nullptr : at->second.get();
+}
+
+// The peer of this name, to be given one more direction; made if there is none.
+Copier::Peer& Copier::peer_for(const std::string& name) {
+    if (std::isfinite(give_up_s_)) throw PeerUnusable("the transport is closed");
+    std::unique_ptr<Peer>& slot = peers_[name];
+    if (!slot) slot = std::make_unique<Peer>(name);
+    if (slot->closing || !slot->failure.empty()) throw NameTaken("peer name " + name + " is used twice");
+    return *slot;
+}
+
+PeerFile Copier::invite(const std::string& name) {
+    refuse_fork();
+    auto gate = std::make_unique<GateOwner>();
+    struct stat status;
+    if (::fstat(gate->fd(), &status) != 0) throw std::system_error(errno, std::generic_category(), "fstat of gate");
+    const PeerFile file{gate->fd(), status.st_dev, status.st_ino, kGateNbytes};
+    const std::lock_guard lock(mutex_);
+    Peer& peer = peer_for(name);
+    if (peer.gate) throw NameTaken("peer name " + name + " is used twice");
+    peer.gate = std::move(gate);
+    return file;
+}
+
+void Copier::connect(const std::string& name, std::int64_t pid, const std::vector<PeerFile>& files,
+                     const PeerFile& gate) {
+    refuse_fork();
+    auto memory = std::make_shared<PeerMemory>(pid, files, gate);
+    const std::lock_guard lock(mutex_);
+    Peer& peer = peer_for(name);
+    if (peer.memory) throw NameTaken("peer name " + name + " is used twice");
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.ptr = &peer;
+    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, memory->life_fd(), &event) != 0)
+        throw std::system_error(errno, std::generic_category(), "epoll of a peer's life");
+    peer.memory = std::move(memory);
+    take_turn(peer);
+    kick();
+}
+
+std::uint64_t Copier::submit(const std::string& name, const std::vector<PieceView>& pieces, double timeout_s) {
+    refuse_fork();
+    if (std::isnan(timeout_s)) throw std::invalid_argument("timeout_s is not a number");
+    const double submitted_s = now_s();
+    const auto ready = [&]() -> Peer& {
+        Peer* peer = find(name);
+        if (!peer || peer->closing) throw PeerUnusable("no open peer " + name);
+        if (!peer->failure.empty()) throw PeerUnusable("peer " + name + " has failed: " + peer->failure);
+        if (!peer->memory) throw PeerUnusable("not connected to peer " + name);
+        return *peer;
+    };
+    std::shared_ptr<PeerMemory> memory;
+    std::vector<Region> regions;
+    {
+        const std::lock_guard lock(mutex_);
+        memory = ready().memory;
+        regions = regions_;
+    }
+    Batch batch = resolve(pieces, regions, memory->regions());
+    batch.submitted_s = submitted_s;
+    batch.deadline_s = submitted_s + timeout_s;
+
+    const std::lock_guard lock(mutex_);
+    Peer& peer = ready();
+    if (peer.memory != memory) throw PeerUnusable("peer " + name + " was connected anew");
+    batch.ticket = next_ticket_++;
+    const std::uint64_t ticket = batch.ticket;
+    peer.earliest_deadline_s = std::min(peer.earliest_deadline_s, batch.deadline_s);
+    peer.queue.push_back(std::move(batch));
+    take_turn(peer);
+    kick();
+    return ticket;
+}
+
+bool Copier::connected(const std::string& name) {
+    if (forked()) return false;
+    const std::lock_guard lock(mutex_);
+    const Peer* peer = find(name);
+    return peer && peer->memory;
+}
+
+void Copier::begin_closing(Peer& peer) {
+    if (peer.closing) return;
+    peer.closing = true;
+    if (peer.gate) peer.gate->shut();
+    closing_.push_back(&peer);
+    next_quiet_look_s_ = 0;
+    quiet_look_period_s_ = kFirstQuietLook_s;
+}
+
+void Copier::close_peer(const std::string& name) {
+    if (forked()) return;
+    const std::lock_guard lock(mutex_);
+    if (Peer* peer = find(name)) begin_closing(*peer);
+    kick();
+}
+
+std::vector<Report> Copier::poll() {
+    if (forked()) return {};
+    return outbox_.take_all();
+}
+
+void Copier::close(double grace_s) {
+    if (forked()) return;
+    const std::lock_guard one_at_a_time(join_mutex_);
+    if (!thread_) return;
+    {
+        const std::lock_guard lock(mutex_);
+        give_up_s_ = now_s() + grace_s;
+        for (auto& [name, peer] : peers_) begin_closing(*peer);
+        kick();
+    }
+    thread_->join();
+    delete std::exchange(thread_, nullptr);
+}
+
+void Copier::kick() { ::eventfd_write(wake_.get(), 1); }
+
+void Copier::take_turn(Peer& peer) {
+    if (std::exchange(peer.in_turn, true)) return;
+    turns_.push_back(&peer);
+}
+
+// ---- the copier's thread ----------------------------------------------------------------------------------------
+
+void Copier::run() {
+    std::unique_lock lock(mutex_);
+    double watched_s = 0;
+    while (true) {
+        advance_closing(lock);
+        const double now = now_s();
+        if (std::isfinite(give_up_s_) && (peers_.empty() || now >= give_up_s_)) return;
+        if (turns_.empty()) {
+            const double until_s = std::min(closing_.empty() ? now + 3600 : next_quiet_look_s_, give_up_s_);
+            wait(lock, static_cast<int>(std::ceil(std::max(0.0, until_s - now) * 1000)));
+            continue;
+        }
+        if (now - watched_s >= kWatchPeriod_s) {
+            wait(lock, 0);
+            watched_s = now;
+            if (turns_.empty()) continue;
+        }
+        Peer& peer = *turns_.front();
+        turns_.pop_front();
+        peer.in_turn = false;
+        serve(peer, lock);
+    }
+}
+
+// Wait for a wake-up or the end of a peer process.
+void Copier::wait(std::unique_lock<std::mutex>& lock, int timeout_ms) {
+    epoll_event events[16];
+    lock.unlock();
+    const int count = ::epoll_wait(epoll_.get(), events, 16, timeout_ms);
+    lock.lock();
+    for (int i = 0; i < count; ++i) {
+        if (Peer* peer = static_cast<Peer*>(events[i].data.ptr)) {
+            // Peers leave the table on this thread only, so the pointer is good; the memory may be gone already.
+            if (peer->memory && !peer->closing)
+                fail(*peer, "process " + std::to_string(peer->memory->pid()) + " has ended", Outcome::kPeerFailed,
+                     lock);
+        } else {
+            eventfd_t kicks;
+            ::eventfd_read(wake_.get(), &kicks);
+        }
+    }
+}
+
+// One turn: prepare some of the peer's pages, or copy one slice of its oldest batch.
+void Copier::serve(Peer& peer, std::unique_lock<std::mutex>& lock) {
+    if (!peer.memory || peer.closing) return;
+    if (peer.earliest_deadline_s <= now_s()) {
+        fail(peer, "batch deadline passed", Outcome::kTimeout, lock);
+        return;
+    }
+    const std::shared_ptr<PeerMemory> memory = peer.memory;
+    if (!peer.prepared) {
+        lock.unlock();
+        const bool more = memory->prepare_some();
+        lock.lock();
+        peer.prepared = !more;
+    } else if (!peer.queue.empty()) {
+        Batch& batch = peer.queue.front();  // others only push behind it
+        lock.unlock();
+        const bool entered = memory->gate().enter();
+        if (entered) {
+            batch.copy_some(kSliceNbytes);
+            store_fence();
+            memory->gate().leave();
+        }
+        lock.lock();
+        if (!entered) {
+            if (!peer.closing) fail(peer, "peer closed", Outcome::kCancelled, lock);
+            return;
+        }
+        if (batch.finished()) {
+            outbox_.put({Report::Kind::kBatchDone, peer.name, batch.ticket, Outcome::kOk, batch.nbytes,
+                         batch.submitted_s, now_s()});
+            const bool was_earliest = batch.deadline_s <= peer.earliest_deadline_s;
+            peer.queue.pop_front();
+            if (was_earliest) {
+                peer.earliest_deadline_s = std::numeric_limits<double>::infinity();
+                for (const Batch& other : peer.queue)
+                    peer.earliest_deadline_s = std::min(peer.earliest_deadline_s, other.deadline_s);
+            }
+        }
+    }
+    if (!peer.prepared || !peer.queue.empty()) take_turn(peer);
+}
+
+void Copier::fail(Peer& peer, const std::string& reason, Outcome outcome, std::unique_lock<std::mutex>& lock) {
+    peer.failure = reason;
+    outbox_.put({Report::Kind::kPeerFailed, peer.name, 0, outcome, 0, 0, now_s(), reason});
+    finish_batches(peer, outcome, reason);
+    drop_memory(peer, lock);
+}
+
+// Report every open batch. Where a deadline was missed, only those that missed theirs are TIMEOUT.
+void Copier::finish_batches(Peer& peer, Outcome outcome, const std::string& detail) {
+    const double now = now_s();
+    for (const Batch& batch : peer.queue) {
+        const bool other = outcome == Outcome::kTimeout && batch.deadline_s > now;
+        outbox_.put({Report::Kind::kBatchDone, peer.name, batch.ticket, other ? Outcome::kPeerFailed : outcome,
+                     batch.nbytes, batch.submitted_s, now, detail});
+    }
+    peer.queue.clear();
+    peer.earliest_deadline_s = std::numeric_limits<double>::infinity();
+}
+
+// Unmapping gigabytes takes milliseconds, so it is done without the mutex.
+void Copier::drop_memory(Peer& peer, std::unique_lock<std::mutex>& lock) {
+    std::shared_ptr<PeerMemory> memory = std::move(peer.memory);
+    if (!memory) return;
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, memory->life_fd(), nullptr);
+    lock.unlock();
+    memory.reset();
+    lock.lock();
+}
+
+// Between slices nothing of ours is being written, so a closing peer's batches can be cancelled here; then it stays
+// until its own writes into our memory have ended.
+void Copier::advance_closing(std::unique_lock<std::mutex>& lock) {
+    if (closing_.empty() || now_s() < next_quiet_look_s_) return;
+    next_quiet_look_s_ = now_s() + quiet_look_period_s_;
+    quiet_look_period_s_ = std::min(quiet_look_period_s_ * 2, kLastQuietLook_s);
+    for (std::size_t i = 0; i < closing_.size();) {
+        Peer& peer = *closing_[i];
+        finish_batches(peer, Outcome::kCancelled, "closed by this side");
+        drop_memory(peer, lock);  // others may append to closing_ meanwhile
+        if (peer.gate && !peer.gate->quiet()) {
+            ++i;
+            continue;
+        }
+        outbox_.put({Report::Kind::kPeerClosed, peer.name, 0, Outcome::kOk, 0, 0, now_s()});
+        closing_.erase(closing_.begin() + static_cast<std::ptrdiff_t>(i));
+        std::erase(turns_, &peer);
+        peers_.erase(std::string(peer.name));
+    }
+}
+
+}  // namespace pdlink

@@ -1,0 +1,165 @@
+// Python's view of the copier and of the stores; `pdlink/_copy.pyi` is its manual.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <tuple>
+#include <vector>
+
+#include "copy/copier.h"
+#include "copy/stores.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace pdlink {
+namespace {
+
+using Runs = nb::ndarray<const std::int64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using WritableBytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Piece = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, Runs>;
+using File = std::tuple<int, std::uint64_t, std::uint64_t, std::uint64_t>;
+
+const char* kind_name(Report::Kind kind) {
+    switch (kind) {
+        case Report::Kind::kBatchDone:
+            return "batch_done";
+        case Report::Kind::kPeerFailed:
+            return "peer_failed";
+        case Report::Kind::kPeerClosed:
+            return "peer_closed";
+    }
+    return "";
+}
+
+// The values of `pdlink.transport.base.Status`.
+const char* outcome_name(Outcome outcome) {
+    switch (outcome) {
+        case Outcome::kOk:
+            return "ok";
+        case Outcome::kTimeout:
+            return "timeout";
+        case Outcome::kPeerFailed:
+            return "peer_failed";
+        case Outcome::kCancelled:
+            return "cancelled";
+    }
+    return "";
+}
+
+PeerFile peer_file(const File& file) {
+    return {std::get<0>(file), std::get<1>(file), std::get<2>(file), std::get<3>(file)};
+}
+
+std::uint64_t submit(Copier& copier, const std::string& peer, const std::vector<Piece>& pieces, double timeout_s) {
+    std::vector<PieceView> views;
+    views.reserve(pieces.size());
+    for (const auto& [src_region, src_base, dst_region, dst_base, runs] : pieces)
+        views.push_back({src_region, src_base, dst_region, dst_base, runs.data(), runs.shape(0)});
+    const nb::gil_scoped_release release;
+    return copier.submit(peer, views, timeout_s);
+}
+
+void connect(Copier& copier, const std::string& peer, std::int64_t pid, const std::vector<File>& regions,
+             const File& gate) {
+    std::vector<PeerFile> files;
+    for (const File& region : regions) files.push_back(peer_file(region));
+    const nb::gil_scoped_release release;
+    copier.connect(peer, pid, files, peer_file(gate));
+}
+
+File invite(Copier& copier, const std::string& peer) {
+    const PeerFile file = copier.invite(peer);
+    return {file.fd, file.device, file.inode, file.nbytes};
+}
+
+nb::list poll(Copier& copier) {
+    nb::list out;
+    for (const Report& report : copier.poll())
+        out.append(nb::make_tuple(kind_name(report.kind), report.peer, report.ticket, outcome_name(report.outcome),
+                                  report.nbytes, report.submitted_s, report.done_s, report.detail));
+    return out;
+}
+
+// Copy runs in the calling thread, the way `pdlink bench` measures a ceiling.
+void copy_runs(const WritableBytes& dst, const Bytes& src, const Runs& runs, const StoreKind& kind) {
+    std::byte* to = reinterpret_cast<std::byte*>(dst.data());
+    const std::byte* from = reinterpret_cast<const std::byte*>(src.data());
+    const std::int64_t* run = runs.data();
+    const std::size_t num_runs = runs.shape(0), dst_nbytes = dst.shape(0), src_nbytes = src.shape(0);
+    const nb::gil_scoped_release release;
+    const auto fits = [](std::int64_t at, std::int64_t nbytes, std::size_t limit) {
+        return at >= 0 && nbytes >= 0 && static_cast<std::size_t>(at) <= limit &&
+               static_cast<std::size_t>(nbytes) <= limit - static_cast<std::size_t>(at);
+    };
+    for (std::size_t i = 0; i < num_runs; ++i)
+        if (!fits(run[3 * i], run[3 * i + 2], src_nbytes) || !fits(run[3 * i + 1], run[3 * i + 2], dst_nbytes))
+            throw std::invalid_argument("run " + std::to_string(i) + " is outside its buffer");
+    for (std::size_t i = 0; i < num_runs; ++i, run += 3)
+        kind.stream(to + run[1], from + run[0], static_cast<std::size_t>(run[2]));
+    store_fence();
+}
+
+void memcpy_runs(const WritableBytes& dst, const Bytes& src, const Runs& runs) {
+    copy_runs(dst, src, runs, store_kinds().back());
+}
+
+void nt_runs(const WritableBytes& dst, const Bytes& src, const Runs& runs, const std::string& kind) {
+    if (kind.empty()) return copy_runs(dst, src, runs, store_kinds().front());
+    for (const StoreKind& candidate : store_kinds())
+        if (kind == candidate.name) return copy_runs(dst, src, runs, candidate);
+    throw std::invalid_argument("this CPU has no stores of kind " + kind);
+}
+
+std::vector<std::string> kinds() {
+    std::vector<std::string> names;
+    for (const StoreKind& kind : store_kinds()) names.emplace_back(kind.name);
+    return names;
+}
+
+}  // namespace
+}  // namespace pdlink
+
+NB_MODULE(_copy, m) {
+    using namespace pdlink;
+    nb::exception<PeerUnusable>(m, "PeerUnusable", PyExc_RuntimeError);
+    nb::exception<NameTaken>(m, "NameTaken", PyExc_ValueError);
+    nb::register_exception_translator(
+        [](const std::exception_ptr& error, void*) {
+            try {
+                std::rethrow_exception(error);
+            } catch (const std::system_error& failure) {
+                const nb::object args = nb::make_tuple(failure.code().value(), failure.what());
+                PyErr_SetObject(PyExc_OSError, args.ptr());
+            }
+        },
+        nullptr);
+
+    nb::class_<Copier>(m, "Copier")
+        .def(nb::init<>())
+        .def(
+            "add_region",
+            [](Copier& copier, std::uintptr_t ptr, std::size_t nbytes) {
+                return copier.add_region(reinterpret_cast<std::byte*>(ptr), nbytes);
+            },
+            "ptr"_a, "nbytes"_a)
+        .def("invite", &invite, "peer"_a)
+        .def("connect", &connect, "peer"_a, "pid"_a, "regions"_a, "gate"_a)
+        .def("submit", &submit, "peer"_a, "pieces"_a.noconvert(), "timeout_s"_a)
+        .def("connected", &Copier::connected, "peer"_a)
+        .def("poll", &poll)
+        .def("fileno", &Copier::fd)
+        .def("close_peer", &Copier::close_peer, "peer"_a)
+        .def("close", &Copier::close, "grace_s"_a, nb::call_guard<nb::gil_scoped_release>());
+
+    m.def("memcpy_runs", &memcpy_runs, "dst"_a, "src"_a, "runs"_a.noconvert());
+    m.def("nt_runs", &nt_runs, "dst"_a, "src"_a, "runs"_a.noconvert(), "kind"_a = "");
+    m.def("store_kinds", &kinds);
+}

@@ -1,0 +1,60 @@
+// What has happened and was not fetched yet, with a descriptor that is readable exactly while there is something.
+#pragma once
+
+#include <sys/eventfd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "copy/descriptor.h"
+
+namespace pdlink {
+
+enum class Outcome { kOk, kTimeout, kPeerFailed, kCancelled };
+
+// One occurrence of `pdlink/transport/base.py`. Times are seconds of CLOCK_MONOTONIC.
+struct Report {
+    enum class Kind { kBatchDone, kPeerFailed, kPeerClosed };
+    Kind kind;
+    std::string peer;
+    std::uint64_t ticket = 0;
+    Outcome outcome = Outcome::kOk;
+    std::uint64_t nbytes = 0;
+    double submitted_s = 0;
+    double done_s = 0;
+    std::string detail{};
+};
+
+class Outbox {
+  public:
+    Outbox() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+        if (event_.get() < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+    }
+
+    int fd() const { return event_.get(); }
+
+    void put(Report report) {
+        const std::lock_guard lock(mutex_);
+        if (reports_.empty()) ::eventfd_write(event_.get(), 1);
+        reports_.push_back(std::move(report));
+    }
+
+    std::vector<Report> take_all() {
+        const std::lock_guard lock(mutex_);
+        eventfd_t count;
+        if (!reports_.empty()) ::eventfd_read(event_.get(), &count);
+        return std::exchange(reports_, {});
+    }
+
+  private:
+    Descriptor event_;
+    std::mutex mutex_;  // leaf: nothing is called under it
+    std::vector<Report> reports_;
+};
+
+}  // namespace pdlink

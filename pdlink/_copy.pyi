@@ -1,0 +1,68 @@
+"""Native copies into memory that peers on this host have opened to us (`csrc/copy`).
+
+`Copier` is what `pdlink.transport.mapped` is made of; the functions below measure what the machine can do.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+_Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
+_Runs: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+_File: TypeAlias = tuple[int, int, int, int]
+"""Descriptor number in its process, st_dev, st_ino, nbytes."""
+_Report: TypeAlias = tuple[str, str, int, str, int, float, float, str]
+"""Kind ("batch_done", "peer_failed", "peer_closed"), peer, ticket, value of `Status`, nbytes, submitted_s, done_s,
+detail. Times are time.monotonic seconds."""
+
+class PeerUnusable(RuntimeError):
+    """The peer is unknown, failed or closed."""
+
+class NameTaken(ValueError):
+    """The name stands for a connection already."""
+
+class Copier:
+    """One native thread that copies. Usable from any thread; a forked child is refused."""
+
+    def __init__(self) -> None:
+        """Start the thread. Raises OSError."""
+
+    def add_region(self, ptr: int, nbytes: int) -> int:
+        """Memory of this process, as source; returns its index. It must stay mapped until `close()`."""
+
+    def invite(self, peer: str) -> _File:
+        """Make a gate for a peer that will write here. Raises NameTaken, PeerUnusable, OSError."""
+
+    def connect(self, peer: str, pid: int, regions: Sequence[_File], gate: _File) -> None:
+        """Map another process's files. Their pages are entered into our page table in the background.
+
+        Raises OSError if the process or a file is gone or may not be opened, ValueError if a file is not what it
+        is said to be, NameTaken, PeerUnusable.
+        """
+
+    def submit(self, peer: str, pieces: Sequence[tuple[int, int, int, int, _Runs]], timeout_s: float) -> int:
+        """Queue one batch; pieces are (src_region, src_base, dst_region, dst_base, runs). Returns its ticket.
+
+        The runs are checked and copied without the GIL. Raises ValueError, PeerUnusable.
+        """
+
+    def connected(self, peer: str) -> bool: ...
+    def poll(self) -> list[_Report]:
+        """What happened since the last call; what is left can still be fetched after `close()`."""
+
+    def fileno(self) -> int:
+        """Readable while `poll()` has something to say."""
+
+    def close_peer(self, peer: str) -> None: ...
+    def close(self, grace_s: float) -> None:
+        """Close every peer, wait at most `grace_s` for writers that are in the middle of a slice, end the thread."""
+
+def memcpy_runs(dst: _Bytes, src: _Bytes, runs: _Runs) -> None:
+    """Copy every run with memcpy in the calling thread, without the GIL. Raises ValueError for a run outside."""
+
+def nt_runs(dst: _Bytes, src: _Bytes, runs: _Runs, kind: str = "") -> None:
+    """The same with non-temporal stores of `kind` (one of `store_kinds()`), "" for the best."""
+
+def store_kinds() -> list[str]:
+    """Kinds of stores this CPU can run ("avx512", "avx2", "neon", "portable"), best first."""

@@ -1,0 +1,425 @@
+"""`LoopbackTransport`: the null transport. Copies inside one process, with every way to fail as public API.
+
+All state is in a `LoopbackHub` that any number of transports join; there is no thread, and time moves only when the
+hub is told so. A test therefore decides each step: which run lands next, which batch fails, who is stopped, who is
+dead. The same sequence of calls gives the same sequence of occurrences.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from pdlink.errors import ProtocolError, TransportFailure
+from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Probe, Status, Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdlink.kv.layout import Piece, RunArray
+    from pdlink.memory.buffers import Buffer
+
+_Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+@dataclass(eq=False)
+class Link:
+    """One direction: `writer` stores into memory of `owner`."""
+
+    owner: LoopbackTransport
+    owner_peer: str
+    """The owner's name for the writer."""
+    regions: tuple[_Bytes, ...]
+    """What the owner had registered when it invited."""
+    writer: LoopbackTransport | None = None
+    writer_peer: str = ""
+    """The writer's name for the owner."""
+    shut: bool = False
+    """The gate: nothing may be stored any more."""
+    busy: bool = False
+    """The writer was stopped in the middle of a run; the owner's PeerClosed waits."""
+
+
+@dataclass(eq=False)
+class Flight:
+    """One batch on its way."""
+
+    link: Link
+    ticket: int
+    runs: list[tuple[_Bytes, _Bytes]]
+    """(destination view, source view) of each run. The source is read when the run lands."""
+    nbytes: int
+    submitted_s: float
+    deadline_s: float
+    num_landed: int = 0
+    """Runs that have landed."""
+    reported: bool = False
+
+
+@dataclass
+class LoopbackHub:
+    """Where loopback transports meet, and the panel of faults.
+
+    Without any fault a batch is copied and reported inside `submit()`. The faults:
+
+    hold        While `hold` is true, a submitted batch stays in `flights` and no byte of it moves. `step()` lands
+                the next run of the oldest flight (its last one reports the batch OK), `land(flight, n)` the next n
+                runs of any flight, `deliver_all()` everything.
+    delay       `land(flight, report=False)` lands bytes without ever reporting; `report(flight)` does that later.
+    fail_next   The next `n` batches submitted fail with nothing written, and their peer with them.
+    tear        `tear(flight, n)` lands n runs, then fails the peer: a destination half old, half new.
+    fail_peer   The connection of a transport to a peer breaks: PeerFailed, and every open batch is reported.
+    advance     Time passes; a flight whose deadline is reached is a TIMEOUT and fails its peer.
+    stop        A transport's process is stopped (SIGSTOP) in the middle of a run: its flights do not move, it reports
+                nothing, and the owner's PeerClosed waits. `resume` lets the run that was under way land (into memory
+                that the owner has closed but not yet been told it may reuse), then the gate blocks the rest.
+    kill        A transport's process is gone: its writers see PeerFailed, it reports nothing any more, and owners it
+                was writing to need not wait for it.
+    stale_write A run of a flight is stored although its batch may long be over. A shut gate blocks it; every attempt
+                that was blocked is counted in `num_blocked`, so that a test knows it really came that far.
+    """
+
+    hold: bool = False
+    fail_next: int = 0
+    now_s: float = 0.0
+    """The hub's clock, on which deadlines and the times in reports are."""
+    flights: list[Flight] = field(default_factory=list)
+    """Batches that were submitted and not reported, oldest first."""
+    num_blocked: int = 0
+    """Runs that a shut gate kept out."""
+    _invitations: dict[bytes, Link] = field(default_factory=dict, init=False, repr=False)
+    _num_invited: int = field(default=0, init=False, repr=False)
+    _num_submitted: int = field(default=0, init=False, repr=False)
+    _lock: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
+
+    def step(self) -> bool:
+        """Land the next run of the oldest flight that can move; False if there is none."""
+        with self._lock:
+            for flight in self.flights:
+                if self._moves(flight):
+                    self.land(flight, 1)
+                    return True
+            return False
+
+    def deliver_all(self) -> None:
+        """Land and report everything that can move."""
+        with self._lock:
+            for flight in list(self.flights):
+                self.land(flight)
+
+    def land(self, flight: Flight, num_runs: int | None = None, *, report: bool = True) -> None:
+        """Store the next `num_runs` runs of a flight (None: the rest), and report it OK if that was the last one."""
+        with self._lock:
+            if not self._moves(flight):
+                return
+            end = len(flight.runs) if num_runs is None else min(len(flight.runs), flight.num_landed + num_runs)
+            while flight.num_landed < end:
+                if not self._store(flight, flight.num_landed):
+                    self.fail_peer(flight.link, "peer closed", Status.CANCELLED)
+                    return
+                flight.num_landed += 1
+            if report and flight.num_landed == len(flight.runs):
+                self._finish(flight, Status.OK, "")
+
+    def report(self, flight: Flight) -> None:
+        """Report a flight whose bytes have landed (see `land(report=False)`)."""
+        self.land(flight, 0)
+
+    def tear(self, flight: Flight, num_runs: int, reason: str = "torn") -> None:
+        with self._lock:
+            self.land(flight, min(num_runs, len(flight.runs)), report=False)
+            self.fail_peer(flight.link, reason)
+
+    def fail_peer(self, link: Link, reason: str, status: Status = Status.PEER_FAILED) -> None:
+        """Break a connection, as its writer sees it."""
+        with self._lock:
+            writer = link.writer
+            if writer is None or writer._out.get(link.writer_peer) is not link:
+                return
+            if link.writer_peer in writer._failed or link.writer_peer in writer._closing:
+                return
+            writer._failed[link.writer_peer] = reason
+            writer._tell(PeerFailed(link.writer_peer, reason))
+            for flight in [flight for flight in self.flights if flight.link is link]:
+                late = status is Status.TIMEOUT and flight.deadline_s > self.now_s
+                self._finish(flight, Status.PEER_FAILED if late else status, reason)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass and deadlines with it."""
+        with self._lock:
+            self.now_s += seconds
+            for flight in list(self.flights):
+                if flight.deadline_s <= self.now_s and self._moves(flight):
+                    self.fail_peer(flight.link, "batch deadline passed", Status.TIMEOUT)
+
+    def stop(self, transport: LoopbackTransport) -> None:
+        with self._lock:
+            transport._stopped = True
+            for flight in self.flights:
+                if flight.link.writer is transport and not flight.link.shut:
+                    flight.link.busy = True
+
+    def resume(self, transport: LoopbackTransport) -> None:
+        with self._lock:
+            transport._stopped = False
+            resumed: list[Link] = []
+            for flight in list(self.flights):
+                link = flight.link
+                if link.writer is not transport or not link.busy or link in resumed:
+                    continue
+                resumed.append(link)
+                if flight.num_landed < len(flight.runs):
+                    self._copy(flight, flight.num_landed)
+                    flight.num_landed += 1
+            for link in resumed:
+                link.busy = False
+                self._settle(link.owner, link.owner_peer)
+                if link.shut:
+                    self.fail_peer(link, "peer closed", Status.CANCELLED)
+            self.advance(0.0)
+            for peer in list(transport._closing):
+                transport._end_outgoing(peer)
+                self._settle(transport, peer)
+            if not self.hold:
+                self.deliver_all()
+
+    def kill(self, transport: LoopbackTransport) -> None:
+        with self._lock:
+            transport._dead = True
+            self.flights = [flight for flight in self.flights if flight.link.writer is not transport]
+            for link in list(transport._out.values()):
+                link.busy = False
+                self._settle(link.owner, link.owner_peer)
+            for link in list(transport._in.values()):
+                self.fail_peer(link, "process has ended")
+
+    def stale_write(self, flight: Flight, run: int = 0) -> bool:
+        """Try to store a run once more, whatever became of its batch; True if it got through."""
+        with self._lock:
+            return self._store(flight, run)
+
+    def links(self, transport: LoopbackTransport) -> dict[str, Link]:
+        """What a transport may write through, by its name for the peer: the handles for `fail_peer`."""
+        return dict(transport._out)
+
+    # What the transports call, with the lock held.
+
+    def _moves(self, flight: Flight) -> bool:
+        writer = flight.link.writer
+        return not flight.reported and writer is not None and not writer._stopped and not writer._dead
+
+    def _store(self, flight: Flight, run: int) -> bool:
+        if flight.link.shut:
+            self.num_blocked += 1
+            return False
+        self._copy(flight, run)
+        return True
+
+    def _copy(self, flight: Flight, run: int) -> None:
+        if flight.link.owner._dead:
+            return  # its memory went with it
+        destination, source = flight.runs[run]
+        destination[:] = source
+
+    def _finish(self, flight: Flight, status: Status, detail: str) -> None:
+        """Report a flight, once."""
+        if flight.reported:
+            return
+        flight.reported = True
+        self.flights.remove(flight)
+        link = flight.link
+        if link.writer is not None:
+            link.writer._tell(
+                BatchDone(
+                    flight.ticket, link.writer_peer, status, flight.nbytes, flight.submitted_s, self.now_s, detail
+                )
+            )
+
+    def _settle(self, transport: LoopbackTransport, peer: str) -> None:
+        """Report PeerClosed if a closing peer is quiet by now."""
+        link = transport._in.get(peer)
+        if peer not in transport._closing or transport._stopped or (link is not None and link.busy):
+            return
+        transport._closing.discard(peer)
+        transport._in.pop(peer, None)
+        transport._out.pop(peer, None)
+        transport._failed.pop(peer, None)
+        transport._tell(PeerClosed(peer))
+
+
+class LoopbackTransport(Transport):
+    """A transport of the hub. The contract of `Transport`; what can go wrong is in `LoopbackHub`."""
+
+    name: ClassVar[str] = "loopback"
+
+    def __init__(self, hub: LoopbackHub) -> None:
+        self.hub = hub
+        self._regions: list[_Bytes] = []
+        self._in: dict[str, Link] = {}
+        """By our name for the peer: who may write here."""
+        self._out: dict[str, Link] = {}
+        """By our name for the peer: where we may write."""
+        self._failed: dict[str, str] = {}
+        """Peer -> reason, until it is closed."""
+        self._closing: set[str] = set()
+        self._happened: list[Occurrence] = []
+        self._event_fd: int | None = None
+        """Made when somebody asks for it."""
+        self._state = "not open"
+        self._stopped = False
+        self._dead = False
+
+    @classmethod
+    def probe(cls) -> Probe:
+        return Probe(cls.name, ok=True)
+
+    def open(self) -> None:
+        with self.hub._lock:
+            if self._state == "closed":
+                raise TransportFailure("the loopback transport was closed; make a new one")
+            self._state = "open"
+
+    def register(self, buffer: Buffer) -> int:
+        with self.hub._lock:
+            self._require_open()
+            self._regions.append(buffer.array)
+            return len(self._regions) - 1
+
+    def invite(self, peer: str) -> bytes:
+        with self.hub._lock:
+            self._require_open()
+            if peer in self._in or peer in self._closing:
+                raise ValueError(f"peer name {peer} is used twice")
+            link = Link(self, peer, tuple(self._regions))
+            invitation = b"pdlink-loopback/1:%d" % self.hub._num_invited
+            self.hub._num_invited += 1
+            self.hub._invitations[invitation] = link
+            self._in[peer] = link
+            return invitation
+
+    def connect(self, peer: str, invitation: bytes) -> None:
+        with self.hub._lock:
+            self._require_open()
+            if not invitation.startswith(b"pdlink-loopback/1:") or not invitation[18:].isdigit():
+                raise ProtocolError("invitation for loopback cannot be read")
+            link = self.hub._invitations.get(invitation)
+            if link is None or link.shut or link.owner._dead:
+                raise TransportFailure("the invitation is not of this hub, used, closed, or its owner is gone")
+            if peer in self._out or peer in self._closing:
+                raise ValueError(f"peer name {peer} is used twice")
+            del self.hub._invitations[invitation]
+            link.writer, link.writer_peer = self, peer
+            self._out[peer] = link
+
+    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+        """As in the contract; copies and reports at once unless the hub says otherwise."""
+        hub = self.hub
+        with hub._lock:
+            self._require_open()
+            link = self._out.get(peer)
+            if link is None or peer in self._closing:
+                raise TransportFailure(f"no open peer {peer}")
+            if peer in self._failed:
+                raise TransportFailure(f"peer {peer} has failed: {self._failed[peer]}")
+            runs = [run for piece in pieces for run in _views(piece, self._regions, link.regions)]
+            hub._num_submitted += 1
+            nbytes = sum(len(destination) for destination, _ in runs)
+            flight = Flight(link, hub._num_submitted, runs, nbytes, hub.now_s, hub.now_s + timeout_s)
+            hub.flights.append(flight)
+            if hub.fail_next > 0:
+                hub.fail_next -= 1
+                hub.fail_peer(link, "injected failure")
+            elif not hub.hold:
+                hub.land(flight)
+            return flight.ticket
+
+    def poll(self) -> list[Occurrence]:
+        with self.hub._lock:
+            if self._stopped or self._dead:
+                return []
+            happened, self._happened = self._happened, []
+            if happened and self._event_fd is not None:
+                os.eventfd_read(self._event_fd)
+            return happened
+
+    def fileno(self) -> int:
+        with self.hub._lock:
+            self._require_open()
+            if self._event_fd is None:
+                self._event_fd = os.eventfd(1 if self._happened else 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            return self._event_fd
+
+    def lane(self, peer: str) -> str:
+        with self.hub._lock:
+            return self.name if peer in self._out and peer not in self._failed else ""
+
+    def close_peer(self, peer: str) -> None:
+        with self.hub._lock:
+            if (peer not in self._in and peer not in self._out) or peer in self._closing:
+                return
+            self._closing.add(peer)
+            link = self._in.get(peer)
+            if link is not None:
+                link.shut = True
+            if not self._stopped:
+                self._end_outgoing(peer)
+            self.hub._settle(self, peer)
+
+    def close(self) -> None:
+        """As in the contract; what was not fetched can still be fetched. Stopped peers are not waited for."""
+        with self.hub._lock:
+            for peer in [*self._in, *self._out]:
+                self.close_peer(peer)
+            self._state = "closed"
+            if self._event_fd is not None:
+                os.close(self._event_fd)
+                self._event_fd = None
+
+    def _end_outgoing(self, peer: str) -> None:
+        for flight in [flight for flight in self.hub.flights if flight.link is self._out.get(peer)]:
+            self.hub._finish(flight, Status.CANCELLED, "closed by this side")
+
+    def _tell(self, occurrence: Occurrence) -> None:
+        if not self._happened and self._event_fd is not None:
+            os.eventfd_write(self._event_fd, 1)
+        self._happened.append(occurrence)
+
+    def _require_open(self) -> None:
+        if self._state != "open":
+            raise TransportFailure(f"the loopback transport is {self._state}")
+
+
+def _views(piece: Piece, src_regions: Sequence[_Bytes], dst_regions: Sequence[_Bytes]) -> list[tuple[_Bytes, _Bytes]]:
+    """(destination, source) views of every run. Raises ValueError for one that is outside."""
+    src = _region("source", src_regions, piece.src_region)
+    dst = _region("destination", dst_regions, piece.dst_region)
+    return [
+        (
+            _span("destination", dst, piece.dst_base + dst_offset, nbytes),
+            _span("source", src, piece.src_base + src_offset, nbytes),
+        )
+        for src_offset, dst_offset, nbytes in _rows(piece.runs)
+    ]
+
+
+def _rows(runs: RunArray) -> list[list[int]]:
+    if runs.dtype != np.int64 or runs.ndim != 2 or runs.shape[1] != 3:
+        raise ValueError(f"runs must be int64 [n, 3], got {runs.dtype} {runs.shape}")
+    rows: list[list[int]] = runs.tolist()
+    return rows
+
+
+def _region(side: str, regions: Sequence[_Bytes], index: int) -> _Bytes:
+    if not 0 <= index < len(regions):
+        raise ValueError(f"no {side} region {index} among {len(regions)}")
+    return regions[index]
+
+
+def _span(side: str, region: _Bytes, start: int, nbytes: int) -> _Bytes:
+    if start < 0 or nbytes < 0 or start + nbytes > len(region):
+        raise ValueError(f"{side} run of {nbytes} bytes at {start} is outside its region of {len(region)} bytes")
+    return region[start : start + nbytes]

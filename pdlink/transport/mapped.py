@@ -1,0 +1,220 @@
+"""`MappedTransport`: bytes go straight into pages of a peer process on the same host, stored by this one.
+
+The invitation names the peer's memory files by their descriptor numbers; the writer opens them through
+`/proc/PID/fd`, maps them, and its native copier (`csrc/copy`) stores into them. The owner's CPU takes no part: a
+transfer lands although the owner is busy, or stopped. What a connection would give has to be made by hand:
+
+- who is alive: the writer watches the owner's pidfd, since storing into a dead process's memory succeeds silently;
+- who may still write: a gate page per peer (`csrc/gate.h`), which the owner shuts in `close_peer`. PeerClosed comes
+  when the writer is in no slice of a copy any more, or has ended. A writer that is stopped inside one holds it up.
+
+Opening another process's descriptors needs the rights of a debugger's reader: the same user (or root) and the same
+pid namespace. Two containers need a shared one (docker `--pid`, Kubernetes `shareProcessNamespace`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import msgspec
+
+from pdlink import _copy
+from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
+from pdlink.memory.buffers import Buffer
+from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Probe, Status, Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdlink.kv.layout import Piece
+
+_MAX_INVITATION_NBYTES = 1 << 20
+_CLOSE_GRACE_S = 1.0
+"""How long `close()` waits for writers that are in the middle of a slice; the promise is two seconds in all."""
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Descriptor = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+_Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A memory file of the inviting process."""
+
+    fd: _Descriptor
+    device: _Number
+    inode: _Number
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+
+    def as_tuple(self) -> tuple[int, int, int, int]:
+        return self.fd, self.device, self.inode, self.nbytes
+
+
+class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="pdlink-mapped/1"):
+    """The whole of an invitation. The tag carries the version: another one is refused by name."""
+
+    boot_id: Annotated[str, msgspec.Meta(max_length=64)]
+    """Of the kernel: equal on one host until it restarts."""
+    pid_namespace: _Number
+    pid: _Pid
+    regions: Annotated[tuple[_File, ...], msgspec.Meta(min_length=1, max_length=4096)]
+    gate: _File
+
+
+class MappedTransport(Transport):
+    """Peers on this host, through shared pages. Lane "mapped"."""
+
+    name: ClassVar[str] = "mapped"
+
+    def __init__(self) -> None:
+        self._copier: _copy.Copier | None = None
+        self._closed = False
+        self._buffers: list[Buffer] = []
+        """In the order of their region indices; kept so that the pages stay mapped while the copier may read them."""
+        self._registering = threading.Lock()
+
+    @classmethod
+    def probe(cls) -> Probe:
+        """Makes one page of shared memory and invites this process to it."""
+        facts = {"stores": _copy.store_kinds()[0], "kernel": os.uname().release}
+        step = "memory files (memfd_create)"
+        try:
+            with Buffer(1, name="pdlink-probe") as page:
+                step = "opening memory of a process (pidfd_open, /proc/PID/fd; seccomp may forbid them)"
+                copier = _copy.Copier()
+                try:
+                    copier.connect("probe", os.getpid(), [_file_of(page).as_tuple()], copier.invite("probe-gate"))
+                finally:
+                    copier.close(0.0)
+        except OSError as error:
+            return Probe(cls.name, ok=False, reason=f"{step}: {error}", facts=facts)
+        return Probe(cls.name, ok=True, facts=facts)
+
+    def open(self) -> None:
+        if self._closed:
+            raise TransportUnavailable("the mapped transport was closed; make a new one")
+        if self._copier is None:
+            probe = self.probe()
+            if not probe.ok:
+                raise TransportUnavailable(f"mapped memory does not work here: {probe.reason}")
+            self._copier = _copy.Copier()
+
+    def register(self, buffer: Buffer) -> int:
+        with self._registering:
+            index = self._open_copier().add_region(buffer.ptr, buffer.nbytes)
+            self._buffers.append(buffer)
+        return index
+
+    def invite(self, peer: str) -> bytes:
+        """An invitation to the buffers registered by now."""
+        copier = self._open_copier()
+        if not self._buffers:
+            raise TransportUnavailable("register a buffer before inviting a peer to it")
+        try:
+            gate = copier.invite(peer)
+        except _copy.PeerUnusable as error:
+            raise TransportFailure(str(error)) from error
+        return msgspec.msgpack.encode(
+            _Invitation(
+                boot_id=_boot_id(),
+                pid_namespace=_pid_namespace(),
+                pid=os.getpid(),
+                regions=tuple(_file_of(buffer) for buffer in self._buffers),
+                gate=_File(*gate),
+            )
+        )
+
+    def connect(self, peer: str, invitation: bytes) -> None:
+        copier = self._open_copier()
+        there = _decode(invitation)
+        if there.boot_id != _boot_id():
+            raise TransportFailure(
+                f"peer {peer} is on another host (boot id here {_boot_id()}, there {there.boot_id}); "
+                "mapped memory needs one host, use another transport"
+            )
+        if there.pid_namespace != _pid_namespace():
+            raise TransportFailure(
+                f"peer {peer} is in another pid namespace (here {_pid_namespace()}, there {there.pid_namespace}); "
+                "run both containers in one (docker --pid, Kubernetes shareProcessNamespace) or use another transport"
+            )
+        try:
+            copier.connect(peer, there.pid, [file.as_tuple() for file in there.regions], there.gate.as_tuple())
+        except _copy.NameTaken:
+            raise
+        except ValueError as error:
+            raise ProtocolError(f"invitation of peer {peer}: {error}") from error
+        except OSError as error:
+            denied = error.errno in (errno.EACCES, errno.EPERM)
+            remedy = "; run both processes as the same user" if denied else ""
+            raise TransportFailure(f"cannot map the memory of peer {peer}: {error}{remedy}") from error
+        except _copy.PeerUnusable as error:
+            raise TransportFailure(str(error)) from error
+
+    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+        views = [(piece.src_region, piece.src_base, piece.dst_region, piece.dst_base, piece.runs) for piece in pieces]
+        try:
+            return self._open_copier().submit(peer, views, timeout_s)
+        except _copy.PeerUnusable as error:
+            raise TransportFailure(str(error)) from error
+        except TypeError as error:
+            raise ValueError(f"pieces need 64-bit numbers and C-contiguous int64 runs [n, 3]: {error}") from error
+
+    def poll(self) -> list[Occurrence]:
+        """As in the contract; what was not fetched before `close()` can still be fetched after it."""
+        return [] if self._copier is None else [_occurrence(*report) for report in self._copier.poll()]
+
+    def fileno(self) -> int:
+        return self._open_copier().fileno()
+
+    def lane(self, peer: str) -> str:
+        return self.name if self._copier is not None and self._copier.connected(peer) else ""
+
+    def close_peer(self, peer: str) -> None:
+        if self._copier is not None:
+            self._copier.close_peer(peer)
+
+    def close(self) -> None:
+        """As in the contract. A writer that is stopped in the middle of a slice is not waited for beyond one second,
+        and no PeerClosed is reported for it: its stores can only reach the memory files, which live as long as it.
+        """
+        self._closed = True
+        if self._copier is not None:
+            self._copier.close(_CLOSE_GRACE_S)
+
+    def _open_copier(self) -> _copy.Copier:
+        if self._copier is None or self._closed:
+            raise TransportFailure(f"the mapped transport is {'closed' if self._closed else 'not open'}")
+        return self._copier
+
+
+def _occurrence(
+    kind: str, peer: str, ticket: int, status: str, nbytes: int, submitted_s: float, done_s: float, detail: str
+) -> Occurrence:
+    if kind == "batch_done":
+        return BatchDone(ticket, peer, Status(status), nbytes, submitted_s, done_s, detail)
+    return PeerFailed(peer, detail) if kind == "peer_failed" else PeerClosed(peer)
+
+
+def _decode(invitation: bytes) -> _Invitation:
+    if len(invitation) > _MAX_INVITATION_NBYTES:
+        raise ProtocolError(f"invitation has {len(invitation)} bytes, at most {_MAX_INVITATION_NBYTES} are read")
+    try:
+        return msgspec.msgpack.decode(invitation, type=_Invitation)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"invitation for mapped memory cannot be read: {error}") from error
+
+
+def _file_of(buffer: Buffer) -> _File:
+    status = os.fstat(buffer.fd)
+    return _File(buffer.fd, status.st_dev, status.st_ino, buffer.nbytes)
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino

@@ -1,0 +1,60 @@
+"""The transports the suite runs over. A new one joins by one more entry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdlink.transport.base import Probe, Transport
+from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
+from pdlink.transport.mapped import MappedTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One transport, and what may be asked of it."""
+
+    name: str
+    group: Callable[[], Callable[[], Transport]]
+    """Returns a maker of transports (not yet open) that can reach each other."""
+    probe: Callable[[], Probe]
+    between_processes: bool = True
+    native: bool = True
+    """`submit` does its work outside Python."""
+    needs_peer: bool = False
+    """Bytes only land while the peer's process runs."""
+
+
+def _loopback_group() -> Callable[[], Transport]:
+    hub = LoopbackHub()
+    return lambda: LoopbackTransport(hub)
+
+
+def _ucx(tls: str, *, needs_peer: bool) -> Entry:
+    def probe() -> Probe:
+        try:
+            from pdlink.transport.ucx import UcxTransport
+        except ImportError as error:
+            return Probe(f"ucx-{tls}", ok=False, reason=str(error))
+        return UcxTransport.probe()
+
+    def make() -> Transport:
+        from pdlink.transport.ucx import UcxTransport
+
+        return UcxTransport(tls=tls)
+
+    return Entry(f"ucx-{tls}", lambda: make, probe, needs_peer=needs_peer)
+
+
+ENTRIES = {
+    entry.name: entry
+    for entry in (
+        Entry("loopback", _loopback_group, LoopbackTransport.probe, between_processes=False, native=False),
+        Entry("mapped", lambda: MappedTransport, MappedTransport.probe),
+        _ucx("tcp", needs_peer=True),
+        _ucx("shm", needs_peer=False),
+    )
+}

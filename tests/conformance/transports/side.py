@@ -1,0 +1,141 @@
+"""One end of a conversation, with the verbs the tests speak; a test process and a helper process use the same."""
+
+from __future__ import annotations
+
+import hashlib
+import select
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pdlink.kv.layout import Piece, RunArray
+from pdlink.memory.buffers import Buffer
+from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PATIENCE_S = 20.0
+"""How long anything may take before a test gives up; nothing is expected to take that long."""
+
+LONG_NBYTES = 4 << 20
+LONG_PASSES = 2048
+"""Bytes and rounds of the batch that is still in flight when something happens to it: 8 GiB if nothing did."""
+
+
+class Side:
+    """A transport, its buffers, and everything it has reported."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.buffers: list[Buffer] = []
+        self.happened: list[Occurrence] = []
+        transport.open()
+
+    def add_buffer(self, nbytes: int, seed: int) -> int:
+        """Register a buffer of random bytes."""
+        buffer = Buffer(nbytes)
+        buffer.array[:] = np.random.default_rng(seed).integers(0, 256, buffer.nbytes, dtype=np.uint8)
+        self.buffers.append(buffer)
+        return self.transport.register(buffer)
+
+    def invite(self, peer: str) -> str:
+        return self.transport.invite(peer).hex()
+
+    def connect(self, peer: str, invitation: str) -> None:
+        self.transport.connect(peer, bytes.fromhex(invitation))
+
+    def submit(self, peer: str, *pieces: Piece, timeout_s: float = PATIENCE_S) -> int:
+        return self.transport.submit(peer, pieces, timeout_s)
+
+    def submit_block(self, peer: str, offset: int, nbytes: int, timeout_s: float = PATIENCE_S) -> int:
+        """One run between equal offsets of the first regions."""
+        return self.submit(peer, piece([[offset, offset, nbytes]]), timeout_s=timeout_s)
+
+    def submit_long(self, peer: str, timeout_s: float = PATIENCE_S) -> int:
+        """Write the first `LONG_NBYTES` of the peer's first region again and again, each time other bytes."""
+        page = 32 << 10
+        starts = np.arange(0, LONG_NBYTES, page, dtype=np.int64)
+        rounds = np.arange(LONG_PASSES, dtype=np.int64)
+        runs = np.empty((LONG_PASSES, len(starts), 3), dtype=np.int64)
+        runs[:, :, 0] = starts + 64 * rounds[:, None]
+        runs[:, :, 1] = starts
+        runs[:, :, 2] = page
+        return self.submit(peer, Piece(0, 0, 0, 0, runs.reshape(-1, 3)), timeout_s=timeout_s)
+
+    def poll(self) -> None:
+        self.happened.extend(self.transport.poll())
+
+    def wait_until(self, true: Callable[[], bool], what: str) -> None:
+        """Fetch occurrences until a condition holds."""
+        deadline = time.monotonic() + PATIENCE_S
+        self.poll()
+        while not true():
+            left_s = deadline - time.monotonic()
+            assert left_s > 0, f"waited {PATIENCE_S} s for {what}; happened: {self.happened}"
+            select.select([self.transport.fileno()], [], [], left_s)
+            self.poll()
+
+    def done(self, ticket: int) -> list[BatchDone]:
+        return [one for one in self.happened if isinstance(one, BatchDone) and one.ticket == ticket]
+
+    def wait_batch(self, ticket: int) -> str:
+        """The status of a batch once it is reported."""
+        self.wait_until(lambda: bool(self.done(ticket)), f"batch {ticket}")
+        return self.done(ticket)[0].status.value
+
+    def wait_failed(self, peer: str) -> str:
+        """The reason a peer failed for, once it has."""
+
+        def failed() -> list[PeerFailed]:
+            return [one for one in self.happened if isinstance(one, PeerFailed) and one.peer == peer]
+
+        self.wait_until(lambda: bool(failed()), f"failure of {peer}")
+        return failed()[0].reason
+
+    def wait_closed(self, peer: str) -> None:
+        self.wait_until(lambda: PeerClosed(peer) in self.happened, f"end of {peer}")
+
+    def closed_within(self, peer: str, timeout_s: float) -> bool:
+        """Whether the end of a peer is reported within a time that is meant to be too short in some runs."""
+        deadline = time.monotonic() + timeout_s
+        while PeerClosed(peer) not in self.happened and (left_s := deadline - time.monotonic()) > 0:
+            select.select([self.transport.fileno()], [], [], left_s)
+            self.poll()
+        return PeerClosed(peer) in self.happened
+
+    def wait_changed(self, before: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        """Return as soon as the first bytes of the first buffer are not these any more."""
+        deadline = time.monotonic() + PATIENCE_S
+        while np.array_equal(self.buffers[0].array[: len(before)], before):
+            assert time.monotonic() < deadline, "no byte has arrived"
+            time.sleep(0.0005)
+
+    def snapshot(self) -> list[bytes]:
+        return [buffer.array.tobytes() for buffer in self.buffers]
+
+    def digest_of(self, offset: int, nbytes: int) -> str:
+        """Of a part of the first buffer."""
+        return hashlib.sha256(self.buffers[0].array[offset : offset + nbytes].tobytes()).hexdigest()
+
+    def close_peer(self, peer: str) -> None:
+        self.transport.close_peer(peer)
+
+    def close(self) -> None:
+        self.transport.close()
+        for buffer in self.buffers:
+            buffer.close()
+
+
+def runs_array(rows: list[list[int]]) -> RunArray:
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def piece(rows: list[list[int]], src_region: int = 0, dst_region: int = 0) -> Piece:
+    return Piece(src_region, 0, dst_region, 0, runs_array(rows))
+
+
+def join(writer: Side, owner: Side, writer_name: str = "writer", owner_name: str = "owner") -> None:
+    """Let `writer` write into `owner`'s buffers."""
+    writer.connect(owner_name, owner.invite(writer_name))

@@ -1,0 +1,134 @@
+"""What only a second process can show: visibility across it, and its death or suspension."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdlink.errors import TransportFailure
+from pdlink.transport.base import PeerFailed
+from tests.conformance.transports.side import LONG_NBYTES, LONG_PASSES, Side, join
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.conformance.transports.entries import Entry
+    from tests.conformance.transports.other_process import OtherProcess
+
+SOURCE_NBYTES = LONG_NBYTES + 64 * LONG_PASSES
+
+
+def write_to(make_side: Callable[[], Side], other: OtherProcess) -> Side:
+    """This process writes into the other one, and has done so once."""
+    writer = make_side()
+    writer.add_buffer(SOURCE_NBYTES, seed=0)
+    other.call("add_buffer", LONG_NBYTES, 1)
+    writer.connect("other", other.call("invite", "here"))
+    assert writer.wait_batch(writer.submit_block("other", 0, 100)) == "ok"
+    return writer
+
+
+def be_written_by(make_side: Callable[[], Side], other: OtherProcess) -> tuple[Side, int]:
+    """The other process is in the middle of a long batch into this one; returns its ticket."""
+    owner = make_side()
+    owner.add_buffer(LONG_NBYTES, seed=1)
+    other.call("add_buffer", SOURCE_NBYTES, 0)
+    other.call("connect", "here", owner.invite("other"))
+    before = owner.buffers[0].array[: 32 << 10].copy()
+    ticket = other.call("submit_long", "here")
+    owner.wait_changed(before)
+    return owner, ticket
+
+
+def test_bytes_are_visible_to_the_other_process_when_the_batch_is_reported(
+    make_side: Callable[[], Side], other: OtherProcess
+) -> None:
+    writer = write_to(make_side, other)
+    for offset in range(0, LONG_NBYTES, LONG_NBYTES // 8):
+        nbytes = LONG_NBYTES // 8
+        assert writer.wait_batch(writer.submit_block("other", offset, nbytes)) == "ok"
+        landed = other.call("digest_of", offset, nbytes)
+        assert landed == hashlib.sha256(writer.buffers[0].array[offset : offset + nbytes].tobytes()).hexdigest()
+
+
+def test_a_killed_owner_fails_every_open_batch_once_and_nobody_else(
+    make_side: Callable[[], Side], other: OtherProcess
+) -> None:
+    writer = write_to(make_side, other)
+    bystander = make_side()
+    bystander.add_buffer(LONG_NBYTES, seed=2)
+    join(writer, bystander, "writer", "bystander")
+    assert writer.wait_batch(writer.submit_block("bystander", 0, 100)) == "ok"
+    tickets = [writer.submit_long("other"), writer.submit_block("other", 0, 100), writer.submit_long("other")]
+    other.kill()
+    assert [writer.wait_batch(ticket) for ticket in tickets] == ["peer_failed"] * 3
+    writer.wait_failed("other")
+    with pytest.raises(TransportFailure):
+        writer.submit_block("other", 0, 100)
+
+    assert writer.wait_batch(writer.submit_block("bystander", 200, 1000)) == "ok"
+    assert (bystander.buffers[0].array[200:1200] == writer.buffers[0].array[200:1200]).all()
+    writer.close_peer("other")
+    writer.wait_closed("other")
+    assert [len(writer.done(ticket)) for ticket in tickets] == [1, 1, 1]
+    assert len([one for one in writer.happened if isinstance(one, PeerFailed)]) == 1
+
+
+def test_a_killed_owner_is_noticed_while_nothing_is_sent(make_side: Callable[[], Side], other: OtherProcess) -> None:
+    writer = write_to(make_side, other)
+    other.kill()
+    writer.wait_failed("other")
+
+
+def test_a_killed_writer_can_be_closed(make_side: Callable[[], Side], other: OtherProcess) -> None:
+    owner, _ = be_written_by(make_side, other)
+    other.kill()
+    owner.close_peer("other")
+    owner.wait_closed("other")
+    at_the_end = owner.snapshot()
+    writer = make_side()
+    writer.add_buffer(4096, seed=3)
+    join(writer, owner, "successor", "here")
+    assert writer.wait_batch(writer.submit_block("here", 0, 100)) == "ok"
+    changed = owner.snapshot()[0]
+    assert changed[100:] == at_the_end[0][100:]
+
+
+def test_a_stopped_owner_either_does_not_matter_or_is_a_timeout(
+    make_side: Callable[[], Side], other: OtherProcess, entry: Entry
+) -> None:
+    writer = write_to(make_side, other)
+    other.stop()
+    ticket = writer.submit_block("other", 0, LONG_NBYTES, timeout_s=0.5 if entry.needs_peer else 20.0)
+    if entry.needs_peer:
+        assert writer.wait_batch(ticket) == "timeout"
+        writer.wait_failed("other")
+    else:
+        assert writer.wait_batch(ticket) == "ok"
+    writer.close_peer("other")
+    other.resume()  # bytes on their way to it may have to land before the end of the peer can be told
+    writer.wait_closed("other")
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_nothing_changes_after_a_stopped_writer_was_closed_and_goes_on(
+    make_side: Callable[[], Side], other: OtherProcess, attempt: int
+) -> None:
+    """PeerClosed may come while the writer is stopped or only after it went on; from then on memory stays as it is.
+
+    The moment of the stop is up to the scheduler, hence several attempts.
+    """
+    owner, ticket = be_written_by(make_side, other)
+    other.stop()
+    owner.close_peer("other")
+    closed_meanwhile = owner.closed_within("other", 0.1)
+    at_the_end = owner.snapshot() if closed_meanwhile else None
+    other.resume()
+    if at_the_end is None:
+        owner.wait_closed("other")
+        at_the_end = owner.snapshot()
+    assert other.call("wait_batch", ticket) != "ok"
+    other.call("wait_failed", "here")
+    assert owner.snapshot() == at_the_end
