@@ -34,7 +34,8 @@ _FLAGS: dict[str, tuple[str, str]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong usage or settings."""
-    args = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args = _parser(argv).parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run: Callable[[argparse.Namespace], int | None] = args.run
     try:
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pdlink",
         description="Moves the KV cache of an LLM from prefill servers to decode servers.",
@@ -107,11 +108,12 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure this machine and this link").add_subparsers(
         required=True, metavar="BENCHMARK"
     )
-    from pdlink_bench import transfer
-
     moved = bench.add_parser("transfer", help="push KV between two processes over every transport")
-    transfer.add_arguments(moved)
-    moved.set_defaults(run=transfer.run)
+    if "bench" in argv:  # its options need the planner; no other command pays for that
+        from pdlink_bench import transfer
+
+        transfer.add_arguments(moved)
+        moved.set_defaults(run=transfer.run)
     return parser
 
 

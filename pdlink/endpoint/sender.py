@@ -274,6 +274,8 @@ class Sender:
             return f"offer of {len(offer.blocks)} blocks, tokens [{offer.start}, {offer.end}) take {needed}"
         if any(not 0 <= block < layout.num_blocks for block in offer.blocks):
             return f"offer names a block outside 0..{layout.num_blocks - 1}"
+        if len(set(offer.blocks)) != len(offer.blocks):
+            return "offer names a block twice"
         return ""
 
     def _run(self, outgoing: _Outgoing, actions: list[Action]) -> None:

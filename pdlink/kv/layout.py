@@ -13,6 +13,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from pdlink.errors import LayoutMismatch
+
+MAX_OFFSET = 2**62
+"""Layouts that reach further are refused, so that no sum of two offsets can overflow 64 bits."""
+
+RunArray = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+"""[n, 3] int64, C-contiguous: source offset, destination offset, nbytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Runs between one source region and one destination region: what `plan` makes and a transport copies."""
+
+    src_region: int
+    src_base: int
+    """Bytes added to every source offset of `runs`."""
+    dst_region: int
+    dst_base: int
+    runs: RunArray
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.runs[:, 2].sum())
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -63,18 +89,63 @@ class KVLayout:
 
     def extent(self, region: int) -> int:
         """Bytes of `region` that this layout can touch; 0 if it touches none. A buffer must be at least this long."""
-        end = 0
-        for layer in self.layers:
-            reach = (
-                (self.num_blocks - 1) * layer.block_stride
-                + (self.block_tokens - 1) * layer.token_stride
-                + (self.num_heads - 1) * layer.head_stride
-                + self.head_nbytes
-            )
+        ends = [
+            part.offset + self._reach(layer) for layer in self.layers for part in layer.parts if part.region == region
+        ]
+        return max(ends, default=0)
+
+    def check(self, side: str) -> None:
+        """Refuse a layout whose offsets are negative or do not fit 64 bits: it may have come from a peer.
+
+        Raises LayoutMismatch, naming `side` and the layer. Whether it fits the registered buffers is for the
+        transport to check.
+        """
+        for name in ("block_tokens", "num_blocks", "num_heads", "head_nbytes"):
+            value = getattr(self, name)
+            if not 1 <= value < MAX_OFFSET:
+                raise LayoutMismatch(f"{side} layout is malformed: {name} is {value}")
+        for index, layer in enumerate(self.layers):
+            if not layer.parts:
+                raise LayoutMismatch(f"{side} layer {index} is malformed: it has no parts")
+            if min(layer.block_stride, layer.token_stride, layer.head_stride) < 0:
+                raise LayoutMismatch(f"{side} layer {index} is malformed: a stride is negative")
+            reach = self._reach(layer)
             for part in layer.parts:
-                if part.region == region:
-                    end = max(end, part.offset + reach)
-        return end
+                if min(part.region, part.offset) < 0 or part.offset + reach >= MAX_OFFSET:
+                    raise LayoutMismatch(f"{side} layer {index} is malformed: {part} of {reach} bytes")
+
+    def check_writable(self, side: str) -> None:
+        """Refuse a destination where one byte would stand for two places: KV would be overwritten silently.
+
+        Each part's axes must nest without overlap, and no two parts may begin at the same byte. (A source may repeat
+        itself, for instance one head for several by a stride of 0.) Raises LayoutMismatch.
+        """
+        seen: dict[Part, int] = {}
+        for index, layer in enumerate(self.layers):
+            for part in layer.parts:
+                if part in seen:
+                    raise LayoutMismatch(f"{side} layers {seen[part]} and {index} both have a part at {part}")
+                seen[part] = index
+            reach = self.head_nbytes
+            for stride, count in sorted(self._axes(layer)):
+                if count > 1:
+                    if stride < reach:
+                        raise LayoutMismatch(
+                            f"{side} layer {index} is malformed: stride {stride} is shorter than {reach} bytes inside"
+                        )
+                    reach += (count - 1) * stride
+
+    def _axes(self, layer: LayerLayout) -> tuple[tuple[int, int], ...]:
+        """(stride, count) of blocks, tokens and heads."""
+        return (
+            (layer.block_stride, self.num_blocks),
+            (layer.token_stride, self.block_tokens),
+            (layer.head_stride, self.num_heads),
+        )
+
+    def _reach(self, layer: LayerLayout) -> int:
+        """Bytes from the beginning of a part to its last byte."""
+        return self.head_nbytes + sum((count - 1) * stride for stride, count in self._axes(layer))
 
 
 def paged_layout(

@@ -23,31 +23,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
+from pdlink.kv.layout import Piece as Piece  # noqa: TC001 (exported from here, too)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.memory.buffers import Buffer
-
-RunArray = np.ndarray[tuple[int, int], np.dtype[np.int64]]
-"""[n, 3] int64, C-contiguous: source offset, destination offset, nbytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Runs between one source region and one destination region."""
-
-    src_region: int
-    src_base: int
-    """Bytes added to every source offset of `runs`."""
-    dst_region: int
-    dst_base: int
-    runs: RunArray
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.runs[:, 2].sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+Rows = np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]
 WAIT_S = 10.0
 TIMEOUTS = TimeoutConfig(heartbeat_s=0.05, peer_s=5.0, connect_s=6.0, lease_s=7.0, request_s=60.0)
 
@@ -110,7 +111,7 @@ class Node:
         self.endpoint.close()
         self.buffer.close()
 
-    def rows(self, blocks: list[int], num_tokens: int, layer: int) -> np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]:
+    def rows(self, blocks: list[int], num_tokens: int, layer: int) -> Rows:
         """[part, token, bytes] of a sequence that lies in `blocks`, gathered the slow way."""
         kv = self.layout
         size = kv.num_heads * kv.head_nbytes

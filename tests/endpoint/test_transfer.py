@@ -164,12 +164,21 @@ def test_push_that_fails_fences_the_peer_and_the_next_transfer_works(pair: Pair)
     assert_same_kv(pair)
 
 
-def test_offer_outside_the_receivers_pool_is_refused(pair: Pair) -> None:
+@pytest.mark.parametrize(
+    ("blocks", "reason"),
+    [
+        ([11, 3, 32], "offer names a block outside 0..31"),
+        ([11, 3, -1], "offer names a block outside 0..31"),
+        ([11, 3, 11], "offer names a block twice"),
+        ([11, 3], "offer of 2 blocks, tokens [0, 21) take 3"),
+    ],
+)
+def test_offer_that_cannot_be_written_is_refused(pair: Pair, blocks: list[int], reason: str) -> None:
     pair.announce("t")
     handler = pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", [11, 3, 32], 0, TOKENS)
+    pair.decode.endpoint.receiver.offer("t", blocks, 0, TOKENS)
     pair.compute("t", SRC, TOKENS)
-    assert handler.wait() == ["failed offer names a block outside 0..31", "released"]
+    assert handler.wait() == [f"failed {reason}", "released"]
 
 
 def test_transfer_id_is_good_for_one_attempt(pair: Pair) -> None:

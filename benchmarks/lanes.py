@@ -1,0 +1,174 @@
+"""The two processes a transport connects, and the one that measures what a single core could do at best.
+
+`Sender` and `Receiver` play the roles of a prefill and a decode worker; `Ceiling` copies the same runs between two
+buffers of its own. All times are taken in the process that waits for the bytes to have landed.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pdlink.errors import DeadlineExceeded, TransportFailure
+from pdlink.kv.plan import warm_up
+from pdlink.memory.buffers import Buffer
+from pdlink.transport.base import BatchDone, PeerFailed, Status
+
+from .workload import check_and_clear, fill_source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdlink.kv.layout import RunArray
+    from pdlink.transport.base import Transport
+
+    from .workload import Workload
+
+SENDER, RECEIVER = "bench-sender", "bench-receiver"
+
+
+@dataclass(frozen=True, slots=True)
+class Viability:
+    """What the transport's `probe()` said."""
+
+    ok: bool
+    reason: str = ""
+
+
+class _End:
+    """One registered buffer behind one transport."""
+
+    def __init__(self, workload: Workload, make_transport: Callable[[], Transport]) -> None:
+        self.workload = workload
+        self.transport = make_transport()
+        self.buffer: Buffer | None = None
+
+    def probe(self) -> Viability:
+        probe = self.transport.probe()
+        return Viability(probe.ok, probe.reason)
+
+    def array(self, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """Open the transport with a buffer of this size."""
+        self.transport.open()
+        self.buffer = Buffer(nbytes)
+        self.transport.register(self.buffer)
+        return self.buffer.array
+
+    def close(self) -> None:
+        self.transport.close()
+        if self.buffer is not None:
+            self.buffer.close()
+
+
+class Receiver(_End):
+    def invite(self) -> bytes:
+        self.array(self.workload.dst.extent(0))
+        return self.transport.invite(SENDER)
+
+    def check_and_clear(self) -> str:
+        if self.buffer is None:
+            raise ValueError("nothing was received yet")
+        return check_and_clear(self.buffer.array, self.workload)
+
+
+class Sender(_End):
+    def connect(self, invitation: bytes) -> None:
+        warm_up()
+        fill_source(self.array(self.workload.src.extent(0)), self.workload)
+        self.plan = self.workload.plan()
+        self.transport.connect(RECEIVER, invitation)
+
+    def lane(self) -> str:
+        """How the bytes really travelled."""
+        return self.transport.lane(RECEIVER)
+
+    def push_whole(self, timeout_s: float) -> float:
+        """Seconds from one submit of everything to the moment all of it is known to have landed."""
+        pieces = [piece for layer in range(self.workload.num_layers) for piece in self.plan.pieces(layer)]
+        start_s = time.monotonic()
+        ticket = self.transport.submit(RECEIVER, pieces, timeout_s)
+        self._wait({ticket}, start_s + timeout_s)
+        return time.monotonic() - start_s
+
+    def push_layers(self, timeout_s: float) -> float:
+        """Seconds for all layers when each one waits for the one before to have landed."""
+        start_s = time.monotonic()
+        for layer in range(self.workload.num_layers):
+            ticket = self.transport.submit(RECEIVER, self.plan.pieces(layer), timeout_s)
+            self._wait({ticket}, start_s + timeout_s)
+        return time.monotonic() - start_s
+
+    def push_during_prefill(self, layer_s: float, timeout_s: float) -> float:
+        """Seconds from the last layer being ready to all having landed, when one gets ready every `layer_s`."""
+        open_tickets: set[int] = set()
+        start_s = ready_s = time.monotonic()
+        for layer in range(self.workload.num_layers):
+            ready_s = start_s + (layer + 1) * layer_s
+            while (left_s := ready_s - time.monotonic()) > 0:
+                self._collect(open_tickets, left_s)
+            open_tickets.add(self.transport.submit(RECEIVER, self.plan.pieces(layer), timeout_s))
+        self._wait(open_tickets, ready_s + timeout_s)
+        return time.monotonic() - ready_s
+
+    def _wait(self, tickets: set[int], deadline_s: float) -> None:
+        while tickets:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineExceeded(f"{len(tickets)} batches were not reported before their deadline")
+            self._collect(tickets, left_s)
+
+    def _collect(self, tickets: set[int], wait_s: float) -> None:
+        """Strike off the batches that have landed; waits until there is something to say, `wait_s` at most."""
+        occurrences = self.transport.poll()
+        if not occurrences:
+            select.select([self.transport.fileno()], [], [], wait_s)
+            occurrences = self.transport.poll()
+        for occurrence in occurrences:
+            if isinstance(occurrence, PeerFailed):
+                raise TransportFailure(occurrence.reason)
+            if isinstance(occurrence, BatchDone):
+                if occurrence.status is not Status.OK:
+                    raise TransportFailure(f"batch ended as {occurrence.status.value}: {occurrence.detail}")
+                tickets.discard(occurrence.ticket)
+
+
+class Ceiling:
+    """The same runs, copied by one core inside one process: what no transport of one thread can beat."""
+
+    def __init__(self, workload: Workload) -> None:
+        from pdlink import _copy
+
+        self._native = _copy
+        self.workload = workload
+        self.src, self.dst = Buffer(workload.src.extent(0)), Buffer(workload.dst.extent(0))
+        fill_source(self.src.array, workload)
+        plan = workload.plan()
+        pieces = (piece for layer in range(workload.num_layers) for piece in plan.pieces(layer))
+        self.runs: RunArray = np.concatenate([piece.runs + (piece.src_base, piece.dst_base, 0) for piece in pieces])
+
+    def store_kind(self) -> str:
+        """The instruction set of the non-temporal stores."""
+        return self._native.store_kinds()[0]
+
+    def copy_memcpy(self) -> float:
+        """Seconds with memcpy per run."""
+        start_s = time.monotonic()
+        self._native.memcpy_runs(self.dst.array, self.src.array, self.runs)
+        return time.monotonic() - start_s
+
+    def copy_nt(self) -> float:
+        """Seconds with non-temporal stores."""
+        start_s = time.monotonic()
+        self._native.nt_runs(self.dst.array, self.src.array, self.runs)
+        return time.monotonic() - start_s
+
+    def check_and_clear(self) -> str:
+        return check_and_clear(self.dst.array, self.workload)
+
+    def close(self) -> None:
+        self.src.close()
+        self.dst.close()

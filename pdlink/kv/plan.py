@@ -1,0 +1,357 @@
+"""Two layouts + two block lists → byte runs: the only place with offset arithmetic.
+
+`template()` compares two layouts once per pair of peers and sorts their layers into classes of equal geometry.
+`bind()` works out, once per request, the runs of each class; a layer adds only the bases of its parts, so a plan for
+eighty layers costs as much as one for a single layer.
+
+How the runs of a class come about:
+  1. The token range is cut wherever a block ends on either side. What lies between two cuts is a *span*: tokens at a
+     constant stride on both sides. Spans that go on where the last one ended (consecutive blocks) are joined.
+  2. A span is a small box of copies over up to three axes (tokens, heads, parts), each with a count and a stride per
+     side; one (token, head) vector is the unit. An axis whose stride equals the run's length on both sides only makes
+     the run longer and is dropped.
+  3. What is left of the box is written out in order of destination address, and neighbours that touch on both sides
+     (a fused K+V block and the next one) are joined once more.
+
+Block sizes, axis order, fused or separate K and V, MLA, slices of heads (a layout whose parts begin at the first
+head) and partial blocks are only other numbers in it. Steps 1 and 3 are compiled; they hold no GIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import numba
+import numpy as np
+
+from pdlink.errors import LayoutMismatch
+from pdlink.kv.layout import MAX_OFFSET, KVLayout, LayerLayout, Part, Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdlink.kv.layout import RunArray
+
+IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
+BlockIds = Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
+"""In token order."""
+Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerClass:
+    """Geometry shared by layers that can use the same runs."""
+
+    src_block_stride: int
+    src_token_stride: int
+    dst_block_stride: int
+    dst_token_stride: int
+    axes: tuple[tuple[int, int, int], ...]
+    """Three (count, source stride, destination stride), by falling destination stride: tokens (count 0: it is the
+    span's), heads, and parts (count 1 where K and V do not lie so that their runs could join)."""
+    head_nbytes: int
+
+    def runs(self, src: IntArray, dst: IntArray, start: int, end: int, block_tokens: tuple[int, int]) -> RunArray:
+        """Runs of tokens [start, end), relative to the first part of a layer."""
+        spans = _spans(
+            src,
+            dst,
+            start,
+            end,
+            *block_tokens,
+            self.src_block_stride,
+            self.src_token_stride,
+            self.dst_block_stride,
+            self.dst_token_stride,
+        )
+        runs = _expand(spans, np.array(self.axes, dtype=np.int64), self.head_nbytes)
+        runs.flags.writeable = False  # layers share them
+        return runs
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTemplate:
+    """Which runs a layer uses, and where they are based."""
+
+    class_index: int
+    bases: tuple[tuple[Part, Part], ...]
+    """(source, destination) per piece: one for fused parts, otherwise one per part."""
+    token_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What can be known about copying from one layout to another before any request is seen."""
+
+    src: KVLayout
+    dst: KVLayout
+    classes: tuple[LayerClass, ...]
+    layers: tuple[LayerTemplate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The copies of one request; the runs of a class are shared by its layers and read-only."""
+
+    template: Template
+    start: int
+    end: int
+    runs: tuple[RunArray, ...]
+    """Per class of `template.classes`."""
+
+    def pieces(self, layer: int) -> tuple[Piece, ...]:
+        """What to submit for one layer; empty if the range is."""
+        if self.start == self.end:
+            return ()
+        shape = self.template.layers[layer]
+        runs = self.runs[shape.class_index]
+        return tuple(Piece(src.region, src.offset, dst.region, dst.offset, runs) for src, dst in shape.bases)
+
+    def layer_nbytes(self, layer: int) -> int:
+        """Payload of one layer."""
+        return (self.end - self.start) * self.template.layers[layer].token_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Payload of all layers."""
+        return (self.end - self.start) * self.template.src.token_nbytes
+
+    @property
+    def num_runs(self) -> int:
+        """Copies over all layers and parts."""
+        return sum(len(self.runs[layer.class_index]) * len(layer.bases) for layer in self.template.layers)
+
+
+def template(src: KVLayout, dst: KVLayout) -> Template:
+    """Everything about copying from `src` to `dst` that does not depend on a request; made once per pair of peers.
+
+    Raises LayoutMismatch, naming the factor and both values, if the layouts do not hold the same KV, and naming the
+    layer if one of them is malformed (see `KVLayout.check`).
+    """
+    for factor, ours, theirs in (
+        ("dtype", src.dtype, dst.dtype),
+        ("number of KV heads", src.num_heads, dst.num_heads),
+        ("bytes per head", src.head_nbytes, dst.head_nbytes),
+        ("number of layers", len(src.layers), len(dst.layers)),
+    ):
+        if ours != theirs:
+            raise LayoutMismatch(f"{factor} differs: source {ours}, destination {theirs}")
+    src.check("source")
+    dst.check("destination")
+    dst.check_writable("destination")
+    classes: dict[LayerClass, int] = {}
+    layers = []
+    for index, (src_layer, dst_layer) in enumerate(zip(src.layers, dst.layers, strict=True)):
+        if len(src_layer.parts) != len(dst_layer.parts):
+            raise LayoutMismatch(
+                f"parts of layer {index} differ: source {len(src_layer.parts)}, destination {len(dst_layer.parts)}"
+            )
+        shape, bases = _classify(src, dst, src_layer, dst_layer)
+        layers.append(
+            LayerTemplate(
+                class_index=classes.setdefault(shape, len(classes)),
+                bases=bases,
+                token_nbytes=len(src_layer.parts) * src.num_heads * src.head_nbytes,
+            )
+        )
+    return Template(src, dst, tuple(classes), tuple(layers))
+
+
+def bind(template: Template, src_blocks: BlockIds, dst_blocks: BlockIds, start: int, end: int) -> Plan:
+    """The plan that copies tokens [start, end) of a sequence.
+
+    src_blocks, dst_blocks: block ids in token order (a list or an integer array); the first one holds token `start`
+    on its side, and blocks beyond the last one needed are ignored. Positions count from the start of the sequence,
+    so both sides agree where inside a block a token lies whatever their block sizes.
+    Raises ValueError if a list is too short for the range, names a block that does not exist, or would write a
+    destination block twice.
+    Cost: O(blocks + runs), without the GIL in the loops.
+    """
+    if not 0 <= start <= end < MAX_OFFSET:
+        raise ValueError(f"token range [{start}, {end}) is not a range of positions")
+    src = _needed("source", template.src, src_blocks, start, end)
+    dst = _needed("destination", template.dst, dst_blocks, start, end)
+    if len(np.unique(dst)) != len(dst):
+        raise ValueError("destination blocks are not distinct: two ranges of tokens would be written to one block")
+    block_tokens = (template.src.block_tokens, template.dst.block_tokens)
+    return Plan(template, start, end, tuple(c.runs(src, dst, start, end, block_tokens) for c in template.classes))
+
+
+def warm_up() -> None:
+    """Compile (or load from the cache) what `bind` needs, so that no request pays for it. Call once at start."""
+    layer = LayerLayout(parts=(Part(0, 0),), block_stride=1, token_stride=1, head_stride=1)
+    tiny = KVLayout("uint8", block_tokens=1, num_blocks=1, num_heads=1, head_nbytes=1, layers=(layer,))
+    bind(template(tiny, tiny), [0], [0], 0, 1)
+
+
+def _classify(
+    src: KVLayout, dst: KVLayout, src_layer: LayerLayout, dst_layer: LayerLayout
+) -> tuple[LayerClass, tuple[tuple[Part, Part], ...]]:
+    """The class of a layer and the bases of its pieces."""
+    bases = tuple(sorted(zip(src_layer.parts, dst_layer.parts, strict=True), key=lambda pair: pair[0].offset))
+    tokens = (0, src_layer.token_stride, dst_layer.token_stride)
+    heads = (src.num_heads, src_layer.head_stride, dst_layer.head_stride)
+    parts = (1, 0, 0)
+    distance = _common_distance(bases)
+    if distance:
+        fused = (len(bases), distance, distance)
+        span_tokens = min(src.block_tokens, dst.block_tokens)
+        if _absorbs((span_tokens, *tokens[1:]), heads, fused, head_nbytes=src.head_nbytes):
+            parts, bases = fused, bases[:1]
+    shape = LayerClass(
+        src_block_stride=src_layer.block_stride,
+        src_token_stride=src_layer.token_stride,
+        dst_block_stride=dst_layer.block_stride,
+        dst_token_stride=dst_layer.token_stride,
+        axes=tuple(sorted((tokens, heads, parts), key=lambda axis: axis[2], reverse=True)),
+        head_nbytes=src.head_nbytes,
+    )
+    return shape, bases
+
+
+def _common_distance(bases: tuple[tuple[Part, Part], ...]) -> int:
+    """Bytes from one part to the next, if they are the same between all parts and on both sides; otherwise 0."""
+    if len({(src.region, dst.region) for src, dst in bases}) != 1:
+        return 0
+    steps = {
+        after.offset - before.offset
+        for pair, next_pair in zip(bases, bases[1:], strict=False)
+        for before, after in zip(pair, next_pair, strict=True)
+    }
+    return steps.pop() if len(steps) == 1 else 0
+
+
+def _absorbs(*axes: tuple[int, int, int], head_nbytes: int) -> bool:
+    """Whether the last axis becomes part of a longer run when a whole block is copied.
+
+    If not, its parts are better kept as pieces of their own, which share one list of runs half as long.
+    """
+    run = head_nbytes
+    for axis in sorted(axes, key=lambda axis: axis[2]):
+        count, src_stride, dst_stride = axis
+        if count > 1 and src_stride == dst_stride == run:
+            if axis is axes[-1]:
+                return True
+            run *= count
+    return False
+
+
+def _needed(side: str, layout: KVLayout, blocks: BlockIds, start: int, end: int) -> IntArray:
+    """The blocks of one side that [start, end) touches, as a fresh array (one type for the compiled loops)."""
+    count = -(-end // layout.block_tokens) - start // layout.block_tokens if end > start else 0
+    if len(blocks) < count:
+        raise ValueError(
+            f"{side} blocks do not cover tokens [{start}, {end}): "
+            f"{count} blocks of {layout.block_tokens} tokens needed, {len(blocks)} given"
+        )
+    if count == 0:
+        return np.empty(0, dtype=np.int64)
+    given = np.asarray(blocks[:count])
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise ValueError(f"{side} blocks must be a list of integers, got {given.dtype} of {given.ndim} dimensions")
+    needed = given.astype(np.int64)
+    low, high = int(needed.min()), int(needed.max())
+    if low < 0 or high >= layout.num_blocks:
+        raise ValueError(f"{side} block {low if low < 0 else high} does not exist: there are {layout.num_blocks}")
+    return needed
+
+
+def _compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Compile with numba on first use, without the GIL, keeping the machine code on disk where that is possible.
+
+    numba looks for a place in NUMBA_CACHE_DIR, beside this file and in the user's cache folder, and refuses to
+    decorate where none is writable (0.68: RuntimeError "no locator available"): then every process compiles anew.
+    """
+    try:
+        compiled: Callable[_Args, _Result] = numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError:
+        compiled = numba.njit(nogil=True)(function)
+    return compiled
+
+
+@_compiled
+def _spans(
+    src_blocks: IntArray,
+    dst_blocks: IntArray,
+    start: int,
+    end: int,
+    src_block_tokens: int,
+    dst_block_tokens: int,
+    src_block_stride: int,
+    src_token_stride: int,
+    dst_block_stride: int,
+    dst_token_stride: int,
+) -> Table:
+    """[n, 3]: source offset, destination offset and number of tokens of each span, in token order."""
+    spans = np.empty((len(src_blocks) + len(dst_blocks), 3), dtype=np.int64)
+    src_first = start // src_block_tokens
+    dst_first = start // dst_block_tokens
+    src_next = dst_next = -1
+    count = 0
+    position = start
+    while position < end:
+        src_block = position // src_block_tokens
+        dst_block = position // dst_block_tokens
+        src_token = position - src_block * src_block_tokens
+        dst_token = position - dst_block * dst_block_tokens
+        tokens = min(src_block_tokens - src_token, dst_block_tokens - dst_token, end - position)
+        src = src_blocks[src_block - src_first] * src_block_stride + src_token * src_token_stride
+        dst = dst_blocks[dst_block - dst_first] * dst_block_stride + dst_token * dst_token_stride
+        if src == src_next and dst == dst_next:
+            spans[count - 1, 2] += tokens
+        else:
+            spans[count, 0], spans[count, 1], spans[count, 2] = src, dst, tokens
+            count += 1
+        src_next = src + tokens * src_token_stride
+        dst_next = dst + tokens * dst_token_stride
+        position += tokens
+    return spans[:count]
+
+
+@_compiled
+def _box(axes: Table, tokens: int, run: int) -> tuple[int, int, int, int]:
+    """Counts of the three axes that remain for a span of `tokens` (1: absorbed), and the length of its runs."""
+    counts = [1, 1, 1]
+    for axis in range(2, -1, -1):
+        count = axes[axis, 0]
+        if count == 0:
+            count = tokens
+        if count > 1 and axes[axis, 1] == run and axes[axis, 2] == run:
+            run *= count
+        else:
+            counts[axis] = count
+    return counts[0], counts[1], counts[2], run
+
+
+@_compiled
+def _expand(spans: Table, axes: Table, head_nbytes: int) -> Table:
+    """[n, 3]: the runs of `spans`, neighbours joined."""
+    bound = 0
+    for span in range(len(spans)):
+        count0, count1, count2, _ = _box(axes, spans[span, 2], head_nbytes)
+        bound += count0 * count1 * count2
+    runs = np.empty((bound, 3), dtype=np.int64)
+    src_next = dst_next = -1
+    count = 0
+    for span in range(len(spans)):
+        count0, count1, count2, nbytes = _box(axes, spans[span, 2], head_nbytes)
+        for i in range(count0):
+            for j in range(count1):
+                src = spans[span, 0] + i * axes[0, 1] + j * axes[1, 1]
+                dst = spans[span, 1] + i * axes[0, 2] + j * axes[1, 2]
+                for _ in range(count2):
+                    if src == src_next and dst == dst_next:
+                        runs[count - 1, 2] += nbytes
+                    else:
+                        runs[count, 0], runs[count, 1], runs[count, 2] = src, dst, nbytes
+                        count += 1
+                    src_next = src + nbytes
+                    dst_next = dst + nbytes
+                    src += axes[2, 1]
+                    dst += axes[2, 2]
+    return runs[:count]

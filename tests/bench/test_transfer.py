@@ -1,0 +1,307 @@
+"""The transfer benchmark end to end on small shapes, and that what it claims to notice is noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from rich.progress import Progress
+
+from pdlink.transport.base import Occurrence, Probe
+from pdlink.transport.mapped import MappedTransport
+from pdlink_bench.measure import available_memory_nbytes, machine_facts, median_ratio, summarise
+from pdlink_bench.rounds import Results, Settings, measure
+from pdlink_bench.transfer import TRANSPORTS, main
+from pdlink_bench.workload import Workload, check_and_clear, fill_source
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdlink.memory.buffers import Buffer
+    from pdlink.transport.base import Piece
+
+SMALL = Workload(
+    num_layers=3,
+    num_heads=2,
+    head_dim=12,
+    num_tokens=37,
+    src_block_tokens=16,
+    dst_block_tokens=6,
+    src_order="LBPTH",
+    dst_order="LPBHT",
+)
+QUICK = Settings(layer_ms=(0.1,), rounds=2, warm_ups=1, timeout_s=3.0)
+
+
+class Corrupting(MappedTransport):
+    """Changes one bit of one byte of what it was told to copy."""
+
+    def register(self, buffer: Buffer) -> int:
+        self.buffer = buffer
+        return super().register(buffer)
+
+    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+        last = pieces[-1]
+        self.buffer.array[last.src_base + int(last.runs[-1, 0])] ^= 0x10
+        return super().submit(peer, pieces, timeout_s)
+
+
+class Dying(MappedTransport):
+    """Takes its process with it."""
+
+    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+        os._exit(7)
+
+
+class Silent(MappedTransport):
+    """Never reports a batch, and does not keep the deadline either."""
+
+    def poll(self) -> list[Occurrence]:
+        return []
+
+
+class Unavailable(MappedTransport):
+    @classmethod
+    def probe(cls) -> Probe:
+        return Probe("unavailable", ok=False, reason="needs a device that is not here")
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    """One run in which one transport works and every other one goes wrong in its own way."""
+    transports = {
+        "good": MappedTransport,
+        "corrupting": Corrupting,
+        "dying": Dying,
+        "silent": Silent,
+        "unavailable": Unavailable,
+    }
+    return measure(SMALL, transports, QUICK, Progress(disable=True))
+
+
+def test_a_good_transport_is_measured_in_every_mode_whatever_the_others_do(results: Results) -> None:
+    good = results.transports["good"]
+    assert (good.problem, good.lane) == ("", "mapped")
+    assert {name: len(samples) for name, samples in good.samples_s.items()} == {
+        "whole": 2,
+        "layers": 2,
+        "prefill 0.1": 2,
+    }
+    assert all(seconds > 0 for samples in good.samples_s.values() for seconds in samples)
+
+
+def test_ceilings_copy_the_same_bytes_in_the_same_run(results: Results) -> None:
+    assert results.ceiling.problem == ""
+    assert {name: len(samples) for name, samples in results.ceiling.samples_s.items()} == {"memcpy": 2, "nt": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("corrupting", "wrong bytes (whole): layer 2 part 1: 1 bytes differ"),
+        ("dying", "dying sender ended with exit code 7"),
+        ("silent", "silent sender: DeadlineExceeded"),
+    ],
+)
+def test_a_failing_transport_is_named_and_has_no_figures(results: Results, name: str, problem: str) -> None:
+    measured = results.transports[name]
+    assert measured.failed
+    assert measured.problem.startswith(problem)
+    assert measured.summary("whole") is None
+
+
+def test_a_transport_that_cannot_work_here_is_skipped_with_its_own_reason(results: Results) -> None:
+    measured = results.transports["unavailable"]
+    assert (measured.failed, measured.problem) == (False, "needs a device that is not here")
+
+
+def test_json_holds_every_sample_and_the_machine(results: Results) -> None:
+    kept = json.loads(results.to_json())
+    assert kept["transports"]["good"]["seconds"]["whole"]["samples"] == results.transports["good"].samples_s["whole"]
+    assert kept["transports"]["dying"] == {
+        "lane": "",
+        "problem": results.transports["dying"].problem,
+        "gb_per_s": {},
+        "seconds": {},
+        "ratios": {"of_memcpy": None, "of_nt": None, "exposed at 0.1 ms": None},
+    }
+    assert kept["transports"]["good"]["ratios"]["of_nt"] == results.ceiling.share(
+        "nt", results.transports["good"], "whole"
+    )
+    assert kept["workload"]["nbytes"] == 3 * 2 * 37 * 2 * 12 * 2
+    assert kept["machine"]["cores"] >= 1
+
+
+def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "transfer.json"
+    options = (
+        "--layers 2 --heads 1 --head-dim 8 --tokens 20 --rounds 1 --warm-ups 1 --layer-ms 0.1 --transport mapped"
+    )
+    assert main([*options.split(), "--transport", "mapped", "--dst-block-tokens", "4", "--json", str(target)]) == 0
+    printed = capsys.readouterr().out
+    assert "mapped" in printed
+    assert "ceilings of one core" in printed
+    assert json.loads(target.read_text())["workload"]["dst_block_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--src-order", "LPBTT"], "permutation of LPBTH"),
+        (["--tokens", "100000000"], "needs"),
+    ],
+)
+def test_impossible_options_are_refused_before_anything_starts(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--rounds", "0"], ["--layer-ms", "-1"], ["--transport", "pigeon"]])
+def test_options_out_of_range_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(options)
+    assert options[0] in capsys.readouterr().err
+
+
+def test_every_offered_transport_has_a_factory_that_can_be_found_by_name() -> None:
+    assert sorted(TRANSPORTS) == ["mapped", "ucx-shm", "ucx-tcp"]
+    assert len({make.__qualname__ for make in TRANSPORTS.values()}) == 3
+
+
+def destination(workload: Workload) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], Workload]:
+    """A destination that holds what a correct transfer leaves: here both sides have the same layout and blocks."""
+    same = replace(workload, dst_order=workload.src_order, dst_block_tokens=workload.src_block_tokens)
+    array = np.zeros(same.dst.extent(0), dtype=np.uint8)
+    source = np.zeros(same.src.extent(0), dtype=np.uint8)
+    fill_source(source, same)
+    plan = same.plan()
+    for layer in range(same.num_layers):
+        for piece in plan.pieces(layer):
+            for src, dst, nbytes in piece.runs.tolist():
+                array[piece.dst_base + dst :][:nbytes] = source[piece.src_base + src :][:nbytes]
+    return array, same
+
+
+def test_a_correct_destination_passes_and_is_cleared() -> None:
+    array, workload = destination(SMALL)
+    assert array.any()
+    assert check_and_clear(array, workload) == ""
+    assert not array.any()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_single_wrong_byte_is_found_wherever_it_lies(seed: int) -> None:
+    """Inside the sequence, in the unused tail of its last block, or in a block of somebody else."""
+    array, workload = destination(SMALL)
+    at = int(np.random.default_rng(seed).integers(len(array)))
+    array[at] ^= 0x80
+    assert check_and_clear(array, workload) != ""
+    assert not array.any()
+
+
+def test_two_swapped_tokens_are_found() -> None:
+    """Right bytes in the wrong place: values depend on the position."""
+    array, workload = destination(replace(SMALL, src_order="LPBTH"))
+    layer = workload.dst.layers[1]
+    block = int(workload.dst_blocks[0]) * layer.block_stride + layer.parts[0].offset
+    size = workload.dst.num_heads * workload.dst.head_nbytes
+    first, second = array[block : block + size].copy(), array[block + size : block + 2 * size].copy()
+    array[block : block + size], array[block + size : block + 2 * size] = second, first
+    assert check_and_clear(array, workload).startswith("layer 1 part 0")
+
+
+FOREVER = """
+import sys
+from rich.progress import Progress
+from pdlink_bench import rounds
+from pdlink_bench.workload import Workload
+from pdlink.transport.mapped import MappedTransport
+
+class Told(Progress):
+    def advance(self, *args, **kwargs):
+        print("round", flush=True)
+
+if __name__ == "__main__":
+    small = Workload(num_layers=1, num_heads=1, head_dim=8, num_tokens=8)
+    settings = rounds.Settings(layer_ms=(0.1,), rounds=1_000_000)
+    try:
+        rounds.measure(small, {"mapped": MappedTransport}, settings, Told(disable=True))
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("end", ["Ctrl-C", "kill of the parent"])
+def test_no_process_outlives_the_run(end: str, tmp_path: Path) -> None:
+    script = tmp_path / "forever.py"
+    script.write_text(FOREVER)
+    path = os.pathsep.join(filter(None, sys.path))
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as parent:
+        try:
+            assert parent.stdout is not None
+            assert parent.stderr is not None
+            assert parent.stdout.readline() == "round\n"
+            assert len(members(parent.pid)) >= 4
+            if end == "Ctrl-C":
+                os.killpg(parent.pid, signal.SIGINT)
+                assert parent.wait(20) == 130
+                assert "Traceback" not in parent.stderr.read()
+            else:
+                parent.kill()
+                parent.wait(20)
+            deadline_s = time.monotonic() + 20
+            while (left := members(parent.pid)) and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+            assert left == []
+        finally:
+            for pid in members(parent.pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def members(group: int) -> list[int]:
+    """Living processes of a process group."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            pid, _, rest = stat.read_text().partition(" (")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, _, pgrp = rest.rpartition(") ")[2].split()[:3]
+        if int(pgrp) == group and state not in "ZX":
+            found.append(int(pid))
+    return found
+
+
+def test_summary_gives_interpolated_percentiles() -> None:
+    summary = summarise([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (summary.p10, summary.median, summary.p90) == (1.4, 3.0, 4.6)
+    with pytest.raises(ValueError, match="nothing was measured"):
+        summarise([])
+
+
+def test_a_ratio_compares_the_measurements_of_one_round() -> None:
+    assert median_ratio([1.0, 10.0, 3.0], [2.0, 20.0, 3.0]) == 0.5
+
+
+def test_machine_facts_are_known_on_linux() -> None:
+    facts = machine_facts()
+    assert facts["cpu"] != "unknown"
+    assert int(facts["memory_nbytes"]) > available_memory_nbytes() > 0
