@@ -69,6 +69,20 @@ class PoolExhausted(LocalError):
     http_status = 503
 
 
+class RequestAborted(LocalError):
+    """The client went away, the other leg failed or the worker is stopping; nobody waits for the answer."""
+
+    code = "request_aborted"
+    http_status = 499
+
+
+class EngineFailure(LocalError):
+    """A forward pass failed or gave numbers that are none; the request's tokens so far are still right."""
+
+    code = "engine_failure"
+    retryable = True
+
+
 class LayoutMismatch(LocalError):
     """Two KV layouts cannot be copied into each other; the message names the factor and both values."""
 

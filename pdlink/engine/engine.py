@@ -1,0 +1,340 @@
+"""Continuous batching with chunked prefill: schedule, run, sample, tell the listener.
+
+Theory of operation. One thread (`run`) owns all state and is the only one that touches the model. Other threads only
+put a call into the inbox, under the one lock, and wake the loop; `submit` also checks what needs no state besides
+the set of live request ids, which that lock guards. A step is: do what the inbox says, admit, one forward pass,
+choose a token for each request whose last token was in it. The listener is called from this thread with no lock
+held, so it may call back into any public method.
+
+Every accepted request ends exactly once, whatever happens to it: `_end` is the only way out, and when `run` returns,
+by `stop` or by an exception, it ends those that are left.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdlink.engine.attention import Span
+from pdlink.engine.request import TokenOutput
+from pdlink.engine.sampling import choose
+from pdlink.engine.scheduler import Scheduler, Sequence
+from pdlink.engine.text import Detokenizer
+from pdlink.errors import (
+    CapacityExceeded,
+    EngineFailure,
+    InvalidRequest,
+    Overloaded,
+    PdlinkError,
+    ProtocolError,
+    RequestAborted,
+)
+from pdlink.kv import hashing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdlink.config import EngineConfig
+    from pdlink.engine.models import LoadedModel
+    from pdlink.engine.paged_cache import PagedCache
+    from pdlink.engine.request import EngineListener, GenerationRequest
+    from pdlink.engine.scheduler import Work
+    from pdlink.memory.blocks import BlockPool
+
+_IDLE_WAIT_S = 1.0
+"""Longest sleep of the loop; all that can change its mind wakes it, so this is only a second line."""
+
+
+class Engine:
+    """Generates tokens for many requests at once with one model."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        pool: BlockPool,
+        cache: PagedCache,
+        config: EngineConfig,
+        listener: EngineListener,
+        *,
+        block_tokens: int,
+        share_prefixes: bool,
+        layer_delay_s: float = 0.0,
+    ) -> None:
+        """`pool` counts the blocks of `cache` and may be shared with others who hold some of them.
+
+        layer_delay_s: extra seconds per layer of every forward pass that has prompt tokens in it.
+        """
+        if (block_tokens, pool.num_blocks) != (cache.block_tokens, cache.layout.num_blocks):
+            raise ValueError(
+                f"engine and pool have {pool.num_blocks} blocks of {block_tokens} tokens, "
+                f"the cache {cache.layout.num_blocks} of {cache.block_tokens}"
+            )
+        self._model = model
+        self._pool = pool
+        self._cache = cache
+        self._config = config
+        self._listener = listener
+        self._layer_delay_s = layer_delay_s
+        self._scheduler = Scheduler(
+            pool,
+            block_tokens=block_tokens,
+            max_batched_tokens=config.max_batched_tokens,
+            max_running=config.max_running,
+            namespace=self._namespace if share_prefixes else None,
+        )
+        self._sequences: dict[str, Sequence] = {}
+        self._wakeup = threading.Condition()
+        # Guarded by `_wakeup`:
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._live: set[str] = set()
+        self._awake = False
+        self._stopping = False
+
+    # --- Any thread
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Accept the request; from now on the listener hears of it, and of its end.
+
+        Raises InvalidRequest (empty prompt, token outside the vocabulary, id in use), CapacityExceeded (can never
+        fit) or Overloaded (too many requests now, or the engine is stopping).
+        """
+        self._check(request)
+        limit = self._config.max_running + self._config.max_waiting
+        with self._wakeup:
+            if self._stopping:
+                raise Overloaded("the engine is stopping")
+            if request.request_id in self._live:
+                raise InvalidRequest(f"request id {request.request_id!r} is in use")
+            if len(self._live) >= limit:
+                raise Overloaded(f"{len(self._live)} requests are running or queued, the limit is {limit}")
+            self._live.add(request.request_id)
+            self._post(partial(self._on_submit, request))
+
+    def kv_arrived(self, request_id: str, first_token: int) -> None:
+        """The prompt's KV is complete in the request's blocks, for all layers; `first_token` is output index 0.
+
+        Ignored if the request does not wait for KV (any more).
+        """
+        with self._wakeup:
+            self._post(partial(self._on_kv_arrived, request_id, first_token))
+
+    def kv_failed(self, request_id: str, *, recompute: bool, error: PdlinkError) -> None:
+        """The prompt's KV will not come. recompute: compute it here, first in line; otherwise end with `error`.
+
+        Either way the engine gives its references to the blocks back; whoever still expects writes to them must hold
+        references too. Ignored if the request does not wait for KV (any more).
+        """
+        with self._wakeup:
+            self._post(partial(self._on_kv_failed, request_id, recompute, error))
+
+    def abort(self, request_id: str) -> None:
+        """End the request with RequestAborted, in whatever state it is. Unknown ids are ignored."""
+        with self._wakeup:
+            self._post(partial(self._on_abort, request_id))
+
+    def wake(self) -> None:
+        """Something outside has changed, for one that blocks were given back: look again."""
+        with self._wakeup:
+            self._awake = True
+            self._wakeup.notify_all()
+
+    def stop(self) -> None:
+        """Make `run` return after the pass it is in; requests that are left end with RequestAborted."""
+        with self._wakeup:
+            self._stopping = True
+            self._wakeup.notify_all()
+
+    @property
+    def num_running(self) -> int:
+        """Requests that take part in forward passes."""
+        return self._scheduler.num_running
+
+    @property
+    def num_awaiting_kv(self) -> int:
+        """Requests that have their blocks and wait for somebody else's KV."""
+        return len(self._scheduler.awaiting_kv)
+
+    @property
+    def num_waiting(self) -> int:
+        """Accepted requests that have no blocks yet."""
+        return max(0, len(self._live) - self.num_running - self.num_awaiting_kv)
+
+    # --- The engine's thread
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        torch.set_num_threads(self._config.threads)  # of this thread, which is why it is done here
+        try:
+            while not self._stopping:
+                if not self.step():
+                    with self._wakeup:
+                        self._wakeup.wait_for(lambda: self._awake or self._stopping, _IDLE_WAIT_S)
+                        self._awake = False
+        finally:
+            self._end_all()
+
+    def step(self) -> bool:
+        """Do what there is to do, at most one forward pass of it; False if there was nothing."""
+        num_calls = self._do_inbox()
+        admitted = self._scheduler.admit()
+        for sequence in admitted:
+            self._listener.admitted(sequence.request_id, tuple(sequence.blocks), sequence.num_cached)
+        batch = self._scheduler.next_pass()
+        if batch:
+            self._run_pass(batch)
+        return bool(num_calls or admitted or batch)
+
+    def _run_pass(self, batch: list[Work]) -> None:
+        tokens = torch.tensor([token for work in batch for token in work.sequence.tokens[work.start : work.end]])
+        spans = [Span(work.sequence.table, work.start, work.end) for work in batch]
+        sampling = []
+        rows = []
+        row = -1
+        for work in batch:
+            row += work.end - work.start
+            if work.samples:
+                sampling.append(work.sequence)
+                rows.append(row)
+        prompts = tuple(
+            (work.sequence.request_id, work.start, work.end)
+            for work in batch
+            if work.start < work.sequence.num_prompt
+        )
+        try:
+            logits = self._model.logits(
+                self._cache,
+                tokens,
+                spans,
+                rows,
+                layer_written=(lambda layer: self._listener.layer_written(layer, prompts)) if prompts else None,
+                layer_delay_s=self._layer_delay_s if prompts else 0.0,
+            )
+        except RuntimeError as error:
+            for work in batch:
+                self._end(work.sequence, EngineFailure(f"a forward pass of {len(tokens)} tokens failed: {error}"))
+            return
+        for work in batch:
+            self._scheduler.computed(work.sequence, work.end)
+        for sequence, row_logits in zip(sampling, logits, strict=True):
+            if not torch.isfinite(row_logits.max()):
+                self._scheduler.forget(sequence)
+                self._end(sequence, EngineFailure(f"the logits of output {sequence.num_output} are not finite"))
+                continue
+            self._append(sequence, choose(row_logits, sequence.request.sampling, sequence.num_output))
+
+    def _append(self, sequence: Sequence, token: int) -> None:
+        """The next token of the answer is known: tell it, and go on or end."""
+        sampling = sequence.request.sampling
+        index = sequence.num_output
+        sequence.tokens.append(token)
+        is_eos = token in self._model.eos_token_ids and not sampling.ignore_eos
+        reason: str | None = None
+        if is_eos or token in sampling.stop_token_ids:
+            text, reason = sequence.detokenizer.finish(), "stop"
+        else:
+            text, stopped = sequence.detokenizer.add(token)
+            if stopped:
+                reason = "stop"
+            elif index + 1 == sampling.max_tokens:
+                text, reason = text + sequence.detokenizer.finish(), "length"
+        if index == 0:
+            self._scheduler.start_decoding(sequence)
+        self._listener.output(TokenOutput(sequence.request_id, index, token, text, reason, sequence.num_cached))
+        if reason is not None:
+            self._end(sequence, None)
+
+    def _end(self, sequence: Sequence, error: PdlinkError | None) -> None:
+        self._scheduler.remove(sequence)
+        del self._sequences[sequence.request_id]
+        with self._wakeup:
+            self._live.discard(sequence.request_id)
+        self._listener.ended(sequence.request_id, error)
+
+    def _end_all(self) -> None:
+        """Nothing runs any more: end what is left, also what nobody has taken from the inbox."""
+        with self._wakeup:
+            crashed = not self._stopping
+            self._stopping = True
+        self._do_inbox()
+        for sequence in list(self._sequences.values()):
+            error = EngineFailure("the engine has failed") if crashed else RequestAborted("the engine was stopped")
+            self._end(sequence, error)
+
+    # --- Inbox
+
+    def _post(self, call: Callable[[], None]) -> None:
+        """Caller holds the lock."""
+        self._inbox.append(call)
+        self._awake = True
+        self._wakeup.notify_all()
+
+    def _do_inbox(self) -> int:
+        """Do the calls that are there now; returns how many. One at a time, so that an exception loses none."""
+        num_calls = len(self._inbox)
+        for _ in range(num_calls):
+            with self._wakeup:
+                call = self._inbox.popleft()
+            call()
+        return num_calls
+
+    def _on_submit(self, request: GenerationRequest) -> None:
+        sequence = Sequence(
+            request=request,
+            detokenizer=Detokenizer(self._model.tokenizer, request.prompt_token_ids, request.sampling.stop),
+            tokens=list(request.prompt_token_ids),
+            external_kv=request.external_kv,
+        )
+        self._sequences[request.request_id] = sequence
+        self._scheduler.waiting.append(sequence)
+
+    def _on_kv_arrived(self, request_id: str, first_token: int) -> None:
+        sequence = self._scheduler.awaiting_kv.get(request_id)
+        if sequence is None:
+            return
+        if not 0 <= first_token < self._model.vocab_size:
+            error = ProtocolError(f"first token {first_token} is outside the vocabulary of {self._model.vocab_size}")
+            self._end(sequence, error)
+            return
+        self._scheduler.computed(sequence, sequence.num_prompt)
+        self._append(sequence, first_token)
+
+    def _on_kv_failed(self, request_id: str, recompute: bool, error: PdlinkError) -> None:
+        sequence = self._sequences.get(request_id)
+        # Bad news may come before the blocks are reserved: the other leg can fail while this one is in line.
+        if sequence is None or not sequence.external_kv or sequence.num_output > 0:
+            return
+        if recompute:
+            self._scheduler.start_anew(sequence)
+        else:
+            self._end(sequence, error)
+
+    def _on_abort(self, request_id: str) -> None:
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._end(sequence, RequestAborted(f"request {request_id!r} was aborted"))
+
+    # --- Checks
+
+    def _check(self, request: GenerationRequest) -> None:
+        prompt, max_tokens = request.prompt_token_ids, request.sampling.max_tokens
+        if not prompt:
+            raise InvalidRequest("the prompt is empty; at least one token is needed")
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < self._model.vocab_size:
+                raise InvalidRequest(f"token {token} is outside the vocabulary of {self._model.vocab_size}")
+        if len(prompt) + max_tokens > self._model.max_tokens:
+            raise CapacityExceeded(
+                f"{len(prompt)} prompt tokens and max_tokens {max_tokens} make {len(prompt) + max_tokens}, "
+                f"this worker serves at most {self._model.max_tokens}"
+            )
+        num_blocks = self._scheduler.blocks_for(request)
+        if num_blocks > self._pool.num_blocks:
+            raise CapacityExceeded(f"{num_blocks} KV blocks are needed, this worker has {self._pool.num_blocks}")
+
+    def _namespace(self, salt: str) -> bytes:
+        model = self._model
+        return hashing.namespace(model=model.name, revision=model.revision, dtype=model.dtype, salt=salt)

@@ -1,0 +1,174 @@
+"""A model, its tokenizer, and the few facts about them that the engine, the handshake and block keys need.
+
+transformers' model code and weight loading are used as they are. What our paged attention cannot compute is refused
+here, at start: after loading, one short forward pass with the paged cache is compared with transformers' own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pdlink.engine import attention, tiny
+from pdlink.engine.attention import Span
+from pdlink.engine.paged_cache import PagedCache
+from pdlink.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdlink.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    model: Any
+    """A transformers causal LM in eval mode, set to paged attention."""
+    tokenizer: Any
+    name: str
+    revision: str
+    """What the weights depend on besides the name: the hub commit where it is known."""
+    dtype: str
+    """As torch spells it ("float32"), of weights and KV."""
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    """Token ids lie in [0, vocab_size)."""
+    eos_token_ids: frozenset[int]
+    max_tokens: int
+    """Longest prompt plus answer: the smaller of what is configured and what the model has positions for."""
+
+    def logits(
+        self,
+        cache: PagedCache,
+        tokens: torch.Tensor,
+        spans: Sequence[Span],
+        rows: Sequence[int],
+        *,
+        layer_written: Callable[[int], None] | None = None,
+        layer_delay_s: float = 0.0,
+    ) -> torch.Tensor:
+        """One forward pass: float32 logits [len(rows), vocab_size] of those rows of the flattened batch.
+
+        tokens: [N] ids of `spans`, one after the other; their KV is in `cache` afterwards. The other arguments are
+        those of `PagedCache.begin`. Raises RuntimeError when the model cannot compute (out of memory, for one).
+        """
+        positions = cache.begin(spans, layer_written=layer_written, layer_delay_s=layer_delay_s)
+        try:
+            with torch.inference_mode():
+                output = self.model(
+                    tokens[None],
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=torch.tensor(rows, dtype=torch.int64),
+                    paged_cache=cache,
+                )
+        finally:
+            cache.end()
+        return cast("torch.Tensor", output.logits[0].float())
+
+
+def load_model(config: ModelConfig) -> LoadedModel:
+    """The configured model, ready for the engine. Raises ConfigError that says why it cannot be loaded or run."""
+    attention.register()
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    if config.path is None:
+        model = tiny.build_model(
+            seed=config.seed, num_layers=config.num_layers, max_tokens=config.max_tokens, dtype=dtype
+        )
+        model.set_attn_implementation(attention.IMPLEMENTATION)
+        return _describe(model, tiny.build_tokenizer(), config, f"seed-{config.seed}-layers-{config.num_layers}")
+    model, tokenizer = _from_pretrained(config, dtype)
+    loaded = _describe(model, tokenizer, config, getattr(model.config, "_commit_hash", None) or config.revision)
+    _compare_with_transformers(loaded)
+    return loaded
+
+
+def _from_pretrained(config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]:
+    # No code and no pickles from the hub. Missing weights would be made up at random, so they are an error.
+    options = {"revision": config.revision, "trust_remote_code": False}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.path, **options)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            config.path, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"model.path {config.path!r} cannot be loaded: {error}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ConfigError(f"model.path {config.path!r} lacks {len(missing)} weights, the first is {missing[0]}")
+    return model.eval(), tokenizer
+
+
+def _describe(model: Any, tokenizer: Any, config: ModelConfig, revision: str) -> LoadedModel:
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads
+    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+    eos = text.eos_token_id if eos is None else eos
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=config.name,
+        revision=revision,
+        dtype=config.dtype,
+        num_layers=text.num_hidden_layers,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocab_size=model.get_input_embeddings().num_embeddings,
+        eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or []),
+        max_tokens=min(config.max_tokens, getattr(text, "max_position_embeddings", None) or config.max_tokens),
+    )
+
+
+_PROBE_CHUNKS = ((0, 3), (3, 5), (5, 6))
+"""A chunk without and one with KV behind it, then a single token."""
+_PROBE_DIFFERENCE = {"float32": 0.01, "bfloat16": 0.3, "float16": 0.1}
+"""Largest relative difference of logits that may be rounding; wrong attention gives about 1."""
+
+
+def _compare_with_transformers(loaded: LoadedModel) -> None:
+    """Set the model to paged attention and see that it gives the logits it gave before, whole and continued.
+
+    Raises ConfigError for a model with attention of another kind (latent, linear, softcapped, ...), for one that does
+    not let its attention be replaced, and for RoPE that depends on the longest request of a batch.
+    """
+    model, path = loaded.model, loaded.model.config.name_or_path
+    rope = _rope_types(model.config.get_text_config()) & {"dynamic", "longrope"}
+    if rope:
+        raise ConfigError(
+            f"model.path {path!r} has {rope.pop()} RoPE, which would depend on the other requests of a batch"
+        )
+    num_tokens = _PROBE_CHUNKS[-1][1]
+    ids = (torch.arange(num_tokens) * 37 + 11) % loaded.vocab_size
+    cache = PagedCache(loaded, num_blocks=2, block_tokens=num_tokens - 2)
+    blocks = torch.tensor([1, 0])
+    try:
+        with torch.inference_mode():
+            expected = model(ids[None], use_cache=False).logits[0]
+        model.set_attn_implementation(attention.IMPLEMENTATION)
+        parts = []
+        for start, end in _PROBE_CHUNKS:
+            rows = list(range(end - start))
+            parts.append(loaded.logits(cache, ids[start:end], [Span(blocks, start, end)], rows))
+    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(f"model.path {path!r} does not run with paged attention: {error}") from error
+    finally:
+        cache.close()
+    difference = float((torch.cat(parts) - expected).abs().max() / expected.abs().max())
+    if not difference <= _PROBE_DIFFERENCE[loaded.dtype]:
+        raise ConfigError(
+            f"model.path {path!r} gives other logits with paged attention than without: relative {difference:.2g}"
+        )
+
+
+def _rope_types(text: Any) -> set[str]:
+    """Kinds of RoPE of a model; some have one per kind of layer."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return {str(part.get("rope_type", "default")) for part in (parameters, *nested)}

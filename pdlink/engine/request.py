@@ -1,0 +1,95 @@
+"""What goes into the engine and what comes out of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from pdlink.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdlink.errors import PdlinkError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the answer's tokens are chosen and when it ends. Raises InvalidRequest for values out of range."""
+
+    max_tokens: int
+    """Tokens to generate, at least 1."""
+    temperature: float = 0.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Draw among the likeliest tokens that together have at least this probability."""
+    seed: int = 0
+    """The token at output index i is drawn with (seed, i) and nothing else, so that prefill may choose index 0 and
+    decode the rest, or one process all of them, with the same result."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; not part of it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the answer; their text is not part of it."""
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InvalidRequest(f"temperature must be 0 or more, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise InvalidRequest(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if "" in self.stop:
+            raise InvalidRequest("stop must not hold an empty string: it would end every answer before it begins")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    request_id: str
+    """Unique among the requests the engine has not ended yet."""
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    external_kv: bool = False
+    """True: do not compute the prompt. Blocks are reserved, then the engine waits for `kv_arrived` or `kv_failed`."""
+    salt: str = ""
+    """Prefixes are shared only between requests of equal salt: keeps tenants apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    request_id: str
+    index: int
+    """Position in the answer, from 0."""
+    token_id: int
+    text: str
+    """What is printable now: "" while a UTF-8 character or what may become a stop string is incomplete."""
+    finish_reason: str | None
+    """None while the answer goes on, then "stop" or "length"."""
+    num_cached_tokens: int
+    """Prompt tokens that were found in this worker's own prefix cache."""
+
+
+class EngineListener(Protocol):
+    """Whoever runs the engine. Called in the engine's thread, between layers too: be quick, and do not raise."""
+
+    def admitted(self, request_id: str, block_table: Sequence[int], num_cached_tokens: int) -> None:
+        """The request has every block it will ever need (prompt and max_tokens), `block_table`, from token 0 on.
+
+        The first `num_cached_tokens` are in the cache for all layers: whole blocks, and less than the prompt unless
+        `external_kv`. Called again if the request starts anew after `kv_failed(recompute=True)`.
+        """
+
+    def layer_written(self, layer: int, spans: Sequence[tuple[str, int, int]]) -> None:
+        """The KV of prompt tokens [start, end) of each (request_id, start, end) is now in the pool for `layer`.
+
+        Cached tokens and generated ones are not reported.
+        """
+
+    def output(self, output: TokenOutput) -> None: ...
+
+    def ended(self, request_id: str, error: PdlinkError | None) -> None:
+        """Exactly once per accepted request, after its last output; the engine no longer holds its blocks.
+
+        error: None if the answer is complete, RequestAborted after `abort` or `stop`.
+        """

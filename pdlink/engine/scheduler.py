@@ -1,0 +1,212 @@
+"""Who runs next: queues of requests, their blocks, and the tokens of the next forward pass.
+
+A request moves waiting → (awaiting KV →) running → gone. It is admitted only when every block it can ever need is
+there, so that a running request never waits for memory and none is ever preempted; requests are admitted in order of
+arrival. Of a pass's tokens, one goes to each decoding request first and the rest to prompts in order, in chunks:
+a long prompt delays the others by one chunk at most.
+
+All of it belongs to the engine's thread; only the pool is shared.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdlink.errors import PoolExhausted
+from pdlink.kv import hashing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdlink.engine.request import GenerationRequest
+    from pdlink.engine.text import Detokenizer
+    from pdlink.memory.blocks import BlockPool
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request inside the engine."""
+
+    request: GenerationRequest
+    detokenizer: Detokenizer
+    tokens: list[int]
+    """Prompt, then answer."""
+    external_kv: bool
+    """Whether somebody else computes the prompt; false again once that has failed."""
+    num_computed: int = 0
+    """Tokens whose KV is in the cache for all layers."""
+    num_cached: int = 0
+    """Prompt tokens found in the prefix cache at admission."""
+    blocks: list[int] = field(default_factory=list)
+    """Empty while waiting."""
+    table: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """`blocks` as a tensor."""
+    keys: list[bytes] = field(default_factory=list)
+    """Names of the full blocks of `tokens`, as far as they were needed."""
+    num_named: int = 0
+    """Leading blocks whose name the pool has been told."""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens [start, end) of a sequence, to be computed in the next pass."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the pass gives the logits of this sequence's next token."""
+        return self.end == len(self.sequence.tokens)
+
+
+class Scheduler:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_tokens: int,
+        max_batched_tokens: int,
+        max_running: int,
+        namespace: Callable[[str], bytes] | None,
+    ) -> None:
+        """namespace: the parent of first block keys for a salt; None shares no prefixes."""
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._max_batched_tokens = max_batched_tokens
+        self._max_running = max_running
+        self._namespace = namespace
+        self.waiting: deque[Sequence] = deque()
+        self.awaiting_kv: dict[str, Sequence] = {}
+        self.prefilling: deque[Sequence] = deque()
+        self.decoding: deque[Sequence] = deque()
+
+    @property
+    def num_running(self) -> int:
+        return len(self.prefilling) + len(self.decoding)
+
+    def blocks_for(self, request: GenerationRequest) -> int:
+        """Blocks of the prompt and the longest answer."""
+        return -(-(len(request.prompt_token_ids) + request.sampling.max_tokens) // self._block_tokens)
+
+    def admit(self) -> list[Sequence]:
+        """Reserve blocks for requests from the head of the line, while there is room; returns those that moved on."""
+        admitted: list[Sequence] = []
+        while self.waiting and self.num_running + len(self.awaiting_kv) < self._max_running:
+            sequence = self.waiting[0]
+            try:
+                self._reserve(sequence)
+            except PoolExhausted:
+                break
+            self.waiting.popleft()
+            if sequence.external_kv:
+                self.awaiting_kv[sequence.request_id] = sequence
+            else:
+                self.prefilling.append(sequence)
+            admitted.append(sequence)
+        return admitted
+
+    def next_pass(self) -> list[Work]:
+        """At most `max_batched_tokens` tokens; decoding requests that do not all fit take turns."""
+        budget = self._max_batched_tokens
+        num_decoding = len(self.decoding)
+        if num_decoding >= budget:
+            num_decoding = max(1, budget // 2) if self.prefilling else budget
+        batch = [
+            Work(sequence, sequence.num_computed, len(sequence.tokens))
+            for sequence in islice(self.decoding, num_decoding)
+        ]
+        self.decoding.rotate(-num_decoding)
+        budget -= len(batch)
+        for sequence in self.prefilling:
+            if budget == 0:
+                break
+            end = min(sequence.num_computed + budget, len(sequence.tokens))
+            batch.append(Work(sequence, sequence.num_computed, end))
+            budget -= end - sequence.num_computed
+        return batch
+
+    def computed(self, sequence: Sequence, end: int) -> None:
+        """The KV of tokens up to `end` is in the cache for all layers: full blocks get their names."""
+        sequence.num_computed = end
+        if self._namespace is None:
+            return
+        num_full = end // self._block_tokens
+        self._hash(sequence, num_full)
+        for index in range(sequence.num_named, num_full):
+            self._pool.name(sequence.blocks[index], sequence.keys[index])
+        sequence.num_named = max(sequence.num_named, num_full)
+
+    def start_decoding(self, sequence: Sequence) -> None:
+        """The prompt is computed and the first token chosen."""
+        self._leave(sequence)
+        self.decoding.append(sequence)
+
+    def start_anew(self, sequence: Sequence) -> None:
+        """Nobody else computes the prompt after all: first in line as an ordinary request, with fresh blocks."""
+        self.remove(sequence)
+        sequence.external_kv = False
+        self.waiting.appendleft(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take the sequence out of its queue, whichever it is, and give its blocks back."""
+        self._leave(sequence)
+        self._pool.give_back(sequence.blocks)
+        sequence.blocks = []
+
+    def forget(self, sequence: Sequence) -> None:
+        """The KV of this sequence is not to be trusted: nobody shall find it by name."""
+        for block in sequence.blocks:
+            self._pool.forget(block)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.awaiting_kv.pop(sequence.request_id, None)
+        for queue in (self.waiting, self.prefilling, self.decoding):
+            if sequence in queue:
+                queue.remove(sequence)
+
+    def _reserve(self, sequence: Sequence) -> None:
+        """All blocks of the sequence, those of a known prefix first. Raises PoolExhausted and holds none."""
+        found: list[int] = []
+        if self._namespace is not None:
+            # Somebody must compute the last prompt token, whose logits give the first answer token.
+            shareable = sequence.num_prompt if sequence.external_kv else sequence.num_prompt - 1
+            num_shareable = shareable // self._block_tokens
+            self._hash(sequence, num_shareable)
+            found = self._pool.find(sequence.keys[:num_shareable])
+        try:
+            fresh = self._pool.take(self.blocks_for(sequence.request) - len(found))
+        except PoolExhausted:
+            self._pool.give_back(found)
+            raise
+        sequence.blocks = found + fresh
+        sequence.table = torch.tensor(sequence.blocks)
+        sequence.num_named = len(found)
+        sequence.num_computed = sequence.num_cached = len(found) * self._block_tokens
+
+    def _hash(self, sequence: Sequence, num_blocks: int) -> None:
+        """Extend `keys` to that many blocks."""
+        done = len(sequence.keys)
+        if self._namespace is None or num_blocks <= done:
+            return
+        seed = sequence.keys[-1] if done else self._namespace(sequence.request.salt)
+        tokens = sequence.tokens[done * self._block_tokens : num_blocks * self._block_tokens]
+        sequence.keys += hashing.chain(seed, tokens, self._block_tokens)

@@ -1,0 +1,81 @@
+"""Token ids → text, piece by piece, as a function of the token list alone.
+
+Prefill turns token 0 into text and decode starts again from token 0 with the same prompt, so both must print the
+same. Two things hold text back: a character whose bytes are not all there yet, and an end of the text that may turn
+out to be the beginning of a stop string.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_CONTEXT_TOKENS = 8
+"""Tokens decoded together with the next ones. One is needed where a tokenizer drops the space of a text's first
+token (SentencePiece), four where each is one byte of a character."""
+_LONGEST_TOKENS = 24
+"""Tokens decoded at once before old ones are let go."""
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_INCOMPLETE_CHARS = 3
+"""A UTF-8 character that lacks its last byte has at most three others, each shown as a replacement character by
+byte-fallback decoders; byte-level ones show one for all."""
+
+
+class Detokenizer:
+    """The text of one answer."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._tokens = list(prompt[-_CONTEXT_TOKENS:])
+        self._num_sent = len(self._decode())
+        """Characters of the decoded `_tokens` that were printed or are in `_held`."""
+        self._held = ""
+        """Text that may be the beginning of a stop string."""
+
+    def add(self, token: int) -> tuple[str, bool]:
+        """(newly printable text, whether a stop string is complete). After True nothing may be added."""
+        self._tokens.append(token)
+        text = self._decode()
+        end = len(text) - _num_incomplete(text)
+        new = text[self._num_sent : end]
+        self._num_sent = max(self._num_sent, end)
+        if len(self._tokens) > _LONGEST_TOKENS:
+            num_unsent = len(text) - self._num_sent
+            self._tokens = self._tokens[-_CONTEXT_TOKENS:]
+            self._num_sent = len(self._decode()) - num_unsent
+        return self._release(new)
+
+    def finish(self) -> str:
+        """What is still held back, when the answer ends for another reason than a stop string."""
+        text, stopped = self._release(self._decode()[self._num_sent :])
+        return text if stopped else text + self._held
+
+    def _release(self, new: str) -> tuple[str, bool]:
+        pending = self._held + new
+        starts = [at for at in (pending.find(stop) for stop in self._stop) if at >= 0]
+        if starts:
+            return pending[: min(starts)], True
+        end = len(pending) - max((_overlap(pending, stop) for stop in self._stop), default=0)
+        self._held = pending[end:]
+        return pending[:end], False
+
+    def _decode(self) -> str:
+        # Cleaning up spaces would change text that was printed already.
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
+
+
+def _num_incomplete(text: str) -> int:
+    """Characters at the end of `text` that the next token may change."""
+    return min(len(text) - len(text.rstrip(_INCOMPLETE)), _INCOMPLETE_CHARS)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`, short of all of it."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
