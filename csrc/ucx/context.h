@@ -1,0 +1,48 @@
+// A UCX context with the memory that was registered with it.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <string>
+
+#include "ucx/library.h"
+
+namespace pdlink::ucx {
+
+// Throws std::runtime_error "what: UCX's own words" unless status is UCS_OK.
+void check(const Library& ucx, ucs_status_t status, const char* what);
+
+struct Region {
+    std::uintptr_t base;
+    std::uint64_t nbytes;
+    ucp_mem_h memh;
+    std::string rkey;  // what a peer unpacks to write here
+};
+
+// Everything is called from the progress thread, except regions() of indices that the caller was given.
+class Context {
+  public:
+    // tls: "auto" leaves the choice to UCX, "tcp" and "shm" are ours, anything else is a UCX_TLS list.
+    Context(Library library, const std::string& tls);
+    ~Context();
+    Context(const Context&) = delete;
+    Context& operator=(const Context&) = delete;
+
+    const Library& ucx() const { return library_; }
+    ucp_context_h handle() const { return handle_; }
+
+    std::uint32_t add_region(std::uintptr_t base, std::uint64_t nbytes);
+    const std::deque<Region>& regions() const { return regions_; }
+
+    // A worker that only one thread may touch.
+    ucp_worker_h make_worker() const;
+    // The descriptor that becomes readable when an armed worker has something to do.
+    int worker_fd(ucp_worker_h worker) const;
+
+  private:
+    const Library library_;
+    ucp_context_h handle_ = nullptr;
+    std::deque<Region> regions_;
+};
+
+}  // namespace pdlink::ucx

@@ -1,0 +1,156 @@
+#include "ucx/library.h"
+
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+namespace pdlink::ucx {
+namespace {
+
+constexpr const char* kSoname = "libucp.so.0";
+
+bool have_infiniband() { return ::access("/dev/infiniband", F_OK) == 0; }
+
+bool prefers_system() {
+    const char* text = ::getenv("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY");
+    return text && *text && ::strcasecmp(text, "false") != 0 && std::strcmp(text, "0") != 0;
+}
+
+// UCX reads these once, while it is being loaded. What the user has set wins, and the environment is afterwards as it
+// was, so that child processes do not inherit our choices.
+class LoadSettings {
+  public:
+    LoadSettings() {
+        // The default patches mmap, munmap, brk and others inside libc. Only a registration cache for memory it was
+        // never told of needs that; our pools are registered by hand.
+        if (!have_infiniband()) set("UCX_MEM_MMAP_HOOK_MODE", "none");
+        set("UCX_HANDLE_ERRORS", "none");  // otherwise SIGSEGV handlers
+        set("UCX_DEBUG_SIGNO", "0");       // otherwise SIGHUP freezes the process for a debugger
+        set("UCX_WARN_UNUSED_ENV_VARS", "n");
+        // A peer that dies is an event of ours, not a line on somebody's terminal.
+        set("UCX_LOG_LEVEL", "fatal");
+    }
+    ~LoadSettings() {
+        for (const char* name : ours_) ::unsetenv(name);
+    }
+    LoadSettings(const LoadSettings&) = delete;
+    LoadSettings& operator=(const LoadSettings&) = delete;
+
+  private:
+    void set(const char* name, const char* value) {
+        if (::getenv(name)) return;
+        ::setenv(name, value, 1);
+        ours_.push_back(name);
+    }
+    std::vector<const char*> ours_;
+};
+
+std::string path_of(void* function) {
+    Dl_info info{};
+    return ::dladdr(function, &info) && info.dli_fname ? info.dli_fname : kSoname;
+}
+
+// The functions of an opened library. Throws Unavailable if it is too old or not UCX at all; it is closed again then,
+// so that another copy may be tried.
+Library bind(void* handle) {
+    Library library{};
+    const char* missing = nullptr;
+#define PDLINK_UCX_BIND(name)                                                        \
+    library.name = reinterpret_cast<decltype(library.name)>(::dlsym(handle, #name)); \
+    if (!library.name && !missing) missing = #name;
+    PDLINK_UCX_FUNCTIONS(PDLINK_UCX_BIND)
+#undef PDLINK_UCX_BIND
+    std::string problem;
+    if (library.ucp_get_version) {
+        library.ucp_get_version(&library.major, &library.minor, &library.release);
+        library.path = path_of(reinterpret_cast<void*>(library.ucp_get_version));
+        if (library.major != kNeededMajor || library.minor < kNeededMinor)
+            problem = library.path + " is UCX " + library.version() + ", needed is 1.20 or later";
+    }
+    if (problem.empty() && missing) problem = std::string("it has no function ") + missing;
+    if (!problem.empty()) {
+        ::dlclose(handle);
+        throw Unavailable(problem);
+    }
+    return library;
+}
+
+std::string last_error() {
+    const char* text = ::dlerror();
+    return text ? text : "unknown error";
+}
+
+Library open_file(const std::string& name) {
+    void* handle = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (!handle) throw Unavailable(last_error());
+    return bind(handle);
+}
+
+std::optional<Library> already_loaded() {
+    void* handle = ::dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD);
+    if (!handle) return std::nullopt;
+    return bind(handle);
+}
+
+bool same_file(const std::string& a, const std::string& b) {
+    char* real_a = ::realpath(a.c_str(), nullptr);
+    char* real_b = ::realpath(b.c_str(), nullptr);
+    const bool same = real_a && real_b && std::strcmp(real_a, real_b) == 0;
+    ::free(real_a);
+    ::free(real_b);
+    return same;
+}
+
+Library load_chosen(const std::string& chosen) {
+    const std::size_t slash = chosen.rfind('/');
+    const std::string file = slash == std::string::npos ? chosen : chosen.substr(slash + 1);
+    // A copy with mangled names (as in some wheels) can live beside another; two plain ones resolve each other's
+    // symbols and break in ways that look like anything else.
+    if (file.rfind("libucp.so", 0) == 0) {
+        if (std::optional<Library> loaded = already_loaded()) {
+            if (same_file(loaded->path, chosen) || chosen == kSoname) return *loaded;
+            throw Unavailable("transport.ucx_library is " + chosen + ", but this process has already loaded " +
+                              loaded->path + "; two copies of UCX cannot work in one process");
+        }
+    }
+    try {
+        return open_file(chosen);
+    } catch (const Unavailable& error) {
+        throw Unavailable("transport.ucx_library: " + std::string(error.what()));
+    }
+}
+
+}  // namespace
+
+Library Library::load(const std::string& chosen, const std::string& wheel) {
+    if (chosen == "off") throw Unavailable("UCX is switched off by transport.ucx_library: off");
+    const LoadSettings settings;
+    if (!chosen.empty()) return load_chosen(chosen);
+    if (std::optional<Library> loaded = already_loaded()) return *loaded;
+
+    std::vector<std::string> order;
+    if (prefers_system() || have_infiniband()) order.emplace_back(kSoname);
+    if (!wheel.empty()) order.push_back(wheel);
+    if (order.empty() || order.front() != kSoname) order.emplace_back(kSoname);
+    std::string problems;
+    for (const std::string& name : order) {
+        try {
+            return open_file(name);
+        } catch (const Unavailable& error) {
+            problems += (problems.empty() ? "" : "; ") + std::string(error.what());
+        }
+    }
+    throw Unavailable("no UCX 1.20 or later found (" + problems +
+                      "); install libucx-cu13 or set transport.ucx_library to the path of libucp.so.0");
+}
+
+std::string Library::version() const {
+    return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(release);
+}
+
+}  // namespace pdlink::ucx

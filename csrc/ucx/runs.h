@@ -1,0 +1,46 @@
+// From the runs a caller asked for to the puts that are posted: checked, joined, cut.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace pdlink::ucx {
+
+// A region as bounds are checked against it: ours or, with addresses of its process, a peer's.
+struct Extent {
+    std::uint64_t base;
+    std::uint64_t nbytes;
+};
+
+// Runs between one of our regions and one of the peer's; `runs` are num_runs times source offset, destination
+// offset, nbytes.
+struct Piece {
+    std::int64_t src_region;
+    std::int64_t src_base;
+    std::int64_t dst_region;
+    std::int64_t dst_base;
+    const std::int64_t* runs;
+    std::size_t num_runs;
+};
+
+struct Put {
+    std::uint64_t src;
+    std::uint64_t dst;
+    std::uint64_t nbytes;
+    std::uint32_t src_region;
+    std::uint32_t dst_region;
+};
+
+// A put is at most this long, so that one joined run cannot hold more than a share of the bytes in flight. Per-put
+// cost is 3.5 us over TCP and below 1 us elsewhere: nothing to 4 MiB.
+constexpr std::uint64_t kMaxPutNbytes = 4 << 20;
+
+// The puts of a batch in the order given, neighbours (contiguous on both sides) joined, empty runs left out.
+// TCP and cross-memory attach do not check where a put goes: a run outside its region would land anywhere. So nothing
+// is made of any piece before all runs are checked. Throws std::invalid_argument naming piece, run and limits.
+std::vector<Put> plan_puts(std::span<const Piece> pieces, std::span<const Extent> local,
+                           std::span<const Extent> remote);
+
+}  // namespace pdlink::ucx

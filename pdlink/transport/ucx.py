@@ -1,0 +1,262 @@
+"""One-sided puts through UCX: RDMA between hosts that have it, TCP between hosts that have not, cross-memory attach
+within one.
+
+The work is done in `csrc/ucx` by one native thread; here are the invitation's wire form and the translation between
+the native engine and `base.Transport`. UCX itself has no idea of a fence, so an invited peer gets a worker of its own
+that is destroyed at `close_peer` (sockets, RDMA) and a gate page it must pass (cross-memory attach). Over TCP and
+cross-memory attach UCX does not check where a peer writes, and it aborts on an address or key that is made to hurt:
+invite and connect to only those peers that are trusted with the whole process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+import weakref
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import msgspec
+
+from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
+from pdlink.memory.host import host_id
+from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Probe, Status, Transport
+
+try:
+    from pdlink import _ucx
+except ImportError:  # a build without UCX headers; probe() says so
+    _ucx = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdlink.kv.layout import Piece
+    from pdlink.memory.buffers import Buffer
+
+NEEDED_UCX = (1, 20)
+"""Older versions neither put to ordinary memory natively over TCP nor talk to newer ones (csrc/ucx/library.h)."""
+
+_MAGIC = b"PDUX\x01"
+"""The last byte is the version of the form below."""
+_CHECKSUM_NBYTES = 4
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Blob = Annotated[bytes, msgspec.Meta(min_length=1, max_length=2**16)]
+
+
+class _Region(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    base: _Count
+    """Address in the inviting process."""
+    nbytes: _Count
+    rkey: _Blob
+
+
+class _Invitation(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    ucx: Annotated[str, msgspec.Meta(max_length=32)]
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    """`host_id()`: boot id / pid namespace."""
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+    born: _Count
+    """Start time of that process; a pid alone may be given to another."""
+    gate_fd: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    gate_device: _Count
+    gate_inode: _Count
+    address: _Blob
+    regions: Annotated[list[_Region], msgspec.Meta(max_length=4096)]
+
+
+def _pack(invitation: _Invitation) -> bytes:
+    body = msgspec.msgpack.encode(invitation)
+    return _MAGIC + zlib.crc32(body).to_bytes(_CHECKSUM_NBYTES, "big") + body
+
+
+def _unpack(packed: bytes) -> _Invitation:
+    """Raises ProtocolError. UCX trusts addresses and keys to be whole: damage must be found before it sees them."""
+    start = len(_MAGIC) + _CHECKSUM_NBYTES
+    if packed[: len(_MAGIC)] != _MAGIC:
+        raise ProtocolError(f"not a UCX invitation of version {_MAGIC[-1]}: {packed[: len(_MAGIC)]!r}…")
+    body = packed[start:]
+    if zlib.crc32(body).to_bytes(_CHECKSUM_NBYTES, "big") != packed[len(_MAGIC) : start]:
+        raise ProtocolError(f"UCX invitation of {len(packed)} bytes is damaged: wrong checksum")
+    try:
+        invitation = msgspec.msgpack.decode(body, type=_Invitation)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"UCX invitation cannot be read: {error}") from None
+    for index, region in enumerate(invitation.regions):
+        if not 0 < region.base < region.base + region.nbytes < 2**64:
+            raise ProtocolError(f"UCX invitation: region {index} has {region.nbytes} bytes at {region.base:#x}")
+    return invitation
+
+
+def _version(text: str) -> tuple[int, ...]:
+    parts = text.split(".")
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise ProtocolError(f"UCX invitation: {text!r} is not a version")
+    return tuple(int(part) for part in parts)
+
+
+def _wheel_library() -> str:
+    """libucp.so.0 of the installed libucx package, "" if there is none; the package need not be imported for that."""
+    spec = importlib.util.find_spec("libucx")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        path = Path(folder) / "lib" / "libucp.so.0"
+        if path.exists():
+            return str(path)
+    return ""
+
+
+def _load(library: str | None) -> _ucx.Library:
+    """Raises TransportUnavailable."""
+    if _ucx is None:
+        raise TransportUnavailable("built without UCX headers: reinstall with libucx-cu13 present")
+    try:
+        return _ucx.Library.load(library or "", _wheel_library())
+    except _ucx.Unavailable as error:
+        raise TransportUnavailable(str(error)) from None
+
+
+def probe_ucx(library: str | None = None) -> Probe:
+    """`UcxTransport.probe()` for a configured library; loads it."""
+    try:
+        loaded = _load(library)
+    except TransportUnavailable as error:
+        return Probe("ucx", ok=False, reason=str(error))
+    return Probe("ucx", ok=True, facts={"version": loaded.version, "library": loaded.path})
+
+
+class UcxTransport(Transport):
+    """Puts through UCX, on whatever lane it finds; `lane(peer)` tells which."""
+
+    name: ClassVar[str] = "ucx"
+
+    def __init__(self, tls: str = "auto", library: str | None = None) -> None:
+        """tls: "auto", "tcp", "shm" (cross-memory attach, one host only) or a UCX_TLS list.
+
+        library: path of libucp.so.0, "off", or None to look for one (see `_ucx.Library.load`).
+        """
+        self._tls = tls
+        self._library_choice = library
+        self._library: _ucx.Library | None = None
+        self._native: _ucx.Engine | None = None
+        self._finalizer: weakref.finalize[[], UcxTransport] | None = None
+        self._host: str | None = None
+        self._registering = threading.Lock()
+        self._regions: list[_Region] = []
+        """What invitations tell of our buffers, by region index."""
+        self._buffers: list[Buffer] = []
+
+    @classmethod
+    def probe(cls) -> Probe:
+        return probe_ucx()
+
+    def open(self) -> None:
+        if self._native is not None:
+            return
+        self._library = _load(self._library_choice)
+        self._host = host_id()
+        try:
+            self._native = _ucx.Engine(self._library, self._tls)
+        except RuntimeError as error:
+            raise TransportUnavailable(
+                f"UCX {self._library.version} ({self._library.path}) with transports {self._tls!r}: {error}"
+            ) from None
+        # Also at interpreter exit: UCX's own exit handlers must not find the thread at work.
+        self._finalizer = weakref.finalize(self, self._native.close)
+
+    @property
+    def _engine(self) -> _ucx.Engine:
+        if self._native is None:
+            raise TransportFailure("the ucx transport is not open")
+        return self._native
+
+    def register(self, buffer: Buffer) -> int:
+        with self._registering:
+            try:
+                index, rkey = self._engine.register_memory(buffer.ptr, buffer.nbytes)
+            except _ucx.PeerError as error:
+                raise TransportFailure(str(error)) from None
+            except RuntimeError as error:
+                raise TransportUnavailable(f"UCX cannot register {buffer.nbytes} bytes: {error}") from None
+            self._regions.append(_Region(buffer.ptr, buffer.nbytes, rkey))
+            self._buffers.append(buffer)
+            return index
+
+    def invite(self, peer: str) -> bytes:
+        engine, library, host = self._engine, self._library, self._host
+        assert library is not None
+        assert host is not None
+        with self._registering:
+            regions = list(self._regions)
+        try:
+            address, gate_fd, gate_device, gate_inode = engine.invite(peer)
+        except _ucx.PeerError as error:
+            raise TransportFailure(str(error)) from None
+        except RuntimeError as error:
+            raise TransportUnavailable(f"UCX cannot open a worker for {peer}: {error}") from None
+        pid = os.getpid()
+        born = _ucx.process_born(pid)
+        return _pack(
+            _Invitation(library.version, host, pid, born, gate_fd, gate_device, gate_inode, address, regions)
+        )
+
+    def connect(self, peer: str, invitation: bytes) -> None:
+        engine, host = self._engine, self._host
+        remote = _unpack(invitation)
+        if _version(remote.ucx)[:2] < NEEDED_UCX:
+            needed = ".".join(map(str, NEEDED_UCX))
+            raise TransportFailure(f"peer {peer} runs UCX {remote.ucx}, needed is {needed} or later")
+        assert host is not None
+        same_host = remote.host.partition("/")[0] == host.partition("/")[0]
+        visible = remote.host == host
+        sockets_only = self._tls == "tcp"
+        if self._tls == "shm" and not same_host:
+            raise TransportFailure(f"peer {peer} is on another host, and ucx_tls is shm")
+        if same_host and not visible and not sockets_only:
+            # UCX would write straight into its memory, and it could not keep us out of it again.
+            raise TransportFailure(
+                f"peer {peer} is on this host in another pid namespace, where its gate cannot be opened; "
+                "share the pid namespace or set transport.ucx_tls: tcp"
+            )
+        pid, born = (remote.pid, remote.born) if visible else (0, 0)
+        gate = (remote.gate_fd, remote.gate_device, remote.gate_inode) if visible and not sockets_only else None
+        regions = [(region.base, region.nbytes, region.rkey) for region in remote.regions]
+        try:
+            engine.connect(peer, remote.address, regions, pid, born, gate)
+        except _ucx.PeerError as error:
+            raise TransportFailure(str(error)) from None
+
+    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+        given = [(p.src_region, p.src_base, p.dst_region, p.dst_base, p.runs) for p in pieces]
+        try:
+            return self._engine.submit(peer, given, timeout_s)
+        except _ucx.PeerError as error:
+            raise TransportFailure(str(error)) from None
+
+    def poll(self) -> list[Occurrence]:
+        return [_occurrence(event) for event in self._engine.poll()]
+
+    def fileno(self) -> int:
+        return self._engine.fileno()
+
+    def lane(self, peer: str) -> str:
+        return self._engine.lane(peer)
+
+    def close_peer(self, peer: str) -> None:
+        if self._native is not None:
+            self._native.close_peer(peer)
+
+    def close(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+            self._buffers.clear()
+
+
+def _occurrence(event: _ucx.Event) -> Occurrence:
+    if event.kind is _ucx.Event.Kind.PEER_FAILED:
+        return PeerFailed(event.peer, event.detail)
+    if event.kind is _ucx.Event.Kind.PEER_CLOSED:
+        return PeerClosed(event.peer)
+    status = Status[event.status.name]
+    return BatchDone(event.ticket, event.peer, status, event.nbytes, event.submitted_s, event.done_s, event.detail)
