@@ -18,7 +18,7 @@ test: $(STAMP)  ## everything that needs no GPU and no heavy extra
 check: $(STAMP)  ## ruff, ruff format, mypy strict, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy pdlink tests -p pdlink_proxy -p pdlink_bench
+	$(BIN)/mypy -p pdlink -p pdlink_proxy -p pdlink_bench -p tests
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc -name '*.cpp' -o -name '*.h')
 
 format: $(STAMP)  ## rewrite the sources in the house format

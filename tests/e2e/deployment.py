@@ -90,11 +90,12 @@ class Deployment:
                 wait_ready(child, READY_S)
             if not routed:
                 return deployment
-            urls = {
-                role: tuple(c.facts["url"] for c in deployment.children.values() if c.role == role)
+            prefill, decode = (
+                tuple(str(child.facts["url"]) for child in deployment.children.values() if child.role == role)
                 for role in ("prefill", "decode")
-            }
-            settings = ProxyConfig(port=0, health_interval_s=0.2, drain_s=2.0, **urls).model_dump(mode="json")
+            )
+            config = ProxyConfig(port=0, health_interval_s=0.2, drain_s=2.0, prefill=prefill, decode=decode)
+            settings = config.model_dump(mode="json")
             deployment.children["proxy"] = start("proxy", "proxy", {**settings, **(proxy or {})})
             wait_ready(deployment.children["proxy"], READY_S)
             until(lambda: request(deployment.url("proxy") + "/health").status == 200, "the proxy sees its workers")

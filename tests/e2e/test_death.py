@@ -1,4 +1,4 @@
-"""Workers that are killed in the middle of a transfer: the client is answered, nothing leaks, nobody else restarts."""
+"""Workers that are killed in the middle of a transfer: clients are answered, nothing leaks, no one else restarts."""
 
 from __future__ import annotations
 

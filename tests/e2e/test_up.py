@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from .deployment import request, until
+from .deployment import Deployment, prompt_of, request, until, worker_settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -66,8 +68,6 @@ def test_mistyped_setting_is_named_with_the_right_one() -> None:
 
 
 def test_taken_port_is_an_error_that_says_what_to_do() -> None:
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -93,3 +93,22 @@ def test_check_says_what_works_and_fails_when_the_configured_transport_does_not(
     )
     assert bad.returncode == 1
     assert "not usable here" in bad.stdout
+
+
+def test_worker_without_ucx_runs_on_mapped_memory_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    settings = worker_settings("both", transport={"prefer": "ucx", "ucx_library": "off"})
+    with Deployment.launch({"alone": settings}, routed=False) as deployment:
+        assert deployment.children["alone"].facts["transports"] == ["mapped"]
+    assert "transport ucx cannot be used" in capfd.readouterr().err
+
+
+def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones() -> None:
+    settings = worker_settings("both", simulate_layer_s=0.1)
+    with Deployment.launch({"alone": settings}, routed=False) as deployment, ThreadPoolExecutor(1) as threads:
+        running = threads.submit(deployment.complete, prompt_of(20), at="alone")
+        until(lambda: deployment.health("alone")["running"] == 1, "the request runs")
+        deployment.kill("alone", signal.SIGTERM)
+        until(lambda: deployment.health("alone")["status"] == "draining", "the worker drains")
+        assert deployment.complete(prompt_of(5), at="alone").status == 503
+        assert running.result(20).status == 200
+        assert deployment.children["alone"].process.wait(20) == 0
