@@ -149,8 +149,6 @@ class Deployment:
     def idle(self, label: str) -> bool:
         """Whether this worker holds nothing for anybody: no request, no block, no transfer."""
         health = self.health(label)
-        held = health["running"] + health["waiting"] + health["num_blocks"] - health["free_blocks"]
-        return (
-            held + self.metric(label, "pdlink_sender_transfers") + self.metric(label, "pdlink_receiver_transfers")
-            == 0
-        )
+        held: int = health["running"] + health["waiting"] + health["num_blocks"] - health["free_blocks"]
+        transfers = self.metric(label, "pdlink_sender_transfers") + self.metric(label, "pdlink_receiver_transfers")
+        return held + transfers == 0
