@@ -96,6 +96,9 @@ class TransportConfig(_Section):
     """UCX transports: "tcp", "shm" (same host, cross-memory attach), or any UCX_TLS list. auto leaves it to UCX."""
     ucx_library: str | None = None
     """Path of libucp.so.0 to load instead of the one found; "off" runs without UCX."""
+    verify: Literal["off", "sample", "all"] = "off"
+    """Checksums of what decode receives, compared before a request may use it: of every pushed layer, of one in
+    eight, or none. A difference fails the transfer. Costs one more read of the bytes on each side."""
     batch_timeout_s: Seconds = 10.0
     """A pushed layer that has not landed by then fails the peer. UCX itself never reports a stalled one."""
 

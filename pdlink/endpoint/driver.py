@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.config import TimeoutConfig
+    from pdlink.memory.checksums import Checksums
     from pdlink.protocol.messages import Body, Identity
     from pdlink.transport.base import Transport
 
@@ -52,6 +53,7 @@ class Endpoint:
         *,
         batch_timeout_s: float = 10.0,
         require_lane: str | None = None,
+        checksums: Checksums | None = None,
     ) -> None:
         """transports: opened, with the KV buffers registered, the preferred one first; the endpoint closes them."""
         self.name = name
@@ -59,6 +61,7 @@ class Endpoint:
         """Names this life of the worker: a restarted one, on the same port too, is somebody else."""
         self.identity = identity
         self.layout = identity.layout
+        self.checksums = checksums
         self.lock = threading.RLock()
         self.address = ""
         """Control address that peers dial; set by `open`."""

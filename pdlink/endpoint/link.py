@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from pdlink.endpoint.peer import Peer
     from pdlink.kv.layout import KVLayout
+    from pdlink.memory.checksums import Checksums
     from pdlink.protocol.messages import Body
 
 
@@ -20,6 +21,8 @@ class Link(Protocol):
 
     lock: threading.RLock
     layout: KVLayout
+    checksums: Checksums | None
+    """Reads this worker's KV for transfers that are verified."""
 
     def peer_at(self, address: str) -> Peer:
         """The live session with the worker at this control address; opens one if there is none."""

@@ -87,18 +87,26 @@ class Receiver:
             self._run(incoming, machine.expect())
 
     def offer(
-        self, transfer_id: str, blocks: Sequence[int], start: int, end: int, *, per_layer: bool = False
+        self,
+        transfer_id: str,
+        blocks: Sequence[int],
+        start: int,
+        end: int,
+        *,
+        per_layer: bool = False,
+        verify: str = "off",
     ) -> None:
         """Offer the blocks that hold the missing tokens [start, end); blocks[0] holds token `start`.
 
-        They belong to the transfer until the handler's `released`. per_layer: let `wait` see single layers. An id
-        that is over already is ignored: its handler has been told.
+        They belong to the transfer until the handler's `released`. per_layer: let `wait` see single layers.
+        verify: compare checksums of "all" layers or of a "sample" before `ready`. An id that is over already is
+        ignored: its handler has been told.
         """
         with self._link.lock:
             incoming = self._live.get(transfer_id)
             if incoming is not None:
                 actions = incoming.machine.offer(
-                    blocks, start, end, lease_s=self._timeouts.lease_s, per_layer=per_layer
+                    blocks, start, end, lease_s=self._timeouts.lease_s, per_layer=per_layer, verify=verify
                 )
                 self._run(incoming, actions)
 
@@ -159,7 +167,7 @@ class Receiver:
                 machine.landed(layer, end)
                 self._changed.notify_all()
             case messages.Done():
-                self._run(incoming, machine.done(body, now_s()))
+                self._run(incoming, machine.done(body, now_s(), self._mismatch(machine, body)))
             case messages.Stop(reason=reason):
                 self._run(incoming, machine.stopped(reason, now_s()))
             case messages.Quiet():
@@ -211,6 +219,26 @@ class Receiver:
                     raise AssertionError(f"{incoming.machine.transfer_id}: a receiver does not {other}")
         if actions:
             self._changed.notify_all()
+
+    def _mismatch(self, machine: Receiving, done: messages.Done) -> str:
+        """What is wrong with the bytes that arrived; empty if nothing is, or nothing was to be verified."""
+        offered, checksums = machine.offered, self._link.checksums
+        if offered is None or offered.verify == "off" or machine.state is not ReceiverState.OFFERED:
+            return ""
+        if checksums is None:
+            return "verify was asked for, but this endpoint cannot read its buffers"
+        block_tokens, num_layers = self._link.layout.block_tokens, offered.num_layers
+        covered = 0
+        for told in done.checksums:
+            if not (0 <= told.layer < num_layers and offered.start <= told.start < told.end <= offered.end):
+                return f"checksum of layer {told.layer}, tokens [{told.start}, {told.end}), which were not offered"
+            blocks = offered.blocks[told.start // block_tokens - offered.start // block_tokens :]
+            if checksums.of(told.layer, blocks, told.start, told.end) != told.xxh3:
+                return f"checksum of layer {told.layer}, tokens [{told.start}, {told.end}) differs"
+            covered += told.end - told.start
+        if offered.verify == "all" and covered != (offered.end - offered.start) * num_layers:
+            return f"checksums of {covered} tokens, {(offered.end - offered.start) * num_layers} were offered"
+        return ""
 
     def _end(self, incoming: _Incoming, reason: str) -> None:
         machine, peer = incoming.machine, incoming.peer

@@ -8,9 +8,12 @@ there makes one native call; it never waits for a peer.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from pdlink.endpoint.link import Ended, now_s
 from pdlink.errors import InvalidRequest, LayoutMismatch, TransportFailure
@@ -49,6 +52,7 @@ class _Outgoing:
     """Byte runs by token range: every layer of a chunk uses the same."""
     nbytes: int = 0
     lane: str = ""
+    checksums: list[messages.Checksum] = field(default_factory=list)
     first_landed_s: float | None = None
 
 
@@ -191,6 +195,7 @@ class Sender:
                 submitted_s=done.submitted_s,
             )
         )
+        self._checksum(outgoing, push)
         self._run(outgoing, machine.landed(push.push_id))
 
     def on_peer_lost(self, peer: Peer, reason: str) -> None:
@@ -284,6 +289,8 @@ class Sender:
         while queue:
             match queue.pop(0):
                 case Send(body=body):
+                    if isinstance(body, messages.Done) and outgoing.checksums:
+                        body = replace(body, checksums=tuple(outgoing.checksums))
                     if outgoing.peer is not None:
                         self._link.send(outgoing.peer, body)
                 case Push() as push:
@@ -311,6 +318,18 @@ class Sender:
             return actions
         self._pushes[peer.transport.name, ticket] = (outgoing, push)
         return []
+
+    def _checksum(self, outgoing: _Outgoing, push: Push) -> None:
+        """Of what has just landed, if the offer asked for it."""
+        machine, checksums = outgoing.machine, self._link.checksums
+        if machine.offered is None or machine.blocks is None or checksums is None:
+            return
+        if machine.offered.verify == "all" or (
+            machine.offered.verify == "sample" and (push.push_id + zlib.crc32(machine.transfer_id.encode())) % 8 == 0
+        ):
+            blocks = machine.blocks[push.start // self._link.layout.block_tokens :]
+            value = checksums.of(push.layer, blocks, push.start, push.end)
+            outgoing.checksums.append(messages.Checksum(push.layer, push.start, push.end, value))
 
     def _bind(self, outgoing: _Outgoing, start: int, end: int) -> Plan:
         peer, machine = outgoing.peer, outgoing.machine

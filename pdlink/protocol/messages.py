@@ -90,6 +90,8 @@ class Offer(_Body, frozen=True, tag="offer"):
     """The sender may write until it has heard nothing from the receiver for this long."""
     per_layer: bool = False
     """Send a `Landed` for every layer."""
+    verify: str = "off"
+    """"all": send a checksum of every push with `Done`; "sample": of some; "off": of none."""
 
 
 class Landed(_Body, frozen=True, tag="landed"):
@@ -98,6 +100,15 @@ class Landed(_Body, frozen=True, tag="landed"):
     transfer_id: str
     layer: int
     end: int
+
+
+class Checksum(msgspec.Struct, frozen=True, array_like=True):
+    """XXH3-64 of tokens [start, end) of one layer, ordered by token, part, head (`pdlink.memory.checksums`)."""
+
+    layer: int
+    start: int
+    end: int
+    xxh3: int
 
 
 class Done(_Body, frozen=True, tag="done"):
@@ -111,6 +122,8 @@ class Done(_Body, frozen=True, tag="done"):
     first_token: int
     finished: bool
     """True if the first token is also the last one on the sender's side (end of sequence or a stop token)."""
+    checksums: tuple[Checksum, ...] = ()
+    """What the offer's `verify` asked for, taken from the source blocks after the push had landed."""
 
 
 class Ack(_Body, frozen=True, tag="ack"):

@@ -51,13 +51,20 @@ class Receiving:
         return [Send(messages.Expect(self.transfer_id))] if self.state is ReceiverState.EXPECTED else []
 
     def offer(
-        self, blocks: Sequence[int], start: int, end: int, *, lease_s: float, per_layer: bool = False
+        self,
+        blocks: Sequence[int],
+        start: int,
+        end: int,
+        *,
+        lease_s: float,
+        per_layer: bool = False,
+        verify: str = "off",
     ) -> list[Action]:
         """The request's blocks are reserved: offer those that hold the missing tokens [start, end)."""
         if self.state is not ReceiverState.EXPECTED:
             return []
         self.offered = messages.Offer(
-            self.transfer_id, start, end, tuple(blocks), self._num_layers, lease_s, per_layer
+            self.transfer_id, start, end, tuple(blocks), self._num_layers, lease_s, per_layer, verify
         )
         self._move(ReceiverEvent.OFFER)
         return [Send(self.offered)]
@@ -80,8 +87,8 @@ class Receiving:
         if self.state is ReceiverState.OFFERED and 0 <= layer < self._num_layers:
             self.landed_tokens[layer] = max(self.landed_tokens[layer], end)
 
-    def done(self, done: messages.Done, now: float) -> list[Action]:
-        """The sender says that everything is visible."""
+    def done(self, done: messages.Done, now: float, mismatch: str = "") -> list[Action]:
+        """The sender says that everything is visible. mismatch: what is wrong with the bytes that were verified."""
         if self.state is ReceiverState.DRAINING:  # it had ended before it read our stop: nothing is in flight
             return self._end(ReceiverEvent.QUIET)
         if self.state is not ReceiverState.OFFERED or self.offered is None:
@@ -96,6 +103,8 @@ class Receiving:
                 if ours != theirs
             )
             return self._stop(f"incomplete: {wrong}", now, tell=True)
+        if mismatch:
+            return self._stop(mismatch, now, tell=True)
         self._move(ReceiverEvent.DONE)
         return [Send(messages.Ack(self.transfer_id)), Deliver(done.first_token, done.finished), End("")]
 

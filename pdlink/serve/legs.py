@@ -118,6 +118,7 @@ class DecodeLeg:
         address: str,
         *,
         block_tokens: int,
+        verify: str,
         recompute: bool,
         engine: Engine,
         pool: BlockPool,
@@ -130,7 +131,7 @@ class DecodeLeg:
         self._request_id, self._transfer_id = request_id, transfer_id
         self._engine, self._receiver = engine, receiver
         self._num_tokens, self._block_tokens = num_prompt_tokens, block_tokens
-        self._recompute = recompute
+        self._recompute, self._verify = recompute, verify
         self._hold = _Hold(pool, engine.wake)
         self._offered = False
         self._failure: TransferFailed | None = None
@@ -151,7 +152,7 @@ class DecodeLeg:
         last = -(-self._num_tokens // self._block_tokens)
         blocks = list(block_table[first:last]) if num_cached_tokens < self._num_tokens else []
         if self._hold.take(blocks):
-            self._receiver.offer(self._transfer_id, blocks, num_cached_tokens, self._num_tokens)
+            self._receiver.offer(self._transfer_id, blocks, num_cached_tokens, self._num_tokens, verify=self._verify)
 
     def layer_written(self, layer: int, start: int, end: int) -> None:
         """Prompt tokens computed here after a failure: nobody else wants them."""

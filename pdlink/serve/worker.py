@@ -24,6 +24,7 @@ from pdlink.errors import DeadlineExceeded, InvalidRequest, LocalError, PdlinkEr
 from pdlink.events import FallbackUsed, RequestEnded, emit
 from pdlink.kv.plan import warm_up
 from pdlink.memory.blocks import BlockPool
+from pdlink.memory.checksums import Checksums
 from pdlink.memory.host import host_id
 from pdlink.protocol.messages import VERSION, Identity
 from pdlink.serve.legs import DecodeLeg, Leg, PrefillLeg
@@ -129,6 +130,7 @@ class Worker:
             config.timeouts,
             batch_timeout_s=config.transport.batch_timeout_s,
             require_lane=config.transport.require,
+            checksums=Checksums(self.cache.layout, [self.cache.buffer]),
         )
         self.endpoint.open(config.control_host, config.control_port, config.advertise_host)
         self.engine = Engine(
@@ -210,6 +212,7 @@ class Worker:
                 num_prompt_tokens,
                 params.prefill.control,
                 block_tokens=self.config.cache.block_tokens,
+                verify=self.config.transport.verify,
                 recompute=recompute,
                 engine=self.engine,
                 pool=self.pool,

@@ -15,6 +15,7 @@ from pdlink.endpoint.driver import Endpoint
 from pdlink.events import Event, listen
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.memory.buffers import Buffer
+from pdlink.memory.checksums import Checksums
 from pdlink.protocol.messages import VERSION, Identity
 from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
 
@@ -97,7 +98,8 @@ class Node:
         self.transport.open()
         self.transport.register(self.buffer)
         identity = Identity(VERSION, model, "main", 1, kv, "host")
-        self.endpoint = Endpoint(name, identity, [self.transport], timeouts, batch_timeout_s=5.0)
+        sums = Checksums(kv, [self.buffer])
+        self.endpoint = Endpoint(name, identity, [self.transport], timeouts, batch_timeout_s=5.0, checksums=sums)
 
     def open(self, port: int = 0) -> Node:
         self.endpoint.open("127.0.0.1", port)
