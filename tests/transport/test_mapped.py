@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
 import os
 import struct
@@ -199,10 +200,12 @@ def test_connections_come_and_go_without_growth(pair: tuple[Side, Side]) -> None
         owner.wait_closed(f"writer@{index}")
 
     once(0)
-    before = open_files(), mappings()
+    gc.collect()  # what earlier tests left; it may still shrink, but nothing here may grow
+    files, maps = open_files(), mappings()
     for index in range(1, 20):
         once(index)
-    assert (open_files(), mappings()) == before
+    assert open_files() <= files
+    assert mappings() <= maps
 
 
 def test_the_memory_of_a_dead_peer_is_given_back_before_anybody_asks(pair: tuple[Side, Side]) -> None:
@@ -215,7 +218,7 @@ def test_the_memory_of_a_dead_peer_is_given_back_before_anybody_asks(pair: tuple
         assert (open_files(), mappings()) > before
         other.kill()
         writer.wait_failed("other")
-        writer.wait_until(lambda: (open_files(), mappings()) == before, "the mapping to go")
+        writer.wait_until(lambda: open_files() <= before[0] and mappings() <= before[1], "the mapping to go")
     finally:
         other.end()
 
