@@ -32,6 +32,12 @@ def _mapped() -> Transport:
     return MappedTransport()
 
 
+def _tcp() -> Transport:
+    from pdlink.transport.tcp import TcpTransport
+
+    return TcpTransport()
+
+
 def _ucx_tcp() -> Transport:
     from pdlink.transport.ucx import UcxTransport
 
@@ -44,7 +50,12 @@ def _ucx_shm() -> Transport:
     return UcxTransport(tls="shm")
 
 
-TRANSPORTS: Mapping[str, Callable[[], Transport]] = {"mapped": _mapped, "ucx-shm": _ucx_shm, "ucx-tcp": _ucx_tcp}
+TRANSPORTS: Mapping[str, Callable[[], Transport]] = {
+    "mapped": _mapped,
+    "ucx-shm": _ucx_shm,
+    "tcp": _tcp,
+    "ucx-tcp": _ucx_tcp,
+}
 """What `--transport` offers. Each is loaded in its own two processes only."""
 
 

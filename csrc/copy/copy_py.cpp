@@ -27,33 +27,6 @@ using WritableBytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::d
 using Piece = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, Runs>;
 using File = std::tuple<int, std::uint64_t, std::uint64_t, std::uint64_t>;
 
-const char* kind_name(Report::Kind kind) {
-    switch (kind) {
-        case Report::Kind::kBatchDone:
-            return "batch_done";
-        case Report::Kind::kPeerFailed:
-            return "peer_failed";
-        case Report::Kind::kPeerClosed:
-            return "peer_closed";
-    }
-    return "";
-}
-
-// The values of `pdlink.transport.base.Status`.
-const char* outcome_name(Outcome outcome) {
-    switch (outcome) {
-        case Outcome::kOk:
-            return "ok";
-        case Outcome::kTimeout:
-            return "timeout";
-        case Outcome::kPeerFailed:
-            return "peer_failed";
-        case Outcome::kCancelled:
-            return "cancelled";
-    }
-    return "";
-}
-
 PeerFile peer_file(const File& file) {
     return {std::get<0>(file), std::get<1>(file), std::get<2>(file), std::get<3>(file)};
 }

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from pdlink.errors import TransportUnavailable
 from pdlink.transport.mapped import MappedTransport
+from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport, probe_ucx
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdlink.config import TransportConfig
     from pdlink.transport.base import Probe, Transport
 
@@ -18,28 +22,58 @@ log = logging.getLogger(__name__)
 
 def probes(config: TransportConfig) -> list[Probe]:
     """What each transport says about this machine, the preferred one first."""
-    found = [MappedTransport.probe(), probe_ucx(config.ucx_library)]
-    return sorted(found, key=lambda probe: probe.transport != config.prefer)
+    sockets = [probe_ucx(config.ucx_library), TcpTransport.probe()]
+    if not _rdma():
+        sockets.reverse()  # over sockets ucx is the slower one, and checks nothing
+    return sorted([MappedTransport.probe(), *sockets], key=lambda probe: probe.transport != config.prefer)
 
 
-def open_transports(config: TransportConfig) -> list[Transport]:
+def open_transports(
+    config: TransportConfig, host: str = "127.0.0.1", advertise: str | None = None, *, this_host_only: bool = False
+) -> list[Transport]:
     """The transports a worker offers in the handshake, opened, the preferred one first.
 
+    host: where tcp listens unless `config.tcp_host` says so; advertise: the address others reach that by.
+    this_host_only: nobody else is to reach it, so UCX must not listen on more than loopback.
     Raises TransportUnavailable if the configured one, or with `auto` every one, cannot work here.
     """
-    found = {probe.transport: probe for probe in probes(config)}
-    wanted = list(found) if config.kind == "auto" else [config.kind]
-    usable = [name for name in wanted if found[name].ok]
-    for name in wanted:
-        if not found[name].ok:
-            log.warning("transport %s cannot be used: %s", name, found[name].reason)
-    if not usable:
-        reasons = "; ".join(f"{name}: {found[name].reason}" for name in wanted)
-        raise TransportUnavailable(f"transport.kind = {config.kind}: {reasons}")
-    transports: list[Transport] = [
-        MappedTransport() if name == "mapped" else UcxTransport(tls=config.ucx_tls, library=config.ucx_library)
-        for name in usable
-    ]
-    for transport in transports:
-        transport.open()
-    return transports
+    devices = "" if config.ucx_devices == "all" else config.ucx_devices
+    if devices == "auto":
+        devices = "lo" if this_host_only else ""
+    make: dict[str, Callable[[], Transport]] = {
+        "mapped": MappedTransport,
+        "ucx": lambda: UcxTransport(config.ucx_tls, config.ucx_library, devices),
+        "tcp": lambda: _tcp(config, host, advertise),
+    }
+    opened, problems = [], []
+    for probe in probes(config):
+        if config.kind not in ("auto", probe.transport):
+            continue
+        transport = make[probe.transport]()
+        try:
+            if not probe.ok:
+                raise TransportUnavailable(probe.reason)
+            transport.open()
+        except TransportUnavailable as error:
+            log.warning("transport %s cannot be used: %s", probe.transport, error)
+            problems.append(f"{probe.transport}: {error}")
+        else:
+            opened.append(transport)
+    if not opened:
+        raise TransportUnavailable(f"transport.kind = {config.kind}: {'; '.join(problems)}")
+    return opened
+
+
+def _tcp(config: TransportConfig, host: str, advertise: str | None) -> TcpTransport:
+    """A host that can be told to peers is; for "listen everywhere" they need `advertise`."""
+    listen = config.tcp_host or host
+    told = advertise if config.tcp_host in (None, "0.0.0.0", "::") else listen
+    return TcpTransport(listen, config.tcp_streams, config.tcp_congestion, told)
+
+
+def _rdma() -> bool:
+    """Whether this host has RDMA devices. CUDA IPC is not asked for: buffers are host memory."""
+    try:
+        return bool(os.listdir("/sys/class/infiniband"))
+    except OSError:
+        return False

@@ -175,8 +175,8 @@ def test_options_out_of_range_are_refused(options: list[str], capsys: pytest.Cap
 
 
 def test_every_offered_transport_has_a_factory_that_can_be_found_by_name() -> None:
-    assert sorted(TRANSPORTS) == ["mapped", "ucx-shm", "ucx-tcp"]
-    assert len({make.__qualname__ for make in TRANSPORTS.values()}) == 3
+    assert sorted(TRANSPORTS) == ["mapped", "tcp", "ucx-shm", "ucx-tcp"]
+    assert len({make.__qualname__ for make in TRANSPORTS.values()}) == 4
 
 
 def destination(workload: Workload) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], Workload]:

@@ -18,6 +18,7 @@ TOKEN_NBYTES = 8 * 2 * 4 * 32 * 4
 
 LANES = {
     "ucx-tcp": ({"kind": "ucx", "ucx_tls": "tcp"}, "tcp"),
+    "tcp": ({"kind": "tcp"}, "tcp"),
     "ucx-shm": ({"kind": "ucx", "ucx_tls": "shm"}, "cma"),
     "mapped": ({"kind": "mapped"}, "mapped"),
 }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pdlink.transport.base import Probe, Transport
 from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
 from pdlink.transport.mapped import MappedTransport
+from pdlink.transport.tcp import TcpTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +55,8 @@ ENTRIES = {
     for entry in (
         Entry("loopback", _loopback_group, LoopbackTransport.probe, between_processes=False, native=False),
         Entry("mapped", lambda: MappedTransport, MappedTransport.probe),
+        Entry("tcp", lambda: TcpTransport, TcpTransport.probe, needs_peer=True),
+        Entry("tcp-2", lambda: lambda: TcpTransport(streams=2), TcpTransport.probe, needs_peer=True),
         _ucx("tcp", needs_peer=True),
         _ucx("shm", needs_peer=False),
     )

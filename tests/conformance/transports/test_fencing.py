@@ -39,6 +39,7 @@ def all_reported(writer: Side, tickets: list[int]) -> list[str]:
 
 
 def test_nothing_changes_after_the_owner_closed_the_writer(busy_pair: tuple[Side, Side, list[int]]) -> None:
+    """nixl#2067: cancelled was not quiesced."""
     writer, owner, tickets = busy_pair
     owner.close_peer("writer")
     owner.wait_closed("writer")

@@ -56,6 +56,7 @@ def test_bytes_are_visible_to_the_other_process_when_the_batch_is_reported(
 def test_a_killed_owner_fails_every_open_batch_once_and_nobody_else(
     make_side: Callable[[], Side], other: OtherProcess
 ) -> None:
+    """ucx#5027: kill -9 of the peer made the survivor abort."""
     writer = write_to(make_side, other)
     bystander = make_side()
     bystander.add_buffer(LONG_NBYTES, seed=2)

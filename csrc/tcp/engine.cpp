@@ -1,0 +1,211 @@
+#include "tcp/engine.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <system_error>
+#include <utility>
+
+namespace pdlink::tcp {
+namespace {
+
+double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+void fill_random(void* at, std::size_t nbytes) {
+    if (::getrandom(at, nbytes, 0) != static_cast<ssize_t>(nbytes))  // up to 256 bytes come whole
+        throw std::system_error(errno, std::generic_category(), "getrandom");
+}
+
+}  // namespace
+
+Engine::Engine(Settings settings)
+    : settings_(std::move(settings)),
+      address_{settings_.host, 0},
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    if (settings_.streams < 1 || settings_.streams > kMaxStreams)
+        throw std::invalid_argument("streams must be 1 to " + std::to_string(kMaxStreams));
+    if (!settings_.congestion.empty() && !congestion_usable(settings_.congestion))
+        throw std::system_error(errno, std::generic_category(), "congestion control " + settings_.congestion);
+    listener_ = listen_on(address_);
+    if (!watch(wake_.get(), woken_, EPOLLIN) || !watch(listener_.get(), knocked_, EPOLLIN))
+        throw std::system_error(errno, std::generic_category(), "epoll of the tcp transport");
+    // Signals belong to the threads that were there before.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+        thread_ = new std::thread([this] { run(); });
+    } catch (...) {
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        throw;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    pthread_setname_np(thread_->native_handle(), "pdlink-tcp");
+}
+
+Engine::~Engine() { close(0); }
+
+void Engine::refuse_fork() const {
+    if (forked()) throw PeerUnusable("this transport belongs to the parent of this forked process; open one here");
+}
+
+bool Engine::watch(int fd, Ready& ready, std::uint32_t events) {
+    epoll_event event{};
+    event.events = events | EPOLLET;
+    event.data.ptr = &ready;
+    return ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0 ||
+           (errno == EEXIST && ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event) == 0);
+}
+
+std::size_t Engine::add_region(std::byte* base, std::size_t nbytes) {
+    refuse_fork();
+    const std::lock_guard lock(mutex_);
+    regions_.push_back({base, nbytes});
+    return regions_.size() - 1;
+}
+
+Engine::Peer* Engine::find(const std::string& name) {
+    const auto at = peers_.find(name);
+    return at == peers_.end() ? nullptr : at->second.get();
+}
+
+// The peer of this name, to be given one more direction; made if there is none.
+Engine::Peer& Engine::peer_for(const std::string& name) {
+    if (std::isfinite(give_up_s_)) throw PeerUnusable("the transport is closed");
+    std::unique_ptr<Peer>& slot = peers_[name];
+    if (!slot) slot = std::make_unique<Peer>(name);
+    if (!slot->usable()) throw NameTaken("peer name " + name + " is used twice");
+    return *slot;
+}
+
+Invitation Engine::invite(const std::string& name) {
+    refuse_fork();
+    Invitation made{};
+    fill_random(&made.session, sizeof made.session);
+    fill_random(made.token.data(), made.token.size());
+    const std::lock_guard lock(mutex_);
+    Peer& peer = peer_for(name);
+    if (peer.invited) throw NameTaken("peer name " + name + " is used twice");
+    while (!sessions_.emplace(made.session, &peer).second) ++made.session;
+    peer.invited = true;
+    peer.session = made.session;
+    peer.token = made.token;
+    peer.regions = std::make_shared<const std::vector<Region>>(regions_);
+    for (const Region& region : regions_) made.regions.push_back(region.nbytes);
+    return made;
+}
+
+void Engine::connect(const std::string& name, const Address& address, const Invitation& there) {
+    refuse_fork();
+    std::vector<std::unique_ptr<Outgoing>> out;
+    for (std::uint16_t stream = 0; stream < settings_.streams; ++stream) {
+        Hello hello{kHelloMagic, kVersion, stream, there.session, {}};
+        std::copy(there.token.begin(), there.token.end(), hello.token);
+        out.push_back(std::make_unique<Outgoing>(begin_connect(address), hello));
+    }
+    const std::lock_guard lock(mutex_);
+    Peer& peer = peer_for(name);
+    if (peer.dialed) throw NameTaken("peer name " + name + " is used twice");
+    peer.dialed = true;
+    peer.address = address;
+    for (const std::uint64_t nbytes : there.regions) peer.remote.push_back({0, nbytes});
+    peer.out = std::move(out);
+    for (const auto& one : peer.out) watch(one->fd(), one->ready, EPOLLIN | EPOLLOUT | EPOLLRDHUP);
+    peer.connect_by_s = now_s() + settings_.connect_timeout_s;
+    look_by(peer.connect_by_s);
+    kick();
+}
+
+std::uint64_t Engine::submit(const std::string& name, const std::vector<ucx::Piece>& pieces, double timeout_s) {
+    refuse_fork();
+    if (std::isnan(timeout_s)) throw std::invalid_argument("timeout_s is not a number");
+    std::list<Batch> one(1);
+    Batch& batch = one.front();
+    batch.submitted_s = now_s();
+    batch.deadline_s = batch.submitted_s + timeout_s;
+    const auto ready = [&]() -> Peer& {
+        Peer* peer = find(name);
+        if (!peer || peer->closing) throw PeerUnusable("no open peer " + name);
+        if (!peer->failure.empty()) throw PeerUnusable("peer " + name + " has failed: " + peer->failure);
+        if (!peer->dialed) throw PeerUnusable("not connected to peer " + name);
+        return *peer;
+    };
+    std::vector<ucx::Extent> local, remote;
+    {
+        const std::lock_guard lock(mutex_);
+        remote = ready().remote;
+        for (const Region& region : regions_)
+            local.push_back({reinterpret_cast<std::uintptr_t>(region.base), region.nbytes});
+    }
+    batch.puts = ucx::plan_puts(pieces, local, remote);
+    for (const ucx::Put& put : batch.puts) batch.nbytes += put.nbytes;
+
+    const std::lock_guard lock(mutex_);
+    Peer& peer = ready();  // a name is not used twice, so it is the one whose regions were looked at
+    const std::uint64_t ticket = batch.ticket = next_ticket_++;
+    look_by(batch.deadline_s);
+    peer.batches.splice(peer.batches.end(), one);
+    kick();
+    return ticket;
+}
+
+bool Engine::connected(const std::string& name) {
+    if (forked()) return false;
+    const std::lock_guard lock(mutex_);
+    const Peer* peer = find(name);
+    return peer && !peer->out.empty() && peer->out.front()->connected();
+}
+
+std::vector<std::string> Engine::congestion(const std::string& name) {
+    std::vector<std::string> names;
+    if (forked()) return names;
+    const std::lock_guard lock(mutex_);
+    if (const Peer* peer = find(name))
+        for (const auto& out : peer->out) names.push_back(congestion_of(out->fd()));
+    return names;
+}
+
+std::uint64_t Engine::strangers_dropped() {
+    const std::lock_guard lock(mutex_);
+    return strangers_dropped_;
+}
+
+void Engine::close_peer(const std::string& name) {
+    if (forked()) return;
+    const std::lock_guard lock(mutex_);
+    if (Peer* peer = find(name)) {
+        peer->closing = ending_ = true;
+        kick();
+    }
+}
+
+std::vector<Report> Engine::poll() {
+    if (forked()) return {};
+    return outbox_.take_all();
+}
+
+void Engine::close(double grace_s) {
+    if (forked()) return;
+    const std::lock_guard one_at_a_time(join_mutex_);
+    if (!thread_) return;
+    {
+        const std::lock_guard lock(mutex_);
+        give_up_s_ = now_s() + grace_s;
+        look_by(give_up_s_);
+        for (auto& [name, peer] : peers_) peer->closing = ending_ = true;
+        kick();
+    }
+    thread_->join();
+    delete std::exchange(thread_, nullptr);
+}
+
+void Engine::kick() { ::eventfd_write(wake_.get(), 1); }
+
+}  // namespace pdlink::tcp

@@ -1,0 +1,139 @@
+#include "tcp/incoming.h"
+
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+#include <span>
+#include <utility>
+
+namespace pdlink::tcp {
+
+Turn Incoming::broken(std::string reason) {
+    reason_ = std::move(reason);
+    return Turn::kBroken;
+}
+
+Turn Incoming::receive() {
+    std::uint64_t moved = 0;
+    while (true) {
+        if (const Turn turn = flush_answers(); turn != Turn::kMore) return turn;
+        if (refused_) return Turn::kBroken;
+        if (!ready.in) return Turn::kIdle;
+        if (moved >= kMaxFrameNbytes) return Turn::kMore;
+
+        iovec one{};
+        msghdr message{};
+        message.msg_iov = &one;
+        message.msg_iovlen = 1;
+        if (part_ == Part::kHeader) {
+            one = {reinterpret_cast<std::byte*>(&header_) + header_nbytes_, sizeof header_ - header_nbytes_};
+        } else if (part_ == Part::kTable) {
+            const std::size_t whole = header_.num_runs * sizeof(FrameRun);
+            one = {reinterpret_cast<std::byte*>(table_) + table_nbytes_, whole - table_nbytes_};
+        } else {
+            message.msg_iov = places_.data() + next_place_;
+            message.msg_iovlen = places_.size() - next_place_;
+        }
+        const ssize_t got = ::recvmsg(socket_.get(), &message, MSG_DONTWAIT);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+            ready.in = false;
+            continue;
+        }
+        if (got < 0) return broken(std::strerror(errno));
+        if (got == 0) {
+            if (part_ == Part::kHeader && header_nbytes_ == 0) return Turn::kEnded;
+            return broken("ended in the middle of a frame");
+        }
+        moved += static_cast<std::uint64_t>(got);
+        take(static_cast<std::size_t>(got));
+    }
+}
+
+// Account for received bytes.
+void Incoming::take(std::size_t nbytes) {
+    if (part_ == Part::kTable) {
+        table_nbytes_ += nbytes;
+        if (table_nbytes_ == header_.num_runs * sizeof(FrameRun)) table_complete();
+        return;
+    }
+    if (part_ == Part::kPayload) {
+        while (nbytes > 0 && payload_left_ > 0) {
+            iovec& place = places_[next_place_];
+            const std::size_t part = nbytes < place.iov_len ? nbytes : place.iov_len;
+            place.iov_base = static_cast<std::byte*>(place.iov_base) + part;
+            place.iov_len -= part;
+            if (place.iov_len == 0) ++next_place_;
+            nbytes -= part;
+            payload_left_ -= part;
+        }
+        if (payload_left_ > 0) return;
+        frame_complete();
+    }
+    header_nbytes_ += nbytes;
+    if (header_nbytes_ == sizeof header_) header_complete();
+}
+
+void Incoming::header_complete() {
+    if (const Verdict verdict = check_header(header_, session_, sequence_, reason_); verdict != Verdict::kPlaced)
+        return refuse(verdict);
+    ticket_ = header_.ticket;  // the next header may overwrite this one before the answer is written
+    table_nbytes_ = 0;
+    part_ = Part::kTable;
+    if (header_.num_runs == 0) table_complete();
+}
+
+// Nothing of a frame is placed before all of it was found to be inside what the peer was invited to.
+void Incoming::table_complete() {
+    const std::span<const FrameRun> runs(table_, header_.num_runs);
+    if (const Verdict verdict = check_runs(header_, runs, *regions_, reason_); verdict != Verdict::kPlaced)
+        return refuse(verdict);
+    places_.clear();
+    next_place_ = 0;
+    for (const FrameRun& run : runs)
+        if (run.nbytes > 0) places_.push_back({(*regions_)[run.region].base + run.offset, run.nbytes});
+    payload_left_ = header_.nbytes;
+    if (payload_left_ == 0) {
+        frame_complete();
+    } else {
+        places_.push_back({&header_, sizeof header_});
+        part_ = Part::kPayload;
+    }
+}
+
+void Incoming::frame_complete() {
+    answer(Verdict::kPlaced);
+    ++sequence_;
+    header_nbytes_ = 0;
+    part_ = Part::kHeader;
+}
+
+void Incoming::refuse(Verdict verdict) {
+    refused_ = true;
+    answer(verdict);
+}
+
+void Incoming::answer(Verdict verdict) {
+    const Answer words{kAnswerMagic, verdict, sequence_, ticket_};
+    const auto* at = reinterpret_cast<const std::byte*>(&words);
+    answers_.insert(answers_.end(), at, at + sizeof words);
+}
+
+// kMore if there are none left.
+Turn Incoming::flush_answers() {
+    while (!answers_.empty()) {
+        const ssize_t sent = ::send(socket_.get(), answers_.data(), answers_.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (sent < 0 && errno == EINTR) continue;
+        if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+            if (refused_) return Turn::kBroken;
+            ready.out = false;
+            return Turn::kIdle;
+        }
+        if (sent < 0) return refused_ ? Turn::kBroken : broken(std::strerror(errno));
+        answers_.erase(answers_.begin(), answers_.begin() + sent);
+    }
+    return Turn::kMore;
+}
+
+}  // namespace pdlink::tcp

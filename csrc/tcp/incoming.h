@@ -1,0 +1,77 @@
+// One connection that a peer writes through into our regions: parse, check, scatter, answer.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "copy/descriptor.h"
+#include "copy/peer_memory.h"
+#include "tcp/wire.h"
+
+namespace pdlink::tcp {
+
+// What the kernel last said about a socket (edge-triggered): set by epoll, cleared by EAGAIN.
+struct Ready {
+    bool in = false;
+    bool out = false;
+};
+
+// How a turn of a connection ended.
+enum class Turn {
+    kMore,    // its share is used up; there may be more to do
+    kIdle,    // nothing to do until the kernel says so
+    kEnded,   // the other side has ended it between two frames
+    kBroken,  // it cannot go on; `reason()` says why
+};
+
+// Owned by the progress thread, which alone calls it.
+class Incoming {
+  public:
+    Incoming(Descriptor socket, std::uint64_t session, std::shared_ptr<const std::vector<Region>> regions)
+        : socket_(std::move(socket)), session_(session), regions_(std::move(regions)) {
+        places_.reserve(kMaxRuns + 1);
+    }
+
+    Ready ready;
+    int fd() const { return socket_.get(); }
+    const std::string& reason() const { return reason_; }
+    bool has_work() const { return answers_.empty() ? ready.in : ready.out; }
+
+    // Place about a frame. After a refused frame nothing more is read.
+    Turn receive();
+
+  private:
+    enum class Part { kHeader, kTable, kPayload };
+    Turn flush_answers();
+    Turn broken(std::string reason);
+    void take(std::size_t nbytes);
+    void header_complete();
+    void table_complete();
+    void frame_complete();
+    void refuse(Verdict verdict);
+    void answer(Verdict verdict);
+
+    Descriptor socket_;
+    const std::uint64_t session_;
+    const std::shared_ptr<const std::vector<Region>> regions_;
+
+    Part part_ = Part::kHeader;
+    FrameHeader header_{};
+    std::size_t header_nbytes_ = 0;  // received
+    FrameRun table_[kMaxRuns];
+    std::size_t table_nbytes_ = 0;
+    std::vector<iovec> places_;  // of the payload; the next header behind it
+    std::size_t next_place_ = 0;
+    std::uint64_t payload_left_ = 0;
+    std::uint64_t ticket_ = 0;
+    std::uint64_t sequence_ = 0;      // of the frame that is being received
+    std::vector<std::byte> answers_;  // not sent yet; while there are any, no frame is read
+    bool refused_ = false;
+    std::string reason_;
+};
+
+}  // namespace pdlink::tcp

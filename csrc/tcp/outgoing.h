@@ -1,0 +1,86 @@
+// One connection that we write through into a peer's regions: cut frames, gather, read the answers.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "copy/descriptor.h"
+#include "tcp/incoming.h"
+#include "tcp/wire.h"
+#include "ucx/runs.h"
+
+namespace pdlink::tcp {
+
+// One batch of puts (`dst` counts from the beginning of the peer's region) and how far it has come.
+struct Batch {
+    std::uint64_t ticket = 0;
+    double submitted_s = 0;
+    double deadline_s = 0;
+    std::uint64_t nbytes = 0;
+    std::vector<ucx::Put> puts;
+
+    std::size_t next_put = 0;       // first that is not in a frame in full
+    std::uint64_t next_nbytes = 0;  // bytes of it that are
+    std::size_t unanswered = 0;     // frames
+    bool cut = false;               // all of it is in frames; an empty batch is one empty frame
+
+    bool landed() const { return cut && unanswered == 0; }
+};
+
+// Owned by the progress thread, which alone calls it once it is handed over.
+class Outgoing {
+  public:
+    Outgoing(Descriptor socket, const Hello& hello);
+
+    Ready ready;
+    int fd() const { return socket_.get(); }
+    const std::string& reason() const { return reason_; }
+    bool connected() const { return connected_; }
+    void set_connected() { connected_ = true; }
+
+    // Nothing is left to send of what was loaded.
+    bool sent() const { return next_piece_ == pieces_.size(); }
+    // The owner has said of every frame that it is placed.
+    bool answered() const { return sent() && asked_.empty(); }
+
+    // Make the next frame of a batch the one to be sent; it must not go before its answer.
+    void load(Batch& batch);
+    Turn send();
+
+    // Read answers; appends the batches of answered frames, one entry each.
+    Turn receive(std::vector<Batch*>& answered);
+
+    // Send no more. What is on its way may still be placed until the owner has ended its side, which is what
+    // `receive` then waits for; the answers are read and forgotten. False if nothing is on its way.
+    bool drain();
+
+  private:
+    Turn broken(std::string reason);
+
+    Descriptor socket_;
+    const Hello hello_;
+    bool connected_ = false;
+    bool draining_ = false;
+
+    FrameHeader header_{};
+    std::vector<FrameRun> table_;
+    std::vector<iovec> pieces_;
+    std::size_t next_piece_ = 0;
+    std::uint64_t sequence_ = 0;
+
+    struct Asked {
+        Batch* batch;
+        std::uint64_t ticket;
+    };
+    std::deque<Asked> asked_;  // frames without an answer, oldest first
+    std::uint64_t answered_sequence_ = 0;
+    std::byte answer_[64 * sizeof(Answer)];
+    std::size_t answer_nbytes_ = 0;
+    std::string reason_;
+};
+
+}  // namespace pdlink::tcp

@@ -1,0 +1,323 @@
+// The progress thread of the tcp transport; tcp/engine.h tells how it works.
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+
+#include "tcp/engine.h"
+
+namespace pdlink::tcp {
+namespace {
+
+constexpr std::size_t kMaxStrangers = 64;
+constexpr double kAcceptPause_s = 0.1;  // after the process has run out of descriptors
+constexpr double kDrainLimit_s = 10.0;
+constexpr double kForever = std::numeric_limits<double>::infinity();
+
+double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+// Takes the same time whatever the bytes are.
+bool equal(const std::uint8_t* one, const std::uint8_t* other, std::size_t nbytes) {
+    std::uint8_t difference = 0;
+    for (std::size_t i = 0; i < nbytes; ++i) difference |= one[i] ^ other[i];
+    return difference == 0;
+}
+
+}  // namespace
+
+void Engine::run() {
+    Lock lock(mutex_);
+    bool more = false;
+    while (true) {
+        if (ending_) advance_ends();
+        const double now = now_s();
+        if (now >= look_s_) look_at_deadlines(now);
+        if (std::isfinite(give_up_s_) && (peers_.empty() || now >= give_up_s_)) break;
+        const double wait_s = std::min(look_s_ - now, 3600.0);
+        wait(lock, more || ending_ ? 0 : static_cast<int>(std::ceil(std::max(0.0, wait_s) * 1000)));
+        more = round(lock);
+    }
+    for (auto& [name, peer] : peers_) {
+        for (const auto& in : peer->in) end(in->fd());
+        for (const auto& out : peer->out) end(out->fd());
+    }
+    peers_.clear();
+    sessions_.clear();
+    strangers_.clear();
+    listener_ = Descriptor();
+}
+
+void Engine::wait(Lock& lock, int timeout_ms) {
+    epoll_event events[64];
+    lock.unlock();
+    const int count = ::epoll_wait(epoll_.get(), events, 64, timeout_ms);
+    lock.lock();
+    for (int i = 0; i < count; ++i) {
+        // Whoever this belongs to is there: connections are removed on this thread only, and not while events wait.
+        Ready& ready = *static_cast<Ready*>(events[i].data.ptr);
+        const bool trouble = events[i].events & (EPOLLERR | EPOLLHUP);
+        if (trouble || events[i].events & (EPOLLIN | EPOLLRDHUP)) ready.in = true;
+        if (trouble || events[i].events & EPOLLOUT) ready.out = true;
+    }
+    if (std::exchange(woken_.in, false)) {
+        eventfd_t kicks;
+        ::eventfd_read(wake_.get(), &kicks);
+    }
+}
+
+// One turn for everybody. True if somebody is not done.
+bool Engine::round(Lock& lock) {
+    bool more = false;
+    if (knocked_.in) more = accept_some();
+    for (auto at = strangers_.begin(); at != strangers_.end();)
+        at = at->ready.in && listen_to(*at) ? strangers_.erase(at) : std::next(at);
+    for (auto& [name, peer] : peers_) {
+        for (std::size_t i = peer->in.size(); i-- > 0;)
+            if (i < peer->in.size() && peer->in[i]->has_work()) more |= serve_in(*peer, i, lock);
+        for (std::size_t i = peer->out.size(); i-- > 0;)
+            if (i < peer->out.size()) more |= serve_out(*peer, *peer->out[i], lock);
+    }
+    return more;
+}
+
+// ---- strangers --------------------------------------------------------------------------------------------------
+
+// True if there may be more of them.
+bool Engine::accept_some() {
+    for (std::size_t accepted = 0; accepted < kMaxStrangers;) {
+        const int fd = accept_one(listener_.get());
+        if (fd < 0) {
+            if (errno == EINTR || errno == ECONNABORTED) continue;
+            knocked_.in = false;
+            if (errno != EAGAIN && errno != EWOULDBLOCK) {
+                accept_again_s_ = now_s() + kAcceptPause_s;
+                look_by(accept_again_s_);
+            }
+            return false;
+        }
+        ++accepted;
+        if (strangers_.size() >= kMaxStrangers) {
+            strangers_.pop_front();
+            ++strangers_dropped_;
+        }
+        Stranger& stranger = strangers_.emplace_back();
+        stranger.socket = Descriptor(fd);
+        stranger.by_s = now_s() + settings_.hello_timeout_s;
+        set_options(fd);
+        watch(fd, stranger.ready, EPOLLIN | EPOLLOUT | EPOLLRDHUP);
+        look_by(stranger.by_s);
+    }
+    return true;
+}
+
+// True if the stranger is one no more: let in, or sent away.
+bool Engine::listen_to(Stranger& stranger) {
+    auto* at = reinterpret_cast<std::byte*>(&stranger.hello);
+    while (stranger.nbytes < sizeof stranger.hello) {
+        const ssize_t got = ::recv(stranger.socket.get(), at + stranger.nbytes,
+                                   sizeof stranger.hello - stranger.nbytes, MSG_DONTWAIT);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+            stranger.ready.in = false;
+            return false;
+        }
+        if (got <= 0) {
+            ++strangers_dropped_;
+            return true;
+        }
+        stranger.nbytes += static_cast<std::size_t>(got);
+    }
+    Peer* peer = introduced(stranger);
+    if (!peer) {
+        ++strangers_dropped_;
+        return true;
+    }
+    peer->streams_taken |= 1U << stranger.hello.stream;
+    auto in = std::make_unique<Incoming>(std::move(stranger.socket), peer->session, peer->regions);
+    in->ready = stranger.ready;
+    watch(in->fd(), in->ready, EPOLLIN | EPOLLOUT | EPOLLRDHUP);
+    peer->in.push_back(std::move(in));
+    return true;
+}
+
+// The peer a hello is from, null if it proves nothing.
+Engine::Peer* Engine::introduced(const Stranger& stranger) {
+    const Hello& hello = stranger.hello;
+    if (hello.magic != kHelloMagic || hello.version != kVersion || hello.stream >= kMaxStreams) return nullptr;
+    const auto at = sessions_.find(hello.session);
+    if (at == sessions_.end()) return nullptr;
+    Peer* peer = at->second;
+    const bool known = equal(hello.token, peer->token.data(), kTokenNbytes);
+    return known && peer->usable() && (peer->streams_taken >> hello.stream & 1) == 0 ? peer : nullptr;
+}
+
+// ---- connections ------------------------------------------------------------------------------------------------
+
+bool Engine::serve_in(Peer& peer, std::size_t index, Lock& lock) {
+    if (!peer.usable()) return false;
+    Incoming& in = *peer.in[index];
+    lock.unlock();
+    const Turn turn = in.receive();
+    lock.lock();
+    if (turn == Turn::kMore || turn == Turn::kIdle) return turn == Turn::kMore;
+    const std::string reason = in.reason();
+    end(in.fd());
+    peer.in.erase(peer.in.begin() + static_cast<std::ptrdiff_t>(index));
+    // An end between two frames is how a writer closes: nothing is wrong, and nothing more will come.
+    if (turn == Turn::kBroken && peer.usable()) fail(peer, "the connection from it: " + reason);
+    return false;
+}
+
+bool Engine::serve_out(Peer& peer, Outgoing& out, Lock& lock) {
+    if (!out.connected()) {
+        if (!out.ready.out || !peer.usable()) return false;
+        if (const int code = connect_error(out.fd()); code != 0) {
+            fail(peer, "connecting to " + peer.address.host + ":" + std::to_string(peer.address.port) + ": " +
+                           std::strerror(code));
+            return false;
+        }
+        choose_congestion(out.fd(), settings_.congestion);
+        out.set_connected();
+        bool all = true;
+        for (const auto& one : peer.out) all &= one->connected();
+        if (all) peer.connect_by_s = kForever;
+    }
+    std::vector<Batch*> answered;
+    Turn turn = Turn::kIdle;
+    if (out.ready.in) {
+        lock.unlock();
+        turn = out.receive(answered);
+        lock.lock();
+        took(peer, answered);
+    }
+    if (turn == Turn::kIdle && peer.usable() && out.ready.out) {
+        if (out.sent())
+            for (Batch& batch : peer.batches)
+                if (!batch.cut) {
+                    out.load(batch);
+                    break;
+                }
+        if (out.sent()) return false;
+        lock.unlock();
+        turn = out.send();
+        answered.clear();
+        if (turn == Turn::kBroken) {
+            out.ready.in = true;  // the owner may have said why before it ended the connection
+            out.receive(answered);
+        }
+        lock.lock();
+        took(peer, answered);
+        if (turn == Turn::kMore || turn == Turn::kIdle) return turn == Turn::kMore;
+    }
+    if (turn != Turn::kEnded && turn != Turn::kBroken) return false;
+    const std::string reason = out.reason();
+    end(out.fd());
+    if (peer.usable()) fail(peer, reason);
+    std::erase_if(peer.out, [&](const auto& one) { return one.get() == &out; });
+    ending_ |= peer.closing;
+    return false;
+}
+
+// Strike off answered frames; report batches that have none left.
+void Engine::took(Peer& peer, const std::vector<Batch*>& answered) {
+    for (Batch* batch : answered) {
+        --batch->unanswered;
+        if (!batch->landed()) continue;
+        outbox_.put({Report::Kind::kBatchDone, peer.name, batch->ticket, Outcome::kOk, batch->nbytes,
+                     batch->submitted_s, now_s()});
+        peer.batches.remove_if([batch](const Batch& one) { return &one == batch; });
+    }
+}
+
+// ---- ends -------------------------------------------------------------------------------------------------------
+
+// Look at everything that has a deadline, and find the next one.
+void Engine::look_at_deadlines(double now) {
+    look_s_ = give_up_s_;
+    if (now >= accept_again_s_) {
+        accept_again_s_ = kForever;
+        knocked_.in = true;
+    }
+    look_by(accept_again_s_);
+    // Each has as much time as any other, so the oldest is first.
+    while (!strangers_.empty() && now >= strangers_.front().by_s) {
+        strangers_.pop_front();
+        ++strangers_dropped_;
+    }
+    if (!strangers_.empty()) look_by(strangers_.front().by_s);
+    for (auto& [name, peer] : peers_) {
+        double earliest_s = kForever;
+        for (const Batch& batch : peer->batches) earliest_s = std::min(earliest_s, batch.deadline_s);
+        if (peer->usable() && now >= peer->connect_by_s)
+            fail(*peer, "no connection to " + peer->address.host + ":" + std::to_string(peer->address.port) +
+                            " within " + std::to_string(settings_.connect_timeout_s) + " s");
+        else if (peer->usable() && now >= earliest_s)
+            fail(*peer, "batch deadline passed", Outcome::kTimeout);
+        else
+            look_by(std::min(earliest_s, peer->connect_by_s));
+        if (now >= peer->drain_by_s)
+            ending_ = true;
+        else
+            look_by(peer->drain_by_s);
+    }
+}
+
+void Engine::fail(Peer& peer, const std::string& reason, Outcome outcome) {
+    peer.failure = reason;
+    outbox_.put({Report::Kind::kPeerFailed, peer.name, 0, outcome, 0, 0, now_s(), reason});
+    quiesce(peer, outcome, reason);
+}
+
+// Report every open batch, end what the peer writes through and send no more. Where a deadline was missed, only those
+// batches that missed theirs are TIMEOUT.
+void Engine::quiesce(Peer& peer, Outcome outcome, const std::string& detail) {
+    const double now = now_s();
+    for (const Batch& batch : peer.batches) {
+        const bool other = outcome == Outcome::kTimeout && batch.deadline_s > now;
+        outbox_.put({Report::Kind::kBatchDone, peer.name, batch.ticket, other ? Outcome::kPeerFailed : outcome,
+                     batch.nbytes, batch.submitted_s, now, detail});
+    }
+    peer.batches.clear();
+    peer.connect_by_s = kForever;
+    for (const auto& in : peer.in) end(in->fd());
+    peer.in.clear();
+    std::erase_if(peer.out, [](const auto& out) {
+        if (out->drain()) return false;
+        end(out->fd());
+        return true;
+    });
+    if (peer.invited) sessions_.erase(peer.session);
+    peer.drained = true;
+    if (!peer.out.empty()) {
+        peer.drain_by_s = now + kDrainLimit_s;
+        look_by(peer.drain_by_s);
+    }
+}
+
+// Bring closing peers nearer to their end.
+void Engine::advance_ends() {
+    ending_ = false;
+    const double now = now_s();
+    for (auto at = peers_.begin(); at != peers_.end();) {
+        Peer& peer = *at->second;
+        if (peer.closing && !peer.drained) quiesce(peer, Outcome::kCancelled, "closed by this side");
+        if (now >= peer.drain_by_s) {
+            for (const auto& out : peer.out) end(out->fd());
+            peer.out.clear();
+            peer.drain_by_s = kForever;
+        }
+        if (peer.closing && peer.out.empty()) {
+            outbox_.put({Report::Kind::kPeerClosed, peer.name, 0, Outcome::kOk, 0, 0, now_s()});
+            at = peers_.erase(at);
+        } else {
+            ++at;
+        }
+    }
+}
+
+}  // namespace pdlink::tcp

@@ -1,0 +1,226 @@
+"""`TcpTransport`: kernel TCP of our own, for hosts without RDMA and for peers one does not trust with memory.
+
+A native thread (`csrc/tcp`) gathers runs with sendmsg and receives them straight into the invited pages with recvmsg.
+An invitation is an address, a session and a secret that is good for one connection (of each stream). Every frame
+names its session and where each of its runs goes, and the owner checks all of that before a byte is placed: a peer
+can write where it was invited to, as long as it is, and nowhere else. An answer to each frame tells the writer that
+its bytes are in the pages.
+
+What it does not do is hide anything: bytes, and the secret of an invitation that is being taken up, cross the network
+in the clear. Closing is exact on the owner's side, where it matters: what is in a socket when `close_peer` ends it is
+gone. A writer's PeerClosed waits for the owner to have ended the connection, at most ten seconds if it is stopped.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import msgspec
+
+from pdlink import _tcp
+from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
+from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Probe, Status, Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdlink.kv.layout import Piece
+    from pdlink.memory.buffers import Buffer
+
+CONNECT_TIMEOUT_S = 5.0
+HELLO_TIMEOUT_S = 5.0
+"""How long a connection may take to say who it is."""
+_CLOSE_GRACE_S = 1.0
+"""How long `close()` waits for owners that have not read all yet; the promise is two seconds in all."""
+_MAX_INVITATION_NBYTES = 1 << 16
+
+_Word = Annotated[int, msgspec.Meta(ge=0)]
+_Nbytes = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+
+
+class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="pdlink-tcp/1"):
+    """The whole of an invitation. The tag carries the version: another one is refused by name."""
+
+    host: Annotated[str, msgspec.Meta(max_length=64)]
+    """Numeric, so that connecting never waits for a name server."""
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    session: _Word
+    token: Annotated[bytes, msgspec.Meta(min_length=_tcp.TOKEN_NBYTES, max_length=_tcp.TOKEN_NBYTES)]
+    regions: Annotated[tuple[_Nbytes, ...], msgspec.Meta(min_length=1, max_length=4096)]
+    """Sizes."""
+
+
+class TcpTransport(Transport):
+    """Peers anywhere, through sockets. Lane "tcp"."""
+
+    name: ClassVar[str] = "tcp"
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        streams: int = 1,
+        congestion: str | None = None,
+        advertise: str | None = None,
+        hello_timeout_s: float = HELLO_TIMEOUT_S,
+    ) -> None:
+        """host: address or name to listen on; advertise: the one that peers are told, `host` if None.
+
+        streams: connections to each peer. congestion: of the connections made here; None takes cubic (or reno, where
+        that is not allowed) for peers on this host and the system's default for others.
+        """
+        self._host = host
+        self._advertise = advertise
+        self._streams = streams
+        self._congestion = congestion
+        self._hello_timeout_s = hello_timeout_s
+        self._advertised = ""
+        self._on_loopback = True
+        self._engine: _tcp.Engine | None = None
+        self._closed = False
+        self._buffers: list[Buffer] = []
+        """In the order of their region indices; kept so that the pages stay while the engine may use them."""
+        self._registering = threading.Lock()
+
+    @classmethod
+    def probe(cls) -> Probe:
+        default = "system default"
+        fast = next((name for name in ("cubic", "reno") if _tcp.congestion_usable(name)), default)
+        return Probe(cls.name, ok=True, facts={"congestion on one host": fast, "congestion else": default})
+
+    def open(self) -> None:
+        """As in the contract; looks up the names it was given."""
+        if self._closed:
+            raise TransportUnavailable("the tcp transport was closed; make a new one")
+        if self._engine is not None:
+            return
+        if not 1 <= self._streams <= _tcp.MAX_STREAMS:
+            raise TransportUnavailable(f"tcp: {self._streams} streams, possible are 1 to {_tcp.MAX_STREAMS}")
+        if self._congestion is not None and not _tcp.congestion_usable(self._congestion):
+            raise TransportUnavailable(
+                f"tcp: congestion control {self._congestion!r} cannot be used here; see "
+                "/proc/sys/net/ipv4/tcp_allowed_congestion_control"
+            )
+        listen = _numeric(self._host)
+        self._advertised = _numeric(self._advertise) if self._advertise else listen
+        if ipaddress.ip_address(self._advertised).is_unspecified:
+            raise TransportUnavailable(f"tcp: nobody can connect to {self._advertised}; set advertise_host")
+        self._on_loopback = ipaddress.ip_address(listen).is_loopback
+        try:
+            self._engine = _tcp.Engine(
+                listen, self._streams, self._congestion or "", CONNECT_TIMEOUT_S, self._hello_timeout_s
+            )
+        except OSError as error:
+            raise TransportUnavailable(f"tcp: {error}") from error
+
+    def register(self, buffer: Buffer) -> int:
+        with self._registering:
+            try:
+                index = self._open_engine().add_region(buffer.ptr, buffer.nbytes)
+            except _tcp.PeerUnusable as error:
+                raise TransportFailure(str(error)) from error
+            self._buffers.append(buffer)
+        return index
+
+    def invite(self, peer: str) -> bytes:
+        """An invitation to the buffers registered by now."""
+        engine = self._open_engine()
+        if not self._buffers:
+            raise TransportUnavailable("register a buffer before inviting a peer to it")
+        try:
+            session, token, regions = engine.invite(peer)
+        except _tcp.PeerUnusable as error:
+            raise TransportFailure(str(error)) from error
+        return msgspec.msgpack.encode(_Invitation(self._advertised, engine.port(), session, token, tuple(regions)))
+
+    def connect(self, peer: str, invitation: bytes) -> None:
+        engine = self._open_engine()
+        there = _decode(invitation)
+        if self._on_loopback and not ipaddress.ip_address(there.host).is_loopback:
+            raise TransportFailure(
+                f"peer {peer} is at {there.host}, and this side's data port is for this host only; "
+                "set transport.tcp_host to the address that others reach"
+            )
+        try:
+            engine.connect(peer, there.host, there.port, there.session, there.token, there.regions)
+        except _tcp.NameTaken:
+            raise
+        except OSError as error:
+            raise TransportFailure(f"cannot connect to peer {peer}: {error}") from error
+        except _tcp.PeerUnusable as error:
+            raise TransportFailure(str(error)) from error
+
+    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+        views = [(piece.src_region, piece.src_base, piece.dst_region, piece.dst_base, piece.runs) for piece in pieces]
+        try:
+            return self._open_engine().submit(peer, views, timeout_s)
+        except _tcp.PeerUnusable as error:
+            raise TransportFailure(str(error)) from error
+        except TypeError as error:
+            raise ValueError(f"pieces need 64-bit numbers and C-contiguous int64 runs [n, 3]: {error}") from error
+
+    def poll(self) -> list[Occurrence]:
+        """As in the contract; what was not fetched before `close()` can still be fetched after it."""
+        return [] if self._engine is None else [_occurrence(*report) for report in self._engine.poll()]
+
+    def fileno(self) -> int:
+        return self._open_engine().fileno()
+
+    def lane(self, peer: str) -> str:
+        return self.name if self._engine is not None and self._engine.connected(peer) else ""
+
+    def details(self, peer: str) -> dict[str, str]:
+        """How the bytes to a peer travel, for reports."""
+        used = [] if self._engine is None else self._engine.congestion(peer)
+        return {"streams": str(len(used)), "congestion": ", ".join(sorted(set(used)))}
+
+    @property
+    def strangers_dropped(self) -> int:
+        """Connections that were ended because they did not prove to be invited."""
+        return 0 if self._engine is None else self._engine.strangers_dropped()
+
+    def close_peer(self, peer: str) -> None:
+        if self._engine is not None:
+            self._engine.close_peer(peer)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._engine is not None:
+            self._engine.close(_CLOSE_GRACE_S)
+
+    def _open_engine(self) -> _tcp.Engine:
+        if self._engine is None or self._closed:
+            raise TransportFailure(f"the tcp transport is {'closed' if self._closed else 'not open'}")
+        return self._engine
+
+
+def _occurrence(
+    kind: str, peer: str, ticket: int, status: str, nbytes: int, submitted_s: float, done_s: float, detail: str
+) -> Occurrence:
+    if kind == "batch_done":
+        return BatchDone(ticket, peer, Status(status), nbytes, submitted_s, done_s, detail)
+    return PeerFailed(peer, detail) if kind == "peer_failed" else PeerClosed(peer)
+
+
+def _decode(invitation: bytes) -> _Invitation:
+    if len(invitation) > _MAX_INVITATION_NBYTES:
+        raise ProtocolError(f"invitation has {len(invitation)} bytes, at most {_MAX_INVITATION_NBYTES} are read")
+    try:
+        decoded = msgspec.msgpack.decode(invitation, type=_Invitation)
+        ipaddress.ip_address(decoded.host)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ProtocolError(f"invitation over tcp cannot be read: {error}") from error
+    if decoded.session >= 2**64:
+        raise ProtocolError("invitation over tcp cannot be read: the session is no 64-bit number")
+    return decoded
+
+
+def _numeric(host: str) -> str:
+    """The first stream address of a host; a numeric one is itself. Raises TransportUnavailable."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise TransportUnavailable(f"tcp: no address of {host!r}: {error}") from error
+    return str(found[0][4][0])

@@ -1,0 +1,304 @@
+"""What is special to the tcp transport: whom it connects to, stopped and killed peers, and what it reports.
+
+What every transport must do is in tests/conformance, which runs over tcp with one and two streams too; who else may
+come to its port is in tests/attacks/test_tcp.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from pdlink import _tcp
+from pdlink.config import TransportConfig, WorkerConfig
+from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
+from pdlink.transport import choice, tcp
+from pdlink.transport.tcp import TcpTransport
+from tests.conformance.transports.other_process import OtherProcess
+from tests.conformance.transports.side import LONG_NBYTES, LONG_PASSES, PATIENCE_S, Side, join, piece
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+NBYTES = 1 << 20
+
+
+def make_one(stack: contextlib.ExitStack, **settings: Any) -> Side:
+    side = Side(TcpTransport(**settings))
+    stack.callback(side.close)
+    return side
+
+
+@pytest.fixture
+def make_side() -> Iterator[Callable[..., Side]]:
+    """Makes sides with one buffer each in this process; they are closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(nbytes: int = NBYTES, **settings: Any) -> Side:
+            side = make_one(stack, **settings)
+            side.add_buffer(nbytes, seed=nbytes)
+            return side
+
+        yield make
+
+
+@pytest.fixture
+def make_other() -> Iterator[Callable[[int], OtherProcess]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(nbytes: int) -> OtherProcess:
+            other = OtherProcess("tcp")
+            stack.callback(other.end)
+            other.call("add_buffer", nbytes, 1)
+            return other
+
+        yield make
+
+
+def transport(side: Side) -> TcpTransport:
+    assert isinstance(side.transport, TcpTransport)
+    return side.transport
+
+
+# -- whom it connects to ---------------------------------------------------------------------------------------------
+
+
+def test_nobody_at_the_port_is_a_failed_peer_with_the_reason(make_side: Callable[..., Side]) -> None:
+    writer, owner = make_side(), make_side()
+    invitation = owner.transport.invite("writer")
+    owner.transport.close()
+    writer.transport.connect("owner", invitation)
+    try:
+        ticket = writer.submit_block("owner", 0, 100)
+    except TransportFailure:
+        pass  # it knew already
+    else:
+        assert writer.wait_batch(ticket) == "peer_failed"
+    assert "refused" in writer.wait_failed("owner")
+
+
+def test_what_cannot_be_an_invitation_is_a_protocol_error(make_side: Callable[..., Side]) -> None:
+    side = make_side()
+    good = tcp._decode(side.transport.invite("writer"))
+    for fields in (
+        {"host": "example.org"},
+        {"host": ""},
+        {"port": 0},
+        {"token": b"short"},
+        {"session": 2**64 - 1, "regions": ()},
+        {"regions": (0,)},
+        {"regions": (2**63,)},
+    ):
+        with pytest.raises(ProtocolError):
+            side.transport.connect("peer", msgspec.msgpack.encode(msgspec.structs.replace(good, **fields)))
+
+
+def test_a_side_for_this_host_only_connects_to_no_other(make_side: Callable[..., Side]) -> None:
+    side = make_side()
+    elsewhere = msgspec.structs.replace(tcp._decode(side.transport.invite("writer")), host="192.0.2.1")
+    with pytest.raises(TransportFailure, match="tcp_host"):
+        side.transport.connect("peer", msgspec.msgpack.encode(elsewhere))
+
+
+# -- stopped and killed peers ----------------------------------------------------------------------------------------
+
+
+def wait_until_sending_stalls() -> None:
+    """Return when bytes that nobody takes wait in a socket of this process."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        links = (os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+        ours = {link.removeprefix("socket:[").removesuffix("]") for link in links}
+        for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in ours and int(fields[4].partition(":")[0], 16) > 0:
+                return
+        time.sleep(0.001)
+    pytest.fail("the peer takes everything")
+
+
+def test_a_writers_end_waits_for_what_is_in_its_sockets(
+    make_side: Callable[..., Side], make_other: Callable[[int], OtherProcess]
+) -> None:
+    owner, writer = make_other(LONG_NBYTES), make_side(LONG_NBYTES + 64 * LONG_PASSES)
+    writer.connect("owner", owner.call("invite", "writer"))
+    assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
+    owner.stop()
+    ticket = writer.submit_long("owner")
+    wait_until_sending_stalls()
+    writer.close_peer("owner")
+    assert writer.wait_batch(ticket) == "cancelled"
+    assert not writer.closed_within("owner", 0.2)
+    owner.resume()
+    writer.wait_closed("owner")
+    landed = owner.call("digest_of", 0, LONG_NBYTES)
+    owner.call("close_peer", "writer")
+    owner.call("wait_closed", "writer")
+    assert owner.call("digest_of", 0, LONG_NBYTES) == landed
+
+
+def test_what_a_stopped_owner_did_not_read_is_gone_at_its_close_peer(
+    make_side: Callable[..., Side], make_other: Callable[[int], OtherProcess]
+) -> None:
+    owner, writer = make_other(LONG_NBYTES), make_side(LONG_NBYTES + 64 * LONG_PASSES)
+    writer.connect("owner", owner.call("invite", "writer"))
+    assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
+    owner.stop()
+    tickets = [writer.submit_long("owner", timeout_s=0.1), writer.submit_long("owner")]
+    assert [writer.wait_batch(ticket) for ticket in tickets] == ["timeout", "peer_failed"]
+    writer.close_peer("owner")
+    owner.resume()
+    owner.call("close_peer", "writer")
+    owner.call("wait_closed", "writer")
+    at_the_end = owner.call("digest_of", 0, LONG_NBYTES)
+    writer.wait_closed("owner")
+    writer.connect("owner again", owner.call("invite", "writer again"))
+    assert owner.call("digest_of", 0, LONG_NBYTES) == at_the_end
+    assert writer.wait_batch(writer.submit_block("owner again", 0, 100)) == "ok"
+
+
+def test_a_writer_that_is_killed_in_a_batch_fails_at_the_owner_and_nobody_else(
+    make_side: Callable[..., Side], make_other: Callable[[int], OtherProcess]
+) -> None:
+    owner, bystander = make_side(LONG_NBYTES), make_side(LONG_NBYTES)
+    writer = make_other(LONG_NBYTES + 64 * LONG_PASSES)
+    join(bystander, owner, "bystander", "owner")
+    writer.call("connect", "owner", owner.invite("writer"))
+    before = owner.buffers[0].array[: 32 << 10].copy()
+    writer.call("submit_long", "owner")
+    owner.wait_changed(before)
+    writer.kill()
+    owner.close_peer("writer")
+    owner.wait_closed("writer")
+    at_the_end = owner.snapshot()
+    assert bystander.wait_batch(bystander.submit_block("owner", 0, 0)) == "ok"
+    assert owner.snapshot() == at_the_end
+
+
+def test_two_writers_at_once_each_get_their_own_bytes_there(make_side: Callable[..., Side]) -> None:
+    owner = make_side()
+    writers = [make_side(NBYTES, streams=streams) for streams in (1, 3)]
+    half = NBYTES // 2
+    tickets: list[list[int]] = [[], []]
+    for index, writer in enumerate(writers):
+        writer.buffers[0].array[:] = np.random.default_rng(index).integers(0, 256, NBYTES, dtype=np.uint8)
+        join(writer, owner, f"writer {index}")
+    for start in range(0, half, 1 << 12):
+        for index, writer in enumerate(writers):
+            rows = [[start + at + index * half, start + at + index * half, 256] for at in range(0, 1 << 12, 256)]
+            tickets[index].append(writer.submit("owner", piece(rows)))
+    for index, writer in enumerate(writers):
+        assert {writer.wait_batch(ticket) for ticket in tickets[index]} == {"ok"}
+        mine = slice(index * half, (index + 1) * half)
+        np.testing.assert_array_equal(owner.buffers[0].array[mine], writer.buffers[0].array[mine])
+
+
+# -- settings and reports --------------------------------------------------------------------------------------------
+
+
+def test_the_congestion_control_and_streams_in_use_are_reported(make_side: Callable[..., Side]) -> None:
+    fast = next(name for name in ("cubic", "reno") if _tcp.congestion_usable(name))
+    owner = make_side()
+    for settings, expected in (({}, ("1", fast)), ({"congestion": "reno", "streams": 3}, ("3", "reno"))):
+        writer, name = make_side(**settings), f"writer {expected}"
+        join(writer, owner, name)
+        assert writer.transport.lane("owner") in ("", "tcp")
+        # One batch is enough for one stream only; the others are there when there is something for all.
+        assert writer.wait_batch(writer.submit_block("owner", 0, NBYTES)) == "ok"
+        wait_connected = time.monotonic() + PATIENCE_S
+        while transport(writer).details("owner") != {"streams": expected[0], "congestion": expected[1]}:
+            assert time.monotonic() < wait_connected, transport(writer).details("owner")
+            time.sleep(0.001)
+        assert writer.transport.lane("owner") == "tcp"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"congestion": "pigeon"}, "pigeon"),
+        ({"streams": 0}, "0 streams"),
+        ({"streams": 17}, "17 streams"),
+        ({"host": "no such host.invalid"}, "no address"),
+        ({"host": "0.0.0.0"}, "advertise_host"),
+        ({"host": "192.0.2.1"}, "192.0.2.1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_with_the_reason(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(TransportUnavailable, match=words):
+        TcpTransport(**settings).open()
+
+
+def test_a_name_is_listened_on_and_told_as_an_address(make_side: Callable[..., Side]) -> None:
+    side = make_side(host="0.0.0.0", advertise="localhost")
+    assert tcp._decode(side.transport.invite("writer")).host in ("127.0.0.1", "::1")
+
+
+def test_auto_takes_tcp_before_ucx_unless_there_is_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
+    def order(**settings: Any) -> list[str]:
+        return [probe.transport for probe in choice.probes(TransportConfig(**settings))]
+
+    monkeypatch.setattr(choice, "_rdma", lambda: False)
+    assert order() == ["mapped", "tcp", "ucx"]
+    assert order(prefer="ucx") == ["ucx", "mapped", "tcp"]
+    monkeypatch.setattr(choice, "_rdma", lambda: True)
+    assert order() == ["mapped", "ucx", "tcp"]
+
+
+def test_auto_goes_on_without_tcp_where_it_cannot_listen() -> None:
+    opened = choice.open_transports(TransportConfig(ucx_library="off"), "192.0.2.1")
+    assert [one.name for one in opened] == ["mapped"]
+    opened[0].close()
+    with pytest.raises(TransportUnavailable, match=r"192\.0\.2\.1"):
+        choice.open_transports(TransportConfig(kind="tcp"), "192.0.2.1")
+
+
+def test_a_data_port_for_other_hosts_needs_keys_too() -> None:
+    with pytest.raises(ValueError, match=r"transport\.tcp_host"):
+        WorkerConfig.model_validate({"transport": {"tcp_host": "10.9.8.7"}})
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # that is what it is about (Python 3.12)
+def test_a_forked_child_leaves_the_parents_connections_alone(make_side: Callable[..., Side]) -> None:
+    writer, owner = make_side(), make_side()
+    join(writer, owner)
+    assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
+    child = os.fork()
+    if child == 0:
+        try:
+            refused = 0
+            for action in (lambda: writer.submit_block("owner", 0, 1), lambda: owner.transport.invite("x")):
+                try:
+                    action()
+                except TransportFailure:
+                    refused += 1
+            writer.transport.close_peer("owner")
+            for side in (writer, owner):
+                side.transport.close()
+                transport(side)._engine = None  # destroyed here
+            os._exit(0 if refused == 2 else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert writer.wait_batch(writer.submit_block("owner", 1000, 5000)) == "ok"
+
+
+def test_connecting_and_closing_again_and_again_leaks_no_descriptor(make_side: Callable[..., Side]) -> None:
+    writer, owner = make_side(), make_side()
+
+    def once(attempt: int) -> int:
+        names = f"writer {attempt}", f"owner {attempt}"
+        join(writer, owner, *names)
+        assert writer.wait_batch(writer.submit_block(names[1], 0, 100)) == "ok"
+        for side, peer in ((writer, names[1]), (owner, names[0])):
+            side.close_peer(peer)
+            side.wait_closed(peer)
+        return len(os.listdir("/proc/self/fd"))
+
+    assert len({once(attempt) for attempt in range(20)}) == 1
