@@ -1,0 +1,172 @@
+"""What a deployment holds: blocks, transfers, sessions by its own word, descriptors, threads and segments by /proc.
+
+After the last request is settled and every deadline has passed, nothing may be held for anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+_ASK_S = 3.0
+
+
+@dataclass(slots=True)
+class Held:
+    """What one worker says that it holds."""
+
+    blocks: int = 0
+    requests: int = 0
+    sender_transfers: int = 0
+    receiver_transfers: int = 0
+    quarantined_blocks: int = 0
+    closing_peers: int = 0
+    live_peers: int = 0
+    moved_nbytes: int = 0
+    """KV that this life of the worker has sent and that was visible at the receiver."""
+    fallbacks: int = 0
+    """Requests of this life of the worker that took their second way."""
+    unreadable: str = ""
+    """Why it could not be asked."""
+
+    @property
+    def leaked(self) -> int:
+        """Blocks that are not free; those whose fence has not come should be among them."""
+        return max(self.blocks, self.quarantined_blocks)
+
+    @property
+    def idle(self) -> bool:
+        held = self.leaked + self.requests + self.sender_transfers + self.receiver_transfers + self.closing_peers
+        return held == 0 and not self.unreadable
+
+    def __str__(self) -> str:
+        if self.unreadable:
+            return self.unreadable
+        return (
+            f"{self.blocks} blocks, {self.quarantined_blocks} quarantined, {self.requests} requests, "
+            f"{self.sender_transfers}+{self.receiver_transfers} transfers, {self.closing_peers} closing peers"
+        )
+
+
+def parse_metrics(text: str) -> dict[tuple[str, str], float]:
+    """Samples with exactly one label, by name and that label's value; the others are left out."""
+    found = {}
+    for line in text.splitlines():
+        name, bracket, rest = line.partition("{")
+        labels, end, value = rest.rpartition("} ")
+        if bracket and end and "," not in labels and not line.startswith("#"):
+            found[name, labels.partition("=")[2].strip('"')] = float(value)
+    return found
+
+
+def held(health: dict[str, Any], metrics: dict[tuple[str, str], float]) -> Held:
+    """What /health and /metrics of a worker add up to."""
+
+    def total(name: str, *leave_out: str) -> int:
+        return int(sum(value for (key, kind), value in metrics.items() if key == name and kind not in leave_out))
+
+    return Held(
+        blocks=health["num_blocks"] - health["free_blocks"],
+        requests=health["running"] + health["waiting"],
+        sender_transfers=total("pdlink_sender_transfers"),
+        receiver_transfers=total("pdlink_receiver_transfers", "quarantined_blocks"),
+        quarantined_blocks=int(metrics.get(("pdlink_receiver_transfers", "quarantined_blocks"), 0)),
+        closing_peers=int(metrics.get(("pdlink_peers", "closing"), 0)),
+        live_peers=int(metrics.get(("pdlink_peers", "live"), 0)),
+        moved_nbytes=total("pdlink_transfer_bytes_total"),
+        fallbacks=total("pdlink_fallbacks_total"),
+    )
+
+
+async def read(session: aiohttp.ClientSession, url: str) -> Held:
+    """Ask one worker."""
+    try:
+        async with asyncio.timeout(_ASK_S):
+            async with session.get(f"{url}/health") as answer:
+                health = await answer.json()
+            async with session.get(f"{url}/metrics") as answer:
+                metrics = parse_metrics(await answer.text())
+            return held(health, metrics)
+    except (TimeoutError, aiohttp.ClientError, OSError, KeyError, TypeError, ValueError) as error:
+        return Held(unreadable=f"does not say: {type(error).__name__} {error}")
+
+
+@dataclass(slots=True)
+class Process:
+    """Resources of one process."""
+
+    threads: int = 0
+    rss_mib: int = 0
+    fds: dict[str, int] = field(default_factory=dict)
+    """Open descriptors by kind. HTTP connections, which come and go with clients, are not among them."""
+
+    @property
+    def num_fds(self) -> int:
+        return sum(self.fds.values())
+
+
+def process(pid: int, http_ports: set[int]) -> Process:
+    """What the kernel says about a process of ours. Empty if it has gone."""
+    found = Process()
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("Threads:"):
+                found.threads = int(line.split()[1])
+            elif line.startswith("VmRSS:"):
+                found.rss_mib = int(line.split()[1]) // 1024
+        http = _inodes_of_ports(pid, http_ports)
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                target = os.readlink(f"/proc/{pid}/fd/{fd}")
+            except FileNotFoundError:
+                continue
+            kind, _, rest = target.partition(":")
+            if kind == "socket" and rest.strip("[]") in http:
+                continue
+            name = rest if kind == "anon_inode" else kind if rest else target.split("/")[1]
+            found.fds[name] = found.fds.get(name, 0) + 1
+    except (FileNotFoundError, ProcessLookupError):
+        return Process()
+    return found
+
+
+def _inodes_of_ports(pid: int, ports: set[int]) -> set[str]:
+    """Inodes of TCP connections to or from these ports, in the process' network namespace; not of listeners."""
+    inodes = set()
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        columns = line.split()
+        local, remote = (int(columns[i].rpartition(":")[2], 16) for i in (1, 2))
+        if remote and ports & {local, remote}:
+            inodes.add(columns[9])
+    return inodes
+
+
+def segments() -> set[str]:
+    """Named and System V shared memory of this machine that no living process has open."""
+    names = {f"/dev/shm/{name}" for name in _names("/dev/shm")}
+    for pid in (name for name in _names("/proc") if name.isdigit()):
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue
+        names = {name for name in names if name not in maps}
+    table = Path("/proc/sysvipc/shm")
+    rows = [line.split() for line in table.read_text().splitlines()[1:]] if table.exists() else []
+    return names | {f"sysv {row[1]} of {row[3]} bytes" for row in rows if row[6] == "0"}
+
+
+def _names(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except FileNotFoundError:
+        return []
+
+
+def port_of(url: str) -> int:
+    """The port in a base URL that has one."""
+    return int(url.rpartition(":")[2])

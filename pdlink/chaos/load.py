@@ -1,0 +1,245 @@
+"""Requests with known right answers, sent the way clients do: streaming or not, impatient, in bursts, mistaken.
+
+The catalogue is drawn from the seed. Its lengths lie around the borders of blocks, many prompts begin with the same
+tokens, and half of the answers are sampled with a seed: whatever is mixed up on the way shows in the text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+
+from pdlink.chaos.judge import Case, End, Expected, Outcome, Reply, Tally
+from pdlink.errors import LocalError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+_BORDERS = (1, 15, 16, 17, 31, 33, 48, 64, 65, 127, 129, 200, 256, 257, 400, 513)
+"""Prompt lengths in tokens: one, and both sides of multiples of common block sizes and of the largest step."""
+_ANSWERS = (1, 2, 8, 16, 24, 48)
+"""`max_tokens`."""
+_FRESH = 0.7
+"""Share of requests with a `cache_salt` of their own: nothing of their KV is anywhere, so all of it has to cross."""
+_LEAVES = 0.06
+"""Share of requests whose client goes away in the middle."""
+_SLOW = 0.04
+"""Share of streams that are read slowly."""
+_INVALID = 0.03
+"""Share of requests that must be refused."""
+_BACK_OFF_S = 0.1
+"""A client that got no answer waits this long, so that refused connections are not counted by the thousand."""
+
+
+class NoAnswers(LocalError):
+    """The right answers could not be found out."""
+
+    code = "no_answers"
+
+
+def catalogue(seed: int, model: str, size: int = 40) -> list[Case]:
+    """Valid requests of one run, their answers still unknown."""
+    chance = random.Random(f"catalogue/{seed}")
+    prefixes = [_tokens(chance, length) for length in (16, 48, 100, 256)]
+    cases = []
+    for index in range(size):
+        length = _BORDERS[index % len(_BORDERS)]
+        shared = chance.choice(prefixes)[: length - 1] if index % 2 else []
+        body: dict[str, Any] = {
+            "model": model,
+            "prompt": shared + _tokens(chance, length - len(shared)),
+            "max_tokens": _ANSWERS[index % len(_ANSWERS)],
+            "temperature": 0,
+        }
+        if chance.random() < 0.5:
+            body |= {"temperature": 0.9, "top_p": 0.95, "seed": chance.randrange(2**31)}
+        cases.append(Case(COMPLETIONS, body))
+    return cases
+
+
+def invalid(model: str) -> list[Case]:
+    """Requests that must be refused with a 4xx, whatever state the deployment is in."""
+    return [
+        Case(COMPLETIONS, {"model": model, "prompt": [65] * 200_000, "max_tokens": 8}),
+        Case(COMPLETIONS, {"model": model, "prompt": [65, 66], "max_tokens": 0}),
+        Case(COMPLETIONS, {"model": model, "prompt": [65, 66], "temperature": "warm"}),
+        Case(COMPLETIONS, {"model": model, "prompt": [-1, 10**9], "max_tokens": 4}),
+    ]
+
+
+def _tokens(chance: random.Random, count: int) -> list[int]:
+    """Ids of printable ASCII in byte-level vocabularies, and ordinary tokens in all others."""
+    return [chance.randrange(33, 123) for _ in range(count)]
+
+
+async def find_answers(
+    session: aiohttp.ClientSession, url: str, cases: Sequence[Case], timeout_s: float
+) -> list[Case]:
+    """The same cases with their right answers, asked at `url` one after the other while nothing is wrong.
+
+    Raises NoAnswers if one of them is not answered.
+    """
+    found = []
+    for case in cases:
+        reply = await ask(session, url, case, stream=False, deadline_s=timeout_s)
+        if reply.end is not End.COMPLETE or reply.status != 200 or reply.usage is None:
+            raise NoAnswers(f"{url}{case.path} answered {reply.status} {reply.error} {reply.detail} on a clean pass")
+        found.append(replace(case, expected=Expected(reply.text, reply.finish_reason, reply.usage)))
+    return found
+
+
+async def ask(
+    session: aiohttp.ClientSession,
+    url: str,
+    case: Case,
+    *,
+    stream: bool,
+    deadline_s: float,
+    leave_after_s: float | None = None,
+    pause_s: float = 0.0,
+) -> Reply:
+    """Send one request and take in what comes. leave_after_s: hang up then; pause_s: between events of a stream."""
+    body = {**case.body, "stream": True, "stream_options": {"include_usage": True}} if stream else case.body
+    reply = Reply(started_s=time.monotonic())
+    leaves = leave_after_s is not None and leave_after_s < deadline_s
+    try:
+        async with (
+            asyncio.timeout(leave_after_s if leaves else deadline_s),
+            session.post(url + case.path, json=body) as response,
+        ):
+            reply.status = response.status
+            reply.request_id = response.headers.get("X-Request-Id", "")
+            if response.content_type == "text/event-stream":
+                reply.end = End.SHORT
+                async for line in response.content:
+                    if _take_line(reply, line):
+                        reply.end = End.COMPLETE
+                    if pause_s:
+                        await asyncio.sleep(pause_s)
+            else:
+                _take_whole(reply, await response.read())
+    except TimeoutError:
+        reply.end = End.LEFT if leaves else End.DEADLINE
+    except (aiohttp.ClientError, OSError) as error:
+        reply.end, reply.detail = End.BROKEN, f"{type(error).__name__}: {error}"
+    reply.ended_s = time.monotonic()
+    return reply
+
+
+def _take_line(reply: Reply, line: bytes) -> bool:
+    """One line of a stream. True for the last one."""
+    if not line.startswith(b"data: "):
+        return False
+    data = line.removeprefix(b"data: ").strip()
+    if data == b"[DONE]":
+        return True
+    reply.events += 1
+    _take(reply, data)
+    return False
+
+
+def _take_whole(reply: Reply, data: bytes) -> None:
+    reply.end = End.COMPLETE
+    _take(reply, data)
+
+
+def _take(reply: Reply, data: bytes) -> None:
+    """One JSON object of an answer. One that is none leaves its mark as an unknown text, which is judged wrong."""
+    try:
+        value = msgspec.json.decode(data, type=dict[str, Any])
+    except msgspec.DecodeError:
+        reply.text += f"<no JSON: {data[:80]!r}>"
+        return
+    if isinstance(value.get("error"), dict):
+        reply.error = str(value["error"].get("code"))
+        reply.detail = str(value["error"].get("message"))[:300]
+    for choice in value.get("choices") or ():
+        delta = choice.get("delta") or choice.get("message") or choice
+        reply.text += delta.get("text") or delta.get("content") or ""
+        reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+    if value.get("usage"):
+        reply.usage = (value["usage"]["prompt_tokens"], value["usage"]["completion_tokens"])
+
+
+class Load:
+    """Clients that send requests until told to stop, and judge every answer."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        cases: Sequence[Case],
+        refused: Sequence[Case],
+        *,
+        seed: int,
+        deadline_s: float,
+        rate: float | None = None,
+    ) -> None:
+        """cases: with answers. deadline_s: a request is settled by then. rate: requests per second at most."""
+        self.tally = Tally()
+        self.running = 0
+        self._session, self._url = session, url
+        self._cases, self._refused = cases, refused
+        self._chance = random.Random(f"load/{seed}")
+        self._deadline_s, self._rate = deadline_s, rate
+        self._stopping = asyncio.Event()
+        self._clients: list[asyncio.Task[None]] = []
+
+    def start(self, num_clients: int) -> None:
+        self._clients = [asyncio.create_task(self._client(num_clients)) for _ in range(num_clients)]
+
+    async def burst(self, count: int) -> None:
+        """`count` requests at the same moment; returns when all are settled."""
+        await asyncio.gather(*(self._one() for _ in range(count)))
+
+    async def stop(self) -> None:
+        """No new requests; returns when the running ones are settled, by their deadline at the latest."""
+        self._stopping.set()
+        await asyncio.gather(*self._clients)
+
+    async def abandon(self) -> None:
+        """End every client now, whatever it waits for. Nothing to do after `stop`."""
+        for client in self._clients:
+            client.cancel()
+        await asyncio.gather(*self._clients, return_exceptions=True)
+
+    async def _client(self, num_clients: int) -> None:
+        while not self._stopping.is_set():
+            started_s = time.monotonic()
+            outcome = await self._one()
+            pause_s = 0.0 if self._rate is None else num_clients / self._rate - (time.monotonic() - started_s)
+            if outcome in (Outcome.CUT, Outcome.ERROR):
+                pause_s = max(pause_s, _BACK_OFF_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, pause_s)):
+                    await self._stopping.wait()
+
+    async def _one(self) -> Outcome:
+        chance = self._chance
+        case = chance.choice(self._refused if self._refused and chance.random() < _INVALID else self._cases)
+        stream, leaves, slow = chance.random() < 0.5, chance.random() < _LEAVES, chance.random() < _SLOW
+        patience_s = chance.random() * 0.8
+        if chance.random() < _FRESH:
+            case = replace(case, body=case.body | {"cache_salt": f"{chance.getrandbits(64):x}"})
+        self.running += 1
+        reply = await ask(
+            self._session,
+            self._url,
+            case,
+            stream=stream,
+            deadline_s=self._deadline_s,
+            leave_after_s=patience_s if leaves else None,
+            pause_s=0.05 if slow and stream else 0.0,
+        )
+        self.running -= 1
+        return self.tally.add(case, reply).outcome

@@ -1,0 +1,86 @@
+"""What goes wrong when: a pure function of the seed, so that a run that found something can be done again.
+
+What the machine makes of a fault depends on the moment it hits, and no seed repeats that; the faults, their order,
+their targets and their times are repeated exactly.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PROXY = "proxy"
+LOAD = "load"
+"""Target of faults that clients make."""
+
+
+class Kind(enum.Enum):
+    KILL = "kill"
+    """SIGKILL, then started again on the same ports."""
+    TERM = "term"
+    """SIGTERM: it drains and ends, then it is started again on the same ports."""
+    STOP = "stop"
+    """SIGSTOP for a while, then SIGCONT: alive, silent, and back with old plans."""
+    BURST = "burst"
+    """Many requests at the same moment."""
+
+
+_MIX = {Kind.KILL: 5, Kind.STOP: 3, Kind.TERM: 1, Kind.BURST: 1}
+"""How often each kind is drawn, relative to the others."""
+
+_STOP_S = (0.5, 20.0)
+"""From shorter than a heartbeat's tolerance to much longer than every deadline about peers."""
+_PROXY_STOP_S = (0.5, 3.0)
+"""Nobody can answer for a stopped proxy, so its stops stay below what clients are promised."""
+_PROXY_SHARE = 0.1
+"""Most faults hit workers: a killed proxy takes every running request with it, and hides what workers would do."""
+_BURST = (30, 90)
+"""Requests of a burst."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong."""
+
+    at_s: float
+    """Since the first moment of the fault phase."""
+    kind: Kind
+    target: str
+    """Label of a process, or `LOAD`."""
+    for_s: float = 0.0
+    """How long a STOP lasts."""
+    count: int = 0
+    """Requests of a BURST."""
+
+    def __str__(self) -> str:
+        detail = f" for {self.for_s:.1f} s" if self.for_s else f" of {self.count} requests" if self.count else ""
+        return f"{self.at_s:6.1f} s  {self.kind.value} {self.target}{detail}"
+
+
+def schedule(
+    seed: int, duration_s: float, every_s: float, workers: Sequence[str], kinds: Sequence[Kind] = tuple(Kind)
+) -> tuple[Fault, ...]:
+    """The faults of one run, by time: one in every `every_s`, at a random moment of it.
+
+    workers: labels in a fixed order. kinds: what may happen; each keeps its share.
+    """
+    chance = random.Random(f"schedule/{seed}")
+    faults = []
+    for index in range(int(duration_s / every_s)):
+        at_s = (index + chance.random()) * every_s
+        kind = chance.choices(list(kinds), [_MIX[kind] for kind in kinds])[0]
+        target = PROXY if chance.random() < _PROXY_SHARE else chance.choice(list(workers))
+        length = chance.random()
+        if kind is Kind.BURST:
+            faults.append(Fault(at_s, kind, LOAD, count=_BURST[0] + int(length * (_BURST[1] - _BURST[0]))))
+        elif kind is Kind.STOP:
+            low, high = _PROXY_STOP_S if target == PROXY else _STOP_S
+            faults.append(Fault(at_s, kind, target, for_s=low * (high / low) ** length))  # short ones are as likely
+        else:
+            faults.append(Fault(at_s, kind, target))
+    return tuple(faults)

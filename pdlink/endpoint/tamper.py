@@ -1,0 +1,84 @@
+"""A control channel that loses, repeats and delays what it sends: for tests only, off unless `chaos` is configured.
+
+ZeroMQ over TCP does none of this inside one connection. What it stands for is everything else that can keep a message
+from being acted upon: a bug, a full queue, a process that is suspended between reading and acting, a slow network.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import random
+from typing import TYPE_CHECKING
+
+from pdlink.endpoint.channel import Channel
+from pdlink.endpoint.link import now_s
+
+if TYPE_CHECKING:
+    from pdlink.config import ChaosConfig
+    from pdlink.endpoint.channel import Arrival
+
+log = logging.getLogger(__name__)
+
+_COPY_S = 0.05
+"""A repeated frame comes up to this much later, so that others overtake it."""
+
+
+class TamperedChannel(Channel):
+    """A `Channel` whose outgoing frames meet with a seeded fate. Delays keep the order of a route, copies do not."""
+
+    def __init__(self, identity: str, name: str, chaos: ChaosConfig) -> None:
+        """name: of the worker; with the seed it decides the fates, so every worker has its own."""
+        super().__init__(identity)
+        self._chaos = chaos
+        self._chance = random.Random(f"{chaos.seed}/{name}")
+        self._held: list[tuple[float, int, str, bytes]] = []
+        """Heap of (due, number, route, frame)."""
+        self._num_held = 0
+        self._last_due_s: dict[str, float] = {}
+        self._broken: set[str] = set()
+        """Routes on which a held frame could not be sent: the next `send` says so."""
+
+    def send(self, route: str, frame: bytes) -> bool:
+        if route in self._broken:
+            return False
+        if self._chance.random() < self._chaos.drop:
+            log.info("chaos: a frame of %d bytes on %s is lost", len(frame), route)
+            return True
+        due_s = max(now_s() + self._chance.random() * self._chaos.delay_s, self._last_due_s.get(route, 0.0))
+        if self._chance.random() < self._chaos.duplicate:
+            self._hold(due_s + self._chance.random() * max(_COPY_S, self._chaos.delay_s), route, frame)
+        if self._chaos.delay_s == 0.0:
+            return super().send(route, frame)
+        self._last_due_s[route] = due_s
+        self._hold(due_s, route, frame)
+        return True
+
+    def drop(self, route: str) -> None:
+        """Close a connection; what is held for it leaves now, in its order."""
+        leaving = sorted(item for item in self._held if item[2] == route)
+        self._held = [item for item in self._held if item[2] != route]
+        heapq.heapify(self._held)
+        for _, _, _, frame in leaving:
+            super().send(route, frame)
+        self._last_due_s.pop(route, None)
+        self._broken.discard(route)
+        super().drop(route)
+
+    def poll(self, timeout_s: float) -> tuple[list[Arrival], set[int]]:
+        self._flush()
+        if self._held:
+            timeout_s = min(timeout_s, max(0.001, self._held[0][0] - now_s()))  # poll counts in whole milliseconds
+        arrived = super().poll(timeout_s)
+        self._flush()
+        return arrived
+
+    def _hold(self, due_s: float, route: str, frame: bytes) -> None:
+        self._num_held += 1
+        heapq.heappush(self._held, (due_s, self._num_held, route, frame))
+
+    def _flush(self) -> None:
+        while self._held and self._held[0][0] <= now_s():
+            _, _, route, frame = heapq.heappop(self._held)
+            if not super().send(route, frame):
+                self._broken.add(route)

@@ -1,0 +1,74 @@
+"""The ledger: what workers and the kernel say is held."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import tempfile
+
+from pdlink.chaos.ledger import Held, held, parse_metrics, process, segments
+
+METRICS = """\
+# HELP pdlink_blocks Blocks of the KV pool
+pdlink_blocks{kind="free"} 40.0
+pdlink_sender_transfers{kind="waiting"} 1.0
+pdlink_sender_transfers{kind="early"} 2.0
+pdlink_receiver_transfers{kind="draining"} 1.0
+pdlink_receiver_transfers{kind="quarantined_blocks"} 7.0
+pdlink_peers{kind="closing"} 1.0
+pdlink_peers{kind="live"} 2.0
+pdlink_transfer_bytes_total{transport="tcp"} 1.5e+06
+pdlink_fallbacks_total{kind="recompute"} 4.0
+pdlink_transfers_total{side="sender",state="DONE"} 3.0
+"""
+HEALTH = {"num_blocks": 64, "free_blocks": 54, "running": 1, "waiting": 2}
+
+
+def test_what_is_held_is_added_up_from_health_and_metrics() -> None:
+    found = held(HEALTH, parse_metrics(METRICS))
+    assert found == Held(
+        blocks=10,
+        requests=3,
+        sender_transfers=3,
+        receiver_transfers=1,
+        quarantined_blocks=7,
+        closing_peers=1,
+        live_peers=2,
+        moved_nbytes=1_500_000,
+        fallbacks=4,
+    )
+    assert not found.idle
+    assert found.leaked == 10
+
+
+def test_a_worker_is_idle_with_sessions_and_nothing_else() -> None:
+    assert Held(live_peers=3).idle
+    assert not Held(quarantined_blocks=1).idle
+    assert not Held(closing_peers=1).idle
+    assert not Held(unreadable="does not answer").idle
+
+
+def test_descriptors_are_counted_by_kind_and_http_connections_are_not() -> None:
+    before = process(os.getpid(), set())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)), listener.accept()[0]:
+            assert process(os.getpid(), set()).num_fds == before.num_fds + 3
+            assert process(os.getpid(), {port}).num_fds == before.num_fds + 1, "the listener stays"
+    assert before.threads >= 1
+    assert before.rss_mib > 1
+
+
+def test_a_process_that_has_gone_holds_nothing() -> None:
+    assert process(2**22 + 1, set()).num_fds == 0
+
+
+def test_a_segment_is_left_behind_when_nobody_has_it_mapped() -> None:
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="pdlink-test-") as file:
+        file.write(b"x" * mmap.PAGESIZE)
+        file.flush()
+        assert file.name in segments()
+        with mmap.mmap(file.fileno(), mmap.PAGESIZE):
+            assert file.name not in segments()
+    assert file.name not in segments()

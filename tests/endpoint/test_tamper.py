@@ -1,0 +1,97 @@
+"""The control channel of the tests that loses, repeats and delays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from pdlink.config import ChaosConfig
+from pdlink.endpoint.channel import Channel, Received
+from pdlink.endpoint.tamper import TamperedChannel
+
+WAIT_S = 10.0
+COUNT = 200
+
+
+@pytest.fixture
+def listener() -> Iterator[tuple[Channel, str]]:
+    channel = Channel("listener@1")
+    with closing(channel):
+        yield channel, f"tcp://127.0.0.1:{channel.bind('127.0.0.1', 0)}"
+
+
+def delivered(listener: Channel, address: str, chaos: ChaosConfig, *, enough: int) -> list[int]:
+    """The numbers that arrive when 0..COUNT-1 and then, surely, a last one is sent; at least `enough`."""
+    sender = TamperedChannel("dialer@1", "dialer", chaos)
+    with closing(sender):
+        sender.bind("127.0.0.1", 0)
+        route = sender.dial(address)
+        for number in range(COUNT):
+            assert sender.send(route, b"%d" % number)
+        found: list[int] = []
+        deadline_s = time.monotonic() + WAIT_S
+        while len(found) < enough and time.monotonic() < deadline_s:
+            sender.poll(0.005)
+            arrived, _ = listener.poll(0.005)
+            found += [int(item.frame) for item in arrived if isinstance(item, Received)]
+    return found
+
+
+def test_lost_frames_never_arrive_and_the_seed_says_which(listener: tuple[Channel, str]) -> None:
+    chaos = ChaosConfig(seed=5, drop=0.3)
+    chance_of_all = int(COUNT * 0.5)
+    first = delivered(*listener, chaos, enough=chance_of_all)
+    second = delivered(*listener, chaos, enough=chance_of_all)
+    assert first[:chance_of_all] == second[:chance_of_all]
+    assert first[:chance_of_all] != list(range(chance_of_all)), "some are missing"
+    assert first == sorted(first)
+
+
+def test_repeated_frames_come_twice_and_nothing_is_lost(listener: tuple[Channel, str]) -> None:
+    found = delivered(*listener, ChaosConfig(seed=6, duplicate=0.5), enough=COUNT + COUNT // 4)
+    assert set(found) == set(range(COUNT))
+    assert len(found) > COUNT
+    assert max(found.count(number) for number in set(found)) == 2
+
+
+def test_late_frames_keep_their_order(listener: tuple[Channel, str]) -> None:
+    assert delivered(*listener, ChaosConfig(seed=7, delay_s=0.02), enough=COUNT) == list(range(COUNT))
+
+
+def test_what_is_held_leaves_before_the_connection_is_closed(listener: tuple[Channel, str]) -> None:
+    """The last word of a session, *bye*, is not lost because it was to be late."""
+    channel, address = listener
+    sender = TamperedChannel("dialer@1", "dialer", ChaosConfig(seed=8, delay_s=60.0))
+    with closing(sender):
+        sender.bind("127.0.0.1", 0)
+        route = sender.dial(address)
+        assert sender.send(route, b"bye")
+        sender.drop(route)
+        deadline_s = time.monotonic() + WAIT_S
+        arrived: list[object] = []
+        while not arrived and time.monotonic() < deadline_s:
+            arrived += channel.poll(0.05)[0]
+    assert [item.frame for item in arrived if isinstance(item, Received)] == [b"bye"]
+
+
+def test_a_route_that_is_gone_is_told_at_the_next_frame(listener: tuple[Channel, str]) -> None:
+    channel, _ = listener
+    sender = TamperedChannel("dialer@1", "dialer", ChaosConfig(seed=9, delay_s=0.001))
+    with closing(sender):
+        sender.bind("127.0.0.1", 0)
+        nobody = b"nobody".hex()
+        assert sender.send(nobody, b"1")
+        deadline_s = time.monotonic() + WAIT_S
+        while sender.send(nobody, b"2"):
+            assert time.monotonic() < deadline_s, "the route is never reported as gone"
+            sender.poll(0.005)
+
+
+def test_nothing_is_tampered_with_unless_asked_for() -> None:
+    assert not ChaosConfig().enabled
+    assert ChaosConfig(drop=0.1).enabled
+    assert ChaosConfig(duplicate=0.1).enabled
+    assert ChaosConfig(delay_s=0.1).enabled
