@@ -10,14 +10,23 @@ worker that sends KV.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from pdlink.errors import ProtocolError
 from pdlink.kv.layout import KVLayout  # noqa: TC001  (msgspec reads the annotation at run time)
 
 VERSION = 1
-MAX_FRAME_NBYTES = 16 * 2**20
-"""Larger frames are refused by ZeroMQ before they are read: an offer of a million blocks needs 5 MB."""
+MAX_FRAME_NBYTES = 4 * 2**20
+"""Larger frames are refused by ZeroMQ before they are read: an offer of 800,000 blocks fits. Frames wait in queues,
+so this times the length of a queue is what one peer can make us hold."""
+
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+TransferId = Annotated[str, msgspec.Meta(max_length=128)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+"""For people. What we say ourselves is cut to `MAX_TEXT` characters where it may hold a peer's words."""
+MAX_TEXT = 1000
 
 
 class _Body(msgspec.Struct, frozen=True, tag_field="type"):
@@ -28,38 +37,38 @@ class Identity(msgspec.Struct, frozen=True):
     """What has to fit together on the two sides of a link."""
 
     version: int
-    model: str
-    revision: str
+    model: Name
+    revision: Name
     num_ranks: int
     """Tensor-parallel ranks that hold the KV heads."""
     layout: KVLayout
-    host: str
+    host: Name
     """Boot id and pid namespace: equal strings mean that the two processes can map each other's memory."""
 
 
 class Hello(_Body, frozen=True, tag="hello"):
     """Dialer to listener: who I am and what I can do."""
 
-    name: str
+    name: Name
     identity: Identity
-    transports: tuple[str, ...]
+    transports: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)]
     """Names of the transports that work here, the preferred one first."""
 
 
 class Welcome(_Body, frozen=True, tag="welcome"):
     """Listener to dialer: we fit together; use this transport."""
 
-    name: str
+    name: Name
     identity: Identity
-    transport: str
+    transport: Name
 
 
 class Refuse(_Body, frozen=True, tag="refuse"):
     """Either way: we do not fit together. `local` and `remote` as the sender of this message sees them."""
 
-    factor: str
-    local: str
-    remote: str
+    factor: Text
+    local: Text
+    remote: Text
 
 
 class Invite(_Body, frozen=True, tag="invite"):
@@ -71,7 +80,7 @@ class Invite(_Body, frozen=True, tag="invite"):
 class Expect(_Body, frozen=True, tag="expect"):
     """Receiver to sender: I shall offer blocks for this transfer; keep its KV while I am alive."""
 
-    transfer_id: str
+    transfer_id: TransferId
 
 
 class Offer(_Body, frozen=True, tag="offer"):
@@ -81,7 +90,7 @@ class Offer(_Body, frozen=True, tag="offer"):
     receiver's block size. The range is authoritative: it is what the receiver lacks.
     """
 
-    transfer_id: str
+    transfer_id: TransferId
     start: int
     end: int
     blocks: tuple[int, ...]
@@ -97,7 +106,7 @@ class Offer(_Body, frozen=True, tag="offer"):
 class Landed(_Body, frozen=True, tag="landed"):
     """Sender to receiver: tokens up to `end` of this layer are visible in your pages."""
 
-    transfer_id: str
+    transfer_id: TransferId
     layer: int
     end: int
 
@@ -114,7 +123,7 @@ class Checksum(msgspec.Struct, frozen=True, array_like=True):
 class Done(_Body, frozen=True, tag="done"):
     """Sender to receiver: everything offered is visible in your pages, and this is the first token."""
 
-    transfer_id: str
+    transfer_id: TransferId
     start: int
     end: int
     num_layers: int
@@ -129,20 +138,20 @@ class Done(_Body, frozen=True, tag="done"):
 class Ack(_Body, frozen=True, tag="ack"):
     """Receiver to sender: I have it."""
 
-    transfer_id: str
+    transfer_id: TransferId
 
 
 class Stop(_Body, frozen=True, tag="stop"):
     """Either way: this transfer ends here, because of `reason`."""
 
-    transfer_id: str
-    reason: str
+    transfer_id: TransferId
+    reason: Text
 
 
 class Quiet(_Body, frozen=True, tag="quiet"):
     """Sender to receiver: nothing of this transfer is in flight any more, nor will be."""
 
-    transfer_id: str
+    transfer_id: TransferId
 
 
 class Heartbeat(_Body, frozen=True, tag="heartbeat"):
@@ -152,7 +161,7 @@ class Heartbeat(_Body, frozen=True, tag="heartbeat"):
 class Bye(_Body, frozen=True, tag="bye"):
     """Either way: this session is over; close the data connection, your pages are to be fenced by you."""
 
-    reason: str
+    reason: Text
 
 
 Body = Hello | Welcome | Refuse | Invite | Expect | Offer | Landed | Done | Ack | Stop | Quiet | Heartbeat | Bye
@@ -162,9 +171,9 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """One frame."""
 
     version: int
-    src: str
-    src_epoch: str
-    dst_epoch: str
+    src: Name
+    src_epoch: Name
+    dst_epoch: Name
     """Empty in `Hello`, when the other side is not known yet."""
     session: int
     """Chosen by the dialer, rising with each connection it opens."""

@@ -54,7 +54,7 @@ def begin_and_reach_layer_3(deployment: Deployment, threads: ThreadPoolExecutor,
 
 
 def test_prefill_killed_after_layer_3_is_recomputed_with_the_same_answer(recomputing: Deployment) -> None:
-    """vllm#35943: decode used to wait for ever."""
+    """vllm#35943: decode used to wait for ever. vllm#49250: the recomputed answer was another one."""
     deployment, prompt = recomputing, prompt_of(100, seed=1)
     clean = deployment.complete(prompt).text
     with ThreadPoolExecutor(1) as threads:
@@ -72,6 +72,7 @@ def test_prefill_killed_after_layer_3_is_recomputed_with_the_same_answer(recompu
 
 
 def test_prefill_killed_after_layer_3_is_a_502_when_so_configured(failing: Deployment) -> None:
+    """smg#2382: failures were answered 200."""
     deployment, prompt = failing, prompt_of(100, seed=2)
     with ThreadPoolExecutor(1) as threads:
         future = begin_and_reach_layer_3(deployment, threads, prompt)

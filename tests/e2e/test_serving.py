@@ -136,6 +136,7 @@ def test_prefix_that_decode_has_is_not_sent_again(deployment: Deployment) -> Non
 
 
 def test_prompt_longer_than_the_pool_is_refused_at_once_with_both_numbers(deployment: Deployment) -> None:
+    """lmcache#4209: it waited for the whole timeout, and the error then spoke of something else."""
     answer = deployment.complete(prompt_of(NUM_BLOCKS * 16 + 1))
     assert answer.status == 400
     assert answer.body["error"]["code"] == "capacity_exceeded"

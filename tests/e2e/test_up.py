@@ -98,7 +98,7 @@ def test_check_says_what_works_and_fails_when_the_configured_transport_does_not(
 def test_worker_without_ucx_runs_on_mapped_memory_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     settings = worker_settings("both", transport={"prefer": "ucx", "ucx_library": "off"})
     with Deployment.launch({"alone": settings}, routed=False) as deployment:
-        assert deployment.children["alone"].facts["transports"] == ["mapped"]
+        assert deployment.children["alone"].facts["transports"] == ["mapped", "tcp"]
     assert "transport ucx cannot be used" in capfd.readouterr().err
 
 

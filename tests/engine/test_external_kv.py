@@ -57,6 +57,7 @@ def test_given_kv_is_found_again_by_name_up_to_a_full_hit() -> None:
 
 
 def test_blocks_that_wait_for_kv_are_not_found_by_name() -> None:
+    """vllm#53314: tokens were counted as computed that had never been stored."""
     decode = rig(share_prefixes=True)
     prompt = prompt_of(3 * BLOCK)
     decode.submit("a", prompt, 5, external_kv=True)

@@ -89,6 +89,7 @@ def test_impossible_requests_are_refused_with_both_numbers() -> None:
 
 
 def test_more_than_running_and_waiting_is_overloaded() -> None:
+    """sglang#10110: admission without a bound, and then everything timed out."""
     worker = rig(max_running=2, max_waiting=1)
     for name in "abc":
         worker.submit(name, prompt_of(5))
@@ -107,6 +108,7 @@ def test_more_than_running_and_waiting_is_overloaded() -> None:
 
 
 def test_admission_reserves_prompt_and_answer_and_keeps_order() -> None:
+    """vllm#44560: half-done prefills and loads held blocks and waited for each other's."""
     worker = rig(num_blocks=8)
     worker.submit("big", prompt_of(4 * BLOCK), 2 * BLOCK)
     worker.submit("waits", prompt_of(3 * BLOCK), 1)

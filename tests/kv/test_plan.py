@@ -206,7 +206,10 @@ def test_a_single_latent_part_is_copied(seed: int) -> None:
 @pytest.mark.parametrize("orders", [("LPBTH", "LPBTH"), ("LPBHT", "LPBHT"), ("LPBTH", "LPBHT"), ("LBPTH", "BLPTH")])
 @pytest.mark.parametrize("seed", range(3))
 def test_heads_are_split_over_ranks_and_merged_again(orders: tuple[str, str], seed: int) -> None:
-    """A slice of heads is only a layout with other bases: four ranks' slices, copied out and back, give the whole."""
+    """A slice of heads is only a layout with other bases: four ranks' slices, copied out and back, give the whole.
+
+    trtllm#6507, sglang#7931: wrong answers where the two sides were split differently.
+    """
     rng = random.Random(f"{orders}{seed}")
     whole, rank = dense(orders[0], num_heads=4), dense(orders[1], num_heads=1, block_tokens=rng.choice([3, 4]))
     start, end = random_range(rng, whole, rank)
@@ -261,6 +264,7 @@ def layouts(draw: st.DrawFn, shapes: Sequence[int], num_heads: int, region_of: i
 @given(data=st.data(), seed=st.integers(0, 2**32))
 @settings(max_examples=150, deadline=None)
 def test_layers_may_differ_in_geometry_regions_and_padding(data: st.DataObject, seed: int) -> None:
+    """vllm#46039: offsets came from one representative layer."""
     shapes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3), label="parts per layer")
     num_heads = data.draw(st.integers(1, 3), label="heads")
     src = data.draw(layouts(shapes, num_heads, 2), label="source")
@@ -320,6 +324,7 @@ def test_an_empty_range_is_an_empty_plan(at: int) -> None:
 
 
 def test_offsets_beyond_32_bits_are_exact() -> None:
+    """lmcache#2403: a kernel that took one stride order for granted and counted in 32 bits."""
     layout = paged_layout(
         dtype="bfloat16", itemsize=2, num_layers=80, num_blocks=100_000, block_tokens=16, num_heads=8, head_dim=128
     )

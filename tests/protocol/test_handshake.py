@@ -50,6 +50,7 @@ BASE = Identity(VERSION, "m", "main", 1, layout(), "host")
     ],
 )
 def test_one_differing_factor_is_refused_by_name_on_both_sides(factor: str, other: Identity) -> None:
+    """vllm#29503, vllm#54926: no or half a check; KV of two versions or layer sets was mixed."""
     for local, remote in ((BASE, other), (other, BASE)):
         with pytest.raises(HandshakeRefused) as refusal:
             compare(local, remote)

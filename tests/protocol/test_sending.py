@@ -42,6 +42,7 @@ def test_layer_is_pushed_when_the_offer_comes_after_it_was_written() -> None:
 
 
 def test_chunks_of_a_layer_are_pushed_without_gap_or_overlap() -> None:
+    """sglang#33970: every chunk but the last could be read while it was being written."""
     machine = sending()
     machine.publish([1, 2, 3], 12, 0)
     machine.written(0, 0, 5)

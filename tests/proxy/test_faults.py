@@ -105,6 +105,7 @@ async def test_prefill_that_dies_after_its_token_does_not_repeat_it(prefill: Fak
 async def test_a_lost_decode_leg_is_tried_again_elsewhere(
     prefills: list[FakeWorker], decodes: list[FakeWorker], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """sglang#6857: a second attempt found the state of the first under the same id."""
     monkeypatch.setattr("pdlink_proxy.exchange.LET_GO_S", 0.05)
     bad, good = decodes
     for prefill in prefills:

@@ -98,7 +98,10 @@ async def test_two_megabytes_of_prompt_pass(prefill: FakeWorker, decode: FakeWor
 
 
 async def test_a_hundred_and_fifty_streams_run_side_by_side(prefill: FakeWorker, decode: FakeWorker) -> None:
-    """aiohttp's client lets the 101st wait for another one to end; here none ends before all have begun."""
+    """aiohttp's client lets the 101st wait for another one to end; here none ends before all have begun.
+
+    vllm#26122: a session per request and pools with limits lost requests under load.
+    """
     decode.gates = {1: asyncio.Event()}
     async with proxy_of([prefill], [decode]) as proxy:
         streams = [asyncio.create_task(proxy.stream()) for _ in range(150)]

@@ -1,0 +1,377 @@
+"""What went wrong between two workers elsewhere, played between two endpoints here. `docs/incidents.md` has the list.
+
+Each test is named after the fact it holds and carries the thread that reported the opposite.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from pdlink.config import TimeoutConfig
+from pdlink.endpoint.sender import Sender
+from pdlink.protocol import messages
+from tests.attacks.stranger import Stranger
+from tests.endpoint.conftest import TIMEOUTS, Handler, Node, Pair, layout, until
+
+TOKENS = 13
+SRC = [3, 0, 9, 4]
+DST = [5, 1]
+SHORT = TimeoutConfig(heartbeat_s=0.02, peer_s=0.2, connect_s=5.0, lease_s=0.4, request_s=60.0)
+
+
+def begin(pair: Pair, transfer_id: str, dst: list[int] | None = None, start: int = 0) -> Handler:
+    handler = pair.expect(transfer_id)
+    pair.decode.endpoint.receiver.offer(transfer_id, DST if dst is None else dst, start, TOKENS)
+    return handler
+
+
+def transfer(pair: Pair, transfer_id: str, first_token: int = 42) -> list[str]:
+    pair.announce(transfer_id)
+    handler = begin(pair, transfer_id)
+    pair.compute(transfer_id, SRC, TOKENS, first_token)
+    return handler.wait()
+
+
+def in_flight(pair: Pair, transfer_id: str) -> Handler:
+    """A transfer whose three layers are on their way and do not arrive."""
+    pair.hub.hold = True
+    pair.announce(transfer_id)
+    handler = begin(pair, transfer_id)
+    pair.compute(transfer_id, SRC, TOKENS)
+    until(lambda: len(pair.hub.flights) == 3, "three layers are in flight")
+    return handler
+
+
+def same_bytes(pair: Pair, dst: list[int], num_tokens: int = TOKENS) -> bool:
+    return all(
+        (pair.decode.rows(dst, num_tokens, layer) == pair.prefill.rows(SRC, num_tokens, layer)).all()
+        for layer in range(3)
+    )
+
+
+# -- leaks -----------------------------------------------------------------------------------------------------------
+
+
+def test_two_thousand_transfers_leave_no_descriptor_thread_or_entry(pair: Pair) -> None:
+    """nixl#1722, sglang#21078: handles and files per transfer; one link died after 92,700 of them."""
+
+    def holdings() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    for number in range(20):
+        transfer(pair, f"warm-{number}")
+    before = holdings()
+    for number in range(2000):
+        assert transfer(pair, f"t-{number}") == ["ready 42", "released"]
+    until(pair.idle, "nothing is held")
+    assert holdings() == before
+    (peer,) = pair.prefill.endpoint.peers()
+    assert not peer.transfers
+    assert not peer.waiting
+
+
+def test_everything_of_a_dead_peer_is_dropped_although_nobody_takes_its_place(pair: Pair) -> None:
+    """vllm#58063: mappings of a dead prefill were kept until a new one shook hands, which it could not."""
+    handler = in_flight(pair, "t")
+    pair.prefill.close()
+    assert handler.wait()[-1] == "released"
+    until(lambda: not pair.decode.endpoint.peers(), "the session is gone")
+    until(lambda: pair.decode.endpoint.num_closing() == 0, "and its data connection")
+    pair.hub.hold = False
+    pair.prefill = Node(pair.hub, "prefill", layout(4), TIMEOUTS).open()
+
+
+def test_receiver_that_dies_before_the_first_write_leaves_no_block_held(pair: Pair) -> None:
+    """vllm#46283: held for a signal that only the other side could give. Here from decode's side, prefill dies."""
+    for round_number in range(3):
+        handler = begin(pair, f"t-{round_number}")
+        until(lambda: pair.sender_state("early") == 1, "the offer is there")
+        pair.prefill.close()
+        assert handler.wait()[-1] == "released"
+        pair.prefill = Node(pair.hub, "prefill", layout(4), TIMEOUTS).open()
+        random = np.random.default_rng(7)
+        pair.prefill.buffer.array[:] = random.integers(0, 256, pair.prefill.buffer.nbytes, np.uint8)
+    assert transfer(pair, "after") == ["ready 42", "released"]
+
+
+# -- deadlock --------------------------------------------------------------------------------------------------------
+
+
+def test_peer_that_is_stopped_with_full_queues_does_not_hold_up_the_end(pair: Pair) -> None:
+    """rtx6kpro#48, lmcache#5088: a blocking send, or LINGER, kept the process for ever."""
+    assert transfer(pair, "t") == ["ready 42", "released"]
+    (peer,) = pair.decode.endpoint.peers()
+    with pair.prefill.endpoint.lock:  # its loop stands still and reads nothing
+        for number in range(10_500):
+            with pair.decode.endpoint.lock:
+                pair.decode.endpoint.send(peer, messages.Ack(f"unknown-{number}"))
+        started_s = time.monotonic()
+        pair.decode.endpoint.close()
+        assert time.monotonic() - started_s < 4.0, "two seconds for the fences, and their slack"
+    pair.decode = Node(pair.hub, "decode", layout(8), TIMEOUTS).open()
+
+
+def test_receiver_that_is_slow_to_offer_does_not_delay_another(pair: Pair) -> None:
+    """vllm#12723: prefill stood still because one decode did not take its KV yet."""
+    slow = pair.expect("slow")
+    log = pair.announce("slow")
+    pair.compute("slow", SRC, TOKENS)
+    for number in range(20):
+        assert transfer(pair, f"t-{number}") == ["ready 42", "released"]
+    assert (slow.calls, log.calls) == ([], [])
+    pair.decode.endpoint.receiver.offer("slow", DST, 0, TOKENS)
+    assert slow.wait() == ["ready 42", "released"]
+
+
+# -- stale and foreign KV --------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_an_aborted_transfer_are_given_back_only_when_its_write_has_ended(pair: Pair) -> None:
+    """sglang#32564: pages of an aborted request were given to the next one while its write was under way."""
+    handler = in_flight(pair, "a")
+    pair.decode.endpoint.receiver.cancel("a", "client left")
+    until(lambda: "failed client left" in handler.calls, "the request is over")
+    for flight in list(pair.hub.flights)[:2]:
+        pair.hub.land(flight)
+        assert handler.calls == ["failed client left"], "a third write may still come"
+    pair.hub.deliver_all()
+    assert handler.wait() == ["failed client left", "released"]
+    pair.hub.hold = False
+    assert transfer(pair, "b") == ["ready 42", "released"]
+    assert same_bytes(pair, DST)
+
+
+def reference_nobody_knows(pair: Pair) -> None:
+    """No request ever comes for this id."""
+
+
+def reference_used_before(pair: Pair) -> None:
+    assert transfer(pair, "t2") == ["ready 42", "released"]
+    with Stranger(pair).join() as stranger:
+        stranger.say(messages.Offer("t2", 0, TOKENS, (5, 1), 3, 1.0))
+        assert stranger.hear(messages.Stop).reason == "already_sent"
+
+
+def reference_out_of_range(pair: Pair) -> None:
+    pair.announce("wide")
+    with Stranger(pair).join() as stranger:
+        stranger.say(messages.Offer("wide", 0, TOKENS, (5, 32), 3, 1.0))
+        assert "outside" in stranger.hear(messages.Stop).reason
+
+
+@pytest.mark.parametrize("ask", [reference_nobody_knows, reference_used_before, reference_out_of_range])
+def test_kv_that_is_not_there_is_an_error_and_never_somebody_elses(ask: Callable[[Pair], None]) -> None:
+    """vllm#52234: each of these was answered 200, one of them with the previous prompt's answer."""
+    pair = Pair(SHORT)
+    try:
+        ask(pair)
+        before = pair.decode.buffer.array.copy()
+        handler = begin(pair, "unknown")
+        assert handler.wait() == ["failed no_request", "released"]
+        assert (pair.decode.buffer.array == before).all(), "not a byte was written"
+    finally:
+        pair.close()
+
+
+def test_offer_that_comes_after_the_lease_gets_nothing_of_what_the_blocks_hold_by_then() -> None:
+    """aws-do-eks#84: decode queued longer than the lease, and 8 of 42 answers were made of reused blocks."""
+    pair = Pair(SHORT)
+    try:
+        log = pair.announce("late")
+        pair.compute("late", SRC, TOKENS)
+        assert log.wait() == ["failed no_receiver", "end"]
+        pair.prefill.buffer.array[:] = 0xEE  # somebody else has the blocks now
+        handler = begin(pair, "late")
+        assert handler.wait() == ["failed no_receiver", "released"]
+        assert not (pair.decode.buffer.array == 0xEE).any()
+    finally:
+        pair.close()
+
+
+def test_first_tokens_of_concurrent_transfers_stay_with_their_transfer(pair: Pair) -> None:
+    """sglang#17259: a shared slot for first tokens, reused, gave one request's token to another."""
+    handlers = {}
+    for number in range(16):
+        pair.announce(f"t-{number}")
+        handlers[number] = begin(pair, f"t-{number}", [2 * number, 2 * number + 1])
+    for number in reversed(range(16)):
+        pair.compute(f"t-{number}", SRC, TOKENS, first_token=1000 + number)
+    assert {number: handler.wait() for number, handler in handlers.items()} == {
+        number: [f"ready {1000 + number}", "released"] for number in range(16)
+    }
+
+
+def test_prefill_that_was_refused_cannot_signal_success(pair: Pair) -> None:
+    """sglang#30233: a prompt that prefill aborted still went to decode, with the KV of one token."""
+    log = pair.announce("t")
+    handler = begin(pair, "t")
+    until(lambda: pair.sender_state("writing") == 1, "the offer is there")
+    sender = pair.prefill.endpoint.sender
+    sender.publish("t", SRC, TOKENS, 0)
+    sender.cancel("t", "capacity_exceeded")
+    sender.finish("t", 42, finished=False)
+    assert handler.wait() == ["failed capacity_exceeded", "released"]
+    assert log.wait() == ["failed capacity_exceeded", "end"]
+
+
+def test_prefill_that_loses_its_blocks_after_the_last_layer_says_so(pair: Pair) -> None:
+    """vllm#48141: preempted between the last layer and the end, prefill sent nothing and said nothing."""
+    pair.announce("t")
+    handler = begin(pair, "t")
+    sender = pair.prefill.endpoint.sender
+    sender.publish("t", SRC, TOKENS, 0)
+    for layer in range(3):
+        sender.layer_ready("t", layer, 0, TOKENS)
+    sender.cancel("t", "preempted")
+    assert handler.wait() == ["failed preempted", "released"]
+
+
+# -- hangs -----------------------------------------------------------------------------------------------------------
+
+
+def test_lost_ack_costs_one_lease_and_nothing_else() -> None:
+    """mori#655: one lost ack wedged a peer for good."""
+    pair = Pair(SHORT)
+    try:
+        with Stranger(pair).join() as stranger:
+            log = pair.announce("t")
+            stranger.say(messages.Offer("t", 0, TOKENS, (5, 1), 3, 1.0))
+            pair.compute("t", SRC, TOKENS)
+            assert stranger.hear(messages.Done).first_token == 42
+            assert log.wait()[-1] == "end"
+            assert transfer(pair, "next") == ["ready 42", "released"]
+    finally:
+        pair.close()
+
+
+def test_death_of_one_prefill_is_none_of_the_others_business(pair: Pair) -> None:
+    """sglang#13657: one dead prefill made healthy decodes fail their health checks."""
+    other = Node(pair.hub, "other", layout(4), TIMEOUTS).open()
+    doomed = in_flight(pair, "doomed")
+    handler = Handler()
+    pair.decode.endpoint.receiver.expect("well", other.endpoint.address, handler)
+    pair.decode.endpoint.receiver.offer("well", [7, 8], 0, TOKENS)
+    other.endpoint.sender.announce("well", lambda reason: None, lambda: None)
+    pair.prefill.close()
+    assert doomed.wait()[-1] == "released"
+    pair.hub.hold = False
+    sender: Sender = other.endpoint.sender
+    sender.publish("well", SRC, TOKENS, 0)
+    for layer in range(3):
+        sender.layer_ready("well", layer, 0, TOKENS)
+    sender.finish("well", 7, finished=False)
+    assert handler.wait() == ["ready 7", "released"]
+    assert pair.decode.endpoint.failure == ""
+    pair.prefill = other
+
+
+# -- abort -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+@pytest.mark.parametrize("when", ["before publish", "after a layer", "with the end", "after the end"])
+def test_abort_at_any_moment_ends_each_side_once(pair: Pair, who: str, when: str) -> None:
+    """vllm#25067, vllm#53079: an abort in the tick of the end, and a second end, took the engine down."""
+    log = pair.announce("t")
+    handler = begin(pair, "t")
+    sender = pair.prefill.endpoint.sender
+
+    def abort() -> None:
+        if who == "prefill":
+            sender.cancel("t", "abort")
+        else:
+            pair.decode.endpoint.receiver.cancel("t", "abort")
+
+    if when == "before publish":
+        abort()
+    sender.publish("t", SRC, TOKENS, 0)
+    sender.layer_ready("t", 0, 0, TOKENS)
+    if when == "after a layer":
+        abort()
+    for layer in (1, 2):
+        sender.layer_ready("t", layer, 0, TOKENS)
+    sender.finish("t", 42, finished=False)
+    if when == "with the end":
+        abort()
+    ended = (handler.wait(), log.wait())
+    abort()
+    until(pair.idle, "nothing is held")
+    assert transfer(pair, "next") == ["ready 42", "released"]  # so that news of a second end would have come
+    for calls, last in zip(ended, ("released", "end"), strict=True):
+        assert calls.count(last) == 1
+        assert calls[-1] == last
+        assert len(calls) <= 2
+    if when == "after the end":
+        assert ended == (["ready 42", "released"], ["end"])
+
+
+# -- positions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cached", "dst"), [(0, [5, 1]), (1, [5, 1]), (7, [5, 1]), (8, [1]), (12, [1]), (13, [])])
+def test_tokens_are_paired_by_position_whatever_decode_has_already(pair: Pair, cached: int, dst: list[int]) -> None:
+    """vllm#50558, ascend#13474: blocks were paired by count, so one block more or less meant other tokens' KV."""
+    pair.decode.buffer.array[:] = 0x55
+    pair.announce("t")
+    handler = begin(pair, "t", dst, cached)
+    pair.compute("t", SRC, TOKENS)
+    assert handler.wait() == ["ready 42", "released"]
+    for layer in range(3):
+        want = pair.prefill.rows(SRC, TOKENS, layer)
+        got = pair.decode.rows(DST, TOKENS, layer)
+        assert (got[:, cached:] == want[:, cached:]).all()
+        assert (got[:, :cached] == 0x55).all(), "what decode has is not touched"
+
+
+# -- restarts --------------------------------------------------------------------------------------------------------
+
+
+def test_restart_between_two_heartbeats_is_noticed() -> None:
+    """lmcache#4642: a server that came back before the next heartbeat was taken for the old one."""
+    slow = TimeoutConfig(heartbeat_s=20.0, peer_s=50.0, connect_s=5.0, lease_s=55.0, request_s=60.0)
+    pair = Pair(slow)
+    try:
+        assert transfer(pair, "t") == ["ready 42", "released"]
+        old, port = pair.prefill.endpoint.epoch, pair.prefill.port
+        pair.prefill.close()
+        pair.prefill = Node(pair.hub, "prefill", layout(4), slow).open(port)
+        until(lambda: not pair.decode.endpoint.peers(), "the old life is gone")
+        assert transfer(pair, "u") == ["ready 42", "released"]
+        assert [peer.epoch for peer in pair.decode.endpoint.peers()] == [pair.prefill.endpoint.epoch] != [old]
+    finally:
+        pair.close()
+
+
+def test_prefill_may_be_restarted_on_its_port_again_and_again(pair: Pair) -> None:
+    """vllm#49238, nixl#1986: the survivor crashed on the first or second request after it."""
+    port = pair.prefill.port
+    for number in range(10):
+        handler = in_flight(pair, f"lost-{number}")
+        pair.prefill.close()
+        assert handler.wait()[-1] == "released"
+        pair.hub.hold = False
+        pair.prefill = Node(pair.hub, "prefill", layout(4), TIMEOUTS).open(port)
+        assert transfer(pair, f"first-{number}") == ["ready 42", "released"]
+        assert transfer(pair, f"second-{number}") == ["ready 42", "released"]
+        assert same_bytes(pair, DST)
+
+
+def test_eight_workers_that_start_at_once_get_ports_of_their_own(pair: Pair) -> None:
+    """vllm#44061, sglang#13066: ports were computed, or found free, and bound by somebody else meanwhile."""
+    nodes = [Node(pair.hub, f"node-{number}", layout(4), TIMEOUTS) for number in range(8)]
+    threads = [threading.Thread(target=node.open) for node in nodes]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10.0)
+        assert len({node.port for node in nodes}) == 8
+    finally:
+        for node in nodes:
+            node.close()
