@@ -71,8 +71,10 @@ class Event:
 class Engine:
     """A UCX context, its workers and the thread that progresses them."""
 
-    def __init__(self, library: Library, tls: str) -> None:
+    def __init__(self, library: Library, tls: str, devices: str = "") -> None:
         """tls: "auto" leaves the transports to UCX, "tcp", "shm" (cross-memory attach) or any UCX_TLS list.
+
+        devices: a UCX_NET_DEVICES list; empty leaves them to UCX, which listens on every interface it finds.
 
         Raises RuntimeError if UCX cannot work with these transports here.
         """

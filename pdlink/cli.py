@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from pdlink import __version__
-from pdlink.config import ProxyConfig, UpConfig, WorkerConfig, load
+from pdlink.config import ProxyConfig, UpConfig, WorkerConfig, load, read_secrets
 from pdlink.errors import ConfigError, PdlinkError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _FLAGS: dict[str, tuple[str, str]] = {
     "--port": ("port", "HTTP port; 0 takes a free one, which is printed"),
     "--name": ("name", "name of this worker, unique in the deployment"),
     "--model": ("model.path", "local directory or hub id of a transformers causal LM"),
-    "--transport": ("transport.kind", "auto, mapped or ucx"),
+    "--transport": ("transport.kind", "auto, mapped, ucx or tcp"),
     "--on-transfer-failure": ("on_transfer_failure", "what decode does without the KV: recompute or fail"),
 }
 
@@ -102,13 +102,32 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         "Open the file at ui.perfetto.dev or chrome://tracing.",
     )
     timeline.add_argument("url", help="base URL of a prefill worker")
+    timeline.add_argument("--key-file", metavar="FILE", help="the worker's security.http_key_file")
     timeline.add_argument("-o", "--output", default="timeline.json", metavar="FILE")
     timeline.set_defaults(run=_timeline)
+
+    keygen = commands.add_parser(
+        "keygen",
+        help="a key pair for one worker",
+        description="Make DIR/NAME.key, for security.key_file of the worker called NAME, and print the line that "
+        "goes into security.allow_file of every worker it has to do with. An existing key is never overwritten.",
+    )
+    keygen.add_argument("name", metavar="NAME", help="the worker's name")
+    keygen.add_argument("-d", "--directory", default=".", metavar="DIR", help="where to (.)")
+    keygen.set_defaults(run=_keygen)
 
     bench = commands.add_parser("bench", help="measure this machine and this link").add_subparsers(
         required=True, metavar="BENCHMARK"
     )
     moved = bench.add_parser("transfer", help="push KV between two processes over every transport")
+    chaos = commands.add_parser("chaos", help="break a deployment on purpose, and judge what its clients see")
+    if "chaos" in argv:
+        from pdlink.chaos import command
+
+        chaos.description, chaos.epilog = command.DESCRIPTION, command.EPILOG
+        chaos.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.add_arguments(chaos)
+        chaos.set_defaults(run=command.run, words=list(argv))
     if "bench" in argv:  # its options need the planner; no other command pays for that
         from pdlink_bench import transfer
 
@@ -180,5 +199,14 @@ def _check(args: argparse.Namespace) -> int:
 def _timeline(args: argparse.Namespace) -> int:
     from pdlink.observe.fetch import fetch_timeline
 
-    _say(fetch_timeline(args.url, args.output))
+    key = read_secrets(args.key_file, "--key-file")[0] if args.key_file else None
+    _say(fetch_timeline(args.url, args.output, key=key))
     return 0
+
+
+def _keygen(args: argparse.Namespace) -> None:
+    from pdlink.serve.keys import keygen
+
+    path, line = keygen(args.name, args.directory)
+    print(f"# {path} is secret; this line is not, it goes into allow-lists:", file=sys.stderr)
+    _say(line)

@@ -8,6 +8,7 @@ valid name, because a mistyped setting that is silently ignored is a setting tha
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
@@ -25,6 +26,16 @@ ENVIRONMENT_PREFIX = "PDLINK_"
 Seconds = Annotated[float, Field(gt=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Role = Literal["prefill", "decode", "both"]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this host can reach an address with this host part. Names are not looked up."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class _Section(BaseModel):
@@ -86,14 +97,24 @@ class EngineConfig(_Section):
 class TransportConfig(_Section):
     """How bytes travel."""
 
-    kind: Literal["auto", "mapped", "ucx"] = "auto"
+    kind: Literal["auto", "mapped", "ucx", "tcp"] = "auto"
     """auto takes whatever works between two workers, `prefer` first."""
-    prefer: Literal["mapped", "ucx"] = "mapped"
-    """Mapped memory is the faster one where it can work, which is on one host."""
+    prefer: Literal["mapped", "ucx", "tcp"] = "mapped"
+    """Mapped memory is the faster one where it can work, which is on one host. Behind it comes ucx where there is
+    RDMA, then tcp."""
     require: str | None = None
     """Lane that must really be used ("mapped", "cma", "tcp", "rc"); connecting fails if it is another one."""
     ucx_tls: str = "auto"
     """UCX transports: "tcp", "shm" (same host, cross-memory attach), or any UCX_TLS list. auto leaves it to UCX."""
+    ucx_devices: str = "auto"
+    """Devices that UCX may use, and listens on without asking anybody for a key: "eth1", "mlx5_0:1", a list of them,
+    or "all". auto takes "lo" for a worker that only this host can reach, else "all". See docs/security.md."""
+    tcp_host: str | None = None
+    """Address that the tcp transport listens on; None uses `control_host`. Bytes are sent in the clear."""
+    tcp_streams: int = Field(default=1, ge=1, le=16)
+    """Connections of the tcp transport to each peer."""
+    tcp_congestion: str | None = None
+    """Congestion control of those ("cubic", "bbr", …); None takes cubic on one host, else the system's."""
     ucx_library: str | None = None
     """Path of libucp.so.0 to load instead of the one found; "off" runs without UCX."""
     verify: Literal["off", "sample", "all"] = "off"
@@ -133,6 +154,59 @@ class TimeoutConfig(_Section):
         return self
 
 
+class ChaosConfig(_Section):
+    """Faults of the control channel, for tests only: what this worker sends is lost, repeated or late."""
+
+    seed: int = 0
+    """With the worker's name it decides which frames are hit."""
+    drop: float = Field(default=0.0, ge=0, lt=1)
+    """Share of control frames that are lost."""
+    duplicate: float = Field(default=0.0, ge=0, lt=1)
+    """Share of control frames that are sent twice, the second time late."""
+    delay_s: float = Field(default=0.0, ge=0)
+    """Most seconds a control frame is late; the order of a connection stays."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is to happen at all."""
+        return bool(self.drop or self.duplicate or self.delay_s)
+
+
+class SecurityConfig(_Section):
+    """Who may talk to a worker; docs/security.md says what that protects and what it cannot.
+
+    A worker that others than this host can reach does not start without keys, unless `insecure` is written out.
+    """
+
+    key_file: str | None = None
+    """This worker's key pair, made by `pdlink keygen NAME`. With it the control plane is encrypted."""
+    allow_file: str | None = None
+    """Workers that this one has sessions with: lines `name public_key`. Read again on SIGHUP."""
+    http_key_file: str | None = None
+    """A secret that callers of this worker's HTTP interface must send in X-Pdlink-Key (GET /health and GET /metrics
+    excepted); the proxy's `worker_key_file`. The file's first line that is not empty or a comment."""
+    tls_cert: str | None = None
+    """PEM file of the certificate chain to serve HTTPS with; needs `tls_key`."""
+    tls_key: str | None = None
+    insecure: bool = False
+    """Written out, it lets a worker without keys listen to more than loopback, and dial any address it is told."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> SecurityConfig:
+        _in_pairs(self, "security.", ("key_file", "allow_file"), ("tls_cert", "tls_key"))
+        if self.insecure and self.key_file is not None:
+            raise ValueError("security.insecure: has no effect with security.key_file; leave out one of them")
+        return self
+
+
+def _in_pairs(section: _Section, prefix: str, *pairs: tuple[str, str]) -> None:
+    """Each of these settings is there together with its other one, or neither is."""
+    for first, second in pairs:
+        for there, missing in ((first, second), (second, first)):
+            if getattr(section, there) is not None and getattr(section, missing) is None:
+                raise ValueError(f"{prefix}{missing}: missing, and {prefix}{there} is of no use without it")
+
+
 class WorkerConfig(_Section):
     """A prefill, decode or both-role worker."""
 
@@ -152,12 +226,33 @@ class WorkerConfig(_Section):
     engine: EngineConfig = EngineConfig()
     transport: TransportConfig = TransportConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
+    security: SecurityConfig = SecurityConfig()
     on_transfer_failure: Literal["recompute", "fail"] = "recompute"
     """What decode does when the KV does not arrive: compute the prompt itself, or answer 502."""
     timeline: str | None = None
     """File that a Perfetto trace of every transfer is written to at exit; None writes none."""
     simulate_layer_s: float = Field(default=0.0, ge=0)
     """Extra seconds per layer of every prefill step; makes a small model as slow as a large one in demonstrations."""
+    chaos: ChaosConfig = ChaosConfig()
+    """For tests only; see `pdlink chaos`."""
+
+    @model_validator(mode="after")
+    def _locked(self) -> WorkerConfig:
+        if self.reachable and not self.security.insecure and self.security.key_file is None:
+            setting, host = next(iter(self.reachable.items()))
+            raise ValueError(
+                f"{setting}: other hosts can reach {host}, and this worker has no keys; make them "
+                "with `pdlink keygen NAME` and set security.key_file and security.allow_file, or write out "
+                "security.insecure: true"
+            )
+        return self
+
+    @property
+    def reachable(self) -> dict[str, str]:
+        """Settings that let more than this host reach this worker, and the hosts they name."""
+        hosts = {"host": self.host, "control_host": self.control_host, "advertise_host": self.advertise_host}
+        hosts["transport.tcp_host"] = self.transport.tcp_host
+        return {setting: host for setting, host in hosts.items() if host is not None and not is_loopback(host)}
 
 
 class ProxyConfig(_Section):
@@ -165,6 +260,17 @@ class ProxyConfig(_Section):
 
     host: str = "127.0.0.1"
     port: Port = 8000
+    api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), repr=False)
+    """Clients must send one of these as `Authorization: Bearer KEY`. None here and no `api_key_file` lets all in."""
+    api_key_file: str | None = None
+    """More of them, one a line."""
+    tls_cert: str | None = None
+    """PEM file of the certificate chain to serve HTTPS with; needs `tls_key`."""
+    tls_key: str | None = None
+    worker_key_file: str | None = None
+    """The workers' `security.http_key_file`: sent to them in X-Pdlink-Key."""
+    worker_ca: str | None = None
+    """PEM file of the authority that signed the certificates of https:// workers; None trusts the system's."""
     prefill: tuple[str, ...] = ()
     """Base URLs of the prefill workers."""
     decode: tuple[str, ...] = ()
@@ -185,6 +291,11 @@ class ProxyConfig(_Section):
     max_connections: int = Field(default=0, ge=0)
     """Open connections to workers; 0 sets no limit."""
     drain_s: Seconds = 10.0
+
+    @model_validator(mode="after")
+    def _complete(self) -> ProxyConfig:
+        _in_pairs(self, "", ("tls_cert", "tls_key"))
+        return self
 
 
 class UpConfig(_Section):
@@ -236,6 +347,24 @@ def load(
         raise ConfigError("\n".join(_explain(kind, item) for item in error.errors())) from None
 
 
+def read_secrets(path: str, setting: str) -> tuple[str, ...]:
+    """The secrets in a file, one a line; empty lines and those that begin with # are skipped.
+
+    Raises ConfigError, which names the setting and never shows a secret, for a file that holds none.
+    """
+    try:
+        lines = [line.strip() for line in Path(path).read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(f"{setting}: cannot read {path}: {reason}") from None
+    found = tuple(line for line in lines if line and not line.startswith("#"))
+    if not found:
+        raise ConfigError(f"{setting}: no secret in {path}")
+    if not all(secret.isascii() and secret.isprintable() for secret in found):
+        raise ConfigError(f"{setting}: {path} holds something that cannot be sent in a header")
+    return found
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text())
@@ -280,6 +409,8 @@ def _explain(kind: type[BaseModel], item: Any) -> str:
         near = difflib.get_close_matches(where[-1], section.model_fields, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(section.model_fields)}"
         return f"unknown setting {name!r}; {hint}"
+    if item["type"] == "value_error":  # one of ours, which names the setting itself
+        return str(item["ctx"]["error"])
     return f"{name}: {item['msg']}, got {item.get('input')!r}"
 
 

@@ -47,6 +47,20 @@ class UnknownModel(InvalidRequest):
     http_status = 404
 
 
+class InvalidApiKey(InvalidRequest):
+    """The caller did not prove that it may use this server."""
+
+    code = "invalid_api_key"
+    http_status = 401
+
+
+class PeerNotAllowed(InvalidRequest):
+    """The request names a worker that this one must not connect to; the message says what would allow it."""
+
+    code = "peer_not_allowed"
+    http_status = 403
+
+
 class CapacityExceeded(InvalidRequest):
     """The request needs more than this worker can ever give (both numbers are in the message)."""
 
@@ -57,6 +71,14 @@ class Overloaded(LocalError):
     """The bounded queue is full now; a later try may succeed."""
 
     code = "overloaded"
+    retryable = True
+    http_status = 503
+
+
+class NoWorker(LocalError):
+    """No healthy worker of a role that the request needs, or this process shuts down; a later try may succeed."""
+
+    code = "no_worker"
     retryable = True
     http_status = 503
 

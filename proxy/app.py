@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from pdlink.errors import InvalidRequest, Overloaded, UnknownModel
+from pdlink.errors import InvalidApiKey, InvalidRequest, NoWorker, UnknownModel
 
+from .access import api_keys, may_enter
 from .dialects import CHAT, COMPLETIONS, BadField, Call, error_body, parse
 from .exchange import Exchange, Shared
 from .metrics import Metrics
@@ -36,8 +37,9 @@ class Router:
     """One proxy: its workers, its requests, and whether it takes new ones."""
 
     def __init__(self, config: ProxyConfig) -> None:
-        """Raises ConfigError for worker URLs that are none."""
+        """Raises ConfigError for worker URLs that are none, and for a key file without keys."""
         self.config = config
+        self.api_keys = api_keys(config)
         self.pools = Pools(config.prefill, config.decode, config.policy)
         self.metrics = Metrics()
         self.started = int(time.time())
@@ -102,8 +104,10 @@ class Router:
 
     async def _checked(self, request: web.Request) -> Call | web.Response:
         """What the client asks for, or why no worker will hear of it."""
+        if not self._may_enter(request):
+            return self._no_entry()
         if self._draining:
-            refusal = _error(503, "the proxy is shutting down", Overloaded.code)
+            refusal = _error(503, "the proxy is shutting down", NoWorker.code)
             refusal.force_close()
             return refusal
         try:
@@ -125,16 +129,33 @@ class Router:
             return _error(UnknownModel.http_status, message, UnknownModel.code, "model")
         return call
 
-    async def models(self, _request: web.Request) -> web.Response:
+    def _may_enter(self, request: web.Request) -> bool:
+        return may_enter(self.api_keys, request.headers.get("Authorization"))
+
+    def _no_entry(self) -> web.Response:
+        """What everybody without a valid key gets; the connection ends, so that a body nobody reads is not sent."""
+        refusal = _error(
+            InvalidApiKey.http_status, "send a valid key as `Authorization: Bearer KEY`", InvalidApiKey.code
+        )
+        refusal.headers["WWW-Authenticate"] = "Bearer"
+        refusal.force_close()
+        return refusal
+
+    async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
+        if not self._may_enter(request):
+            return self._no_entry()
         data = [
             {"id": model, "object": "model", "created": self.started, "owned_by": "pdlink"}
             for model in self.pools.models()
         ]
         return _json(200, {"object": "list", "data": data})
 
-    async def health(self, _request: web.Request) -> web.Response:
-        """GET /health: 200 if a request could be served now. Asks nobody; the watchers know."""
+    async def health(self, request: web.Request) -> web.Response:
+        """GET /health: 200 if a request could be served now. Asks nobody; the watchers know.
+
+        Load balancers have no key, so without one the status is all there is: workers and addresses are not shown.
+        """
         sides = [Leg.DECODE] if self.config.on_no_prefill == "decode_only" else list(Leg)
         missing = [side.value for side in sides if not self.pools.usable(side)]
         if self._draining:
@@ -143,13 +164,17 @@ class Router:
             status, reason = "unavailable", f"no healthy {' and no healthy '.join(missing)} worker"
         else:
             status, reason = "ok", ""
+        if not self._may_enter(request):
+            return _json(200 if status == "ok" else 503, {"status": status})
         body: dict[str, Any] = {"status": status, "reason": reason, "active_requests": len(self._exchanges)}
         for side, workers in self.pools.workers.items():
             body[side.value] = [worker.describe() for worker in workers]
         return _json(200 if status == "ok" else 503, body)
 
-    async def exposition(self, _request: web.Request) -> web.Response:
+    async def exposition(self, request: web.Request) -> web.Response:
         """GET /metrics."""
+        if not self._may_enter(request):
+            return self._no_entry()
         for worker in self.pools.all:
             self.metrics.healthy.labels(worker.url, worker.side.value).set(worker.state is State.OK)
         body = self.metrics.exposition()

@@ -23,6 +23,7 @@ CHAT = "/v1/chat/completions"
 _INPUT_FIELDS = {COMPLETIONS: ("prompt", b'"[', "a string or a list"), CHAT: ("messages", b"[", "a list")}
 
 _KV = "kv_transfer_params"
+_MAX_MESSAGE_CHARS = 2000
 
 
 class BadField(InvalidRequest):
@@ -94,7 +95,8 @@ def _spliced(body: bytes, params: dict[str, object]) -> bytes:
 
 
 def error_body(message: str, *, kind: str, code: str, param: str | None = None) -> bytes:
-    """An error as OpenAI's clients read it."""
+    """An error as OpenAI's clients read it. The message may quote the request, which may be long."""
+    message = message[:_MAX_MESSAGE_CHARS]
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 

@@ -16,7 +16,7 @@ import enum
 import math
 from dataclasses import dataclass, field
 
-from pdlink.errors import DeadlineExceeded, Overloaded, PdlinkError, PeerLost, ProtocolError
+from pdlink.errors import DeadlineExceeded, NoWorker, Overloaded, PdlinkError, PeerLost, ProtocolError
 
 from .dialects import error_body, error_code, stream_error
 from .sse import EventBuffer, EventTooLong, has_error, is_done, problem_of
@@ -174,13 +174,13 @@ class Flow:
             case Unplaced():
                 if self._last_failure is not None:
                     return self._finish(Outcome.FAILED, self._last_failure)
-                return self._finish(Outcome.UNAVAILABLE, _failure(Overloaded, event.message))
+                return self._finish(Outcome.UNAVAILABLE, _failure(NoWorker, event.message))
             case ClientLeft():
                 return self._finish(Outcome.CLIENT_LEFT, None)
             case Tick():
                 return self._on_tick(now)
             case ShuttingDown():
-                return self._give_up(Overloaded, "the proxy is shutting down")
+                return self._give_up(NoWorker, "the proxy is shutting down")
 
     # ---- events
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
+from .access import worker_headers, worker_tls
 from .steps import Answered, Chunk, Ended, Event, Leg, Loss, Lost
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def open_session(config: ProxyConfig, *, max_connections: int) -> aiohttp.Client
         limit=max_connections,  # 0 is no limit; the default lets the 101st stream wait for one of the others to end
         keepalive_timeout=KEEPALIVE_S,
         socket_factory=_socket,
+        ssl=worker_tls(config),
     )
     timeout = aiohttp.ClientTimeout(
         total=None,  # the default ends every stream after 300 s; the flow has deadlines of its own
@@ -62,7 +64,7 @@ def open_session(config: ProxyConfig, *, max_connections: int) -> aiohttp.Client
         auto_decompress=False,  # bytes are passed on as they are, with the headers that describe them
         cookie_jar=aiohttp.DummyCookieJar(),  # a worker's cookie must not go to another client's request
         # What the workers are asked for is uncompressed; aiohttp would offer gzip.
-        headers={"Accept-Encoding": "identity", "Content-Type": "application/json"},
+        headers={"Accept-Encoding": "identity", "Content-Type": "application/json", **worker_headers(config)},
         trace_configs=[reuse],
     )
 
@@ -147,6 +149,8 @@ def loss_of(error: Exception, *, reused: bool) -> Loss:
     """What an exception of aiohttp's client says about the leg. reused: on a pooled connection, before any byte of
     the answer."""
     match error:
+        case aiohttp.ClientSSLError():  # first: those about certificates have no os_error (aiohttp 3.14)
+            return Loss.CONNECT
         case aiohttp.ClientConnectorError() if error.os_error.errno in _OUT_OF_SOCKETS:
             return Loss.LOCAL
         case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():

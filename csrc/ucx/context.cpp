@@ -5,7 +5,7 @@
 namespace pdlink::ucx {
 namespace {
 
-void configure(const Library& ucx, ucp_config_t* config, const std::string& tls) {
+void configure(const Library& ucx, ucp_config_t* config, const Choice& choice) {
     const auto set = [&](const char* key, const char* value, bool optional) {
         const ucs_status_t status = ucx.ucp_config_modify(config, key, value);
         if (status != UCS_OK && !optional)
@@ -13,7 +13,9 @@ void configure(const Library& ucx, ucp_config_t* config, const std::string& tls)
                                      ucx.ucs_status_string(status));
     };
     // cma cannot carry UCX's own connection messages, so "shm" takes tcp for those; on one host that is lo.
+    const std::string& tls = choice.tls;
     if (tls != "auto") set("TLS", tls == "shm" ? "cma,tcp" : tls.c_str(), false);
+    if (!choice.devices.empty()) set("NET_DEVICES", choice.devices.c_str(), false);
     // With a rendezvous threshold UCX wants memory that can be revoked whenever peer failures are to be reported,
     // finds that neither cma nor tcp has it, and falls back to copying puts through active messages (1.20, select.c).
     // That is slow, and the death of the writer then aborts the process written to ("ucp_request.inl:319 Fatal").
@@ -30,7 +32,7 @@ void check(const Library& ucx, ucs_status_t status, const char* what) {
     if (status != UCS_OK) throw std::runtime_error(std::string(what) + ": " + ucx.ucs_status_string(status));
 }
 
-Context::Context(Library library, const std::string& tls) : library_(std::move(library)) {
+Context::Context(Library library, const Choice& choice) : library_(std::move(library)) {
     ucp_config_t* config = nullptr;
     check(library_, library_.ucp_config_read(nullptr, nullptr, &config), "ucp_config_read");
     ucp_params_t params;
@@ -39,7 +41,7 @@ Context::Context(Library library, const std::string& tls) : library_(std::move(l
     params.features = UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP;
     ucs_status_t status = UCS_OK;
     try {
-        configure(library_, config, tls);
+        configure(library_, config, choice);
         status = library_.ucp_init_version(kNeededMajor, kNeededMinor, &params, config, &handle_);
     } catch (...) {
         library_.ucp_config_release(config);

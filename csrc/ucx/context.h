@@ -19,11 +19,16 @@ struct Region {
     std::string rkey;  // what a peer unpacks to write here
 };
 
+// What UCX may use.
+struct Choice {
+    std::string tls;      // "auto" leaves it to UCX, "tcp" and "shm" are ours, anything else is a UCX_TLS list
+    std::string devices;  // a UCX_NET_DEVICES list; empty leaves it to UCX, which listens on every interface it finds
+};
+
 // Everything is called from the progress thread, except regions() of indices that the caller was given.
 class Context {
   public:
-    // tls: "auto" leaves the choice to UCX, "tcp" and "shm" are ours, anything else is a UCX_TLS list.
-    Context(Library library, const std::string& tls);
+    Context(Library library, const Choice& choice);
     ~Context();
     Context(const Context&) = delete;
     Context& operator=(const Context&) = delete;

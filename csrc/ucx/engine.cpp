@@ -58,16 +58,16 @@ void CommandQueue::shut() {
     shut_ = true;
 }
 
-Engine::Engine(Library library, std::string tls) : owner_(::getpid()), shared_(std::make_shared<Shared>()) {
+Engine::Engine(Library library, Choice choice) : owner_(::getpid()), shared_(std::make_shared<Shared>()) {
     auto started = std::make_shared<std::promise<void>>();
     auto finished = std::make_shared<std::promise<void>>();
     std::future<void> start = started->get_future();
     finished_ = finished->get_future();
     {
         const SignalsBlocked blocked;
-        thread_ =
-            std::thread([shared = shared_, library = std::move(library), tls = std::move(tls), started, finished] {
-                run(*shared, library, tls, *started);
+        thread_ = std::thread(
+            [shared = shared_, library = std::move(library), choice = std::move(choice), started, finished] {
+                run(*shared, library, choice, *started);
                 finished->set_value();
             });
     }
@@ -93,10 +93,10 @@ Engine::~Engine() {
     close();
 }
 
-void Engine::run(Shared& shared, const Library& library, const std::string& tls, std::promise<void>& started) {
+void Engine::run(Shared& shared, const Library& library, const Choice& choice, std::promise<void>& started) {
     std::unique_ptr<Progress> progress;
     try {
-        progress = std::make_unique<Progress>(library, tls, shared.events, shared.commands.bell());
+        progress = std::make_unique<Progress>(library, choice, shared.events, shared.commands.bell());
     } catch (...) {
         started.set_exception(std::current_exception());
         return;

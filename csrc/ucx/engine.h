@@ -50,7 +50,7 @@ class CommandQueue {
 class Engine {
   public:
     // Throws std::runtime_error if no context or worker can be made with these transports.
-    Engine(Library library, std::string tls);
+    Engine(Library library, Choice choice);
     // Closes. In a forked child it does nothing at all: the descriptors there are the parent's too, and destroying a
     // worker in the child breaks the parent's connections (measured, tcp).
     ~Engine();
@@ -83,7 +83,7 @@ class Engine {
         bool stopping = false;  // set by a command
     };
 
-    static void run(Shared& shared, const Library& library, const std::string& tls, std::promise<void>& started);
+    static void run(Shared& shared, const Library& library, const Choice& choice, std::promise<void>& started);
     void require_usable() const;
     Seen& begin(const std::string& peer, bool Seen::* side);
     void undo(const std::string& peer, bool Seen::* side);

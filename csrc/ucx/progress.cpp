@@ -25,9 +25,9 @@ constexpr int kFruitlessPause_ms = 2;
 
 }  // namespace
 
-Progress::Progress(const Library& library, const std::string& tls, EventQueue& events, const Bell& bell)
+Progress::Progress(const Library& library, const Choice& choice, EventQueue& events, const Bell& bell)
     : events_(events),
-      context_(std::make_unique<Context>(library, tls)),
+      context_(std::make_unique<Context>(library, choice)),
       writing_(context_->make_worker()),
       bell_(bell) {
     try {

@@ -38,7 +38,7 @@ struct Opening {
 class Progress {
   public:
     // bell: readable when there are commands.
-    Progress(const Library& library, const std::string& tls, EventQueue& events, const Bell& bell);
+    Progress(const Library& library, const Choice& choice, EventQueue& events, const Bell& bell);
     ~Progress();
     Progress(const Progress&) = delete;
     Progress& operator=(const Progress&) = delete;

@@ -108,7 +108,12 @@ NB_MODULE(_ucx, m) {
         .def_ro("detail", &Event::detail);
 
     nb::class_<Engine>(m, "Engine")
-        .def(nb::init<Library, std::string>(), nb::arg("library"), nb::arg("tls"), Unlocked())
+        .def(
+            "__init__",
+            [](Engine* self, Library library, std::string tls, std::string devices) {
+                new (self) Engine(std::move(library), Choice{std::move(tls), std::move(devices)});
+            },
+            nb::arg("library"), nb::arg("tls"), nb::arg("devices") = "", Unlocked())
         .def("register_memory", &register_memory, nb::arg("address"), nb::arg("nbytes"))
         .def("invite", &invite_peer, nb::arg("peer"))
         .def("connect", &connect_peer, nb::arg("peer"), nb::arg("address"), nb::arg("regions"), nb::arg("pid"),

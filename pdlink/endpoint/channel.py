@@ -3,6 +3,11 @@
 A worker binds one ROUTER, and opens one DEALER per session it dials. Every socket is owned by the thread that calls
 `poll`; no call waits for a peer: a full queue makes `send` return False, sockets close without lingering, and a
 connection that is refused or cut is reported as `Disconnected` by a monitor.
+
+With credentials every connection is encrypted and proves both keys (CURVE) before its first frame is delivered: the
+ROUTER asks our own loop about the client's key (ZAP, polled like any other socket), a DEALER connects only to the
+holder of the key in the address it dials. Each frame then comes with the public key of who sent it, because a route
+is only what the other side chose to call its connection. Who is turned away is reported as `Refused`.
 """
 
 from __future__ import annotations
@@ -11,30 +16,82 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from pdlink.errors import ConfigError
+from pdlink.errors import ConfigError, InvalidRequest
+from pdlink.protocol.auth import ControlAddress
 from pdlink.protocol.messages import MAX_FRAME_NBYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
+
+    from pdlink.protocol.auth import Credentials
 
 _QUEUE_FRAMES = 10_000
 """Frames queued per peer before it counts as not reading."""
 
+_UNREAD_FRAMES = 100
+"""Frames of one peer that wait for us; then its socket is not read until we catch up. This times MAX_FRAME_NBYTES is
+what one peer can make us hold."""
+
 _CUT = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 """Monitored on dialed sockets: an established connection ended, or an attempt failed. Seen 6 ms after a SIGKILL."""
+
+_DIAL_FAILURES = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not have our key on its allow-list",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "only one of the two sides uses keys",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up: it does not hold the key we were told, or uses none",
+}
+"""Why a connection that was made did not become one. Each comes before the event of the connection's end (libzmq
+4.3.5). Where only one side uses keys both hang up, and who is second hears the third."""
+
+_TURNED_AWAY = {
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "no proof of a key, or meant for another one",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "left before it proved a key",
+}
+"""The listener's view; keys that are not allowed are known from ZAP, with more detail."""
+
+_HANDSHAKE_MS = 5000
+"""How long a connection may take to prove itself; libzmq's default is 30 s."""
+
+_ZAP = "inproc://zeromq.zap.01"
+"""Where libzmq asks, within one context, whether a key may connect (rfc.zeromq.org/spec/27)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
     route: str
     frame: bytes
+    public_key: str = ""
+    """Proven by whoever sent this frame; empty without credentials."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
     route: str
+    reason: str = ""
+    """Why the other side did not let us in, or is not who it should be; empty for a plain end of a connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Somebody wanted in and was turned away."""
+
+    reason: str
+    host: str = ""
+    """Where it came from, if known."""
+
+
+Arrival = Received | Disconnected | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class _Dialed:
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    public_key: str
+    """Of the only worker that can answer on this connection; empty without credentials."""
 
 
 class Channel:
@@ -43,18 +100,29 @@ class Channel:
     def __init__(self, identity: str) -> None:
         """identity: unique per worker life (name and epoch)."""
         self._identity = identity.encode()
+        self.credentials: Credentials | None = None
+        """Set by `bind`; may be replaced between two polls by some with another allow-list."""
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: zmq.Socket[bytes] | None = None
-        self._dealers: dict[str, tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = {}
+        self._guards: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
+        """With credentials: libzmq's questions about keys, and the monitor that tells of failed handshakes."""
+        self._dealers: dict[str, _Dialed] = {}
         self._poller = zmq.Poller()
         self._num_dialed = 0
 
-    def bind(self, host: str, port: int) -> int:
-        """Listen on host:port (0 takes a free one); returns the port. Raises ConfigError if that cannot be."""
+    def bind(self, host: str, port: int, credentials: Credentials | None = None) -> int:
+        """Listen on host:port (0 takes a free one); returns the port. Raises ConfigError if that cannot be.
+
+        credentials: of every connection, in and out; None speaks in the clear with anybody.
+        """
+        self.credentials = credentials
         self._context = zmq.Context()
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if credentials is None:
+            self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        else:  # no handover: it would give a route to whoever calls his connection the same
+            self._guards = self._guard(self._router, credentials)
         try:
             self._router.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
@@ -67,24 +135,33 @@ class Channel:
     def dial(self, address: str) -> str:
         """Open a connection to a peer's ROUTER; returns the route. A failure is reported by `poll`.
 
-        Raises ConfigError for an address that is not tcp://host:port.
+        Raises ConfigError for what is no control address, and where only one of the two sides has keys.
         """
+        try:
+            target = ControlAddress.parse(address)
+        except InvalidRequest as error:
+            raise ConfigError(f"cannot dial {address!r}: {error}") from None
+        if bool(target.public_key) != (self.credentials is not None):
+            raise ConfigError(f"cannot dial {target.endpoint}: only one of the two sides uses keys")
         self._num_dialed += 1
         route = f"dial-{self._num_dialed}"
         dealer = self._socket(zmq.DEALER)
         dealer.setsockopt(zmq.IDENTITY, self._identity + b"/%d" % self._num_dialed)
         dealer.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
-        monitor = dealer.get_monitor_socket(_CUT)
+        if self.credentials is not None:
+            keys = self.credentials.keys
+            dealer.setsockopt_string(zmq.CURVE_SERVERKEY, target.public_key)
+            dealer.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
+            dealer.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
+        monitor = dealer.get_monitor_socket(_CUT | _any_of(_DIAL_FAILURES))
         try:
-            if not address.startswith("tcp://"):
-                raise ConfigError(f"control address must be tcp://host:port, got {address!r}")
-            dealer.connect(address)
-        except (zmq.ZMQError, ConfigError) as error:
+            dealer.connect(target.endpoint)
+        except zmq.ZMQError as error:
             dealer.disable_monitor()
             monitor.close()
             dealer.close()
             raise ConfigError(f"cannot dial {address!r}: {error}") from None
-        self._dealers[route] = (dealer, monitor)
+        self._dealers[route] = _Dialed(dealer, monitor, target.public_key)
         self._poller.register(dealer, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
         return route
@@ -93,7 +170,7 @@ class Channel:
         """Queue one frame. False if the peer is gone or has not read for so long that its queue is full."""
         try:
             if route in self._dealers:
-                self._dealers[route][0].send(frame, zmq.NOBLOCK)
+                self._dealers[route].socket.send(frame, zmq.NOBLOCK)
             elif self._router is not None:
                 self._router.send_multipart([bytes.fromhex(route), frame], zmq.NOBLOCK)
             else:
@@ -104,34 +181,93 @@ class Channel:
 
     def drop(self, route: str) -> None:
         """Close a dialed connection; what is queued gets 100 ms to leave. Accepted ones are the peer's to close."""
-        pair = self._dealers.pop(route, None)
-        if pair is not None:
-            dealer, monitor = pair
-            self._poller.unregister(dealer)
-            self._poller.unregister(monitor)
-            dealer.disable_monitor()
-            monitor.close()
-            dealer.close(linger=100)
+        dialed = self._dealers.pop(route, None)
+        if dialed is not None:
+            self._poller.unregister(dialed.socket)
+            self._poller.unregister(dialed.monitor)
+            dialed.socket.disable_monitor()
+            dialed.monitor.close()
+            dialed.socket.close(linger=100)
 
     def watch(self, fd: int) -> None:
         """Let `poll` also wait for this descriptor to become readable."""
         self._poller.register(fd, zmq.POLLIN)
 
-    def poll(self, timeout_s: float) -> tuple[list[Received | Disconnected], set[int]]:
+    def poll(self, timeout_s: float) -> tuple[list[Arrival], set[int]]:
         """Wait up to `timeout_s`; what arrived, and which watched descriptors are readable."""
         ready = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
-        arrived: list[Received | Disconnected] = []
-        if self._router is not None and self._router in ready:
-            arrived.extend(
-                Received(frames[0].hex(), frames[1]) for frames in self._drain(self._router) if len(frames) == 2
-            )
-        for route, (dealer, monitor) in list(self._dealers.items()):
-            if dealer in ready:
-                arrived.extend(Received(route, frames[0]) for frames in self._drain(dealer) if len(frames) == 1)
+        arrived: list[Arrival] = []
+        if self._guards is not None:
+            questions, monitor = self._guards
+            if questions in ready:
+                arrived.extend(self._judge(questions))
             if monitor in ready:
-                recv_monitor_message(monitor, zmq.NOBLOCK)
-                arrived.append(Disconnected(route))
+                arrived.extend(Refused(_TURNED_AWAY[event]) for event in self._drain_events(monitor))
+        if self._router is not None and self._router in ready:
+            if self.credentials is None:
+                arrived.extend(
+                    Received(frames[0].hex(), frames[1]) for frames in self._drain(self._router) if len(frames) == 2
+                )
+            else:
+                arrived.extend(self._drain_signed(self._router))
+        for route, dialed in self._dealers.items():
+            if dialed.socket in ready:
+                arrived.extend(
+                    Received(route, frames[0], dialed.public_key)
+                    for frames in self._drain(dialed.socket)
+                    if len(frames) == 1
+                )
+            if dialed.monitor in ready:
+                event = next(iter(self._drain_events(dialed.monitor)))
+                arrived.append(Disconnected(route, _DIAL_FAILURES.get(event, "")))
         return arrived, {fd for fd in ready if isinstance(fd, int)}
+
+    def _guard(
+        self, router: zmq.Socket[bytes], credentials: Credentials
+    ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """Let only holders of allowed keys connect to `router`."""
+        questions = self._socket(zmq.REP)
+        questions.bind(_ZAP)
+        router.setsockopt(zmq.CURVE_SERVER, 1)
+        router.setsockopt_string(zmq.CURVE_SECRETKEY, credentials.keys.secret)
+        router.setsockopt(zmq.ZAP_DOMAIN, b"pdlink")
+        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody to ask means no, where libzmq's default is yes
+        router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        monitor = router.get_monitor_socket(_any_of(_TURNED_AWAY))
+        self._poller.register(questions, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+        return questions, monitor
+
+    def _judge(self, questions: zmq.Socket[bytes]) -> Iterable[Refused]:
+        """Answer libzmq's questions whether a client's key may connect; tell who may not."""
+        assert self.credentials is not None
+        for version, request_id, _domain, host, _route, mechanism, *proof in self._drain(questions):
+            key = z85.encode(proof[0]).decode() if mechanism == b"CURVE" and len(proof) == 1 else ""
+            allowed = self.credentials.allowed.name_of(key) is not None
+            verdict = (b"200", b"", key.encode()) if allowed else (b"400", b"", b"")
+            questions.send_multipart([version, request_id, *verdict, b""], zmq.NOBLOCK)
+            if not allowed:
+                yield Refused(f"key {key or 'missing'} is not on the allow-list", host.decode(errors="replace"))
+
+    @staticmethod
+    def _drain_events(monitor: zmq.Socket[bytes], limit: int = 256) -> Iterable[zmq.Event]:
+        """What a monitor has to say now. libzmq's I/O thread waits for who does not listen, so listen."""
+        for _ in range(limit):
+            try:
+                yield zmq.Event(recv_monitor_message(monitor, zmq.NOBLOCK)["event"])
+            except zmq.Again:
+                return
+
+    @staticmethod
+    def _drain_signed(router: zmq.Socket[bytes], limit: int = 256) -> Iterable[Received]:
+        """As `_drain`, with the key that libzmq keeps beside every message."""
+        for _ in range(limit):
+            try:
+                frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            if len(frames) == 2:
+                yield Received(frames[0].bytes.hex(), frames[1].bytes, str(frames[1].get("User-Id")))
 
     @staticmethod
     def _drain(socket: zmq.Socket[bytes], limit: int = 256) -> Iterable[list[bytes]]:
@@ -147,7 +283,7 @@ class Channel:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, _QUEUE_FRAMES)
-        socket.setsockopt(zmq.RCVHWM, _QUEUE_FRAMES)
+        socket.setsockopt(zmq.RCVHWM, _UNREAD_FRAMES)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
         return socket
 
@@ -156,8 +292,20 @@ class Channel:
         for route in list(self._dealers):
             self.drop(route)
         if self._router is not None:
+            if self._guards is not None:
+                self._router.disable_monitor()
+                for guard in self._guards:
+                    guard.close()
+                self._guards = None
             self._router.close()
             self._router = None
         if self._context is not None:
             self._context.term()
             self._context = None
+
+
+def _any_of(events: Mapping[zmq.Event, str]) -> int:
+    mask = 0
+    for event in events:
+        mask |= event
+    return mask

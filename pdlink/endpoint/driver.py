@@ -17,28 +17,34 @@ import os
 import secrets
 import threading
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pdlink.endpoint.channel import Channel, Disconnected, Received
+from pdlink.endpoint.channel import Channel, Disconnected, Received, Refused
 from pdlink.endpoint.link import now_s
 from pdlink.endpoint.peer import Peer, PeerState
 from pdlink.endpoint.receiver import Receiver
 from pdlink.endpoint.sender import Sender
+from pdlink.endpoint.tamper import TamperedChannel
 from pdlink.errors import ConfigError, HandshakeRefused, LayoutMismatch, PdlinkError, ProtocolError
 from pdlink.events import MessageDropped, PeerChanged, emit
 from pdlink.kv.plan import template
-from pdlink.protocol import handshake, messages
+from pdlink.protocol import auth, handshake, messages
 from pdlink.transport.base import BatchDone, PeerClosed, PeerFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.config import TimeoutConfig
+    from pdlink.config import ChaosConfig, TimeoutConfig
+    from pdlink.endpoint.channel import Arrival
     from pdlink.memory.checksums import Checksums
     from pdlink.protocol.messages import Body, Identity
     from pdlink.transport.base import Transport
 
 log = logging.getLogger(__name__)
+
+_MAX_HANDSHAKES = 1_000
+"""Accepted connections whose handshake is under way; more have to try again."""
 
 
 class Endpoint:
@@ -53,9 +59,19 @@ class Endpoint:
         *,
         batch_timeout_s: float = 10.0,
         require_lane: str | None = None,
+        credentials: auth.Credentials | None = None,
         checksums: Checksums | None = None,
+        chaos: ChaosConfig | None = None,
+        channel: Channel | None = None,
+        clock: Callable[[], float] = now_s,
+        on_death: Callable[[], None] = lambda: None,
     ) -> None:
-        """transports: opened, with the KV buffers registered, the preferred one first; the endpoint closes them."""
+        """transports: opened, with the KV buffers registered, the preferred one first; the endpoint closes them.
+
+        credentials: who we are and whom we know; None has sessions with anybody who can reach the control port.
+        on_death: called in the endpoint's thread if its loop dies, which only a bug can do.
+        channel, clock: for whoever calls `turn` himself, without sockets and real time.
+        """
         self.name = name
         self.epoch = secrets.token_hex(8)
         """Names this life of the worker: a restarted one, on the same port too, is somebody else."""
@@ -63,12 +79,18 @@ class Endpoint:
         self.layout = identity.layout
         self.checksums = checksums
         self.lock = threading.RLock()
+        self.now_s = clock
         self.address = ""
         """Control address that peers dial; set by `open`."""
         self._transports = {transport.name: transport for transport in transports}
         self._timeouts = timeouts
         self._require_lane = require_lane
-        self._channel = Channel(f"{name}@{self.epoch}")
+        self.credentials = credentials
+        self._num_refused = 0
+        self._refusals_told_s = float("-inf")
+        identified = f"{name}@{self.epoch}"
+        faulty = chaos if chaos is not None and chaos.enabled else None
+        self._channel = channel or (TamperedChannel(identified, name, faulty) if faulty else Channel(identified))
         self.sender = Sender(self, timeouts, batch_timeout_s)
         self.receiver = Receiver(self, timeouts)
         self._peers: dict[str, Peer] = {}
@@ -85,6 +107,7 @@ class Endpoint:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._next_tick_s = 0.0
+        self._on_death = on_death
         self.failure = ""
         """Why the loop died; empty while it runs."""
         self.ticked_s = 0.0
@@ -94,13 +117,14 @@ class Endpoint:
 
     def open(self, host: str, port: int, advertise_host: str | None = None) -> None:
         """Bind the control port (0 takes a free one), publish `address`, start the thread."""
-        bound = self._channel.bind(host, port)
-        self.address = f"tcp://{advertise_host or host}:{bound}"
+        bound = self._channel.bind(host, port, self.credentials)
+        public_key = self.credentials.keys.public if self.credentials else ""
+        self.address = str(auth.ControlAddress(advertise_host or host, bound, public_key))
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._channel.watch(self._wake_fd)
         for transport in self._transports.values():
             self._channel.watch(transport.fileno())
-        self.ticked_s = now_s()
+        self.ticked_s = self.now_s()
         self._thread = threading.Thread(target=self._main, name=f"pdlink-endpoint-{self.name}", daemon=True)
         self._thread.start()
 
@@ -110,12 +134,7 @@ class Endpoint:
         if thread is None:
             return
 
-        def leave() -> None:
-            for peer in [*self._peers.values(), *self._dialed.values()]:
-                self.lose(peer, "shutdown")
-            self._stopping = True
-
-        self._call(leave)
+        self.leave()
         thread.join(timeout_s)
         for transport in self._transports.values():
             transport.close()
@@ -124,6 +143,30 @@ class Endpoint:
         self._wake()
         thread.join(timeout_s)
         os.close(self._wake_fd)
+        self._transports.clear()  # native engines are freed now, not at the end of the interpreter
+
+    def leave(self) -> None:
+        """End every session; the loop stops when the fences hold. For `close`, and for whoever calls `turn`."""
+
+        def end() -> None:
+            for peer in self.peers():
+                self.lose(peer, "shutdown")
+            self._stopping = True
+
+        self._call(end)
+
+    def allow(self, allowed: auth.AllowList) -> None:
+        """Replace the allow-list. Sessions whose key is not on the new one end; nobody else notices."""
+
+        def exchange() -> None:
+            if self.credentials is None:
+                return
+            self.credentials = self._channel.credentials = replace(self.credentials, allowed=allowed)
+            for peer in self.peers():
+                if allowed.name_of(peer.public_key) is None:
+                    self.lose(peer, "its key was taken off the allow-list")
+
+        self._call(exchange)
 
     @property
     def transports(self) -> list[Transport]:
@@ -146,7 +189,7 @@ class Endpoint:
         peer = self._dialed.get(address)
         if peer is None:
             self._num_sessions += 1
-            now = now_s()
+            now = self.now_s()
             peer = Peer("", self._num_sessions, dialed=True, since_s=now, heard_s=now, address=address)
             self._dialed[address] = peer
             self._call(lambda: self._dial(peer))
@@ -164,13 +207,14 @@ class Endpoint:
         if peer.state is PeerState.LOST:
             return
         peer.state = PeerState.LOST
+        reason = reason[: messages.MAX_TEXT]
         log.info("%s: peer %s lost: %s", self.name, peer.name or peer.address, reason)
         emit(PeerChanged(peer=peer.name or peer.address, state="lost", reason=reason))
         self._dialed.pop(peer.address, None)
         self._call(lambda: self._hang_up(peer, reason))
         half = self.receiver if peer.dialed else self.sender
         half.on_peer_lost(peer, reason)
-        if peer.transport is None:
+        if peer.transport is None or not peer.opened:  # nothing can be in flight
             half.on_fenced(peer)
         else:
             self._closing[peer.key] = peer
@@ -189,32 +233,40 @@ class Endpoint:
         except Exception as error:  # noqa: BLE001  the outermost frame: a dead loop is reported by /health, not hidden
             self.failure = f"{type(error).__name__}: {error}"
             log.exception("%s: the endpoint's loop has died", self.name)
+            self._on_death()
         finally:
             self._channel.close()
 
     def _loop(self) -> None:
         while not (self._stopping and not self._closing and not self._callbacks and not self._commands):
             busy = bool(self._commands or self._callbacks)
-            arrived, ready = self._channel.poll(0 if busy else max(0.0, self._next_tick_s - now_s()))
+            arrived, ready = self._channel.poll(0 if busy else max(0.0, self._next_tick_s - self.now_s()))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
-            with self.lock:
-                for item in arrived:
-                    if isinstance(item, Received):
+            self.turn(arrived)
+
+    def turn(self, arrived: Sequence[Arrival]) -> None:
+        """Once round the loop, without waiting: what arrived, what the transports report, what is due."""
+        with self.lock:
+            for item in arrived:
+                match item:
+                    case Received():
                         self._on_frame(item)
-                    else:
+                    case Disconnected():
                         self._on_disconnected(item)
-                for transport in self._transports.values():
-                    for occurrence in transport.poll():
-                        self._on_occurrence(transport, occurrence)
-                while self._commands:
-                    self._commands.popleft()()
-                self.ticked_s = now_s()
-                if self.ticked_s >= self._next_tick_s:
-                    self._tick(self.ticked_s)
-                    self._next_tick_s = self.ticked_s + self._timeouts.heartbeat_s / 2
-            while self._callbacks:
-                self._callbacks.popleft()()
+                    case Refused():
+                        self._on_refused(item)
+            for transport in self._transports.values():
+                for occurrence in transport.poll():
+                    self._on_occurrence(transport, occurrence)
+            while self._commands:
+                self._commands.popleft()()
+            self.ticked_s = self.now_s()
+            if self.ticked_s >= self._next_tick_s:
+                self._tick(self.ticked_s)
+                self._next_tick_s = self.ticked_s + self._timeouts.heartbeat_s / 2
+        while self._callbacks:
+            self._callbacks.popleft()()
 
     def _tick(self, now: float) -> None:
         for peer in self.peers():
@@ -249,20 +301,20 @@ class Endpoint:
         try:
             envelope = messages.decode(item.frame)
         except ProtocolError as error:
-            log.warning("%s: %s", self.name, error)
+            log.debug("%s: %s", self.name, error)  # counted; a warning each would let anybody fill the disk
             emit(MessageDropped(reason="malformed"))
             return
         body = envelope.body
-        if isinstance(body, messages.Hello):
-            self._on_hello(item.route, envelope, body)
-            return
         peer = self._peers.get(item.route)
-        if peer is None or not self._is_of(peer, envelope):
+        if isinstance(body, messages.Hello) and (peer is None or not peer.dialed):
+            self._on_hello(item, envelope, body)
+            return
+        if peer is None or item.public_key != peer.public_key or not self._is_of(peer, envelope):
             emit(MessageDropped(reason="old_session"))
             if not isinstance(body, messages.Bye | messages.Refuse):
                 self._post(item.route, envelope.src_epoch, envelope.session, messages.Bye("unknown session"))
             return
-        peer.heard_s = now_s()
+        peer.heard_s = self.now_s()
         match body:
             case messages.Welcome():
                 self._on_welcome(peer, envelope, body)
@@ -279,7 +331,7 @@ class Endpoint:
                 (self.receiver if peer.dialed else self.sender).on_message(peer, body)
             case _:
                 emit(MessageDropped(reason="before_handshake"))
-        if not peer.dialed:
+        if not peer.dialed and peer.state is not PeerState.LOST:
             self.sender.on_heard(peer, peer.heard_s)
 
     def _is_of(self, peer: Peer, envelope: messages.Envelope) -> bool:
@@ -293,7 +345,20 @@ class Endpoint:
     def _on_disconnected(self, item: Disconnected) -> None:
         peer = self._peers.get(item.route)
         if peer is not None:
-            self.lose(peer, "control connection cut" if peer.epoch else f"cannot connect to {peer.address}")
+            reason = "control connection cut" if peer.epoch else f"cannot connect to {peer.address}"
+            self.lose(peer, f"{reason}: {item.reason}" if item.reason else reason)
+
+    def _on_refused(self, item: Refused) -> None:
+        """Count who was turned away. The log gets a line a second at most: whoever can connect could fill it."""
+        emit(PeerChanged(peer=item.host, state="refused", reason=item.reason))
+        self._num_refused += 1
+        now = self.now_s()
+        if now - self._refusals_told_s >= 1.0:
+            self._refusals_told_s = now
+            where = f" from {item.host}" if item.host else ""
+            log.warning(
+                "%s: turned away a connection%s: %s (%d so far)", self.name, where, item.reason, self._num_refused
+            )
 
     # -- handshake ---------------------------------------------------------------------------------------------------
 
@@ -302,6 +367,8 @@ class Endpoint:
             return
         try:
             peer.route = self._channel.dial(peer.address)
+            if self.credentials is not None:
+                peer.public_key = auth.ControlAddress.parse(peer.address).public_key
         except ConfigError as error:
             self.lose(peer, str(error))
             return
@@ -309,16 +376,27 @@ class Endpoint:
         hello = messages.Hello(self.name, self.identity, tuple(self._transports))
         self._post(peer.route, "", peer.session, hello)
 
-    def _on_hello(self, route: str, envelope: messages.Envelope, hello: messages.Hello) -> None:
+    def _on_hello(self, item: Received, envelope: messages.Envelope, hello: messages.Hello) -> None:
         """The listener's half: same factors, a common transport, a plan between the layouts; then Welcome."""
-        now = now_s()
-        for old in [p for p in self._peers.values() if not p.dialed and p.name == hello.name]:
-            if old.epoch == envelope.src_epoch and old.session >= envelope.session:
-                emit(MessageDropped(reason="old_session"))
-                return
-            self.lose(old, "replaced by a new session")
-        peer = Peer(route, envelope.session, dialed=False, since_s=now, heard_s=now)
+        route, now = item.route, self.now_s()
+        peer = Peer(route, envelope.session, dialed=False, since_s=now, heard_s=now, public_key=item.public_key)
         peer.name, peer.epoch, peer.identity = hello.name, envelope.src_epoch, hello.identity
+        not_theirs = auth.name_problem(self.credentials, item.public_key, hello.name)
+        if not_theirs is not None:  # before anything is done in that name
+            self._on_refused(Refused(f"the key of {not_theirs[0]} came with the name {hello.name[:64]!r}"))
+            self._refuse(peer, auth.NAME_FACTOR, *not_theirs)
+            return
+        accepted = [p for p in self._peers.values() if not p.dialed]
+        replaced = [p for p in accepted if p.name == hello.name or p.route == route]
+        if any((p.name, p.epoch) == (peer.name, peer.epoch) and p.session >= peer.session for p in replaced):
+            emit(MessageDropped(reason="old_session"))
+            return
+        if peer.key in self._closing:  # its transfers still wait for the fence under this key
+            emit(MessageDropped(reason="old_session"))
+            return
+        if sum(p.state is PeerState.CONNECTING for p in accepted) >= _MAX_HANDSHAKES:
+            emit(MessageDropped(reason="too_many_handshakes"))
+            return
         try:
             handshake.compare(self.identity, hello.identity)
             name = handshake.choose_transport(
@@ -331,6 +409,8 @@ class Endpoint:
         except LayoutMismatch as mismatch:
             self._refuse(peer, "layout", str(mismatch), "see local")
             return
+        for old in replaced:  # only now: who is refused takes nobody's place
+            self.lose(old, "replaced by a new session")
         peer.transport = self._transports[name]
         self._peers[route] = peer
         self._transmit(peer, messages.Welcome(self.name, self.identity, name))
@@ -342,6 +422,9 @@ class Endpoint:
             return
         peer.name, peer.epoch, peer.identity = welcome.name, envelope.src_epoch, welcome.identity
         try:
+            not_theirs = auth.name_problem(self.credentials, peer.public_key, welcome.name)
+            if not_theirs is not None:
+                raise HandshakeRefused(auth.NAME_FACTOR, *not_theirs)
             handshake.compare(self.identity, welcome.identity)
             transport = self._transports.get(welcome.transport)
             if transport is None:
@@ -350,7 +433,13 @@ class Endpoint:
             self._refuse(peer, refusal.factor, refusal.local, refusal.remote)
             return
         peer.transport = transport
-        self._transmit(peer, messages.Invite(transport.invite(peer.key)))
+        try:
+            invitation = transport.invite(peer.key)
+        except PdlinkError as error:  # out of descriptors, for one
+            self._refuse(peer, "data connection", str(error), transport.name)
+            return
+        peer.opened = True
+        self._transmit(peer, messages.Invite(invitation))
         self._become_ready(peer)
 
     def _on_invite(self, peer: Peer, invite: messages.Invite) -> None:
@@ -359,6 +448,7 @@ class Endpoint:
             return
         try:
             peer.transport.connect(peer.key, invite.invitation)
+            peer.opened = True
             lane = peer.transport.lane(peer.key)
             if self._require_lane is not None and lane and lane != self._require_lane:
                 raise HandshakeRefused("transport.require", self._require_lane, lane)
@@ -369,6 +459,8 @@ class Endpoint:
         self._become_ready(peer)
 
     def _become_ready(self, peer: Peer) -> None:
+        if peer.state is PeerState.LOST:  # while the last message of the handshake was sent
+            return
         peer.state = PeerState.READY
         transport = peer.transport.name if peer.transport else ""
         log.info("%s: peer %s ready over %s", self.name, peer.name, transport)
@@ -378,6 +470,7 @@ class Endpoint:
             self._transmit(peer, body)
 
     def _refuse(self, peer: Peer, factor: str, local: str, remote: str) -> None:
+        local, remote = local[: messages.MAX_TEXT], remote[: messages.MAX_TEXT]
         self._transmit(peer, messages.Refuse(factor, local, remote))
         self.lose(peer, str(HandshakeRefused(factor, local, remote)))
 
@@ -386,7 +479,8 @@ class Endpoint:
     def _hang_up(self, peer: Peer, reason: str) -> None:
         if peer.epoch:
             self._transmit(peer, messages.Bye(reason))
-        self._peers.pop(peer.route, None)
+        if self._peers.get(peer.route) is peer:
+            del self._peers[peer.route]
         self._channel.drop(peer.route)
 
     def _transmit(self, peer: Peer, body: Body) -> None:

@@ -21,6 +21,8 @@ class Link(Protocol):
 
     lock: threading.RLock
     layout: KVLayout
+    now_s: Callable[[], float]
+    """The one clock of the endpoint: monotonic."""
     checksums: Checksums | None
     """Reads this worker's KV for transfers that are verified."""
 
@@ -37,6 +39,10 @@ class Link(Protocol):
         """Run in the driver thread, without the lock, soon and in order."""
 
 
+_MAX_REASON = 200
+"""Characters kept of a reason, which may be a peer's words."""
+
+
 class Ended:
     """Ids of transfers that are over, with the reason, so that late or repeated news of them is recognised.
 
@@ -48,7 +54,7 @@ class Ended:
         self._capacity = capacity
 
     def add(self, transfer_id: str, reason: str) -> None:
-        self._reasons[transfer_id] = reason
+        self._reasons[transfer_id] = reason[:_MAX_REASON]
         if len(self._reasons) > self._capacity:
             self._reasons.popitem(last=False)
 
@@ -58,4 +64,4 @@ class Ended:
 
 
 now_s = time.monotonic
-"""The one clock of the endpoint."""
+"""What endpoints take for their clock unless told otherwise."""

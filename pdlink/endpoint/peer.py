@@ -35,12 +35,16 @@ class Peer:
     """When we last sent a heartbeat."""
     address: str = ""
     """Control address, known on the dialing side."""
+    public_key: str = ""
+    """Proven by the other side of this session; empty without credentials."""
     name: str = ""
     epoch: str = ""
     state: PeerState = PeerState.CONNECTING
     identity: Identity | None = None
     transport: Transport | None = None
     """Carries the bytes of this session; None until chosen, and again after the fence."""
+    opened: bool = False
+    """Whether the transport knows this session, and so will report its fence."""
     template: Template | None = None
     """How our pages map to theirs; only on the sending side."""
     waiting: list[Body] = field(default_factory=list)

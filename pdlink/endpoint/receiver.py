@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pdlink.endpoint.link import Ended, now_s
+from pdlink.endpoint.link import Ended
 from pdlink.errors import DeadlineExceeded, InvalidRequest, TransferFailed
 from pdlink.events import MessageDropped, TransferEnded, emit
 from pdlink.protocol import messages
@@ -77,7 +77,7 @@ class Receiver:
             if reason is not None or transfer_id in self._live:
                 raise InvalidRequest(f"transfer_id {transfer_id!r} was used before; every attempt needs a new one")
             layout = self._link.layout
-            now = now_s()
+            now = self._link.now_s()
             machine = Receiving(transfer_id, len(layout.layers), layout.token_nbytes, quiet_s=self._timeouts.peer_s)
             peer = self._link.peer_at(address)
             incoming = _Incoming(machine, peer, handler, now)
@@ -115,7 +115,7 @@ class Receiver:
         with self._link.lock:
             incoming = self._live.get(transfer_id)
             if incoming is not None:
-                self._run(incoming, incoming.machine.stop(reason, now_s()))
+                self._run(incoming, incoming.machine.stop(reason, self._link.now_s()))
             elif self._ended.get(transfer_id) is None:
                 self._ended.add(transfer_id, reason)
 
@@ -124,7 +124,7 @@ class Receiver:
 
         Raises TransferFailed if it failed, DeadlineExceeded after `timeout_s`. Not for the endpoint's own thread.
         """
-        deadline_s = now_s() + timeout_s
+        deadline_s = self._link.now_s() + timeout_s
         with self._changed:
             while True:
                 incoming = self._live.get(transfer_id)
@@ -136,7 +136,7 @@ class Receiver:
                 machine = incoming.machine
                 if layer is not None and machine.offered and machine.landed_tokens[layer] >= machine.offered.end:
                     return
-                if not self._changed.wait(deadline_s - now_s()) and now_s() >= deadline_s:
+                if not self._changed.wait(deadline_s - self._link.now_s()) and self._link.now_s() >= deadline_s:
                     raise DeadlineExceeded(f"transfer {transfer_id} was not complete within {timeout_s} s")
 
     def states(self) -> dict[str, int]:
@@ -167,9 +167,9 @@ class Receiver:
                 machine.landed(layer, end)
                 self._changed.notify_all()
             case messages.Done():
-                self._run(incoming, machine.done(body, now_s(), self._mismatch(machine, body)))
+                self._run(incoming, machine.done(body, self._link.now_s(), self._mismatch(machine, body)))
             case messages.Stop(reason=reason):
-                self._run(incoming, machine.stopped(reason, now_s()))
+                self._run(incoming, machine.stopped(reason, self._link.now_s()))
             case messages.Quiet():
                 self._run(incoming, machine.quiet())
             case _:
@@ -179,13 +179,13 @@ class Receiver:
         """The session is over: its requests fall back now, their blocks wait for the fence."""
         for transfer_id in list(peer.transfers):
             incoming = self._live[transfer_id]
-            self._run(incoming, incoming.machine.stopped(reason, now_s()))
+            self._run(incoming, incoming.machine.stopped(reason, self._link.now_s()))
 
     def on_fenced(self, peer: Peer) -> None:
         """The peer cannot reach our pages any more."""
         for transfer_id in list(peer.transfers):
             incoming = self._live[transfer_id]
-            self._run(incoming, incoming.machine.fenced("peer_lost", now_s()))
+            self._run(incoming, incoming.machine.fenced("peer_lost", self._link.now_s()))
 
     def tick(self, now: float) -> None:
         """End what has run out."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from pdlink.endpoint.link import Ended, now_s
+from pdlink.endpoint.early import Early, EarlyInterest
+from pdlink.endpoint.link import Ended
 from pdlink.errors import InvalidRequest, LayoutMismatch, TransportFailure
 from pdlink.events import LayerLanded, LayerWritten, MessageDropped, TransferEnded, emit
 from pdlink.kv.plan import bind
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAX_EARLY = 10_000
-"""Offers kept for requests that have not arrived yet; more are refused."""
-
-
 @dataclass(slots=True, eq=False)
 class _Outgoing:
     machine: Sending
@@ -56,14 +52,6 @@ class _Outgoing:
     first_landed_s: float | None = None
 
 
-@dataclass(slots=True)
-class _Early:
-    """What a receiver said before the request came here."""
-
-    peer: Peer
-    offer: messages.Offer | None
-
-
 class Sender:
     """Every transfer this worker sends. Public methods may be called from any thread."""
 
@@ -71,7 +59,7 @@ class Sender:
         self._link = link
         self._batch_timeout_s = batch_timeout_s
         self._live: dict[str, _Outgoing] = {}
-        self._early: OrderedDict[str, _Early] = OrderedDict()
+        self._early = EarlyInterest()
         self._ended = Ended()
         self._leases = LeaseTable(timeouts.lease_s, timeouts.request_s)
         self._pushes: dict[tuple[str, int], tuple[_Outgoing, Push]] = {}
@@ -94,13 +82,13 @@ class Sender:
                     + (f"has ended already: {old or 'sent'}" if old is not None else "is in use")
                     + "; every attempt needs a new one"
                 )
-            now = now_s()
+            now = self._link.now_s()
             layout = self._link.layout
             machine = Sending(transfer_id, len(layout.layers), layout.token_nbytes)
             outgoing = _Outgoing(machine, on_failed, on_end, now)
             self._live[transfer_id] = outgoing
             self._leases.grant(transfer_id, now)
-            early = self._early.pop(transfer_id, None)
+            early = self._early.pop(transfer_id)
             if early is not None:
                 self._take(outgoing, early.peer, early.offer)
 
@@ -161,11 +149,13 @@ class Sender:
                     self._run(
                         outgoing, machine.stop(body.reason) if isinstance(body, messages.Stop) else machine.ack()
                     )
-                elif isinstance(body, messages.Stop) and outgoing is None and self._ended.get(transfer_id) is None:
-                    self._early.pop(transfer_id, None)  # the request may still come: it is refused then
-                    self._ended.add(transfer_id, body.reason)
+                elif isinstance(body, messages.Stop) and outgoing is None and self._may_stop_early(peer, transfer_id):
+                    self._drop_early(transfer_id, body.reason)  # the request may still come: it is refused then
+                    self._link.send(peer, messages.Quiet(transfer_id))
                 else:
                     emit(MessageDropped(reason="unknown_transfer"))
+                    if isinstance(body, messages.Stop):  # it waits for this, and would fence the peer without it
+                        self._link.send(peer, messages.Quiet(transfer_id))
             case _:
                 emit(MessageDropped(reason="wrong_direction"))
 
@@ -202,7 +192,7 @@ class Sender:
         """The session is over: stop its transfers; those with pushes in flight wait for the fence."""
         for transfer_id in list(peer.transfers):
             self._run(self._live[transfer_id], self._live[transfer_id].machine.stop(reason))
-        for transfer_id in [key for key, early in self._early.items() if early.peer is peer]:
+        for transfer_id in self._early.of(peer):
             self._drop_early(transfer_id, reason)
         self._leases.forget(peer.key)
 
@@ -227,6 +217,7 @@ class Sender:
                 self._drop_early(transfer_id, "no_request")
                 if early is not None:
                     self._link.send(early.peer, messages.Stop(transfer_id, "no_request"))
+                    self._link.send(early.peer, messages.Quiet(transfer_id))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -238,16 +229,24 @@ class Sender:
         elif ended is not None:
             self._link.send(peer, messages.Stop(transfer_id, ended or "already_sent"))
             self._link.send(peer, messages.Quiet(transfer_id))
-        elif transfer_id in self._early or len(self._early) < _MAX_EARLY:
-            if transfer_id not in self._early:
-                self._leases.grant(transfer_id, now_s())
-            self._early[transfer_id] = _Early(peer, offer)
         else:
-            self._link.send(peer, messages.Stop(transfer_id, "too_many_early_offers"))
-            self._link.send(peer, messages.Quiet(transfer_id))
+            known = self._early.get(transfer_id) is not None
+            refusal = (self._wrong_blocks(peer, offer) if offer else "") or self._early.put(
+                transfer_id, Early(peer, offer)
+            )
+            if refusal:
+                self._link.send(peer, messages.Stop(transfer_id, refusal))
+                self._link.send(peer, messages.Quiet(transfer_id))
+            elif not known:
+                self._leases.grant(transfer_id, self._link.now_s())
+
+    def _may_stop_early(self, peer: Peer, transfer_id: str) -> bool:
+        """Whether this peer may end a transfer whose request has not come: not if another one waits for it."""
+        early = self._early.get(transfer_id)
+        return self._ended.get(transfer_id) is None and (early is None or early.peer is peer)
 
     def _drop_early(self, transfer_id: str, reason: str) -> None:
-        self._early.pop(transfer_id, None)
+        self._early.pop(transfer_id)
         self._leases.drop(transfer_id)
         self._ended.add(transfer_id, reason)
 
@@ -257,7 +256,7 @@ class Sender:
         if outgoing.peer is None:
             outgoing.peer = peer
             peer.transfers.add(machine.transfer_id)
-            self._leases.assign(machine.transfer_id, peer.key, now_s())
+            self._leases.assign(machine.transfer_id, peer.key, self._link.now_s())
         elif outgoing.peer is not peer:
             self._link.send(peer, messages.Stop(machine.transfer_id, "taken_by_another_receiver"))
             self._link.send(peer, messages.Quiet(machine.transfer_id))

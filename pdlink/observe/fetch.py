@@ -16,12 +16,16 @@ class CannotFetch(RemoteError):
     code = "cannot_fetch"
 
 
-def fetch_timeline(url: str, output: str, timeout_s: float = 10.0) -> str:
-    """Write the trace of the worker at `url` to `output`; returns a sentence about it. Raises CannotFetch."""
+def fetch_timeline(url: str, output: str, timeout_s: float = 10.0, *, key: str | None = None) -> str:
+    """Write the trace of the worker at `url` to `output`; returns a sentence about it. Raises CannotFetch.
+
+    key: the secret that the worker asks callers for, if it does.
+    """
     if not url.startswith(("http://", "https://")):
         raise CannotFetch(f"URL must begin with http:// or https://, got {url!r}")
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/pdlink/timeline", timeout=timeout_s) as answer:
+        asked = urllib.request.Request(f"{url.rstrip('/')}/pdlink/timeline", headers={"X-Pdlink-Key": key or ""})
+        with urllib.request.urlopen(asked, timeout=timeout_s) as answer:
             text = answer.read()
     except (urllib.error.URLError, OSError) as error:
         raise CannotFetch(f"{url} did not answer with a timeline: {error}; is it a pdlink worker?") from None

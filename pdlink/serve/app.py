@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import secrets
 import time
@@ -11,14 +12,23 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
-from pdlink.errors import PdlinkError
+from pdlink.errors import InvalidApiKey, InvalidRequest, PdlinkError
 from pdlink.events import listen
 from pdlink.observe.metrics import Gauges, WorkerMetrics
 from pdlink.observe.timeline import Timeline
-from pdlink.serve.openai import Answer, ChatRequest, CompletionRequest, error_body, parse
+from pdlink.serve.openai import (
+    MAX_TRANSFER_ID_CHARS,
+    Answer,
+    ChatRequest,
+    CompletionRequest,
+    error_body,
+    parse,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+
+    from aiohttp.typedefs import Middleware
 
     from pdlink.serve.worker import Worker
 
@@ -27,10 +37,23 @@ log = logging.getLogger(__name__)
 MAX_BODY_NBYTES = 64 * 2**20
 """aiohttp's default of 1 MiB answers 413 to a long prompt of token ids."""
 
+BODY_S = 60.0
+"""How long a body may take to arrive; aiohttp waits for ever, so that slow clients could hold every descriptor."""
 
-def build_app(worker: Worker) -> web.Application:
-    """The routes of one open worker. Cleaning the app up stops listening to events; it does not close the worker."""
-    app = web.Application(client_max_size=MAX_BODY_NBYTES, middlewares=[_errors_as_json])
+_MAX_STOP_NBYTES = 4096
+
+
+KEY_HEADER = "X-Pdlink-Key"
+"""Carries the secret that proxy and workers share; Authorization is the client's own, and passes through."""
+_OPEN_TO_ALL = frozenset({("GET", "/health"), ("GET", "/metrics")})
+
+
+def build_app(worker: Worker, http_key: str | None = None) -> web.Application:
+    """The routes of one open worker. Cleaning the app up stops listening to events; it does not close the worker.
+
+    http_key: what callers must send in X-Pdlink-Key, other than for health and metrics.
+    """
+    app = web.Application(client_max_size=MAX_BODY_NBYTES, middlewares=[_errors_as_json, _callers_with(http_key)])
     metrics, timeline = WorkerMetrics(lambda: _gauges(worker)), Timeline(worker.name)
     stop = [listen(metrics), listen(timeline)]
 
@@ -49,13 +72,14 @@ def build_app(worker: Worker) -> web.Application:
         return _json(body, status=200 if ok else 503)
 
     async def stop_transfer(request: web.Request) -> web.Response:
+        transfer_id = request.match_info["transfer_id"]
+        if len(transfer_id) > MAX_TRANSFER_ID_CHARS or (request.content_length or 0) > _MAX_STOP_NBYTES:
+            raise InvalidRequest(f"no transfer has an id of {len(transfer_id)} characters, or a reason that long")
         try:
-            reason = str(
-                msgspec.json.decode(await request.read(), type=dict[str, str]).get("reason", "prefill failed")
-            )
-        except msgspec.DecodeError:
-            reason = "prefill failed"
-        worker.stop_transfer(request.match_info["transfer_id"], reason[:200])
+            told = msgspec.json.decode(await _body(request), type=dict[str, str])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            told = {}
+        worker.stop_transfer(transfer_id, told.get("reason", "prefill failed")[:200])
         return web.Response(status=202)
 
     async def metrics_text(_: web.Request) -> web.Response:
@@ -82,7 +106,7 @@ def build_app(worker: Worker) -> web.Application:
 async def _generate(
     worker: Worker, kind: type[CompletionRequest] | type[ChatRequest], http: web.Request
 ) -> web.StreamResponse:
-    request = parse(kind, await http.read(), worker.model.name)
+    request = parse(kind, await _body(http), worker.model.name)
     prompt = request.token_ids(worker.model.tokenizer)
     params = request.kv_transfer_params
     transfer_id = params.transfer_id if params else secrets.token_hex(16)
@@ -126,6 +150,15 @@ async def _generate(
         return response
 
 
+async def _body(request: web.Request) -> bytes:
+    """The whole body. Raises HTTPRequestTimeout if it takes too long."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(reason="the body did not arrive in time") from None
+
+
 @web.middleware
 async def _errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -141,6 +174,22 @@ async def _errors_as_json(
             raise
         body = {"message": error.reason, "type": "invalid_request_error", "param": None, "code": str(error.status)}
         return _json({"error": body}, status=error.status)
+
+
+def _callers_with(http_key: str | None) -> Middleware:
+    """Turns away who does not know the key, before anything of the request is read."""
+
+    @web.middleware
+    async def check(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if http_key is not None and (request.method, request.path) not in _OPEN_TO_ALL:
+            said = request.headers.get(KEY_HEADER, "")
+            if not hmac.compare_digest(said.encode(errors="surrogateescape"), http_key.encode()):
+                raise InvalidApiKey(f"this worker serves its proxy only: {KEY_HEADER} is missing or wrong")
+        return await handler(request)
+
+    return check
 
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

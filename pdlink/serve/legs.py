@@ -133,7 +133,7 @@ class DecodeLeg:
         self._num_tokens, self._block_tokens = num_prompt_tokens, block_tokens
         self._recompute, self._verify = recompute, verify
         self._hold = _Hold(pool, engine.wake)
-        self._offered = False
+        self._fell_back = False
         self._failure: TransferFailed | None = None
         receiver.expect(transfer_id, address, self)
 
@@ -145,9 +145,11 @@ class DecodeLeg:
     # -- the engine's side -------------------------------------------------------------------------------------------
 
     def admitted(self, block_table: Sequence[int], num_cached_tokens: int) -> None:
-        if self._offered:  # the prompt is being computed here after all
+        if self._failure is not None:
+            if not self._fell_back:  # the prompt is being computed here after all
+                self._fell_back = True
+                emit(FallbackUsed(kind="recompute", reason=str(self._failure)))
             return
-        self._offered = True
         first = num_cached_tokens // self._block_tokens
         last = -(-self._num_tokens // self._block_tokens)
         blocks = list(block_table[first:last]) if num_cached_tokens < self._num_tokens else []
@@ -169,8 +171,6 @@ class DecodeLeg:
         self._engine.kv_arrived(self._request_id, first_token)
 
     def failed(self, reason: str) -> None:
-        if self._recompute:
-            emit(FallbackUsed(kind="recompute", reason=reason))
         self._failure = TransferFailed(f"the KV of transfer {self._transfer_id} did not arrive: {reason}")
         self._engine.kv_failed(self._request_id, recompute=self._recompute, error=self._failure)
 

@@ -21,6 +21,9 @@ DEFAULT_COMPLETION_TOKENS = 16
 DEFAULT_CHAT_TOKENS = 256
 """The same for chat, where OpenAI sets no limit: all blocks are reserved up front, so there has to be one."""
 
+MAX_MESSAGE_CHARS = 2000
+MAX_TRANSFER_ID_CHARS = 128
+
 
 class _Shape(BaseModel):
     """Unknown fields are ignored, as clients of this interface expect; known ones must have the right type."""
@@ -36,7 +39,7 @@ class PrefillAddress(_Shape):
 class TransferParams(_Shape):
     """`kv_transfer_params`, written by the proxy for one leg of one attempt."""
 
-    transfer_id: Annotated[str, Field(min_length=1, max_length=128)]
+    transfer_id: Annotated[str, Field(min_length=1, max_length=MAX_TRANSFER_ID_CHARS)]
     leg: Literal["prefill", "decode"]
     seed: int
     created: int
@@ -138,7 +141,7 @@ def parse(kind: type[CompletionRequest] | type[ChatRequest], body: bytes, model:
     """A checked request. Raises InvalidRequest naming the field, UnknownModel if it is for another model."""
     try:
         data = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise InvalidRequest(f"the body must be a JSON object, got {type(data).__name__}")
@@ -161,7 +164,8 @@ def _explain(item: Mapping[str, Any]) -> str:
 def error_body(error: PdlinkError) -> dict[str, Any]:
     """The OpenAI error object for one of our errors."""
     kind = "invalid_request_error" if error.http_status < 500 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+    message = str(error)[:MAX_MESSAGE_CHARS]  # it may quote the request
+    return {"error": {"message": message, "type": kind, "param": None, "code": error.code}}
 
 
 class Answer:

@@ -17,6 +17,7 @@ from aiohttp import web
 from pdlink.errors import ConfigError
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Awaitable, Callable
 
 _MAX_SETTINGS_NBYTES = 1 << 20
@@ -85,11 +86,15 @@ async def serve(
     ready: Callable[[str], dict[str, Any]],
     drain: Callable[[], Awaitable[None]],
     say: Callable[[str], None],
+    tls: ssl.SSLContext | None = None,
+    reload: Callable[[], None] | None = None,
 ) -> None:
     """Serve until told to stop, then drain, then close every connection.
 
-    ready: from the base URL to what the parent is told, with a `line` for people.
+    ready: from the base URL to what the parent is told, with a `line` for people. reload: on SIGHUP.
     """
+    if reload is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     runner = web.AppRunner(
         app,
         handler_cancellation=True,  # a client that leaves ends its request; aiohttp's default lets it run on
@@ -98,9 +103,9 @@ async def serve(
         shutdown_timeout=1.0,  # after the drain nothing is worth aiohttp's 60 s
     )
     await runner.setup()
-    await web.SockSite(runner, bound, backlog=1024).start()
+    await web.SockSite(runner, bound, backlog=1024, ssl_context=tls).start()
     host, port = bound.getsockname()[:2]
-    facts = ready(f"http://{host}:{port}")
+    facts = ready(f"{'https' if tls else 'http'}://{host}:{port}")
     say(facts["line"])
     if parent is not None:
         parent.ready({**facts, "port": port})

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
+from pdlink.config import is_loopback
+from pdlink.errors import ConfigError, EngineFailure
 from pdlink.serve.process import bind, serve
 
 if TYPE_CHECKING:
@@ -14,13 +17,25 @@ if TYPE_CHECKING:
     from pdlink.serve.process import Parent
 
 
+log = logging.getLogger(__name__)
+
+
 def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str], None]) -> None:
     """Run one worker until it is told to stop. Raises ConfigError and the like before it is ready."""
+    from pdlink.protocol.auth import ControlAddress
+    from pdlink.serve import keys
     from pdlink.serve.app import build_app
     from pdlink.serve.worker import Worker
 
+    security = config.security
+    credentials, http_key = keys.load_credentials(security), keys.http_key(security)
+    tls = keys.server_tls(security.tls_cert, security.tls_key)
     bound = bind(config.host, config.port)
-    worker = Worker(config, config.name or f"{config.role}-{bound.getsockname()[1]}")
+    worker = Worker(config, keys.worker_name(config, credentials, bound.getsockname()[1]), credentials)
+    if http_key is None and not is_loopback(config.host):
+        log.warning("host %s without security.http_key_file: HTTP is open to anybody who reaches it", config.host)
+    if security.insecure:
+        log.warning("security.insecure: whoever reaches this worker's ports can read and write its KV cache")
     worker.open()
 
     def ready(url: str) -> dict[str, Any]:
@@ -30,32 +45,50 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
             "name": worker.name,
             "url": url,
             "control": control,
-            "control_port": int(control.rsplit(":", 1)[1]),
+            "control_port": ControlAddress.parse(control).port,
             "transports": transports,
             "model": worker.model.name,
             "line": f"{worker.name} ready on {url}, control {control}, KV over {' or '.join(transports)}",
         }
 
     async def drain() -> None:
+        if worker.problem():
+            return
         drain_s = config.timeouts.drain_s
         say(f"{worker.name} draining {worker.num_requests} requests, at most {drain_s:g} s")
         await asyncio.to_thread(worker.drain, drain_s)
 
+    def reload() -> None:
+        if security.allow_file is None:
+            return
+        try:
+            worker.endpoint.allow(keys.load_allow_list(security.allow_file))
+        except ConfigError as error:
+            log.error("the allow-list stays as it was: %s", error)
+
+    app = build_app(worker, http_key)
     try:
-        asyncio.run(serve(build_app(worker), bound, parent, ready=ready, drain=drain, say=say))
+        asyncio.run(serve(app, bound, parent, ready=ready, drain=drain, say=say, tls=tls, reload=reload))
+        problem = worker.problem()
     finally:
         worker.close()
+    if problem:
+        raise EngineFailure(f"{worker.name} cannot go on: {problem}")
 
 
 def run_proxy(config: ProxyConfig, parent: Parent | None, say: Callable[[str], None]) -> None:
     """Run the proxy until it is told to stop."""
+    from pdlink.serve import keys
     from pdlink_proxy.app import ROUTER, build_app
 
+    tls = keys.server_tls(config.tls_cert, config.tls_key)
     bound = bind(config.host, config.port)
     app = build_app(config)
+    if not app[ROUTER].api_keys and not is_loopback(config.host):
+        log.warning("host %s without api_keys: the proxy is open to anybody who reaches it", config.host)
 
     def ready(url: str) -> dict[str, Any]:
         workers = f"{len(config.prefill)} prefill and {len(config.decode)} decode workers"
         return {"name": "proxy", "url": url, "line": f"proxy ready on {url} before {workers}"}
 
-    asyncio.run(serve(app, bound, parent, ready=ready, drain=app[ROUTER].drain, say=say))
+    asyncio.run(serve(app, bound, parent, ready=ready, drain=app[ROUTER].drain, say=say, tls=tls))

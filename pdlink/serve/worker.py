@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -26,6 +28,7 @@ from pdlink.kv.plan import warm_up
 from pdlink.memory.blocks import BlockPool
 from pdlink.memory.checksums import Checksums
 from pdlink.memory.host import host_id
+from pdlink.protocol.auth import ControlAddress, check_dial
 from pdlink.protocol.messages import VERSION, Identity
 from pdlink.serve.legs import DecodeLeg, Leg, PrefillLeg
 from pdlink.transport.choice import open_transports
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
     from pdlink.config import WorkerConfig
     from pdlink.engine.request import SamplingParams, TokenOutput
+    from pdlink.protocol.auth import Credentials
     from pdlink.serve.openai import TransferParams
 
 log = logging.getLogger(__name__)
@@ -94,8 +98,10 @@ class _Running:
 class Worker:
     """One worker. `open` acquires, `drain` and `close` end; also the engine's listener."""
 
-    def __init__(self, config: WorkerConfig, name: str) -> None:
+    def __init__(self, config: WorkerConfig, name: str, credentials: Credentials | None = None) -> None:
+        """credentials: what the settings in `config.security` name, read; None where they name none."""
         self.config, self.name = config, name
+        self._credentials = credentials
         self._running: dict[str, _Running] = {}
         self._lock = threading.Lock()
         """Guards `_running`: added to by the asyncio loop, taken from by the engine's thread."""
@@ -119,7 +125,9 @@ class Worker:
             order=config.cache.order,
         )
         warm_up()
-        transports = open_transports(config.transport)
+        transports = open_transports(
+            config.transport, config.control_host, config.advertise_host, this_host_only=not config.reachable
+        )
         for transport in transports:
             transport.register(self.cache.buffer)
         identity = Identity(VERSION, self.model.name, self.model.revision, 1, self.cache.layout, host_id())
@@ -130,7 +138,10 @@ class Worker:
             config.timeouts,
             batch_timeout_s=config.transport.batch_timeout_s,
             require_lane=config.transport.require,
+            credentials=self._credentials,
+            chaos=config.chaos,
             checksums=Checksums(self.cache.layout, [self.cache.buffer]),
+            on_death=self._die,
         )
         self.endpoint.open(config.control_host, config.control_port, config.advertise_host)
         self.engine = Engine(
@@ -143,7 +154,7 @@ class Worker:
             share_prefixes=config.cache.share_prefixes,
             layer_delay_s=config.simulate_layer_s,
         )
-        self._thread = threading.Thread(target=self.engine.run, name=f"pdlink-engine-{self.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run_engine, name=f"pdlink-engine-{self.name}", daemon=True)
         self._thread.start()
 
     # -- requests, from the asyncio loop -----------------------------------------------------------------------------
@@ -201,9 +212,14 @@ class Worker:
         return stream
 
     def _decode_leg(self, request_id: str, params: TransferParams, num_prompt_tokens: int) -> DecodeLeg | None:
-        """None if prefill has failed already and the prompt is to be computed here."""
+        """None if prefill has failed already and the prompt is to be computed here.
+
+        Raises PeerNotAllowed for an address that no request may make this worker dial.
+        """
         if params.prefill is None:
             raise InvalidRequest("kv_transfer_params.prefill is missing on a decode leg")
+        address = ControlAddress.parse(params.prefill.control)
+        check_dial(address, self.endpoint.credentials, insecure=self.config.security.insecure)
         recompute = self.config.on_transfer_failure == "recompute"
         try:
             return DecodeLeg(
@@ -290,13 +306,36 @@ class Worker:
 
     # -- reports and life --------------------------------------------------------------------------------------------
 
+    def _run_engine(self) -> None:
+        try:
+            self.engine.run()
+        finally:
+            if not self._draining:
+                self._die()
+
+    def _die(self) -> None:
+        """A thread this worker cannot be without has ended: end the process, so that whoever runs it starts it again.
+
+        As a zombie it would keep blocks, and requests that wait for KV, until their deadlines.
+        """
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def problem(self) -> str:
+        """Why this worker cannot serve; empty while it can."""
+        endpoint = self.endpoint
+        if endpoint.failure:
+            return endpoint.failure
+        if not self._thread.is_alive() and not self._draining:
+            return "the engine's thread has died"
+        stalled_s = time.monotonic() - endpoint.ticked_s
+        if stalled_s > 10 * self.config.timeouts.peer_s:
+            return f"the endpoint's loop has not gone round for {stalled_s:.0f} s"
+        return ""
+
     def health(self) -> tuple[bool, dict[str, object]]:
         """Whether new requests are welcome, and the body of /health. Depends on nothing but this process."""
         endpoint = self.endpoint
-        stalled_s = time.monotonic() - endpoint.ticked_s
-        problem = endpoint.failure or ("" if self._thread.is_alive() else "the engine's thread has died")
-        if not problem and stalled_s > 10 * self.config.timeouts.peer_s:
-            problem = f"the endpoint's loop has not gone round for {stalled_s:.0f} s"
+        problem = self.problem()
         status = "failed" if problem else "draining" if self._draining else "ok"
         return status == "ok", {
             "status": status,

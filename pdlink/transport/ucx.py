@@ -131,12 +131,13 @@ class UcxTransport(Transport):
 
     name: ClassVar[str] = "ucx"
 
-    def __init__(self, tls: str = "auto", library: str | None = None) -> None:
+    def __init__(self, tls: str = "auto", library: str | None = None, devices: str = "") -> None:
         """tls: "auto", "tcp", "shm" (cross-memory attach, one host only) or a UCX_TLS list.
 
         library: path of libucp.so.0, "off", or None to look for one (see `_ucx.Library.load`).
+        devices: a UCX_NET_DEVICES list; empty lets UCX listen on every interface it finds.
         """
-        self._tls = tls
+        self._tls, self._devices = tls, devices
         self._library_choice = library
         self._library: _ucx.Library | None = None
         self._native: _ucx.Engine | None = None
@@ -157,10 +158,12 @@ class UcxTransport(Transport):
         self._library = _load(self._library_choice)
         self._host = host_id()
         try:
-            self._native = _ucx.Engine(self._library, self._tls)
+            self._native = _ucx.Engine(self._library, self._tls, self._devices)
         except RuntimeError as error:
             raise TransportUnavailable(
-                f"UCX {self._library.version} ({self._library.path}) with transports {self._tls!r}: {error}"
+                f"UCX {self._library.version} ({self._library.path}) with transports {self._tls!r}"
+                + (f" on {self._devices!r}" if self._devices else "")
+                + f": {error}"
             ) from None
         # Also at interpreter exit: UCX's own exit handlers must not find the thread at work.
         self._finalizer = weakref.finalize(self, self._native.close)

@@ -184,7 +184,7 @@ async def test_without_prefill_decode_works_alone_only_if_so_configured(
         async with proxy.post() as response:
             assert response.status == 503
             assert response.headers["Retry-After"] == "1"
-            assert (await response.json())["error"]["code"] == "overloaded"
+            assert (await response.json())["error"]["code"] == "no_worker"
         assert decode.received == []
         assert proxy.counted("requests_total", outcome="unavailable") == 1
     async with proxy_of([prefill], [decode], settled=False, on_no_prefill="decode_only") as proxy:

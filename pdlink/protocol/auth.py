@@ -1,0 +1,213 @@
+"""Who a peer is, and whether it may be one.
+
+A worker is a name and a CURVE key pair. Its allow-list says which names may have a session with it, and by which
+public key each of them is known; the same list decides who may connect here and whom a request may make us dial.
+A name belongs to the keys listed for it: a peer that proves one key cannot speak as the owner of another.
+
+What proves a key is ZeroMQ's CURVE handshake (`endpoint/channel.py`); this file only decides. Nothing is kept here
+against replays, because nothing can be replayed: CURVE draws fresh keys for every connection and refuses a nonce that
+does not rise, so a recorded frame is noise on any other connection, and a frame of an earlier session of the same
+peer is dropped by its epochs and session number, as every old frame is.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdlink.config import is_loopback
+from pdlink.errors import ConfigError, InvalidRequest, PeerNotAllowed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+"""Digits of ZeroMQ's base 85, by value (rfc.zeromq.org/spec/32)."""
+_VALUE_OF = {character: value for value, character in enumerate(_Z85)}
+
+KEY_CHARS = 40
+"""A key of 32 bytes as text."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SCHEME, _KEY_MARK = "tcp://", "?key="
+
+NAME_FACTOR = "name that goes with the key"
+"""What a refusal names if somebody speaks as somebody else."""
+
+
+def is_key(text: str) -> bool:
+    """Whether this is the text of a key: 40 characters of Z85, every five of them a number below 2**32."""
+    if len(text) != KEY_CHARS or not set(text) <= _VALUE_OF.keys():
+        return False
+    for start in range(0, KEY_CHARS, 5):
+        number = 0
+        for character in text[start : start + 5]:
+            number = number * 85 + _VALUE_OF[character]
+        if number >= 2**32:
+            return False
+    return True
+
+
+def is_name(text: str) -> bool:
+    """Whether a worker may be called this where keys are used. Such a name is also a safe file name."""
+    return _NAME.fullmatch(text) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """What makes a worker itself."""
+
+    name: str
+    public: str
+    secret: str = field(repr=False)
+
+
+class AllowList:
+    """Public keys that may be peers, each with the one name it may use. A name may have several keys, which is how
+    a key is replaced without a moment in which neither is valid."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        """names: public key to name."""
+        self._names = dict(names)
+
+    def name_of(self, public_key: str) -> str | None:
+        """The name this key stands for; None if it is not allowed."""
+        return self._names.get(public_key)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Who we are and whom we know."""
+
+    keys: KeyPair
+    allowed: AllowList
+
+
+def write_key_file(keys: KeyPair) -> str:
+    """The text of a key file."""
+    return (
+        f"# The secret key of {keys.name}: only the user that runs it may read this file.\n"
+        f"name {keys.name}\npublic {keys.public}\nsecret {keys.secret}\n"
+    )
+
+
+def parse_key_file(text: str, where: str) -> KeyPair:
+    """The key pair in a file written by `pdlink keygen`. Raises ConfigError, which never shows a key."""
+    found = {}
+    for number, line in _lines(text):
+        word, _, value = line.partition(" ")
+        if word not in ("name", "public", "secret") or word in found:
+            raise ConfigError(f"{where}:{number}: expected one line each of `name`, `public` and `secret`")
+        found[word] = value.strip()
+    for word in ("name", "public", "secret"):
+        valid = is_name if word == "name" else is_key
+        if not valid(found.get(word, "")):
+            raise ConfigError(f"{where}: no valid `{word}` in it; make a new file with `pdlink keygen NAME`")
+    return KeyPair(found["name"], found["public"], found["secret"])
+
+
+def allow_line(keys: KeyPair) -> str:
+    """What others put in their allow-lists to let this worker in."""
+    return f"{keys.name} {keys.public}"
+
+
+def parse_allow_list(text: str, where: str) -> AllowList:
+    """The allow-list in a file of lines `name public_key`; empty lines and lines that begin with # are skipped.
+
+    Raises ConfigError naming the line for what is neither, and for one key under two names.
+    """
+    names: dict[str, str] = {}
+    for number, line in _lines(text):
+        words = line.split()
+        if len(words) != 2 or not is_name(words[0]) or not is_key(words[1]):
+            raise ConfigError(
+                f"{where}:{number}: expected `name public_key` as `pdlink keygen` prints it; "
+                f"a key has {KEY_CHARS} characters, a name letters, digits, '.', '_' and '-'"
+            )
+        name, key = words
+        if names.setdefault(key, name) != name:
+            raise ConfigError(f"{where}:{number}: one key for two names, {names[key]} and {name}")
+    return AllowList(names)
+
+
+def _lines(text: str) -> Iterable[tuple[int, str]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            yield number, line.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class ControlAddress:
+    """Where a worker listens, and the key that proves that it is the one who answers there.
+
+    As text `tcp://host:port` or `tcp://host:port?key=PUBLIC_KEY`: the whole way from /health through the proxy to
+    the worker that dials it, so that nobody in between has to know about keys.
+    """
+
+    host: str
+    port: int
+    public_key: str = ""
+    """Empty if that worker uses no keys."""
+
+    @classmethod
+    def parse(cls, text: str) -> ControlAddress:
+        """Raises InvalidRequest for what is none."""
+        place, mark, key = text.partition(_KEY_MARK)
+        host, _, port = place.removeprefix(_SCHEME).rpartition(":")
+        if (
+            not place.startswith(_SCHEME)
+            or not re.fullmatch(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]", host)
+            or not re.fullmatch(r"[1-9][0-9]{0,4}", port)
+            or int(port) > 65535
+            or (mark and not is_key(key))
+        ):
+            raise InvalidRequest(f"control address must be tcp://host:port or tcp://host:port?key=..., got {text!r}")
+        return cls(host.strip("[]"), int(port), key)
+
+    @property
+    def endpoint(self) -> str:
+        """What ZeroMQ connects to."""
+        return f"{_SCHEME}[{self.host}]:{self.port}" if ":" in self.host else f"{_SCHEME}{self.host}:{self.port}"
+
+    def __str__(self) -> str:
+        return self.endpoint + (f"{_KEY_MARK}{self.public_key}" if self.public_key else "")
+
+
+def check_dial(address: ControlAddress, credentials: Credentials | None, *, insecure: bool) -> None:
+    """Return if a request may make this worker dial `address`; raise PeerNotAllowed, with the remedy, if not.
+
+    A request names the worker to fetch KV from, so whoever can send one could otherwise point this worker at any
+    address (vllm#45230). With keys, what counts is who answers there; without, only this host is dialed unless
+    `insecure` was written out.
+    """
+    where = address.endpoint
+    if credentials is not None:
+        if not address.public_key:
+            raise PeerNotAllowed(f"the prefill worker at {where} uses no keys and this worker does; set its key_file")
+        if credentials.allowed.name_of(address.public_key) is None:
+            raise PeerNotAllowed(
+                f"the key of the prefill worker at {where} is not on this worker's allow-list; "
+                f"add its line `name {address.public_key}`"
+            )
+    elif address.public_key:
+        raise PeerNotAllowed(f"the prefill worker at {where} uses keys and this worker has none; set its key_file")
+    elif not insecure and not is_loopback(address.host):
+        raise PeerNotAllowed(
+            f"this worker has no keys and dials loopback addresses only, got {where}; "
+            "set security.key_file and security.allow_file, or write out security.insecure: true"
+        )
+
+
+def name_problem(credentials: Credentials | None, public_key: str, name: str) -> tuple[str, str] | None:
+    """None if the peer that proved `public_key` may call itself `name`; else (what it may be called, what it said).
+
+    Without credentials there are no keys, and a name is only what somebody says.
+    """
+    if credentials is None:
+        return None
+    owner = credentials.allowed.name_of(public_key)
+    return None if owner == name else (owner or "a key that is not allowed", name)

@@ -1,0 +1,54 @@
+"""Who may use the proxy, and how it shows itself to the workers."""
+
+from __future__ import annotations
+
+import hmac
+import ssl
+from typing import TYPE_CHECKING
+
+from pdlink.config import read_secrets
+from pdlink.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdlink.config import ProxyConfig
+
+WORKER_KEY_HEADER = "X-Pdlink-Key"
+"""Carries the secret that proxy and workers share. Authorization is the client's own, and passes through."""
+
+_BEARER = "bearer "
+
+
+def api_keys(config: ProxyConfig) -> tuple[bytes, ...]:
+    """The keys of clients; none lets everybody in. Raises ConfigError for a file that holds none."""
+    found = config.api_keys
+    if config.api_key_file is not None:
+        found += read_secrets(config.api_key_file, "api_key_file")
+    return tuple(key.encode() for key in found)
+
+
+def may_enter(keys: tuple[bytes, ...], authorization: str | None) -> bool:
+    """Whether this Authorization header shows one of the keys. Takes as long for a near miss as for any other."""
+    if not keys:
+        return True
+    if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
+        return False
+    said = authorization[len(_BEARER) :].strip().encode(errors="surrogateescape")
+    matches = [hmac.compare_digest(said, key) for key in keys]  # all of them, also after a match
+    return any(matches)
+
+
+def worker_headers(config: ProxyConfig) -> dict[str, str]:
+    """What goes with every request to a worker."""
+    if config.worker_key_file is None:
+        return {}
+    return {WORKER_KEY_HEADER: read_secrets(config.worker_key_file, "worker_key_file")[0]}
+
+
+def worker_tls(config: ProxyConfig) -> ssl.SSLContext | bool:
+    """How https:// workers are verified: against `worker_ca`, or as the system does. Never not at all."""
+    if config.worker_ca is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=config.worker_ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"worker_ca: cannot use {config.worker_ca}: {error}") from None
