@@ -128,11 +128,14 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         chaos.formatter_class = argparse.RawDescriptionHelpFormatter
         command.add_arguments(chaos)
         chaos.set_defaults(run=command.run, words=list(argv))
+    soaked = bench.add_parser("soak", help="very many tiny transfers in a row, and what they leave behind")
     if "bench" in argv:  # its options need the planner; no other command pays for that
-        from pdlink_bench import transfer
+        from pdlink_bench import soak, transfer
 
         transfer.add_arguments(moved)
         moved.set_defaults(run=transfer.run)
+        soak.add_arguments(soaked)
+        soaked.set_defaults(run=soak.run)
     return parser
 
 

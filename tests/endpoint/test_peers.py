@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 
 import pytest
 import zmq
@@ -172,3 +174,42 @@ def test_close_ends_within_its_time_with_transfers_under_way(pair: Pair) -> None
     pair.prefill.endpoint.close()
     assert log.ended.is_set()
     pair.prefill.endpoint.close()
+
+
+def test_a_hundred_restarts_of_either_side_under_load_need_nobody_elses() -> None:
+    """smg#2503, vllm#49238: both workers come back again and again on their ports, in the middle of transfers."""
+    pair = Pair()
+    for round_ in range(50):
+        for side in ("prefill", "decode"):
+            name = f"{side}-{round_}"
+            pair.announce(f"{name}-cut")
+            cut = pair.expect(f"{name}-cut")
+            pair.decode.endpoint.receiver.offer(f"{name}-cut", DST, 0, TOKENS)
+            old, port = getattr(pair, side), getattr(pair, side).port
+            old.close()
+            setattr(pair, side, Node(pair.hub, side, old.layout, TIMEOUTS).open(port))
+            if side == "prefill":
+                assert cut.wait()[-1] == "released"
+            assert transfer(pair, f"{name}-new") == ["ready 42", "released"]
+    until(pair.idle, "nothing is held")
+    assert len(pair.prefill.endpoint.peers()) == len(pair.decode.endpoint.peers()) == 1
+    assert pair.prefill.endpoint.num_closing() == pair.decode.endpoint.num_closing() == 0
+    pair.close()
+
+
+def test_engine_that_computes_for_long_does_not_cost_the_session() -> None:
+    """Heartbeats come from the endpoint's own thread: Python that never waits delays them, but does not stop them."""
+    pair = Pair(TimeoutConfig(heartbeat_s=0.05, peer_s=0.6, connect_s=5.0, lease_s=2.0, request_s=60.0))
+    assert transfer(pair, "t") == ["ready 42", "released"]
+    end_s = time.monotonic() + 3 * pair.timeouts.peer_s
+
+    def compute() -> None:
+        while time.monotonic() < end_s:
+            sum(range(1000))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert transfer(pair, "u") == ["ready 42", "released"]
+    assert not [event for event in pair.events if isinstance(event, PeerChanged) and event.state == "lost"]
+    pair.close()
