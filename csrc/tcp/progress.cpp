@@ -39,7 +39,8 @@ void Engine::run() {
         if (now >= look_s_) look_at_deadlines(now);
         if (std::isfinite(give_up_s_) && (peers_.empty() || now >= give_up_s_)) break;
         const double wait_s = std::min(look_s_ - now, 3600.0);
-        wait(lock, more || ending_ ? 0 : static_cast<int>(std::ceil(std::max(0.0, wait_s) * 1000)));
+        const bool busy = more || ending_ || knocked_.in;
+        wait(lock, busy ? 0 : static_cast<int>(std::ceil(std::max(0.0, wait_s) * 1000)));
         more = round(lock);
     }
     for (auto& [name, peer] : peers_) {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import resource
 import select
 import socket
 import time
@@ -217,6 +218,26 @@ def test_many_silent_connections_do_not_keep_a_writer_out(attack: Attack, make_s
         assert one.heard() == []
     for one in silent[37:]:
         one.socket.close()
+
+
+def test_a_connection_waits_while_descriptors_have_run_out_and_is_then_served(make_side: Callable[..., Side]) -> None:
+    owner = make_side()
+    there = tcp._decode(owner.transport.invite("writer"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as writer, select.epoll() as events:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            writer.connect((there.host, there.port))
+            writer.sendall(HELLO.pack(HELLO_MAGIC, 1, 0, there.session, there.token))
+            writer.sendall(HEADER.pack(FRAME_MAGIC, 0, there.session, 0, 1, 0))
+            before_s = time.process_time()
+            events.register(writer, select.EPOLLIN)
+            assert not events.poll(0.3), "nobody could accept it"
+            assert time.process_time() - before_s < 0.1, "nobody tries without end"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        writer.settimeout(PATIENCE_S)
+        assert writer.recv(ANSWER.size) == ANSWER.pack(ANSWER_MAGIC, PLACED, 0, 1)
 
 
 # -- frames that lie -------------------------------------------------------------------------------------------------
