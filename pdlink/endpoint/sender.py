@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+
 @dataclass(slots=True, eq=False)
 class _Outgoing:
     machine: Sending
