@@ -1,0 +1,75 @@
+"""What one transfer or session leaves behind for the others: nothing. Each of these was found by `tests/model`."""
+
+from __future__ import annotations
+
+import pytest
+import zmq
+
+from pdlink.config import TimeoutConfig
+from pdlink.events import PeerChanged
+from pdlink.protocol import messages
+
+from .conftest import Pair, until
+
+DST, TOKENS = [11, 3, 20], 21
+SHORT = TimeoutConfig(heartbeat_s=0.05, peer_s=1.0, connect_s=0.3, lease_s=1.5, request_s=60.0)
+
+
+def lost(pair: Pair) -> list[str]:
+    return [event.reason for event in pair.events if isinstance(event, PeerChanged) and event.state == "lost"]
+
+
+def test_offer_that_is_withdrawn_before_its_request_came_costs_no_session(pair: Pair) -> None:
+    """It was not answered with *quiet*, so the receiver fenced the peer, and every transfer with it, after peer_s."""
+    handler = pair.expect("t")
+    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    until(lambda: pair.sender_state("early") == 1, "the offer waits for its request")
+    pair.decode.endpoint.receiver.cancel("t", "client left")
+    assert handler.wait() == ["failed client left", "released"]
+    assert lost(pair) == []
+
+
+def test_offer_whose_request_never_comes_costs_no_session() -> None:
+    pair = Pair(SHORT)
+    handler = pair.expect("t")
+    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    assert handler.wait() == ["failed no_request", "released"]
+    assert lost(pair) == []
+    pair.close()
+
+
+def test_session_that_ends_during_the_handshake_leaves_nothing_to_fence() -> None:
+    """The transport had not been told of the peer, so the end that was waited for never came."""
+    pair = Pair(SHORT)
+    hello = messages.Hello("stranger", pair.decode.endpoint.identity, ("loopback",))
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(pair.prefill.endpoint.address)
+    dealer.send(messages.encode(messages.Envelope(messages.VERSION, "stranger", "life", "", 1, hello)))
+    until(lambda: len(pair.prefill.endpoint.peers()) == 1, "the handshake has begun")
+    until(lambda: not pair.prefill.endpoint.peers(), "it has been given up")
+    assert pair.prefill.endpoint.num_closing() == 0
+    context.destroy(linger=0)
+    pair.close()
+
+
+def test_nothing_is_kept_of_a_peer_that_said_bye(pair: Pair) -> None:
+    """The *bye* itself counted as a sign of life of somebody who had just been forgotten."""
+    handler = pair.expect("t")
+    until(lambda: pair.sender_state("early") == 1, "the sender knows of it")
+    assert len(pair.prefill.endpoint.sender._leases._heard_s) == 1
+    pair.decode.close()
+    assert handler.wait() == ["failed shutdown", "released"]
+    until(lambda: not pair.prefill.endpoint.peers(), "the session has ended")
+    assert not pair.prefill.endpoint.sender._leases._heard_s
+
+
+def test_session_that_breaks_at_the_last_message_of_the_handshake_is_not_called_ready(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = pair.decode.endpoint._channel
+    send = channel.send
+    monkeypatch.setattr(channel, "send", lambda route, frame: b"invite" not in frame and send(route, frame))
+    assert pair.expect("t").wait() == ["failed control connection is gone or full", "released"]
+    assert not [event for event in pair.events if isinstance(event, PeerChanged) and event.state == "ready"]
+    assert not pair.decode.endpoint.peers()

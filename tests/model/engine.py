@@ -1,0 +1,221 @@
+"""An engine without a model: it takes blocks, writes bytes that tell whose they are, and calls the real legs.
+
+The KV of (transfer, layer, part, token) is eight bytes that name all four, so that any byte of another transfer, of
+another position or of an earlier use of the block is seen. What the engine has written or received must be there,
+unchanged, until it gives the blocks back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from pdlink.errors import PoolExhausted, RequestAborted
+from pdlink.memory.blocks import BlockPool
+from pdlink.serve.legs import DecodeLeg, PrefillLeg
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdlink.engine.request import TokenOutput
+    from pdlink.errors import PdlinkError
+    from pdlink.kv.layout import KVLayout
+
+KV = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+NUM_LAYERS, NUM_PARTS, ROW_NBYTES, MAX_TOKENS = 2, 2, 8, 9
+
+
+class Violation(AssertionError):
+    """Something that must never happen has happened."""
+
+
+@lru_cache(maxsize=64)
+def content(number: int) -> KV:
+    """[layer, part, token, bytes] of the prompt of transfer `number`."""
+    out = np.empty((NUM_LAYERS, NUM_PARTS, MAX_TOKENS, ROW_NBYTES), np.uint8)
+    out[...] = (number >> 8 & 255, number & 255, 0, 0, 0, 0xA5, number * 37 & 255, 0x5A)
+    out[..., 2] = np.arange(1, NUM_LAYERS + 1)[:, None, None]
+    out[..., 3] = np.arange(1, NUM_PARTS + 1)[None, :, None]
+    out[..., 4] = np.arange(1, MAX_TOKENS + 1)
+    return out
+
+
+def transfer_number(row: KV) -> int:
+    """Whose bytes these are, going by their beginning."""
+    return int(row[0]) << 8 | int(row[1])
+
+
+@dataclass(slots=True)
+class _Output:
+    index: int
+    token_id: int
+    finish_reason: str | None = None
+
+
+@dataclass(eq=False)
+class Request:
+    """One leg of a transfer in an engine."""
+
+    transfer_id: str
+    number: int
+    """Names the content."""
+    num_tokens: int
+    num_cached: int
+    chunk: int
+    leg: PrefillLeg | DecodeLeg | None = None
+    blocks: list[int] = field(default_factory=list)
+    state: str = "waiting"
+    position: int = 0
+    """Prefill: tokens of the current chunk's beginning. Decode: passes since it runs."""
+    layer: int = 0
+    recomputed: bool = False
+    skips: bool = False
+    """Fault: the hook of the last layer does not run."""
+
+
+class Engine:
+    """Requests of one worker life. `step` is one pass; everything from outside is posted, as in the real one."""
+
+    def __init__(self, layout: KVLayout, order: str, memory: KV) -> None:
+        sizes = {"L": NUM_LAYERS, "P": NUM_PARTS, "B": layout.num_blocks, "T": layout.block_tokens, "H": 1}
+        shaped = memory[: layout.extent(0)].reshape([sizes[axis] for axis in order] + [ROW_NBYTES])
+        self.kv_LPBTE = shaped.transpose([order.index(axis) for axis in "LPBTH"] + [5])[:, :, :, :, 0]
+        self.block_tokens = layout.block_tokens
+        self.pool = BlockPool(layout.num_blocks)
+        self.requests: dict[str, Request] = {}
+        self.ended: dict[str, str] = {}
+        """By transfer id: "kv", "recomputed", "sent" or the code of the error."""
+        self._posted: deque[Callable[[], None]] = deque()
+
+    # -- what legs call ----------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """The next step looks at everything anyway."""
+
+    def abort(self, request_id: str) -> None:
+        self._posted.append(partial(self._on_abort, request_id))
+
+    def kv_arrived(self, request_id: str, first_token: int) -> None:
+        self._posted.append(partial(self._on_kv_arrived, request_id, first_token))
+
+    def kv_failed(self, request_id: str, *, recompute: bool, error: PdlinkError) -> None:
+        self._posted.append(partial(self._on_kv_failed, request_id, recompute, error))
+
+    # -- the pass ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """What was posted, admissions in order, then one layer or one token of every running request."""
+        busy = bool(self._posted)
+        while self._posted:
+            self._posted.popleft()()
+        for request in [item for item in self.requests.values() if item.state == "waiting"]:
+            if not self._admit(request):
+                break
+            busy = True
+        for request in list(self.requests.values()):
+            if request.state == "running":
+                busy = True
+                if isinstance(request.leg, PrefillLeg):
+                    self._prefill(request)
+                else:
+                    self._decode(request)
+        return busy
+
+    def _admit(self, request: Request) -> bool:
+        is_prefill = isinstance(request.leg, PrefillLeg)
+        try:
+            request.blocks = self.pool.take(-(-(request.num_tokens + (not is_prefill)) // self.block_tokens))
+        except PoolExhausted:
+            return False
+        self.write(request, range(NUM_LAYERS), 0, request.num_tokens if request.recomputed else request.num_cached)
+        request.position = request.num_cached if is_prefill else 0
+        request.state = "running" if is_prefill or request.recomputed else "awaiting_kv"
+        assert request.leg is not None
+        request.leg.admitted(tuple(request.blocks), request.num_cached)
+        return True
+
+    def _prefill(self, request: Request) -> None:
+        start, end = request.position, min(request.num_tokens, request.position + request.chunk)
+        assert request.leg is not None
+        if start < end:
+            self.write(request, [request.layer], start, end)
+            if not (request.skips and request.layer == NUM_LAYERS - 1):
+                request.leg.layer_written(request.layer, start, end)
+            request.layer += 1
+            if request.layer < NUM_LAYERS:
+                return
+            request.layer, request.position = 0, end
+            if end < request.num_tokens:
+                return
+        self.check(request, 0, request.num_tokens, "a prompt in the making")
+        request.leg.output(cast("TokenOutput", _Output(0, first_token(request.number))))
+        self._end(request, None, "sent")
+
+    def _decode(self, request: Request) -> None:
+        request.position += 1
+        if request.position >= 3:
+            self.check(request, 0, request.num_tokens, "a running request")
+            self._end(request, None, "recomputed" if request.recomputed else "kv")
+
+    def _end(self, request: Request, error: PdlinkError | None, how: str) -> None:
+        del self.requests[request.transfer_id]
+        self.ended[request.transfer_id] = how
+        blocks, request.blocks = request.blocks, []
+        if blocks:
+            self.pool.give_back(blocks)
+        if request.leg is not None:
+            request.leg.ended(error)
+
+    def _on_abort(self, request_id: str) -> None:
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._end(request, RequestAborted("aborted"), "aborted")
+
+    def _on_kv_arrived(self, request_id: str, token: int) -> None:
+        request = self.requests.get(request_id)
+        if request is None or request.state != "awaiting_kv":
+            return
+        if token != first_token(request.number):
+            raise Violation(f"{request_id}: first token {token} is another transfer's")
+        self.check(request, 0, request.num_tokens, "a delivered prompt")
+        request.state = "running"
+
+    def _on_kv_failed(self, request_id: str, recompute: bool, error: PdlinkError) -> None:
+        request = self.requests.get(request_id)
+        if request is None or request.state not in ("awaiting_kv", "waiting"):
+            return
+        if not recompute:
+            self._end(request, error, error.code)
+            return
+        if request.blocks:
+            self.pool.give_back(request.blocks)
+        request.blocks, request.state, request.recomputed = [], "waiting", True
+
+    # -- bytes -------------------------------------------------------------------------------------------------------
+
+    def write(self, request: Request, layers: Sequence[int], start: int, end: int) -> None:
+        tokens = np.arange(start, end)
+        blocks = np.asarray(request.blocks)[tokens // self.block_tokens]
+        for layer in layers:
+            self.kv_LPBTE[layer][:, blocks, tokens % self.block_tokens] = content(request.number)[layer][:, start:end]
+
+    def check(self, request: Request, start: int, end: int, what: str) -> None:
+        """Raise Violation unless tokens [start, end) are as they must be."""
+        if not self.holds(request.blocks, request.number, start, end):
+            raise Violation(f"{request.transfer_id}: {what} holds bytes that are not its own")
+
+    def holds(self, blocks: Sequence[int], number: int, start: int, end: int) -> bool:
+        """Whether these blocks (from token 0 on) hold tokens [start, end) of transfer `number`."""
+        if start == end:
+            return True
+        tokens = np.arange(start, end)
+        found = self.kv_LPBTE[:, :, np.asarray(blocks)[tokens // self.block_tokens], tokens % self.block_tokens]
+        return bool((found == content(number)[:, :, start:end]).all())
+
+
+def first_token(number: int) -> int:
+    return 1000 + number

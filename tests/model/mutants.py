@@ -1,0 +1,301 @@
+"""Planted bugs: each is one that somebody made, or that is easy to make, and the model must find it.
+
+A mutant replaces one method of the product, or two, while it is planted.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from pdlink.endpoint.driver import Endpoint
+from pdlink.endpoint.link import Ended
+from pdlink.endpoint.peer import PeerState
+from pdlink.endpoint.receiver import Receiver
+from pdlink.endpoint.sender import Sender
+from pdlink.protocol import messages
+from pdlink.protocol.actions import End
+from pdlink.protocol.leases import LeaseTable
+from pdlink.protocol.receiving import Receiving
+from pdlink.protocol.sending import Sending
+from pdlink.protocol.states import ReceiverEvent, ReceiverState, SenderState
+from pdlink.serve.legs import DecodeLeg, PrefillLeg
+from pdlink.transport.base import PeerFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Change = tuple[Any, str, "Callable[[Any], Callable[..., Any]]"]
+"""Class, method, and what makes the faulty method out of the right one."""
+
+
+def _free_at_stop(right: Any) -> Callable[..., Any]:
+    def _stop(self: Receiving, *args: Any, **named: Any) -> Any:
+        actions = right(self, *args, **named)
+        if self.state is ReceiverState.DRAINING:
+            self._move(ReceiverEvent.QUIET)
+            actions.append(End(self.reason))
+        return actions
+
+    return _stop
+
+
+def _quiet_at_stop(right: Any) -> Callable[..., Any]:
+    def _quiet(self: Sending) -> Any:
+        self._in_flight.clear()
+        return right(self)
+
+    return _quiet
+
+
+def _landed_if_known(right: Any) -> Callable[..., Any]:
+    return lambda self, push_id: right(self, push_id) if push_id in self._in_flight else []
+
+
+def _finish_without_counting_layers(_right: Any) -> Callable[..., Any]:
+    def finish(self: Sending, first_token: int, *, finished: bool) -> Any:
+        if self.state not in (SenderState.WAITING, SenderState.WRITING):
+            return []
+        self._first_token = (first_token, finished)
+        return self._complete()
+
+    return finish
+
+
+def _done_counts_tokens(right: Any) -> Callable[..., Any]:
+    def _complete(self: Sending) -> Any:
+        pushed, self._pushed = self._pushed, [max(self._pushed)] * self._num_layers
+        try:
+            return right(self)
+        finally:
+            self._pushed = pushed
+
+    return _complete
+
+
+def _done_when_pushed(right: Any) -> Callable[..., Any]:
+    def _complete(self: Sending) -> Any:
+        flying, self._in_flight = self._in_flight, {}
+        try:
+            return right(self)
+        finally:
+            self._in_flight = flying
+
+    return _complete
+
+
+def _lost_is_quiet(_right: Any) -> Callable[..., Any]:
+    def lost(self: Sending, push_id: int, reason: str) -> Any:
+        self._in_flight.pop(push_id, None)
+        return self._quiet() if self.state is SenderState.DRAINING else self.stop(reason)
+
+    return lost
+
+
+def _stop_at_first_live(right: Any) -> Callable[..., Any]:
+    def expired(self: LeaseTable, now: float) -> Any:
+        ended = []
+        by_key = dict(right(self, now))
+        for key in self._leases:
+            if key not in by_key:
+                break
+            ended.append((key, by_key[key]))
+        return ended
+
+    return expired
+
+
+def _no_reply_to_late_offers(right: Any) -> Callable[..., Any]:
+    def _on_interest(self: Sender, peer: Any, transfer_id: str, offer: Any) -> None:
+        if transfer_id in self._live or self._ended.get(transfer_id) is None:
+            right(self, peer, transfer_id, offer)
+
+    return _on_interest
+
+
+def _without_stop(right: Any) -> Callable[..., Any]:
+    return lambda self, reason: [
+        action for action in right(self, reason) if not isinstance(getattr(action, "body", None), messages.Stop)
+    ]
+
+
+def _without_the_fence(right: Any) -> Callable[..., Any]:
+    def on_peer_lost(self: Any, peer: Any, reason: str) -> None:
+        right(self, peer, reason)
+        self.on_fenced(peer)
+
+    return on_peer_lost
+
+
+def _any_session_for(kinds: tuple[type, ...]) -> Callable[[Any], Callable[..., Any]]:
+    return lambda right: lambda self, peer, envelope: isinstance(envelope.body, kinds) or right(self, peer, envelope)
+
+
+def _take_it_again(right: Any) -> Callable[..., Any]:
+    def announce(self: Sender, transfer_id: str, *args: Any) -> None:
+        self._ended._reasons.pop(transfer_id, None)
+        self._live.pop(transfer_id, None)
+        right(self, transfer_id, *args)
+
+    return announce
+
+
+def _only_live_expire(right: Any) -> Callable[..., Any]:
+    def tick(self: Sender, now: float) -> None:
+        with patch.object(
+            self._leases,
+            "expired",
+            lambda now: [item for item in LeaseTable.expired(self._leases, now) if item[0] in self._live],
+        ):
+            right(self, now)
+
+    return tick
+
+
+def _ignore_failed_peers(right: Any) -> Callable[..., Any]:
+    return lambda self, transport, occurrence: (
+        None if isinstance(occurrence, PeerFailed) else right(self, transport, occurrence)
+    )
+
+
+def _nothing(_right: Any) -> Callable[..., Any]:
+    return lambda *_args: None
+
+
+def _empty(_right: Any) -> Callable[..., Any]:
+    return lambda *_args: []
+
+
+def _hold_given_back_too(right: Any) -> Callable[..., Any]:
+    def method(self: Any, *args: Any) -> None:
+        right(self, *args)
+        self._hold.give_back()
+
+    return method
+
+
+def _no_silence(right: Any) -> Callable[..., Any]:
+    def _tick(self: Endpoint, now: float) -> None:
+        for peer in self.peers():
+            peer.heard_s = now
+        right(self, now)
+
+    return _tick
+
+
+def _quiet_only_for(known: Callable[[Sender, str], bool]) -> Callable[[Any], Callable[..., Any]]:
+    """Leave out *quiet* for transfers that are not `known`."""
+
+    def wrap(right: Any) -> Callable[..., Any]:
+        def send(self: Endpoint, peer: Any, body: Any) -> None:
+            if not isinstance(body, messages.Quiet) or known(self.sender, body.transfer_id):
+                right(self, peer, body)
+
+        return send
+
+    return wrap
+
+
+def _heard_after_all(right: Any) -> Callable[..., Any]:
+    def on_peer_lost(self: Sender, peer: Any, reason: str) -> None:
+        right(self, peer, reason)
+        self.on_heard(peer, peer.heard_s)
+
+    return on_peer_lost
+
+
+def _close_what_was_never_opened(right: Any) -> Callable[..., Any]:
+    def lose(self: Endpoint, peer: Any, reason: str) -> None:
+        if peer.state is not PeerState.LOST:
+            peer.opened = peer.transport is not None
+        right(self, peer, reason)
+
+    return lose
+
+
+def _from_the_first_block(right: Any) -> Callable[..., Any]:
+    def _bind(self: Sender, outgoing: Any, start: int, end: int) -> Any:
+        offered = outgoing.machine.offered
+        outgoing.machine.offered = messages.Offer(
+            offered.transfer_id, start, offered.end, offered.blocks, offered.num_layers, offered.lease_s
+        )
+        try:
+            return right(self, outgoing, start, end)
+        finally:
+            outgoing.machine.offered = offered
+
+    return _bind
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A planted bug, and where to look for it."""
+
+    profile: str
+    changes: tuple[Change, ...]
+
+
+_PLANTED: tuple[tuple[Any, ...], ...] = (
+    ("blocks freed at stop", "gentle", (Receiving, "_stop", _free_at_stop)),
+    (
+        "quiet at stop, pushes in flight",
+        "gentle",
+        (Sending, "_quiet", _quiet_at_stop),
+        (Sending, "landed", _landed_if_known),
+    ),
+    (
+        "done counts tokens, not layers",
+        "faulty",
+        (Sending, "finish", _finish_without_counting_layers),
+        (Sending, "_complete", _done_counts_tokens),
+    ),
+    ("done before visible", "gentle", (Sending, "_complete", _done_when_pushed)),
+    (
+        "lost push counts as ended",
+        "faulty",
+        (Sending, "lost", _lost_is_quiet),
+        (Sending, "landed", _landed_if_known),
+    ),
+    ("reaper stops at the first live lease", "lossy", (LeaseTable, "expired", _stop_at_first_live)),
+    ("no reply to a late offer", "gentle", (Sender, "_on_interest", _no_reply_to_late_offers)),
+    ("no stop on failure", "gentle", (Sending, "stop", _without_stop)),
+    (
+        "receiver does not wait for the fence",
+        "faulty",
+        (Receiver, "on_peer_lost", _without_the_fence),
+    ),
+    ("sender does not wait for the fence", "faulty", (Sender, "on_peer_lost", _without_the_fence)),
+    ("no check of epoch and session", "harsh", (Endpoint, "_is_of", _any_session_for((object,)))),
+    ("quiet of another life accepted", "harsh", (Endpoint, "_is_of", _any_session_for((messages.Quiet,)))),
+    ("transfer id taken twice by the sender", "faulty", (Sender, "announce", _take_it_again)),
+    ("transfer id forgotten when it ends", "faulty", (Ended, "add", _nothing)),
+    ("early offers never expire", "gentle", (Sender, "tick", _only_live_expire)),
+    ("failed data connection ignored", "faulty", (Endpoint, "_on_occurrence", _ignore_failed_peers)),
+    ("lost peer not told to the sender", "faulty", (Sender, "on_peer_lost", _nothing)),
+    ("lost peer not told to the receiver", "faulty", (Receiver, "on_peer_lost", _nothing)),
+    ("silence is not death", "faulty", (Endpoint, "_tick", _no_silence)),
+    ("never fenced when quiet does not come", "lossy", (Receiving, "tick", _empty)),
+    ("decode gives back at failure", "faulty", (DecodeLeg, "failed", _hold_given_back_too)),
+    ("prefill gives back at its end", "gentle", (PrefillLeg, "ended", _hold_given_back_too)),
+    ("chunks placed by count, not by position", "gentle", (Sender, "_bind", _from_the_first_block)),
+    # These were in the product until the model found them.
+    (
+        "no quiet for what is not live",
+        "gentle",
+        (Endpoint, "send", _quiet_only_for(lambda sender, transfer_id: sender._ended.get(transfer_id) is None)),
+    ),
+    ("heard of after the end", "gentle", (Sender, "on_peer_lost", _heard_after_all)),
+    ("waits for the fence of what was never opened", "faulty", (Endpoint, "lose", _close_what_was_never_opened)),
+)
+MUTANTS = {name: Mutant(profile, tuple(changes)) for name, profile, *changes in _PLANTED}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """The product with this bug in it."""
+    with ExitStack() as stack:
+        for owner, method, make in MUTANTS[name].changes:
+            stack.enter_context(patch.object(owner, method, make(getattr(owner, method))))
+        yield

@@ -1,0 +1,352 @@
+"""One life of a worker: endpoint, transport, engine and clock, and oracles around what they tell each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from pdlink.config import TimeoutConfig
+from pdlink.endpoint.driver import Endpoint
+from pdlink.endpoint.peer import PeerState
+from pdlink.errors import TransportFailure
+from pdlink.kv.layout import KVLayout, paged_layout
+from pdlink.protocol.messages import VERSION, Identity
+from pdlink.serve.legs import DecodeLeg, PrefillLeg
+from pdlink.transport.loopback import LoopbackTransport
+
+from .engine import NUM_LAYERS, NUM_PARTS, ROW_NBYTES, Engine, Request, Violation, first_token, transfer_number
+from .network import Network, Port
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdlink.endpoint.sender import Sender
+    from pdlink.engine.engine import Engine as RealEngine
+    from pdlink.kv.layout import Piece
+    from pdlink.memory.buffers import Buffer
+    from pdlink.transport.loopback import Flight, LoopbackHub
+
+TIMEOUTS = TimeoutConfig(heartbeat_s=1.0, peer_s=4.0, connect_s=5.0, lease_s=8.0, request_s=40.0)
+BATCH_TIMEOUT_S = 6.0
+
+
+def _layout(block_tokens: int, num_blocks: int, order: str) -> KVLayout:
+    return paged_layout(
+        dtype="uint8",
+        itemsize=1,
+        num_layers=NUM_LAYERS,
+        num_blocks=num_blocks,
+        block_tokens=block_tokens,
+        num_heads=1,
+        head_dim=ROW_NBYTES,
+        order=order,
+        num_parts=NUM_PARTS,
+    )
+
+
+LAYOUTS = {
+    "prefill": ("LPBTH", _layout(2, 9, "LPBTH")),
+    "roomy prefill": ("LPBTH", _layout(2, 400, "LPBTH")),
+    "decode": ("BLPTH", _layout(3, 7, "BLPTH")),
+}
+"""Order of axes, and geometry. Both pools are too small for all requests at once; a prefill worker that is full of KV
+which nobody has room for, for requests that a full decode worker does not wait for, stands still until a deadline, so
+where nothing may fail it gets more.
+"""
+
+
+class Clock:
+    """Monotonic, of one life: its own origin and speed, and it may jump forward."""
+
+    def __init__(self, origin_s: float, speed: float) -> None:
+        self._now_s, self._speed = origin_s, speed
+
+    def __call__(self) -> float:
+        return self._now_s
+
+    def pass_(self, seconds: float) -> None:
+        self._now_s += seconds * self._speed
+
+    def jump(self, seconds: float) -> None:
+        self._now_s += seconds
+
+
+@dataclass(eq=False)
+class Tracked:
+    """A batch that somebody may still read or write memory for."""
+
+    flight: Flight
+    transfer_id: str
+    writer: Node
+    owner: Node
+    src_blocks: set[int]
+    dst_blocks: set[int]
+
+    @property
+    def dangerous(self) -> bool:
+        """Whether bytes of it may still be written. A shut gate ends that, unless a run is under way."""
+        link = self.flight.link
+        if self.flight.reported and self.flight.num_landed == len(self.flight.runs):
+            return False
+        if not self.writer.alive or not self.owner.alive:
+            return False
+        return link.busy or (not link.shut and self.writer.transport.writes_through(link))
+
+
+class Wire(LoopbackTransport):
+    """The loopback transport, which tells the world of every batch, and closes a peer only when it is let."""
+
+    def __init__(self, hub: LoopbackHub, node: Node) -> None:
+        super().__init__(hub)
+        self.node = node
+        self.to_close: list[str] = []
+        """Peers that are to be closed: until then bytes may land, as where a writer cannot be stopped at once."""
+
+    def close_peer(self, peer: str) -> None:
+        if peer not in self.to_close:
+            self.to_close.append(peer)
+
+    def close_now(self) -> None:
+        while self.to_close:
+            super().close_peer(self.to_close.pop())
+
+    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+        if peer in self.to_close:
+            raise TransportFailure(f"{peer} is closed")
+        ticket = super().submit(peer, pieces, timeout_s)
+        if self.hub.flights and self.hub.flights[-1].ticket == ticket:
+            self._track(self.hub.flights[-1], pieces)
+        return ticket
+
+    def writes_through(self, link: object) -> bool:
+        return any(item is link for item in self._out.values())
+
+    def num_peers(self) -> int:
+        """Peers of which anything is kept."""
+        return len({*self._in, *self._out, *self._failed, *self._closing})
+
+    def _track(self, flight: Flight, pieces: Sequence[Piece]) -> None:
+        owner = flight.link.owner
+        assert isinstance(owner, Wire)
+        src = _blocks(self.node.layout, [(p.src_base + int(r[0]), int(r[2])) for p in pieces for r in p.runs])
+        dst = _blocks(owner.node.layout, [(p.dst_base + int(r[1]), int(r[2])) for p in pieces for r in p.runs])
+        transfer_id = self.node.transfer_of.get(transfer_number(flight.runs[0][1]), "unwritten")
+        self.node.tracked.append(Tracked(flight, transfer_id, self.node, owner.node, src, dst))
+
+
+def _blocks(layout: KVLayout, spans: list[tuple[int, int]]) -> set[int]:
+    """Blocks that byte spans of region 0 lie in."""
+    stride, count = layout.layers[0].block_stride, layout.num_blocks
+    return {at // stride % count for start, nbytes in spans for at in range(start, start + nbytes, ROW_NBYTES)}
+
+
+class _CheckedSender:
+    """The sender, with the promises of `announce` checked."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def announce(self, transfer_id: str, on_failed: Callable[[str], None], on_end: Callable[[], None]) -> None:
+        heard: Counter[str] = Counter()
+
+        def failed(reason: str) -> None:
+            heard["failed"] += 1
+            if heard["failed"] > 1 or heard["end"]:
+                raise Violation(f"{transfer_id}: the sender failed after {dict(heard)}")
+            on_failed(reason)
+
+        def end() -> None:
+            heard["end"] += 1
+            if heard["end"] > 1:
+                raise Violation(f"{transfer_id}: the sender ended twice")
+            self._node.open_legs.discard((transfer_id, "sender"))
+            on_end()
+
+        self._node.endpoint.sender.announce(transfer_id, failed, end)
+        self._node.open_legs.add((transfer_id, "sender"))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._node.endpoint.sender, name)
+
+
+class _CheckedDecodeLeg(DecodeLeg):
+    """A decode leg that checks what the receiver tells it."""
+
+    def __init__(self, node: Node, request: Request, address: str, *, recompute: bool) -> None:
+        self._node, self._request = node, request
+        self._heard: list[str] = []
+        super().__init__(
+            request.transfer_id,
+            request.transfer_id,
+            request.num_tokens,
+            address,
+            block_tokens=node.layout.block_tokens,
+            verify="off",
+            recompute=recompute,
+            engine=cast("RealEngine", node.engine),
+            pool=node.engine.pool,
+            receiver=node.endpoint.receiver,
+        )
+        node.open_legs.add((request.transfer_id, "receiver"))
+
+    @property
+    def heard(self) -> list[str]:
+        return self._heard
+
+    def ready(self, first_token_: int, *, finished: bool) -> None:
+        self._tell("ready")
+        request = self._request
+        first = request.num_cached // self._node.layout.block_tokens
+        blocks = [0] * first + list(self._hold._blocks)
+        if not self._node.engine.holds(blocks, request.number, request.num_cached, request.num_tokens):
+            raise Violation(f"{request.transfer_id}: delivered without, or with other, bytes")
+        if first_token_ != first_token(request.number):
+            raise Violation(f"{request.transfer_id}: delivered with the first token of another")
+        super().ready(first_token_, finished=finished)
+
+    def failed(self, reason: str) -> None:
+        self._tell("failed")
+        self._node.reasons[self._request.transfer_id] = reason
+        super().failed(reason)
+
+    def released(self) -> None:
+        if len(self._heard) != 1:
+            raise Violation(f"{self._request.transfer_id}: released after {self._heard}")
+        self._heard.append("released")
+        self._node.open_legs.discard((self._request.transfer_id, "receiver"))
+        super().released()
+
+    def _tell(self, what: str) -> None:
+        if self._heard:
+            raise Violation(f"{self._request.transfer_id}: {what} after {self._heard}")
+        self._heard.append(what)
+
+
+class Node:
+    """One life. A restarted worker is another Node with the same name and address."""
+
+    def __init__(
+        self,
+        hub: LoopbackHub,
+        network: Network,
+        name: str,
+        role: str,
+        life: int,
+        speed: float,
+        tracked: list[Tracked],
+        *,
+        roomy: bool,
+    ) -> None:
+        """roomy: never short of blocks, if it prefills."""
+        self.name, self.role = name, role
+        self.address = f"tcp://{name}:1"
+        order, self.layout = LAYOUTS["roomy prefill" if roomy and role == "prefill" else role]
+        self.clock = Clock(1000.0 * life, speed)
+        self.transport = Wire(hub, self)
+        self.transport.open()
+        memory = np.full(self.layout.extent(0), 0xEE, np.uint8)
+        self.transport.register(cast("Buffer", SimpleNamespace(array=memory)))
+        self.engine = Engine(self.layout, order, memory)
+        self.port = Port(network, f"{name}@{life}", self.address)
+        self.endpoint = Endpoint(
+            name,
+            Identity(VERSION, "model", "main", 1, self.layout, "host"),
+            [self.transport],
+            TIMEOUTS,
+            batch_timeout_s=BATCH_TIMEOUT_S,
+            channel=self.port,
+            clock=self.clock,
+        )
+        self.endpoint.epoch = f"{name}-life-{life}"
+        self.endpoint.address = self.address
+        network.listening[self.address] = self.port
+        self.alive, self.stopped = True, False
+        self.tracked = tracked
+        self.transfer_of: dict[int, str] = {}
+        self.legs: dict[str, PrefillLeg | DecodeLeg] = {}
+        self.open_legs: set[tuple[str, str]] = set()
+        """Legs that were taken and have not ended."""
+        self.ends: Counter[tuple[str, str]] = Counter()
+        """Terminal events by transfer and side."""
+        self.reasons: dict[str, str] = {}
+        """Why decode legs failed."""
+
+    @property
+    def runs(self) -> bool:
+        return self.alive and not self.stopped
+
+    def submit(self, request: Request, address: str, *, recompute: bool) -> None:
+        """Take a leg. Raises what the leg raises."""
+        self.transfer_of[request.number] = request.transfer_id
+        if self.role == "prefill":
+            request.leg = PrefillLeg(
+                request.transfer_id,
+                request.transfer_id,
+                request.num_tokens,
+                last=False,
+                engine=cast("RealEngine", self.engine),
+                pool=self.engine.pool,
+                sender=cast("Sender", _CheckedSender(self)),
+            )
+        else:
+            request.leg = _CheckedDecodeLeg(self, request, address, recompute=recompute)
+        if request.transfer_id in self.legs:
+            raise Violation(f"{request.transfer_id}: {self.name} took it a second time")
+        self.legs[request.transfer_id] = request.leg
+        self.engine.requests[request.transfer_id] = request
+        if isinstance(request.leg, DecodeLeg):
+            request.leg.submitted()
+
+    def holds(self, transfer_id: str) -> set[int]:
+        """Blocks that the endpoint keeps for this transfer."""
+        leg = self.legs.get(transfer_id)
+        return set(leg._hold._blocks) if leg is not None else set()
+
+    def check_timely(self) -> None:
+        """Right after a turn: what has run out is gone, and no transfer goes on with a session that has ended."""
+        now = self.clock()
+        for half in (self.endpoint.sender, self.endpoint.receiver):
+            table = half._leases
+            for transfer_id, lease in table._leases.items():
+                renewed_s = max(lease.from_s, table._heard_s.get(lease.holder, lease.from_s))
+                if now - min(lease.limit_s, renewed_s + table._length_s) > TIMEOUTS.heartbeat_s:
+                    raise Violation(f"{transfer_id}: a lease of {self.name} has outlived its end")
+            for transfer_id, live in half._live.items():
+                if live.peer and live.peer.state is PeerState.LOST and live.machine.state.name != "DRAINING":
+                    raise Violation(f"{transfer_id}: {self.name} goes on in a session that is over")
+
+    def gauges(self) -> dict[str, int]:
+        """Everything that must be zero when no transfer is left. Sessions may stay."""
+        sender, receiver, endpoint = self.endpoint.sender, self.endpoint.receiver, self.endpoint
+        return {
+            **{f"sender.{name}": count for name, count in sender.states().items()},
+            **{f"receiver.{name}": count for name, count in receiver.states().items()},
+            "sender.leases": len(sender._leases),
+            "receiver.leases": len(receiver._leases),
+            "sender.pushes": len(sender._pushes),
+            "closing": endpoint.num_closing(),
+            "transport.closing": len(self.transport._closing) + len(self.transport.to_close),
+            "transport.peers": max(0, self.transport.num_peers() - len(endpoint.peers()) - endpoint.num_closing()),
+            "transport.failed": len(self.transport._failed),
+            "pool.held": self.engine.pool.num_held,
+            "requests": len(self.engine.requests),
+            "legs": len(self.open_legs),
+            "peers.transfers": sum(len(peer.transfers) for peer in endpoint.peers()),
+        }
+
+    def session_gauges(self) -> dict[str, int]:
+        """Everything that must be zero when no session is left either."""
+        endpoint = self.endpoint
+        return {
+            "peers": len(endpoint.peers()),
+            "routes": len(endpoint._peers),
+            "dialed": len(endpoint._dialed),
+            "closing": endpoint.num_closing(),
+            "transport.peers": self.transport.num_peers(),
+            "heard": len(endpoint.sender._leases._heard_s),
+            "dials": sum(item.dialer is self.port for item in self.port._routes.values()),
+        }
