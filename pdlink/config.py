@@ -139,6 +139,9 @@ class TimeoutConfig(_Section):
     """Handshake, from the first message to the data connection."""
     lease_s: Seconds = 10.0
     """How long a promise about memory holds without a sign of life from the other side."""
+    offer_s: Seconds = 5.0
+    """While requests wait for blocks here, a finished prompt whose receiver offers nothing for this long is given up,
+    so that two full workers that hold what the other waits for do not stand still; decode falls back."""
     request_s: Seconds = 600.0
     """One request on one worker."""
     drain_s: Seconds = 10.0

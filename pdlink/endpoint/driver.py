@@ -65,10 +65,12 @@ class Endpoint:
         channel: Channel | None = None,
         clock: Callable[[], float] = now_s,
         on_death: Callable[[], None] = lambda: None,
+        short_of_blocks: Callable[[], bool] = lambda: False,
     ) -> None:
         """transports: opened, with the KV buffers registered, the preferred one first; the endpoint closes them.
 
         credentials: who we are and whom we know; None has sessions with anybody who can reach the control port.
+        short_of_blocks: whether requests of this worker wait for blocks.
         on_death: called in the endpoint's thread if its loop dies, which only a bug can do.
         channel, clock: for whoever calls `turn` himself, without sockets and real time.
         """
@@ -91,7 +93,7 @@ class Endpoint:
         identified = f"{name}@{self.epoch}"
         faulty = chaos if chaos is not None and chaos.enabled else None
         self._channel = channel or (TamperedChannel(identified, name, faulty) if faulty else Channel(identified))
-        self.sender = Sender(self, timeouts, batch_timeout_s)
+        self.sender = Sender(self, timeouts, batch_timeout_s, short_of_blocks)
         self.receiver = Receiver(self, timeouts)
         self._peers: dict[str, Peer] = {}
         """Live sessions by route."""
@@ -309,6 +311,9 @@ class Endpoint:
         if isinstance(body, messages.Hello) and (peer is None or not peer.dialed):
             self._on_hello(item, envelope, body)
             return
+        if peer is not None and self._successor_says_bye(peer, item, envelope):
+            self.lose(peer, f"{peer.name or peer.address} was restarted")
+            return
         if peer is None or item.public_key != peer.public_key or not self._is_of(peer, envelope):
             emit(MessageDropped(reason="old_session"))
             if not isinstance(body, messages.Bye | messages.Refuse):
@@ -340,6 +345,15 @@ class Endpoint:
             envelope.session == peer.session
             and envelope.dst_epoch == self.epoch
             and (not peer.epoch or (envelope.src, envelope.src_epoch) == (peer.name, peer.epoch))
+        )
+
+    def _successor_says_bye(self, peer: Peer, item: Received, envelope: messages.Envelope) -> bool:
+        """Whether a new life of a listener answers, on the connection we dialed, a frame meant for its old one."""
+        return (
+            peer.dialed
+            and isinstance(envelope.body, messages.Bye)
+            and item.public_key == peer.public_key
+            and (envelope.session, envelope.dst_epoch) == (peer.session, self.epoch)
         )
 
     def _on_disconnected(self, item: Disconnected) -> None:

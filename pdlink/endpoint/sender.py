@@ -51,13 +51,19 @@ class _Outgoing:
     lane: str = ""
     checksums: list[messages.Checksum] = field(default_factory=list)
     first_landed_s: float | None = None
+    finished_s: float | None = None
+    """When prefill ended."""
 
 
 class Sender:
     """Every transfer this worker sends. Public methods may be called from any thread."""
 
-    def __init__(self, link: Link, timeouts: TimeoutConfig, batch_timeout_s: float) -> None:
+    def __init__(
+        self, link: Link, timeouts: TimeoutConfig, batch_timeout_s: float, short_of_blocks: Callable[[], bool]
+    ) -> None:
+        """short_of_blocks: whether requests of this worker wait for blocks that transfers hold."""
         self._link = link
+        self._short_of_blocks, self._offer_s = short_of_blocks, timeouts.offer_s
         self._batch_timeout_s = batch_timeout_s
         self._live: dict[str, _Outgoing] = {}
         self._early = EarlyInterest()
@@ -116,6 +122,7 @@ class Sender:
         with self._link.lock:
             outgoing = self._live.get(transfer_id)
             if outgoing is not None:
+                outgoing.finished_s = self._link.now_s()
                 self._run(outgoing, outgoing.machine.finish(first_token, finished=finished))
 
     def cancel(self, transfer_id: str, reason: str) -> None:
@@ -207,7 +214,12 @@ class Sender:
         self._leases.heard(peer.key, now)
 
     def tick(self, now: float) -> None:
-        """End what has run out."""
+        """End what has run out, and what others wait for without need."""
+        if self._short_of_blocks():
+            for outgoing in list(self._live.values()):
+                finished_s, waiting = outgoing.finished_s, outgoing.machine.state is SenderState.WAITING
+                if waiting and finished_s is not None and now - finished_s >= self._offer_s:
+                    self._run(outgoing, outgoing.machine.stop("no_offer"))
         for transfer_id, reason in self._leases.expired(now):
             if transfer_id in self._live:
                 self._leases.drop(transfer_id)

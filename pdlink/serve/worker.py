@@ -142,8 +142,8 @@ class Worker:
             chaos=config.chaos,
             checksums=Checksums(self.cache.layout, [self.cache.buffer]),
             on_death=self._die,
+            short_of_blocks=lambda: self.engine.num_waiting > 0,
         )
-        self.endpoint.open(config.control_host, config.control_port, config.advertise_host)
         self.engine = Engine(
             self.model,
             self.pool,
@@ -154,6 +154,7 @@ class Worker:
             share_prefixes=config.cache.share_prefixes,
             layer_delay_s=config.simulate_layer_s,
         )
+        self.endpoint.open(config.control_host, config.control_port, config.advertise_host)
         self._thread = threading.Thread(target=self._run_engine, name=f"pdlink-engine-{self.name}", daemon=True)
         self._thread.start()
 

@@ -99,7 +99,16 @@ class Node:
         self.transport.register(self.buffer)
         identity = Identity(VERSION, model, "main", 1, kv, "host")
         sums = Checksums(kv, [self.buffer])
-        self.endpoint = Endpoint(name, identity, [self.transport], timeouts, batch_timeout_s=5.0, checksums=sums)
+        self.short_of_blocks = False
+        self.endpoint = Endpoint(
+            name,
+            identity,
+            [self.transport],
+            timeouts,
+            batch_timeout_s=5.0,
+            checksums=sums,
+            short_of_blocks=lambda: self.short_of_blocks,
+        )
 
     def open(self, port: int = 0) -> Node:
         self.endpoint.open("127.0.0.1", port)

@@ -10,7 +10,11 @@ import pytest
 import zmq
 
 from pdlink.config import TimeoutConfig
+from pdlink.endpoint.channel import Received
+from pdlink.endpoint.peer import PeerState
 from pdlink.events import PeerChanged
+from pdlink.protocol import messages
+from pdlink.protocol.messages import VERSION
 
 from .conftest import TIMEOUTS, Handler, Node, Pair, layout, until
 
@@ -213,3 +217,29 @@ def test_engine_that_computes_for_long_does_not_cost_the_session() -> None:
     assert transfer(pair, "u") == ["ready 42", "released"]
     assert not [event for event in pair.events if isinstance(event, PeerChanged) and event.state == "lost"]
     pair.close()
+
+
+def test_finished_prompt_nobody_offers_for_is_given_up_when_others_wait_for_its_blocks() -> None:
+    """vllm#57104, vllm#44560: two full workers, each holding what the other waits for, must not stand still."""
+    pair = Pair(TimeoutConfig(heartbeat_s=0.02, peer_s=0.5, connect_s=5.0, lease_s=2.0, offer_s=0.2, request_s=60.0))
+    log = pair.announce("t")
+    handler = pair.expect("t")
+    pair.compute("t", SRC, TOKENS)
+    until(lambda: pair.sender_state("waiting") == 1, "prefill has finished and waits for an offer")
+    assert not log.ended.wait(0.6)  # three times as long: nobody needs the blocks
+    pair.prefill.short_of_blocks = True
+    assert log.wait() == ["failed no_offer", "end"]
+    assert handler.wait() == ["failed no_offer", "released"]
+    pair.close()
+
+
+def test_bye_of_a_successor_ends_the_session_with_its_predecessor(pair: Pair) -> None:
+    """lmcache#4642: a worker restarted between two heartbeats is noticed by its first word."""
+    handler = pair.expect("t")
+    peer = pair.decode.endpoint.peers()[0]
+    until(lambda: peer.state is PeerState.READY, "the handshake is done")
+    bye = messages.Bye("unknown session")
+    frame = messages.Envelope(VERSION, "prefill", "a new life", pair.decode.endpoint.epoch, peer.session, bye)
+    with pair.decode.endpoint.lock:
+        pair.decode.endpoint.turn([Received(peer.route, messages.encode(frame))])
+    assert handler.wait() == ["failed prefill was restarted", "released"]

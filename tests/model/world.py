@@ -154,7 +154,10 @@ class World:
             peer is None
             or envelope.dst_epoch != node.endpoint.epoch
             or envelope.session != peer.session
-            or bool(peer.epoch and (peer.name, peer.epoch) != (envelope.src, envelope.src_epoch))
+            or (
+                bool(peer.epoch and (peer.name, peer.epoch) != (envelope.src, envelope.src_epoch))
+                and not (peer.dialed and isinstance(envelope.body, messages.Bye))  # a successor's: only ends sessions
+            )
         )
 
     # -- the network -------------------------------------------------------------------------------------------------
