@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,6 +15,8 @@ from pdlink.endpoint.tamper import TamperedChannel
 
 WAIT_S = 10.0
 COUNT = 200
+RUNS = itertools.count()
+"""Names the frames of each call: those of an earlier one may still be on their way."""
 
 
 @pytest.fixture
@@ -25,18 +28,19 @@ def listener() -> Iterator[tuple[Channel, str]]:
 
 def delivered(listener: Channel, address: str, chaos: ChaosConfig, *, enough: int) -> list[int]:
     """The numbers that arrive when 0..COUNT-1 and then, surely, a last one is sent; at least `enough`."""
-    sender = TamperedChannel("dialer@1", "dialer", chaos)
+    sender, run = TamperedChannel("dialer@1", "dialer", chaos), b"%d/" % next(RUNS)
     with closing(sender):
         sender.bind("127.0.0.1", 0)
         route = sender.dial(address)
         for number in range(COUNT):
-            assert sender.send(route, b"%d" % number)
+            assert sender.send(route, run + b"%d" % number)
         found: list[int] = []
         deadline_s = time.monotonic() + WAIT_S
         while len(found) < enough and time.monotonic() < deadline_s:
             sender.poll(0.005)
             arrived, _ = listener.poll(0.005)
-            found += [int(item.frame) for item in arrived if isinstance(item, Received)]
+            frames = [item.frame for item in arrived if isinstance(item, Received)]
+            found += [int(frame.removeprefix(run)) for frame in frames if frame.startswith(run)]
     return found
 
 

@@ -154,6 +154,7 @@ def test_health_is_bad_when_a_part_of_the_worker_is_dead(deployment: Deployment,
         engine=SimpleNamespace(num_running=0, num_awaiting_kv=0, num_waiting=0),
         pool=SimpleNamespace(num_free=1, num_blocks=1),
     )
+    dead.problem = lambda: Worker.problem(cast("Worker", dead))
     ok, body = Worker.health(cast("Worker", dead))
     assert not ok
     assert body["status"] == "failed"
