@@ -352,6 +352,7 @@ class Endpoint:
         return (
             peer.dialed
             and isinstance(envelope.body, messages.Bye)
+            and peer.epoch not in ("", envelope.src_epoch)
             and item.public_key == peer.public_key
             and (envelope.session, envelope.dst_epoch) == (peer.session, self.epoch)
         )
