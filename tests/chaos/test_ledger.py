@@ -7,6 +7,8 @@ import os
 import socket
 import tempfile
 
+import pytest
+
 from pdlink.chaos.ledger import Held, held, parse_metrics, process, segments
 
 METRICS = """\
@@ -49,6 +51,7 @@ def test_a_worker_is_idle_with_sessions_and_nothing_else() -> None:
     assert not Held(unreadable="does not answer").idle
 
 
+@pytest.mark.usefixtures("steady_descriptors")
 def test_descriptors_are_counted_by_kind_and_http_connections_are_not() -> None:
     before = process(os.getpid(), set())
     with socket.create_server(("127.0.0.1", 0)) as listener:

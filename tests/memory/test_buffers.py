@@ -50,6 +50,7 @@ def test_close_gives_the_descriptor_back_once_and_views_stay_valid() -> None:
     assert buffer.array[10:20].tolist() == [3] * 10
 
 
+@pytest.mark.usefixtures("steady_descriptors")
 def test_a_buffer_that_does_not_fit_is_refused_before_any_of_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux would fill it until the out-of-memory killer strikes somebody."""
     monkeypatch.setattr(buffers, "_available_nbytes", lambda: 10 * PAGE_NBYTES)

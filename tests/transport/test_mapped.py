@@ -56,6 +56,7 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:pdlink")
 
 
+@pytest.mark.usefixtures("steady_descriptors")
 def test_probe_says_yes_and_leaves_nothing_behind() -> None:
     before = open_files(), mappings()
     assert MappedTransport.probe().ok
@@ -88,6 +89,7 @@ LIES: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
+@pytest.mark.usefixtures("steady_descriptors")
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
 def test_a_lie_in_an_invitation_is_a_protocol_error_and_leaks_nothing(
     pair: tuple[Side, Side], lie: Callable[[dict[str, Any]], None]

@@ -301,4 +301,5 @@ def test_connecting_and_closing_again_and_again_leaks_no_descriptor(make_side: C
             side.wait_closed(peer)
         return len(os.listdir("/proc/self/fd"))
 
-    assert len({once(attempt) for attempt in range(20)}) == 1
+    counts = [once(attempt) for attempt in range(20)]
+    assert max(counts[1:]) <= counts[0], counts
