@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 .PHONY: up test check format bench clean help
 
 up: $(STAMP)  ## prefill, decode and proxy on this machine; prints a URL and a curl line
-	$(BIN)/pdlink up
+	$(BIN)/pdlink up --config configs/up.yaml
 
 test: $(STAMP)  ## everything that needs no GPU and no heavy extra
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
