@@ -6,10 +6,19 @@ import os
 from pathlib import Path
 
 
+def boot_id() -> str:
+    """Names this boot of this host's kernel."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def pid_namespace() -> int:
+    """Names the pid namespace of this process on this host."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
 def host_id() -> str:
     """Boot id and pid namespace: equal strings mean that two processes can reach each other through /proc.
 
     Containers on one machine with pid namespaces of their own differ, and rightly so: they cannot.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{boot_id()}/{pid_namespace()}"

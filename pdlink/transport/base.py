@@ -83,6 +83,15 @@ class PeerClosed:
 Occurrence = BatchDone | PeerFailed | PeerClosed
 
 
+def occurrence(
+    kind: str, peer: str, ticket: int, status: str, nbytes: int, submitted_s: float, done_s: float, detail: str
+) -> Occurrence:
+    """The occurrence of one report of a native engine (`csrc/copy/outbox.h`)."""
+    if kind == "batch_done":
+        return BatchDone(ticket, peer, Status(status), nbytes, submitted_s, done_s, detail)
+    return PeerFailed(peer, detail) if kind == "peer_failed" else PeerClosed(peer)
+
+
 class Transport(ABC):
     """One way to move bytes. A constructor only stores; `open()` acquires; `close()` is safe twice."""
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
@@ -25,7 +24,8 @@ import msgspec
 from pdlink import _copy
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.memory.buffers import Buffer
-from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Probe, Status, Transport
+from pdlink.memory.host import boot_id, pid_namespace
+from pdlink.transport.base import Occurrence, Probe, Transport, occurrence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,8 +119,8 @@ class MappedTransport(Transport):
             raise TransportFailure(str(error)) from error
         return msgspec.msgpack.encode(
             _Invitation(
-                boot_id=_boot_id(),
-                pid_namespace=_pid_namespace(),
+                boot_id=boot_id(),
+                pid_namespace=pid_namespace(),
                 pid=os.getpid(),
                 regions=tuple(_file_of(buffer) for buffer in self._buffers),
                 gate=_File(*gate),
@@ -130,14 +130,14 @@ class MappedTransport(Transport):
     def connect(self, peer: str, invitation: bytes) -> None:
         copier = self._open_copier()
         there = _decode(invitation)
-        if there.boot_id != _boot_id():
+        if there.boot_id != boot_id():
             raise TransportFailure(
-                f"peer {peer} is on another host (boot id here {_boot_id()}, there {there.boot_id}); "
+                f"peer {peer} is on another host (boot id here {boot_id()}, there {there.boot_id}); "
                 "mapped memory needs one host, use another transport"
             )
-        if there.pid_namespace != _pid_namespace():
+        if there.pid_namespace != pid_namespace():
             raise TransportFailure(
-                f"peer {peer} is in another pid namespace (here {_pid_namespace()}, there {there.pid_namespace}); "
+                f"peer {peer} is in another pid namespace (here {pid_namespace()}, there {there.pid_namespace}); "
                 "run both containers in one (docker --pid, Kubernetes shareProcessNamespace) or use another transport"
             )
         try:
@@ -164,7 +164,7 @@ class MappedTransport(Transport):
 
     def poll(self) -> list[Occurrence]:
         """As in the contract; what was not fetched before `close()` can still be fetched after it."""
-        return [] if self._copier is None else [_occurrence(*report) for report in self._copier.poll()]
+        return [] if self._copier is None else [occurrence(*report) for report in self._copier.poll()]
 
     def fileno(self) -> int:
         return self._open_copier().fileno()
@@ -190,14 +190,6 @@ class MappedTransport(Transport):
         return self._copier
 
 
-def _occurrence(
-    kind: str, peer: str, ticket: int, status: str, nbytes: int, submitted_s: float, done_s: float, detail: str
-) -> Occurrence:
-    if kind == "batch_done":
-        return BatchDone(ticket, peer, Status(status), nbytes, submitted_s, done_s, detail)
-    return PeerFailed(peer, detail) if kind == "peer_failed" else PeerClosed(peer)
-
-
 def _decode(invitation: bytes) -> _Invitation:
     if len(invitation) > _MAX_INVITATION_NBYTES:
         raise ProtocolError(f"invitation has {len(invitation)} bytes, at most {_MAX_INVITATION_NBYTES} are read")
@@ -210,11 +202,3 @@ def _decode(invitation: bytes) -> _Invitation:
 def _file_of(buffer: Buffer) -> _File:
     status = os.fstat(buffer.fd)
     return _File(buffer.fd, status.st_dev, status.st_ino, buffer.nbytes)
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-
-
-def _pid_namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino

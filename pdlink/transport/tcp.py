@@ -22,7 +22,7 @@ import msgspec
 
 from pdlink import _tcp
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
-from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Probe, Status, Transport
+from pdlink.transport.base import Occurrence, Probe, Transport, occurrence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -163,7 +163,7 @@ class TcpTransport(Transport):
 
     def poll(self) -> list[Occurrence]:
         """As in the contract; what was not fetched before `close()` can still be fetched after it."""
-        return [] if self._engine is None else [_occurrence(*report) for report in self._engine.poll()]
+        return [] if self._engine is None else [occurrence(*report) for report in self._engine.poll()]
 
     def fileno(self) -> int:
         return self._open_engine().fileno()
@@ -194,14 +194,6 @@ class TcpTransport(Transport):
         if self._engine is None or self._closed:
             raise TransportFailure(f"the tcp transport is {'closed' if self._closed else 'not open'}")
         return self._engine
-
-
-def _occurrence(
-    kind: str, peer: str, ticket: int, status: str, nbytes: int, submitted_s: float, done_s: float, detail: str
-) -> Occurrence:
-    if kind == "batch_done":
-        return BatchDone(ticket, peer, Status(status), nbytes, submitted_s, done_s, detail)
-    return PeerFailed(peer, detail) if kind == "peer_failed" else PeerClosed(peer)
 
 
 def _decode(invitation: bytes) -> _Invitation:
