@@ -232,7 +232,8 @@ class Flow:
             return []
         rest = state.events.take_rest()
         if leg is Leg.DECODE and state.spoke and is_done(rest):
-            return [Forward(rest), *self._finish_stream()]
+            # All was said but the blank line after it; without one the client would never see the event.
+            return [Forward(rest.rstrip(b"\r\n") + b"\n\n"), *self._finish_stream()]
         return self._on_lost(leg, Loss.MALFORMED, "the stream ended early", now)
 
     def _on_answered(self, event: Answered, now: float) -> list[Action]:

@@ -204,6 +204,17 @@ def test_prefill_is_told_only_if_closing_its_leg_could_not_tell_it() -> None:
     assert flow.on(ClientLeft(), 1.0) == [CancelLeg(1, D)], "decode had its KV"
 
 
+def test_a_last_event_without_its_blank_line_reaches_the_client_whole() -> None:
+    """A worker that closes right after `[DONE]` said all; without a blank line the client would not see it."""
+    for cut in (b"data: [DONE]", b"data: [DONE]\n", b"data: [DONE]\r\n"):
+        flow = running()
+        flow.on(Chunk(1, D, ZERO), 1.0)
+        flow.on(Chunk(1, D, cut), 1.0)
+        forwarded = b"".join(action.data for action in flow.on(Ended(1, D), 1.0) if isinstance(action, Forward))
+        assert forwarded == b"data: [DONE]\n\n"
+        assert flow.outcome is Outcome.OK
+
+
 class World:
     """A driver that keeps the books and checks every action against them."""
 
