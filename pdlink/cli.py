@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import sys
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,12 @@ _FLAGS: dict[str, tuple[str, str]] = {
     "--transport": ("transport.kind", "auto, mapped, ucx or tcp"),
     "--on-transfer-failure": ("on_transfer_failure", "what decode does without the KV: recompute or fail"),
 }
+
+_BENCHMARKS: dict[str, str] = {
+    "transfer": "push KV between two processes over every transport",
+    "soak": "very many tiny transfers in a row, and what they leave behind",
+}
+"""Modules of `pdlink_bench`, each with `add_arguments(parser)` and `run(args)`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,7 +126,13 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure this machine and this link").add_subparsers(
         required=True, metavar="BENCHMARK"
     )
-    moved = bench.add_parser("transfer", help="push KV between two processes over every transport")
+    for name, text in _BENCHMARKS.items():
+        benchmark = bench.add_parser(name, help=text)
+        if "bench" in argv and name in argv:  # its options need the planner; no other command pays for that
+            module = importlib.import_module(f"pdlink_bench.{name}")
+            module.add_arguments(benchmark)
+            benchmark.set_defaults(run=module.run)
+
     chaos = commands.add_parser("chaos", help="break a deployment on purpose, and judge what its clients see")
     if "chaos" in argv:
         from pdlink.chaos import command
@@ -128,14 +141,6 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         chaos.formatter_class = argparse.RawDescriptionHelpFormatter
         command.add_arguments(chaos)
         chaos.set_defaults(run=command.run, words=list(argv))
-    soaked = bench.add_parser("soak", help="very many tiny transfers in a row, and what they leave behind")
-    if "bench" in argv:  # its options need the planner; no other command pays for that
-        from pdlink_bench import soak, transfer
-
-        transfer.add_arguments(moved)
-        moved.set_defaults(run=transfer.run)
-        soak.add_arguments(soaked)
-        soaked.set_defaults(run=soak.run)
     return parser
 
 
