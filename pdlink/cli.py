@@ -126,10 +126,10 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure this machine and this link").add_subparsers(
         required=True, metavar="BENCHMARK"
     )
-    for name, text in _BENCHMARKS.items():
-        benchmark = bench.add_parser(name, help=text)
-        if "bench" in argv and name in argv:  # its options need the planner; no other command pays for that
-            module = importlib.import_module(f"pdlink_bench.{name}")
+    for title, help_text in _BENCHMARKS.items():
+        benchmark = bench.add_parser(title, help=help_text)
+        if "bench" in argv and title in argv:  # its options need the planner; no other command pays for that
+            module = importlib.import_module(f"pdlink_bench.{title}")
             module.add_arguments(benchmark)
             benchmark.set_defaults(run=module.run)
 
