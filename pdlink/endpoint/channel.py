@@ -12,6 +12,7 @@ is only what the other side chose to call its connection. Who is turned away is 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -195,7 +196,7 @@ class Channel:
 
     def poll(self, timeout_s: float) -> tuple[list[Arrival], set[int]]:
         """Wait up to `timeout_s`; what arrived, and which watched descriptors are readable."""
-        ready = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
+        ready = dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))  # up: a wait cut short is a busy one
         arrived: list[Arrival] = []
         if self._guards is not None:
             questions, monitor = self._guards

@@ -30,7 +30,7 @@ class Link(Protocol):
         """The live session with the worker at this control address; opens one if there is none."""
 
     def send(self, peer: Peer, body: Body) -> None:
-        """Send, or keep until the handshake is done. Messages to a lost peer vanish: its transfers are over."""
+        """Send at the end of this turn of the loop, or of the handshake. What is for a lost peer vanishes."""
 
     def lose(self, peer: Peer, reason: str) -> None:
         """End this session: its transfers stop now, and end when the data connection is closed."""

@@ -6,9 +6,13 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pdlink.protocol.messages import Bye, Refuse
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdlink.kv.plan import Template
-    from pdlink.protocol.messages import Body, Identity
+    from pdlink.protocol.messages import Body, Envelope, Identity
     from pdlink.transport.base import Transport
 
 
@@ -39,6 +43,8 @@ class Peer:
     """Proven by the other side of this session; empty without credentials."""
     name: str = ""
     epoch: str = ""
+    key: str = ""
+    """Unique name of this session for the transport and for leases, once it is known whose it is."""
     state: PeerState = PeerState.CONNECTING
     identity: Identity | None = None
     transport: Transport | None = None
@@ -47,15 +53,50 @@ class Peer:
     """Whether the transport knows this session, and so will report its fence."""
     template: Template | None = None
     """How our pages map to theirs; only on the sending side."""
-    waiting: list[Body] = field(default_factory=list)
-    """Messages of transfers to be sent once READY."""
+    outbox: list[Body] = field(default_factory=list)
+    """Messages of transfers that leave together at the end of the loop's turn, once READY."""
+    num_sent: int = 0
+    """Frames of this session that we sent: the number of our next one."""
+    num_taken: int = 0
+    """Frames of theirs that we took: the number that their next one must have."""
     transfers: set[str] = field(default_factory=set)
     """Live transfers with this peer."""
 
-    @property
-    def key(self) -> str:
-        """Unique name of this session for the transport and for leases."""
-        return f"{self.name}@{self.epoch}#{self.session}{'<' if self.dialed else '>'}"
+    def introduce(self, name: str, epoch: str, identity: Identity) -> None:
+        """Now it is known who this is."""
+        self.name, self.epoch, self.identity = name, epoch, identity
+        self.key = f"{name}@{epoch}#{self.session}{'<' if self.dialed else '>'}"
+
+    def is_of(self, envelope: Envelope, epoch: str) -> bool:
+        """Whether this frame belongs to this life of both sides and to this session. epoch: ours."""
+        return (
+            envelope.session == self.session
+            and envelope.dst_epoch == epoch
+            and (not self.epoch or (envelope.src, envelope.src_epoch) == (self.name, self.epoch))
+        )
+
+    def successor_says_bye(self, envelope: Envelope, epoch: str) -> bool:
+        """Whether a new life of a listener answers, on the connection we dialed, a frame meant for its old one."""
+        return (
+            self.dialed
+            and ends_session(envelope)
+            and self.epoch not in ("", envelope.src_epoch)
+            and (envelope.session, envelope.dst_epoch) == (self.session, epoch)
+        )
+
+    def take(self, envelope: Envelope) -> Sequence[Body] | None:
+        """What counts of a frame of this session: nothing if it was here before; None if one before it was lost."""
+        if envelope.number == self.num_taken:
+            self.num_taken += 1
+            return envelope.bodies
+        if ends_session(envelope):
+            return envelope.bodies[-1:]
+        return () if envelope.number < self.num_taken else None
 
     def __repr__(self) -> str:
         return f"Peer({self.key or self.address}, {self.state.value}, {len(self.transfers)} transfers)"
+
+
+def ends_session(envelope: Envelope) -> bool:
+    """Whether this is the last frame of its session, whatever its number."""
+    return isinstance(envelope.bodies[-1], Bye | Refuse)

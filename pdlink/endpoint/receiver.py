@@ -56,8 +56,11 @@ class Receiver:
 
     def __init__(self, link: Link, timeouts: TimeoutConfig) -> None:
         self._link = link
+        self._num_layers, self._token_nbytes = len(link.layout.layers), link.layout.token_nbytes
         self._timeouts = timeouts
         self._live: dict[str, _Incoming] = {}
+        self._draining: dict[str, _Incoming] = {}
+        """Those of them that wait for *quiet*, or for the fence."""
         self._ended = Ended()
         self._leases = LeaseTable(timeouts.request_s, timeouts.request_s)
         self._changed = threading.Condition(link.lock)
@@ -76,9 +79,8 @@ class Receiver:
                 raise TransferFailed(f"transfer {transfer_id} was stopped before it began: {reason}")
             if reason is not None or transfer_id in self._live:
                 raise InvalidRequest(f"transfer_id {transfer_id!r} was used before; every attempt needs a new one")
-            layout = self._link.layout
             now = self._link.now_s()
-            machine = Receiving(transfer_id, len(layout.layers), layout.token_nbytes, quiet_s=self._timeouts.peer_s)
+            machine = Receiving(transfer_id, self._num_layers, self._token_nbytes, quiet_s=self._timeouts.peer_s)
             peer = self._link.peer_at(address)
             incoming = _Incoming(machine, peer, handler, now)
             self._live[transfer_id] = incoming
@@ -193,13 +195,15 @@ class Receiver:
             self._leases.drop(transfer_id)
             incoming = self._live[transfer_id]
             self._run(incoming, incoming.machine.stop(reason, now))
-        for incoming in list(self._live.values()):
+        for incoming in list(self._draining.values()):
             self._run(incoming, incoming.machine.tick(now))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _run(self, incoming: _Incoming, actions: list[Action]) -> None:
-        handler = incoming.handler
+        handler, machine = incoming.handler, incoming.machine
+        if machine.state is ReceiverState.DRAINING:
+            self._draining[machine.transfer_id] = incoming
         for action in actions:
             match action:
                 case Send(body=body):
@@ -211,12 +215,12 @@ class Receiver:
                 case Fail(reason=reason):
                     self._link.defer(lambda reason=reason: handler.failed(reason))  # type: ignore[misc]
                 case FencePeer(reason=reason):
-                    log.warning("transfer %s: %s; fencing %s", incoming.machine.transfer_id, reason, incoming.peer)
+                    log.warning("transfer %s: %s; fencing %s", machine.transfer_id, reason, incoming.peer)
                     self._link.lose(incoming.peer, reason)
                 case End(reason=reason):
                     self._end(incoming, reason)
                 case other:
-                    raise AssertionError(f"{incoming.machine.transfer_id}: a receiver does not {other}")
+                    raise AssertionError(f"{machine.transfer_id}: a receiver does not {other}")
         if actions:
             self._changed.notify_all()
 
@@ -243,6 +247,7 @@ class Receiver:
     def _end(self, incoming: _Incoming, reason: str) -> None:
         machine, peer = incoming.machine, incoming.peer
         del self._live[machine.transfer_id]
+        self._draining.pop(machine.transfer_id, None)
         self._leases.drop(machine.transfer_id)
         self._ended.add(machine.transfer_id, reason)
         peer.transfers.discard(machine.transfer_id)

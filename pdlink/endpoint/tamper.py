@@ -68,7 +68,7 @@ class TamperedChannel(Channel):
     def poll(self, timeout_s: float) -> tuple[list[Arrival], set[int]]:
         self._flush()
         if self._held:
-            timeout_s = min(timeout_s, max(0.001, self._held[0][0] - now_s()))  # poll counts in whole milliseconds
+            timeout_s = min(timeout_s, self._held[0][0] - now_s())
         arrived = super().poll(timeout_s)
         self._flush()
         return arrived

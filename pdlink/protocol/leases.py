@@ -1,8 +1,9 @@
 """Who may hold what, and until when: promises that end unless the other side shows that it is alive.
 
 A lease is kept by whoever owns the memory, on its own clock (`now` is an argument), and never compared with another
-host's. A sign of life of a holder renews all its leases at once, so the cost of a heartbeat does not grow with the
-number of transfers; a lease ends for good at its limit, however alive the holder is.
+host's. A sign of life of a holder renews all its leases at once, and whoever looks for ended ones looks at holders:
+the cost of both does not grow with the number of transfers. A lease ends for good at its limit, however alive the
+holder is.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ class _Lease:
 
 
 class LeaseTable:
-    """Leases by key (a transfer id). All have the same length."""
+    """Leases by key (a transfer id). All have the same length and limit, and `now` never falls from call to call."""
 
     def __init__(self, length_s: float, limit_s: float) -> None:
         """length_s: silence after which a lease ends; limit_s: end of every lease, counted from its grant."""
         self._length_s = length_s
         self._limit_s = limit_s
         self._leases: dict[str, _Lease] = {}
+        """In the order of their grants, which is that of their limits."""
+        self._held: dict[str, dict[str, _Lease]] = {}
+        """By holder and key, in the order of `from_s`. Among those of one holder whoever began first ends first."""
         self._heard_s: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -33,13 +37,17 @@ class LeaseTable:
 
     def grant(self, key: str, now: float, holder: str = "") -> None:
         """Start a lease."""
+        self.drop(key)
         self._leases[key] = _Lease(holder, now, now + self._limit_s)
+        self._held.setdefault(holder, {})[key] = self._leases[key]
 
     def assign(self, key: str, holder: str, now: float) -> None:
         """From now on the signs of life of `holder` renew this lease."""
         lease = self._leases.get(key)
         if lease is not None:
+            self._release(key, lease)
             lease.holder, lease.from_s = holder, now
+            self._held.setdefault(holder, {})[key] = lease
 
     def heard(self, holder: str, now: float) -> None:
         """A sign of life: renews every lease of this holder."""
@@ -47,7 +55,9 @@ class LeaseTable:
 
     def drop(self, key: str) -> None:
         """The lease is not needed any more. Unknown keys are ignored."""
-        self._leases.pop(key, None)
+        lease = self._leases.pop(key, None)
+        if lease is not None:
+            self._release(key, lease)
 
     def forget(self, holder: str) -> None:
         """The holder is gone: its leases run out from their last renewal."""
@@ -56,13 +66,26 @@ class LeaseTable:
     def expired(self, now: float) -> list[tuple[str, str]]:
         """(key, reason) of every lease that has ended; each stays until dropped.
 
-        Visits every entry: renewals make ends unordered, so a sweep that stops at the first live one would keep dead
-        ones behind it for ever (vllm#58222).
+        Stops at the first live lease only where order is certain, within those of one holder: elsewhere renewals make
+        ends unordered, and dead ones would stay behind a live one for ever (vllm#58222).
         """
-        ended = []
+        ended = {}
         for key, lease in self._leases.items():
-            if now >= lease.limit_s:
-                ended.append((key, "deadline"))
-            elif now >= max(lease.from_s, self._heard_s.get(lease.holder, lease.from_s)) + self._length_s:
-                ended.append((key, "lease_expired"))
-        return ended
+            if now < lease.limit_s:
+                break
+            ended[key] = "deadline"
+        for holder, leases in self._held.items():
+            heard_s = self._heard_s.get(holder)
+            if heard_s is not None and now < heard_s + self._length_s:
+                continue
+            for key, lease in leases.items():
+                if now < lease.from_s + self._length_s:
+                    break
+                ended.setdefault(key, "lease_expired")
+        return list(ended.items())
+
+    def _release(self, key: str, lease: _Lease) -> None:
+        leases = self._held[lease.holder]
+        del leases[key]
+        if not leases:
+            del self._held[lease.holder]

@@ -1,8 +1,9 @@
 """Everything that crosses the control connection: tagged, versioned msgspec structs in MessagePack.
 
 A frame is an `Envelope`: who sent it in which life (`src`, `src_epoch`), for which life of the other side it is meant
-(`dst_epoch`) and in which session between the two. A body is one of the structs below, told apart by its tag. Fields
-may be added with a default without a new version; a changed meaning needs one (`docs/wire.md`).
+(`dst_epoch`), in which session between the two and as which one of it. It carries all bodies that were to be sent at
+that moment: the structs below, told apart by their tags. Fields may be added with a default without a new version; a
+new kind or a changed meaning needs one (`docs/wire.md`).
 
 The *dialer* is the worker that opened the control connection, always the receiver of KV; the *listener* is the
 worker that sends KV.
@@ -21,6 +22,8 @@ VERSION = 1
 MAX_FRAME_NBYTES = 4 * 2**20
 """Larger frames are refused by ZeroMQ before they are read: an offer of 800,000 blocks fits. Frames wait in queues,
 so this times the length of a queue is what one peer can make us hold."""
+MAX_BODIES = 1000
+"""In one frame: what is read in one go, with a lock held."""
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 TransferId = Annotated[str, msgspec.Meta(max_length=128)]
@@ -177,7 +180,10 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """Empty in `Hello`, when the other side is not known yet."""
     session: int
     """Chosen by the dialer, rising with each connection it opens."""
-    body: Body
+    number: int
+    """Of this frame among those of its sender in this session, from 0 on: a gap is a loss."""
+    bodies: Annotated[tuple[Body, ...], msgspec.Meta(min_length=1, max_length=MAX_BODIES)]
+    """In the order in which they were said."""
 
 
 _encoder = msgspec.msgpack.Encoder()

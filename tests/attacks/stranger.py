@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -25,6 +26,7 @@ class Stranger:
     def __init__(self, pair: Pair, victim: Node | None = None, *, name: str = "stranger", **identity: Any) -> None:
         self.victim = victim or pair.prefill
         self.name, self.epoch, self.session = name, os.urandom(8).hex(), 1
+        self.num_said, self._heard = 0, deque[Any]()
         self.identity = replace(Identity(VERSION, "m", "main", 1, pair.decode.layout, "host"), **identity)
         self._transport = LoopbackTransport(pair.hub)
         self._buffer = Buffer(pair.decode.layout.extent(0))
@@ -50,18 +52,24 @@ class Stranger:
 
     def say(self, body: Body, **envelope: Any) -> None:
         """One frame of this session, with any field of its envelope forged."""
-        honest = Envelope(VERSION, self.name, self.epoch, self.victim.endpoint.epoch, self.session, body)
+        to = self.victim.endpoint.epoch
+        honest = Envelope(VERSION, self.name, self.epoch, to, self.session, self.num_said, (body,))
         self.raw(messages.encode(replace(honest, **envelope)))
+        self.num_said += not envelope  # a forged frame is none of this session
 
     def hear(self, kind: type[Any]) -> Any:
         """The next message of this kind; others are skipped. Fails after WAIT_S."""
         while True:
-            body = messages.decode(self.socket.recv()).body
-            if isinstance(body, kind):
-                return body
+            while self._heard:
+                body = self._heard.popleft()
+                if isinstance(body, kind):
+                    return body
+            self._heard.extend(messages.decode(self.socket.recv()).bodies)
 
     def hello(self) -> None:
-        self.say(messages.Hello(self.name, self.identity, ("loopback",)), dst_epoch="")
+        """Begins a session, and with it the numbering."""
+        self.say(messages.Hello(self.name, self.identity, ("loopback",)), dst_epoch="", number=0)
+        self.num_said = 1
 
     def join(self) -> Stranger:
         """The whole handshake, with memory of its own: from here on a peer like any other."""
@@ -87,6 +95,7 @@ class FalsePrefill:
         self.address = f"tcp://127.0.0.1:{port}"
         self._route = b""
         self.heard: Envelope | None = None
+        self.num_said, self._bodies = 0, deque[Any]()
 
     def __enter__(self) -> FalsePrefill:
         return self
@@ -96,10 +105,13 @@ class FalsePrefill:
 
     def hear(self, kind: type[Any]) -> Any:
         while True:
+            while self._bodies:
+                body = self._bodies.popleft()
+                if isinstance(body, kind):
+                    return body
             self._route, frame = self._socket.recv_multipart()
             self.heard = messages.decode(frame)
-            if isinstance(self.heard.body, kind):
-                return self.heard.body
+            self._bodies.extend(self.heard.bodies)
 
     def raw(self, frame: bytes) -> None:
         self._socket.send_multipart([self._route, frame])
@@ -107,8 +119,10 @@ class FalsePrefill:
     def say(self, body: Body, **envelope: Any) -> None:
         """An answer in the session that was heard last."""
         assert self.heard is not None
-        honest = Envelope(VERSION, "false", "f" * 16, self.heard.src_epoch, self.heard.session, body)
+        to, session = self.heard.src_epoch, self.heard.session
+        honest = Envelope(VERSION, "false", "f" * 16, to, session, self.num_said, (body,))
         self.raw(messages.encode(replace(honest, **envelope)))
+        self.num_said += not envelope
 
     def welcome(self) -> None:
         """Let decode believe."""

@@ -209,6 +209,29 @@ def test_frames_of_another_life_or_session_change_nothing(pair: Pair) -> None:
         assert handler.wait() == ["ready 42", "released"]
 
 
+@pytest.mark.parametrize("number", [-1, 0, 1])
+def test_repeated_frame_is_dropped(pair: Pair, number: int) -> None:
+    """Its own stop, said again after its transfer has gone on, for one."""
+    with Stranger(pair).join() as stranger:
+        stranger.say(messages.Expect("mine"))
+        until(lambda: pair.sender_state("early") == 1, "it is expected")
+        stranger.say(messages.Stop("mine", "again"), number=number)
+        until(lambda: dropped(pair, "repeated") == 1, "it is dropped")
+        assert pair.sender_state("early") == 1
+        stranger.say(messages.Stop("mine", "now"))
+        assert stranger.hear(messages.Quiet).transfer_id == "mine"
+
+
+@pytest.mark.parametrize("number", [3, 2**62])
+def test_gap_in_the_frames_of_one_peer_costs_its_session_and_no_other(pair: Pair, number: int) -> None:
+    handler = begin(pair, "theirs")
+    with Stranger(pair).join() as stranger:
+        stranger.say(messages.Expect("mine"), number=number)
+        assert stranger.hear(messages.Bye).reason.startswith("lost frame 2 of stranger")
+        pair.compute("theirs", SRC, TOKENS)
+        assert handler.wait() == ["ready 42", "released"]
+
+
 def test_replayed_hello_of_a_live_session_is_dropped(pair: Pair) -> None:
     handler = begin(pair, "theirs")
     with Stranger(pair, name="decode") as stranger:
@@ -261,7 +284,7 @@ def test_one_connection_is_one_peer_however_many_names_it_gives(pair: Pair) -> N
 
 
 def test_handshakes_under_way_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdlink.endpoint.driver._MAX_HANDSHAKES", 5)
+    monkeypatch.setattr("pdlink.endpoint.greeting.MAX_HANDSHAKES", 5)
     strangers = [Stranger(pair, name=f"stranger-{number}") for number in range(8)]
     try:
         for stranger in strangers:
@@ -336,11 +359,11 @@ class _Touch:
 
 def hostile_frames(path: Path) -> list[bytes]:
     random_ = random.Random(11)
-    body = messages.encode(Envelope(VERSION, "s", "e", "d", 1, messages.Stop("t", "r")))
+    body = messages.encode(Envelope(VERSION, "s", "e", "d", 1, 0, (messages.Stop("t", "r"),)))
     return [
         b"",
         pickle.dumps(_Touch(path)),
-        msgspec.msgpack.encode([1, "s", "e", "d", 1, {"type": "stop", "reason": pickle.dumps(_Touch(path))}]),
+        msgspec.msgpack.encode([1, "s", "e", "d", 1, 0, [{"type": "stop", "reason": pickle.dumps(_Touch(path))}]]),
         *(random_.randbytes(random_.randrange(1, 2000)) for _ in range(200)),
         *(body[:end] for end in range(len(body))),
         b"\xdd\xff\xff\xff\xff",  # an array of 4 billion
@@ -419,9 +442,8 @@ def test_absurd_layouts_are_refused_by_both_sides(pair: Pair, absurd: str) -> No
 
 
 def envelope_of(kv: KVLayout) -> Envelope:
-    return Envelope(
-        VERSION, "s", "e" * 16, "", 1, messages.Hello("s", Identity(VERSION, "m", "main", 1, kv, "host"), ())
-    )
+    hello = messages.Hello("s", Identity(VERSION, "m", "main", 1, kv, "host"), ())
+    return Envelope(VERSION, "s", "e" * 16, "", 1, 0, (hello,))
 
 
 @pytest.mark.parametrize(

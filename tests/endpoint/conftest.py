@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from pdlink.config import TimeoutConfig
+from pdlink.config import ChaosConfig, SharingConfig, TimeoutConfig
 from pdlink.endpoint.driver import Endpoint
 from pdlink.events import Event, listen
 from pdlink.kv.layout import KVLayout, paged_layout
+from pdlink.kv.plan import warm_up
 from pdlink.memory.buffers import Buffer
 from pdlink.memory.checksums import Checksums
 from pdlink.protocol.messages import VERSION, Identity
@@ -91,7 +92,16 @@ class SenderLog:
 class Node:
     """One worker's endpoint over its own buffer."""
 
-    def __init__(self, hub: LoopbackHub, name: str, kv: KVLayout, timeouts: TimeoutConfig, model: str = "m") -> None:
+    def __init__(
+        self,
+        hub: LoopbackHub,
+        name: str,
+        kv: KVLayout,
+        timeouts: TimeoutConfig,
+        model: str = "m",
+        chaos: ChaosConfig | None = None,
+        sharing: SharingConfig | None = None,
+    ) -> None:
         self.layout = kv
         self.buffer = Buffer(kv.extent(0))
         self.transport = LoopbackTransport(hub)
@@ -106,7 +116,9 @@ class Node:
             [self.transport],
             timeouts,
             batch_timeout_s=5.0,
+            sharing=sharing,
             checksums=sums,
+            chaos=chaos,
             short_of_blocks=lambda: self.short_of_blocks,
         )
 
@@ -140,11 +152,19 @@ class Node:
 class Pair:
     """A prefill node, a decode node, and the moves of a transfer."""
 
-    def __init__(self, timeouts: TimeoutConfig = TIMEOUTS, block_tokens: tuple[int, int] = (4, 8)) -> None:
+    def __init__(
+        self,
+        timeouts: TimeoutConfig = TIMEOUTS,
+        block_tokens: tuple[int, int] = (4, 8),
+        chaos: ChaosConfig | None = None,
+        sharing: SharingConfig | None = None,
+    ) -> None:
+        warm_up()  # not with the first push, under the endpoint's lock: seconds on a loaded machine
         self.hub = LoopbackHub()
         self.timeouts = timeouts
-        self.prefill = Node(self.hub, "prefill", layout(block_tokens[0]), timeouts).open()
-        self.decode = Node(self.hub, "decode", layout(block_tokens[1]), timeouts).open()
+        src = layout(block_tokens[0])
+        self.prefill = Node(self.hub, "prefill", src, timeouts, chaos=chaos, sharing=sharing).open()
+        self.decode = Node(self.hub, "decode", layout(block_tokens[1]), timeouts, chaos=chaos).open()
         random = np.random.default_rng(7)
         self.prefill.buffer.array[:] = random.integers(0, 256, self.prefill.buffer.nbytes, np.uint8)
         self.events: list[Event] = []

@@ -45,7 +45,7 @@ def test_session_that_ends_during_the_handshake_leaves_nothing_to_fence() -> Non
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.connect(pair.prefill.endpoint.address)
-    dealer.send(messages.encode(messages.Envelope(messages.VERSION, "stranger", "life", "", 1, hello)))
+    dealer.send(messages.encode(messages.Envelope(messages.VERSION, "stranger", "life", "", 1, 0, (hello,))))
     until(lambda: len(pair.prefill.endpoint.peers()) == 1, "the handshake has begun")
     until(lambda: not pair.prefill.endpoint.peers(), "it has been given up")
     assert pair.prefill.endpoint.num_closing() == 0

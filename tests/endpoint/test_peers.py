@@ -239,7 +239,7 @@ def test_bye_of_a_successor_ends_the_session_with_its_predecessor(pair: Pair) ->
     peer = pair.decode.endpoint.peers()[0]
     until(lambda: peer.state is PeerState.READY, "the handshake is done")
     bye = messages.Bye("unknown session")
-    frame = messages.Envelope(VERSION, "prefill", "a new life", pair.decode.endpoint.epoch, peer.session, bye)
+    frame = messages.Envelope(VERSION, "prefill", "a new life", pair.decode.endpoint.epoch, peer.session, 0, (bye,))
     with pair.decode.endpoint.lock:
         pair.decode.endpoint.turn([Received(peer.route, messages.encode(frame))])
     assert handler.wait() == ["failed prefill was restarted", "released"]

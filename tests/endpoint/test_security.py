@@ -212,7 +212,7 @@ class Impostor:
         self.socket.send(messages.encode(envelope))
 
     def receive(self) -> messages.Body:
-        return messages.decode(self.socket.recv()).body
+        return messages.decode(self.socket.recv()).bodies[0]
 
     def close(self) -> None:
         self.socket.disable_monitor()
@@ -236,7 +236,9 @@ def test_allowed_worker_cannot_take_the_place_of_another(settled: tuple[Site, No
     victim = site.prefill.endpoint.peers()[0]
     hello = messages.Hello("decode", decode.endpoint.identity, ("loopback",))
     with closing(Impostor(site, b"x")) as impostor:
-        impostor.send(messages.Envelope(messages.VERSION, "decode", victim.epoch, "", victim.session + 1, hello))
+        impostor.send(
+            messages.Envelope(messages.VERSION, "decode", victim.epoch, "", victim.session + 1, 0, (hello,))
+        )
         refusal = impostor.receive()
     assert isinstance(refusal, messages.Refuse)
     assert (refusal.local, refusal.remote) == ("other", "decode")
@@ -251,8 +253,10 @@ def test_frames_count_for_the_key_that_sent_them(settled: tuple[Site, Node], sto
     victim = site.prefill.endpoint.peers()[0]
     to_epoch, bye = site.prefill.endpoint.epoch, messages.Bye("go away")
     with closing(Impostor(site, bytes.fromhex(victim.route) if stolen else b"x")) as impostor:
-        impostor.send(messages.Envelope(messages.VERSION, "decode", victim.epoch, to_epoch, victim.session, bye))
-        impostor.send(messages.Envelope(messages.VERSION, "x", "x", "x", 1, messages.Heartbeat()))
+        impostor.send(
+            messages.Envelope(messages.VERSION, "decode", victim.epoch, to_epoch, victim.session, 0, (bye,))
+        )
+        impostor.send(messages.Envelope(messages.VERSION, "x", "x", "x", 1, 0, (messages.Heartbeat(),)))
         if stolen:  # a route stays with its owner: the second connection is made, and not heard
             until(impostor.is_connected, "the handshake is over")
         else:
@@ -269,7 +273,7 @@ def test_session_of_a_worker_that_died_is_not_inherited_with_its_route(settled: 
     until(lambda: not prefill.peers(), "the session is over")
     with closing(Impostor(site, b"known", DECODE)) as dying:
         hello = messages.Hello("decode", decode.endpoint.identity, ("loopback",))
-        dying.send(messages.Envelope(messages.VERSION, "decode", "e", "", 7, hello))
+        dying.send(messages.Envelope(messages.VERSION, "decode", "e", "", 7, 0, (hello,)))
         assert isinstance(dying.receive(), messages.Welcome)
     (victim,) = prefill.peers()
     answered = False
@@ -277,8 +281,8 @@ def test_session_of_a_worker_that_died_is_not_inherited_with_its_route(settled: 
         with closing(Impostor(site, b"known")) as impostor:
             until(impostor.is_connected, "the handshake is over")
             bye = messages.Bye("go away")
-            impostor.send(messages.Envelope(messages.VERSION, "decode", "e", prefill.epoch, 7, bye))
-            impostor.send(messages.Envelope(messages.VERSION, "decode", "e", "other", 7, messages.Heartbeat()))
+            impostor.send(messages.Envelope(messages.VERSION, "decode", "e", prefill.epoch, 7, 0, (bye,)))
+            impostor.send(messages.Envelope(messages.VERSION, "decode", "e", "other", 7, 0, (messages.Heartbeat(),)))
             answered = bool(impostor.socket.poll(200)) and isinstance(impostor.receive(), messages.Bye)
     assert prefill.peers() == [victim]
 

@@ -9,9 +9,11 @@ from contextlib import closing
 
 import pytest
 
-from pdlink.config import ChaosConfig
+from pdlink.config import ChaosConfig, TimeoutConfig
 from pdlink.endpoint.channel import Channel, Received
 from pdlink.endpoint.tamper import TamperedChannel
+
+from .conftest import Pair, until
 
 WAIT_S = 10.0
 COUNT = 200
@@ -99,3 +101,25 @@ def test_nothing_is_tampered_with_unless_asked_for() -> None:
     assert ChaosConfig(drop=0.1).enabled
     assert ChaosConfig(duplicate=0.1).enabled
     assert ChaosConfig(delay_s=0.1).enabled
+
+
+def test_whatever_is_lost_repeated_or_late_no_transfer_waits_for_its_deadline() -> None:
+    """Silence, leases and deadlines are longer than the test waits: a gap ends what would hang."""
+    timeouts = TimeoutConfig(
+        heartbeat_s=0.05, peer_s=6 * WAIT_S, connect_s=0.5, lease_s=7 * WAIT_S, request_s=10 * WAIT_S
+    )
+    pair = Pair(timeouts, chaos=ChaosConfig(seed=3, drop=0.1, duplicate=0.2, delay_s=0.005))
+    outcomes = []
+    for number in range(25):
+        name = f"t-{number}"
+        log, handler = pair.announce(name), pair.expect(name)
+        pair.decode.endpoint.receiver.offer(name, [11, 3, 20], 0, 21)
+        pair.compute(name, [5, 1, 9, 2, 30, 7], 21)
+        outcomes.append(handler.wait()[0])
+        if outcomes[-1] != "ready 42":
+            pair.prefill.endpoint.sender.cancel(name, "decode has given up")  # as the router does
+        log.wait()
+    assert outcomes.count("ready 42") > 5
+    assert any("lost frame" in outcome for outcome in outcomes)
+    until(pair.idle, "nothing is held")
+    pair.close()

@@ -75,7 +75,7 @@ def test_two_thousand_transfers_leave_no_descriptor_thread_or_entry(pair: Pair) 
     assert all(now <= then for now, then in zip(holdings(), before, strict=True)), (before, holdings())
     (peer,) = pair.prefill.endpoint.peers()
     assert not peer.transfers
-    assert not peer.waiting
+    assert not peer.outbox
 
 
 def test_everything_of_a_dead_peer_is_dropped_although_nobody_takes_its_place(pair: Pair) -> None:

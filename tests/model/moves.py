@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from .network import Frame
 
-KINDS = (b"quiet", b"done", b"stop", b"ack", b"expect", b"offer", b"welcome", b"invite", b"bye")
-"""Frames are told apart by the tag of their body."""
+KINDS = (b"quiet", b"done", b"stop", b"\xa3ack", b"expect", b"offer", b"welcome", b"invite", b"bye")
+"""Frames are told apart by the tags of their bodies; "ack" with its length, as it is a part of "loopback"."""
 
 
 class Played(World):

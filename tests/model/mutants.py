@@ -12,9 +12,11 @@ from unittest.mock import patch
 
 from pdlink.endpoint.driver import Endpoint
 from pdlink.endpoint.link import Ended
-from pdlink.endpoint.peer import PeerState
+from pdlink.endpoint.peer import Peer, PeerState
+from pdlink.endpoint.pushing import Pushes
 from pdlink.endpoint.receiver import Receiver
 from pdlink.endpoint.sender import Sender
+from pdlink.endpoint.sessions import Sessions
 from pdlink.protocol import messages
 from pdlink.protocol.actions import End
 from pdlink.protocol.leases import LeaseTable
@@ -130,7 +132,21 @@ def _without_the_fence(right: Any) -> Callable[..., Any]:
 
 
 def _any_session_for(kinds: tuple[type, ...]) -> Callable[[Any], Callable[..., Any]]:
-    return lambda right: lambda self, peer, envelope: isinstance(envelope.body, kinds) or right(self, peer, envelope)
+    return lambda right: (
+        lambda self, envelope, epoch: isinstance(envelope.bodies[-1], kinds) or right(self, envelope, epoch)
+    )
+
+
+def _in_spite_of_gaps(right: Any) -> Callable[..., Any]:
+    def take(self: Peer, envelope: messages.Envelope) -> Any:
+        self.num_taken = max(self.num_taken, envelope.number)
+        return right(self, envelope)
+
+    return take
+
+
+def _again_and_again(right: Any) -> Callable[..., Any]:
+    return lambda self, envelope: envelope.bodies if envelope.number < self.num_taken else right(self, envelope)
 
 
 def _take_it_again(right: Any) -> Callable[..., Any]:
@@ -207,7 +223,7 @@ def _heard_after_all(right: Any) -> Callable[..., Any]:
 
 
 def _close_what_was_never_opened(right: Any) -> Callable[..., Any]:
-    def lose(self: Endpoint, peer: Any, reason: str) -> None:
+    def lose(self: Sessions, peer: Any, reason: str) -> None:
         if peer.state is not PeerState.LOST:
             peer.opened = peer.transport is not None
         right(self, peer, reason)
@@ -216,17 +232,46 @@ def _close_what_was_never_opened(right: Any) -> Callable[..., Any]:
 
 
 def _from_the_first_block(right: Any) -> Callable[..., Any]:
-    def _bind(self: Sender, outgoing: Any, start: int, end: int) -> Any:
-        offered = outgoing.machine.offered
-        outgoing.machine.offered = messages.Offer(
+    def _bind(self: Pushes, flight: Any, start: int, end: int) -> Any:
+        offered = flight.machine.offered
+        flight.machine.offered = messages.Offer(
             offered.transfer_id, start, offered.end, offered.blocks, offered.num_layers, offered.lease_s
         )
         try:
-            return right(self, outgoing, start, end)
+            return right(self, flight, start, end)
         finally:
-            outgoing.machine.offered = offered
+            flight.machine.offered = offered
 
     return _bind
+
+
+def _dropped_in_name_only(_right: Any) -> Callable[..., Any]:
+    def drop(self: Pushes, transfer_id: str) -> Any:
+        route = self._routes.get(transfer_id)
+        waiting = route.order._transfers[transfer_id].parts if route is not None else ()
+        return list(dict.fromkeys(part.job[0].push.push_id for part in waiting))
+
+    return drop
+
+
+def _lands_with_its_first_part(right: Any) -> Callable[..., Any]:
+    def ended(self: Pushes, transport: Any, done: Any) -> Any:
+        flight = right(self, transport, done)
+        if flight is not None and flight.nbytes:
+            flight.left = 0
+        return flight
+
+    return ended
+
+
+def _keeps_credits(_right: Any) -> Callable[..., Any]:
+    def ended(self: Pushes, transport: Any, done: Any) -> Any:
+        flight = self._in_flight.pop((transport.name, done.ticket)).job[0]
+        flight.left -= 1
+        flight.nbytes += done.nbytes
+        return flight
+
+    return ended
 
 
 @dataclass(frozen=True)
@@ -267,8 +312,10 @@ _PLANTED: tuple[tuple[Any, ...], ...] = (
         (Receiver, "on_peer_lost", _without_the_fence),
     ),
     ("sender does not wait for the fence", "faulty", (Sender, "on_peer_lost", _without_the_fence)),
-    ("no check of epoch and session", "harsh", (Endpoint, "_is_of", _any_session_for((object,)))),
-    ("quiet of another life accepted", "harsh", (Endpoint, "_is_of", _any_session_for((messages.Quiet,)))),
+    ("no check of epoch and session", "harsh", (Peer, "is_of", _any_session_for((object,)))),
+    ("quiet of another life accepted", "harsh", (Peer, "is_of", _any_session_for((messages.Quiet,)))),
+    ("no gap check", "lossy", (Peer, "take", _in_spite_of_gaps)),
+    ("no repeat check", "lossy", (Peer, "take", _again_and_again)),
     ("transfer id taken twice by the sender", "faulty", (Sender, "announce", _take_it_again)),
     ("transfer id forgotten when it ends", "faulty", (Ended, "add", _nothing)),
     ("early offers never expire", "gentle", (Sender, "tick", _only_live_expire)),
@@ -276,10 +323,19 @@ _PLANTED: tuple[tuple[Any, ...], ...] = (
     ("lost peer not told to the sender", "faulty", (Sender, "on_peer_lost", _nothing)),
     ("lost peer not told to the receiver", "faulty", (Receiver, "on_peer_lost", _nothing)),
     ("silence is not death", "faulty", (Endpoint, "_tick", _no_silence)),
-    ("never fenced when quiet does not come", "lossy", (Receiving, "tick", _empty)),
+    ("never fenced when quiet does not come", "faulty", (Receiving, "tick", _empty)),
     ("decode gives back at failure", "faulty", (DecodeLeg, "failed", _hold_given_back_too)),
     ("prefill gives back at its end", "gentle", (PrefillLeg, "ended", _hold_given_back_too)),
-    ("chunks placed by count, not by position", "gentle", (Sender, "_bind", _from_the_first_block)),
+    ("chunks placed by count, not by position", "gentle", (Pushes, "_bind", _from_the_first_block)),
+    ("dropped push is submitted after stop", "gentle", (Pushes, "drop", _dropped_in_name_only)),
+    ("dropped push is waited for", "gentle", (Pushes, "drop", _empty)),
+    (
+        "push lands with its first part",
+        "gentle",
+        (Pushes, "ended", _lands_with_its_first_part),
+        (Sending, "landed", _landed_if_known),
+    ),
+    ("credits of what has landed stay taken", "gentle", (Pushes, "ended", _keeps_credits)),
     # These were in the product until the model found them.
     (
         "no quiet for what is not live",
@@ -287,7 +343,7 @@ _PLANTED: tuple[tuple[Any, ...], ...] = (
         (Endpoint, "send", _quiet_only_for(lambda sender, transfer_id: sender._ended.get(transfer_id) is None)),
     ),
     ("heard of after the end", "gentle", (Sender, "on_peer_lost", _heard_after_all)),
-    ("waits for the fence of what was never opened", "faulty", (Endpoint, "lose", _close_what_was_never_opened)),
+    ("waits for the fence of what was never opened", "faulty", (Sessions, "lose", _close_what_was_never_opened)),
 )
 MUTANTS = {name: Mutant(profile, tuple(changes)) for name, profile, *changes in _PLANTED}
 

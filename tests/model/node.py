@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from pdlink.config import TimeoutConfig
+from pdlink.config import SharingConfig, TimeoutConfig
 from pdlink.endpoint.driver import Endpoint
 from pdlink.endpoint.peer import PeerState
 from pdlink.errors import TransportFailure
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 TIMEOUTS = TimeoutConfig(heartbeat_s=1.0, peer_s=4.0, connect_s=5.0, lease_s=8.0, request_s=40.0)
 BATCH_TIMEOUT_S = 6.0
+SHARING = SharingConfig(window_nbytes=200, peer_window_nbytes=160, part_nbytes=64)
+"""A layer of all tokens is 144 bytes: it is cut, and a transfer has to wait for itself."""
 
 
 def _layout(block_tokens: int, num_blocks: int, order: str) -> KVLayout:
@@ -258,6 +260,7 @@ class Node:
             [self.transport],
             TIMEOUTS,
             batch_timeout_s=BATCH_TIMEOUT_S,
+            sharing=SHARING,
             channel=self.port,
             clock=self.clock,
         )
@@ -318,6 +321,9 @@ class Node:
             for transfer_id, live in half._live.items():
                 if live.peer and live.peer.state is PeerState.LOST and live.machine.state.name != "DRAINING":
                     raise Violation(f"{transfer_id}: {self.name} goes on in a session that is over")
+        for transfer_id, incoming in self.endpoint.receiver._live.items():
+            if now - incoming.machine._quiet_by_s > TIMEOUTS.heartbeat_s:
+                raise Violation(f"{transfer_id}: {self.name} waits for a quiet that does not come")
 
     def gauges(self) -> dict[str, int]:
         """Everything that must be zero when no transfer is left. Sessions may stay."""
@@ -328,6 +334,8 @@ class Node:
             "sender.leases": len(sender._leases),
             "receiver.leases": len(receiver._leases),
             "sender.pushes": len(sender._pushes),
+            **{f"sender.{name}_nbytes": count for name, count in sender.push_nbytes().items()},
+            "sender.routes": len(sender._pushes._routes),
             "closing": endpoint.num_closing(),
             "transport.closing": len(self.transport._closing) + len(self.transport.to_close),
             "transport.peers": max(0, self.transport.num_peers() - len(endpoint.peers()) - endpoint.num_closing()),
@@ -343,10 +351,11 @@ class Node:
         endpoint = self.endpoint
         return {
             "peers": len(endpoint.peers()),
-            "routes": len(endpoint._peers),
-            "dialed": len(endpoint._dialed),
+            "routes": len(endpoint.sessions.by_route),
+            "dialed": len(endpoint.sessions.dialed),
             "closing": endpoint.num_closing(),
             "transport.peers": self.transport.num_peers(),
             "heard": len(endpoint.sender._leases._heard_s),
+            "orders": sum(len(order._peers) for order in endpoint.sender._pushes._orders.values()),
             "dials": sum(item.dialer is self.port for item in self.port._routes.values()),
         }

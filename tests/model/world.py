@@ -100,7 +100,7 @@ class World:
                 raise Violation(f"{event.transfer_id}: the {event.side} of {self._acting.name} ended twice")
             self.counts[f"{event.side} {event.state}"] += 1
         elif isinstance(event, MessageDropped):
-            self._num_dropped += event.reason == "old_session"
+            self._num_dropped += event.reason in ("old_session", "repeated")
         elif isinstance(event, PeerChanged) and event.state == "lost":
             self.counts["sessions lost"] += 1
             if self.profile == "gentle" and event.reason != "shutdown" and not event.reason.endswith(": shutdown"):
@@ -142,23 +142,22 @@ class World:
                     raise Violation(f"{item.transfer_id}: {node.name} gave {sorted(loose)} back, still to be {verb}")
 
     def _must_be_dropped(self, node: Node, route: str, frame: Frame) -> bool:
-        """Whether this frame is of another life or session than the one that the route stands for now."""
+        """Whether this frame is of another life or session than the one that the route stands for now, or known."""
         try:
             envelope = messages.decode(frame.content)
         except PdlinkError:
             return False
-        if isinstance(envelope.body, messages.Hello):
+        if isinstance(envelope.bodies[0], messages.Hello):
             return False
-        peer = node.endpoint._peers.get(route)
-        return (
-            peer is None
-            or envelope.dst_epoch != node.endpoint.epoch
-            or envelope.session != peer.session
-            or (
-                bool(peer.epoch and (peer.name, peer.epoch) != (envelope.src, envelope.src_epoch))
-                and not (peer.dialed and isinstance(envelope.body, messages.Bye))  # a successor's: only ends sessions
-            )
-        )
+        peer = node.endpoint.sessions.by_route.get(route)
+        if peer is None or (envelope.dst_epoch, envelope.session) != (node.endpoint.epoch, peer.session):
+            return True
+        if isinstance(envelope.bodies[-1], messages.Bye | messages.Refuse):  # whatever its number
+            known, same_life = False, peer.dialed  # a successor's: only ends sessions
+        else:
+            known, same_life = envelope.number < peer.num_taken, False
+        same_life |= not peer.epoch or (peer.name, peer.epoch) == (envelope.src, envelope.src_epoch)
+        return known or not same_life
 
     # -- the network -------------------------------------------------------------------------------------------------
 
@@ -182,7 +181,7 @@ class World:
             before, refused = self._num_dropped, self._must_be_dropped(node, route, frame)
             self.turn(node, [Received(route, frame.content)])
             if refused and self._num_dropped == before:
-                raise Violation(f"{node.name} acted upon a frame of another life or session")
+                raise Violation(f"{node.name} acted upon a frame of another life or session, or a second time")
         return True
 
     def deliver_all(self) -> bool:
@@ -308,9 +307,7 @@ class World:
                 self._dispatch(self.pending.pop(0))
             else:
                 self._lose(self.pending.pop(0), tell=False)
-        longest_s = TIMEOUTS.lease_s + 3 * TIMEOUTS.peer_s
-        if self.profile != "gentle":  # what was lost with nobody the wiser ends at the deadline of its request
-            longest_s += TIMEOUTS.request_s
+        longest_s = TIMEOUTS.lease_s + 3 * TIMEOUTS.peer_s  # not request_s: nothing is lost with nobody the wiser
         for _ in range(int(longest_s / STEP_S / min(self.speeds))):
             self.calm()
             self.check()

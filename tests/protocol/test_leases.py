@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from pdlink.protocol.leases import LeaseTable
 
 
@@ -54,3 +58,38 @@ def test_clock_that_jumps_back_renews_nothing() -> None:
     table.heard("p", 1.0)
     assert table.expired(64.9) == []
     assert table.expired(65.0) == [("t", "lease_expired")]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ended_leases_are_those_that_a_look_at_every_single_one_finds(seed: int) -> None:
+    """`expired` looks at few of them; this looks at all, by the rule that the words say."""
+    random_, table, now = random.Random(seed), LeaseTable(10.0, 60.0), 0.0
+    leases: dict[str, tuple[str, float, float]] = {}
+    heard: dict[str, float] = {}
+    for _ in range(400):
+        now += random_.choice((0.0, 0.0, 1.0, 4.0))
+        key, holder = f"t{random_.randrange(30)}", random_.choice(("", "p", "q"))
+        match random_.choice(("grant", "assign", "heard", "heard", "drop", "forget")):
+            case "grant":
+                table.grant(key, now, holder)
+                leases[key] = (holder, now, now + 60.0)
+            case "assign":
+                table.assign(key, holder, now)
+                if key in leases:
+                    leases[key] = (holder, now, leases[key][2])
+            case "heard" if holder:
+                table.heard(holder, now)
+                heard[holder] = now
+            case "drop":
+                table.drop(key)
+                leases.pop(key, None)
+            case "forget":
+                table.forget(holder)
+                heard.pop(holder, None)
+        expected = {
+            name: "deadline" if now >= limit_s else "lease_expired"
+            for name, (whose, from_s, limit_s) in leases.items()
+            if now >= min(limit_s, max(from_s, heard.get(whose, from_s)) + 10.0)
+        }
+        assert dict(table.expired(now)) == expected
+        assert len(table) == len(leases)

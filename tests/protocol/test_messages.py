@@ -23,7 +23,7 @@ BODIES: list[messages.Body] = [
 
 
 def envelope(body: messages.Body) -> messages.Envelope:
-    return messages.Envelope(messages.VERSION, "d", "e1", "e2", 3, body)
+    return messages.Envelope(messages.VERSION, "d", "e1", "e2", 3, 0, (body,))
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
@@ -32,14 +32,21 @@ def test_message_comes_back_as_it_was(body: messages.Body) -> None:
 
 
 def test_field_of_a_newer_version_is_ignored() -> None:
-    frame = msgspec.msgpack.encode([1, "d", "e1", "e2", 3, {"type": "bye", "reason": "x", "colour": "blue"}])
-    assert messages.decode(frame).body == messages.Bye("x")
+    frame = msgspec.msgpack.encode([1, "d", "e1", "e2", 3, 0, [{"type": "bye", "reason": "x", "colour": "blue"}]])
+    assert messages.decode(frame).bodies == (messages.Bye("x"),)
 
 
 @pytest.mark.parametrize(
     "frame",
-    [b"", b"\x80\x04\x95", b"\xdd\xff\xff\xff\xff", msgspec.msgpack.encode([1, "d", "e", "f", 3, {"type": "exec"}])],
-    ids=["empty", "pickle", "huge length", "unknown tag"],
+    [
+        b"",
+        b"\x80\x04\x95",
+        b"\xdd\xff\xff\xff\xff",
+        msgspec.msgpack.encode([1, "d", "e", "f", 3, 0, [{"type": "exec"}]]),
+        msgspec.msgpack.encode([1, "d", "e", "f", 3, 0, []]),
+        msgspec.msgpack.encode([1, "d", "e", "f", 3, 0, [{"type": "heartbeat"}] * (messages.MAX_BODIES + 1)]),
+    ],
+    ids=["empty", "pickle", "huge length", "unknown tag", "nothing said", "too much said"],
 )
 def test_frame_that_is_no_message_is_a_remote_error(frame: bytes) -> None:
     with pytest.raises(ProtocolError):

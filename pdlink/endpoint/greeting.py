@@ -1,0 +1,165 @@
+"""The handshake that opens a session, both halves: do we fit together, over which transport, may you write here?
+
+    dialer                              listener
+    hello, identity, transports ──────►             same factors? a common transport? a plan between the layouts?
+                                ◄────── welcome     same question, same answer
+    invite, what writes into us ──────►             connects the transport
+
+Each of them is a frame of its own. Either side may say *refuse* instead, with the factor that differs. What is lost
+on the way shows by silence, until `connect_s`: nothing else is said by a side that waits for an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from pdlink.endpoint.channel import Refused
+from pdlink.endpoint.peer import Peer, PeerState
+from pdlink.errors import HandshakeRefused, LayoutMismatch, PdlinkError
+from pdlink.events import MessageDropped, PeerChanged, emit
+from pdlink.kv.plan import template
+from pdlink.protocol import auth, handshake, messages
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdlink.endpoint.channel import Received
+    from pdlink.endpoint.sessions import Owner, Sessions
+    from pdlink.protocol.messages import Envelope
+    from pdlink.transport.base import Transport
+
+log = logging.getLogger(__name__)
+
+MAX_HANDSHAKES = 1_000
+"""Accepted connections whose handshake is under way; more have to try again."""
+
+
+class Greeter:
+    """Answers the handshake's messages for one endpoint."""
+
+    def __init__(
+        self, sessions: Sessions, owner: Owner, transports: Mapping[str, Transport], require_lane: str | None
+    ) -> None:
+        """transports: by name, the preferred one first. require_lane: how bytes must travel, if they must."""
+        self._sessions, self._owner = sessions, owner
+        self._transports = transports
+        self._require_lane = require_lane
+        self._num_turned_away = 0
+        self._told_s = float("-inf")
+
+    def hello(self) -> messages.Hello:
+        """The first word of a dialer."""
+        return messages.Hello(self._owner.name, self._owner.identity, tuple(self._transports))
+
+    def on_hello(self, item: Received, envelope: Envelope, hello: messages.Hello) -> None:
+        """The listener's half: same factors, a common transport, a plan between the layouts; then Welcome."""
+        sessions, owner, now = self._sessions, self._owner, self._owner.now_s()
+        peer = Peer(item.route, envelope.session, dialed=False, since_s=now, heard_s=now, public_key=item.public_key)
+        peer.introduce(hello.name, envelope.src_epoch, hello.identity)
+        peer.num_taken = envelope.number + 1
+        not_theirs = auth.name_problem(owner.credentials, item.public_key, hello.name)
+        if not_theirs is not None:  # before anything is done in that name
+            self.turned_away(Refused(f"the key of {not_theirs[0]} came with the name {hello.name[:64]!r}"))
+            self._refuse(peer, HandshakeRefused(auth.NAME_FACTOR, *not_theirs))
+            return
+        accepted = sessions.accepted()
+        replaced = [old for old in accepted if old.name == peer.name or old.route == peer.route]
+        if any((old.name, old.epoch) == (peer.name, peer.epoch) and old.session >= peer.session for old in replaced):
+            emit(MessageDropped(reason="old_session"))
+            return
+        if peer.key in sessions.closing:  # its transfers still wait for the fence under this key
+            emit(MessageDropped(reason="old_session"))
+            return
+        if sum(old.state is PeerState.CONNECTING for old in accepted) >= MAX_HANDSHAKES:
+            emit(MessageDropped(reason="too_many_handshakes"))
+            return
+        ours = owner.identity
+        try:
+            handshake.compare(ours, hello.identity)
+            name = handshake.choose_transport(
+                hello.transports, tuple(self._transports), same_host=ours.host == hello.identity.host
+            )
+            peer.template = template(ours.layout, hello.identity.layout)
+        except HandshakeRefused as refusal:
+            self._refuse(peer, refusal)
+            return
+        except LayoutMismatch as mismatch:
+            self._refuse(peer, HandshakeRefused("layout", str(mismatch), "see local"))
+            return
+        for old in replaced:  # only now: who is refused takes nobody's place
+            sessions.lose(old, "replaced by a new session")
+        sessions.by_route[peer.route] = peer
+        peer.transport = self._transports[name]
+        sessions.post(peer, messages.Welcome(owner.name, ours, name))
+
+    def on_welcome(self, peer: Peer, envelope: Envelope, welcome: messages.Welcome) -> None:
+        """The dialer's half: check what the listener said, and open our pages to it."""
+        if not peer.dialed or peer.state is not PeerState.CONNECTING:
+            emit(MessageDropped(reason="unexpected_welcome"))
+            return
+        owner = self._owner
+        peer.introduce(welcome.name, envelope.src_epoch, welcome.identity)
+        try:
+            not_theirs = auth.name_problem(owner.credentials, peer.public_key, welcome.name)
+            if not_theirs is not None:
+                raise HandshakeRefused(auth.NAME_FACTOR, *not_theirs)
+            handshake.compare(owner.identity, welcome.identity)
+            transport = self._transports.get(welcome.transport)
+            if transport is None:
+                raise HandshakeRefused("transport", ", ".join(self._transports), welcome.transport)
+        except HandshakeRefused as refusal:
+            self._refuse(peer, refusal)
+            return
+        peer.transport = transport
+        try:
+            invitation = transport.invite(peer.key)
+        except PdlinkError as error:  # out of descriptors, for one
+            self._refuse(peer, HandshakeRefused("data connection", str(error), transport.name))
+            return
+        peer.opened = True
+        self._sessions.post(peer, messages.Invite(invitation))
+        self._sessions.become_ready(peer)
+
+    def on_invite(self, peer: Peer, invite: messages.Invite) -> None:
+        """The listener may write into the dialer's pages now."""
+        if peer.dialed or peer.state is not PeerState.CONNECTING or peer.transport is None:
+            emit(MessageDropped(reason="unexpected_invite"))
+            return
+        try:
+            peer.transport.connect(peer.key, invite.invitation)
+            peer.opened = True
+            lane = peer.transport.lane(peer.key)
+            if self._require_lane is not None and lane and lane != self._require_lane:
+                raise HandshakeRefused("transport.require", self._require_lane, lane)
+        except PdlinkError as error:
+            log.warning("%s: no data connection to %s: %s", self._owner.name, peer.name, error)
+            self._refuse(peer, HandshakeRefused("data connection", str(error), peer.transport.name))
+            return
+        self._sessions.become_ready(peer)
+
+    def on_refuse(self, peer: Peer, refuse: messages.Refuse) -> None:
+        """The other side says that we do not fit; local and remote are as it sees them."""
+        refused = HandshakeRefused(refuse.factor, local=refuse.remote, remote=refuse.local)
+        self._sessions.lose(peer, f"refused by {peer.name or peer.address}: {refused}")
+
+    def turned_away(self, item: Refused) -> None:
+        """Count who is not let in. The log gets a line a second at most: whoever can connect could fill it."""
+        emit(PeerChanged(peer=item.host, state="refused", reason=item.reason))
+        self._num_turned_away += 1
+        now = self._owner.now_s()
+        if now - self._told_s >= 1.0:
+            self._told_s = now
+            where = f" from {item.host}" if item.host else ""
+            log.warning(
+                "%s: turned away a connection%s: %s (%d so far)",
+                self._owner.name,
+                where,
+                item.reason,
+                self._num_turned_away,
+            )
+
+    def _refuse(self, peer: Peer, refusal: HandshakeRefused) -> None:
+        local, remote = refusal.local[: messages.MAX_TEXT], refusal.remote[: messages.MAX_TEXT]
+        self._sessions.post(peer, messages.Refuse(refusal.factor, local, remote))
+        self._sessions.lose(peer, str(HandshakeRefused(refusal.factor, local, remote)))
