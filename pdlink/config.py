@@ -75,6 +75,9 @@ class CacheConfig(_Section):
     """Tokens per block. The two sides of a link may differ."""
     num_blocks: int = Field(default=1024, ge=2)
     """Blocks in the pool."""
+    memory_fraction: float | None = Field(default=None, gt=0, lt=1)
+    """With `engine.device` on a GPU: share of its whole memory that the pool takes, instead of `num_blocks`. Workers
+    on one GPU share it: their fractions, and what their models need, must fit together."""
     order: str = "LPBTH"
     """Order of the axes layer, part (K/V), block, token, head in memory; see `pdlink.kv.layout.paged_layout`."""
     share_prefixes: bool = True
@@ -92,6 +95,48 @@ class EngineConfig(_Section):
     """Requests queued beyond the running ones before a new one is answered 503."""
     threads: int = Field(default=1, ge=1)
     """CPU threads torch may use."""
+    device: str = Field(default="cpu", pattern="^(cpu|cuda(:[0-9]{1,3})?)$")
+    """Where the model computes and the KV is: "cpu", "cuda" (the first GPU) or "cuda:1". Not run on a GPU yet."""
+
+
+class SharingConfig(_Section):
+    """How the transfers of one transport share it; `pdlink/endpoint/order.py` says what follows from these."""
+
+    order: Literal["shortest", "fcfs"] = "shortest"
+    """Which transfer goes next: the one that lacks the fewest bytes, with ageing, or the one that came first. The
+    second is there to compare with (`pdlink bench sharing`)."""
+    window_nbytes: int = Field(default=64 * 2**20, ge=1)
+    """Most bytes handed to a transport and not landed, over all peers that keep up."""
+    peer_window_nbytes: int = Field(default=32 * 2**20, ge=1)
+    """Most of them to one peer: what a new transfer to it has to wait for. The link runs dry if they land before
+    this process has noticed, which takes up to 5 ms while Python code runs (`sys.getswitchinterval`): keep it above
+    5 ms of the link, 32 MiB at 6 GB/s."""
+    part_nbytes: int = Field(default=4 * 2**20, ge=1)
+    """Larger pushes are cut, between blocks, into parts of about this size."""
+    ageing: float = Field(default=0.05, gt=0, le=1)
+    """Bytes of advantage for every byte the link moves while a transfer waits: one of S bytes is passed only by
+    smaller ones that come while the link moves the next S / ageing. Less brings the small ones through sooner, and
+    lets the large ones wait longer. Simulated, lognormal lengths, 80 % of one link: the mean time to ready is 30 % of
+    first come first served's without ageing and with 0.05, 36 % with 0.2, 73 % with 1."""
+
+    @model_validator(mode="after")
+    def _nested(self) -> SharingConfig:
+        sizes = [(name, getattr(self, name)) for name in ("part_nbytes", "peer_window_nbytes", "window_nbytes")]
+        for (name, value), (later, limit) in zip(sizes, sizes[1:], strict=False):
+            if value > limit:
+                raise ValueError(f"transport.sharing: {name} = {value} must be at most {later} = {limit}")
+        return self
+
+
+class StagingConfig(_Section):
+    """How short runs are packed on their way; see `pdlink.transport.staging`."""
+
+    table: str | None = None
+    """File of measured lengths, made by `pdlink bench tune --write FILE`; None takes the package's own."""
+    tcp: int | None = Field(default=None, ge=0, le=131072)
+    """Runs shorter than this many bytes are packed over tcp, 0 packs none; None takes the table's."""
+    ucx: int | None = Field(default=None, ge=0, le=131072)
+    """The same over every lane of UCX."""
 
 
 class TransportConfig(_Section):
@@ -115,13 +160,17 @@ class TransportConfig(_Section):
     """Connections of the tcp transport to each peer."""
     tcp_congestion: str | None = None
     """Congestion control of those ("cubic", "bbr", …); None takes cubic on one host, else the system's."""
+    staging: StagingConfig = StagingConfig()
+    """When short runs are packed."""
     ucx_library: str | None = None
     """Path of libucp.so.0 to load instead of the one found; "off" runs without UCX."""
     verify: Literal["off", "sample", "all"] = "off"
     """Checksums of what decode receives, compared before a request may use it: of every pushed layer, of one in
     eight, or none. A difference fails the transfer. Costs one more read of the bytes on each side."""
     batch_timeout_s: Seconds = 10.0
-    """A pushed layer that has not landed by then fails the peer. UCX itself never reports a stalled one."""
+    """What was handed to the transport and has not landed by then fails the peer. UCX itself never reports a stalled
+    one."""
+    sharing: SharingConfig = SharingConfig()
 
     @field_validator("ucx_library", mode="before")
     @classmethod
@@ -240,6 +289,18 @@ class WorkerConfig(_Section):
     """For tests only; see `pdlink chaos`."""
 
     @model_validator(mode="after")
+    def _fits_the_device(self) -> WorkerConfig:
+        if self.engine.device == "cpu":
+            if self.cache.memory_fraction is not None:
+                raise ValueError("cache.memory_fraction: is of a GPU's memory; set engine.device or cache.num_blocks")
+        elif self.transport.verify != "off":
+            raise ValueError(
+                f"transport.verify: {self.transport.verify!r} reads host memory; with engine.device "
+                f"{self.engine.device!r} it must be off"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _locked(self) -> WorkerConfig:
         if self.reachable and not self.security.insecure and self.security.key_file is None:
             setting, host = next(iter(self.reachable.items()))
@@ -271,13 +332,21 @@ class ProxyConfig(_Section):
     """PEM file of the certificate chain to serve HTTPS with; needs `tls_key`."""
     tls_key: str | None = None
     worker_key_file: str | None = None
-    """The workers' `security.http_key_file`: sent to them in X-Pdlink-Key."""
+    """The workers' `security.http_key_file`: sent to them in X-Pdlink-Key. For vLLM a file with the key that it was
+    given as --api-key, sent to it instead of the client's Authorization."""
     worker_ca: str | None = None
     """PEM file of the authority that signed the certificates of https:// workers; None trusts the system's."""
+    dialect: Literal["pdlink", "vllm", "vllm-nixl"] = "pdlink"
+    """What the workers run: pdlink's own engine, vLLM with PDLinkConnector, or vLLM with its own NixlConnector."""
     prefill: tuple[str, ...] = ()
     """Base URLs of the prefill workers."""
     decode: tuple[str, ...] = ()
     """Base URLs of the decode workers."""
+    decode_ranks: int | None = Field(default=None, ge=1)
+    """Dialect vllm: tensor parallel ranks of a decode server, where they are not as many as a prefill server's."""
+    control: dict[str, tuple[str, ...]] = {}
+    """Dialect vllm: by base URL of a prefill worker, the address its connector listens on ("tcp://10.0.0.1:8101"), or
+    a list with one for each tensor parallel rank. Workers of pdlink's own engine say it themselves."""
     policy: Literal["round_robin", "least_loaded"] = "least_loaded"
     retries: int = Field(default=1, ge=0)
     """New attempts, each with a new transfer id and other workers where there are some, before the first token."""
@@ -295,15 +364,75 @@ class ProxyConfig(_Section):
     """Open connections to workers; 0 sets no limit."""
     drain_s: Seconds = 10.0
 
+    @field_validator("control", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        return {url: (found,) if isinstance(found, str) else found for url, found in value.items()}
+
     @model_validator(mode="after")
     def _complete(self) -> ProxyConfig:
         _in_pairs(self, "", ("tls_cert", "tls_key"))
+        if self.dialect == "vllm":
+            known = {url.rstrip("/") for url in self.control}
+            for url in self.prefill:
+                if url.rstrip("/") not in known:
+                    raise ValueError(
+                        f"control: no address for the prefill worker {url}; it is the control_host and control_port "
+                        "of its kv_connector_extra_config, as tcp://HOST:PORT"
+                    )
         return self
+
+
+class VllmConfig(_Section):
+    """vLLM servers started by `pdlink up --engine vllm`."""
+
+    executable: str | None = None
+    """The `vllm` command. None takes the one beside this Python, else the first on PATH. Where it is in another
+    environment, pdlink must be installed there too."""
+    model: str | None = None
+    """Local directory or hub id. None writes a small Llama to disk and serves that."""
+    model_name: str = "pdlink-tiny"
+    """Name clients use in `model`."""
+    connector: Literal["pdlink", "nixl", "nixl-push"] = "pdlink"
+    """What moves the KV: PDLinkConnector, or NixlConnector or NixlPushConnector of vLLM, to compare."""
+    args: tuple[str, ...] = ()
+    """More arguments of `vllm serve`, of every server: ["--dtype", "bfloat16", "--block-size", "128"]."""
+    prefill_args: tuple[str, ...] = ()
+    decode_args: tuple[str, ...] = ()
+    environment: dict[str, str] = {}
+    """More environment of every server, VLLM_CPU_KVCACHE_SPACE for example."""
+    prefill_devices: tuple[str, ...] = ()
+    """CUDA_VISIBLE_DEVICES of each prefill server in turn: ["0", "1"], or ["0,1"] for one with two ranks."""
+    decode_devices: tuple[str, ...] = ()
+    connector_config: dict[str, Any] = {}
+    """`kv_connector_extra_config` of every server; its name and control_port are made here."""
+    transfer_config: dict[str, Any] = {}
+    """More fields of --kv-transfer-config, as `kv_buffer_device: cpu` for NixlConnector on CPUs."""
+    on_transfer_failure: Literal["recompute", "fail"] = "recompute"
+    """What decode does when the KV does not arrive (`kv_load_failure_policy`)."""
+    prefill_ranks: int = Field(default=1, ge=1)
+    """--tensor-parallel-size of each prefill server."""
+    decode_ranks: int = Field(default=1, ge=1)
+    host: str = "127.0.0.1"
+    prefill_port: Port = 8100
+    """HTTP port of the first prefill server; the next ones count up. 0 takes free ones."""
+    decode_port: Port = 8200
+    control_port: Port = 8500
+    """First of the ports that prefill servers listen on for decode servers, one for each rank."""
+    start_timeout_s: Seconds = 600.0
+    """Longest wait for a server; loading a large model and compiling take most of it."""
+    log_dir: str | None = None
+    """Where each server's output goes, NAME.log. None takes a directory that is removed at the end."""
 
 
 class UpConfig(_Section):
     """`pdlink up`: a whole deployment on this machine."""
 
+    engine: Literal["builtin", "vllm"] = "builtin"
+    """What the workers run. With vllm, `vllm` says how, and `prefill` and `decode` here are not used."""
+    vllm: VllmConfig = VllmConfig()
     proxy: ProxyConfig = ProxyConfig()
     prefill: WorkerConfig = WorkerConfig(role="prefill")
     decode: WorkerConfig = WorkerConfig(role="decode")
@@ -348,6 +477,11 @@ def load(
         return kind.model_validate(data)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(kind, item) for item in error.errors())) from None
+
+
+def environment_with(more: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment and more, for a child that is not ours."""
+    return {**os.environ, **more}
 
 
 def read_secrets(path: str, setting: str) -> tuple[str, ...]:

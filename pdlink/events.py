@@ -38,7 +38,9 @@ class LayerLanded(Event):
     nbytes: int
     transport: str
     submitted_s: float
-    """When the push of these bytes was handed to the transport, on the clock of `at_s`."""
+    """When the first of these bytes were handed to the transport, on the clock of `at_s`."""
+    asked_s: float
+    """When they could have been: before that the layer was not written, or not offered for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

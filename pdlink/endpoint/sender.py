@@ -2,12 +2,13 @@
 
 `announce` when a request arrives, `publish` when its blocks are reserved, `layer_ready` from the forward pass,
 `finish` with the first token. `layer_ready` is the hot path: it takes one lock, asks the machine, and if the offer is
-there makes one native call; it never waits for a peer.
+there and the transport has room makes one native call; it never waits for a peer.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,9 +17,9 @@ from msgspec.structs import replace
 
 from pdlink.endpoint.early import Early, EarlyInterest
 from pdlink.endpoint.link import Ended
-from pdlink.errors import InvalidRequest, LayoutMismatch, TransportFailure
+from pdlink.endpoint.pushing import Pushes
+from pdlink.errors import InvalidRequest
 from pdlink.events import LayerLanded, LayerWritten, MessageDropped, TransferEnded, emit
-from pdlink.kv.plan import bind
 from pdlink.protocol import messages
 from pdlink.protocol.actions import Action, End, Fail, Push, Send
 from pdlink.protocol.leases import LeaseTable
@@ -29,10 +30,11 @@ from pdlink.transport.base import BatchDone, Status
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.config import TimeoutConfig
+    from pdlink.config import SharingConfig, TimeoutConfig
     from pdlink.endpoint.link import Link
     from pdlink.endpoint.peer import Peer
-    from pdlink.kv.plan import Plan
+    from pdlink.endpoint.pushing import Flight
+    from pdlink.errors import PdlinkError
     from pdlink.transport.base import Transport
 
 log = logging.getLogger(__name__)
@@ -45,8 +47,6 @@ class _Outgoing:
     on_end: Callable[[], None]
     started_s: float
     peer: Peer | None = None
-    plans: dict[tuple[int, int], Plan] = field(default_factory=dict)
-    """Byte runs by token range: every layer of a chunk uses the same."""
     nbytes: int = 0
     lane: str = ""
     checksums: list[messages.Checksum] = field(default_factory=list)
@@ -59,18 +59,24 @@ class Sender:
     """Every transfer this worker sends. Public methods may be called from any thread."""
 
     def __init__(
-        self, link: Link, timeouts: TimeoutConfig, batch_timeout_s: float, short_of_blocks: Callable[[], bool]
+        self,
+        link: Link,
+        timeouts: TimeoutConfig,
+        batch_timeout_s: float,
+        sharing: SharingConfig,
+        short_of_blocks: Callable[[], bool],
     ) -> None:
         """short_of_blocks: whether requests of this worker wait for blocks that transfers hold."""
         self._link = link
+        self._num_layers, self._token_nbytes = len(link.layout.layers), link.layout.token_nbytes
         self._short_of_blocks, self._offer_s = short_of_blocks, timeouts.offer_s
-        self._batch_timeout_s = batch_timeout_s
         self._live: dict[str, _Outgoing] = {}
         self._early = EarlyInterest()
         self._ended = Ended()
         self._leases = LeaseTable(timeouts.lease_s, timeouts.request_s)
-        self._pushes: dict[tuple[str, int], tuple[_Outgoing, Push]] = {}
-        """Batches in flight, by transport name and ticket."""
+        self._pushes = Pushes(link, sharing, batch_timeout_s, self._on_refused)
+        self._landed = threading.Condition(link.lock)
+        """A push has ended, or all of a peer's were fenced."""
 
     # -- for the worker ----------------------------------------------------------------------------------------------
 
@@ -90,8 +96,7 @@ class Sender:
                     + "; every attempt needs a new one"
                 )
             now = self._link.now_s()
-            layout = self._link.layout
-            machine = Sending(transfer_id, len(layout.layers), layout.token_nbytes)
+            machine = Sending(transfer_id, self._num_layers, self._token_nbytes)
             outgoing = _Outgoing(machine, on_failed, on_end, now)
             self._live[transfer_id] = outgoing
             self._leases.grant(transfer_id, now)
@@ -108,6 +113,33 @@ class Sender:
             outgoing = self._live.get(transfer_id)
             if outgoing is not None:
                 self._run(outgoing, outgoing.machine.publish(blocks, num_tokens, num_cached_tokens))
+
+    def extend(self, transfer_id: str, blocks: Sequence[int]) -> None:
+        """More blocks of a published request, behind those it has. Kept until `on_end`, too."""
+        with self._link.lock:
+            outgoing = self._live.get(transfer_id)
+            if outgoing is not None:
+                outgoing.machine.extend(blocks)
+
+    def withdraw(self, transfer_id: str, timeout_s: float) -> None:
+        """Return when nothing reads the published blocks any more, which the caller is about to lose (preemption).
+
+        The request may be published again. If its pushes do not end within `timeout_s` the transfer does: what they
+        read from then on only reaches pages that the receiver has given up. Not for the endpoint's own thread.
+        """
+        deadline_s = self._link.now_s() + timeout_s
+        with self._landed:
+            outgoing = self._live.get(transfer_id)
+            while outgoing is not None:
+                self._drop(outgoing)
+                if not outgoing.machine.num_in_flight:
+                    break
+                if not self._landed.wait(deadline_s - self._link.now_s()) and self._link.now_s() >= deadline_s:
+                    self._run(outgoing, outgoing.machine.stop("preempted with a push in flight"))
+                    return
+                outgoing = self._live.get(transfer_id)
+            if outgoing is not None:
+                outgoing.machine.withdraw()
 
     def layer_ready(self, transfer_id: str, layer: int, start: int, end: int) -> None:
         """Tokens [start, end) of `layer` are written in the published blocks. Unknown ids are ignored."""
@@ -141,6 +173,11 @@ class Sender:
             counts["early"] = len(self._early)
             return counts
 
+    def push_nbytes(self) -> dict[str, int]:
+        """KV bytes `waiting` for room on their transport, and those `in_flight`."""
+        with self._link.lock:
+            return self._pushes.nbytes
+
     # -- for the driver, under its lock ------------------------------------------------------------------------------
 
     def on_message(self, peer: Peer, body: messages.Body) -> None:
@@ -168,19 +205,27 @@ class Sender:
                 emit(MessageDropped(reason="wrong_direction"))
 
     def on_batch(self, transport: Transport, done: BatchDone) -> None:
-        """A push has ended."""
-        entry = self._pushes.pop((transport.name, done.ticket), None)
-        if entry is None:
+        """A push, or a part of one, has ended."""
+        flight = self._pushes.ended(transport, done)
+        if flight is None:
             return
-        outgoing, push = entry
-        machine = outgoing.machine
+        self._landed.notify_all()
+        machine, push = flight.machine, flight.push
+        outgoing = self._live[machine.transfer_id]
         if done.status is not Status.OK:
             self._run(outgoing, machine.lost(push.push_id, f"push {done.status.value}: {done.detail}"))
+            self._pushes.release()
             return
+        self._pushes.release()  # before anything else: the link must not run dry
         outgoing.nbytes += done.nbytes
         outgoing.lane = transport.lane(done.peer)
         if outgoing.first_landed_s is None:
             outgoing.first_landed_s = done.done_s
+        if flight.left:
+            return
+        if not flight.whole:
+            self._run(outgoing, machine.dropped(push.push_id))
+            return
         emit(
             LayerLanded(
                 at_s=done.done_s,
@@ -188,9 +233,10 @@ class Sender:
                 layer=push.layer,
                 start=push.start,
                 end=push.end,
-                nbytes=done.nbytes,
+                nbytes=flight.nbytes,
                 transport=outgoing.lane,
-                submitted_s=done.submitted_s,
+                submitted_s=flight.submitted_s,
+                asked_s=flight.asked_s,
             )
         )
         self._checksum(outgoing, push)
@@ -206,8 +252,10 @@ class Sender:
 
     def on_fenced(self, peer: Peer) -> None:
         """The data connection is closed for good."""
+        self._landed.notify_all()
         for transfer_id in list(peer.transfers):
             self._run(self._live[transfer_id], self._live[transfer_id].machine.fenced())
+        self._pushes.forget(peer)
 
     def on_heard(self, peer: Peer, now: float) -> None:
         """A sign of life."""
@@ -215,6 +263,7 @@ class Sender:
 
     def tick(self, now: float) -> None:
         """End what has run out, and what others wait for without need."""
+        self._pushes.release()
         if self._short_of_blocks():
             for outgoing in list(self._live.values()):
                 finished_s, waiting = outgoing.finished_s, outgoing.machine.state is SenderState.WAITING
@@ -305,31 +354,29 @@ class Sender:
                         body = replace(body, checksums=tuple(outgoing.checksums))
                     if outgoing.peer is not None:
                         self._link.send(outgoing.peer, body)
-                case Push() as push:
-                    queue.extend(self._push(outgoing, push))
+                case Push() as push if outgoing.peer is not None and machine.state is SenderState.WRITING:
+                    self._pushes.add(outgoing.peer, machine, push)
+                case Push(push_id=push_id):  # one before it was refused, and that has ended the transfer
+                    queue.extend(machine.dropped(push_id))
                 case Fail(reason=reason):
                     on_failed = outgoing.on_failed
                     self._link.defer(lambda on_failed=on_failed, reason=reason: on_failed(reason))  # type: ignore[misc]
+                    self._drop(outgoing)
                 case End(reason=reason):
                     self._end(outgoing, reason)
                 case other:
                     raise AssertionError(f"{machine.transfer_id}: a sender does not {other}")
 
-    def _push(self, outgoing: _Outgoing, push: Push) -> list[Action]:
-        peer, machine = outgoing.peer, outgoing.machine
-        assert peer is not None
-        try:
-            plan = outgoing.plans.get((push.start, push.end)) or self._bind(outgoing, push.start, push.end)
-            if peer.transport is None:
-                raise TransportFailure(f"no data connection to {peer.name}")
-            ticket = peer.transport.submit(peer.key, plan.pieces(push.layer), self._batch_timeout_s)
-        except (TransportFailure, LayoutMismatch, ValueError) as error:
-            log.warning("transfer %s: cannot push layer %d: %s", machine.transfer_id, push.layer, error)
-            actions = machine.lost(push.push_id, f"push refused: {error}")
-            self._link.lose(peer, str(error))
-            return actions
-        self._pushes[peer.transport.name, ticket] = (outgoing, push)
-        return []
+    def _drop(self, outgoing: _Outgoing) -> None:
+        """Take back what this transfer has waiting."""
+        for push_id in self._pushes.drop(outgoing.machine.transfer_id):
+            self._run(outgoing, outgoing.machine.dropped(push_id))
+
+    def _on_refused(self, flight: Flight, error: PdlinkError | ValueError) -> None:
+        """A push cannot be handed to its transport: that ends the session."""
+        outgoing = self._live[flight.machine.transfer_id]
+        self._run(outgoing, outgoing.machine.lost(flight.push.push_id, f"push refused: {error}"))
+        self._link.lose(flight.peer, str(error))
 
     def _checksum(self, outgoing: _Outgoing, push: Push) -> None:
         """Of what has just landed, if the offer asked for it."""
@@ -343,25 +390,10 @@ class Sender:
             value = checksums.of(push.layer, blocks, push.start, push.end)
             outgoing.checksums.append(messages.Checksum(push.layer, push.start, push.end, value))
 
-    def _bind(self, outgoing: _Outgoing, start: int, end: int) -> Plan:
-        peer, machine = outgoing.peer, outgoing.machine
-        assert peer is not None
-        assert peer.identity is not None
-        assert peer.template is not None
-        assert machine.offered is not None
-        assert machine.blocks is not None
-        src_tokens = self._link.layout.block_tokens
-        dst_tokens = peer.identity.layout.block_tokens
-        first_dst = start // dst_tokens - machine.offered.start // dst_tokens
-        plan = bind(
-            peer.template, machine.blocks[start // src_tokens :], machine.offered.blocks[first_dst:], start, end
-        )
-        outgoing.plans[start, end] = plan
-        return plan
-
     def _end(self, outgoing: _Outgoing, reason: str) -> None:
         machine, peer = outgoing.machine, outgoing.peer
         del self._live[machine.transfer_id]
+        self._pushes.drop(machine.transfer_id)
         self._leases.drop(machine.transfer_id)
         self._ended.add(machine.transfer_id, reason)
         if peer is not None:

@@ -176,7 +176,7 @@ def bind(template: Template, src_blocks: BlockIds, dst_blocks: BlockIds, start: 
         raise ValueError(f"token range [{start}, {end}) is not a range of positions")
     src = _needed("source", template.src, src_blocks, start, end)
     dst = _needed("destination", template.dst, dst_blocks, start, end)
-    if len(np.unique(dst)) != len(dst):
+    if len(dst) > 1 and len(np.unique(dst)) != len(dst):
         raise ValueError("destination blocks are not distinct: two ranges of tokens would be written to one block")
     block_tokens = (template.src.block_tokens, template.dst.block_tokens)
     return Plan(template, start, end, tuple(c.runs(src, dst, start, end, block_tokens) for c in template.classes))

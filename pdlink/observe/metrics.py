@@ -44,6 +44,10 @@ class WorkerMetrics:
             "pdlink_push_seconds", "From handing a layer to the transport until it is visible", buckets=_SECONDS,
             registry=self._registry,
         )  # fmt: skip
+        self._wait_s = Histogram(
+            "pdlink_push_wait_seconds", "From a layer being written and offered for until its first bytes leave",
+            buckets=_SECONDS, registry=self._registry,
+        )  # fmt: skip
         self._transfers = Counter(
             "pdlink_transfers", "Transfers ended, by side and terminal state", ["side", "state"],
             registry=self._registry,
@@ -74,6 +78,7 @@ class WorkerMetrics:
                 self._bytes.labels(event.transport).inc(event.nbytes)
                 self._layers.labels(event.transport).inc()
                 self._push_s.observe(event.at_s - event.submitted_s)
+                self._wait_s.observe(event.submitted_s - event.asked_s)
             case TransferEnded():
                 self._transfers.labels(event.side, event.state).inc()
                 self._transfer_s.labels(event.side).observe(event.at_s - event.started_s)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Sending:
     """State of one transfer on the sender.
 
-    Driven by: `publish`, `written`, `finish`, `stop` (this worker), `offer`, `ack`, `stop` (the peer's messages),
-    `landed`, `lost`, `fenced` (the transport).
+    Driven by: `publish`, `extend`, `withdraw`, `written`, `finish`, `stop` (this worker), `offer`, `ack`, `stop`
+    (the peer's messages), `landed`, `dropped`, `lost`, `fenced` (the transport).
     """
 
     def __init__(self, transfer_id: str, num_layers: int, token_nbytes: int) -> None:
@@ -55,6 +55,19 @@ class Sending:
         self.num_tokens = num_tokens
         self._written = [num_cached_tokens] * self._num_layers
         return self._check_range() or self._push_ready(range(self._num_layers))
+
+    def extend(self, blocks: Sequence[int]) -> None:
+        """More blocks for the same tokens: an engine may reserve them chunk by chunk."""
+        if self.blocks is not None:
+            self.blocks = (*self.blocks, *blocks)
+
+    def withdraw(self) -> None:
+        """The published blocks are taken away; the request is computed again and published anew, or stopped.
+
+        What has been pushed stays pushed. Nothing may be in flight: it would still read the old blocks.
+        """
+        self.blocks = None
+        self._first_token = None
 
     def written(self, layer: int, start: int, end: int) -> list[Action]:
         """Tokens [start, end) of `layer` are in the source blocks now."""
@@ -114,6 +127,18 @@ class Sending:
         if self.offered is not None and self.offered.per_layer:
             actions.append(Send(messages.Landed(self.transfer_id, push.layer, push.end)))
         return actions + self._complete()
+
+    def dropped(self, push_id: int) -> list[Action]:
+        """This push was taken back before the transport had all of it, and nothing of it is in flight any more.
+
+        The transfer was stopped, or its blocks are withdrawn; then its tokens are pushed again from the new ones.
+        """
+        push = self._in_flight.pop(push_id, None)
+        if self.state is SenderState.DRAINING:
+            return self._quiet()
+        if push is not None:
+            self._pushed[push.layer] = min(self._pushed[push.layer], push.start)
+        return []
 
     def lost(self, push_id: int, reason: str) -> list[Action]:
         """This push ended with an error: its bytes may be written partly, or even later.

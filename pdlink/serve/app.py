@@ -202,6 +202,10 @@ def _gauges(worker: Worker) -> Gauges:
     engine, pool = worker.engine, worker.pool
     return {
         "sender_transfers": ("Live transfers sent from here, by state", worker.endpoint.sender.states()),
+        "push_nbytes": (
+            "KV bytes that could leave: waiting for room, and handed to a transport and not landed",
+            worker.endpoint.sender.push_nbytes(),
+        ),
         "receiver_transfers": ("Live transfers received here, by state", worker.endpoint.receiver.states()),
         "peers": (
             "Sessions with other workers",

@@ -13,16 +13,19 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from pdlink.cuda.buffers import DeviceBuffer
 from pdlink.endpoint.driver import Endpoint
 from pdlink.engine.engine import Engine
+from pdlink.engine.layer_order import LayerOrder
 from pdlink.engine.models import load_model
 from pdlink.engine.paged_cache import PagedCache
 from pdlink.engine.request import GenerationRequest
-from pdlink.errors import DeadlineExceeded, InvalidRequest, LocalError, PdlinkError, TransferFailed
+from pdlink.errors import ConfigError, DeadlineExceeded, InvalidRequest, LocalError, PdlinkError, TransferFailed
 from pdlink.events import FallbackUsed, RequestEnded, emit
 from pdlink.kv.plan import warm_up
 from pdlink.memory.blocks import BlockPool
@@ -32,14 +35,18 @@ from pdlink.protocol.auth import ControlAddress, check_dial
 from pdlink.protocol.messages import VERSION, Identity
 from pdlink.serve.legs import DecodeLeg, Leg, PrefillLeg
 from pdlink.transport.choice import open_transports
+from pdlink.transport.choice_cuda import open_device_transports
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from pdlink.config import WorkerConfig
+    from pdlink.engine.models import LoadedModel
     from pdlink.engine.request import SamplingParams, TokenOutput
+    from pdlink.memory.buffers import Buffer
     from pdlink.protocol.auth import Credentials
     from pdlink.serve.openai import TransferParams
+    from pdlink.transport.base import Transport
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +102,20 @@ class _Running:
         self.finish_reason = ""
 
 
+def _num_blocks(config: WorkerConfig, model: LoadedModel) -> int:
+    """As configured; on a GPU perhaps as many as fit into a share of its memory. Raises ConfigError for too few."""
+    fraction = config.cache.memory_fraction
+    if fraction is None:
+        return config.cache.num_blocks
+    itemsize: int = getattr(torch, model.dtype).itemsize
+    token_nbytes = model.num_layers * 2 * model.num_kv_heads * model.head_dim * itemsize
+    total_nbytes: int = torch.cuda.get_device_properties(model.device).total_memory
+    num_blocks = int(total_nbytes * fraction) // (token_nbytes * config.cache.block_tokens)
+    if num_blocks < 2:
+        raise ConfigError(f"cache.memory_fraction: {fraction} of {total_nbytes} bytes holds {num_blocks} KV blocks")
+    return num_blocks
+
+
 class Worker:
     """One worker. `open` acquires, `drain` and `close` end; also the engine's listener."""
 
@@ -116,20 +137,17 @@ class Worker:
         """
         config = self.config
         torch.set_num_threads(config.engine.threads)
-        self.model = load_model(config.model)
-        self.pool = BlockPool(config.cache.num_blocks)
+        self.model = load_model(config.model, config.engine.device)
+        num_blocks = _num_blocks(config, self.model)
+        self.pool = BlockPool(num_blocks)
         self.cache = PagedCache(
             self.model,
-            num_blocks=config.cache.num_blocks,
+            num_blocks=num_blocks,
             block_tokens=config.cache.block_tokens,
             order=config.cache.order,
         )
         warm_up()
-        transports = open_transports(
-            config.transport, config.control_host, config.advertise_host, this_host_only=not config.reachable
-        )
-        for transport in transports:
-            transport.register(self.cache.buffer)
+        transports, checksums, layer_order = self._attach(self.cache.buffer)
         identity = Identity(VERSION, self.model.name, self.model.revision, 1, self.cache.layout, host_id())
         self.endpoint = Endpoint(
             self.name,
@@ -137,10 +155,11 @@ class Worker:
             transports,
             config.timeouts,
             batch_timeout_s=config.transport.batch_timeout_s,
+            sharing=config.transport.sharing,
             require_lane=config.transport.require,
             credentials=self._credentials,
             chaos=config.chaos,
-            checksums=Checksums(self.cache.layout, [self.cache.buffer]),
+            checksums=checksums,
             on_death=self._die,
             short_of_blocks=lambda: self.engine.num_waiting > 0,
         )
@@ -153,10 +172,24 @@ class Worker:
             block_tokens=config.cache.block_tokens,
             share_prefixes=config.cache.share_prefixes,
             layer_delay_s=config.simulate_layer_s,
+            layer_order=layer_order,
         )
         self.endpoint.open(config.control_host, config.control_port, config.advertise_host)
         self._thread = threading.Thread(target=self._run_engine, name=f"pdlink-engine-{self.name}", daemon=True)
         self._thread.start()
+
+    def _attach(self, buffer: Buffer | DeviceBuffer) -> tuple[list[Transport], Checksums | None, LayerOrder | None]:
+        """What the place of the KV decides: who can move it, who can read it, and when a layer is written."""
+        config, this_host_only = self.config, not self.config.reachable
+        if isinstance(buffer, DeviceBuffer):
+            transports = open_device_transports(config.transport, buffer, this_host_only=this_host_only)
+            return transports, None, LayerOrder(partial(torch.cuda.Event, blocking=True))
+        transports = open_transports(
+            config.transport, config.control_host, config.advertise_host, this_host_only=this_host_only
+        )
+        for transport in transports:
+            transport.register(buffer)
+        return transports, Checksums(self.cache.layout, [buffer]), None
 
     # -- requests, from the asyncio loop -----------------------------------------------------------------------------
 

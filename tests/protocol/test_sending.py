@@ -159,3 +159,32 @@ def test_news_after_the_end_changes_nothing() -> None:
         machine.finish(1, finished=False),
     ]
     assert after == [[], [], [], [], []]
+
+
+def test_dropped_push_leaves_a_stopped_transfer_quiet() -> None:
+    machine = sending()
+    machine.publish([1, 2], 8, 0)
+    machine.offer(offer(0, 8))
+    machine.written(0, 0, 8)
+    machine.written(1, 0, 8)
+    machine.stop("enough")
+    assert machine.dropped(1) == []
+    assert machine.landed(0) == [Send(messages.Quiet("t")), End("enough")]
+    assert machine.dropped(0) == []
+
+
+def test_dropped_push_of_withdrawn_blocks_is_made_again_from_the_new_ones() -> None:
+    machine = sending()
+    machine.publish([1, 2, 3], 12, 0)
+    machine.offer(offer(0, 12))
+    machine.written(0, 0, 4)
+    machine.landed(0)
+    machine.written(0, 4, 8)
+    machine.written(0, 8, 12)
+    assert machine.dropped(1) == machine.dropped(2) == []
+    machine.withdraw()
+    assert [(p.layer, p.start, p.end) for p in pushes(machine.publish([7, 8, 9], 12, 12))] == [
+        (0, 4, 12),
+        (1, 0, 12),
+        (2, 0, 12),
+    ]

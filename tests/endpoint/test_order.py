@@ -1,0 +1,463 @@
+"""`Order` decides alone: who goes next, how much is in flight, and how long somebody can be passed over."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdlink.config import SharingConfig, WorkerConfig, load
+from pdlink.endpoint.order import OVERDUE_S, Order, Part
+from pdlink.endpoint.pushing import cut
+from pdlink.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TEN = SharingConfig(window_nbytes=40, peer_window_nbytes=20, part_nbytes=10, ageing=0.1)
+
+
+class Line:
+    """An order, and what a test has to remember about it."""
+
+    def __init__(self, sharing: SharingConfig = TEN) -> None:
+        self.order: Order[int] = Order(sharing)
+        self.sharing = sharing
+        self.now = 0.0
+        self.moved = 0
+        self.lacks: dict[str, int] = {}
+        self.born: dict[str, int] = {}
+        self.peer: dict[str, str] = {}
+        self.waiting: Counter[str] = Counter()
+        """Parts, by transfer."""
+        self.flying: dict[str, list[Part[int]]] = {}
+        """By peer, oldest first."""
+        self.sent: list[str] = []
+        self.num_parts = 0
+
+    def come(self, transfer: str, peer: str, nbytes: int) -> None:
+        """All of a transfer may go."""
+        self.lacks[transfer], self.born[transfer], self.peer[transfer] = nbytes, self.moved, peer
+        for start in range(0, nbytes, self.sharing.part_nbytes):
+            part = Part(transfer, peer, min(self.sharing.part_nbytes, nbytes - start), self.num_parts)
+            self.num_parts += 1
+            self.waiting[transfer] += 1
+            self.order.add(part, nbytes)
+
+    def step(self) -> Part[int] | None:
+        part = self.order.next(self.now)
+        if part is not None:
+            self.moved += part.nbytes
+            self.lacks[part.transfer_id] -= part.nbytes
+            self.waiting[part.transfer_id] -= 1
+            self.sent.append(part.transfer_id)
+            self.flying.setdefault(part.peer, []).append(part)
+        return part
+
+    def fill(self) -> None:
+        while self.step() is not None:
+            pass
+
+    def land(self, peer: str, which: int = 0) -> None:
+        self.order.ended(self.flying[peer].pop(which), self.now)
+
+    def run(self, limit: int = 100_000) -> list[str]:
+        """Land everything, oldest of each peer in turn, until nothing is left; the transfers in order of sending."""
+        for _ in range(limit):
+            self.fill()
+            flying = [peer for peer, parts in self.flying.items() if parts]
+            if not flying:
+                break
+            self.land(flying[len(self.sent) % len(flying)])
+        assert self.order.waiting_nbytes == self.order.in_flight_nbytes == 0
+        return self.sent
+
+
+def ready_order(sent: Sequence[str]) -> list[str]:
+    """Transfers in the order of their last part."""
+    last = {transfer: index for index, transfer in enumerate(sent)}
+    return sorted(last, key=last.__getitem__)
+
+
+# -- who goes next ---------------------------------------------------------------------------------------------------
+
+
+def test_a_short_transfer_passes_a_long_one_that_came_first() -> None:
+    line = Line()
+    line.come("long", "a", 200)
+    line.fill()
+    line.come("short", "a", 20)
+    sent = line.run()
+    assert sent[:4] == ["long", "long", "short", "short"]
+    assert ready_order(sent) == ["short", "long"]
+
+
+def test_what_a_transfer_lacks_counts_and_not_what_it_was() -> None:
+    line = Line()
+    line.come("long", "a", 200)
+    for _ in range(18):
+        line.fill()
+        line.land("a")
+    line.come("new", "a", 50)
+    assert ready_order(line.run()) == ["long", "new"]
+
+
+def test_layers_still_to_be_written_count_as_lacking() -> None:
+    """The first layer of a long prompt waits behind a whole short one."""
+    line = Line()
+    line.order.add(Part("long", "a", 10, 0), 1000)
+    line.order.add(Part("short", "a", 10, 1), 20)
+    line.order.add(Part("short", "a", 10, 2), 20)
+    released = [line.order.next(0.0), line.order.next(0.0)]
+    assert [part.transfer_id for part in released if part] == ["short", "short"]
+
+
+def test_first_come_first_served_when_asked_for() -> None:
+    line = Line(TEN.model_copy(update={"order": "fcfs"}))
+    for index, nbytes in enumerate((200, 10, 90, 30)):
+        line.come(f"t{index}", "ab"[index % 2], nbytes)
+    sent = line.run()
+    for peer in ("t0 t2", "t1 t3"):
+        assert [name for name in ready_order(sent) if name in peer] == peer.split()
+
+
+def test_parts_of_a_transfer_go_in_the_order_they_came() -> None:
+    line = Line()
+    line.come("t", "a", 95)
+    jobs = []
+    while (part := line.step()) is not None:
+        jobs.append(part.job)
+        line.land("a")
+    assert jobs == list(range(10))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("num_peers", [1, 4])
+def test_mean_time_to_ready_beats_first_come_first_served(seed: int, num_peers: int) -> None:
+    """One link of one byte a second, 80 % busy, transfers of 1 to 400 parts: simulated time, so always the same."""
+    chance = random.Random(seed)
+    sizes = [10 * min(400, max(1, int(chance.lognormvariate(2.5, 1.4)))) for _ in range(300)]
+    gap_s = sum(sizes) / len(sizes) / 0.8
+    arrivals, at_s = [], 0.0
+    for index, nbytes in enumerate(sizes):
+        at_s += chance.expovariate(1 / gap_s)
+        arrivals.append((at_s, f"t{index}", f"p{chance.randrange(num_peers)}", nbytes))
+    means = {}
+    for order in ("fcfs", "shortest"):
+        took_s = simulate(
+            SharingConfig(order=order, window_nbytes=80, peer_window_nbytes=40, part_nbytes=10), arrivals
+        )
+        means[order] = sum(took_s.values()) / len(took_s)
+    assert means["shortest"] < 0.7 * means["fcfs"]
+
+
+def simulate(sharing: SharingConfig, arrivals: list[tuple[float, str, str, int]]) -> dict[str, float]:
+    """Seconds from coming to the last byte, on a link of one byte a second that serves what it holds in order."""
+    order: Order[None] = Order(sharing)
+    link: deque[tuple[float, Part[None]]] = deque()
+    left: Counter[str] = Counter()
+    took_s: dict[str, float] = {}
+    coming, free_s, now = deque(arrivals), 0.0, 0.0
+    came = {name: at_s for at_s, name, _, _ in arrivals}
+    while coming or link:
+        if coming and (not link or coming[0][0] <= link[0][0]):
+            now, name, peer, nbytes = coming.popleft()
+            for _ in range(nbytes // 10):
+                left[name] += 1
+                order.add(Part(name, peer, 10, None), nbytes)
+        else:
+            now, part = link.popleft()
+            order.ended(part, now)
+            left[part.transfer_id] -= 1
+            if not left[part.transfer_id]:
+                took_s[part.transfer_id] = now - came[part.transfer_id]
+        while (released := order.next(0.0)) is not None:  # its own clock stands still: nobody is slow here
+            free_s = max(free_s, now) + released.nbytes
+            link.append((free_s, released))
+    assert len(took_s) == len(arrivals)
+    return took_s
+
+
+# -- bounds ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_of_short_transfers_passes_a_long_one_only_for_so_long() -> None:
+    """The bound of the docstring: what comes when the link has moved another S / ageing bytes goes behind."""
+    line = Line()
+    line.come("long", "a", 100)
+    line.fill()
+    for index in range(400):
+        line.come(f"s{index}", "a", 10)
+        line.land("a")
+        line.fill()
+        if line.lacks["long"] == 0:
+            break
+    passed = line.sent[2:].index("long") * 10
+    assert (80 - 10) / TEN.ageing - 40 <= passed <= (80 - 10) / TEN.ageing + 10
+    assert line.lacks["long"] == 0
+
+
+def test_a_peer_with_a_hundred_transfers_does_not_crowd_out_one_with_one() -> None:
+    line = Line()
+    for index in range(100):
+        line.come(f"a{index}", "a", 30)
+    line.come("b", "b", 30)
+    assert line.run().index("b") <= 3
+
+
+def test_a_burst_of_short_transfers_to_one_peer_passes_a_long_one_to_another_only_for_so_long() -> None:
+    line = Line()
+    line.come("long", "b", 100)
+    for index in range(1000):
+        line.come(f"a{index}", "a", 10)
+    assert line.run().index("long") * 10 <= 100 / TEN.ageing + 10
+
+
+def test_peers_with_equal_claims_take_turns() -> None:
+    line = Line(TEN.model_copy(update={"ageing": 1.0}))
+    for peer in "abcd":
+        for index in range(4):
+            line.come(f"{peer}{index}", peer, 10)
+    sent = line.run()
+    for first in range(0, 16, 4):
+        assert {name[0] for name in sent[first : first + 4]} == set("abcd")
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("come"), st.integers(0, 3), st.integers(1, 120)),
+        st.tuples(st.just("land"), st.integers(0, 3), st.integers(0, 5)),
+        st.tuples(st.just("step"), st.just(0), st.just(0)),
+        st.tuples(st.just("drop"), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("wait"), st.integers(1, 20), st.just(0)),
+    ),
+    max_size=120,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    operations=OPERATIONS,
+    ageing=st.sampled_from([0.01, 0.1, 1.0]),
+    windows=st.sampled_from([(40, 20), (10, 10), (25, 15), (7, 5)]),
+    order=st.sampled_from(["shortest", "fcfs"]),
+)
+def test_every_part_goes_or_is_dropped_once_and_no_window_is_exceeded(
+    operations: list[tuple[str, int, int]], ageing: float, windows: tuple[int, int], order: str
+) -> None:
+    sharing = TEN.model_copy(
+        update={"window_nbytes": windows[0], "peer_window_nbytes": windows[1], "ageing": ageing, "order": order}
+    )
+    line = Line(sharing)
+    gone: Counter[int] = Counter()
+
+    def step() -> bool:
+        before = {peer: sum(part.nbytes for part in parts) for peer, parts in line.flying.items()}
+        counted = sum(nbytes for peer, nbytes in before.items() if not line.order._peers[peer].slow)
+        waiting = {name: (line.lacks[name], line.born[name]) for name, count in line.waiting.items() if count}
+        part = line.step()
+        if part is None:
+            return False
+        gone[part.job] += 1
+        mine = before.get(part.peer, 0)
+        assert mine == 0 or mine + part.nbytes <= sharing.peer_window_nbytes
+        if not line.order._peers[part.peer].slow:
+            excused = sum(before.get(peer, 0) for peer, item in line.order._peers.items() if not item.slow)
+            assert min(counted, excused) == 0 or min(counted, excused) + part.nbytes <= sharing.window_nbytes
+        lacked, born = waiting[part.transfer_id]
+        for name, (lacks, since) in waiting.items():
+            if line.peer[name] == part.peer and since < born and sharing.order == "shortest":
+                assert born - since <= (lacks - lacked) / sharing.ageing + 1e-6
+        return True
+
+    for what, first, second in operations:
+        match what:
+            case "come":
+                line.come(f"t{len(line.lacks)}", f"p{first}", second)
+            case "land":
+                parts = line.flying.get(f"p{first}", [])
+                if parts:
+                    line.land(f"p{first}", second % len(parts))
+            case "step":
+                step()
+            case "drop" if first < len(line.lacks):
+                dropped = line.order.drop(f"t{first}")
+                assert len(dropped) == line.waiting.pop(f"t{first}", 0)
+                gone.update(part.job for part in dropped)
+            case "wait":
+                line.now += first / 20 * OVERDUE_S
+        line.order.check()
+    while True:
+        while step():
+            pass
+        line.order.check()
+        flying = [peer for peer, parts in line.flying.items() if parts]
+        if not flying:
+            break
+        line.land(flying[0])
+    assert line.order.waiting_nbytes == line.order.in_flight_nbytes == 0
+    assert set(gone) == set(range(line.num_parts))
+    assert set(gone.values()) <= {1}
+    for peer in list(line.flying):
+        line.order.forget(peer)
+    line.order.check()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=60),
+    long=st.integers(1, 300),
+    ageing=st.sampled_from([0.05, 0.2, 1.0]),
+    busy=st.integers(0, 20),
+)
+def test_a_burst_of_another_peer_keeps_to_its_bound(sizes: list[int], long: int, ageing: float, busy: int) -> None:
+    """Newer transfers to another peer get at most S / ageing + the lead + one part before a waiting one."""
+    line = Line(TEN.model_copy(update={"ageing": ageing}))
+    for index in range(busy):  # both peers have had something before
+        line.come(f"x{index}", "ab"[index % 3 == 0], 10 * (index % 5) + 1)
+    line.run()
+    line.sent.clear()
+    line.come("long", "b", long)
+    lead = max(0, line.order._peers["b"].had - line.order._peers["a"].had) if "a" in line.order._peers else 0
+    for index, nbytes in enumerate(sizes):
+        line.come(f"a{index}", "a", nbytes)
+    passed = 0
+    while True:
+        part = line.step()
+        assert part is not None
+        if part.transfer_id == "long":
+            break
+        passed += part.nbytes
+        line.land("a")
+    assert passed <= long / ageing + lead + 10
+
+
+# -- what is in flight -----------------------------------------------------------------------------------------------
+
+
+def test_a_peer_has_its_window_and_all_share_one() -> None:
+    line = Line()
+    for peer in "abc":
+        line.come(peer, peer, 100)
+    line.fill()
+    assert sorted(len(parts) for parts in line.flying.values()) == [2, 2]
+    assert line.order.in_flight_nbytes == 40
+
+
+def test_a_part_that_is_larger_than_the_window_goes_alone() -> None:
+    order: Order[None] = Order(TEN)
+    for name in "ab":
+        order.add(Part(name, name, 1000, None), 1000)
+    part = order.next(0.0)
+    assert part is not None
+    assert order.next(0.0) is None
+    order.ended(part, 0.0)
+    assert order.next(0.0) is not None
+
+
+def test_stalled_peers_take_nothing_from_the_others_once_they_are_overdue() -> None:
+    line = Line()
+    for peer in "ab":
+        line.come(peer, peer, 100)
+    line.fill()
+    line.come("c", "c", 100)
+    assert line.step() is None  # two peers hold the whole window
+    line.now = 1.01 * OVERDUE_S
+    line.fill()
+    assert len(line.flying["c"]) == 2
+    line.land("c")
+    line.fill()
+    assert len(line.flying["c"]) == 2
+    assert [len(line.flying[peer]) for peer in "ab"] == [2, 2]
+
+
+def test_a_slow_peer_is_served_beside_a_fast_one_that_always_has_something_to_send() -> None:
+    line = Line()
+    line.come("slow", "s", 60)
+    line.fill()
+    line.now = 1.01 * OVERDUE_S
+    for index in range(60):
+        for peer in "ab":
+            line.come(f"{peer}{index}", peer, 20)
+    line.fill()
+    for _ in range(40):
+        line.now += 0.01 * OVERDUE_S
+        for peer in "ab":
+            line.land(peer)
+        line.fill()
+        assert [len(line.flying[peer]) for peer in "ab"] == [2, 2]
+    line.land("s")
+    line.fill()
+    assert len(line.flying["s"]) == 2
+
+
+def test_a_slow_peer_that_has_caught_up_shares_the_window_again() -> None:
+    line = Line()
+    line.come("a", "a", 100)
+    line.come("b", "b", 100)
+    line.fill()
+    line.come("c", "c", 100)
+    line.now = 1.01 * OVERDUE_S
+    line.fill()
+    line.land("a")
+    line.land("a")
+    line.fill()
+    line.order.check()
+    assert not line.order._peers["a"].slow
+    assert line.order._peers["b"].slow
+
+
+def test_a_peer_that_could_take_nothing_has_nothing_to_make_up_for() -> None:
+    """Otherwise it would have the link for itself when it is back."""
+    line = Line(TEN.model_copy(update={"ageing": 1.0}))
+    line.come("a", "a", 60)
+    line.fill()
+    line.now = 2 * OVERDUE_S
+    for index in range(50):
+        line.come(f"b{index}", "b", 60)
+    for _ in range(100):
+        line.fill()
+        line.land("b")
+    line.sent.clear()
+    for index in range(50):
+        line.come(f"c{index}", "a", 60)
+    for _ in range(40):
+        line.fill()
+        for peer in "ab":
+            line.land(peer)
+    assert sum(name.startswith("b") for name in line.sent) >= 30
+
+
+# -- cutting ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    start=st.integers(0, 5000),
+    length=st.integers(1, 5000),
+    token_nbytes=st.integers(1, 5000),
+    block=st.sampled_from([1, 4, 16, 48, 128]),
+    part=st.integers(1, 1 << 20),
+)
+def test_parts_cover_a_push_and_begin_with_blocks(
+    start: int, length: int, token_nbytes: int, block: int, part: int
+) -> None:
+    ranges = cut(start, start + length, token_nbytes, block, part)
+    assert (ranges[0][0], ranges[-1][1]) == (start, start + length)
+    assert all(before[1] == after[0] for before, after in zip(ranges, ranges[1:], strict=False))
+    assert all(low < high for low, high in ranges)
+    assert all(low % block == 0 for low, _ in ranges[1:])
+    assert all((high - low) * token_nbytes < part + block * token_nbytes for low, high in ranges)
+    assert len(ranges) <= -(-length * token_nbytes // part) + 1
+
+
+def test_a_window_that_is_smaller_than_what_it_holds_is_refused() -> None:
+    with pytest.raises(ConfigError, match="part_nbytes = 8388608 must be at most peer_window_nbytes = 4194304"):
+        load(
+            WorkerConfig,
+            environment={},
+            flags={"transport.sharing.part_nbytes": 8 << 20, "transport.sharing.peer_window_nbytes": 4 << 20},
+        )

@@ -1,0 +1,227 @@
+"""Several transfers share a link: what overtakes what, who delays whom, and what becomes of what still waits."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdlink.config import SharingConfig
+from pdlink.events import LayerLanded, LayerWritten, listen
+from pdlink.observe.metrics import WorkerMetrics
+
+from .conftest import TIMEOUTS, WAIT_S, Handler, Node, Pair, SenderLog, layout, until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdlink.transport.loopback import Flight
+
+TOKEN_NBYTES, LAYERS = 64, 3
+"""Of one layer."""
+SHARING = SharingConfig(window_nbytes=2048, peer_window_nbytes=1024, part_nbytes=512)
+"""Parts of eight tokens; a peer has two of them in flight, the link has four."""
+BIG, BIG_DST, BIG_TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
+SMALL, SMALL_DST, SMALL_TOKENS = [8], [12], 4
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair(sharing=SHARING)
+    pair.hub.hold = True
+    yield pair
+    pair.close()
+
+
+def begin(
+    pair: Pair,
+    name: str,
+    src: list[int],
+    dst: list[int],
+    num_tokens: int,
+    decode: Node | None = None,
+    *,
+    finish: bool = True,
+) -> tuple[SenderLog, Handler]:
+    """Start a transfer, and wait until all that has room is in flight."""
+    log, handler = pair.announce(name), Handler()
+    receiver = (decode or pair.decode).endpoint.receiver
+    receiver.expect(name, pair.prefill.endpoint.address, handler)
+    receiver.offer(name, dst, 0, num_tokens)
+    before = pair.sender_state("writing")
+    until(lambda: pair.sender_state("early") + pair.sender_state("writing") > before, f"the offer of {name} is there")
+    sender = pair.prefill.endpoint.sender
+    sender.publish(name, src, num_tokens, 0)
+    for layer in range(LAYERS):
+        sender.layer_ready(name, layer, 0, num_tokens)
+    if finish:
+        sender.finish(name, 42, finished=False)
+    return log, handler
+
+
+def waiting(pair: Pair) -> int:
+    return pair.prefill.endpoint.sender.push_nbytes()["waiting"]
+
+
+def in_flight(pair: Pair) -> int:
+    return pair.prefill.endpoint.sender.push_nbytes()["in_flight"]
+
+
+def flights_to(pair: Pair, node: Node) -> list[Flight]:
+    return [flight for flight in list(pair.hub.flights) if flight.link.owner is node.transport]
+
+
+def land_next(pair: Pair, node: Node) -> None:
+    """Land the oldest flight to a node, and wait until its sender has noticed."""
+    flight = flights_to(pair, node)[0]
+    before = in_flight(pair) + waiting(pair)
+    pair.hub.land(flight)
+    until(lambda: in_flight(pair) + waiting(pair) == before - flight.nbytes, "the sender has noticed")
+
+
+def landed(pair: Pair) -> list[tuple[str, int]]:
+    return [(event.transfer_id, event.layer) for event in pair.events if isinstance(event, LayerLanded)]
+
+
+def test_small_transfer_overtakes_a_big_one(pair: Pair) -> None:
+    _, big = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS)
+    assert in_flight(pair) == 1024
+    _, small = begin(pair, "small", SMALL, SMALL_DST, SMALL_TOKENS)
+    while not small.changed.is_set():
+        land_next(pair, pair.decode)
+        if ("small", LAYERS - 1) in landed(pair):
+            break
+    assert small.wait() == ["ready 42", "released"]
+    assert landed(pair) == [("small", 0), ("small", 1), ("small", 2)]
+    assert waiting(pair) > 0
+    pair.hub.hold = False
+    pair.hub.deliver_all()
+    assert big.wait() == ["ready 42", "released"]
+    for layer in range(LAYERS):
+        assert (pair.decode.rows(BIG_DST, 21, layer) == pair.prefill.rows(BIG, 21, layer)).all()
+        assert (pair.decode.rows(SMALL_DST, 4, layer) == pair.prefill.rows(SMALL, 4, layer)).all()
+
+
+def test_no_more_than_the_window_is_in_flight(pair: Pair) -> None:
+    _, big = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS)
+    while pair.hub.flights:
+        assert in_flight(pair) <= 1024
+        assert sum(flight.nbytes for flight in pair.hub.flights) <= 1024
+        land_next(pair, pair.decode)
+    assert big.wait() == ["ready 42", "released"]
+    assert pair.prefill.endpoint.sender.push_nbytes() == {"waiting": 0, "in_flight": 0}
+
+
+def test_layer_that_travels_in_parts_lands_once_and_whole(pair: Pair) -> None:
+    pair.hub.hold = False
+    _, handler = begin(pair, "t", BIG, BIG_DST, BIG_TOKENS)
+    assert handler.wait() == ["ready 42", "released"]
+    events = [event for event in pair.events if isinstance(event, LayerLanded)]
+    assert [(event.layer, event.start, event.end, event.nbytes) for event in events] == [
+        (layer, 0, BIG_TOKENS, BIG_TOKENS * TOKEN_NBYTES) for layer in range(LAYERS)
+    ]
+    written_s = [event.at_s for event in pair.events if isinstance(event, LayerWritten)]
+    for event, ready_s in zip(events, written_s, strict=True):
+        assert ready_s <= event.asked_s <= event.submitted_s
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_what_waits_is_not_submitted_after_a_stop_and_quiet_waits_only_for_what_flies(pair: Pair, side: str) -> None:
+    log, handler = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS)
+    assert waiting(pair) > 0
+    submitted = list(pair.hub.flights)
+    if side == "sender":
+        pair.prefill.endpoint.sender.cancel("big", "enough")
+    else:
+        pair.decode.endpoint.receiver.cancel("big", "enough")
+    until(lambda: waiting(pair) == 0, "the waiting parts are dropped")
+    assert pair.sender_state("draining") == 1
+    assert not log.ended.is_set()
+    for flight in submitted:
+        pair.hub.land(flight)
+    assert log.wait() == ["failed enough", "end"]
+    assert handler.wait() == ["failed enough", "released"]
+    assert pair.hub._num_submitted == len(submitted) == 2
+    assert landed(pair) == []
+    until(pair.idle, "nothing is held")
+
+
+def test_transfer_that_only_waits_is_quiet_at_once(pair: Pair) -> None:
+    begin(pair, "big", BIG, BIG_DST, BIG_TOKENS)
+    log, handler = begin(pair, "small", SMALL, SMALL_DST, SMALL_TOKENS)
+    assert len(pair.hub.flights) == 2
+    pair.prefill.endpoint.sender.cancel("small", "enough")
+    assert log.wait() == ["failed enough", "end"]
+    assert handler.wait() == ["failed enough", "released"]
+    assert len(pair.hub.flights) == 2
+
+
+def test_withdrawn_blocks_take_what_waits_along_and_it_is_pushed_again_from_the_new_ones(pair: Pair) -> None:
+    """Preemption waits for two parts, not for all that other transfers go before."""
+    sender, new = pair.prefill.endpoint.sender, [0, 3, 4, 6, 10, 13]
+    log, handler = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS, finish=False)
+    submitted = list(pair.hub.flights)
+    withdrawn = threading.Thread(target=sender.withdraw, args=("big", WAIT_S))
+    withdrawn.start()
+    until(lambda: waiting(pair) == 0, "the waiting parts are dropped")
+    for flight in submitted:
+        pair.hub.land(flight)
+    withdrawn.join(WAIT_S)
+    assert pair.hub._num_submitted == 2
+    pair.hub.hold = False
+    pair.compute("big", new, BIG_TOKENS)
+    assert handler.wait() == ["ready 42", "released"]
+    assert log.wait() == ["end"]
+    for layer in range(LAYERS):
+        assert (pair.decode.rows(BIG_DST, 21, layer) == pair.prefill.rows(new, 21, layer)).all()
+
+
+def test_metrics_tell_what_waits_and_for_how_long(pair: Pair) -> None:
+    metrics = WorkerMetrics(lambda: {"push_nbytes": ("help", pair.prefill.endpoint.sender.push_nbytes())})
+    stop = listen(metrics)
+    _, handler = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS)
+    text = metrics.text().decode()
+    assert 'pdlink_push_nbytes{kind="waiting"} 3008.0' in text
+    assert 'pdlink_push_nbytes{kind="in_flight"} 1024.0' in text
+    pair.hub.hold = False
+    pair.hub.deliver_all()
+    assert handler.wait() == ["ready 42", "released"]
+    stop()
+    assert "pdlink_push_wait_seconds_count 3.0" in metrics.text().decode()
+
+
+def test_lost_peer_takes_what_waits_for_it_along(pair: Pair) -> None:
+    log, handler = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS)
+    also, _ = begin(pair, "small", SMALL, SMALL_DST, SMALL_TOKENS)
+    pair.hub.fail_peer(pair.hub.flights[0].link, "reset")
+    assert log.wait()[-1] == also.wait()[-1] == "end"
+    assert handler.wait()[-1] == "released"
+    assert pair.hub._num_submitted == 2
+    assert pair.prefill.endpoint.sender.push_nbytes() == {"waiting": 0, "in_flight": 0}
+
+
+def test_deadline_of_a_part_counts_from_when_it_is_handed_over(pair: Pair) -> None:
+    _, handler = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS)
+    while pair.hub.flights:
+        pair.hub.advance(1.0)  # eight parts one after the other take longer than the 5 s that each may
+        assert all(flight.deadline_s == flight.submitted_s + 5.0 for flight in pair.hub.flights)
+        land_next(pair, pair.decode)
+    assert handler.wait() == ["ready 42", "released"]
+
+
+def test_stalled_peer_does_not_stop_another(pair: Pair) -> None:
+    other = Node(pair.hub, "decode-2", layout(8), TIMEOUTS).open()
+    try:
+        begin(pair, "stalled", BIG, BIG_DST, BIG_TOKENS)
+        assert len(flights_to(pair, pair.decode)) == 2
+        _, handler = begin(pair, "moving", BIG, BIG_DST, BIG_TOKENS, decode=other)
+        while flights := flights_to(pair, other):
+            assert len(flights) == 2 or waiting(pair) == LAYERS * BIG_TOKENS * TOKEN_NBYTES - 1024
+            land_next(pair, other)
+        assert handler.wait() == ["ready 42", "released"]
+        assert len(flights_to(pair, pair.decode)) == 2
+    finally:
+        pair.hub.hold = False
+        pair.hub.deliver_all()
+        other.close()
