@@ -5,9 +5,12 @@ parent's connections live on. No method holds the interpreter lock while it wait
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+
+MAX_STAGE_BELOW: int
+RING_NBYTES: int
 
 class Unavailable(RuntimeError):
     """There is no UCX that can be used; the message names what was found, what is needed and what would help."""
@@ -71,19 +74,26 @@ class Event:
 class Engine:
     """A UCX context, its workers and the thread that progresses them."""
 
-    def __init__(self, library: Library, tls: str, devices: str = "") -> None:
+    def __init__(self, library: Library, tls: str, devices: str = "", stage_below: Mapping[str, int] = {}) -> None:
         """tls: "auto" leaves the transports to UCX, "tcp", "shm" (cross-memory attach) or any UCX_TLS list.
 
         devices: a UCX_NET_DEVICES list; empty leaves them to UCX, which listens on every interface it finds.
 
-        Raises RuntimeError if UCX cannot work with these transports here.
+        stage_below: runs shorter than this many bytes are packed on their way if a batch has a few, per lane; "" is
+        for lanes that are not named, 0 packs none.
+
+        Raises ValueError for more than MAX_STAGE_BELOW, RuntimeError if UCX cannot work with these transports here.
         """
 
-    def register_memory(self, address: int, nbytes: int) -> tuple[int, bytes]:
-        """Register memory that outlives the engine; its region index (0, 1, …) and packed remote key."""
+    def register_memory(self, address: int, nbytes: int, cuda_context: int = 0) -> tuple[int, bytes]:
+        """Register memory that outlives the engine; its region index (0, 1, …) and packed remote key.
 
-    def invite(self, peer: str) -> tuple[bytes, int, int, int]:
-        """Open a worker for one peer: worker address; descriptor, device and inode of its gate page (csrc/gate.h)."""
+        cuda_context: of device memory (a CUcontext), which the progress thread then has for good; 0 for host memory.
+        """
+
+    def invite(self, peer: str) -> tuple[bytes, int, int, int, tuple[int, int, bytes]]:
+        """Open a worker for one peer: worker address; descriptor, device and inode of its gate page (csrc/gate.h);
+        address, nbytes and packed key of its ring of slots (csrc/ucx/staging.h)."""
 
     def connect(
         self,
@@ -93,11 +103,13 @@ class Engine:
         pid: int,
         born: int,
         gate: tuple[int, int, int] | None,
+        ring: tuple[int, int, bytes],
     ) -> None:
         """Begin to connect to an invitation's worker address.
 
         regions: base address, nbytes and packed key of each. pid and born: process to watch, 0 if it cannot be seen
         from here. gate: descriptor in that process, device, inode; None if only sockets or another host are involved.
+        ring: of slots, as `invite` says.
         Raises PeerError if the process has ended, the gate cannot be opened or UCX refuses.
         """
 

@@ -389,8 +389,8 @@ class VllmConfig(_Section):
     """vLLM servers started by `pdlink up --engine vllm`."""
 
     executable: str | None = None
-    """The `vllm` command. None takes the one beside this Python, else the first on PATH. Where it is in another
-    environment, pdlink must be installed there too."""
+    """The `vllm` command. None takes the one beside this Python, the first on PATH, or what `make vllm` installed
+    here. Where it is in another environment, pdlink must be installed there too."""
     model: str | None = None
     """Local directory or hub id. None writes a small Llama to disk and serves that."""
     model_name: str = "pdlink-tiny"

@@ -30,6 +30,10 @@ class Batch {
     void copy_some(std::size_t budget_nbytes) {
         while (!finished() && budget_nbytes > 0) {
             const Run& run = runs[next_];
+            if (done_ == 0 && next_ + kPrefetchAhead < runs.size()) {
+                const Run& ahead = runs[next_ + kPrefetchAhead];
+                prefetch_run(ahead.src, ahead.nbytes);
+            }
             const std::size_t left = run.nbytes - done_;
             const std::size_t part = left < budget_nbytes ? left : budget_nbytes;
             copy_run(run.dst + done_, run.src + done_, part);

@@ -1,13 +1,11 @@
 #include "copy/copier.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cmath>
 #include <system_error>
 #include <utility>
@@ -23,41 +21,18 @@ constexpr double kWatchPeriod_s = 0.001;
 constexpr double kFirstQuietLook_s = 0.0002;
 constexpr double kLastQuietLook_s = 0.01;
 
-double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-// base + offset and nbytes from there inside [0, limit)? Returns where, throws if not.
-std::size_t inside(const char* side, std::int64_t base, std::int64_t offset, std::int64_t nbytes, std::size_t limit) {
-    std::int64_t at;
-    const bool overflow = __builtin_add_overflow(base, offset, &at);
-    if (overflow || at < 0 || nbytes < 0 || static_cast<std::uint64_t>(at) > limit ||
-        static_cast<std::uint64_t>(nbytes) > limit - static_cast<std::uint64_t>(at))
-        throw std::invalid_argument(std::string(side) + " run of " + std::to_string(nbytes) + " bytes at " +
-                                    std::to_string(base) + " + " + std::to_string(offset) +
-                                    " is outside its region of " + std::to_string(limit) + " bytes");
-    return static_cast<std::size_t>(at);
-}
-
-const Region& region_at(const char* side, const std::vector<Region>& regions, std::int64_t index) {
-    if (index < 0 || static_cast<std::uint64_t>(index) >= regions.size())
-        throw std::invalid_argument(std::string("no ") + side + " region " + std::to_string(index) + " among " +
-                                    std::to_string(regions.size()));
-    return regions[static_cast<std::size_t>(index)];
-}
-
-Batch resolve(const std::vector<PieceView>& pieces, const std::vector<Region>& src_regions,
-              const std::vector<Region>& dst_regions) {
+Batch resolve(const std::vector<Piece>& pieces, const std::vector<Extent>& local, const std::vector<Extent>& remote) {
     Batch batch;
     std::size_t num_runs = 0;
-    for (const PieceView& piece : pieces) num_runs += piece.num_runs;
+    for (const Piece& piece : pieces) num_runs += piece.num_runs;
     batch.runs.reserve(num_runs);
-    for (const PieceView& piece : pieces) {
-        const Region& src = region_at("source", src_regions, piece.src_region);
-        const Region& dst = region_at("destination", dst_regions, piece.dst_region);
-        const std::int64_t* run = piece.runs;
-        for (std::size_t i = 0; i < piece.num_runs; ++i, run += 3) {
-            const std::size_t from = inside("source", piece.src_base, run[0], run[2], src.nbytes);
-            const std::size_t to = inside("destination", piece.dst_base, run[1], run[2], dst.nbytes);
-            batch.runs.push_back({dst.base + to, src.base + from, static_cast<std::size_t>(run[2])});
+    for (std::size_t p = 0; p < pieces.size(); ++p) {
+        const Bases bases = check_piece(pieces[p], p, local, remote);
+        auto* dst = reinterpret_cast<std::byte*>(bases.dst);
+        const auto* src = reinterpret_cast<const std::byte*>(bases.src);
+        const std::int64_t* run = pieces[p].runs;
+        for (std::size_t i = 0; i < pieces[p].num_runs; ++i, run += 3) {
+            batch.runs.push_back({dst + run[1], src + run[0], static_cast<std::size_t>(run[2])});
             batch.nbytes += static_cast<std::uint64_t>(run[2]);
         }
     }
@@ -72,17 +47,10 @@ Copier::Copier() : epoll_(::epoll_create1(EPOLL_CLOEXEC)), wake_(::eventfd(0, EF
     event.data.ptr = nullptr;  // the wake-up; a peer's life carries the peer
     if (epoll_.get() < 0 || wake_.get() < 0 || ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0)
         throw std::system_error(errno, std::generic_category(), "epoll of the copier");
-    // Signals belong to the threads that were there before.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    try {
+    {
+        const SignalsBlocked blocked;
         thread_ = new std::thread([this] { run(); });
-    } catch (...) {
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        throw;
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     pthread_setname_np(thread_->native_handle(), "pdlink-copy");
 }
 
@@ -95,7 +63,7 @@ void Copier::refuse_fork() const {
 std::size_t Copier::add_region(std::byte* base, std::size_t nbytes) {
     refuse_fork();
     const std::lock_guard lock(mutex_);
-    regions_.push_back({base, nbytes});
+    regions_.push_back({reinterpret_cast<std::uintptr_t>(base), nbytes});
     return regions_.size() - 1;
 }
 
@@ -143,7 +111,7 @@ void Copier::connect(const std::string& name, std::int64_t pid, const std::vecto
     kick();
 }
 
-std::uint64_t Copier::submit(const std::string& name, const std::vector<PieceView>& pieces, double timeout_s) {
+std::uint64_t Copier::submit(const std::string& name, const std::vector<Piece>& pieces, double timeout_s) {
     refuse_fork();
     if (std::isnan(timeout_s)) throw std::invalid_argument("timeout_s is not a number");
     const double submitted_s = now_s();
@@ -155,13 +123,15 @@ std::uint64_t Copier::submit(const std::string& name, const std::vector<PieceVie
         return *peer;
     };
     std::shared_ptr<PeerMemory> memory;
-    std::vector<Region> regions;
+    std::vector<Extent> local, remote;
     {
         const std::lock_guard lock(mutex_);
         memory = ready().memory;
-        regions = regions_;
+        local = regions_;
     }
-    Batch batch = resolve(pieces, regions, memory->regions());
+    for (const Region& region : memory->regions())
+        remote.push_back({reinterpret_cast<std::uintptr_t>(region.base), region.nbytes});
+    Batch batch = resolve(pieces, local, remote);
     batch.submitted_s = submitted_s;
     batch.deadline_s = submitted_s + timeout_s;
 

@@ -35,6 +35,8 @@
 #include "copy/outbox.h"
 #include "copy/peer_memory.h"
 #include "gate.h"
+#include "native.h"
+#include "runs.h"
 
 namespace pdlink {
 
@@ -46,16 +48,6 @@ struct PeerUnusable : std::runtime_error {
 // A name that stands for a connection already. The caller's mistake.
 struct NameTaken : std::invalid_argument {
     using std::invalid_argument::invalid_argument;
-};
-
-// Runs between one of our regions and one of the peer's, as [num_runs][3]: source offset, destination offset, nbytes.
-struct PieceView {
-    std::int64_t src_region;
-    std::int64_t src_base;
-    std::int64_t dst_region;
-    std::int64_t dst_base;
-    const std::int64_t* runs;
-    std::size_t num_runs;
 };
 
 class Copier {
@@ -76,7 +68,7 @@ class Copier {
     void connect(const std::string& peer, std::int64_t pid, const std::vector<PeerFile>& files, const PeerFile& gate);
 
     // Queue one batch and return its ticket. Throws std::invalid_argument for a run outside its region.
-    std::uint64_t submit(const std::string& peer, const std::vector<PieceView>& pieces, double timeout_s);
+    std::uint64_t submit(const std::string& peer, const std::vector<Piece>& pieces, double timeout_s);
 
     bool connected(const std::string& peer);
     void close_peer(const std::string& peer);
@@ -123,7 +115,7 @@ class Copier {
     Descriptor wake_;
 
     std::mutex mutex_;  // guards everything below; may be held while taking the outbox's
-    std::vector<Region> regions_;
+    std::vector<Extent> regions_;
     std::unordered_map<std::string, std::unique_ptr<Peer>> peers_;
     std::deque<Peer*> turns_;     // peers with something to do, in order
     std::vector<Peer*> closing_;  // peers whose gate may not be quiet yet

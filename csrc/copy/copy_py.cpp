@@ -1,19 +1,13 @@
 // Python's view of the copier and of the stores; `pdlink/_copy.pyi` is its manual.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
-
 #include <cstring>
 #include <stdexcept>
 #include <string>
-#include <system_error>
 #include <tuple>
 #include <vector>
 
 #include "copy/copier.h"
 #include "copy/stores.h"
+#include "native_py.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -21,23 +15,12 @@ using namespace nb::literals;
 namespace pdlink {
 namespace {
 
-using Runs = nb::ndarray<const std::int64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using WritableBytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Piece = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, Runs>;
 using File = std::tuple<int, std::uint64_t, std::uint64_t, std::uint64_t>;
 
 PeerFile peer_file(const File& file) {
     return {std::get<0>(file), std::get<1>(file), std::get<2>(file), std::get<3>(file)};
-}
-
-std::uint64_t submit(Copier& copier, const std::string& peer, const std::vector<Piece>& pieces, double timeout_s) {
-    std::vector<PieceView> views;
-    views.reserve(pieces.size());
-    for (const auto& [src_region, src_base, dst_region, dst_base, runs] : pieces)
-        views.push_back({src_region, src_base, dst_region, dst_base, runs.data(), runs.shape(0)});
-    const nb::gil_scoped_release release;
-    return copier.submit(peer, views, timeout_s);
 }
 
 void connect(Copier& copier, const std::string& peer, std::int64_t pid, const std::vector<File>& regions,
@@ -53,16 +36,8 @@ File invite(Copier& copier, const std::string& peer) {
     return {file.fd, file.device, file.inode, file.nbytes};
 }
 
-nb::list poll(Copier& copier) {
-    nb::list out;
-    for (const Report& report : copier.poll())
-        out.append(nb::make_tuple(kind_name(report.kind), report.peer, report.ticket, outcome_name(report.outcome),
-                                  report.nbytes, report.submitted_s, report.done_s, report.detail));
-    return out;
-}
-
 // Copy runs in the calling thread, the way `pdlink bench` measures a ceiling.
-void copy_runs(const WritableBytes& dst, const Bytes& src, const Runs& runs, const StoreKind& kind) {
+void copy_runs(const WritableBytes& dst, const Bytes& src, const PyRuns& runs, const StoreKind& kind) {
     std::byte* to = reinterpret_cast<std::byte*>(dst.data());
     const std::byte* from = reinterpret_cast<const std::byte*>(src.data());
     const std::int64_t* run = runs.data();
@@ -75,16 +50,21 @@ void copy_runs(const WritableBytes& dst, const Bytes& src, const Runs& runs, con
     for (std::size_t i = 0; i < num_runs; ++i)
         if (!fits(run[3 * i], run[3 * i + 2], src_nbytes) || !fits(run[3 * i + 1], run[3 * i + 2], dst_nbytes))
             throw std::invalid_argument("run " + std::to_string(i) + " is outside its buffer");
-    for (std::size_t i = 0; i < num_runs; ++i, run += 3)
+    for (std::size_t i = 0; i < num_runs; ++i, run += 3) {
+        if (i + kPrefetchAhead < num_runs) {
+            const std::int64_t* ahead = run + 3 * kPrefetchAhead;
+            prefetch_run(from + ahead[0], static_cast<std::size_t>(ahead[2]));
+        }
         kind.stream(to + run[1], from + run[0], static_cast<std::size_t>(run[2]));
+    }
     store_fence();
 }
 
-void memcpy_runs(const WritableBytes& dst, const Bytes& src, const Runs& runs) {
+void memcpy_runs(const WritableBytes& dst, const Bytes& src, const PyRuns& runs) {
     copy_runs(dst, src, runs, store_kinds().back());
 }
 
-void nt_runs(const WritableBytes& dst, const Bytes& src, const Runs& runs, const std::string& kind) {
+void nt_runs(const WritableBytes& dst, const Bytes& src, const PyRuns& runs, const std::string& kind) {
     if (kind.empty()) return copy_runs(dst, src, runs, store_kinds().front());
     for (const StoreKind& candidate : store_kinds())
         if (kind == candidate.name) return copy_runs(dst, src, runs, candidate);
@@ -102,18 +82,7 @@ std::vector<std::string> kinds() {
 
 NB_MODULE(_copy, m) {
     using namespace pdlink;
-    nb::exception<PeerUnusable>(m, "PeerUnusable", PyExc_RuntimeError);
-    nb::exception<NameTaken>(m, "NameTaken", PyExc_ValueError);
-    nb::register_exception_translator(
-        [](const std::exception_ptr& error, void*) {
-            try {
-                std::rethrow_exception(error);
-            } catch (const std::system_error& failure) {
-                const nb::object args = nb::make_tuple(failure.code().value(), failure.what());
-                PyErr_SetObject(PyExc_OSError, args.ptr());
-            }
-        },
-        nullptr);
+    add_errors<PeerUnusable, NameTaken>(m);
 
     nb::class_<Copier>(m, "Copier")
         .def(nb::init<>())
@@ -125,9 +94,9 @@ NB_MODULE(_copy, m) {
             "ptr"_a, "nbytes"_a)
         .def("invite", &invite, "peer"_a)
         .def("connect", &connect, "peer"_a, "pid"_a, "regions"_a, "gate"_a)
-        .def("submit", &submit, "peer"_a, "pieces"_a.noconvert(), "timeout_s"_a)
+        .def("submit", &submit<Copier>, "peer"_a, "pieces"_a.noconvert(), "timeout_s"_a)
         .def("connected", &Copier::connected, "peer"_a)
-        .def("poll", &poll)
+        .def("poll", &poll<Copier>)
         .def("fileno", &Copier::fd)
         .def("close_peer", &Copier::close_peer, "peer"_a)
         .def("close", &Copier::close, "grace_s"_a, nb::call_guard<nb::gil_scoped_release>());

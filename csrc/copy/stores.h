@@ -20,8 +20,14 @@ struct StoreKind {
 // What this CPU can run, best first; the last is portable and always there.
 std::span<const StoreKind> store_kinds();
 
-// Copy one run with the best kind if it is long, with memcpy if it is short. The ranges do not overlap.
+// Copy one run with the best kind if it is long or fills whole lines, else with memcpy. The ranges do not overlap.
 void copy_run(std::byte* dst, const std::byte* src, std::size_t nbytes);
+
+// Short runs jump about in the source, where the CPU's own prefetcher does not follow. So whoever copies a list of
+// them asks for the source of the one this many places ahead (256-byte runs, one core of an EPYC, Zen 5, GB/s:
+// none 13.3, 4 ahead 15.7, 16 ahead 17.8, 128 ahead 15.8; runs of 32 KiB 19.6).
+constexpr std::size_t kPrefetchAhead = 16;
+void prefetch_run(const std::byte* src, std::size_t nbytes);
 
 // Everything stored so far by this thread is visible before anything it stores later.
 void store_fence();

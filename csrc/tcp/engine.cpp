@@ -1,21 +1,17 @@
 #include "tcp/engine.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/random.h>
 
 #include <cerrno>
-#include <chrono>
 #include <cmath>
 #include <system_error>
 #include <utility>
 
 namespace pdlink::tcp {
 namespace {
-
-double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 void fill_random(void* at, std::size_t nbytes) {
     if (::getrandom(at, nbytes, 0) != static_cast<ssize_t>(nbytes))  // up to 256 bytes come whole
@@ -31,22 +27,17 @@ Engine::Engine(Settings settings)
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     if (settings_.streams < 1 || settings_.streams > kMaxStreams)
         throw std::invalid_argument("streams must be 1 to " + std::to_string(kMaxStreams));
+    if (settings_.stage_below > kMaxStageBelow)
+        throw std::invalid_argument("stage_below must be at most " + std::to_string(kMaxStageBelow));
     if (!settings_.congestion.empty() && !congestion_usable(settings_.congestion))
         throw std::system_error(errno, std::generic_category(), "congestion control " + settings_.congestion);
     listener_ = listen_on(address_);
     if (!watch(wake_.get(), woken_, EPOLLIN) || !watch(listener_.get(), knocked_, EPOLLIN))
         throw std::system_error(errno, std::generic_category(), "epoll of the tcp transport");
-    // Signals belong to the threads that were there before.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    try {
+    {
+        const SignalsBlocked blocked;
         thread_ = new std::thread([this] { run(); });
-    } catch (...) {
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        throw;
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     pthread_setname_np(thread_->native_handle(), "pdlink-tcp");
 }
 
@@ -108,7 +99,7 @@ void Engine::connect(const std::string& name, const Address& address, const Invi
     for (std::uint16_t stream = 0; stream < settings_.streams; ++stream) {
         Hello hello{kHelloMagic, kVersion, stream, there.session, {}};
         std::copy(there.token.begin(), there.token.end(), hello.token);
-        out.push_back(std::make_unique<Outgoing>(begin_connect(address), hello));
+        out.push_back(std::make_unique<Outgoing>(begin_connect(address), hello, settings_.stage_below));
     }
     const std::lock_guard lock(mutex_);
     Peer& peer = peer_for(name);
@@ -123,7 +114,7 @@ void Engine::connect(const std::string& name, const Address& address, const Invi
     kick();
 }
 
-std::uint64_t Engine::submit(const std::string& name, const std::vector<ucx::Piece>& pieces, double timeout_s) {
+std::uint64_t Engine::submit(const std::string& name, const std::vector<Piece>& pieces, double timeout_s) {
     refuse_fork();
     if (std::isnan(timeout_s)) throw std::invalid_argument("timeout_s is not a number");
     std::list<Batch> one(1);
@@ -137,15 +128,15 @@ std::uint64_t Engine::submit(const std::string& name, const std::vector<ucx::Pie
         if (!peer->dialed) throw PeerUnusable("not connected to peer " + name);
         return *peer;
     };
-    std::vector<ucx::Extent> local, remote;
+    std::vector<Extent> local, remote;
     {
         const std::lock_guard lock(mutex_);
         remote = ready().remote;
         for (const Region& region : regions_)
             local.push_back({reinterpret_cast<std::uintptr_t>(region.base), region.nbytes});
     }
-    batch.puts = ucx::plan_puts(pieces, local, remote);
-    for (const ucx::Put& put : batch.puts) batch.nbytes += put.nbytes;
+    batch.puts = plan_puts(pieces, local, remote);
+    for (const Put& put : batch.puts) batch.nbytes += put.nbytes;
 
     const std::lock_guard lock(mutex_);
     Peer& peer = ready();  // a name is not used twice, so it is the one whose regions were looked at

@@ -40,11 +40,12 @@
 #include "copy/descriptor.h"
 #include "copy/outbox.h"
 #include "copy/peer_memory.h"
+#include "native.h"
+#include "runs.h"
 #include "tcp/incoming.h"
 #include "tcp/outgoing.h"
 #include "tcp/sockets.h"
 #include "tcp/wire.h"
-#include "ucx/runs.h"
 
 namespace pdlink::tcp {
 
@@ -72,6 +73,7 @@ struct Settings {
     std::string congestion;  // "": chosen for peers on this host, the kernel's default for others
     double connect_timeout_s;
     double hello_timeout_s;
+    std::uint64_t stage_below;  // runs shorter than this are packed on their way
 };
 
 class Engine {
@@ -89,7 +91,7 @@ class Engine {
     // Throws NameTaken, std::system_error, std::invalid_argument.
     void connect(const std::string& peer, const Address& address, const Invitation& there);
     // Queue one batch and return its ticket. Throws std::invalid_argument for a run outside its region.
-    std::uint64_t submit(const std::string& peer, const std::vector<ucx::Piece>& pieces, double timeout_s);
+    std::uint64_t submit(const std::string& peer, const std::vector<Piece>& pieces, double timeout_s);
 
     // Whether a connection to the peer is there.
     bool connected(const std::string& peer);
@@ -119,7 +121,7 @@ class Engine {
         // Connected: where we write to.
         bool dialed = false;
         Address address;
-        std::vector<ucx::Extent> remote;
+        std::vector<Extent> remote;
         std::vector<std::unique_ptr<Outgoing>> out;
         std::list<Batch> batches;
         double connect_by_s = std::numeric_limits<double>::infinity();

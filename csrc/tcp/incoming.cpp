@@ -7,6 +7,8 @@
 #include <span>
 #include <utility>
 
+#include "copy/stores.h"
+
 namespace pdlink::tcp {
 
 Turn Incoming::broken(std::string reason) {
@@ -29,7 +31,7 @@ Turn Incoming::receive() {
         if (part_ == Part::kHeader) {
             one = {reinterpret_cast<std::byte*>(&header_) + header_nbytes_, sizeof header_ - header_nbytes_};
         } else if (part_ == Part::kTable) {
-            const std::size_t whole = header_.num_runs * sizeof(FrameRun);
+            const std::size_t whole = header_.num_runs * sizeof(PackedRun);
             one = {reinterpret_cast<std::byte*>(table_) + table_nbytes_, whole - table_nbytes_};
         } else {
             message.msg_iov = places_.data() + next_place_;
@@ -55,7 +57,7 @@ Turn Incoming::receive() {
 void Incoming::take(std::size_t nbytes) {
     if (part_ == Part::kTable) {
         table_nbytes_ += nbytes;
-        if (table_nbytes_ == header_.num_runs * sizeof(FrameRun)) table_complete();
+        if (table_nbytes_ == header_.num_runs * sizeof(PackedRun)) table_complete();
         return;
     }
     if (part_ == Part::kPayload) {
@@ -86,13 +88,28 @@ void Incoming::header_complete() {
 
 // Nothing of a frame is placed before all of it was found to be inside what the peer was invited to.
 void Incoming::table_complete() {
-    const std::span<const FrameRun> runs(table_, header_.num_runs);
+    const std::span<const PackedRun> runs(table_, header_.num_runs);
     if (const Verdict verdict = check_runs(header_, runs, *regions_, reason_); verdict != Verdict::kPlaced)
         return refuse(verdict);
     places_.clear();
     next_place_ = 0;
-    for (const FrameRun& run : runs)
-        if (run.nbytes > 0) places_.push_back({(*regions_)[run.region].base + run.offset, run.nbytes});
+    std::size_t packed_nbytes = 0;
+    for (const PackedRun& run : runs)
+        if (run.nbytes < stage_below_) packed_nbytes += run.nbytes;
+    if (packed_.size() < packed_nbytes) packed_.resize(packed_nbytes);
+    unpack_ = packed_nbytes > 0 ? runs : std::span<const PackedRun>();
+    std::byte* free = packed_.data();
+    for (const PackedRun& run : runs) {
+        if (run.nbytes == 0) continue;
+        const bool pack = run.nbytes < stage_below_;
+        std::byte* at = pack ? free : (*regions_)[run.region].base + run.offset;
+        if (pack) free += run.nbytes;
+        if (pack && !places_.empty() &&
+            static_cast<std::byte*>(places_.back().iov_base) + places_.back().iov_len == at)
+            places_.back().iov_len += run.nbytes;
+        else
+            places_.push_back({at, run.nbytes});
+    }
     payload_left_ = header_.nbytes;
     if (payload_left_ == 0) {
         frame_complete();
@@ -102,7 +119,20 @@ void Incoming::table_complete() {
     }
 }
 
+// The table was checked and is our own copy of it: nobody can have changed it since.
+void Incoming::unpack() {
+    if (unpack_.empty()) return;
+    const std::byte* from = packed_.data();
+    for (const PackedRun& run : unpack_) {
+        if (run.nbytes >= stage_below_) continue;
+        copy_run((*regions_)[run.region].base + run.offset, from, run.nbytes);
+        from += run.nbytes;
+    }
+    store_fence();
+}
+
 void Incoming::frame_complete() {
+    unpack();
     answer(Verdict::kPlaced);
     ++sequence_;
     header_nbytes_ = 0;

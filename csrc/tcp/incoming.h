@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -31,8 +32,10 @@ enum class Turn {
 // Owned by the progress thread, which alone calls it.
 class Incoming {
   public:
-    Incoming(Descriptor socket, std::uint64_t session, std::shared_ptr<const std::vector<Region>> regions)
-        : socket_(std::move(socket)), session_(session), regions_(std::move(regions)) {
+    // stage_below: shorter runs are received side by side, and put into their places when the frame is complete.
+    Incoming(Descriptor socket, std::uint64_t session, std::shared_ptr<const std::vector<Region>> regions,
+             std::uint64_t stage_below)
+        : socket_(std::move(socket)), session_(session), regions_(std::move(regions)), stage_below_(stage_below) {
         places_.reserve(kMaxRuns + 1);
     }
 
@@ -51,6 +54,7 @@ class Incoming {
     void take(std::size_t nbytes);
     void header_complete();
     void table_complete();
+    void unpack();
     void frame_complete();
     void refuse(Verdict verdict);
     void answer(Verdict verdict);
@@ -58,15 +62,18 @@ class Incoming {
     Descriptor socket_;
     const std::uint64_t session_;
     const std::shared_ptr<const std::vector<Region>> regions_;
+    const std::uint64_t stage_below_;
 
     Part part_ = Part::kHeader;
     FrameHeader header_{};
     std::size_t header_nbytes_ = 0;  // received
-    FrameRun table_[kMaxRuns];
+    PackedRun table_[kMaxRuns];
     std::size_t table_nbytes_ = 0;
     std::vector<iovec> places_;  // of the payload; the next header behind it
     std::size_t next_place_ = 0;
     std::uint64_t payload_left_ = 0;
+    std::vector<std::byte> packed_;      // the short runs of the frame, in the order of the table
+    std::span<const PackedRun> unpack_;  // the table, if it has such
     std::uint64_t ticket_ = 0;
     std::uint64_t sequence_ = 0;      // of the frame that is being received
     std::vector<std::byte> answers_;  // not sent yet; while there are any, no frame is read

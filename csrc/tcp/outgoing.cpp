@@ -7,9 +7,18 @@
 #include <cstring>
 #include <utility>
 
-namespace pdlink::tcp {
+#include "copy/stores.h"
 
-Outgoing::Outgoing(Descriptor socket, const Hello& hello) : socket_(std::move(socket)), hello_(hello) {
+namespace pdlink::tcp {
+namespace {
+
+// Packed bytes of one frame: they should still be in the cache when the kernel takes them.
+constexpr std::size_t kMaxPackedNbytes = std::size_t{256} << 10;
+
+}  // namespace
+
+Outgoing::Outgoing(Descriptor socket, const Hello& hello, std::uint64_t stage_below)
+    : socket_(std::move(socket)), hello_(hello), stage_below_(stage_below) {
     table_.reserve(kMaxRuns);
     pieces_.reserve(kMaxRuns + 2);
     pieces_.push_back({const_cast<Hello*>(&hello_), sizeof hello_});
@@ -20,18 +29,43 @@ Turn Outgoing::broken(std::string reason) {
     return Turn::kBroken;
 }
 
+// Add bytes to the payload. Those that go on where the last ones ended need no entry of their own, and packed ones
+// always do: the kernel takes about as long for an entry as for a kilobyte.
+void Outgoing::gather(const std::byte* src, std::uint64_t nbytes, bool pack) {
+    iovec& last = pieces_.back();
+    const bool goes_on = pieces_.size() > 2 && static_cast<const std::byte*>(last.iov_base) + last.iov_len == src;
+    if (goes_on || !pack) {
+        if (goes_on)
+            last.iov_len += nbytes;
+        else
+            pieces_.push_back({const_cast<std::byte*>(src), nbytes});
+        return;
+    }
+    const std::byte* at = packed_.data() + packed_.size();
+    packed_.insert(packed_.end(), src, src + nbytes);
+    gather(at, nbytes, false);
+}
+
 void Outgoing::load(Batch& batch) {
     table_.clear();
     pieces_.clear();
+    packed_.clear();
     next_piece_ = 0;
     pieces_.push_back({&header_, sizeof header_});
     pieces_.push_back({});  // the table, once it is known where it lies
     std::uint64_t nbytes = 0;
-    while (batch.next_put < batch.puts.size() && table_.size() < kMaxRuns - 1 && nbytes < kMaxFrameNbytes) {
-        const ucx::Put& put = batch.puts[batch.next_put];
+    while (batch.next_put < batch.puts.size() && table_.size() < kMaxRuns - 1 && pieces_.size() < kMaxRuns + 1 &&
+           nbytes < kMaxFrameNbytes && packed_.size() < kMaxPackedNbytes) {
+        const Put& put = batch.puts[batch.next_put];
+        if (batch.next_put + kPrefetchAhead < batch.puts.size()) {
+            const Put& ahead = batch.puts[batch.next_put + kPrefetchAhead];
+            prefetch_run(reinterpret_cast<const std::byte*>(ahead.src), ahead.nbytes);
+        }
+        const bool pack = put.nbytes < stage_below_;
+        if (pack && packed_.capacity() == 0) packed_.reserve(kMaxPackedNbytes + kMaxStageBelow);
         const std::uint64_t part = std::min(put.nbytes - batch.next_nbytes, kMaxFrameNbytes - nbytes);
-        table_.push_back({put.dst + batch.next_nbytes, put.dst_region, static_cast<std::uint32_t>(part)});
-        pieces_.push_back({reinterpret_cast<void*>(put.src + batch.next_nbytes), part});
+        append_run(table_, put.dst_region, put.dst + batch.next_nbytes, part);
+        gather(reinterpret_cast<const std::byte*>(put.src + batch.next_nbytes), part, pack);
         nbytes += part;
         batch.next_nbytes += part;
         if (batch.next_nbytes == put.nbytes) {
@@ -39,7 +73,7 @@ void Outgoing::load(Batch& batch) {
             batch.next_nbytes = 0;
         }
     }
-    pieces_[1] = {table_.data(), table_.size() * sizeof(FrameRun)};
+    pieces_[1] = {table_.data(), table_.size() * sizeof(PackedRun)};
     header_ = {kFrameMagic, static_cast<std::uint32_t>(table_.size()), hello_.session, sequence_++, batch.ticket,
                nbytes};
     batch.cut = batch.next_put == batch.puts.size();

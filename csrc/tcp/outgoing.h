@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "copy/descriptor.h"
+#include "runs.h"
 #include "tcp/incoming.h"
 #include "tcp/wire.h"
-#include "ucx/runs.h"
 
 namespace pdlink::tcp {
 
@@ -21,7 +21,7 @@ struct Batch {
     double submitted_s = 0;
     double deadline_s = 0;
     std::uint64_t nbytes = 0;
-    std::vector<ucx::Put> puts;
+    std::vector<Put> puts;
 
     std::size_t next_put = 0;       // first that is not in a frame in full
     std::uint64_t next_nbytes = 0;  // bytes of it that are
@@ -34,7 +34,8 @@ struct Batch {
 // Owned by the progress thread, which alone calls it once it is handed over.
 class Outgoing {
   public:
-    Outgoing(Descriptor socket, const Hello& hello);
+    // stage_below: shorter runs are packed before they are sent.
+    Outgoing(Descriptor socket, const Hello& hello, std::uint64_t stage_below);
 
     Ready ready;
     int fd() const { return socket_.get(); }
@@ -60,16 +61,19 @@ class Outgoing {
 
   private:
     Turn broken(std::string reason);
+    void gather(const std::byte* src, std::uint64_t nbytes, bool pack);
 
     Descriptor socket_;
     const Hello hello_;
+    const std::uint64_t stage_below_;
     bool connected_ = false;
     bool draining_ = false;
 
     FrameHeader header_{};
-    std::vector<FrameRun> table_;
+    std::vector<PackedRun> table_;
     std::vector<iovec> pieces_;
     std::size_t next_piece_ = 0;
+    std::vector<std::byte> packed_;  // the short runs of the frame, one after the other; its room is made once
     std::uint64_t sequence_ = 0;
 
     struct Asked {

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 
@@ -18,8 +17,6 @@ constexpr std::size_t kMaxStrangers = 64;
 constexpr double kAcceptPause_s = 0.1;  // after the process has run out of descriptors
 constexpr double kDrainLimit_s = 10.0;
 constexpr double kForever = std::numeric_limits<double>::infinity();
-
-double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // Takes the same time whatever the bytes are.
 bool equal(const std::uint8_t* one, const std::uint8_t* other, std::size_t nbytes) {
@@ -139,7 +136,8 @@ bool Engine::listen_to(Stranger& stranger) {
         return true;
     }
     peer->streams_taken |= 1U << stranger.hello.stream;
-    auto in = std::make_unique<Incoming>(std::move(stranger.socket), peer->session, peer->regions);
+    auto in =
+        std::make_unique<Incoming>(std::move(stranger.socket), peer->session, peer->regions, settings_.stage_below);
     in->ready = stranger.ready;
     watch(in->fd(), in->ready, EPOLLIN | EPOLLOUT | EPOLLRDHUP);
     peer->in.push_back(std::move(in));

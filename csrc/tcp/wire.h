@@ -12,6 +12,7 @@
 #include <string>
 
 #include "copy/peer_memory.h"
+#include "packed.h"
 
 namespace pdlink::tcp {
 
@@ -27,6 +28,8 @@ constexpr std::uint16_t kVersion = 1;
 constexpr std::uint32_t kMaxRuns = 1023;
 // Other peers wait for one frame at most. At 5 GB/s it takes 0.2 ms, and its header is 1.6 % of it for 1 KiB runs.
 constexpr std::uint64_t kMaxFrameNbytes = std::uint64_t{1} << 20;
+// Runs may be packed on their way if they are shorter than a limit no larger than this.
+constexpr std::uint64_t kMaxStageBelow = std::uint64_t{128} << 10;
 constexpr std::uint16_t kMaxStreams = 16;
 constexpr std::size_t kTokenNbytes = 16;
 
@@ -48,13 +51,6 @@ struct FrameHeader {
     std::uint64_t nbytes;  // of all runs
 };
 static_assert(sizeof(FrameHeader) == 40);
-
-struct FrameRun {
-    std::uint64_t offset;  // in the region
-    std::uint32_t region;
-    std::uint32_t nbytes;
-};
-static_assert(sizeof(FrameRun) == 16);
 
 enum class Verdict : std::uint32_t { kPlaced = 0, kMalformed = 1, kStale = 2, kOutside = 3 };
 
@@ -81,18 +77,10 @@ inline Verdict check_header(const FrameHeader& header, std::uint64_t session, st
 }
 
 // Whether every byte of a frame may be placed.
-inline Verdict check_runs(const FrameHeader& header, std::span<const FrameRun> runs, std::span<const Region> regions,
+inline Verdict check_runs(const FrameHeader& header, std::span<const PackedRun> runs, std::span<const Region> regions,
                           std::string& why) {
-    std::uint64_t nbytes = 0;  // cannot overflow: kMaxRuns times 4 GiB
-    for (const FrameRun& run : runs) {
-        if (run.region >= regions.size() || run.offset > regions[run.region].nbytes ||
-            run.nbytes > regions[run.region].nbytes - run.offset) {
-            why = std::to_string(run.nbytes) + " bytes at " + std::to_string(run.offset) + " are outside region " +
-                  std::to_string(run.region);
-            return Verdict::kOutside;
-        }
-        nbytes += run.nbytes;
-    }
+    std::uint64_t nbytes = 0;
+    if (!all_inside(runs, regions, nbytes, why)) return Verdict::kOutside;
     if (nbytes == header.nbytes) return Verdict::kPlaced;
     why = "the runs have " + std::to_string(nbytes) + " bytes, the header says " + std::to_string(header.nbytes);
     return Verdict::kMalformed;

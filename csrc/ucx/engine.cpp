@@ -1,10 +1,11 @@
 #include "ucx/engine.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <cmath>
 #include <new>
+
+#include "native.h"
 
 namespace pdlink::ucx {
 namespace {
@@ -16,20 +17,6 @@ constexpr std::chrono::seconds kAnswerLimit{60};
 constexpr std::chrono::milliseconds kCloseLimit{1500};
 constexpr std::chrono::milliseconds kJoinLimit{1900};
 constexpr double kLongestTimeout_s = 1e8;
-
-// All signals stay with the threads of the program.
-class SignalsBlocked {
-  public:
-    SignalsBlocked() {
-        sigset_t all;
-        ::sigfillset(&all);
-        ::pthread_sigmask(SIG_SETMASK, &all, &before_);
-    }
-    ~SignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
-  private:
-    sigset_t before_;
-};
 
 }  // namespace
 
@@ -59,6 +46,10 @@ void CommandQueue::shut() {
 }
 
 Engine::Engine(Library library, Choice choice) : owner_(::getpid()), shared_(std::make_shared<Shared>()) {
+    for (const auto& [lane, nbytes] : choice.stage_below)
+        if (nbytes > kMaxStageBelow)
+            throw std::invalid_argument("runs can be packed below " + std::to_string(kMaxStageBelow) +
+                                        " bytes at most, not " + std::to_string(nbytes));
     auto started = std::make_shared<std::promise<void>>();
     auto finished = std::make_shared<std::promise<void>>();
     std::future<void> start = started->get_future();
@@ -152,10 +143,10 @@ void Engine::undo(const std::string& peer, bool Seen::* side) {
     if (!found->second.invited && !found->second.connected) peers_.erase(found);
 }
 
-Registered Engine::register_memory(std::uintptr_t base, std::uint64_t nbytes) {
+Registered Engine::register_memory(std::uintptr_t base, std::uint64_t nbytes, std::uintptr_t cuda_context) {
     require_usable();
     Registered region =
-        answer_of(ask([base, nbytes](Progress& progress) { return progress.add_region(base, nbytes); }));
+        answer_of(ask([=](Progress& progress) { return progress.add_region(base, nbytes, cuda_context); }));
     const std::lock_guard lock(mutex_);
     if (local_.size() <= region.index) local_.resize(region.index + 1, Extent{0, 0});
     local_[region.index] = {base, nbytes};

@@ -57,7 +57,8 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    Registered register_memory(std::uintptr_t base, std::uint64_t nbytes);
+    // cuda_context: of device memory; 0 for host memory.
+    Registered register_memory(std::uintptr_t base, std::uint64_t nbytes, std::uintptr_t cuda_context);
     Opening invite(const std::string& peer);
     void connect(const std::string& peer, Remote remote);
     std::uint64_t submit(const std::string& peer, std::span<const Piece> pieces, double timeout_s);

@@ -1,9 +1,12 @@
 #include "ucx/outgoing.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
+
+#include "copy/stores.h"
 
 namespace pdlink::ucx {
 namespace {
@@ -102,12 +105,19 @@ void Outgoing::connect(const Remote& remote) {
     params.err_handler.cb = &Outgoing::on_error;
     params.err_handler.arg = this;
     check(ucx_, ucx_.ucp_ep_create(worker_, &params, &ep_), "ucp_ep_create");
-    for (const Remote::Region& region : remote.regions) {
+    const auto unpack = [this](const Remote::Region& region) {
         const std::string key = padded(region.rkey);
         ucp_rkey_h rkey = nullptr;
         check(ucx_, ucx_.ucp_ep_rkey_unpack(ep_, key.data(), &rkey), "ucp_ep_rkey_unpack");
         rkeys_.push_back(rkey);
+    };
+    std::vector<std::uint64_t> bases;
+    for (const Remote::Region& region : remote.regions) {
+        unpack(region);
+        bases.push_back(region.base);
     }
+    unpack(remote.ring);
+    packing_ = std::make_unique<Packing>(context_, *this, ep_, rkeys_.back(), remote.ring.base, std::move(bases));
     // The first flush goes there and back: when it is done the lanes are chosen and connected.
     ucp_request_param_t param;
     std::memset(&param, 0, sizeof param);
@@ -128,6 +138,7 @@ void Outgoing::connected() {
     bool sockets_only = true;
     for (const std::string& lane : lanes) sockets_only = sockets_only && lane == "tcp";
     if (sockets_only) gate_.reset();
+    stage_below_ = context_.stage_below(lanes.front());
     link_ = Link::READY;
 }
 
@@ -149,7 +160,7 @@ bool Outgoing::step() {
     const bool posted = link_ == Link::READY && pump();
     reap();
     if (link_ == Link::DRAINING && batches_.empty()) end();
-    if (link_ == Link::ENDING && closed_ && ops_under_way_ == 0) {
+    if (link_ == Link::ENDING && closed_ && ops_under_way_ == 0 && (!packing_ || packing_->puts_under_way() == 0)) {
         for (const ucp_rkey_h rkey : rkeys_) ucx_.ucp_rkey_destroy(rkey);
         rkeys_.clear();
         link_ = Link::ENDED;
@@ -165,18 +176,38 @@ bool Outgoing::pump() {
     for (; posting_ < batches_.size(); ++posting_) {
         Batch& batch = *batches_[posting_];
         if (!enter_gate(batch)) return true;
+        if (batch.next == 0) begin(batch);
         while (batch.next < batch.puts.size()) {
             if (free_ops_.empty() || nbytes_under_way_ >= kWindowNbytes) return posted > 0;
             if (posted >= kOpsPerStep || nbytes >= kNbytesPerStep || !broken_.empty()) return true;
-            nbytes += batch.puts[batch.next].nbytes;
-            post_put(batch);
-            ++posted;
+            const Put& put = batch.puts[batch.next];
+            nbytes += put.nbytes;
+            if (put.nbytes >= batch.stage_below) {
+                if (packing_->busy()) return posted > 0;
+                post_put(batch);
+                ++posted;
+                continue;
+            }
+            if (batch.next + kPrefetchAhead < batch.puts.size()) {
+                const Put& ahead = batch.puts[batch.next + kPrefetchAhead];
+                prefetch_run(reinterpret_cast<const std::byte*>(ahead.src), ahead.nbytes);
+            }
+            if (!packing_->add(batch, put)) return posted > 0;
+            ++batch.next;
         }
+        if (!packing_->finish()) return posted > 0;
         if (!broken_.empty()) return true;
         post_flush(batch);
         ++posted;
     }
     return posted > 0;
+}
+
+// Whether to pack its short runs.
+void Outgoing::begin(Batch& batch) {
+    const auto is_short = [this](const Put& put) { return put.nbytes < stage_below_; };
+    const bool worth_it = std::count_if(batch.puts.begin(), batch.puts.end(), is_short) >= kWorthStaging;
+    batch.stage_below = worth_it ? stage_below_ : 0;
 }
 
 // False if the owner has shut its gate; the peer is failed then.
@@ -241,7 +272,8 @@ void Outgoing::reap() {
             if (std::exchange(batch->inside_gate, false)) gate_->leave();
     while (!batches_.empty()) {
         Batch& batch = *batches_.front();
-        if (batch.puts_under_way > 0 || batch.flush == Batch::Flush::POSTED) return;
+        if (batch.puts_under_way > 0 || batch.requests > 0 || batch.flush == Batch::Flush::POSTED) return;
+        if (batch.slots_under_way > 0 && link_ < Link::ENDING) return;
         const bool may_land_unseen = batch.next > 0 && link_ < Link::ENDING;
         if (batch.flush == Batch::Flush::NONE && (!batch.reported || may_land_unseen)) return;
         if (!batch.reported) {

@@ -23,9 +23,10 @@
 #include <vector>
 
 #include "gate.h"
+#include "runs.h"
 #include "ucx/context.h"
 #include "ucx/events.h"
-#include "ucx/runs.h"
+#include "ucx/packing.h"
 
 namespace pdlink::ucx {
 
@@ -45,6 +46,7 @@ struct Remote {
     };
     std::string address;
     std::vector<Region> regions;
+    Region ring;             // of slots for short runs
     std::int64_t pid = 0;    // process to watch, 0 if it is not visible from here
     std::uint64_t born = 0;  // its start time: the pid may have been given to another process
     std::optional<Gate> gate;
@@ -58,9 +60,12 @@ struct Batch {
     std::vector<Put> puts;
 
     // The rest belongs to the progress thread.
+    std::uint64_t stage_below = 0;  // shorter puts are packed
     Outgoing* owner = nullptr;
-    std::size_t next = 0;            // first put that is not posted
-    std::size_t puts_under_way = 0;  // posted and not completed
+    std::size_t next = 0;             // first put that is not posted
+    std::size_t puts_under_way = 0;   // posted and not completed
+    std::size_t slots_under_way = 0;  // of packed puts, not answered
+    std::size_t requests = 0;         // about slots, that UCX has
     enum class Flush { NONE, POSTED, DONE } flush = Flush::NONE;
     bool inside_gate = false;
     bool reported = false;
@@ -118,6 +123,11 @@ class Outgoing {
     bool ended() const { return link_ == Link::ENDED; }
     // UCX may still call back into this object: a flush may stay behind when its endpoint is closed.
     bool referenced() const { return connecting_ || !batches_.empty(); }
+    // Something may be posted.
+    bool ready() const { return link_ == Link::READY && broken_.empty(); }
+    const Library& ucx() const { return ucx_; }
+    // For answers to notes; null before it is open.
+    Packing* packing() const { return packing_.get(); }
     int pidfd() const { return pidfd_; }  // -1 if the peer's process cannot be watched
 
   private:
@@ -135,6 +145,9 @@ class Outgoing {
     // Puts by cross-memory attach are copies inside the call, 10 us for 32 KiB: not too much before others get a
     // turn.
     static constexpr int kOpsPerStep = 64;
+    // Fewer short runs than this are there sooner by themselves: a slot takes two more messages, and the owner's
+    // time.
+    static constexpr std::ptrdiff_t kWorthStaging = 16;
     static constexpr std::uint64_t kNbytesPerStep = kMaxPutNbytes;
     static constexpr std::chrono::seconds kDrainLimit{2};
     // A host that does not answer. Batches have their own deadlines; this is for a connection nobody uses yet.
@@ -146,6 +159,7 @@ class Outgoing {
     void connected();
     bool pump();
     bool enter_gate(Batch& batch);
+    void begin(Batch& batch);
     void post_put(Batch& batch);
     void post_flush(Batch& batch);
     void completed(Op* op, ucs_status_t status);
@@ -173,7 +187,9 @@ class Outgoing {
     std::unique_ptr<GateWriter> gate_;
     int pidfd_ = -1;
     ucp_ep_h ep_ = nullptr;
-    std::vector<ucp_rkey_h> rkeys_;
+    std::vector<ucp_rkey_h> rkeys_;  // of the regions, and last of the ring
+    std::unique_ptr<Packing> packing_;
+    std::uint64_t stage_below_ = 0;                               // of the lane
     Clock::time_point link_deadline_ = Clock::time_point::max();  // of CONNECTING and DRAINING
     Clock::time_point next_check_ = Clock::time_point::max();
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstring>
 #include <system_error>
 
 namespace pdlink::ucx {
@@ -34,6 +35,7 @@ Progress::Progress(const Library& library, const Choice& choice, EventQueue& eve
         epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
         if (epoll_ < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1");
         watch(commands_watch_, Watch::Kind::COMMANDS, nullptr, bell.fd());
+        listen_for_answers();
         watch(writing_watch_, Watch::Kind::WRITING, nullptr, context_->worker_fd(writing_));
     } catch (...) {
         if (epoll_ >= 0) ::close(epoll_);
@@ -78,8 +80,8 @@ Progress::Peer& Progress::peer_named(const std::string& name) {
     return *peer;
 }
 
-Registered Progress::add_region(std::uintptr_t base, std::uint64_t nbytes) {
-    const std::uint32_t index = context_->add_region(base, nbytes);
+Registered Progress::add_region(std::uintptr_t base, std::uint64_t nbytes, std::uintptr_t cuda_context) {
+    const std::uint32_t index = context_->add_region(base, nbytes, cuda_context);
     return {index, context_->regions()[index].rkey};
 }
 
@@ -92,7 +94,14 @@ Opening Progress::invite(const std::string& name) {
     watch(peer.incoming_watch, Watch::Kind::INCOMING, &peer, incoming->fd());
     peer.incoming = std::move(incoming);
     peer.incoming_awake = true;
-    return {peer.incoming->address(), peer.incoming->gate().fd(), status.st_dev, status.st_ino};
+    const SlotMemory& ring = peer.incoming->unpacking().ring();
+    return {peer.incoming->address(),
+            peer.incoming->gate().fd(),
+            status.st_dev,
+            status.st_ino,
+            ring.base(),
+            kNumSlots * kSlotNbytes,
+            ring.rkey()};
 }
 
 void Progress::connect(const std::string& name, const Remote& remote, std::shared_ptr<Face> face) {
@@ -167,6 +176,43 @@ void Progress::finish_closing(Clock::time_point now) {
     }
 }
 
+void Progress::listen_for_answers() {
+    ucp_am_handler_param_t param;
+    std::memset(&param, 0, sizeof param);
+    param.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
+    param.id = kAnswerId;
+    param.cb = &Progress::on_answer;
+    param.arg = this;
+    check(context_->ucx(), context_->ucx().ucp_worker_set_am_recv_handler(writing_, &param),
+          "ucp_worker_set_am_recv_handler");
+}
+
+// An answer counts for whom it names, by a number that only this peer was told. Late ones find nobody.
+ucs_status_t Progress::on_answer(void* self, const void* header, std::size_t header_nbytes, void*, std::size_t,
+                                 const ucp_am_recv_param_t*) {
+    Answer answer;
+    if (header_nbytes != sizeof answer) return UCS_OK;
+    std::memcpy(&answer, header, sizeof answer);
+    if (answer.magic != kAnswerMagic) return UCS_OK;
+    for (auto& [name, peer] : static_cast<Progress*>(self)->peers_) {
+        Packing* packing = peer->outgoing ? peer->outgoing->packing() : nullptr;
+        if (packing && packing->writer() == answer.writer) packing->answered(answer);
+    }
+    return UCS_OK;
+}
+
+// A peer fails as a whole. Its worker goes at once: nothing more of it is looked at.
+void Progress::refuse(Peer& peer) {
+    peer.refused = true;
+    const std::string reason = "refused what it sent: " + peer.incoming->unpacking().problem();
+    unwatch(peer.incoming_watch);
+    peer.incoming->shut();
+    if (peer.outgoing)
+        peer.outgoing->lose(reason);
+    else
+        events_.push({.kind = Event::Kind::PEER_FAILED, .peer = peer.name, .detail = reason});
+}
+
 bool Progress::progress_worker(ucp_worker_h worker) {
     for (int i = 0; i < kProgressPerTurn; ++i) {
         if (context_->ucx().ucp_worker_progress(worker) == 0) return false;
@@ -180,6 +226,9 @@ bool Progress::turn() {
     for (auto& [name, peer] : peers_)
         if (peer->incoming_awake && peer->incoming->worker() && progress_worker(peer->incoming->worker()))
             more = true;
+    for (auto& [name, peer] : peers_)
+        if (peer->incoming && !peer->closing && !peer->refused && !peer->incoming->unpacking().problem().empty())
+            refuse(*peer);
     const Clock::time_point now = Clock::now();
     for (auto& [name, peer] : peers_) {
         if (!peer->outgoing) continue;

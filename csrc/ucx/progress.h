@@ -32,6 +32,9 @@ struct Opening {
     int gate_fd;
     std::uint64_t gate_device;
     std::uint64_t gate_inode;
+    std::uint64_t ring_base;
+    std::uint64_t ring_nbytes;
+    std::string ring_rkey;
 };
 
 // Made, used and destroyed in one thread.
@@ -43,7 +46,7 @@ class Progress {
     Progress(const Progress&) = delete;
     Progress& operator=(const Progress&) = delete;
 
-    Registered add_region(std::uintptr_t base, std::uint64_t nbytes);
+    Registered add_region(std::uintptr_t base, std::uint64_t nbytes, std::uintptr_t cuda_context);
     Opening invite(const std::string& name);
     void connect(const std::string& name, const Remote& remote, std::shared_ptr<Face> face);
     void submit(const std::string& name, std::unique_ptr<Batch> batch);
@@ -71,12 +74,17 @@ class Progress {
         Watch process_watch{};
         bool incoming_awake = false;  // its worker is not armed
         bool closing = false;
+        bool refused = false;  // it has sent what must not be placed
     };
 
     void watch(Watch& watch, Watch::Kind kind, Peer* peer, int fd);
     void unwatch(Watch& watch);
     Peer& peer_named(const std::string& name);
     bool progress_worker(ucp_worker_h worker);
+    void listen_for_answers();
+    static ucs_status_t on_answer(void* self, const void* header, std::size_t header_nbytes, void* data,
+                                  std::size_t nbytes, const ucp_am_recv_param_t* param);
+    void refuse(Peer& peer);
     void pause_if_fruitless();
     bool arm(ucp_worker_h worker);
     void begin_closing(Peer& peer, bool by_force);

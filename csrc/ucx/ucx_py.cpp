@@ -1,11 +1,13 @@
 // The Python face of the engine; its manual is pdlink/_ucx.pyi.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <map>
 #include <optional>
 #include <tuple>
 
@@ -49,19 +51,20 @@ std::uint64_t submit_pieces(Engine& engine, const std::string& peer, const std::
 
 void connect_peer(Engine& engine, const std::string& peer, const nb::bytes& address,
                   const std::vector<PyRegion>& regions, std::int64_t pid, std::uint64_t born,
-                  const std::optional<PyGate>& gate) {
-    Remote remote{.address = to_string(address), .regions = {}, .pid = pid, .born = born, .gate = {}};
+                  const std::optional<PyGate>& gate, const PyRegion& ring) {
+    Remote remote{.address = to_string(address), .regions = {}, .ring = {}, .pid = pid, .born = born, .gate = {}};
+    remote.ring = {std::get<0>(ring), std::get<1>(ring), to_string(std::get<2>(ring))};
     for (const auto& [base, nbytes, rkey] : regions) remote.regions.push_back({base, nbytes, to_string(rkey)});
     if (gate) remote.gate = Remote::Gate{std::get<0>(*gate), std::get<1>(*gate), std::get<2>(*gate)};
     const nb::gil_scoped_release release;
     engine.connect(peer, std::move(remote));
 }
 
-nb::tuple register_memory(Engine& engine, std::uintptr_t address, std::uint64_t nbytes) {
+nb::tuple register_memory(Engine& engine, std::uintptr_t address, std::uint64_t nbytes, std::uintptr_t cuda_context) {
     Registered region;
     {
         const nb::gil_scoped_release release;
-        region = engine.register_memory(address, nbytes);
+        region = engine.register_memory(address, nbytes, cuda_context);
     }
     return nb::make_tuple(region.index, to_bytes(region.rkey));
 }
@@ -72,7 +75,8 @@ nb::tuple invite_peer(Engine& engine, const std::string& peer) {
         const nb::gil_scoped_release release;
         opening = engine.invite(peer);
     }
-    return nb::make_tuple(to_bytes(opening.address), opening.gate_fd, opening.gate_device, opening.gate_inode);
+    return nb::make_tuple(to_bytes(opening.address), opening.gate_fd, opening.gate_device, opening.gate_inode,
+                          nb::make_tuple(opening.ring_base, opening.ring_nbytes, to_bytes(opening.ring_rkey)));
 }
 
 }  // namespace
@@ -110,14 +114,17 @@ NB_MODULE(_ucx, m) {
     nb::class_<Engine>(m, "Engine")
         .def(
             "__init__",
-            [](Engine* self, Library library, std::string tls, std::string devices) {
-                new (self) Engine(std::move(library), Choice{std::move(tls), std::move(devices)});
+            [](Engine* self, Library library, std::string tls, std::string devices,
+               std::map<std::string, std::uint64_t> stage_below) {
+                new (self)
+                    Engine(std::move(library), Choice{std::move(tls), std::move(devices), std::move(stage_below)});
             },
-            nb::arg("library"), nb::arg("tls"), nb::arg("devices") = "", Unlocked())
-        .def("register_memory", &register_memory, nb::arg("address"), nb::arg("nbytes"))
+            nb::arg("library"), nb::arg("tls"), nb::arg("devices") = "",
+            nb::arg("stage_below") = std::map<std::string, std::uint64_t>(), Unlocked())
+        .def("register_memory", &register_memory, nb::arg("address"), nb::arg("nbytes"), nb::arg("cuda_context") = 0)
         .def("invite", &invite_peer, nb::arg("peer"))
         .def("connect", &connect_peer, nb::arg("peer"), nb::arg("address"), nb::arg("regions"), nb::arg("pid"),
-             nb::arg("born"), nb::arg("gate").none())
+             nb::arg("born"), nb::arg("gate").none(), nb::arg("ring"))
         .def("submit", &submit_pieces, nb::arg("peer"), nb::arg("pieces"), nb::arg("timeout_s"))
         .def("poll", &Engine::poll)
         .def("fileno", &Engine::fileno)
@@ -125,5 +132,7 @@ NB_MODULE(_ucx, m) {
         .def("close_peer", &Engine::close_peer, nb::arg("peer"), Unlocked())
         .def("close", &Engine::close, Unlocked());
 
+    m.attr("MAX_STAGE_BELOW") = kMaxStageBelow;
+    m.attr("RING_NBYTES") = kNumSlots * kSlotNbytes;
     m.def("process_born", &process_born, nb::arg("pid"));
 }

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 PAGE_NBYTES = mmap.PAGESIZE
 
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+"""Linux's numbers; Python 3.11 has no name for the second."""
+
 
 class Buffer:
     """A shared, page-aligned block of host memory.
@@ -46,9 +49,11 @@ class Buffer:
             )
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(self.fd, 0, self.nbytes)
+            os.ftruncate(self.fd, self.nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-            self._mapping = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+            self._mapping = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED)
+            _fill(self._mapping)
+            os.posix_fallocate(self.fd, 0, self.nbytes)  # what `_fill` could not
         except BaseException:
             os.close(self.fd)
             raise
@@ -74,6 +79,21 @@ class Buffer:
 
     def __repr__(self) -> str:
         return f"Buffer({self.nbytes} bytes, {'closed' if self._closed else 'open'})"
+
+
+def _fill(mapping: mmap.mmap) -> None:
+    """Give every page of the mapping its memory, in huge pages where /sys/kernel/mm/transparent_hugepage allows them.
+
+    Copies of scattered 32 KiB runs were a sixth faster with them (one core of an EPYC, Zen 5, anonymous memory). They
+    come with the first touch of a mapping that asks for them, so not with fallocate. A kernel that does not know a
+    request (before 5.14) answers EINVAL.
+    """
+    for request in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
+        try:
+            mapping.madvise(request)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
 
 
 def _available_nbytes() -> int:

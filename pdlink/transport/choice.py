@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.errors import TransportUnavailable
 from pdlink.transport.mapped import MappedTransport
+from pdlink.transport.staging import stage_below, stage_below_lanes
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport, probe_ucx
 
@@ -42,7 +43,9 @@ def open_transports(
         devices = "lo" if this_host_only else ""
     make: dict[str, Callable[[], Transport]] = {
         "mapped": MappedTransport,
-        "ucx": lambda: UcxTransport(config.ucx_tls, config.ucx_library, devices),
+        "ucx": lambda: UcxTransport(
+            config.ucx_tls, config.ucx_library, devices, stage_below_lanes(config.staging.table, config.staging.ucx)
+        ),
         "tcp": lambda: _tcp(config, host, advertise),
     }
     opened, problems = [], []
@@ -68,7 +71,8 @@ def _tcp(config: TransportConfig, host: str, advertise: str | None) -> TcpTransp
     """A host that can be told to peers is; for "listen everywhere" they need `advertise`."""
     listen = config.tcp_host or host
     told = advertise if config.tcp_host in (None, "0.0.0.0", "::") else listen
-    return TcpTransport(listen, config.tcp_streams, config.tcp_congestion, told)
+    packed = stage_below("tcp", config.staging.table, config.staging.tcp)
+    return TcpTransport(listen, config.tcp_streams, config.tcp_congestion, told, stage_below_nbytes=packed)
 
 
 def _rdma() -> bool:

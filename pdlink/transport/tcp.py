@@ -1,6 +1,7 @@
 """`TcpTransport`: kernel TCP of our own, for hosts without RDMA and for peers one does not trust with memory.
 
-A native thread (`csrc/tcp`) gathers runs with sendmsg and receives them straight into the invited pages with recvmsg.
+A native thread (`csrc/tcp`) gathers runs with sendmsg and receives them straight into the invited pages with recvmsg;
+short ones are packed before and unpacked after, since the kernel takes as long for one as for a kilobyte.
 An invitation is an address, a session and a secret that is good for one connection (of each stream). Every frame
 names its session and where each of its runs goes, and the owner checks all of that before a byte is placed: a peer
 can write where it was invited to, as long as it is, and nowhere else. An answer to each frame tells the writer that
@@ -23,6 +24,7 @@ import msgspec
 from pdlink import _tcp
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.transport.base import Occurrence, Probe, Transport, occurrence
+from pdlink.transport.staging import stage_below
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,17 +67,20 @@ class TcpTransport(Transport):
         congestion: str | None = None,
         advertise: str | None = None,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
+        stage_below_nbytes: int | None = None,
     ) -> None:
         """host: address or name to listen on; advertise: the one that peers are told, `host` if None.
 
         streams: connections to each peer. congestion: of the connections made here; None takes cubic (or reno, where
         that is not allowed) for peers on this host and the system's default for others.
+        stage_below_nbytes: shorter runs are packed on their way; None takes what was measured (`staging`).
         """
         self._host = host
         self._advertise = advertise
         self._streams = streams
         self._congestion = congestion
         self._hello_timeout_s = hello_timeout_s
+        self._stage_below = stage_below(self.name) if stage_below_nbytes is None else stage_below_nbytes
         self._advertised = ""
         self._on_loopback = True
         self._engine: _tcp.Engine | None = None
@@ -98,6 +103,10 @@ class TcpTransport(Transport):
             return
         if not 1 <= self._streams <= _tcp.MAX_STREAMS:
             raise TransportUnavailable(f"tcp: {self._streams} streams, possible are 1 to {_tcp.MAX_STREAMS}")
+        if not 0 <= self._stage_below <= _tcp.MAX_STAGE_BELOW:
+            raise TransportUnavailable(
+                f"tcp: runs are packed below {self._stage_below} bytes, possible are 0 to {_tcp.MAX_STAGE_BELOW}"
+            )
         if self._congestion is not None and not _tcp.congestion_usable(self._congestion):
             raise TransportUnavailable(
                 f"tcp: congestion control {self._congestion!r} cannot be used here; see "
@@ -110,7 +119,12 @@ class TcpTransport(Transport):
         self._on_loopback = ipaddress.ip_address(listen).is_loopback
         try:
             self._engine = _tcp.Engine(
-                listen, self._streams, self._congestion or "", CONNECT_TIMEOUT_S, self._hello_timeout_s
+                listen,
+                self._streams,
+                self._congestion or "",
+                CONNECT_TIMEOUT_S,
+                self._hello_timeout_s,
+                self._stage_below,
             )
         except OSError as error:
             raise TransportUnavailable(f"tcp: {error}") from error

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 
+from pdlink.cuda.buffers import DeviceBuffer
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.memory.host import host_id
 from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Probe, Status, Transport
+from pdlink.transport.staging import stage_below_lanes
 
 try:
     from pdlink import _ucx
@@ -30,7 +32,7 @@ except ImportError:  # a build without UCX headers; probe() says so
     _ucx = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pdlink.kv.layout import Piece
     from pdlink.memory.buffers import Buffer
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 NEEDED_UCX = (1, 20)
 """Older versions neither put to ordinary memory natively over TCP nor talk to newer ones (csrc/ucx/library.h)."""
 
-_MAGIC = b"PDUX\x01"
+_MAGIC = b"PDUX\x02"
 """The last byte is the version of the form below."""
 _CHECKSUM_NBYTES = 4
 
@@ -65,6 +67,10 @@ class _Invitation(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     gate_inode: _Count
     address: _Blob
     regions: Annotated[list[_Region], msgspec.Meta(max_length=4096)]
+    ring: _Region
+    """Where packed runs are put, to be unpacked there (`csrc/ucx/staging.h`)."""
+    on_device: bool
+    """Regions are device memory, into which nothing can be unpacked."""
 
 
 def _pack(invitation: _Invitation) -> bytes:
@@ -87,6 +93,8 @@ def _unpack(packed: bytes) -> _Invitation:
     for index, region in enumerate(invitation.regions):
         if not 0 < region.base < region.base + region.nbytes < 2**64:
             raise ProtocolError(f"UCX invitation: region {index} has {region.nbytes} bytes at {region.base:#x}")
+    if invitation.ring.nbytes != _ucx.RING_NBYTES or invitation.ring.base + _ucx.RING_NBYTES >= 2**64:
+        raise ProtocolError(f"UCX invitation: slots of {invitation.ring.nbytes} bytes at {invitation.ring.base:#x}")
     return invitation
 
 
@@ -131,14 +139,23 @@ class UcxTransport(Transport):
 
     name: ClassVar[str] = "ucx"
 
-    def __init__(self, tls: str = "auto", library: str | None = None, devices: str = "") -> None:
+    def __init__(
+        self,
+        tls: str = "auto",
+        library: str | None = None,
+        devices: str = "",
+        stage_below_nbytes: Mapping[str, int] | None = None,
+    ) -> None:
         """tls: "auto", "tcp", "shm" (cross-memory attach, one host only) or a UCX_TLS list.
 
         library: path of libucp.so.0, "off", or None to look for one (see `_ucx.Library.load`).
         devices: a UCX_NET_DEVICES list; empty lets UCX listen on every interface it finds.
+        stage_below_nbytes: shorter runs are packed on their way, per lane ("" for those that are not named); None
+        takes what was measured (`staging`).
         """
         self._tls, self._devices = tls, devices
         self._library_choice = library
+        self._stage_below = stage_below_lanes() if stage_below_nbytes is None else stage_below_nbytes
         self._library: _ucx.Library | None = None
         self._native: _ucx.Engine | None = None
         self._finalizer: weakref.finalize[[], UcxTransport] | None = None
@@ -146,7 +163,9 @@ class UcxTransport(Transport):
         self._registering = threading.Lock()
         self._regions: list[_Region] = []
         """What invitations tell of our buffers, by region index."""
-        self._buffers: list[Buffer] = []
+        self._buffers: list[Buffer | DeviceBuffer] = []
+        self._on_device = False
+        """Some of them are device memory."""
 
     @classmethod
     def probe(cls) -> Probe:
@@ -158,7 +177,9 @@ class UcxTransport(Transport):
         self._library = _load(self._library_choice)
         self._host = host_id()
         try:
-            self._native = _ucx.Engine(self._library, self._tls, self._devices)
+            self._native = _ucx.Engine(self._library, self._tls, self._devices, self._stage_below)
+        except ValueError as error:
+            raise TransportUnavailable(f"ucx: {error}") from None
         except RuntimeError as error:
             raise TransportUnavailable(
                 f"UCX {self._library.version} ({self._library.path}) with transports {self._tls!r}"
@@ -174,16 +195,21 @@ class UcxTransport(Transport):
             raise TransportFailure("the ucx transport is not open")
         return self._native
 
-    def register(self, buffer: Buffer) -> int:
+    def register(self, buffer: Buffer | DeviceBuffer) -> int:
+        """Device memory is registered as such, with its context, and its runs are never packed: that is CPU work."""
+        context = buffer.device.context if isinstance(buffer, DeviceBuffer) else 0
+        if context and any(self._stage_below.values()):
+            raise TransportUnavailable("runs of device memory cannot be packed; stage_below_nbytes must be empty")
         with self._registering:
             try:
-                index, rkey = self._engine.register_memory(buffer.ptr, buffer.nbytes)
+                index, rkey = self._engine.register_memory(buffer.ptr, buffer.nbytes, context)
             except _ucx.PeerError as error:
                 raise TransportFailure(str(error)) from None
             except RuntimeError as error:
                 raise TransportUnavailable(f"UCX cannot register {buffer.nbytes} bytes: {error}") from None
             self._regions.append(_Region(buffer.ptr, buffer.nbytes, rkey))
             self._buffers.append(buffer)
+            self._on_device = self._on_device or bool(context)
             return index
 
     def invite(self, peer: str) -> bytes:
@@ -193,15 +219,18 @@ class UcxTransport(Transport):
         with self._registering:
             regions = list(self._regions)
         try:
-            address, gate_fd, gate_device, gate_inode = engine.invite(peer)
+            address, gate_fd, gate_device, gate_inode, ring = engine.invite(peer)
         except _ucx.PeerError as error:
             raise TransportFailure(str(error)) from None
         except RuntimeError as error:
             raise TransportUnavailable(f"UCX cannot open a worker for {peer}: {error}") from None
         pid = os.getpid()
         born = _ucx.process_born(pid)
+        gate = (gate_fd, gate_device, gate_inode)
         return _pack(
-            _Invitation(library.version, host, pid, born, gate_fd, gate_device, gate_inode, address, regions)
+            _Invitation(
+                library.version, host, pid, born, *gate, address, regions, _Region(*ring), on_device=self._on_device
+            )
         )
 
     def connect(self, peer: str, invitation: bytes) -> None:
@@ -216,6 +245,11 @@ class UcxTransport(Transport):
         sockets_only = self._tls == "tcp"
         if self._tls == "shm" and not same_host:
             raise TransportFailure(f"peer {peer} is on another host, and ucx_tls is shm")
+        if remote.on_device and any(self._stage_below.values()):
+            raise TransportFailure(
+                f"peer {peer} has device memory, into which runs cannot be unpacked; "
+                "stage_below_nbytes must be empty here"
+            )
         if same_host and not visible and not sockets_only:
             # UCX would write straight into its memory, and it could not keep us out of it again.
             raise TransportFailure(
@@ -225,8 +259,9 @@ class UcxTransport(Transport):
         pid, born = (remote.pid, remote.born) if visible else (0, 0)
         gate = (remote.gate_fd, remote.gate_device, remote.gate_inode) if visible and not sockets_only else None
         regions = [(region.base, region.nbytes, region.rkey) for region in remote.regions]
+        ring = (remote.ring.base, remote.ring.nbytes, remote.ring.rkey)
         try:
-            engine.connect(peer, remote.address, regions, pid, born, gate)
+            engine.connect(peer, remote.address, regions, pid, born, gate, ring)
         except _ucx.PeerError as error:
             raise TransportFailure(str(error)) from None
 

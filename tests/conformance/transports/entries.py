@@ -50,6 +50,23 @@ def _ucx(tls: str, *, needs_peer: bool) -> Entry:
     return Entry(f"ucx-{tls}", lambda: make, probe, needs_peer=needs_peer)
 
 
+def _cuda_double() -> Entry:
+    """Mapped device memory over a test double of the driver: fences and reports, nothing about GPUs."""
+    from tests.cuda.fake import COMPILER
+
+    def make() -> Transport:
+        from tests.cuda.double import DoubleTransport
+
+        return DoubleTransport()
+
+    def probe() -> Probe:
+        return Probe(
+            "mapped-cuda", ok=COMPILER is not None, reason="no C++ compiler for the test double of the driver"
+        )
+
+    return Entry("mapped-cuda-double", lambda: make, probe)
+
+
 ENTRIES = {
     entry.name: entry
     for entry in (
@@ -59,5 +76,6 @@ ENTRIES = {
         Entry("tcp-2", lambda: lambda: TcpTransport(streams=2), TcpTransport.probe, needs_peer=True),
         _ucx("tcp", needs_peer=True),
         _ucx("shm", needs_peer=False),
+        _cuda_double(),
     )
 }

@@ -24,6 +24,11 @@ LONG_PASSES = 2048
 """Bytes and rounds of the batch that is still in flight when something happens to it: 8 GiB if nothing did."""
 
 
+SHORT_NBYTES = 512
+SHORT_PASSES = 512
+"""The same with runs that are packed on their way, where a transport does that: 2 GiB."""
+
+
 class Side:
     """A transport, its buffers, and everything it has reported."""
 
@@ -53,16 +58,25 @@ class Side:
         """One run between equal offsets of the first regions."""
         return self.submit(peer, piece([[offset, offset, nbytes]]), timeout_s=timeout_s)
 
-    def submit_long(self, peer: str, timeout_s: float = PATIENCE_S) -> int:
-        """Write the first `LONG_NBYTES` of the peer's first region again and again, each time other bytes."""
-        page = 32 << 10
+    def submit_long(self, peer: str, timeout_s: float = PATIENCE_S, *, short: bool = False) -> int:
+        """Write the first `LONG_NBYTES` of the peer's first region again and again, each time other bytes.
+
+        short: in short runs, no two of which are neighbours.
+        """
+        page, passes = (SHORT_NBYTES, SHORT_PASSES) if short else (32 << 10, LONG_PASSES)
         starts = np.arange(0, LONG_NBYTES, page, dtype=np.int64)
-        rounds = np.arange(LONG_PASSES, dtype=np.int64)
-        runs = np.empty((LONG_PASSES, len(starts), 3), dtype=np.int64)
+        if short:
+            starts = np.concatenate([starts[::2], starts[1::2]])
+        rounds = np.arange(passes, dtype=np.int64)
+        runs = np.empty((passes, len(starts), 3), dtype=np.int64)
         runs[:, :, 0] = starts + 64 * rounds[:, None]
         runs[:, :, 1] = starts
         runs[:, :, 2] = page
         return self.submit(peer, Piece(0, 0, 0, 0, runs.reshape(-1, 3)), timeout_s=timeout_s)
+
+    def submit_short(self, peer: str) -> int:
+        """`submit_long` in short runs."""
+        return self.submit_long(peer, short=True)
 
     def poll(self) -> None:
         self.happened.extend(self.transport.poll())

@@ -76,6 +76,23 @@ def test_ten_thousand_small_runs_are_one_batch(make_side: Callable[[], Side]) ->
     deliver(writer, owner, [Piece(0, 0, 0, 0, scattered(3, 128, 10_000, odd=True))])
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_short_and_long_runs_share_a_batch(make_side: Callable[[], Side], seed: int) -> None:
+    """Short ones may be packed on their way, the others not; neighbours on one side only are joined there."""
+    writer, owner = pair(make_side, num_buffers=2)
+    rng = np.random.default_rng(seed)
+    pieces = []
+    for region in range(2):
+        lengths = np.concatenate([rng.integers(1, 400, 1500), rng.integers(4000, 70_000, 20)])
+        rng.shuffle(lengths)
+        src = rng.integers(0, POOL_NBYTES - lengths)
+        dst = np.cumsum(lengths + rng.integers(0, 2, len(lengths))) - lengths
+        order = rng.permutation(len(lengths)) if seed else np.arange(len(lengths))
+        runs = np.stack([src, dst, lengths], axis=1)[order].astype(np.int64)
+        pieces.append(Piece(region, 0, 1 - region, 7, runs))
+    deliver(writer, owner, pieces)
+
+
 def test_one_batch_spans_several_regions(make_side: Callable[[], Side]) -> None:
     writer, owner = pair(make_side, num_buffers=3)
     pieces = [

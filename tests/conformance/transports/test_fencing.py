@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from tests.conformance.transports.entries import Entry
 
 
-@pytest.fixture
-def busy_pair(entry: Entry, make_side: Callable[[], Side]) -> tuple[Side, Side, list[int]]:
+@pytest.fixture(params=[False, True], ids=["long runs", "short runs"])
+def busy_pair(
+    entry: Entry, make_side: Callable[[], Side], request: pytest.FixtureRequest
+) -> tuple[Side, Side, list[int]]:
     """A writer in the middle of a long batch, with two more behind it."""
     if not entry.native:
         pytest.skip(f"{entry.name} has no batch in flight unless its hub holds it; see tests/transport")
@@ -25,7 +27,11 @@ def busy_pair(entry: Entry, make_side: Callable[[], Side]) -> tuple[Side, Side, 
     owner.add_buffer(LONG_NBYTES, seed=1)
     join(writer, owner)
     before = owner.buffers[0].array[: 32 << 10].copy()
-    tickets = [writer.submit_long("owner"), writer.submit_block("owner", 0, 100), writer.submit_long("owner")]
+    tickets = [
+        writer.submit_long("owner", short=request.param),
+        writer.submit_block("owner", 0, 100),
+        writer.submit_long("owner"),
+    ]
     owner.wait_changed(before)
     return writer, owner, tickets
 

@@ -30,14 +30,14 @@ def write_to(make_side: Callable[[], Side], other: OtherProcess) -> Side:
     return writer
 
 
-def be_written_by(make_side: Callable[[], Side], other: OtherProcess) -> tuple[Side, int]:
+def be_written_by(make_side: Callable[[], Side], other: OtherProcess, *, short: bool = False) -> tuple[Side, int]:
     """The other process is in the middle of a long batch into this one; returns its ticket."""
     owner = make_side()
     owner.add_buffer(LONG_NBYTES, seed=1)
     other.call("add_buffer", SOURCE_NBYTES, 0)
     other.call("connect", "here", owner.invite("other"))
     before = owner.buffers[0].array[: 32 << 10].copy()
-    ticket = other.call("submit_long", "here")
+    ticket = other.call("submit_short" if short else "submit_long", "here")
     owner.wait_changed(before)
     return owner, ticket
 
@@ -53,8 +53,9 @@ def test_bytes_are_visible_to_the_other_process_when_the_batch_is_reported(
         assert landed == hashlib.sha256(writer.buffers[0].array[offset : offset + nbytes].tobytes()).hexdigest()
 
 
+@pytest.mark.parametrize("short", [False, True], ids=["long runs", "short runs"])
 def test_a_killed_owner_fails_every_open_batch_once_and_nobody_else(
-    make_side: Callable[[], Side], other: OtherProcess
+    make_side: Callable[[], Side], other: OtherProcess, short: bool
 ) -> None:
     """ucx#5027: kill -9 of the peer made the survivor abort."""
     writer = write_to(make_side, other)
@@ -62,7 +63,11 @@ def test_a_killed_owner_fails_every_open_batch_once_and_nobody_else(
     bystander.add_buffer(LONG_NBYTES, seed=2)
     join(writer, bystander, "writer", "bystander")
     assert writer.wait_batch(writer.submit_block("bystander", 0, 100)) == "ok"
-    tickets = [writer.submit_long("other"), writer.submit_block("other", 0, 100), writer.submit_long("other")]
+    tickets = [
+        writer.submit_long("other", short=short),
+        writer.submit_block("other", 0, 100),
+        writer.submit_long("other"),
+    ]
     other.kill()
     assert [writer.wait_batch(ticket) for ticket in tickets] == ["peer_failed"] * 3
     writer.wait_failed("other")
@@ -83,8 +88,9 @@ def test_a_killed_owner_is_noticed_while_nothing_is_sent(make_side: Callable[[],
     writer.wait_failed("other")
 
 
-def test_a_killed_writer_can_be_closed(make_side: Callable[[], Side], other: OtherProcess) -> None:
-    owner, _ = be_written_by(make_side, other)
+@pytest.mark.parametrize("short", [False, True], ids=["long runs", "short runs"])
+def test_a_killed_writer_can_be_closed(make_side: Callable[[], Side], other: OtherProcess, short: bool) -> None:
+    owner, _ = be_written_by(make_side, other, short=short)
     other.kill()
     owner.close_peer("other")
     owner.wait_closed("other")
@@ -113,15 +119,16 @@ def test_a_stopped_owner_either_does_not_matter_or_is_a_timeout(
     writer.wait_closed("other")
 
 
+@pytest.mark.parametrize("short", [False, True], ids=["long runs", "short runs"])
 @pytest.mark.parametrize("attempt", range(3))
 def test_nothing_changes_after_a_stopped_writer_was_closed_and_goes_on(
-    make_side: Callable[[], Side], other: OtherProcess, attempt: int
+    make_side: Callable[[], Side], other: OtherProcess, attempt: int, short: bool
 ) -> None:
     """PeerClosed may come while the writer is stopped or only after it went on; from then on memory stays as it is.
 
     The moment of the stop is up to the scheduler, hence several attempts.
     """
-    owner, ticket = be_written_by(make_side, other)
+    owner, ticket = be_written_by(make_side, other, short=short)
     other.stop()
     owner.close_peer("other")
     closed_meanwhile = owner.closed_within("other", 0.1)

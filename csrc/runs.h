@@ -1,4 +1,4 @@
-// From the runs a caller asked for to the puts that are posted: checked, joined, cut.
+// From the runs a caller asked for to the puts that are made: checked, joined, cut. The same for every transport.
 #pragma once
 
 #include <cstddef>
@@ -6,9 +6,9 @@
 #include <span>
 #include <vector>
 
-namespace pdlink::ucx {
+namespace pdlink {
 
-// A region as bounds are checked against it: ours or, with addresses of its process, a peer's.
+// A region as bounds are checked against it: ours, or with addresses of its process a peer's.
 struct Extent {
     std::uint64_t base;
     std::uint64_t nbytes;
@@ -37,10 +37,19 @@ struct Put {
 // cost is 3.5 us over TCP and below 1 us elsewhere: nothing to 4 MiB.
 constexpr std::uint64_t kMaxPutNbytes = 4 << 20;
 
+// The addresses that the offsets of a piece count from. Anything may be written through mapped memory, and TCP and
+// cross-memory attach do not check where a put goes, so nothing is made of any piece before all of its runs are known
+// to lie inside. Throws std::invalid_argument naming piece, run and limits.
+struct Bases {
+    std::uint64_t src;
+    std::uint64_t dst;
+};
+Bases check_piece(const Piece& piece, std::size_t index, std::span<const Extent> local,
+                  std::span<const Extent> remote);
+
 // The puts of a batch in the order given, neighbours (contiguous on both sides) joined, empty runs left out.
-// TCP and cross-memory attach do not check where a put goes: a run outside its region would land anywhere. So nothing
-// is made of any piece before all runs are checked. Throws std::invalid_argument naming piece, run and limits.
+// Throws as check_piece, before there is any.
 std::vector<Put> plan_puts(std::span<const Piece> pieces, std::span<const Extent> local,
                            std::span<const Extent> remote);
 
-}  // namespace pdlink::ucx
+}  // namespace pdlink
