@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdlink.errors import DeadlineExceeded, TransportFailure
-from pdlink.kv.plan import warm_up
 from pdlink.memory.buffers import Buffer
 from pdlink.transport.base import BatchDone, PeerFailed, Status
 
 from .workload import check_and_clear, fill_source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from pdlink.kv.layout import RunArray
+    from pdlink.kv.plan import Plan
     from pdlink.transport.base import Transport
 
     from .workload import Workload
@@ -40,10 +40,11 @@ class Viability:
 
 
 class _End:
-    """One registered buffer behind one transport."""
+    """One registered buffer behind one transport, large enough for the workload of each case."""
 
-    def __init__(self, workload: Workload, make_transport: Callable[[], Transport]) -> None:
-        self.workload = workload
+    def __init__(self, cases: Mapping[str, Workload], make_transport: Callable[[], Transport]) -> None:
+        self.cases = cases
+        self.case = ""
         self.transport = make_transport()
         self.buffer: Buffer | None = None
 
@@ -58,6 +59,10 @@ class _End:
         self.transport.register(self.buffer)
         return self.buffer.array
 
+    @property
+    def workload(self) -> Workload:
+        return self.cases[self.case]
+
     def close(self) -> None:
         self.transport.close()
         if self.buffer is not None:
@@ -66,8 +71,12 @@ class _End:
 
 class Receiver(_End):
     def invite(self) -> bytes:
-        self.array(self.workload.dst.extent(0))
+        self.array(max(workload.dst.extent(0) for workload in self.cases.values()))
         return self.transport.invite(SENDER)
+
+    def take_up(self, case: str) -> None:
+        """What is received from now on is of this case."""
+        self.case = case
 
     def check_and_clear(self) -> str:
         if self.buffer is None:
@@ -77,10 +86,24 @@ class Receiver(_End):
 
 class Sender(_End):
     def connect(self, invitation: bytes) -> None:
+        from pdlink.kv.plan import warm_up
+
         warm_up()
-        fill_source(self.array(self.workload.src.extent(0)), self.workload)
-        self.plan = self.workload.plan()
+        self.array(max(workload.src.extent(0) for workload in self.cases.values()))
+        self.plans = {name: workload.plan() for name, workload in self.cases.items()}
         self.transport.connect(RECEIVER, invitation)
+
+    def take_up(self, case: str) -> None:
+        """Fill the pool with what this case sends."""
+        if self.buffer is None:
+            raise ValueError("not connected yet")
+        if case != self.case:
+            self.case = case
+            fill_source(self.buffer.array, self.workload)
+
+    @property
+    def plan(self) -> Plan:
+        return self.plans[self.case]
 
     def lane(self) -> str:
         """How the bytes really travelled."""
@@ -139,16 +162,25 @@ class Sender(_End):
 class Ceiling:
     """The same runs, copied by one core inside one process: what no transport of one thread can beat."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, cases: Mapping[str, Workload]) -> None:
         from pdlink import _copy
 
         self._native = _copy
-        self.workload = workload
-        self.src, self.dst = Buffer(workload.src.extent(0)), Buffer(workload.dst.extent(0))
+        self.cases = cases
+        self.case = ""
+        self.src = Buffer(max(workload.src.extent(0) for workload in cases.values()))
+        self.dst = Buffer(max(workload.dst.extent(0) for workload in cases.values()))
+        self.runs: RunArray
+
+    def take_up(self, case: str) -> None:
+        if case == self.case:
+            return
+        self.case = case
+        workload = self.cases[case]
         fill_source(self.src.array, workload)
         plan = workload.plan()
         pieces = (piece for layer in range(workload.num_layers) for piece in plan.pieces(layer))
-        self.runs: RunArray = np.concatenate([piece.runs + (piece.src_base, piece.dst_base, 0) for piece in pieces])
+        self.runs = np.concatenate([piece.runs + (piece.src_base, piece.dst_base, 0) for piece in pieces])
 
     def store_kind(self) -> str:
         """The instruction set of the non-temporal stores."""
@@ -167,7 +199,7 @@ class Ceiling:
         return time.monotonic() - start_s
 
     def check_and_clear(self) -> str:
-        return check_and_clear(self.dst.array, self.workload)
+        return check_and_clear(self.dst.array, self.cases[self.case])
 
     def close(self) -> None:
         self.src.close()

@@ -15,6 +15,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+Facts = dict[str, str | int | float]
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -45,7 +47,7 @@ def gb_per_s(nbytes: int, seconds: float) -> float:
     return nbytes / seconds / 1e9
 
 
-def machine_facts() -> dict[str, str | int | float]:
+def machine_facts() -> Facts:
     """What decides how fast this machine moves bytes; "unknown" where it cannot be read. Call before measuring."""
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {

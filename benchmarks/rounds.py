@@ -1,20 +1,19 @@
-"""Transports and ceilings taking turns in one run, and what came of it.
+"""Transports, peers, anchors and ceilings taking turns in one run, and what came of it.
 
-A lane is whatever has a turn in each round: the two processes of a transport, or the one of the ceilings. A lane that
-fails loses its turns and keeps the reason; the others go on.
+A lane is whatever has a turn in each round: the two processes of a transport, or the one of the ceilings. In its turn
+it goes through the cases it takes part in, one workload each. A lane that fails loses its turns and keeps the reason;
+the others go on.
 """
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from .lanes import Ceiling, Receiver, Sender, Viability
-from .measure import Summary, gb_per_s, machine_facts, median_ratio, summarise
+from .measure import Summary, machine_facts, median_ratio, summarise
 from .workers import Worker, WorkerFailed
 
 if TYPE_CHECKING:
@@ -24,15 +23,18 @@ if TYPE_CHECKING:
 
     from pdlink.transport.base import Transport
 
+    from .measure import Facts
     from .workload import Workload
 
 SETUP_TIMEOUT_S = 120.0
 """For starting a process, filling its pool and compiling: minutes on a loaded machine."""
+DEFAULT = "default"
+"""The case of a run that has only one."""
 
 
 @dataclass(slots=True)
 class Measured:
-    """What one transport, or the ceilings, did."""
+    """What one lane did in one case."""
 
     lane: str = ""
     """How the bytes really travelled, as the transport says."""
@@ -64,13 +66,48 @@ class Settings:
     timeout_s: float = 30.0
 
 
-class Lane:
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """Who takes part, and in what."""
+
+    make_transport: Callable[[], Transport]
+    """Called in spawned processes; must be importable by name."""
+    cases: tuple[str, ...] | None = None
+    """None: all of them."""
+    asynchronous: bool = True
+    """Whether layers can be submitted while earlier ones are under way; without, there is no simulated prefill."""
+
+
+class _Turns:
+    """What lanes of all kinds share: figures per case, and one reason for having none."""
+
+    def __init__(self, cases: Mapping[str, Workload]) -> None:
+        self.cases = cases
+        self.measured = {name: Measured() for name in cases}
+        self.stopped = False
+
+    def stop(self, problem: str, *, failed: bool) -> None:
+        self.stopped = True
+        for measured in self.measured.values():
+            measured.problem, measured.failed = problem, failed
+
+    def start(self) -> None: ...
+
+    def connect(self) -> None: ...
+
+    def turn(self, settings: Settings, keep: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Lane(_Turns):
     """Sender and receiver of one transport."""
 
-    def __init__(self, name: str, make_transport: Callable[[], Transport], workload: Workload) -> None:
-        self.measured = Measured()
-        self.sender = Worker(f"{name} sender", Sender, workload, make_transport)
-        self.receiver = Worker(f"{name} receiver", Receiver, workload, make_transport)
+    def __init__(self, name: str, contestant: Contestant, cases: Mapping[str, Workload]) -> None:
+        super().__init__({case: cases[case] for case in contestant.cases or cases})
+        self.asynchronous = contestant.asynchronous
+        self.sender = Worker(f"{name} sender", Sender, self.cases, contestant.make_transport)
+        self.receiver = Worker(f"{name} receiver", Receiver, self.cases, contestant.make_transport)
 
     def start(self) -> None:
         for worker in (self.sender, self.receiver):
@@ -81,126 +118,107 @@ class Lane:
         for worker in (self.sender, self.receiver):
             viability: Viability = worker.answer(SETUP_TIMEOUT_S)
             if not viability.ok:
-                self.measured.problem = viability.reason
+                self.stop(viability.reason, failed=False)
+                self.close()
                 return
         invitation = self.receiver.ask("invite", timeout_s=SETUP_TIMEOUT_S)
         self.sender.ask("connect", invitation, timeout_s=SETUP_TIMEOUT_S)
 
     def turn(self, settings: Settings, keep: bool) -> None:
         timeout_s = settings.timeout_s
-        self._take("whole", keep, timeout_s, "push_whole", timeout_s)
-        self._take("layers", keep, timeout_s, "push_layers", timeout_s)
-        for layer_ms in settings.layer_ms:
-            self._take(f"prefill {layer_ms:g}", keep, timeout_s, "push_during_prefill", layer_ms / 1e3, timeout_s)
-        self.measured.lane = self.sender.ask("lane", timeout_s=timeout_s)
+        for case, measured in self.measured.items():
+            for worker in (self.sender, self.receiver):
+                worker.ask("take_up", case, timeout_s=SETUP_TIMEOUT_S)
+            self._take(measured, "whole", keep, timeout_s, "push_whole", timeout_s)
+            self._take(measured, "layers", keep, timeout_s, "push_layers", timeout_s)
+            for layer_ms in settings.layer_ms if self.asynchronous else ():
+                name = f"prefill {layer_ms:g}"
+                self._take(measured, name, keep, timeout_s, "push_during_prefill", layer_ms / 1e3, timeout_s)
+            measured.lane = self.sender.ask("lane", timeout_s=timeout_s)
 
-    def _take(self, name: str, keep: bool, timeout_s: float, question: str, *args: float) -> None:
+    def _take(self, into: Measured, name: str, keep: bool, timeout_s: float, question: str, *args: float) -> None:
         # The sender's own deadline comes first; this one is for a sender that does not keep it.
         seconds: float = self.sender.ask(question, *args, timeout_s=2 * timeout_s + 10)
         wrong = self.receiver.ask("check_and_clear", timeout_s=SETUP_TIMEOUT_S)
         if wrong:
             raise WorkerFailed(f"wrong bytes ({name}): {wrong}")
         if keep:
-            self.measured.samples_s.setdefault(name, []).append(seconds)
+            into.samples_s.setdefault(name, []).append(seconds)
 
     def close(self) -> None:
         self.sender.close()
         self.receiver.close()
 
 
-class CeilingLane:
+class CeilingLane(_Turns):
     """The copies that no transport is part of."""
 
-    def __init__(self, workload: Workload) -> None:
-        self.measured = Measured()
-        self.worker = Worker("ceiling", Ceiling, workload)
+    def __init__(self, cases: Mapping[str, Workload]) -> None:
+        super().__init__(cases)
+        self.worker = Worker("ceiling", Ceiling, cases)
 
     def start(self) -> None:
         self.worker.open()
         self.worker.tell("store_kind")
 
     def connect(self) -> None:
-        self.measured.lane = self.worker.answer(SETUP_TIMEOUT_S)
+        kind: str = self.worker.answer(SETUP_TIMEOUT_S)
+        for measured in self.measured.values():
+            measured.lane = kind
 
     def turn(self, settings: Settings, keep: bool) -> None:
-        for name in ("memcpy", "nt"):
-            seconds: float = self.worker.ask(f"copy_{name}", timeout_s=settings.timeout_s)
-            wrong = self.worker.ask("check_and_clear", timeout_s=SETUP_TIMEOUT_S)
-            if wrong:
-                raise WorkerFailed(f"wrong bytes ({name}): {wrong}")
-            if keep:
-                self.measured.samples_s.setdefault(name, []).append(seconds)
+        for case, measured in self.measured.items():
+            self.worker.ask("take_up", case, timeout_s=SETUP_TIMEOUT_S)
+            for name in ("memcpy", "nt"):
+                seconds: float = self.worker.ask(f"copy_{name}", timeout_s=settings.timeout_s)
+                wrong = self.worker.ask("check_and_clear", timeout_s=SETUP_TIMEOUT_S)
+                if wrong:
+                    raise WorkerFailed(f"wrong bytes ({name}): {wrong}")
+                if keep:
+                    measured.samples_s.setdefault(name, []).append(seconds)
 
     def close(self) -> None:
         self.worker.close()
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
-    """One run, as it is printed and kept."""
+class Case:
+    """One workload, and what everybody did with it."""
 
     workload: Workload
-    settings: Settings
-    machine: dict[str, str | int | float]
     num_runs: int
     """Copies per transfer, after joining neighbours."""
     ceiling: Measured
     transports: dict[str, Measured]
+    """Only of those that took part in it."""
 
-    def to_json(self) -> str:
-        """Every sample, and the ratios that the table shows."""
-        ceiling = self.ceiling
-        shares = {
-            name: {
-                "of_memcpy": ceiling.share("memcpy", measured, "whole"),
-                "of_nt": ceiling.share("nt", measured, "whole"),
-            }
-            | {
-                f"exposed at {layer_ms:g} ms": measured.share(f"prefill {layer_ms:g}", measured, "whole")
-                for layer_ms in self.settings.layer_ms
-            }
-            for name, measured in self.transports.items()
-        }
-        return json.dumps(
-            {
-                "benchmark": "transfer",
-                "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "machine": self.machine,
-                "workload": asdict(self.workload) | {"nbytes": self.workload.nbytes, "num_runs": self.num_runs},
-                "settings": asdict(self.settings),
-                "ceiling": self._lane(ceiling),
-                "transports": {
-                    name: self._lane(measured) | {"ratios": shares[name]}
-                    for name, measured in self.transports.items()
-                },
-            },
-            indent=1,
-        )
 
-    def _lane(self, measured: Measured) -> dict[str, object]:
-        seconds, speeds = {}, {}
-        for name in measured.samples_s:
-            if summary := measured.summary(name):
-                seconds[name] = asdict(summary)
-                if not name.startswith("prefill"):
-                    speeds[name] = gb_per_s(self.workload.nbytes, summary.median)
-        return {"lane": measured.lane, "problem": measured.problem, "gb_per_s": speeds, "seconds": seconds}
+@dataclass(frozen=True, slots=True)
+class Results:
+    """One run, as it is printed and kept."""
+
+    settings: Settings
+    machine: Facts
+    cases: dict[str, Case]
+
+    def lanes(self) -> list[Measured]:
+        """Of everybody, in every case."""
+        return [lane for case in self.cases.values() for lane in (case.ceiling, *case.transports.values())]
 
 
 def measure(
-    workload: Workload, transports: Mapping[str, Callable[[], Transport]], settings: Settings, progress: Progress
+    cases: Mapping[str, Workload], contestants: Mapping[str, Contestant], settings: Settings, progress: Progress
 ) -> Results:
-    """Let every transport and the ceilings take turns.
+    """Let every contestant and the ceilings take turns.
 
     A transport that cannot work, fails or delivers wrong bytes loses its turns and is reported; the others go on.
-    The factories are called in spawned processes and must be importable by name.
     """
     machine = machine_facts()
-    ceiling = CeilingLane(workload)
-    lanes = {name: Lane(name, make, workload) for name, make in transports.items()}
-    in_turn: list[Lane | CeilingLane] = [ceiling, *lanes.values()]
+    ceiling = CeilingLane(cases)
+    lanes = {name: Lane(name, contestant, cases) for name, contestant in contestants.items()}
+    in_turn: list[_Turns] = [ceiling, *lanes.values()]
     with ExitStack() as stack:
-        task = progress.add_task("starting", total=settings.warm_ups + settings.rounds)
+        task = progress.add_task("starting", total=(settings.warm_ups + settings.rounds) * len(in_turn))
         for lane in in_turn:
             stack.callback(lane.close)
             _attempt(lane, lane.start)
@@ -211,22 +229,27 @@ def measure(
             progress.update(task, description="measuring" if keep else "warming up")
             for lane in in_turn:
                 _attempt(lane, partial(lane.turn, settings, keep))
+                progress.advance(task)
             in_turn.append(in_turn.pop(0))  # so that nobody always follows the same one
-            progress.advance(task)
     return Results(
-        workload=workload,
         settings=settings,
         machine=machine,
-        num_runs=workload.plan().num_runs,
-        ceiling=ceiling.measured,
-        transports={name: lane.measured for name, lane in lanes.items()},
+        cases={
+            name: Case(
+                workload,
+                workload.plan().num_runs,
+                ceiling.measured[name],
+                {lane_name: lane.measured[name] for lane_name, lane in lanes.items() if name in lane.measured},
+            )
+            for name, workload in cases.items()
+        },
     )
 
 
-def _attempt(lane: Lane | CeilingLane, step: Callable[[], None]) -> None:
-    if lane.measured.problem:
+def _attempt(lane: _Turns, step: Callable[[], None]) -> None:
+    if lane.stopped:
         return
     try:
         step()
     except WorkerFailed as failure:
-        lane.measured.problem, lane.measured.failed = str(failure), True
+        lane.stop(str(failure), failed=True)

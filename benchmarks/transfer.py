@@ -1,23 +1,29 @@
 """`pdlink bench transfer`: push the KV of one sequence between two processes and say what limits it.
 
-Every transport gets two processes of its own. All of them, and the ceilings, take turns in one run, because timings
-on a shared machine drift: what counts is the ratio of two columns, not a column. Every byte of every transfer is
-checked at the receiver, outside of the timing.
+Every transport gets two processes of its own. All of them, peers and anchors where asked for, and the ceilings, take
+turns in one run, because timings on a shared machine drift: what counts is the ratio of two columns, not a column.
+Every byte of every transfer is checked at the receiver, outside of the timing.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from pdlink.errors import ConfigError
+
+from . import cases as sets
+from .bars import BLOCK_16_TO_128, NHD_TO_HND
 from .measure import available_memory_nbytes
-from .report import print_results
-from .rounds import Settings, measure
+from .plot import add_output_arguments, check_can_plot
+from .report import print_results, to_json
+from .rounds import DEFAULT, Contestant, Settings, measure
 from .workload import ITEMSIZE, Workload
 
 if TYPE_CHECKING:
@@ -50,6 +56,30 @@ def _ucx_shm() -> Transport:
     return UcxTransport(tls="shm")
 
 
+def _nixl(tls: str, progress_thread: bool) -> Transport:
+    from .peers import Nixl
+
+    return Nixl(tls, progress_thread)
+
+
+def _mooncake() -> Transport:
+    from .peers import Mooncake
+
+    return Mooncake()
+
+
+def _bare_puts(tls: str) -> Transport:
+    from .anchors import PutLoop
+
+    return PutLoop(tls)
+
+
+def _bare_sockets() -> Transport:
+    from .anchors import SocketPair
+
+    return SocketPair()
+
+
 TRANSPORTS: Mapping[str, Callable[[], Transport]] = {
     "mapped": _mapped,
     "ucx-shm": _ucx_shm,
@@ -58,10 +88,42 @@ TRANSPORTS: Mapping[str, Callable[[], Transport]] = {
 }
 """What `--transport` offers. Each is loaded in its own two processes only."""
 
+PEERS: Mapping[str, Mapping[str, Contestant]] = {
+    "nixl": {
+        "nixl-shm": Contestant(partial(_nixl, "", True)),
+        "nixl-tcp": Contestant(partial(_nixl, "tcp", True)),
+    },
+    "nixl-polled": {
+        "nixl-polled-shm": Contestant(partial(_nixl, "", False)),
+        "nixl-polled-tcp": Contestant(partial(_nixl, "tcp", False)),
+    },
+    "mooncake": {"mooncake-tcp": Contestant(_mooncake, asynchronous=False)},
+}
+"""What `--peers` offers."""
 
-def memory_needed_nbytes(workload: Workload, num_transports: int) -> int:
-    """Pools of all processes together."""
-    return (workload.src.extent(0) + workload.dst.extent(0)) * (num_transports + 1)
+ANCHORS: Mapping[str, Contestant] = {
+    "bare-put-shm": Contestant(partial(_bare_puts, "shm"), asynchronous=False),
+    "bare-put-tcp": Contestant(partial(_bare_puts, "tcp"), asynchronous=False),
+    "bare-sockets": Contestant(_bare_sockets, asynchronous=False),
+}
+"""What `--anchors` adds."""
+
+PROCESS_NBYTES = 200_000_000
+"""Of an interpreter with numpy, numba and a transport."""
+
+
+def memory_needed_nbytes(cases: Mapping[str, Workload], contestants: Mapping[str, Contestant]) -> int:
+    """Pools of all processes together, and the processes themselves."""
+    needed = _pools_nbytes(list(cases.values())) + PROCESS_NBYTES  # the ceilings'
+    for contestant in contestants.values():
+        needed += _pools_nbytes([cases[name] for name in contestant.cases or cases]) + 2 * PROCESS_NBYTES
+    return needed
+
+
+def _pools_nbytes(workloads: Sequence[Workload]) -> int:
+    return max(workload.src.extent(0) for workload in workloads) + max(
+        workload.dst.extent(0) for workload in workloads
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,37 +161,99 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="size of each pool in sequences; the blocks are drawn from all of it (default %(default)s)",
     )
     pages.add_argument("--seed", type=int, default=shape.seed, help="of that draw (default %(default)s)")
-    run_options = parser.add_argument_group("how it is measured")
-    run_options.add_argument(
+    pages.add_argument(
+        "--sweep",
+        choices=["sizes", "layouts", "all"],
+        help="go through sizes from one block to 1 GiB, through pairs of layouts, or both, in one run",
+    )
+    who = parser.add_argument_group("who takes part")
+    who.add_argument(
         "--transport",
         action="append",
         choices=sorted(TRANSPORTS),
         help="repeat for several; without it, every one that works here",
     )
+    who.add_argument(
+        "--peers",
+        type=_peers,
+        default=[],
+        metavar="NAME,...",
+        help=f"of {', '.join(PEERS)}: where their wheels are installed",
+    )
+    who.add_argument("--anchors", action="store_true", help="bare loops over ucp_put and over a pair of sockets")
+    who.add_argument(
+        "--bars",
+        action="store_true",
+        help="whatever the bars need: --anchors --peers nixl, two layout pairs for mapped",
+    )
+    run_options = parser.add_argument_group("how it is measured")
     run_options.add_argument(
         "--layer-ms",
         type=_positive_float,
         nargs="+",
-        default=list(how.layer_ms),
         metavar="MS",
-        help="pace of the simulated prefill, one column each (default 1 2.5 5; 2.5 is an 8B model, 2,048 tokens and "
-        "400 TFLOP/s)",
+        help="pace of the simulated prefill, one column each (default 1 2.5 5, none in a sweep; 2.5 is an 8B model, "
+        "2,048 tokens and 400 TFLOP/s)",
     )
-    run_options.add_argument("--rounds", type=_positive, default=how.rounds, help="default %(default)s")
-    run_options.add_argument("--warm-ups", type=_positive, default=how.warm_ups, help="default %(default)s")
+    run_options.add_argument("--rounds", type=_positive, help=f"default {how.rounds}, 5 in a sweep")
+    run_options.add_argument("--warm-ups", type=_positive, help=f"default {how.warm_ups}, 1 in a sweep")
     run_options.add_argument(
         "--timeout-s",
         type=_positive_float,
         default=how.timeout_s,
         help="deadline of one transfer (default %(default)s)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and the machine's facts here")
+    add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, and write JSON if asked to; 1 if a transport failed or none worked, 2 for bad options."""
+    """Measure, print, and write JSON and pictures if asked to.
+
+    1 if one of our transports failed or none worked, 2 for bad options; a peer that does not work is only reported.
+    """
     errors = Console(stderr=True)
-    workload = Workload(
+    try:
+        check_can_plot(args.plot)
+        base = _workload(args)
+        contestants = _contestants(args)
+        sizes, layouts = _cases(args, base)
+        cases = _fitting(sizes, layouts, contestants, errors)
+    except (ValueError, ConfigError) as error:
+        errors.print(f"[red]{error}[/]")
+        return 2
+    how = Settings()
+    settings = Settings(
+        tuple(args.layer_ms or (() if args.sweep else how.layer_ms)),
+        args.rounds or (5 if args.sweep else how.rounds),
+        args.warm_ups or (1 if args.sweep else how.warm_ups),
+        args.timeout_s,
+    )
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=errors,
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with progress:
+        results = measure(cases, contestants, settings, progress)
+    print_results(results)
+    if args.json:
+        args.json.write_text(to_json(results) + "\n", encoding="utf-8")
+    if args.plot:
+        from .pictures import draw
+
+        draw(args.plot, results, sizes, layouts)
+    ours = [lane for case in results.cases.values() for name, lane in case.transports.items() if name in TRANSPORTS]
+    ceilings = [case.ceiling for case in results.cases.values()]
+    nothing = all(lane.problem for lane in ours)
+    return 1 if nothing or any(lane.failed for lane in ours + ceilings) else 0
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    return Workload(
         num_layers=args.layers,
         num_parts=args.parts,
         num_heads=args.heads,
@@ -143,37 +267,58 @@ def run(args: argparse.Namespace) -> int:
         pool_factor=args.pool_factor,
         seed=args.seed,
     )
-    settings = Settings(tuple(args.layer_ms), args.rounds, args.warm_ups, args.timeout_s)
+
+
+def _contestants(args: argparse.Namespace) -> dict[str, Contestant]:
+    # Only mapped needs the other layouts for the bars; everybody else would only take time and memory.
+    only_default = (DEFAULT,) if args.bars and not args.sweep else None
     names = args.transport or list(TRANSPORTS)
-    try:
-        needed = memory_needed_nbytes(workload, len(names))
-    except ValueError as error:
-        errors.print(f"[red]{error}[/]")
-        return 2
+    found = {
+        name: Contestant(TRANSPORTS[name], None if name == "mapped" else only_default)
+        for name in dict.fromkeys(names)
+    }
+    peers = dict.fromkeys([*args.peers, *(["nixl"] if args.bars else [])])
+    others = {name: contestant for peer in peers for name, contestant in PEERS[peer].items()}
+    if args.anchors or args.bars:
+        others |= ANCHORS
+    return found | {name: replace(contestant, cases=only_default) for name, contestant in others.items()}
+
+
+def _cases(args: argparse.Namespace, base: Workload) -> tuple[dict[str, Workload], dict[str, Workload]]:
+    """Sizes and layouts to go through; the default workload is among the layouts."""
+    sizes = sets.sizes(base) if args.sweep in ("sizes", "all") else {}
+    if args.sweep in ("layouts", "all"):
+        return sizes, sets.layouts(base)
+    if args.bars:
+        every = sets.layouts(base)
+        return sizes, {name: every[name] for name in (DEFAULT, NHD_TO_HND, BLOCK_16_TO_128)}
+    return sizes, {} if sizes else {DEFAULT: base}
+
+
+def _fitting(
+    sizes: dict[str, Workload],
+    layouts: dict[str, Workload],
+    contestants: Mapping[str, Contestant],
+    errors: Console,
+) -> dict[str, Workload]:
+    """All cases, without the largest sizes if they need more memory than there is. Raises ValueError."""
     available = available_memory_nbytes()
-    if available and needed > 0.9 * available:
+    while True:
+        cases = layouts | sizes
+        needed = memory_needed_nbytes(cases, contestants)
+        if not available or needed <= 0.9 * available:
+            return cases
+        if len(sizes) < 2:
+            raise ValueError(
+                f"needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available: "
+                "try fewer --tokens, a smaller --pool-factor or one --transport"
+            )
+        name, _ = sizes.popitem()
         errors.print(
-            f"[red]needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available:[/] "
-            "try fewer --tokens, a smaller --pool-factor or one --transport"
+            f"[yellow]left out: {name}[/], {len(contestants) + 1} pairs of pools need {needed / 1e9:.1f} GB of "
+            f"memory and {available / 1e9:.1f} GB are available",
+            highlight=False,
         )
-        return 2
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=errors,
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-    with progress:
-        results = measure(workload, {name: TRANSPORTS[name] for name in names}, settings, progress)
-    print_results(results)
-    if args.json:
-        args.json.write_text(results.to_json() + "\n", encoding="utf-8")
-    measured = [results.ceiling, *results.transports.values()]
-    nothing = all(lane.problem for lane in results.transports.values())
-    return 1 if nothing or any(lane.failed for lane in measured) else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -183,6 +328,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(parser.parse_args(argv))
     except KeyboardInterrupt:
         return 130
+
+
+def _peers(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in PEERS:
+            raise argparse.ArgumentTypeError(f"no peer {name!r}, there are {', '.join(PEERS)}")
+    return names
 
 
 def _positive(text: str) -> int:

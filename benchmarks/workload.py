@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdlink.kv.layout import KVLayout, paged_layout
-from pdlink.kv.plan import Plan, bind, template
 
 if TYPE_CHECKING:
     from pdlink.kv.layout import LayerLayout, Part
+    from pdlink.kv.plan import Plan
 
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 BlockIds = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -66,6 +66,8 @@ class Workload:
         return self.src.token_nbytes * self.num_tokens
 
     def plan(self) -> Plan:
+        from pdlink.kv.plan import bind, template  # numba: only senders need it, and it takes seconds to load
+
         return bind(template(self.src, self.dst), self.src_blocks, self.dst_blocks, 0, self.num_tokens)
 
     def _layout(self, order: str, block_tokens: int) -> KVLayout:

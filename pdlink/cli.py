@@ -34,7 +34,13 @@ _FLAGS: dict[str, tuple[str, str]] = {
 
 _BENCHMARKS: dict[str, str] = {
     "transfer": "push KV between two processes over every transport",
+    "overlap": "how much of a transfer hides behind prefill, on links of many speeds",
+    "serving": "time to first token through prefill and decode, beside other connectors",
     "soak": "very many tiny transfers in a row, and what they leave behind",
+    "control": "what the control plane costs: latency, transfers per second, idle CPU",
+    "sharing": "many transfers at once over one link: who waits for whom",
+    "tune": "how short a run must be for packing it to pay, per transport",
+    "figures": "all of them, with JSON and pictures into one directory",
 }
 """Modules of `pdlink_bench`, each with `add_arguments(parser)` and `run(args)`."""
 
@@ -88,6 +94,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     up = add("up", "prefill, decode and proxy on this machine", _up, ("--host", "--port", "--model", "--transport"))
     up.add_argument("--prefill", type=int, metavar="N", help="number of prefill workers (1)")
     up.add_argument("--decode", type=int, metavar="N", help="number of decode workers (1)")
+    up.add_argument("--engine", choices=["builtin", "vllm"], help="what the workers run (builtin)")
     for role in ("prefill", "decode", "both"):
         text = {
             "prefill": "a worker that computes prompts and sends their KV",
@@ -99,6 +106,15 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     proxy = add("proxy", "the router in front of the workers", _proxy, ("--host", "--port"))
     proxy.add_argument("--prefill", action="append", metavar="URL", help="base URL of a prefill worker; repeatable")
     proxy.add_argument("--decode", action="append", metavar="URL", help="base URL of a decode worker; repeatable")
+    proxy.add_argument("--dialect", choices=["pdlink", "vllm", "vllm-nixl"], help="what the workers run (pdlink)")
+    proxy.add_argument(
+        "--control",
+        action="append",
+        type=_address_of,
+        metavar="URL=TCP",
+        help="where the connector of the vLLM prefill server URL listens: tcp://HOST:PORT, or one for each rank with "
+        "commas between; repeatable",
+    )
     proxy.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
     add("check", "what works on this machine, and why the rest does not", _check, ("--transport",))
 
@@ -156,6 +172,13 @@ def _settings(args: argparse.Namespace, *flags: str) -> dict[str, Any]:
     return settings
 
 
+def _address_of(text: str) -> tuple[str, list[str]]:
+    url, equals, addresses = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"takes URL=tcp://HOST:PORT, got {text!r}")
+    return url, addresses.split(",")
+
+
 def _say(text: str) -> None:
     print(text, flush=True)
 
@@ -170,7 +193,8 @@ def _up(args: argparse.Namespace) -> None:
             f"{side}.model.path": getattr(args, "model.path"),
             f"{side}.transport.kind": getattr(args, "transport.kind"),
         }
-    settings |= {"num_prefill": args.prefill, "num_decode": args.decode}
+    settings |= {"num_prefill": args.prefill, "num_decode": args.decode, "engine": args.engine}
+    settings |= {"vllm.model": getattr(args, "model.path")}
     up(load(UpConfig, args.config, flags=settings), _say)
 
 
@@ -195,6 +219,7 @@ def _proxy(args: argparse.Namespace) -> None:
         run_proxy(ProxyConfig.model_validate(parent.settings()), parent, lambda _: None)
         return
     settings = _settings(args, "--host", "--port") | {"prefill": args.prefill, "decode": args.decode}
+    settings |= {"dialect": args.dialect, "control": dict(args.control) if args.control else None}
     run_proxy(load(ProxyConfig, args.config, flags=settings), None, _say)
 
 

@@ -18,8 +18,12 @@ from rich.progress import Progress
 
 from pdlink.transport.base import Occurrence, Probe
 from pdlink.transport.mapped import MappedTransport
+from pdlink_bench import transfer
+from pdlink_bench.bars import judge
+from pdlink_bench.cases import sizes
 from pdlink_bench.measure import available_memory_nbytes, machine_facts, median_ratio, summarise
-from pdlink_bench.rounds import Results, Settings, measure
+from pdlink_bench.report import to_json
+from pdlink_bench.rounds import DEFAULT, Case, Contestant, Measured, Results, Settings, measure
 from pdlink_bench.transfer import TRANSPORTS, main
 from pdlink_bench.workload import Workload, check_and_clear, fill_source
 
@@ -75,21 +79,31 @@ class Unavailable(MappedTransport):
         return Probe("unavailable", ok=False, reason="needs a device that is not here")
 
 
+LATENT = Workload(num_layers=2, num_parts=1, num_heads=1, head_dim=36, num_tokens=21, src_block_tokens=4)
+
+
 @pytest.fixture(scope="module")
 def results() -> Results:
     """One run in which one transport works and every other one goes wrong in its own way."""
-    transports = {
-        "good": MappedTransport,
-        "corrupting": Corrupting,
-        "dying": Dying,
-        "silent": Silent,
-        "unavailable": Unavailable,
+    contestants = {
+        "good": Contestant(MappedTransport, asynchronous=True),
+        "blocking": Contestant(MappedTransport, cases=("latent",), asynchronous=False),
+        "corrupting": Contestant(Corrupting),
+        "dying": Contestant(Dying),
+        "silent": Contestant(Silent),
+        "unavailable": Contestant(Unavailable),
     }
-    return measure(SMALL, transports, QUICK, Progress(disable=True))
+    return measure({DEFAULT: SMALL, "latent": LATENT}, contestants, QUICK, Progress(disable=True))
 
 
-def test_a_good_transport_is_measured_in_every_mode_whatever_the_others_do(results: Results) -> None:
-    good = results.transports["good"]
+@pytest.fixture
+def default(results: Results) -> Case:
+    return results.cases[DEFAULT]
+
+
+@pytest.mark.parametrize("case", [DEFAULT, "latent"])
+def test_a_good_transport_is_measured_in_every_mode_whatever_the_others_do(results: Results, case: str) -> None:
+    good = results.cases[case].transports["good"]
     assert (good.problem, good.lane) == ("", "mapped")
     assert {name: len(samples) for name, samples in good.samples_s.items()} == {
         "whole": 2,
@@ -99,9 +113,16 @@ def test_a_good_transport_is_measured_in_every_mode_whatever_the_others_do(resul
     assert all(seconds > 0 for samples in good.samples_s.values() for seconds in samples)
 
 
-def test_ceilings_copy_the_same_bytes_in_the_same_run(results: Results) -> None:
-    assert results.ceiling.problem == ""
-    assert {name: len(samples) for name, samples in results.ceiling.samples_s.items()} == {"memcpy": 2, "nt": 2}
+def test_a_contestant_takes_part_in_its_cases_only_and_a_blocking_one_in_no_prefill(results: Results) -> None:
+    assert "blocking" not in results.cases[DEFAULT].transports
+    assert set(results.cases["latent"].transports["blocking"].samples_s) == {"whole", "layers"}
+
+
+@pytest.mark.parametrize("case", [DEFAULT, "latent"])
+def test_ceilings_copy_the_same_bytes_in_the_same_run(results: Results, case: str) -> None:
+    ceiling = results.cases[case].ceiling
+    assert ceiling.problem == ""
+    assert {name: len(samples) for name, samples in ceiling.samples_s.items()} == {"memcpy": 2, "nt": 2}
 
 
 @pytest.mark.parametrize(
@@ -113,44 +134,70 @@ def test_ceilings_copy_the_same_bytes_in_the_same_run(results: Results) -> None:
     ],
 )
 def test_a_failing_transport_is_named_and_has_no_figures(results: Results, name: str, problem: str) -> None:
-    measured = results.transports[name]
-    assert measured.failed
-    assert measured.problem.startswith(problem)
-    assert measured.summary("whole") is None
+    for case in results.cases.values():
+        measured = case.transports[name]
+        assert measured.failed
+        assert measured.problem.startswith(problem)
+        assert measured.summary("whole") is None
 
 
-def test_a_transport_that_cannot_work_here_is_skipped_with_its_own_reason(results: Results) -> None:
-    measured = results.transports["unavailable"]
+def test_a_transport_that_cannot_work_here_is_skipped_with_its_own_reason(default: Case) -> None:
+    measured = default.transports["unavailable"]
     assert (measured.failed, measured.problem) == (False, "needs a device that is not here")
 
 
-def test_json_holds_every_sample_and_the_machine(results: Results) -> None:
-    kept = json.loads(results.to_json())
-    assert kept["transports"]["good"]["seconds"]["whole"]["samples"] == results.transports["good"].samples_s["whole"]
-    assert kept["transports"]["dying"] == {
+def test_json_holds_every_sample_and_the_machine(results: Results, default: Case) -> None:
+    kept = json.loads(to_json(results))
+    case = kept["cases"][DEFAULT]
+    assert case["transports"]["good"]["seconds"]["whole"]["samples"] == default.transports["good"].samples_s["whole"]
+    assert case["transports"]["dying"] == {
         "lane": "",
-        "problem": results.transports["dying"].problem,
+        "problem": default.transports["dying"].problem,
         "gb_per_s": {},
         "seconds": {},
         "ratios": {"of_memcpy": None, "of_nt": None, "exposed at 0.1 ms": None},
     }
-    assert kept["transports"]["good"]["ratios"]["of_nt"] == results.ceiling.share(
-        "nt", results.transports["good"], "whole"
+    assert case["transports"]["good"]["ratios"]["of_nt"] == default.ceiling.share(
+        "nt", default.transports["good"], "whole"
     )
-    assert kept["workload"]["nbytes"] == 3 * 2 * 37 * 2 * 12 * 2
+    assert case["workload"]["nbytes"] == 3 * 2 * 37 * 2 * 12 * 2
+    assert kept["cases"]["latent"]["workload"]["nbytes"] == 2 * 21 * 36 * 2
     assert kept["machine"]["cores"] >= 1
 
 
-def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "transfer.json"
+def test_the_command_prints_a_table_and_writes_json_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, picture = tmp_path / "transfer.json", tmp_path / "transfer.png"
     options = (
         "--layers 2 --heads 1 --head-dim 8 --tokens 20 --rounds 1 --warm-ups 1 --layer-ms 0.1 --transport mapped"
     )
-    assert main([*options.split(), "--transport", "mapped", "--dst-block-tokens", "4", "--json", str(target)]) == 0
+    outputs = ["--json", str(target), "--plot", str(picture)]
+    assert main([*options.split(), "--transport", "mapped", "--dst-block-tokens", "4", *outputs]) == 0
     printed = capsys.readouterr().out
     assert "mapped" in printed
     assert "ceilings of one core" in printed
-    assert json.loads(target.read_text())["workload"]["dst_block_tokens"] == 4
+    assert "mapped to non-temporal stores" in printed
+    assert json.loads(target.read_text())["cases"][DEFAULT]["workload"]["dst_block_tokens"] == 4
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sweep_goes_through_layouts_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, picture = tmp_path / "layouts.json", tmp_path / "layouts.html"
+    options = "--layers 1 --heads 2 --head-dim 8 --tokens 140 --rounds 1 --warm-ups 1 --sweep layouts"
+    outputs = ["--json", str(target), "--plot", str(picture)]
+    assert main([*options.split(), "--transport", "mapped", *outputs]) == 0
+    kept = json.loads(target.read_text())
+    assert list(kept["cases"]) == [DEFAULT, "NHD to HND", "blocks 16 to 128", "both", "MLA latent"]
+    assert all(case["transports"]["mapped"]["gb_per_s"]["whole"] > 0 for case in kept["cases"].values())
+    judged = {bar["what"]: bar["ratio"] for bar in kept["bars"] if bar["ratio"] is not None}
+    assert set(judged) == {
+        "mapped to non-temporal stores",
+        "mapped, NHD to HND, to same layout",
+        "mapped, blocks 16 to 128, to same layout",
+    }
+    assert "MLA latent" in capsys.readouterr().out
+    assert "<svg" in picture.read_text()
 
 
 @pytest.mark.parametrize(
@@ -158,6 +205,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pyte
     [
         (["--src-order", "LPBTT"], "permutation of LPBTH"),
         (["--tokens", "100000000"], "needs"),
+        (["--plot", "figure.gif"], "ends in .png"),
     ],
 )
 def test_impossible_options_are_refused_before_anything_starts(
@@ -167,7 +215,9 @@ def test_impossible_options_are_refused_before_anything_starts(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [["--rounds", "0"], ["--layer-ms", "-1"], ["--transport", "pigeon"]])
+@pytest.mark.parametrize(
+    "options", [["--rounds", "0"], ["--layer-ms", "-1"], ["--transport", "pigeon"], ["--peers", "nixl,pigeon"]]
+)
 def test_options_out_of_range_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(options)
@@ -177,6 +227,53 @@ def test_options_out_of_range_are_refused(options: list[str], capsys: pytest.Cap
 def test_every_offered_transport_has_a_factory_that_can_be_found_by_name() -> None:
     assert sorted(TRANSPORTS) == ["mapped", "tcp", "ucx-shm", "ucx-tcp"]
     assert len({make.__qualname__ for make in TRANSPORTS.values()}) == 4
+
+
+def test_sizes_grow_from_one_block_to_a_gigabyte() -> None:
+    found = sizes(Workload())
+    assert list(found) == ["2 MiB", "8 MiB", "32 MiB", "128 MiB", "512 MiB", "1 GiB"]
+    assert [workload.nbytes for workload in found.values()] == [2**21, 2**23, 2**25, 2**27, 2**29, 2**30]
+    assert list(found.values())[0].num_tokens == 16
+
+
+def test_sizes_that_do_not_fit_are_left_out_and_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transfer, "available_memory_nbytes", lambda: 3_000_000_000)
+    monkeypatch.setattr(transfer, "measure", lambda cases, *_: pytest.exit(f"{list(cases)}", returncode=9))
+    with pytest.raises(pytest.exit.Exception, match=r"\['2 MiB', '8 MiB', '32 MiB', '128 MiB'\]"):
+        main(["--sweep", "sizes", "--transport", "mapped"])
+    printed = capsys.readouterr().err
+    assert "left out: 1 GiB" in printed
+    assert "left out: 512 MiB" in printed
+
+
+def measured(**seconds: float) -> Measured:
+    return Measured(samples_s={name: [value, value] for name, value in seconds.items()})
+
+
+def test_bars_compare_speeds_and_say_what_is_missing() -> None:
+    case = Case(
+        SMALL,
+        1,
+        measured(memcpy=2.0, nt=0.9),
+        {
+            "mapped": measured(whole=1.0, layers=2.0),
+            "nixl-shm": measured(whole=8.0),
+            "tcp": measured(whole=2.0),
+            "bare-sockets": measured(whole=1.5),
+        },
+    )
+    verdicts = {bar.what: bar for bar in judge(Results(QUICK, {}, {DEFAULT: case}))}
+    by_layer = verdicts["mapped by layer to nixl-shm whole"]
+    assert (by_layer.ratio, by_layer.met) == (4.0, True)
+    assert by_layer.at_best == pytest.approx(8.0 / 0.9)
+    assert verdicts["mapped to non-temporal stores"].met
+    sockets = verdicts["tcp to bare sockets"]
+    assert (sockets.ratio, sockets.met, sockets.at_best) == (0.75, False, 1.0)
+    assert verdicts["tcp to ucx-tcp"].missing == "ucx-tcp"
+    assert verdicts["mapped, NHD to HND, to same layout"].missing == "mapped in NHD to HND"
+    assert not verdicts["tcp to ucx-tcp"].met
 
 
 def destination(workload: Workload) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], Workload]:
@@ -236,7 +333,8 @@ if __name__ == "__main__":
     small = Workload(num_layers=1, num_heads=1, head_dim=8, num_tokens=8)
     settings = rounds.Settings(layer_ms=(0.1,), rounds=1_000_000)
     try:
-        rounds.measure(small, {"mapped": MappedTransport}, settings, Told(disable=True))
+        contestants = {"mapped": rounds.Contestant(MappedTransport)}
+        rounds.measure({"default": small}, contestants, settings, Told(disable=True))
     except KeyboardInterrupt:
         sys.exit(130)
 """

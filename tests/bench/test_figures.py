@@ -1,0 +1,44 @@
+"""`pdlink bench figures` runs every benchmark as its own command, whatever the others do."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from pdlink.cli import _BENCHMARKS
+from pdlink_bench import figures
+
+
+def options(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    figures.add_arguments(parser)
+    return parser.parse_args(given)
+
+
+def test_every_figure_is_made_by_a_benchmark_that_exists() -> None:
+    assert {command.split()[0] for command in figures.COMMANDS.values()} <= set(_BENCHMARKS)
+
+
+def test_one_that_fails_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[list[str]] = []
+
+    def run(words: list[str], *, check: bool) -> subprocess.CompletedProcess[str]:
+        ran.append(words[4:])
+        return subprocess.CompletedProcess(words, 1 if "layouts" in words else 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert figures.run(options("--only", "layouts", "overlap", "-d", str(tmp_path), "--peers", "nixl")) == 1
+    stem = tmp_path / datetime.now(UTC).date().isoformat()
+    assert ran == [
+        ["transfer", "--sweep", "layouts", "--json", f"{stem}-layouts.json", "--plot", f"{stem}-layouts.png"],
+        ["overlap", "--json", f"{stem}-overlap.json", "--plot", f"{stem}-overlap.png"],
+    ]
+    printed = capsys.readouterr().out
+    assert "layouts: exit status 1" in printed
+    assert "overlap: done" in printed

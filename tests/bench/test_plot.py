@@ -1,0 +1,75 @@
+"""Pictures are drawn from results, and a missing library is noticed before anything is measured."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdlink.errors import ConfigError
+from pdlink_bench import plot
+from pdlink_bench.measure import summarise
+
+PANELS: list[plot.Panel] = [
+    plot.Bars("one group", "GB/s", {"": [plot.Bar("mapped", 8.0, 7.0, 9.0), plot.Bar("tcp", 5.0)]}, {"limit": 8.8}),
+    plot.Bars("two groups", "GB/s", {"same": [plot.Bar("mapped", 8.0)], "other": [plot.Bar("mapped", 4.0)]}),
+    plot.Lines(
+        "sizes",
+        "bytes",
+        "s",
+        [
+            plot.Line("tcp", [1e3, 1e6], [0.1, 2.0], [0.05, 1.0], [0.2, 3.0]),
+            plot.Line("theory", [1e3], [1], dashed=True),
+        ],
+        log_x=True,
+        log_y=True,
+        x_ticks={1e3: "1 kB", 1e6: "1 MB"},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".html", b"<!doctype html>")]
+)
+def test_every_kind_of_panel_is_drawn_into_every_kind_of_file(suffix: str, start: bytes, tmp_path: Path) -> None:
+    path = tmp_path / f"figure{suffix}"
+    plot.write(path, PANELS, "title <1>", "machine & load")
+    assert path.read_bytes().startswith(start)
+
+
+def test_a_page_holds_its_text_and_needs_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "figure.html"
+    plot.write(path, PANELS, "title <1>", "machine & load")
+    page = path.read_text()
+    assert "machine &amp; load" in page
+    assert "<title>title &lt;1&gt;</title>" in page
+    assert "<svg" in page
+    assert "src=" not in page
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pip install 'pdlink\[bench\]'"):
+        plot.check_can_plot(tmp_path / "figure.png")
+    plot.check_can_plot(None)
+
+
+@pytest.mark.parametrize("name", ["figure.gif", "figure", "missing/figure.png"])
+def test_a_file_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=name):
+        plot.check_can_plot(tmp_path / name)
+
+
+def test_a_bar_of_speeds_has_the_slow_times_at_its_low_end() -> None:
+    bar = plot.Bar.of("mapped", summarise([1.0, 2.0, 4.0]), lambda seconds: 8.0 / seconds)
+    assert bar.value == 4.0
+    assert bar.low is not None
+    assert bar.high is not None
+    assert 2.0 < bar.low < bar.value < bar.high < 8.0
+
+
+def test_a_line_of_speeds_has_its_band_the_right_way_round() -> None:
+    line = plot.Line.of("tcp", {2.0: summarise([1.0, 2.0, 4.0])}, lambda size, seconds: size / seconds)
+    assert list(line.x) == [2.0]
+    assert line.low[0] < line.y[0] == 1.0 < line.high[0]
