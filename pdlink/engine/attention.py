@@ -24,6 +24,8 @@ from transformers import AttentionInterface
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_CPU = torch.device("cpu")
+
 IMPLEMENTATION = "pdlink_paged"
 """`attn_implementation` of every model the engine runs."""
 
@@ -74,8 +76,12 @@ class _Singles:
 class AttentionPlan:
     """Which rows of one forward pass attend to which blocks; made per size of sliding window when first asked."""
 
-    def __init__(self, spans: Sequence[Span], block_tokens: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spans: Sequence[Span], block_tokens: int, dtype: torch.dtype, device: torch.device = _CPU
+    ) -> None:
+        """device: where attention is computed; the plan itself is made on the CPU, where the block tables are."""
         self._spans = spans
+        self._device = device
         self._block_tokens = block_tokens
         self._dtype = dtype
         self._by_window: dict[int | None, tuple[list[_Chunk], list[_Singles]]] = {}
@@ -108,7 +114,8 @@ class AttentionPlan:
             queries = torch.arange(span.start, span.end)[:, None]
             keys = torch.arange(first, span.end)[None, :]
             mask = self._mask(_visible(queries, keys, window))
-        return _Chunk(slice(row, row + span.end - span.start), blocks, first % size, span.end - first, mask)
+        rows = slice(row, row + span.end - span.start)
+        return _Chunk(rows, blocks.to(self._device), first % size, span.end - first, mask)
 
     def _singles(self, group: list[tuple[int, Span]], window: int | None) -> _Singles:
         size = self._block_tokens
@@ -124,10 +131,13 @@ class AttentionPlan:
         queries_S1 = torch.tensor([span.end - 1 for _, span in group])[:, None]
         unused = (keys_SL > queries_S1).flatten().nonzero().flatten()
         mask = self._mask(_visible(queries_S1, keys_SL, window))
-        return _Singles(torch.tensor([row for row, _ in group]), blocks, unused, mask[:, None, None, :])
+        rows = torch.tensor([row for row, _ in group])
+        there = self._device
+        return _Singles(rows.to(there), blocks.to(there), unused.to(there), mask[:, None, None, :])
 
     def _mask(self, visible: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(visible.shape, dtype=self._dtype).masked_fill_(~visible, float("-inf"))
+        mask = torch.zeros(visible.shape, dtype=self._dtype).masked_fill_(~visible, float("-inf"))
+        return mask.to(self._device)
 
 
 def _visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:

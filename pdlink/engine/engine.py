@@ -12,6 +12,7 @@ by `stop` or by an exception, it ends those that are left.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from functools import partial
@@ -39,11 +40,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdlink.config import EngineConfig
+    from pdlink.engine.layer_order import LayerOrder
     from pdlink.engine.models import LoadedModel
     from pdlink.engine.paged_cache import PagedCache
     from pdlink.engine.request import EngineListener, GenerationRequest
     from pdlink.engine.scheduler import Work
     from pdlink.memory.blocks import BlockPool
+
+_LAYERS_TOLD_S = 30.0
+"""How long the last layer of a pass may take to be told after the pass; the GPU is through by then."""
 
 _IDLE_WAIT_S = 1.0
 """Longest sleep of the loop; all that can change its mind wakes it, so this is only a second line."""
@@ -63,10 +68,13 @@ class Engine:
         block_tokens: int,
         share_prefixes: bool,
         layer_delay_s: float = 0.0,
+        layer_order: LayerOrder | None = None,
     ) -> None:
         """`pool` counts the blocks of `cache` and may be shared with others who hold some of them.
 
         layer_delay_s: extra seconds per layer of every forward pass that has prompt tokens in it.
+        layer_order: on a GPU, where a layer is written some time after the pass has said so; the listener hears of
+        written layers in its thread. Closed by the engine when `run` returns.
         """
         if (block_tokens, pool.num_blocks) != (cache.block_tokens, cache.layout.num_blocks):
             raise ValueError(
@@ -79,6 +87,7 @@ class Engine:
         self._config = config
         self._listener = listener
         self._layer_delay_s = layer_delay_s
+        self._layer_order = layer_order
         self._scheduler = Scheduler(
             pool,
             block_tokens=block_tokens,
@@ -168,6 +177,8 @@ class Engine:
     def run(self) -> None:
         """Serve until `stop`."""
         torch.set_num_threads(self._config.threads)  # of this thread, which is why it is done here
+        if self._cache.device.type == "cuda":
+            torch.cuda.set_device(self._cache.device)  # likewise: whose current stream a layer's event is recorded in
         try:
             while not self._stopping:
                 if not self.step():
@@ -176,6 +187,8 @@ class Engine:
                         self._awake = False
         finally:
             self._end_all()
+            if self._layer_order is not None:
+                self._layer_order.close()
 
     def step(self) -> bool:
         """Do what there is to do, at most one forward pass of it; False if there was nothing."""
@@ -210,10 +223,13 @@ class Engine:
                 tokens,
                 spans,
                 rows,
-                layer_written=(lambda layer: self._listener.layer_written(layer, prompts)) if prompts else None,
+                layer_written=partial(self._on_layer_written, prompts) if prompts else None,
                 layer_delay_s=self._layer_delay_s if prompts else 0.0,
             )
-        except RuntimeError as error:
+            if self._layer_order is not None:
+                self._layer_order.flush(_LAYERS_TOLD_S)
+        except (RuntimeError, TimeoutError) as error:
+            self._forget_layers()
             for work in batch:
                 self._end(work.sequence, EngineFailure(f"a forward pass of {len(tokens)} tokens failed: {error}"))
             return
@@ -225,6 +241,19 @@ class Engine:
                 self._end(sequence, EngineFailure(f"the logits of output {sequence.num_output} are not finite"))
                 continue
             self._append(sequence, choose(row_logits, sequence.request.sampling, sequence.num_output))
+
+    def _on_layer_written(self, prompts: tuple[tuple[str, int, int], ...], layer: int) -> None:
+        tell = partial(self._listener.layer_written, layer, prompts)
+        if self._layer_order is None:
+            tell()
+        else:
+            self._layer_order.tell_when_written(tell)
+
+    def _forget_layers(self) -> None:
+        """A pass has failed in the middle: nothing of it may be told after its requests have ended."""
+        if self._layer_order is not None:
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                self._layer_order.flush(_LAYERS_TOLD_S)
 
     def _append(self, sequence: Sequence, token: int) -> None:
         """The next token of the answer is known: tell it, and go on or end."""

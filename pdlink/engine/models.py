@@ -42,6 +42,8 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     max_tokens: int
     """Longest prompt plus answer: the smaller of what is configured and what the model has positions for."""
+    device: torch.device = torch.device("cpu")
+    """Where weights and KV are."""
 
     def logits(
         self,
@@ -53,7 +55,7 @@ class LoadedModel:
         layer_written: Callable[[int], None] | None = None,
         layer_delay_s: float = 0.0,
     ) -> torch.Tensor:
-        """One forward pass: float32 logits [len(rows), vocab_size] of those rows of the flattened batch.
+        """One forward pass: float32 logits [len(rows), vocab_size] of those rows of the flattened batch, on the CPU.
 
         tokens: [N] ids of `spans`, one after the other; their KV is in `cache` afterwards. The other arguments are
         those of `PagedCache.begin`. Raises RuntimeError when the model cannot compute (out of memory, for one).
@@ -62,30 +64,35 @@ class LoadedModel:
         try:
             with torch.inference_mode():
                 output = self.model(
-                    tokens[None],
+                    tokens[None].to(self.device),
                     position_ids=positions,
                     past_key_values=cache,
                     use_cache=True,
-                    logits_to_keep=torch.tensor(rows, dtype=torch.int64),
+                    logits_to_keep=torch.tensor(rows, dtype=torch.int64).to(self.device),
                     paged_cache=cache,
                 )
         finally:
             cache.end()
-        return cast("torch.Tensor", output.logits[0].float())
+        return cast("torch.Tensor", output.logits[0].float().cpu())
 
 
-def load_model(config: ModelConfig) -> LoadedModel:
+def load_model(config: ModelConfig, device: str = "cpu") -> LoadedModel:
     """The configured model, ready for the engine. Raises ConfigError that says why it cannot be loaded or run."""
     attention.register()
+    where = torch.device("cuda", 0) if device == "cuda" else torch.device(device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"engine.device is {device!r}, and torch {torch.__version__} finds no CUDA device")
     dtype: torch.dtype = getattr(torch, config.dtype)
     if config.path is None:
         model = tiny.build_model(
             seed=config.seed, num_layers=config.num_layers, max_tokens=config.max_tokens, dtype=dtype
         )
         model.set_attn_implementation(attention.IMPLEMENTATION)
-        return _describe(model, tiny.build_tokenizer(), config, f"seed-{config.seed}-layers-{config.num_layers}")
+        revision = f"seed-{config.seed}-layers-{config.num_layers}"
+        return _describe(model.to(where), tiny.build_tokenizer(), config, revision, where)
     model, tokenizer = _from_pretrained(config, dtype)
-    loaded = _describe(model, tokenizer, config, getattr(model.config, "_commit_hash", None) or config.revision)
+    revision = getattr(model.config, "_commit_hash", None) or config.revision
+    loaded = _describe(model.to(where), tokenizer, config, revision, where)
     _compare_with_transformers(loaded)
     return loaded
 
@@ -106,7 +113,7 @@ def _from_pretrained(config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]
     return model.eval(), tokenizer
 
 
-def _describe(model: Any, tokenizer: Any, config: ModelConfig, revision: str) -> LoadedModel:
+def _describe(model: Any, tokenizer: Any, config: ModelConfig, revision: str, device: torch.device) -> LoadedModel:
     text = model.config.get_text_config()
     heads = text.num_attention_heads
     eos = model.generation_config.eos_token_id if model.generation_config is not None else None
@@ -123,6 +130,7 @@ def _describe(model: Any, tokenizer: Any, config: ModelConfig, revision: str) ->
         vocab_size=model.get_input_embeddings().num_embeddings,
         eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or []),
         max_tokens=min(config.max_tokens, getattr(text, "max_position_embeddings", None) or config.max_tokens),
+        device=device,
     )
 
 
@@ -150,7 +158,7 @@ def _compare_with_transformers(loaded: LoadedModel) -> None:
     blocks = torch.tensor([1, 0])
     try:
         with torch.inference_mode():
-            expected = model(ids[None], use_cache=False).logits[0]
+            expected = model(ids[None].to(loaded.device), use_cache=False).logits[0].cpu()
         model.set_attn_implementation(attention.IMPLEMENTATION)
         parts = []
         for start, end in _PROBE_CHUNKS:

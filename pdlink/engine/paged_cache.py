@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pdlink.cuda.buffers import DeviceBuffer
+from pdlink.cuda.driver import Device
 from pdlink.engine.attention import AttentionPlan, Span
 from pdlink.kv.layout import paged_layout
 from pdlink.memory.buffers import Buffer
@@ -28,9 +30,9 @@ class PagedCache:
     """K and V of all layers. Used by one thread; peers may write blocks that no running request has."""
 
     def __init__(self, model: LoadedModel, *, num_blocks: int, block_tokens: int, order: str = "LPBTH") -> None:
-        """Allocates the pool: num_blocks x block_tokens x the model's KV bytes per token.
+        """Allocates the pool where the model is: num_blocks x block_tokens x the model's KV bytes per token.
 
-        Raises OSError if the system has not that much memory, ValueError for an impossible `order`.
+        Raises OSError or CudaFailure if there is not that much memory, ValueError for an impossible `order`.
         """
         self._dtype: torch.dtype = getattr(torch, model.dtype)
         self.block_tokens = block_tokens
@@ -44,10 +46,11 @@ class PagedCache:
             head_dim=model.head_dim,
             order=order,
         )
-        self.buffer = Buffer(self.layout.extent(0))
+        self.device: torch.device = model.device
+        self.buffer, flat = _allocate(self.layout.extent(0), self.device)
         """Owned by the cache; `close()` drops it."""
-        self._views = _views(self.buffer, self.layout, self._dtype)
-        self._scratch = [torch.empty(0, dtype=self._dtype)] * 2
+        self._views = _views(flat, self.layout, self._dtype)
+        self._scratch = [torch.empty(0, dtype=self._dtype, device=self.device)] * 2
         self.plan: AttentionPlan | None = None
         """Of the forward pass that is running."""
         self._blocks_N = self._tokens_N = torch.empty(0, dtype=torch.int64)
@@ -64,10 +67,10 @@ class PagedCache:
         """
         positions = torch.cat([torch.arange(span.start, span.end) for span in spans])
         table = torch.cat([span.blocks_B[torch.arange(span.start, span.end) // self.block_tokens] for span in spans])
-        self._blocks_N, self._tokens_N = table, positions % self.block_tokens
+        self._blocks_N, self._tokens_N = table.to(self.device), (positions % self.block_tokens).to(self.device)
         self._layer_written, self._layer_delay_s = layer_written, layer_delay_s
-        self.plan = AttentionPlan(spans, self.block_tokens, self._dtype)
-        return positions[None]
+        self.plan = AttentionPlan(spans, self.block_tokens, self._dtype, self.device)
+        return positions[None].to(self.device)
 
     def end(self) -> None:
         """The forward pass is over, well or badly."""
@@ -99,7 +102,9 @@ class PagedCache:
             size = (len(blocks), *part.shape[1:])
             numel = math.prod(size)
             if self._scratch[index].numel() < numel:
-                self._scratch[index] = torch.empty(numel * 5 // 4, dtype=self._dtype)  # answers grow
+                self._scratch[index] = torch.empty(
+                    numel * 5 // 4, dtype=self._dtype, device=self.device
+                )  # answers grow
             copy = self._scratch[index][:numel].view(size)
             torch.index_select(part, 0, blocks, out=copy)
             copies.append(copy.flatten(0, 1))
@@ -113,9 +118,22 @@ class PagedCache:
         self.buffer.close()
 
 
-def _views(buffer: Buffer, layout: KVLayout, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _allocate(nbytes: int, device: torch.device) -> tuple[Buffer | DeviceBuffer, torch.Tensor]:
+    """A buffer where the model is, and a view of its bytes."""
+    if device.type == "cpu":
+        host = Buffer(nbytes)
+        return host, torch.from_numpy(host.array)
+    gpu = Device(device.index or 0)  # torch holds the same context for the rest of the process
+    gpu.open()
+    buffer = DeviceBuffer(gpu, nbytes)
+    view = torch.as_tensor(buffer, device=device)
+    view.zero_()
+    return buffer, view
+
+
+def _views(memory: torch.Tensor, layout: KVLayout, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(K, V) of each layer as [block, token, head, element]."""
-    flat = torch.from_numpy(buffer.array).view(dtype)
+    flat = memory.view(dtype)
     sizes = (layout.num_blocks, layout.block_tokens, layout.num_heads, layout.head_nbytes // dtype.itemsize)
     views = []
     for layer in layout.layers:

@@ -11,6 +11,7 @@ import torch
 from pdlink.config import EngineConfig, ModelConfig
 from pdlink.engine import tiny
 from pdlink.engine.engine import Engine
+from pdlink.engine.layer_order import LayerOrder
 from pdlink.engine.models import LoadedModel, load_model
 from pdlink.engine.paged_cache import PagedCache
 from pdlink.engine.request import GenerationRequest, SamplingParams, TokenOutput
@@ -151,6 +152,7 @@ def rig(
     max_waiting: int = 256,
     threads: int = 1,
     layer_delay_s: float = 0.0,
+    layer_order: LayerOrder | None = None,
 ) -> Rig:
     model = model or small_model()
     pool = BlockPool(num_blocks)
@@ -168,5 +170,6 @@ def rig(
         block_tokens=BLOCK,
         share_prefixes=share_prefixes,
         layer_delay_s=layer_delay_s,
+        layer_order=layer_order,
     )
     return Rig(engine, pool, paged, heard)

@@ -11,6 +11,7 @@ import torch
 
 from pdlink.engine.attention import Span
 from pdlink.engine.paged_cache import PagedCache
+from pdlink.memory.buffers import Buffer
 from tests.engine.small import BLOCK, NUM_LAYERS, oracle_model, prompt_of, rig, small_model
 
 
@@ -26,6 +27,8 @@ def test_every_vector_lies_where_the_layout_says(order: str) -> None:
     cache.update(key, value, layer)
     cache.end()
     layout = cache.layout
+    assert isinstance(cache.buffer, Buffer)
+    memory = cache.buffer.array
     strides = layout.layers[layer]
     for part, new in zip(strides.parts, (key, value), strict=True):
         for token in range(num_tokens):
@@ -36,9 +39,9 @@ def test_every_vector_lies_where_the_layout_says(order: str) -> None:
                     + token % 4 * strides.token_stride
                     + head * strides.head_stride
                 )
-                stored = cache.buffer.array[at : at + layout.head_nbytes].view(np.float32)
+                stored = memory[at : at + layout.head_nbytes].view(np.float32)
                 assert np.array_equal(stored, new[0, head, token].numpy())
-    written = int(np.count_nonzero(cache.buffer.array.view(np.float32)))
+    written = int(np.count_nonzero(memory.view(np.float32)))
     assert written == 2 * num_tokens * model.num_kv_heads * model.head_dim, "something else was written too"
     cache.close()
 

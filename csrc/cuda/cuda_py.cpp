@@ -1,0 +1,138 @@
+// Python's view of the kernels and of the gate; `pdlink/_cuda.pyi` is its manual. Nothing here needs CUDA: launches
+// are made and, on a CPU, run here; on a GPU the driver is called by `pdlink/cuda/driver.py`.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <sys/eventfd.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <tuple>
+#include <vector>
+
+#include "copy/descriptor.h"
+#include "cuda/fatbin.h"
+#include "cuda/launches.h"
+#include "gate.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace pdlink::cuda {
+namespace {
+
+using File = std::tuple<int, std::uint64_t, std::uint64_t, std::uint64_t>;
+
+Place make_place(std::uint64_t base, std::uint64_t table, std::uint64_t alignment, std::int64_t layer_stride,
+                 std::int64_t part_stride, std::int64_t block_stride, std::int64_t token_stride,
+                 std::int64_t head_stride, std::int64_t chunk_stride, std::uint32_t block_tokens, std::uint64_t slots,
+                 std::int64_t first_slot, std::int64_t num_slots) {
+    if (block_tokens == 0 || block_tokens > 1u << 31) throw std::invalid_argument("block_tokens must be 1 .. 2^31");
+    Place place;
+    place.alignment = alignment;
+    place.side = {base,        table,        layer_stride, part_stride, block_stride, token_stride,
+                  head_stride, chunk_stride, slots,        first_slot,  num_slots,    Divider(block_tokens)};
+    return place;
+}
+
+Conversion conversion_of(const std::string& name) {
+    if (name == "none") return Conversion::kNone;
+    if (name == "quantize") return Conversion::kQuantize;
+    if (name == "dequantize") return Conversion::kDequantize;
+    throw std::invalid_argument("conversion must be none, quantize or dequantize, got " + name);
+}
+
+std::vector<Launch> plan(const Place& src, const Place& dst, std::uint64_t num_tokens, std::uint32_t num_layers,
+                         std::uint32_t num_parts, std::uint32_t num_heads, std::uint32_t num_chunks,
+                         std::uint32_t chunk_elements, std::uint32_t itemsize, const std::string& conversion,
+                         std::uint64_t scales, const std::tuple<std::int64_t, std::int64_t, std::int64_t>& strides,
+                         std::uint64_t refused, std::uint32_t max_strands) {
+    Request request;
+    request.src = src;
+    request.dst = dst;
+    request.num_tokens = num_tokens;
+    request.num_layers = num_layers;
+    request.num_parts = num_parts;
+    request.num_heads = num_heads;
+    request.num_chunks = num_chunks;
+    request.chunk_elements = chunk_elements;
+    request.itemsize = itemsize;
+    request.conversion = conversion_of(conversion);
+    request.scales = scales;
+    std::tie(request.scale_layer_stride, request.scale_part_stride, request.scale_head_stride) = strides;
+    request.refused = refused;
+    request.max_strands = max_strands;
+    return plan_reshape(request);
+}
+
+// What the owner of memory holds for one peer that writes there from its GPU's kernels.
+File gate_file(const GateOwner& gate) {
+    struct stat status;
+    if (::fstat(gate.fd(), &status) != 0) throw std::system_error(errno, std::generic_category(), "fstat of gate");
+    return {gate.fd(), status.st_dev, status.st_ino, kGateNbytes};
+}
+
+GateWriter* open_gate(std::int64_t pid, const File& file) {
+    const auto& [fd, device, inode, nbytes] = file;
+    const Descriptor opened(open_peer_file(pid, fd, device, inode));
+    return new GateWriter(opened.get());
+}
+
+// A host function for a CUDA stream (CUhostFn): makes an eventfd readable. Runs on the driver's thread, where no call
+// into CUDA or Python is allowed.
+void ring(void* fd) { ::eventfd_write(static_cast<int>(reinterpret_cast<std::intptr_t>(fd)), 1); }
+
+}  // namespace
+}  // namespace pdlink::cuda
+
+NB_MODULE(_cuda, m) {
+    using namespace pdlink;
+    using namespace pdlink::cuda;
+    nb::register_exception_translator(
+        [](const std::exception_ptr& error, void*) {
+            try {
+                std::rethrow_exception(error);
+            } catch (const std::system_error& failure) {
+                const nb::object args = nb::make_tuple(failure.code().value(), failure.what());
+                PyErr_SetObject(PyExc_OSError, args.ptr());
+            }
+        },
+        nullptr);
+
+    nb::class_<Place>(m, "Place")
+        .def(nb::new_(&make_place), nb::kw_only(), "base"_a = 0, "table"_a = 0, "alignment"_a = 0,
+             "layer_stride"_a = 0, "part_stride"_a = 0, "block_stride"_a, "token_stride"_a, "head_stride"_a = 0,
+             "chunk_stride"_a = 0, "block_tokens"_a, "slots"_a = 0, "first_slot"_a = 0, "num_slots"_a);
+    nb::class_<Launch>(m, "Launch")
+        .def_ro("kernel", &Launch::kernel)
+        .def_prop_ro("grid", [](const Launch& launch) { return std::make_tuple(launch.grid_x, launch.grid_y); })
+        .def_prop_ro("argument",
+                     [](const Launch& launch) { return nb::bytes(launch.argument.data(), launch.argument.size()); });
+    m.def("plan_reshape", &plan, "src"_a, "dst"_a, nb::kw_only(), "num_tokens"_a, "num_layers"_a = 1,
+          "num_parts"_a = 1, "num_heads"_a = 1, "num_chunks"_a = 1, "chunk_elements"_a, "itemsize"_a,
+          "conversion"_a = "none", "scales"_a = 0, "scale_strides"_a = std::make_tuple(0, 0, 0), "refused"_a = 0,
+          "max_strands"_a = 0x7fffffff);
+    m.def("plan_runs", &plan_runs, "runs"_a, "num_runs"_a, "longest_nbytes"_a);
+    m.def("run_on_cpu", &run_on_cpu, "launch"_a, nb::call_guard<nb::gil_scoped_release>());
+    m.def("kernel_names", &kernel_names);
+    m.def("fatbin", [] { return nb::bytes(fatbin().data(), fatbin().size()); });
+    m.def(
+        "divide", [](std::uint32_t divisor, std::int64_t n) { return Divider(divisor).divide_any(n); }, "divisor"_a,
+        "n"_a);
+    m.attr("THREADS") = kThreads;
+
+    nb::class_<GateOwner>(m, "GateOwner")
+        .def(nb::init<>())
+        .def("file", &gate_file)
+        .def("shut", &GateOwner::shut)
+        .def("quiet", &GateOwner::quiet);
+    nb::class_<GateWriter>(m, "GateWriter")
+        .def(nb::new_(&open_gate), "pid"_a, "file"_a)
+        .def("enter", &GateWriter::enter)
+        .def("leave", &GateWriter::leave)
+        .def("shut", &GateWriter::shut);
+    m.def("ring_function", [] { return reinterpret_cast<std::uintptr_t>(&ring); });
+}

@@ -1,0 +1,21 @@
+// The GPU's side of the kernels: names that the driver finds in the module, nothing else.
+#include "cuda/kernels.h"
+
+namespace pdlink::cuda {
+
+// Two instances of each: rows that are contiguous on both sides ("_flat"), and any others.
+#define PDLINK_KERNELS(name, Move)                                                                              \
+    extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
+        pdlink_##name##_flat(const __grid_constant__ Reshape job) {                                             \
+        move_strand<Move, true>(job, blockIdx.y, blockIdx.x * kThreads + threadIdx.x);                          \
+    }                                                                                                           \
+    extern "C" __global__ void __launch_bounds__(kThreads) pdlink_##name(const __grid_constant__ Reshape job) { \
+        move_strand<Move, false>(job, blockIdx.y, blockIdx.x * kThreads + threadIdx.x);                         \
+    }
+PDLINK_MOVES(PDLINK_KERNELS)
+
+extern "C" __global__ void __launch_bounds__(kThreads) pdlink_runs(const __grid_constant__ RunList job) {
+    copy_share(job, (blockIdx.x * kThreads + threadIdx.x) / kLanes, threadIdx.x % kLanes);
+}
+
+}  // namespace pdlink::cuda

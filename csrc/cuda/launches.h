@@ -1,0 +1,58 @@
+// From what is to be moved to the launches that move it: the host's half of the kernels, the same for GPU and CPU.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cuda/reshape.h"
+#include "cuda/runs.h"
+
+namespace pdlink::cuda {
+
+// A kernel with its grid and its one argument.
+struct Launch {
+    std::string kernel;
+    std::uint32_t grid_x = 0, grid_y = 1;  // blocks of kThreads threads
+    std::vector<std::byte> argument;
+};
+
+// One side as callers describe it: the fields of `Side`, and what is known about addresses that only the GPU sees.
+struct Place {
+    Side side;
+    std::uint64_t alignment = 0;  // with a table: every address in it is a multiple of this
+};
+
+enum class Conversion { kNone, kQuantize, kDequantize };
+
+struct Request {
+    Place src, dst;
+    std::uint32_t num_layers = 1, num_parts = 1;
+    std::uint64_t num_tokens = 0;
+    std::uint32_t num_heads = 1;
+    std::uint32_t num_chunks = 1;      // per head
+    std::uint32_t chunk_elements = 0;  // contiguous on both sides
+    std::uint32_t itemsize = 0;        // of an element at the source
+    Conversion conversion = Conversion::kNone;
+    std::uint64_t scales = 0;
+    std::int64_t scale_layer_stride = 0, scale_part_stride = 0, scale_head_stride = 0;
+    std::uint64_t refused = 0;
+    std::uint32_t max_strands = 0x7fffffff;  // per launch; more tokens make more launches
+};
+
+// Throws std::invalid_argument for sizes that are none, for addresses that elements cannot have, and for more than
+// 65,535 planes (the grid's limit). Addresses themselves are taken on trust.
+std::vector<Launch> plan_reshape(Request request);
+
+// `runs`: address, for whoever launches, of [num_runs][3] uint64; `longest_nbytes`: the longest of them.
+Launch plan_runs(std::uint64_t runs, std::uint64_t num_runs, std::uint64_t longest_nbytes);
+
+// Do on this CPU what the GPU would do, block by block, thread by thread. Throws std::invalid_argument for a kernel
+// that does not exist or an argument of another size.
+void run_on_cpu(const Launch& launch);
+
+// Names of all kernels.
+std::vector<std::string> kernel_names();
+
+}  // namespace pdlink::cuda

@@ -1,0 +1,115 @@
+"""Kernels that reshape paged KV, and what a writer on a GPU needs of the gate (`csrc/cuda`).
+
+Nothing here calls CUDA: launches are planned, and run by loops on this CPU if asked. Addresses are taken on trust, as
+a kernel does; `pdlink.cuda.ops` and `pdlink.transport.mapped_cuda` are the checked ways in.
+"""
+
+from typing import Literal
+
+_File = tuple[int, int, int, int]
+"""Descriptor number in its process, st_dev, st_ino, nbytes."""
+
+THREADS: int
+"""Of a block, in every kernel."""
+
+class Place:
+    """Where the rows of one side lie. Strides and addresses in bytes.
+
+    The byte of (layer, part, slot, head, chunk) is at base + layer * layer_stride + part * part_stride + (slot //
+    block_tokens) * block_stride + (slot % block_tokens) * token_stride + head * head_stride + chunk * chunk_stride.
+    """
+
+    def __init__(
+        self,
+        *,
+        base: int = 0,
+        table: int = 0,
+        alignment: int = 0,
+        layer_stride: int = 0,
+        part_stride: int = 0,
+        block_stride: int,
+        token_stride: int,
+        head_stride: int = 0,
+        chunk_stride: int = 0,
+        block_tokens: int,
+        slots: int = 0,
+        first_slot: int = 0,
+        num_slots: int,
+    ) -> None:
+        """table: address of one base per (layer, part), used instead of `base`; all are multiples of `alignment`.
+        slots: address of one int64 slot per token; 0 takes first_slot, first_slot + 1, … Slot -1 is skipped.
+        """
+
+class Launch:
+    @property
+    def kernel(self) -> str: ...
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Blocks in x and y."""
+
+    @property
+    def argument(self) -> bytes:
+        """The kernel's only argument."""
+
+def plan_reshape(
+    src: Place,
+    dst: Place,
+    *,
+    num_tokens: int,
+    num_layers: int = 1,
+    num_parts: int = 1,
+    num_heads: int = 1,
+    num_chunks: int = 1,
+    chunk_elements: int,
+    itemsize: int,
+    conversion: Literal["none", "quantize", "dequantize"] = "none",
+    scales: int = 0,
+    scale_strides: tuple[int, int, int] = (0, 0, 0),
+    refused: int = 0,
+    max_strands: int = 0x7FFFFFFF,
+) -> list[Launch]:
+    """The launches (one, unless there are very many tokens) that move num_tokens rows of every plane.
+
+    scales: address of float32 scales, indexed by `scale_strides` of layer, part and head; 0 is a scale of 1.
+    refused: address of a uint32 that is set to 1 if a slot is outside its place (nothing is moved for it).
+    max_strands: most threads of one launch and plane. Raises ValueError.
+    """
+
+def plan_runs(runs: int, num_runs: int, longest_nbytes: int) -> Launch:
+    """One launch that copies `num_runs` runs; `runs` is the address of [num_runs, 3] uint64 addresses and lengths."""
+
+def run_on_cpu(launch: Launch) -> None:
+    """Do it here, with the same code, without the GIL."""
+
+def kernel_names() -> list[str]: ...
+def fatbin() -> bytes:
+    """The kernels for GPUs, as `cuModuleLoadData` takes them; empty in a build without nvcc."""
+
+def divide(divisor: int, n: int) -> int:
+    """n // divisor as the kernels do it."""
+
+def ring_function() -> int:
+    """Address of a host function for `cuLaunchHostFunc` that makes the eventfd it is given readable."""
+
+class GateOwner:
+    """The gate in front of memory of ours that one peer may write (`csrc/gate.h`)."""
+
+    def __init__(self) -> None: ...
+    def file(self) -> _File: ...
+    def shut(self) -> None:
+        """No new copy begins."""
+
+    def quiet(self) -> bool:
+        """No copy is under way either; only meaningful after `shut`."""
+
+class GateWriter:
+    def __init__(self, pid: int, file: _File) -> None:
+        """Raises OSError if the gate cannot be opened or has a writer, ValueError if the file is none."""
+
+    def enter(self) -> bool:
+        """Call before anything is launched that writes there; False means it must not be."""
+
+    def leave(self) -> None:
+        """Call when nothing of it can still be written."""
+
+    def shut(self) -> bool: ...

@@ -1,0 +1,153 @@
+"""Memory that GPUs work on: device pools that peers can map, and host pools that a GPU reaches directly.
+
+`DeviceBuffer` is a whole allocation of the driver, not a piece of torch's pool: only such a one can be exported, and
+UCX falls off its CUDA lane, silently and by orders of magnitude, for the virtual memory that torch's expandable
+segments are made of. Its export is a CUDA IPC handle, or where the GPU has those and one asks for it a fabric handle.
+torch sees it through `__cuda_array_interface__`, without a copy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+
+from pdlink.cuda.fabric import FabricMemory
+from pdlink.cuda.numa import node_of, prefer_node
+from pdlink.memory.buffers import Buffer
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from pdlink.cuda.driver import Device
+
+
+class Export(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How another process maps a device buffer."""
+
+    device: str
+    """UUID of the GPU that holds the memory."""
+    nbytes: int
+    handle: bytes
+    fabric: bool = False
+    """The handle is a fabric handle, not one of CUDA IPC."""
+
+
+class DeviceBuffer:
+    """A block of device memory. Whoever creates it closes it, after the transports it is registered with."""
+
+    memory_type: ClassVar[str] = "cuda"
+
+    def __init__(self, device: Device, nbytes: int, *, fabric: bool = False) -> None:
+        """Allocate; the contents are undefined. Raises CudaFailure (CUDA_ERROR_OUT_OF_MEMORY, for one).
+
+        fabric: with a fabric handle instead of one of CUDA IPC; nbytes is rounded up to whole pages of the device.
+        """
+        if nbytes <= 0:
+            raise ValueError(f"nbytes must be positive, got {nbytes}")
+        self.device, self.nbytes = device, nbytes
+        self._fabric = FabricMemory.make(device, nbytes) if fabric else None
+        self.ptr = self._fabric.ptr if self._fabric else device.allocate(nbytes)
+        if self._fabric:
+            self.nbytes = self._fabric.nbytes
+        self._closed = False
+
+    def export(self) -> Export:
+        """For a process on this host, or with a fabric handle in this NVLink domain. Raises CudaFailure."""
+        if self._fabric:
+            return Export(self.device.uuid, self.nbytes, self._fabric.export(), fabric=True)
+        return Export(self.device.uuid, self.nbytes, self.device.ipc_export(self.ptr))
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """As uint8 [nbytes]: `torch.as_tensor(buffer, device="cuda")` is a view. It does not keep the buffer open."""
+        return _as_bytes(self.ptr, self.nbytes)
+
+    def close(self) -> None:
+        """Free it. Peers that have mapped it must be closed before. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            if self._fabric:
+                self._fabric.close()
+            else:
+                self.device.free(self.ptr)
+
+    def __enter__(self) -> DeviceBuffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"DeviceBuffer({self.nbytes} bytes on {self.device.index}, {'closed' if self._closed else 'open'})"
+
+
+class PeerBuffer:
+    """A peer's device buffer, mapped here."""
+
+    def __init__(self, device: Device, export: Export) -> None:
+        """device: whose kernels are to reach it; the same GPU, or one with peer access to it.
+
+        Raises CudaFailure: the peer is gone, is this process, or the two GPUs cannot reach each other. ValueError:
+        the memory is not as large as is said; a kernel that goes beyond it would cost this process its context.
+        """
+        self.nbytes = export.nbytes
+        self._device = device
+        self._closed = False
+        self._fabric: FabricMemory | None = None
+        if export.fabric:
+            self._fabric = FabricMemory.open_handle(device, export.handle, export.nbytes)
+            self.ptr = self._fabric.ptr
+            return
+        self.ptr = device.ipc_open(export.handle)
+        try:
+            start, nbytes = device.extent(self.ptr)
+            if self.ptr + self.nbytes > start + nbytes:
+                raise ValueError(f"the peer's buffer is said to have {self.nbytes} bytes, it has {nbytes}")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """As for `DeviceBuffer`: kernels and `pdlink.cuda.ops` reach a peer's pages like their own."""
+        return _as_bytes(self.ptr, self.nbytes)
+
+    def close(self) -> None:
+        """Unmap. Nothing may be on its way there. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            if self._fabric:
+                self._fabric.close()
+            else:
+                self._device.ipc_close(self.ptr)
+
+
+class PinnedBuffer(Buffer):
+    """Host memory as `Buffer`, on the GPU's NUMA node, that its copy engines and kernels reach directly."""
+
+    def __init__(self, device: Device, nbytes: int, *, name: str = "pdlink-pinned") -> None:
+        """Raises OSError, CudaFailure."""
+        with prefer_node(node_of(device.pci_address)):
+            super().__init__(nbytes, name=name)
+        self._device = device
+        try:
+            self.device_ptr: int = device.pin(self.ptr, self.nbytes)
+            """The address that kernels use."""
+        except BaseException:
+            super().close()
+            raise
+        self._pinned = True
+
+    def close(self) -> None:
+        """Unpins it, too. No copy may be under way. Safe to call twice."""
+        if self._pinned:
+            self._pinned = False
+            self._device.unpin(self.ptr)
+        super().close()
+
+
+def _as_bytes(ptr: int, nbytes: int) -> dict[str, Any]:
+    return {"shape": (nbytes,), "typestr": "|u1", "data": (ptr, False), "strides": None, "version": 3}

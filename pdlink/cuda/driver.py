@@ -1,0 +1,328 @@
+"""The CUDA driver, called through ctypes: nothing is linked, and no toolkit has to be there.
+
+`Device` is one GPU with its primary context, the one that torch and every other user of the runtime share, so that
+pointers, streams and events can be passed between us and them. A context belongs to a thread: every call here pushes
+ours, does its work and pops it again, so any thread may call anything, and none is left with a context it did not
+have. Every failure is a `CudaFailure` that names the call and the driver's own name for the error.
+
+Signatures: CUDA driver API 12 (https://docs.nvidia.com/cuda/cuda-driver-api). Where the header renames a function to
+a newer version (`cuMemAlloc` is `cuMemAlloc_v2`), the name of the library is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from pdlink.errors import LocalError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LIBRARY: Final = "libcuda.so.1"
+IPC_HANDLE_NBYTES: Final = 64
+
+_NOT_READY: Final = 600
+_EVENT_BLOCKING_SYNC: Final = 1
+_EVENT_DISABLE_TIMING: Final = 2
+_STREAM_NON_BLOCKING: Final = 1
+_HOST_PORTABLE: Final = 1
+_HOST_MAPPED: Final = 2
+_IPC_LAZY_PEER_ACCESS: Final = 1
+
+
+class CudaUnavailable(LocalError):
+    """There is no driver, no GPU of that number, or a build without kernels; the message says which."""
+
+    code = "cuda_unavailable"
+
+
+class CudaFailure(LocalError):
+    """A call into the driver failed. `call` and `name` are the driver's own words."""
+
+    code = "cuda_failure"
+
+    def __init__(self, call: str, number: int, name: str, text: str) -> None:
+        super().__init__(f"{call} failed with {name} ({number}): {text}")
+        self.call, self.number, self.name = call, number, name
+
+
+class Driver:
+    """A loaded and initialised driver library."""
+
+    def __init__(self, path: str) -> None:
+        """Raises CudaUnavailable if there is none, CudaFailure if it cannot be initialised (no GPU, for one)."""
+        try:
+            self._library = ctypes.CDLL(path)
+        except OSError as error:
+            raise CudaUnavailable(f"no CUDA driver: {error}") from None
+        self.pid = os.getpid()
+        self.call("cuInit", c_uint(0))
+        version = c_int()
+        self.call("cuDriverGetVersion", byref(version))
+        self.version = f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Arguments are ctypes values, so that none is cut to 32 bits. Raises CudaFailure."""
+        number = self.status(name, *arguments)
+        if number:
+            raise self.failure(name, number)
+
+    def status(self, name: str, *arguments: Any) -> int:
+        """The driver's answer. Releases the GIL."""
+        try:
+            function = getattr(self._library, name)
+        except AttributeError:
+            raise CudaUnavailable(f"this CUDA driver is too old: it has no {name}") from None
+        return int(function(*arguments))
+
+    def failure(self, call: str, number: int) -> CudaFailure:
+        words = []
+        for question in ("cuGetErrorName", "cuGetErrorString"):
+            answer = c_char_p()
+            known = self.status(question, c_int(number), byref(answer)) == 0 and answer.value
+            words.append(answer.value.decode() if known and answer.value else "unknown error")
+        return CudaFailure(call, number, *words)
+
+
+@lru_cache(maxsize=8)
+def load(path: str = LIBRARY) -> Driver:
+    """The driver, loaded once per process. A failure is not remembered."""
+    return Driver(path)
+
+
+class Device:
+    """One GPU. `open()` retains its primary context, `close()` releases it; any thread may call any method."""
+
+    def __init__(self, index: int = 0, library: str = LIBRARY) -> None:
+        self.index, self._path = index, library
+        self._context = c_void_p()
+        self._ordinal = c_int()
+        self._lock = threading.Lock()
+
+    def open(self) -> None:
+        """Raises CudaUnavailable, CudaFailure."""
+        with self._lock:
+            if self.context:
+                return
+            driver = load(self._path)
+            if driver.pid != os.getpid():
+                raise CudaUnavailable("CUDA was initialised before this process was forked; start it with spawn")
+            count = c_int()
+            driver.call("cuDeviceGetCount", byref(count))
+            if not 0 <= self.index < count.value:
+                raise CudaUnavailable(f"there is no CUDA device {self.index}: the driver shows {count.value}")
+            driver.call("cuDeviceGet", byref(self._ordinal), c_int(self.index))
+            driver.call("cuDevicePrimaryCtxRetain", byref(self._context), self._ordinal)
+            self.driver = driver
+
+    def close(self) -> None:
+        """Release the context. What was allocated in it goes with its last user. Safe to call twice."""
+        with self._lock:
+            if self.context:
+                self._context = c_void_p()
+                self.driver.call("cuDevicePrimaryCtxRelease_v2", self._ordinal)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[Driver]:
+        """This thread has the device's context inside, and what it had before after it."""
+        if not self.context:
+            raise CudaUnavailable(f"CUDA device {self.index} is not open")
+        self.driver.call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield self.driver
+        finally:
+            self.driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    @property
+    def context(self) -> int:
+        """The handle, for libraries that have to make it current in threads of their own."""
+        return self._context.value or 0
+
+    # -- Facts -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def name(self) -> str:
+        text = (c_char * 256)()
+        self.driver.call("cuDeviceGetName", text, c_int(len(text)), self._ordinal)
+        return text.value.decode()
+
+    @cached_property
+    def uuid(self) -> str:
+        """Names the GPU on this host in every process, whatever CUDA_VISIBLE_DEVICES says."""
+        raw = (c_char * 16)()
+        self.driver.call("cuDeviceGetUuid_v2", raw, self._ordinal)
+        return raw.raw.hex()
+
+    @cached_property
+    def pci_address(self) -> str:
+        """As /sys spells it, but for the case: "0000:81:00.0"."""
+        text = (c_char * 32)()
+        self.driver.call("cuDeviceGetPCIBusId", text, c_int(len(text)), self._ordinal)
+        return text.value.decode()
+
+    def attribute(self, number: int) -> int:
+        """A CUdevice_attribute."""
+        value = c_int()
+        self.driver.call("cuDeviceGetAttribute", byref(value), c_int(number), self._ordinal)
+        return value.value
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes."""
+        free, total = c_size_t(), c_size_t()
+        with self.current() as driver:
+            driver.call("cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value, total.value
+
+    # -- Memory ------------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> int:
+        """Device memory; its address. Not from a pool, so that it can be exported (`ipc_export`)."""
+        ptr = c_uint64()
+        with self.current() as driver:
+            driver.call("cuMemAlloc_v2", byref(ptr), c_size_t(nbytes))
+        return ptr.value
+
+    def free(self, ptr: int) -> None:
+        """Waits for work that uses it (the driver does)."""
+        with self.current() as driver:
+            driver.call("cuMemFree_v2", c_uint64(ptr))
+
+    def pin(self, ptr: int, nbytes: int) -> int:
+        """Register host memory; the address that kernels use for it. Undone by `unpin`."""
+        there, flags = c_uint64(), c_uint(_HOST_PORTABLE | _HOST_MAPPED)
+        with self.current() as driver:
+            driver.call("cuMemHostRegister_v2", c_void_p(ptr), c_size_t(nbytes), flags)
+            try:
+                driver.call("cuMemHostGetDevicePointer_v2", byref(there), c_void_p(ptr), c_uint(0))
+            except CudaFailure:
+                driver.call("cuMemHostUnregister", c_void_p(ptr))
+                raise
+        return there.value
+
+    def unpin(self, ptr: int) -> None:
+        with self.current() as driver:
+            driver.call("cuMemHostUnregister", c_void_p(ptr))
+
+    def ipc_export(self, ptr: int) -> bytes:
+        """What another process on this host needs to open this allocation. It must be a whole one of `allocate`."""
+        handle = (c_char * IPC_HANDLE_NBYTES)()
+        with self.current() as driver:
+            driver.call("cuIpcGetMemHandle", handle, c_uint64(ptr))
+        return handle.raw
+
+    def ipc_open(self, handle: bytes) -> int:
+        """Map another process's allocation; undone by `ipc_close`. Peer access between two GPUs is switched on.
+
+        Raises CudaFailure, for a handle of this process too: it has the memory already.
+        """
+        ptr = c_uint64()
+        with self.current() as driver:
+            driver.call("cuIpcOpenMemHandle_v2", byref(ptr), IpcHandle(handle), c_uint(_IPC_LAZY_PEER_ACCESS))
+        return ptr.value
+
+    def ipc_close(self, ptr: int) -> None:
+        with self.current() as driver:
+            driver.call("cuIpcCloseMemHandle", c_uint64(ptr))
+
+    def extent(self, ptr: int) -> tuple[int, int]:
+        """Start and bytes of the allocation that an address is in; a mapped one of another process, too."""
+        start, nbytes = c_uint64(), c_size_t()
+        with self.current() as driver:
+            driver.call("cuMemGetAddressRange_v2", byref(start), byref(nbytes), c_uint64(ptr))
+        return start.value, nbytes.value
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int = 0) -> None:
+        """Between any two addresses, in order with `stream`; returns before it is done (host memory: if pinned)."""
+        with self.current() as driver:
+            driver.call("cuMemcpyAsync", c_uint64(dst), c_uint64(src), c_size_t(nbytes), c_void_p(stream))
+
+    def synchronize(self) -> None:
+        """Wait for everything this process has given the device."""
+        with self.current() as driver:
+            driver.call("cuCtxSynchronize")
+
+
+class IpcHandle(ctypes.Structure):
+    """CUipcMemHandle: the one argument that the driver takes by value and that is no number."""
+
+    _fields_ = (("reserved", c_char * IPC_HANDLE_NBYTES),)
+
+    def __init__(self, handle: bytes) -> None:
+        if len(handle) != IPC_HANDLE_NBYTES:
+            raise ValueError(f"an IPC handle has {IPC_HANDLE_NBYTES} bytes, got {len(handle)}")
+        super().__init__()
+        ctypes.memmove(byref(self), handle, IPC_HANDLE_NBYTES)
+
+
+class Stream:
+    """A stream of our own, not synchronised with the default one."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        handle = c_void_p()
+        with device.current() as driver:
+            driver.call("cuStreamCreate", byref(handle), c_uint(_STREAM_NON_BLOCKING))
+        self.handle: int = handle.value or 0
+
+    def wait(self, event: Event) -> None:
+        """What is put into the stream from now on begins after what `event` stands for."""
+        with self._device.current() as driver:
+            driver.call("cuStreamWaitEvent", c_void_p(self.handle), c_void_p(event.handle), c_uint(0))
+
+    def call(self, function: int, argument: int) -> None:
+        """Run a C function on a thread of the driver when all before it is done. Not run after a failure."""
+        with self._device.current() as driver:
+            driver.call("cuLaunchHostFunc", c_void_p(self.handle), c_void_p(function), c_void_p(argument))
+
+    def synchronize(self) -> None:
+        with self._device.current() as driver:
+            driver.call("cuStreamSynchronize", c_void_p(self.handle))
+
+    def close(self) -> None:
+        """What is in it still runs. Safe to call twice."""
+        handle, self.handle = self.handle, 0
+        if handle:
+            with self._device.current() as driver:
+                driver.call("cuStreamDestroy_v2", c_void_p(handle))
+
+
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        handle = c_void_p()
+        with device.current() as driver:
+            driver.call("cuEventCreate", byref(handle), c_uint(_EVENT_BLOCKING_SYNC | _EVENT_DISABLE_TIMING))
+        self.handle: int = handle.value or 0
+
+    def record(self, stream: int) -> None:
+        """From now on it stands for all that is in the stream (0: the default one)."""
+        with self._device.current() as driver:
+            driver.call("cuEventRecord", c_void_p(self.handle), c_void_p(stream))
+
+    def done(self) -> bool:
+        """Whether all it stands for has happened. Raises CudaFailure if something of it failed."""
+        with self._device.current() as driver:
+            number = driver.status("cuEventQuery", c_void_p(self.handle))
+            if number not in (0, _NOT_READY):
+                raise driver.failure("cuEventQuery", number)
+        return number == 0
+
+    def synchronize(self) -> None:
+        """Wait for it, asleep. There is no deadline: a kernel cannot be called off."""
+        with self._device.current() as driver:
+            driver.call("cuEventSynchronize", c_void_p(self.handle))
+
+    def close(self) -> None:
+        """Safe to call twice, and while it is not done."""
+        handle, self.handle = self.handle, 0
+        if handle:
+            with self._device.current() as driver:
+                driver.call("cuEventDestroy_v2", c_void_p(handle))

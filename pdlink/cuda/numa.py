@@ -1,0 +1,63 @@
+"""Host memory on the NUMA node that a GPU hangs on: a copy across sockets shares the link between them.
+
+The policy is the calling thread's and counts when pages are first touched, which `Buffer` does while it is made. The
+system call is made through ctypes, without libnuma. Where it is forbidden (some containers) memory comes from
+wherever the kernel takes it, which is slower and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+log = logging.getLogger(__name__)
+
+_SYS_SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}
+_MPOL_DEFAULT: Final = 0
+_MPOL_PREFERRED: Final = 1
+_MAX_NODES: Final = 1024
+
+
+def node_of(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """The node of a PCI device ("0000:81:00.0"); None where the system does not know."""
+    try:
+        node = int((devices / pci_address.lower() / "numa_node").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return node if 0 <= node < _MAX_NODES else None
+
+
+@contextlib.contextmanager
+def prefer_node(node: int | None) -> Iterator[None]:
+    """Pages that this thread touches first are taken from `node` while it has any. None changes nothing."""
+    changed = node is not None and _set_policy(_MPOL_PREFERRED, node)
+    try:
+        yield
+    finally:
+        if changed:
+            _set_policy(_MPOL_DEFAULT, None)
+
+
+def _set_policy(mode: int, node: int | None) -> bool:
+    number = _SYS_SET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        return False
+    mask = (ctypes.c_ulong * (_MAX_NODES // 64))()
+    if node is not None:
+        mask[node // 64] = 1 << node % 64
+    libc = ctypes.CDLL(None, use_errno=True)
+    # The kernel reads one bit less than it is told.
+    size = _MAX_NODES + 1 if node is not None else 0
+    failed = libc.syscall(
+        ctypes.c_long(number), ctypes.c_int(mode), mask if node is not None else None, ctypes.c_ulong(size)
+    )
+    if failed:
+        log.info("memory policy for NUMA node %s: errno %d", node, ctypes.get_errno())
+    return not failed

@@ -1,0 +1,264 @@
+"""`reshape`: paged KV from any layout to any other, as a torch operator that graphs and torch.compile see.
+
+A *plane* is one part (K, V, or MLA's latent) of one layer, given as a view [block, token, head, element] of whatever
+strides: a layout is how one makes the view, not an argument.
+
+    vLLM, fused [2, B, T, H, D]        cache[0], cache[1]
+    vLLM 0.26+, [B, H, T, 2 * D]       cache[..., :D].transpose(1, 2), cache[..., D:].transpose(1, 2)
+    FlashInfer HND, [B, 2, H, T, D]    cache[:, 0].transpose(1, 2), cache[:, 1].transpose(1, 2)
+    MLA, [B, T, C]                     cache[:, :, None]
+    SGLang pools, [slot, H, D]         pool[:, None] (blocks of one token), one tensor per layer and part
+    contiguous, [token, H, D]          rows[:, None]
+    a slice of the heads               any of these, [:, :, start:end]
+
+Token i is read from `src_slots[i]` and written to `dst_slots[i]`; a slot is block * block size + token inside the
+block, and -1 skips the token. Other block sizes on the two sides are just other slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence  # noqa: TC003 (custom_op reads annotations at run time)
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pdlink import _cuda
+from pdlink.cuda import kernels
+
+Conversion = Literal["none", "quantize", "dequantize"]
+
+_CONVERSIONS: dict[tuple[torch.dtype, torch.dtype], Conversion] = {
+    (torch.bfloat16, torch.float8_e4m3fn): "quantize",
+    (torch.float8_e4m3fn, torch.bfloat16): "dequantize",
+}
+
+
+@torch.library.custom_op("pdlink::reshape", mutates_args=("dst", "refused"))
+def reshape(
+    src: Sequence[Tensor],
+    dst: Sequence[Tensor],
+    src_slots: Tensor | None = None,
+    dst_slots: Tensor | None = None,
+    scales: Tensor | None = None,
+    refused: Tensor | None = None,
+) -> None:
+    """Copy tokens from the planes `src` to the planes `dst`, in one launch for all of them.
+
+    src, dst: views [block, token, head, element], equally many, equal in shape and strides within each list; heads
+    and elements are the same on both sides. src_slots, dst_slots: int64 [tokens]; None is 0, 1, 2, …
+    bfloat16 to float8_e4m3fn divides by scales (multiplies by the reciprocal) and saturates, the reverse multiplies;
+    scales: float32 [], [planes] or [planes, heads], None is 1. See csrc/cuda/fp8.h.
+    refused: int32 [1], set to 1 if a slot was outside its planes (that token is left out). Without it a CPU raises
+    IndexError, and a GPU only leaves out the token: it has nobody to tell before the kernel has run.
+    On a GPU one side may be pinned host memory. Planes that are not evenly spaced need a table in device memory,
+    made when such a list is first seen: call once before capturing a graph.
+    Raises ValueError for shapes, dtypes and devices that do not fit.
+    """
+    _run(src, dst, src_slots, dst_slots, scales, refused)
+
+
+@reshape.register_fake
+def _(
+    src: Sequence[Tensor],
+    dst: Sequence[Tensor],
+    src_slots: Tensor | None = None,
+    dst_slots: Tensor | None = None,
+    scales: Tensor | None = None,
+    refused: Tensor | None = None,
+) -> None:
+    _check(src, dst, src_slots, dst_slots, scales, refused)
+
+
+def gather(planes: Sequence[Tensor], slots: Tensor, scales: Tensor | None = None) -> Tensor:
+    """Copies of the tokens at `slots` as [planes, tokens, heads, element]; rows of slot -1 are zero.
+
+    With scales the planes are float8_e4m3fn and the result is bfloat16.
+    """
+    head_shape = planes[0].shape[2:]
+    dtype = torch.bfloat16 if scales is not None else planes[0].dtype
+    rows = planes[0].new_zeros((len(planes), slots.shape[0], *head_shape), dtype=dtype)
+    reshape(planes, [row[:, None] for row in rows], slots, None, scales)
+    return rows
+
+
+def scatter(rows: Tensor, planes: Sequence[Tensor], slots: Tensor, scales: Tensor | None = None) -> None:
+    """Write [planes, tokens, heads, element] to the tokens at `slots`; slot -1 is left out."""
+    reshape([row[:, None] for row in rows], planes, None, slots, scales)
+
+
+def _run(
+    src: Sequence[Tensor],
+    dst: Sequence[Tensor],
+    src_slots: Tensor | None,
+    dst_slots: Tensor | None,
+    scales: Tensor | None,
+    refused: Tensor | None,
+) -> None:
+    num_tokens = _check(src, dst, src_slots, dst_slots, scales, refused)
+    if num_tokens == 0 or src[0].numel() == 0:
+        return
+    device = _device(src, dst)
+    flag = torch.zeros(1, dtype=torch.int32) if refused is None and device.type == "cpu" else refused
+    num_layers, num_parts = _grouping(src, dst)
+    num_heads, head_dim = src[0].shape[2:]
+    # An element that does not follow the one before makes every element a chunk of its own.
+    chunks = head_dim if any(side[0].stride(3) != 1 for side in (src, dst)) and head_dim > 1 else 1
+    plane_stride, head_stride = _scale_strides(scales)
+    launches = _cuda.plan_reshape(
+        _place(src, src_slots, device, num_parts),
+        _place(dst, dst_slots, device, num_parts),
+        num_tokens=num_tokens,
+        num_layers=num_layers,
+        num_parts=num_parts,
+        num_heads=num_heads,
+        num_chunks=chunks,
+        chunk_elements=head_dim // chunks,
+        itemsize=src[0].itemsize,
+        conversion=_conversion(src, dst),
+        scales=0 if scales is None else scales.data_ptr(),
+        scale_strides=(plane_stride * num_parts, plane_stride, head_stride),
+        refused=0 if flag is None else flag.data_ptr(),
+    )
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device).cuda_stream
+        loaded = kernels.of_device(device.index)
+        for launch in launches:
+            loaded.launch(launch, stream)
+        return
+    for launch in launches:
+        _cuda.run_on_cpu(launch)
+    if refused is None and flag is not None and flag.item():
+        raise IndexError(
+            f"a slot is outside the planes: source {_num_slots(src)}, destination {_num_slots(dst)} slots"
+        )
+
+
+def _check(
+    src: Sequence[Tensor],
+    dst: Sequence[Tensor],
+    src_slots: Tensor | None,
+    dst_slots: Tensor | None,
+    scales: Tensor | None,
+    refused: Tensor | None,
+) -> int:
+    """The number of tokens. Raises ValueError."""
+    if not src or len(src) != len(dst):
+        raise ValueError(f"source and destination need equally many planes, got {len(src)} and {len(dst)}")
+    for side, planes in (("source", src), ("destination", dst)):
+        first = planes[0]
+        if first.dim() != 4:
+            raise ValueError(f"a {side} plane has {first.dim()} axes; needed are block, token, head, element")
+        for plane in planes:
+            if (plane.shape, plane.stride(), plane.dtype) != (first.shape, first.stride(), first.dtype):
+                raise ValueError(f"the {side} planes differ in shape, strides or dtype")
+    if src[0].shape[2:] != dst[0].shape[2:]:
+        raise ValueError(
+            f"heads and elements differ: source {tuple(src[0].shape[2:])}, destination {tuple(dst[0].shape[2:])}"
+        )
+    if _conversion(src, dst) == "none" and scales is not None:
+        raise ValueError("scales are for float8_e4m3fn on one side and bfloat16 on the other")
+    if scales is not None:
+        shape = (len(src), src[0].shape[2])
+        if scales.dtype != torch.float32 or scales.dim() > 2 or tuple(scales.shape) != shape[: scales.dim()]:
+            raise ValueError(
+                f"scales must be float32 [], [{shape[0]}] or {list(shape)}, got {scales.dtype} {scales.shape}"
+            )
+    if refused is not None and (refused.dtype != torch.int32 or refused.numel() != 1):
+        raise ValueError("refused must be one int32")
+    device = _device(src, dst)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"no kernels for {device.type}")
+    extras = [one for one in (src_slots, dst_slots, scales, refused) if one is not None]
+    for tensor in (*src, *dst, *extras):
+        if tensor.device != device and not (
+            device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned()
+        ):
+            raise ValueError(f"a tensor is on {tensor.device}, not pinned, and the kernel would run on {device}")
+    counts = []
+    for slots in (src_slots, dst_slots):
+        if slots is not None:
+            if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
+                raise ValueError(f"slots must be contiguous int64 [tokens], got {slots.dtype} {tuple(slots.shape)}")
+            counts.append(slots.shape[0])
+    counts = counts or [_num_slots(src), _num_slots(dst)]
+    if len(counts) == 2 and counts[0] != counts[1]:
+        raise ValueError(f"the sides have {counts[0]} and {counts[1]} tokens")
+    return counts[0]
+
+
+def _device(src: Sequence[Tensor], dst: Sequence[Tensor]) -> torch.device:
+    """Where the kernel runs: on the GPU as soon as one side is there."""
+    return src[0].device if src[0].device.type == "cuda" else dst[0].device
+
+
+def _conversion(src: Sequence[Tensor], dst: Sequence[Tensor]) -> Conversion:
+    pair = (src[0].dtype, dst[0].dtype)
+    if pair[0] == pair[1]:
+        return "none"
+    if pair not in _CONVERSIONS:
+        raise ValueError(f"no conversion from {pair[0]} to {pair[1]}")
+    return _CONVERSIONS[pair]
+
+
+def _num_slots(planes: Sequence[Tensor]) -> int:
+    return planes[0].shape[0] * planes[0].shape[1]
+
+
+def _scale_strides(scales: Tensor | None) -> tuple[int, int]:
+    """Of planes and heads, in scales."""
+    strides = () if scales is None else scales.stride()
+    return (*strides, 0, 0)[0], (*strides, 0, 0)[1]
+
+
+def _steps(planes: Sequence[Tensor], num_parts: int) -> tuple[int, int] | None:
+    """Bytes from layer to layer and from part to part, if planes lie that evenly in groups of `num_parts`."""
+    if len(planes) % num_parts:
+        return None
+    at = [plane.data_ptr() for plane in planes]
+    part = at[1] - at[0] if num_parts > 1 else 0
+    layer = at[num_parts] - at[0] if len(at) > num_parts else 0
+    even = all(a == at[0] + i // num_parts * layer + i % num_parts * part for i, a in enumerate(at))
+    return (layer, part) if even else None
+
+
+def _grouping(src: Sequence[Tensor], dst: Sequence[Tensor]) -> tuple[int, int]:
+    """Layers and parts that the planes are taken for; a side that does not lie so gets a table."""
+    for num_parts in (1, 2):
+        if _steps(src, num_parts) is not None and _steps(dst, num_parts) is not None:
+            return len(src) // num_parts, num_parts
+    return len(src), 1
+
+
+def _place(planes: Sequence[Tensor], slots: Tensor | None, device: torch.device, num_parts: int) -> _cuda.Place:
+    first = planes[0]
+    block, token, head, element = (stride * first.itemsize for stride in first.stride())
+    steps = _steps(planes, num_parts)
+    base, table, alignment = first.data_ptr(), 0, 0
+    if steps is None:
+        addresses = tuple(plane.data_ptr() for plane in planes)
+        table = _table(addresses, device).data_ptr()
+        for address in addresses:
+            alignment |= address
+    layer_stride, part_stride = steps or (0, 0)
+    return _cuda.Place(
+        base=base,
+        table=table,
+        alignment=alignment,
+        layer_stride=layer_stride,
+        part_stride=part_stride,
+        block_stride=block,
+        token_stride=token,
+        head_stride=head,
+        chunk_stride=element,
+        block_tokens=first.shape[1],
+        slots=0 if slots is None else slots.data_ptr(),
+        num_slots=_num_slots(planes),
+    )
+
+
+@lru_cache(maxsize=256)
+def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """A cache has a handful of lists of planes, for its whole life."""
+    return torch.tensor(addresses, dtype=torch.int64).to(device)

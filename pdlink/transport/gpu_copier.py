@@ -1,0 +1,425 @@
+"""The thread that puts batches of runs into peers' device memory, one kernel launch each.
+
+It is what `csrc/copy/copier.h` is for host memory, with two differences. A copy is not done when the call returns: a
+launch is *in flight* until the event behind it is reached, and a kernel cannot be called off. And the data moves by
+itself, so the thread has time to be Python.
+
+Order. A batch is cut into slices, a launch each: one slice unless a batch is larger than any layer. The gate of the
+destination (csrc/gate.h) is entered before a launch and left when its event is reached, so the owner's PeerClosed
+comes after the last store of the last kernel. All launches share one stream, so they end in the order they began.
+A host function behind each makes an eventfd readable; nothing polls while nothing happens.
+
+Credits. A launch holds a slot: pinned and device memory for its list of runs, and an event. There are few, so what is
+in flight, and what has to be waited for when a peer is closed, is bounded. Peers take turns, a slice each.
+
+Faults. After a failure in a kernel the context is dead, and with it every peer of this transport; whether the stores
+of that kernel have ended is not known then, so those gates stay entered until this process ends (a dead writer is
+quiet).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from pdlink import _cuda
+from pdlink.cuda.driver import CudaFailure, Stream
+from pdlink.errors import TransportFailure
+from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Status
+from pdlink.transport.gpu_batches import Batch, Slot, cut
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdlink.cuda.driver import Device
+    from pdlink.cuda.kernels import Kernels
+    from pdlink.transport.gpu_batches import PeerMemory, Runs
+
+NUM_SLOTS: Final = 8
+SLICE_NBYTES: Final = 256 << 20
+"""Longer than a layer of any model, so that a layer is one launch. How long one takes is not measured."""
+
+_LOOK_S: Final = 0.25
+"""How often launches in flight are looked at without being told: a host function is not run after a failure."""
+_QUIET_LOOKS_S: Final = (0.0005, 0.02)
+"""Shortest and longest time between two looks at a gate that has to become quiet."""
+
+_ABANDONED: list[list[Slot]] = []
+"""Kept to the end of the process: a kernel that nobody hears of may still read them."""
+
+
+@dataclass(eq=False)
+class _Peer:
+    name: str
+    gate: _cuda.GateOwner | None = None
+    """Invited."""
+    memory: PeerMemory | None = None
+    """Connected, and not failed."""
+    queue: deque[Batch] = field(default_factory=deque)
+    """Not launched in full."""
+    open: dict[int, Batch] = field(default_factory=dict)
+    """Not reported, by ticket, in order."""
+    failure: str = ""
+    closing: bool = False
+    unfinished: bool = False
+    """Something of ours may be writing there, and nobody will tell when it has ended."""
+
+
+@dataclass(eq=False)
+class _Launch:
+    peer: _Peer
+    batch: Batch
+    memory: PeerMemory
+    slot: Slot | None
+    """None for a batch of no bytes, which is done when its turn has come."""
+    last: bool
+
+
+class GpuCopier:
+    """Callers of any thread put work into tables under one lock and wake the thread; only `close` waits for it."""
+
+    def __init__(self, device: Device, kernels: Kernels, slice_nbytes: int = SLICE_NBYTES) -> None:
+        """Makes the stream and the slots and starts the thread. Raises CudaFailure, OSError."""
+        self._device, self._kernels, self._slice_nbytes = device, kernels, slice_nbytes
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._peers: dict[str, _Peer] = {}
+        self._turns: deque[_Peer] = deque()
+        self._in_flight: deque[_Launch] = deque()
+        self._reports: list[Occurrence] = []
+        self._next_ticket = 1
+        self._broken = ""
+        self._quiet_look_s = _QUIET_LOOKS_S[0]
+        self._give_up_s: float | None = None
+        """Set once closing down: when to stop waiting for others."""
+        self._lives: dict[int, _Peer] = {}
+        """By the descriptor of the peer's life."""
+        self._thread: threading.Thread | None = None
+        with contextlib.ExitStack() as made:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            made.callback(os.close, self._wake)
+            self._told = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            made.callback(os.close, self._told)
+            self._epoll = select.epoll()
+            made.callback(self._epoll.close)
+            self._epoll.register(self._wake, select.EPOLLIN)
+            self._stream = Stream(device)
+            made.callback(self._stream.close)
+            self._all_slots: list[Slot] = []
+            for _ in range(NUM_SLOTS):
+                slot = Slot(device)
+                made.callback(slot.close)
+                self._all_slots.append(slot)
+            self._slots = list(self._all_slots)
+            made.pop_all()
+        weakref.finalize(self, os.close, self._told)  # what was not fetched before `close` can be fetched after it
+        self._thread = threading.Thread(target=self._run, name="pdlink-gpu-copy", daemon=True)
+        self._thread.start()
+
+    # -- Any thread --------------------------------------------------------------------------------------------------
+
+    def invite(self, name: str) -> _cuda.GateOwner:
+        """Raises ValueError for a name in use."""
+        gate = _cuda.GateOwner()
+        with self._usable():
+            peer = self._peer_for(name)
+            if peer.gate is not None:
+                raise ValueError(f"peer name {name} is used twice")
+            peer.gate = gate
+        return gate
+
+    def connect(self, name: str, memory: PeerMemory) -> None:
+        """The memory belongs to the copier from now on, unless it raises: ValueError for a name in use."""
+        with self._usable():
+            peer = self._peer_for(name)
+            if peer.memory is not None:
+                raise ValueError(f"peer name {name} is used twice")
+            peer.memory = memory
+            self._lives[memory.life_fd] = peer
+            self._epoll.register(memory.life_fd, select.EPOLLIN)
+
+    def regions(self, name: str) -> list[tuple[int, int]]:
+        """Of the peer's memory: (address, nbytes). Raises TransportFailure if it cannot be written."""
+        with self._usable():
+            return self._writable(name).regions
+
+    def submit(self, name: str, runs: Runs, timeout_s: float) -> int:
+        """The runs are inside `regions(name)`, are not empty, and belong to the copier from now on."""
+        submitted_s = time.monotonic()
+        runs, cuts = cut(runs, self._slice_nbytes)
+        with self._usable():
+            self._writable(name)
+            peer = self._peers[name]
+            deadline_s = time.monotonic() + timeout_s
+            batch = Batch(self._next_ticket, submitted_s, deadline_s, int(runs[:, 2].sum()), runs, cuts)
+            self._next_ticket += 1
+            peer.queue.append(batch)
+            peer.open[batch.ticket] = batch
+            if peer not in self._turns:
+                self._turns.append(peer)
+            self._kick()
+            return batch.ticket
+
+    def connected(self, name: str) -> bool:
+        if self._forked():
+            return False
+        with self._lock:
+            peer = self._peers.get(name)
+            return peer is not None and peer.memory is not None
+
+    def close_peer(self, name: str) -> None:
+        if self._forked():
+            return
+        with self._lock:
+            peer = self._peers.get(name)
+            if peer is not None and self._thread is not None:
+                self._begin_closing(peer)
+                self._kick()
+
+    def poll(self) -> list[Occurrence]:
+        if self._forked():
+            return []
+        with self._lock:
+            reports, self._reports = self._reports, []
+            if reports:
+                os.eventfd_read(self._told)
+            return reports
+
+    def fileno(self) -> int:
+        return self._told
+
+    def close(self, grace_s: float) -> bool:
+        """Close every peer, wait at most `grace_s` for launches in flight and for writers here, end the thread.
+
+        False if a kernel may still be running: what it uses is not freed, and the device must stay open.
+        """
+        if self._forked():
+            return False
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._give_up_s = time.monotonic() + grace_s
+            for peer in self._peers.values():
+                self._begin_closing(peer)
+            self._kick()
+        if thread is None:
+            return False
+        thread.join()
+        if self._in_flight or any(peer.unfinished for peer in self._peers.values()):
+            _ABANDONED.append(self._all_slots)
+            return False
+        with contextlib.suppress(CudaFailure):  # of a dead context: nothing of it can be freed, or is left
+            self._stream.synchronize()  # the last host function may not have rung yet
+            for slot in self._all_slots:
+                slot.close()
+            self._stream.close()
+        self._epoll.close()
+        os.close(self._wake)
+        return True
+
+    def _forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    @contextlib.contextmanager
+    def _usable(self) -> Iterator[None]:
+        if self._forked():
+            raise TransportFailure("this transport belongs to the parent of this forked process; open one here")
+        with self._lock:
+            if self._thread is None:
+                raise TransportFailure("the transport is closed")
+            if self._broken:
+                raise TransportFailure(f"the GPU has failed: {self._broken}")
+            yield
+
+    def _peer_for(self, name: str) -> _Peer:
+        peer = self._peers.setdefault(name, _Peer(name))
+        if peer.closing or peer.failure:
+            raise ValueError(f"peer name {name} is used twice")
+        return peer
+
+    def _writable(self, name: str) -> PeerMemory:
+        peer = self._peers.get(name)
+        if peer is None or peer.closing:
+            raise TransportFailure(f"no open peer {name}")
+        if peer.failure:
+            raise TransportFailure(f"peer {name} has failed: {peer.failure}")
+        if peer.memory is None:
+            raise TransportFailure(f"not connected to peer {name}")
+        return peer.memory
+
+    def _begin_closing(self, peer: _Peer) -> None:
+        if not peer.closing:
+            peer.closing = True
+            self._quiet_look_s = _QUIET_LOOKS_S[0]
+            if peer.gate is not None:
+                peer.gate.shut()
+
+    def _kick(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    # -- The thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                try:
+                    self._collect()
+                    self._expire()
+                    self._launch()
+                except (CudaFailure, OSError) as failure:
+                    self._break(str(failure))
+                self._advance_closing()
+                now = time.monotonic()
+                if self._give_up_s is not None and (not self._peers or now >= self._give_up_s):
+                    return
+                wait_s = self._next_look_s(now)
+            for fd, _ in self._epoll.poll(wait_s):
+                if fd == self._wake:
+                    os.eventfd_read(self._wake)
+                else:
+                    with self._lock:
+                        self._on_death(fd)
+
+    def _next_look_s(self, now: float) -> float | None:
+        """Seconds to sleep at most; None until something happens."""
+        looks = [peer_batch.deadline_s - now for peer in self._peers.values() for peer_batch in peer.open.values()]
+        if self._in_flight:
+            looks.append(_LOOK_S)
+        if any(peer.closing for peer in self._peers.values()):
+            looks.append(self._quiet_look_s)
+            self._quiet_look_s = min(2 * self._quiet_look_s, _QUIET_LOOKS_S[1])
+        if self._give_up_s is not None:
+            looks.append(self._give_up_s - now)
+        return max(0.0, min(looks)) if looks else None
+
+    def _collect(self) -> None:
+        """Launches that have run."""
+        while self._in_flight:
+            launch = self._in_flight[0]
+            if launch.slot is not None and not launch.slot.event.done():
+                return
+            self._in_flight.popleft()
+            if launch.slot is not None:
+                self._slots.append(launch.slot)
+                launch.memory.gate.leave()
+            launch.memory.in_flight -= 1
+            if launch.last and launch.batch.ticket in launch.peer.open:
+                self._report_batch(launch.peer, launch.batch, Status.OK, "")
+            self._close_unused(launch.memory)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for peer in list(self._peers.values()):
+            if not peer.failure and any(batch.deadline_s <= now for batch in peer.open.values()):
+                self._fail(peer, "batch deadline passed", Status.TIMEOUT)
+
+    def _launch(self) -> None:
+        """A slice of each peer in turn, while there are slots."""
+        while self._turns and self._slots:
+            peer = self._turns.popleft()
+            memory = peer.memory
+            if memory is None or peer.closing or not peer.queue:
+                continue
+            batch = peer.queue[0]
+            slot = None
+            if batch.cuts:
+                if not memory.gate.enter():
+                    self._fail(peer, "peer closed", Status.CANCELLED)
+                    continue
+                slot = self._slots.pop()
+                try:
+                    self._launch_slice(batch.next_slice(), slot)
+                except BaseException:
+                    memory.gate.leave()
+                    raise
+            batch.launched = not batch.cuts
+            memory.in_flight += 1
+            self._in_flight.append(_Launch(peer, batch, memory, slot, last=batch.launched))
+            if batch.launched:
+                peer.queue.popleft()
+            if peer.queue:
+                self._turns.append(peer)
+            if slot is None:
+                self._kick()  # nobody else will
+            else:
+                slot.event.record(self._stream.handle)
+                self._stream.call(_cuda.ring_function(), self._wake)
+
+    def _launch_slice(self, runs: Runs, slot: Slot) -> None:
+        address = slot.upload(runs, self._stream)
+        self._kernels.launch(_cuda.plan_runs(address, len(runs), int(runs[:, 2].max())), self._stream.handle)
+
+    def _on_death(self, life_fd: int) -> None:
+        peer = self._lives.get(life_fd)
+        if peer is None or peer.memory is None:
+            return
+        self._unwatch(life_fd)
+        if not peer.closing:
+            self._fail(peer, f"process {peer.memory.pid} has ended", Status.PEER_FAILED)
+
+    def _fail(self, peer: _Peer, reason: str, status: Status) -> None:
+        """Where a deadline was missed, only the batches that missed theirs are TIMEOUT."""
+        now = time.monotonic()
+        if not peer.closing:
+            peer.failure = reason
+            self._report(PeerFailed(peer.name, reason))
+        for batch in list(peer.open.values()):
+            other = status is Status.TIMEOUT and batch.deadline_s > now
+            self._report_batch(peer, batch, Status.PEER_FAILED if other else status, reason)
+        self._drop_memory(peer)
+
+    def _break(self, reason: str) -> None:
+        """The context is dead: no launch of ours is heard of again."""
+        self._broken = reason
+        for launch in self._in_flight:
+            launch.peer.unfinished = True
+        self._in_flight.clear()
+        for peer in self._peers.values():
+            if not peer.failure and (peer.memory is not None or not peer.closing):
+                self._fail(peer, f"the GPU has failed: {reason}", Status.PEER_FAILED)
+
+    def _advance_closing(self) -> None:
+        for peer in [peer for peer in self._peers.values() if peer.closing]:
+            for batch in list(peer.open.values()):
+                if not batch.launched:
+                    self._report_batch(peer, batch, Status.CANCELLED, "closed by this side")
+            peer.queue.clear()
+            if peer.unfinished or any(launch.peer is peer for launch in self._in_flight):
+                continue
+            self._drop_memory(peer)
+            if peer.gate is None or peer.gate.quiet():
+                del self._peers[peer.name]
+                self._report(PeerClosed(peer.name))
+
+    def _drop_memory(self, peer: _Peer) -> None:
+        memory, peer.memory = peer.memory, None
+        peer.queue.clear()
+        if memory is not None:
+            self._unwatch(memory.life_fd)
+            memory.unused = True
+            self._close_unused(memory)
+
+    def _unwatch(self, life_fd: int) -> None:
+        if self._lives.pop(life_fd, None) is not None:
+            self._epoll.unregister(life_fd)
+
+    def _close_unused(self, memory: PeerMemory) -> None:
+        if memory.unused and memory.in_flight == 0:
+            with contextlib.suppress(CudaFailure):  # of a dead context: the mapping is gone with it
+                memory.close()
+
+    def _report_batch(self, peer: _Peer, batch: Batch, status: Status, detail: str) -> None:
+        del peer.open[batch.ticket]
+        now = time.monotonic()
+        self._report(BatchDone(batch.ticket, peer.name, status, batch.nbytes, batch.submitted_s, now, detail))
+
+    def _report(self, occurrence: Occurrence) -> None:
+        if not self._reports:
+            os.eventfd_write(self._told, 1)
+        self._reports.append(occurrence)

@@ -1,0 +1,279 @@
+"""`MappedCudaTransport`: a kernel of the sender stores straight into the device memory of a process on the same host.
+
+The two may share a GPU or have one each with peer access (NVLink, PCIe). The invitation carries CUDA IPC handles of
+the registered device buffers, the writer maps them once, and every batch is one kernel launch, whatever its number of
+runs: a layer of scattered pages costs what one copy does, and the owner's CPU and streams take no part.
+
+What orders a write: `submit` means that the source bytes are there. Whoever makes them on a stream submits after its
+event is reached (`pdlink.engine.layer_order`), so this transport needs to know no stream but its own. What orders a
+read: `BatchDone` follows the event behind the kernel, whose stores are visible to every kernel launched after it.
+
+The fence is the gate of `csrc/gate.h`, which stays entered while a kernel is in flight: see `gpu_copier`. If the
+writer is killed the driver tears its contexts down before the process is a zombie, which is what "a dead writer is
+quiet" rests on here (reasoned from the order of the kernel's do_exit, not measured). A writer can store anywhere in
+the regions it was invited to: as with host memory, invite only peers that are trusted with the whole pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import msgspec
+import numpy as np
+
+from pdlink import _cuda
+from pdlink.cuda.buffers import DeviceBuffer, Export, PeerBuffer
+from pdlink.cuda.driver import LIBRARY, CudaFailure, CudaUnavailable, Device
+from pdlink.cuda.kernels import Kernels
+from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
+from pdlink.memory.host import boot_id, pid_namespace
+from pdlink.transport.base import Occurrence, Probe, Transport
+from pdlink.transport.gpu_batches import PeerMemory
+from pdlink.transport.gpu_copier import SLICE_NBYTES, GpuCopier
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdlink.kv.layout import Piece
+    from pdlink.memory.buffers import Buffer
+    from pdlink.transport.gpu_batches import Runs
+
+_MAX_INVITATION_NBYTES = 1 << 20
+_CLOSE_GRACE_S = 1.0
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+
+
+class _Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    address: _Number
+    """In the inviting process: who is the same process uses it as it is."""
+    nbytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+    """0 for a region that only serves as a source."""
+    export: Export | None
+
+
+class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="pdlink-mapped-cuda/1"):
+    boot_id: Annotated[str, msgspec.Meta(max_length=64)]
+    pid_namespace: _Number
+    pid: _Pid
+    regions: Annotated[tuple[_Region, ...], msgspec.Meta(min_length=1, max_length=4096)]
+    gate: tuple[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)], _Number, _Number, _Number]
+
+
+class MappedCudaTransport(Transport):
+    """Peers on this host, through their device memory. Lane "mapped-cuda"."""
+
+    name: ClassVar[str] = "mapped-cuda"
+
+    def __init__(
+        self,
+        device_index: int = 0,
+        *,
+        library: str = LIBRARY,
+        image: bytes | None = None,
+        slice_nbytes: int = SLICE_NBYTES,
+    ) -> None:
+        """Retains the device's context for itself; buffers are made on a `Device` of whoever owns them.
+
+        image: kernels other than the built-in ones, as `cuModuleLoadData` takes them.
+
+        slice_nbytes: about the most bytes of one launch, and so of what has to be waited for when a peer is closed.
+        """
+        self._device = Device(device_index, library)
+        self._image, self._slice_nbytes = image, slice_nbytes
+        self._kernels: Kernels | None = None
+        self._copier: GpuCopier | None = None
+        self._closed = False
+        self._registering = threading.Lock()
+        self._regions: list[_Region] = []
+        self._sources: list[tuple[int, int]] = []
+        """Address for kernels and bytes of each region."""
+
+    @classmethod
+    def probe(cls) -> Probe:
+        """Initialises the driver and holds the context of device 0 for a moment."""
+        device = Device(0)
+        try:
+            device.open()
+            facts = {"device": device.name, "driver": device.driver.version}
+            device.close()
+        except (CudaUnavailable, CudaFailure) as error:
+            return Probe(cls.name, ok=False, reason=str(error))
+        if not _cuda.fatbin():
+            return Probe(cls.name, ok=False, reason="pdlink was built without nvcc", facts=facts)
+        return Probe(cls.name, ok=True, facts=facts)
+
+    def open(self) -> None:
+        if self._closed:
+            raise TransportUnavailable("the mapped-cuda transport was closed; make a new one")
+        if self._copier is not None:
+            return
+        with contextlib.ExitStack() as made:
+            try:
+                self._device.open()
+                made.callback(self._device.close)
+                kernels = Kernels(self._device, self._image)
+                made.callback(kernels.close)
+                self._copier = GpuCopier(self._device, kernels, self._slice_nbytes)
+            except (CudaUnavailable, CudaFailure, OSError) as error:
+                raise TransportUnavailable(f"mapped-cuda does not work here: {error}") from error
+            self._kernels = kernels
+            made.pop_all()
+        _OPEN_HERE.add(self)
+
+    def register(self, buffer: Buffer | DeviceBuffer) -> int:
+        """A `DeviceBuffer` as source and destination, a `PinnedBuffer` as source only: kernels read it in place."""
+        self._open_copier()
+        ptr: int | None = getattr(buffer, "device_ptr", None)
+        if isinstance(buffer, DeviceBuffer):
+            region, ptr = _Region(buffer.ptr, buffer.nbytes, self._export(buffer)), buffer.ptr
+        elif ptr is not None:
+            region = _Region(0, 0, None)
+        else:
+            raise TransportUnavailable("the mapped-cuda transport moves device memory and pinned host memory only")
+        with self._registering:
+            self._regions.append(region)
+            self._sources.append((ptr, buffer.nbytes))
+            return len(self._regions) - 1
+
+    def invite(self, peer: str) -> bytes:
+        copier = self._open_copier()
+        with self._registering:
+            regions = tuple(self._regions)
+        if not regions:
+            raise TransportUnavailable("register a buffer before inviting a peer to it")
+        gate = copier.invite(peer).file()
+        return msgspec.msgpack.encode(_Invitation(boot_id(), pid_namespace(), os.getpid(), regions, gate))
+
+    def connect(self, peer: str, invitation: bytes) -> None:
+        copier = self._open_copier()
+        there = _decode(invitation)
+        for what, ours, theirs in (
+            ("on another host", boot_id(), there.boot_id),
+            ("in another pid namespace", str(pid_namespace()), str(there.pid_namespace)),
+        ):
+            if ours != theirs:
+                raise TransportFailure(f"peer {peer} is {what} (here {ours}, there {theirs}); use another transport")
+        memory = self._map(peer, there)
+        try:
+            copier.connect(peer, memory)
+        except BaseException:
+            memory.close()
+            raise
+
+    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+        copier = self._open_copier()
+        targets = copier.regions(peer)
+        parts = [self._resolve(piece, targets) for piece in pieces]
+        runs: Runs = np.concatenate(parts) if parts else np.empty((0, 3), dtype=np.uint64)
+        return copier.submit(peer, runs, timeout_s)
+
+    def poll(self) -> list[Occurrence]:
+        return [] if self._copier is None else self._copier.poll()
+
+    def fileno(self) -> int:
+        return self._open_copier().fileno()
+
+    def lane(self, peer: str) -> str:
+        return self.name if self._copier is not None and self._copier.connected(peer) else ""
+
+    def close_peer(self, peer: str) -> None:
+        if self._copier is not None:
+            self._copier.close_peer(peer)
+
+    def close(self) -> None:
+        """As in the contract. What a kernel may still use after the grace time is left to the end of the process."""
+        if self._closed or self._copier is None:
+            self._closed = True
+            return
+        self._closed = True
+        if self._copier.close(_CLOSE_GRACE_S) and self._kernels is not None:
+            self._kernels.close()
+            self._device.close()
+
+    def holds(self, region: tuple[int, int]) -> bool:
+        """Whether this is one of our device regions (address, nbytes)."""
+        return not self._closed and any((own.address, own.nbytes) == region for own in self._regions)
+
+    def _open_copier(self) -> GpuCopier:
+        if self._copier is None or self._closed:
+            raise TransportFailure(f"the mapped-cuda transport is {'closed' if self._closed else 'not open'}")
+        return self._copier
+
+    def _export(self, buffer: DeviceBuffer) -> Export:
+        try:
+            return buffer.export()
+        except CudaFailure as error:
+            raise TransportUnavailable(f"device memory cannot be shared between processes here: {error}") from error
+
+    def _map(self, peer: str, there: _Invitation) -> PeerMemory:
+        """Raises ProtocolError, TransportFailure."""
+        with contextlib.ExitStack() as made:
+            try:
+                life_fd = os.pidfd_open(there.pid)
+                made.callback(os.close, life_fd)
+                regions, mapped = [], []
+                for index, region in enumerate(there.regions):
+                    if region.export is None:
+                        regions.append((0, 0))
+                    elif there.pid == os.getpid():
+                        # CUDA does not open a handle in the process that made it. Whether the memory is ours is
+                        # looked up: an invitation could name any address.
+                        if not any(transport.holds((region.address, region.nbytes)) for transport in _OPEN_HERE):
+                            raise ProtocolError(f"region {index} of peer {peer} is no device memory of this process")
+                        regions.append((region.address, region.nbytes))
+                    else:
+                        buffer = PeerBuffer(self._device, region.export)
+                        made.callback(buffer.close)
+                        mapped.append(buffer)
+                        regions.append((buffer.ptr, buffer.nbytes))
+                gate = _cuda.GateWriter(there.pid, there.gate)
+            except ValueError as error:
+                raise ProtocolError(f"invitation of peer {peer}: {error}") from error
+            except (OSError, CudaFailure) as error:
+                raise TransportFailure(f"cannot map the device memory of peer {peer}: {error}") from error
+            made.pop_all()
+        return PeerMemory(there.pid, life_fd, gate, regions, mapped)
+
+    def _resolve(self, piece: Piece, targets: list[tuple[int, int]]) -> Runs:
+        """Absolute addresses. Raises ValueError for a run outside its region on either side."""
+        runs = piece.runs
+        if runs.dtype != np.int64 or runs.ndim != 2 or runs.shape[1] != 3:
+            raise ValueError("pieces need int64 runs [n, 3]")
+        absolute = np.empty(runs.shape, dtype=np.uint64)
+        absolute[:, 2] = runs[:, 2].astype(np.uint64)
+        for side, column, index, base, regions in (
+            ("source", 0, piece.src_region, piece.src_base, self._sources),
+            ("destination", 1, piece.dst_region, piece.dst_base, targets),
+        ):
+            if not 0 <= index < len(regions):
+                raise ValueError(f"there is no {side} region {index}")
+            address, nbytes = regions[index]
+            if not 0 <= base <= nbytes:
+                raise ValueError(f"base {base} is outside {side} region {index} of {nbytes} bytes")
+            offsets, lengths, limit = runs[:, column], runs[:, 2], nbytes - base
+            inside = (offsets >= 0) & (offsets <= limit) & (lengths >= 0)
+            inside &= lengths <= limit - np.where(inside, offsets, 0)
+            if not inside.all():
+                bad = runs[int(np.argmin(inside))].tolist()
+                raise ValueError(f"run {bad} is outside {side} region {index} of {nbytes} bytes, from {base} on")
+            absolute[:, column] = offsets.astype(np.uint64) + np.uint64(address + base)
+        return absolute[absolute[:, 2] > 0]
+
+
+_OPEN_HERE: weakref.WeakSet[MappedCudaTransport] = weakref.WeakSet()
+"""Transports of this process, which may be each other's peers."""
+
+
+def _decode(invitation: bytes) -> _Invitation:
+    if len(invitation) > _MAX_INVITATION_NBYTES:
+        raise ProtocolError(f"invitation has {len(invitation)} bytes, at most {_MAX_INVITATION_NBYTES} are read")
+    try:
+        return msgspec.msgpack.decode(invitation, type=_Invitation)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"invitation for mapped device memory cannot be read: {error}") from error

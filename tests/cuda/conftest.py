@@ -1,0 +1,29 @@
+"""The test double of the driver, which every test must leave as it found it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pdlink.cuda.driver import Device
+from tests.cuda.fake import COMPILER, Fake, fake
+
+
+@pytest.fixture
+def double() -> Iterator[Fake]:
+    if COMPILER is None:
+        pytest.skip("no C++ compiler for the test double of the driver")
+    fake().take_log()
+    before = fake().counts()
+    yield fake()
+    assert fake().counts() == before, "something was not given back"
+
+
+@pytest.fixture
+def device(double: Fake) -> Iterator[Device]:
+    """Open; what a test makes on it, it closes."""
+    device = Device(0, double.path)
+    device.open()
+    yield device
+    device.close()

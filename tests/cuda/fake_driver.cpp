@@ -1,0 +1,619 @@
+// A TEST DOUBLE of libcuda.so.1: the calls that pdlink makes, with host memory for device memory and the kernels' CPU
+// build for kernels. It shows in which order, in which context and with which arguments the driver is called, what
+// happens when a call fails, and what is left over. It says nothing about GPUs: neither speed nor that a kernel is
+// right there.
+//
+// Streams are threads, so that what is not ordered by an event is not ordered. Device memory is a memory file, so
+// that another process can open it as it would by CUDA IPC. The fake_* functions at the end are the tests' side.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda/launches.h"
+
+namespace {
+
+enum Result {
+    kSuccess = 0,
+    kInvalidValue = 1,
+    kOutOfMemory = 2,
+    kNoDevice = 100,
+    kInvalidImage = 200,
+    kInvalidContext = 201,
+    kAlreadyMapped = 208,
+    kNotFound = 500,
+    kNotReady = 600,
+    kIllegalAddress = 700,
+    kAlreadyRegistered = 712,
+    kNotRegistered = 713,
+};
+
+struct Allocation {
+    std::uint64_t nbytes;
+    int fd;
+    bool ours;  // made by cuMemAlloc, not lent by a test
+};
+
+struct Handle {  // in a CUipcMemHandle
+    std::int64_t pid;
+    std::int32_t fd;
+    std::uint64_t address, nbytes, inode;
+};
+static_assert(sizeof(Handle) <= 64);
+
+class Stream {
+  public:
+    Stream() : thread_([this] { run(); }) {}
+    ~Stream() {
+        {
+            const std::lock_guard lock(mutex_);
+            ending_ = true;
+        }
+        changed_.notify_all();
+        thread_.join();
+    }
+    void put(std::function<void()> work) {
+        const std::lock_guard lock(mutex_);
+        work_.push_back(std::move(work));
+        changed_.notify_all();
+    }
+    void drain() {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [this] { return work_.empty(); });
+    }
+
+  private:
+    void run() {
+        std::unique_lock lock(mutex_);
+        while (true) {
+            changed_.wait(lock, [this] { return ending_ || !work_.empty(); });
+            if (work_.empty()) return;
+            const auto work = work_.front();
+            lock.unlock();
+            work();
+            lock.lock();
+            work_.pop_front();  // after it has run: empty means done
+            changed_.notify_all();
+        }
+    }
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::deque<std::function<void()>> work_;
+    bool ending_ = false;
+    std::thread thread_;
+};
+
+struct Mark {  // one cuEventRecord
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool reached = false;
+    void reach() {
+        const std::lock_guard lock(mutex);
+        reached = true;
+        changed.notify_all();
+    }
+    void wait() {
+        std::unique_lock lock(mutex);
+        changed.wait(lock, [this] { return reached; });
+    }
+    bool is_reached() {
+        const std::lock_guard lock(mutex);
+        return reached;
+    }
+};
+
+struct Event {
+    std::shared_ptr<Mark> mark;  // null: never recorded, which counts as done
+};
+
+struct World {
+    std::mutex mutex;
+    std::map<std::uint64_t, Allocation> allocations;  // by address
+    std::map<std::uint64_t, std::uint64_t> mapped;    // opened by IPC: address to nbytes
+    std::set<std::uint64_t> registered;
+    std::map<void*, std::unique_ptr<Stream>> streams;
+    std::set<Event*> events;
+    int modules = 0, contexts = 0;
+    std::atomic<int> fabric = 0;  // handles, reserved addresses and mappings
+    std::vector<std::string> log;
+    std::map<std::string, std::pair<int, int>> failures;  // call: result, calls that still succeed
+    std::atomic<int> sticky = 0;                          // what every call in a context answers after a fault
+    std::mutex gate;                                      // held by a test: kernels wait
+};
+
+World& world() {
+    static World* one = new World;  // never destroyed: streams' threads may outlive main
+    return *one;
+}
+
+thread_local std::vector<void*> contexts;
+int primary;  // its address is the context
+
+// The first line of every call: write it down, fail if a test wants that, and demand a context where CUDA does.
+int enter(const char* call, bool needs_context) {
+    World& w = world();
+    const std::lock_guard lock(w.mutex);
+    w.log.push_back(std::string(call) + (contexts.empty() ? " -" : " +"));
+    const auto at = w.failures.find(call);
+    if (at != w.failures.end() && at->second.second-- == 0) {
+        const int result = at->second.first;
+        w.failures.erase(at);
+        return result;
+    }
+    if (needs_context && contexts.empty()) return kInvalidContext;
+    return needs_context ? w.sticky.load() : kSuccess;
+}
+
+#define ENTER(needs_context) \
+    if (const int failed = enter(__func__, needs_context)) return failed
+
+Stream& stream_of(void* handle) {
+    World& w = world();
+    const std::lock_guard lock(w.mutex);
+    std::unique_ptr<Stream>& stream = w.streams[handle];  // the default stream is made when first used
+    if (!stream) stream = std::make_unique<Stream>();
+    return *stream;
+}
+
+void* map_file(int fd, std::uint64_t nbytes) {
+    void* at = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    return at == MAP_FAILED ? nullptr : at;
+}
+
+const std::map<int, const char*> kNames = {
+    {kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},
+    {kOutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY"},
+    {kNoDevice, "CUDA_ERROR_NO_DEVICE"},
+    {kInvalidImage, "CUDA_ERROR_INVALID_IMAGE"},
+    {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"},
+    {kAlreadyMapped, "CUDA_ERROR_ALREADY_MAPPED"},
+    {kNotFound, "CUDA_ERROR_NOT_FOUND"},
+    {kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS"},
+    {kAlreadyRegistered, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
+    {kNotRegistered, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"},
+};
+
+}  // namespace
+
+extern "C" {
+
+int cuGetErrorName(int result, const char** name) {
+    const auto at = kNames.find(result);
+    *name = at == kNames.end() ? nullptr : at->second;
+    return at == kNames.end() ? kInvalidValue : kSuccess;
+}
+int cuGetErrorString(int result, const char** text) {
+    *text = kNames.contains(result) ? "told by the test double" : nullptr;
+    return *text ? kSuccess : kInvalidValue;
+}
+
+int cuInit(unsigned) {
+    ENTER(false);
+    return kSuccess;
+}
+int cuDriverGetVersion(int* version) {
+    *version = 13000;
+    return kSuccess;
+}
+int cuDeviceGetCount(int* count) {
+    *count = 1;
+    return kSuccess;
+}
+int cuDeviceGet(int* device, int index) {
+    *device = index;
+    return kSuccess;
+}
+int cuDeviceGetName(char* name, int nbytes, int) {
+    std::snprintf(name, nbytes, "test double");
+    return kSuccess;
+}
+int cuDeviceGetUuid_v2(char* uuid, int) {
+    std::memcpy(uuid, "pdlink-test-dbl!", 16);
+    return kSuccess;
+}
+int cuDeviceGetPCIBusId(char* text, int nbytes, int) {
+    std::snprintf(text, nbytes, "ffff:ff:1f.7");
+    return kSuccess;
+}
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+    *value = attribute == 128;  // fabric handles
+    return kSuccess;
+}
+int cuDevicePrimaryCtxRetain(void** context, int) {
+    ENTER(false);
+    const std::lock_guard lock(world().mutex);
+    ++world().contexts;
+    *context = &primary;
+    return kSuccess;
+}
+int cuDevicePrimaryCtxRelease_v2(int) {
+    ENTER(false);
+    const std::lock_guard lock(world().mutex);
+    --world().contexts;
+    return kSuccess;
+}
+int cuCtxPushCurrent_v2(void* context) {
+    if (context != &primary) return kInvalidContext;
+    contexts.push_back(context);
+    return kSuccess;
+}
+int cuCtxPopCurrent_v2(void** context) {
+    if (contexts.empty()) return kInvalidContext;
+    *context = contexts.back();
+    contexts.pop_back();
+    return kSuccess;
+}
+int cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
+    ENTER(true);
+    *free = std::size_t{60} << 30;
+    *total = std::size_t{80} << 30;
+    return kSuccess;
+}
+int cuCtxSynchronize() {
+    ENTER(true);
+    std::vector<Stream*> all;
+    {
+        const std::lock_guard lock(world().mutex);
+        for (auto& [handle, stream] : world().streams) all.push_back(stream.get());
+    }
+    for (Stream* stream : all) stream->drain();
+    return kSuccess;
+}
+
+int cuMemAlloc_v2(std::uint64_t* address, std::size_t nbytes) {
+    ENTER(true);
+    const int fd = ::memfd_create("fake-device-memory", MFD_CLOEXEC);
+    if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(nbytes)) != 0) return kOutOfMemory;
+    void* at = map_file(fd, nbytes);
+    if (!at) return kOutOfMemory;
+    std::memset(at, 0xa5, nbytes);  // undefined, as fresh device memory
+    *address = reinterpret_cast<std::uint64_t>(at);
+    const std::lock_guard lock(world().mutex);
+    world().allocations[*address] = {nbytes, fd, true};
+    return kSuccess;
+}
+int cuMemFree_v2(std::uint64_t address) {
+    ENTER(true);
+    const std::lock_guard lock(world().mutex);
+    const auto at = world().allocations.find(address);
+    if (at == world().allocations.end()) return kInvalidValue;
+    ::munmap(reinterpret_cast<void*>(address), at->second.nbytes);
+    ::close(at->second.fd);
+    world().allocations.erase(at);
+    return kSuccess;
+}
+int cuMemHostRegister_v2(void* address, std::size_t, unsigned) {
+    ENTER(true);
+    const std::lock_guard lock(world().mutex);
+    return world().registered.insert(reinterpret_cast<std::uint64_t>(address)).second ? kSuccess : kAlreadyRegistered;
+}
+int cuMemHostGetDevicePointer_v2(std::uint64_t* there, void* address, unsigned) {
+    ENTER(true);
+    *there = reinterpret_cast<std::uint64_t>(address);
+    return kSuccess;
+}
+int cuMemHostUnregister(void* address) {
+    ENTER(true);
+    const std::lock_guard lock(world().mutex);
+    return world().registered.erase(reinterpret_cast<std::uint64_t>(address)) ? kSuccess : kNotRegistered;
+}
+int cuIpcGetMemHandle(char* handle, std::uint64_t address) {
+    ENTER(true);
+    const std::lock_guard lock(world().mutex);
+    const auto at = world().allocations.find(address);
+    if (at == world().allocations.end()) return kInvalidValue;
+    struct stat status;
+    ::fstat(at->second.fd, &status);
+    const Handle inside{::getpid(), at->second.fd, address, at->second.nbytes, status.st_ino};
+    std::memset(handle, 0, 64);
+    std::memcpy(handle, &inside, sizeof inside);
+    return kSuccess;
+}
+struct IpcHandle {
+    char reserved[64];
+};
+int cuIpcOpenMemHandle_v2(std::uint64_t* address, IpcHandle handle, unsigned) {
+    ENTER(true);
+    Handle inside;
+    std::memcpy(&inside, handle.reserved, sizeof inside);
+    if (inside.pid == ::getpid()) return kInvalidContext;
+    const std::string path = "/proc/" + std::to_string(inside.pid) + "/fd/" + std::to_string(inside.fd);
+    const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+    if (fd < 0) return kInvalidValue;
+    struct stat status;
+    const bool same = ::fstat(fd, &status) == 0 && status.st_ino == inside.inode;
+    void* at = same ? map_file(fd, inside.nbytes) : nullptr;
+    ::close(fd);
+    if (!at) return kInvalidValue;
+    *address = reinterpret_cast<std::uint64_t>(at);
+    const std::lock_guard lock(world().mutex);
+    world().mapped[*address] = inside.nbytes;
+    return kSuccess;
+}
+int cuIpcCloseMemHandle(std::uint64_t address) {
+    ENTER(true);
+    const std::lock_guard lock(world().mutex);
+    const auto at = world().mapped.find(address);
+    if (at == world().mapped.end()) return kInvalidValue;
+    ::munmap(reinterpret_cast<void*>(address), at->second);
+    world().mapped.erase(at);
+    return kSuccess;
+}
+int cuMemGetAddressRange_v2(std::uint64_t* start, std::size_t* nbytes, std::uint64_t address) {
+    ENTER(true);
+    const std::lock_guard lock(world().mutex);
+    for (const auto& [at, allocation] : world().allocations)
+        if (address >= at && address < at + allocation.nbytes)
+            return *start = at, *nbytes = allocation.nbytes, kSuccess;
+    for (const auto& [at, size] : world().mapped)
+        if (address >= at && address < at + size) return *start = at, *nbytes = size, kSuccess;
+    return kNotFound;
+}
+// Virtual memory with fabric handles. A handle is a memory file; the number of both kinds of things is counted.
+struct FabricProperties {
+    int type, handle_types, location_type, location_id;
+};
+struct FabricAccess {
+    int location_type, location_id, flags;
+};
+int cuMemGetAllocationGranularity(std::size_t* granularity, const FabricProperties* properties, int) {
+    ENTER(true);
+    if (properties->type != 1 || properties->handle_types != 8 || properties->location_type != 1)
+        return kInvalidValue;
+    *granularity = std::size_t{2} << 20;
+    return kSuccess;
+}
+int cuMemCreate(std::uint64_t* handle, std::size_t nbytes, const FabricProperties*, unsigned long long) {
+    ENTER(true);
+    const int fd = ::memfd_create("fake-fabric-memory", MFD_CLOEXEC);
+    if (fd < 0 || nbytes % (std::size_t{2} << 20) || ::ftruncate(fd, static_cast<off_t>(nbytes)) != 0)
+        return kOutOfMemory;
+    *handle = static_cast<std::uint64_t>(fd);
+    ++world().fabric;
+    return kSuccess;
+}
+int cuMemRelease(std::uint64_t handle) {
+    ENTER(true);
+    --world().fabric;
+    return ::close(static_cast<int>(handle)) == 0 ? kSuccess : kInvalidValue;
+}
+int cuMemAddressReserve(std::uint64_t* address, std::size_t nbytes, std::size_t, std::uint64_t, unsigned long long) {
+    ENTER(true);
+    void* at = ::mmap(nullptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (at == MAP_FAILED) return kOutOfMemory;
+    *address = reinterpret_cast<std::uint64_t>(at);
+    ++world().fabric;
+    return kSuccess;
+}
+int cuMemAddressFree(std::uint64_t address, std::size_t nbytes) {
+    ENTER(true);
+    --world().fabric;
+    return ::munmap(reinterpret_cast<void*>(address), nbytes) == 0 ? kSuccess : kInvalidValue;
+}
+int cuMemMap(std::uint64_t address, std::size_t nbytes, std::size_t, std::uint64_t handle, unsigned long long) {
+    ENTER(true);
+    struct stat status;
+    if (::fstat(static_cast<int>(handle), &status) != 0 || status.st_size < static_cast<off_t>(nbytes))
+        return kInvalidValue;
+    // No access yet: that is cuMemSetAccess.
+    void* at = ::mmap(reinterpret_cast<void*>(address), nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED,
+                      static_cast<int>(handle), 0);
+    if (at == MAP_FAILED) return kInvalidValue;
+    ++world().fabric;
+    return kSuccess;
+}
+int cuMemUnmap(std::uint64_t address, std::size_t nbytes) {
+    ENTER(true);
+    --world().fabric;
+    void* at =
+        ::mmap(reinterpret_cast<void*>(address), nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    return at == MAP_FAILED ? kInvalidValue : kSuccess;
+}
+int cuMemSetAccess(std::uint64_t address, std::size_t nbytes, const FabricAccess* access, std::size_t count) {
+    ENTER(true);
+    if (count != 1 || access->location_type != 1 || access->flags != 3) return kInvalidValue;
+    return ::mprotect(reinterpret_cast<void*>(address), nbytes, PROT_READ | PROT_WRITE) == 0 ? kSuccess
+                                                                                             : kInvalidValue;
+}
+int cuMemExportToShareableHandle(char* named, std::uint64_t handle, int type, unsigned long long) {
+    ENTER(true);
+    if (type != 8) return kInvalidValue;
+    const std::int64_t inside[2] = {::getpid(), static_cast<std::int64_t>(handle)};
+    std::memset(named, 0, 64);
+    std::memcpy(named, inside, sizeof inside);
+    return kSuccess;
+}
+int cuMemImportFromShareableHandle(std::uint64_t* handle, const char* named, int type) {
+    ENTER(true);
+    std::int64_t inside[2];
+    std::memcpy(inside, named, sizeof inside);
+    const std::string path = "/proc/" + std::to_string(inside[0]) + "/fd/" + std::to_string(inside[1]);
+    const int fd = type == 8 ? ::open(path.c_str(), O_RDWR | O_CLOEXEC) : -1;
+    if (fd < 0) return kInvalidValue;
+    *handle = static_cast<std::uint64_t>(fd);
+    ++world().fabric;
+    return kSuccess;
+}
+int cuMemcpyAsync(std::uint64_t dst, std::uint64_t src, std::size_t nbytes, void* stream) {
+    ENTER(true);
+    stream_of(stream).put(
+        [=] { std::memcpy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), nbytes); });
+    return kSuccess;
+}
+
+int cuStreamCreate(void** stream, unsigned) {
+    ENTER(true);
+    static std::atomic<std::uintptr_t> next = 1;
+    *stream = reinterpret_cast<void*>(next++ << 4);
+    stream_of(*stream);
+    return kSuccess;
+}
+int cuStreamDestroy_v2(void* stream) {
+    ENTER(true);
+    std::unique_ptr<Stream> gone;
+    {
+        const std::lock_guard lock(world().mutex);
+        const auto at = world().streams.find(stream);
+        if (at == world().streams.end()) return kInvalidValue;
+        gone = std::move(at->second);
+        world().streams.erase(at);
+    }
+    // Work that is left still runs, and nobody waits for it.
+    std::thread([left = gone.release()] { delete left; }).detach();
+    return kSuccess;
+}
+int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+    ENTER(true);
+    if (const auto mark = static_cast<Event*>(event)->mark) stream_of(stream).put([mark] { mark->wait(); });
+    return kSuccess;
+}
+int cuStreamSynchronize(void* stream) {
+    ENTER(true);
+    stream_of(stream).drain();
+    return kSuccess;
+}
+int cuLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
+    ENTER(true);
+    stream_of(stream).put([=] {
+        if (!world().sticky) function(argument);
+    });
+    return kSuccess;
+}
+int cuEventCreate(void** event, unsigned) {
+    ENTER(true);
+    const std::lock_guard lock(world().mutex);
+    *event = *world().events.insert(new Event).first;
+    return kSuccess;
+}
+int cuEventRecord(void* event, void* stream) {
+    ENTER(true);
+    const auto mark = std::make_shared<Mark>();
+    static_cast<Event*>(event)->mark = mark;
+    stream_of(stream).put([mark] { mark->reach(); });
+    return kSuccess;
+}
+int cuEventQuery(void* event) {
+    ENTER(true);
+    const auto mark = static_cast<Event*>(event)->mark;
+    return !mark || mark->is_reached() ? kSuccess : kNotReady;
+}
+int cuEventSynchronize(void* event) {
+    ENTER(true);
+    if (const auto mark = static_cast<Event*>(event)->mark) mark->wait();
+    return kSuccess;
+}
+int cuEventDestroy_v2(void* event) {
+    ENTER(true);
+    const std::lock_guard lock(world().mutex);
+    if (!world().events.erase(static_cast<Event*>(event))) return kInvalidValue;
+    delete static_cast<Event*>(event);
+    return kSuccess;
+}
+
+int cuModuleLoadData(void** module, const void* image) {
+    ENTER(true);
+    const std::uint32_t fatbin = 0xba55ed50;  // what nvcc's begin with
+    if (std::memcmp(image, "fake", 4) != 0 && std::memcmp(image, &fatbin, 4) != 0) return kInvalidImage;
+    const std::lock_guard lock(world().mutex);
+    *module = new int(++world().modules);
+    return kSuccess;
+}
+int cuModuleUnload(void* module) {
+    ENTER(true);
+    const std::lock_guard lock(world().mutex);
+    delete static_cast<int*>(module);
+    --world().modules;
+    return kSuccess;
+}
+int cuModuleGetFunction(void** function, void*, const char* name) {
+    ENTER(true);
+    static const std::vector<std::string> names = pdlink::cuda::kernel_names();
+    for (const std::string& known : names)
+        if (known == name) {
+            *function = const_cast<std::string*>(&known);
+            return kSuccess;
+        }
+    return kNotFound;
+}
+int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned, unsigned,
+                   void* stream, void** arguments, void**) {
+    ENTER(true);
+    if (!x || !y || z != 1 || y > 65535 || threads != pdlink::cuda::kThreads) return kInvalidValue;
+    const std::string& name = *static_cast<std::string*>(function);
+    const std::size_t nbytes = name == "pdlink_runs" ? sizeof(pdlink::cuda::RunList) : sizeof(pdlink::cuda::Reshape);
+    pdlink::cuda::Launch launch{name, x, y, {}};
+    const auto* bytes = static_cast<const std::byte*>(arguments[0]);
+    launch.argument.assign(bytes, bytes + nbytes);  // the driver copies it before it returns, too
+    stream_of(stream).put([launch = std::move(launch)] {
+        const std::lock_guard wait(world().gate);
+        pdlink::cuda::run_on_cpu(launch);
+    });
+    return kSuccess;
+}
+
+// -- The tests' side -----------------------------------------------------------------------------------------------
+
+// The call after `later` more of this name answers `result`, once.
+void fake_fail(const char* call, int result, int later) {
+    const std::lock_guard lock(world().mutex);
+    world().failures[call] = {result, later};
+}
+// From now on every call in a context answers this, as after a kernel's fault; 0 ends it.
+void fake_break(int result) { world().sticky = result; }
+// Kernels wait from now on (another thread must not hold it), or go on.
+void fake_hold() { world().gate.lock(); }
+void fake_go_on() { world().gate.unlock(); }
+// What was called since the last time, one a line, with " +" if the thread had a context and " -" if not.
+std::size_t fake_take_log(char* text, std::size_t nbytes) {
+    const std::lock_guard lock(world().mutex);
+    std::string all;
+    for (const std::string& line : world().log) all += line + "\n";
+    world().log.clear();
+    std::snprintf(text, nbytes, "%s", all.c_str());
+    return all.size();
+}
+// What exists: allocations, IPC mappings, registrations, streams, events, modules, contexts, depth of this thread's
+// stack of contexts, handles, addresses and mappings of fabric memory. The default stream does not count.
+void fake_count(int* counts) {
+    const std::lock_guard lock(world().mutex);
+    World& w = world();
+    int ours = 0;
+    for (const auto& [address, allocation] : w.allocations) ours += allocation.ours;
+    const int values[9] = {ours,
+                           static_cast<int>(w.mapped.size()),
+                           static_cast<int>(w.registered.size()),
+                           static_cast<int>(w.streams.size() - w.streams.count(nullptr)),
+                           static_cast<int>(w.events.size()),
+                           w.modules,
+                           w.contexts,
+                           static_cast<int>(contexts.size()),
+                           w.fabric.load()};
+    std::memcpy(counts, values, sizeof values);
+}
+// Call a test's memory file, mapped at `address`, device memory; and no longer (nbytes 0).
+void fake_lend(std::uint64_t address, std::uint64_t nbytes, int fd) {
+    const std::lock_guard lock(world().mutex);
+    if (nbytes)
+        world().allocations[address] = {nbytes, fd, false};
+    else
+        world().allocations.erase(address);
+}
+
+}  // extern "C"

@@ -1,0 +1,143 @@
+"""How the driver is called, on a test double: contexts, errors, order. Nothing here says anything about a GPU."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdlink import _cuda
+from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Device, Event, Stream
+from pdlink.cuda.kernels import Kernels
+from tests.cuda.fake import IMAGE, Fake
+
+HEADER = Path("/usr/local/cuda/include/cuda.h")
+SOURCES = Path(__file__).parents[2] / "pdlink"
+
+
+def test_a_failure_names_the_call_and_the_driver_s_own_name_for_it(device: Device, double: Fake) -> None:
+    double.fail("cuMemAlloc_v2", 2)
+    with pytest.raises(CudaFailure, match=r"cuMemAlloc_v2 failed with CUDA_ERROR_OUT_OF_MEMORY \(2\)") as caught:
+        device.allocate(4096)
+    assert (caught.value.call, caught.value.name, caught.value.number) == (
+        "cuMemAlloc_v2",
+        "CUDA_ERROR_OUT_OF_MEMORY",
+        2,
+    )
+    double.fail("cuMemAlloc_v2", 4711)
+    with pytest.raises(CudaFailure, match=r"unknown error \(4711\)"):
+        device.allocate(4096)
+
+
+def test_every_thread_has_the_context_in_a_call_and_not_after_it(device: Device, double: Fake) -> None:
+    depths: list[int] = []
+
+    def work() -> None:
+        ptr = device.allocate(4096)
+        double.fail("cuMemFree_v2", 1)
+        with pytest.raises(CudaFailure):
+            device.free(ptr)
+        device.free(ptr)
+        depths.append(double.counts().depth)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(20)
+    work()
+    assert depths == [0, 0]
+    log = double.take_log()
+    assert [call for call, has_context in log if not has_context] == ["cuDevicePrimaryCtxRetain"]
+    assert [call for call, _ in log].count("cuMemFree_v2") == 4
+
+
+def test_what_is_missing_is_said(double: Fake) -> None:
+    with pytest.raises(CudaUnavailable, match="no CUDA driver: no-such-library"):
+        Device(0, "no-such-library.so").open()
+    with pytest.raises(CudaUnavailable, match="no CUDA device 1: the driver shows 1"):
+        Device(1, double.path).open()
+    with pytest.raises(CudaUnavailable, match="device 0 is not open"):
+        Device(0, double.path).allocate(1)
+
+
+def test_open_and_close_may_be_repeated(double: Fake) -> None:
+    device = Device(0, double.path)
+    device.open()
+    device.open()
+    contexts = double.counts().contexts
+    device.close()
+    device.close()
+    assert double.counts().contexts == contexts - 1
+    device.open()
+    device.close()
+
+
+def test_a_stream_waits_for_the_event_of_another(device: Device, double: Fake) -> None:
+    """The held kernel writes; a copy in another stream must see what it wrote, and no sooner."""
+    kernels, first, second = Kernels(device, IMAGE), Stream(device), Stream(device)
+    written, landed = Event(device), Event(device)
+    source, middle, target = (torch.full((64,), n, dtype=torch.uint8) for n in (1, 2, 3))
+    runs = torch.tensor([[source.data_ptr(), middle.data_ptr(), 64]])
+    double.hold()
+    try:
+        kernels.launch(_cuda.plan_runs(runs.data_ptr(), 1, 64), first.handle)
+        written.record(first.handle)
+        second.wait(written)
+        device.copy(target.data_ptr(), middle.data_ptr(), 64, second.handle)
+        landed.record(second.handle)
+        assert not written.done()
+        assert not landed.done()
+        assert target[0] == 3
+    finally:
+        double.go_on()
+    landed.synchronize()
+    assert target.tolist() == [1] * 64
+    for made in (kernels, first, second, written, landed):
+        made.close()
+        made.close()
+
+
+def test_a_launch_has_the_grid_and_the_argument_that_were_planned(device: Device, double: Fake) -> None:
+    """More than one plane and a last block that is not full: the double runs exactly the grid it is given."""
+    kernels = Kernels(device, IMAGE)
+    src, dst = torch.randn(3, 100, 1, 40), torch.zeros(3, 100, 1, 40)
+    places = [
+        _cuda.Place(
+            base=side.data_ptr(),
+            layer_stride=side.stride(0) * 4,
+            block_stride=160,
+            token_stride=160,
+            block_tokens=1,
+            num_slots=100,
+        )
+        for side in (src, dst)
+    ]
+    launches = _cuda.plan_reshape(*places, num_tokens=100, num_layers=3, chunk_elements=40, itemsize=4)
+    for launch in launches:
+        kernels.launch(launch, 0)
+    device.synchronize()
+    assert torch.equal(src, dst)
+    kernels.close()
+
+
+def test_kernels_that_cannot_be_loaded_say_why(device: Device, double: Fake) -> None:
+    with pytest.raises(CudaUnavailable, match="built without nvcc"):
+        Kernels(device, b"")
+    with pytest.raises(CudaFailure, match="CUDA_ERROR_INVALID_IMAGE"):
+        Kernels(device, b"text")
+
+
+@pytest.mark.skipif(not HEADER.exists(), reason="no cuda.h")
+def test_every_call_is_spelt_as_the_library_spells_it() -> None:
+    """`cuMemAlloc` in a source is `cuMemAlloc_v2` in the library; ctypes sees no header that would say so."""
+    header = HEADER.read_text()
+    renamed = dict(re.findall(r"#define\s+(cu\w+)\s+(cu\w+_v\d+)\b", header))
+    files = [*(SOURCES / "cuda").glob("*.py"), *(SOURCES / "transport").glob("*.py")]
+    names = {name for path in files for name in re.findall(r'"(cu[A-Z]\w+)"', path.read_text())}
+    assert len(names) > 30
+    for name in names:
+        base = re.sub(r"_v\d+$", "", name)
+        assert renamed.get(base, base) == name
+        assert re.search(rf"\b{base}\(", header), f"cuda.h knows no {base}"

@@ -1,0 +1,291 @@
+"""What the mapped-cuda transport adds to the conformance suite: launches, gates in flight, faults, leaks.
+
+On a test double of the driver: its order of calls and its fences are tested, no GPU.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from pdlink.cuda.buffers import DeviceBuffer, PinnedBuffer
+from pdlink.cuda.driver import Device
+from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
+from pdlink.transport.gpu_copier import NUM_SLOTS
+from pdlink.transport.mapped_cuda import MappedCudaTransport
+from tests.conformance.transports.other_process import OtherProcess
+from tests.conformance.transports.side import PATIENCE_S, Side, join, piece
+from tests.cuda.double import DoubleTransport
+from tests.cuda.fake import COMPILER, IMAGE, Fake, fake
+
+POOL_NBYTES = 1 << 20
+
+
+@pytest.fixture
+def pair(double: Fake) -> Iterator[tuple[Side, Side]]:
+    writer, owner = Side(DoubleTransport()), Side(DoubleTransport())
+    writer.add_buffer(POOL_NBYTES, seed=0)
+    owner.add_buffer(POOL_NBYTES, seed=1)
+    join(writer, owner)
+    yield writer, owner
+    for side in (writer, owner):
+        side.close()
+
+
+def scattered(num_runs: int, nbytes: int) -> list[list[int]]:
+    places = np.random.default_rng(num_runs).permutation(POOL_NBYTES // nbytes)[:num_runs] * nbytes
+    return [[int(place), int(place), nbytes] for place in places]
+
+
+def wait_for_calls(double: Fake, name: str, count: int) -> None:
+    """Until the driver has been called that often since the log was last taken."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (count := count - [call for call, _ in double.take_log()].count(name)) > 0:
+        assert time.monotonic() < deadline, f"{count} calls of {name} are missing"
+        time.sleep(0.001)
+
+
+def test_a_layer_of_scattered_pages_is_one_launch(pair: tuple[Side, Side], double: Fake) -> None:
+    writer, owner = pair
+    assert writer.wait_batch(writer.submit_block("owner", 0, 16)) == "ok"
+    double.take_log()
+    assert writer.wait_batch(writer.submit("owner", piece(scattered(128, 4096)), piece(scattered(99, 512)))) == "ok"
+    calls = [call for call, _ in double.take_log()]
+    assert calls.count("cuLaunchKernel") == 1
+    assert calls.index("cuMemcpyAsync") < calls.index("cuLaunchKernel") < calls.index("cuEventRecord")
+    assert np.array_equal(owner.buffers[0].array, writer.buffers[0].array) is False
+
+
+def test_a_list_of_runs_longer_than_any_before_gets_its_room(pair: tuple[Side, Side], double: Fake) -> None:
+    writer, owner = pair
+    assert writer.wait_batch(writer.submit("owner", piece(scattered(POOL_NBYTES // 64, 64)))) == "ok"
+    assert np.array_equal(owner.buffers[0].array, writer.buffers[0].array)
+
+
+def test_the_owner_is_told_only_after_the_kernel_in_flight_has_ended(pair: tuple[Side, Side], double: Fake) -> None:
+    """A launch has returned long before its stores are there: the gate must stay entered."""
+    writer, owner = pair
+    before = owner.snapshot()
+    double.hold()
+    try:
+        ticket = writer.submit_block("owner", 0, POOL_NBYTES)
+        wait_for_calls(double, "cuLaunchKernel", 1)
+        owner.close_peer("writer")
+        assert not owner.closed_within("writer", 0.2)
+        assert owner.snapshot() == before
+    finally:
+        double.go_on()
+    owner.wait_closed("writer")
+    at_the_end = owner.snapshot()
+    assert at_the_end == writer.snapshot()
+    assert writer.wait_batch(ticket) == "ok"
+    assert writer.wait_batch(writer.submit_block("owner", 0, 16)) == "cancelled"
+    assert owner.snapshot() == at_the_end
+
+
+def test_a_writer_that_closes_waits_for_its_own_kernel(pair: tuple[Side, Side], double: Fake) -> None:
+    writer, owner = pair
+    double.hold()
+    try:
+        tickets = [writer.submit_block("owner", 0, POOL_NBYTES) for _ in range(NUM_SLOTS + 2)]
+        wait_for_calls(double, "cuLaunchKernel", NUM_SLOTS)
+        writer.close_peer("owner")
+        assert not writer.closed_within("owner", 0.2)
+    finally:
+        double.go_on()
+    writer.wait_closed("owner")
+    assert [writer.wait_batch(ticket) for ticket in tickets] == ["ok"] * NUM_SLOTS + ["cancelled"] * 2
+
+
+def test_a_deadline_is_ours_although_a_kernel_cannot_be_called_off(pair: tuple[Side, Side], double: Fake) -> None:
+    writer, owner = pair
+    double.hold()
+    try:
+        ticket = writer.submit_block("owner", 0, POOL_NBYTES, timeout_s=0.1)
+        assert writer.wait_batch(ticket) == "timeout"
+        writer.close_peer("owner")
+        assert not writer.closed_within("owner", 0.1)
+        assert double.counts().mappings == 0
+    finally:
+        double.go_on()
+    writer.wait_closed("owner")
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuLaunchKernel"])
+def test_a_launch_that_fails_fails_every_peer_and_shuts_nobody_in(
+    call: str, pair: tuple[Side, Side], double: Fake
+) -> None:
+    writer, owner = pair
+    double.fail(call, 700)
+    ticket = writer.submit_block("owner", 0, 16)
+    assert writer.wait_batch(ticket) == "peer_failed"
+    assert f"{call} failed with CUDA_ERROR_ILLEGAL_ADDRESS" in writer.wait_failed("owner")
+    with pytest.raises(TransportFailure, match="the GPU has failed"):
+        writer.submit_block("owner", 0, 16)
+    owner.close_peer("writer")
+    owner.wait_closed("writer")
+    writer.close_peer("owner")
+    writer.wait_closed("owner")
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for the test double of the driver")
+def test_a_fault_in_a_kernel_keeps_the_owner_s_memory_in_quarantine() -> None:
+    """Nobody can say whether the stores of a kernel that faulted have ended, so nobody says it, or frees anything."""
+    double = fake()
+    double.take_log()
+    writer, owner = Side(DoubleTransport()), Side(DoubleTransport())
+    writer.add_buffer(POOL_NBYTES, seed=0)
+    owner.add_buffer(POOL_NBYTES, seed=1)
+    join(writer, owner)
+    double.hold()
+    try:
+        ticket = writer.submit_block("owner", 0, 16)
+        wait_for_calls(double, "cuLaunchHostFunc", 1)
+        double.break_context(700)
+        assert writer.wait_batch(ticket) == "peer_failed"
+        owner.close_peer("writer")
+        writer.close_peer("owner")
+        assert not owner.closed_within("writer", 0.1)
+        assert not writer.closed_within("owner", 0.1)
+    finally:
+        double.break_context(0)
+        double.go_on()
+    for side in (writer, owner):
+        side.close()
+
+
+ONCE = ["cuDevicePrimaryCtxRetain", "cuModuleLoadData", "cuStreamCreate"]
+PER_SLOT = ["cuMemHostRegister_v2", "cuMemAlloc_v2", "cuEventCreate"]
+
+
+@pytest.mark.parametrize(("call", "later"), [*((call, 0) for call in ONCE), *((call, 1) for call in PER_SLOT)])
+def test_open_that_fails_leaves_nothing(call: str, later: int, double: Fake) -> None:
+    before = double.counts()
+    double.fail(call, 2, later)
+    transport = DoubleTransport()
+    with pytest.raises(TransportUnavailable, match=f"{call} failed"):
+        transport.open()
+    transport.close()
+    assert double.counts() == before
+
+
+def test_a_pinned_source_is_read_in_place_and_is_no_destination(device: Device) -> None:
+    writer, owner = DoubleTransport(), Side(DoubleTransport())
+    writer.open()
+    source = PinnedBuffer(device, 4096)
+    source.array[:] = 5
+    writer.register(source)
+    owner.add_buffer(4096, seed=1)
+    writer.connect("owner", owner.transport.invite("writer"))
+    before = owner.buffers[0].array[:200].copy()
+    writer.submit("owner", [piece([[0, 100, 50]])], 20)
+    owner.wait_changed(before)
+    assert (owner.buffers[0].array[100:150] == 5).all()
+    owner.transport.connect("back", writer.invite("back"))
+    with pytest.raises(ValueError, match="outside destination region 0 of 0 bytes"):
+        owner.submit("back", piece([[0, 0, 1]]))
+    owner.close()
+    writer.close()
+    source.close()
+
+
+def test_host_memory_that_is_not_pinned_is_refused(double: Fake) -> None:
+    transport = MappedCudaTransport(library=double.path, image=IMAGE)
+    transport.open()
+    side = Side(DoubleTransport())
+    side.add_buffer(4096, seed=0)
+    with pytest.raises(TransportUnavailable, match="pinned"):
+        transport.register(side.buffers[0])
+    transport.close()
+    side.close()
+
+
+def test_real_device_buffers_carry_bytes_too(device: Device) -> None:
+    """Allocated by the driver and exported, not lent by a test."""
+    writer, owner = DoubleTransport(), DoubleTransport()
+    for transport in (writer, owner):
+        transport.open()
+    with DeviceBuffer(device, 4096) as source, DeviceBuffer(device, 4096) as target:
+        writer.register(source)
+        owner.register(target)
+        writer.connect("owner", owner.invite("writer"))
+        writer.submit("owner", [piece([[0, 0, 4096]])], 20)
+        writer.close()
+        owner.close()
+
+
+def tampered(invitation: bytes, **changed: object) -> bytes:
+    fields = msgspec.msgpack.decode(invitation)
+    return msgspec.msgpack.encode({**fields, **changed})
+
+
+def test_an_invitation_cannot_make_us_write_to_our_own_memory(pair: tuple[Side, Side]) -> None:
+    """It names this process, so its addresses would be used as they are."""
+    writer, owner = pair
+    invitation = owner.transport.invite("other-writer")
+    address, nbytes, export = msgspec.msgpack.decode(invitation)["regions"][0]
+    for region in ([address + 4096, nbytes, export], [address, nbytes + 4096, export]):
+        with pytest.raises(ProtocolError, match="no device memory of this process"):
+            writer.transport.connect("evil", tampered(invitation, regions=[region]))
+
+
+def test_an_invitation_that_promises_more_memory_than_there_is_is_refused(
+    pair: tuple[Side, Side], double: Fake
+) -> None:
+    """A kernel that writes beyond an allocation would cost the writer its context."""
+    writer, _ = pair
+    other = OtherProcess("mapped-cuda-double")
+    try:
+        other.call("add_buffer", 4096, 0)
+        invitation = bytes.fromhex(other.call("invite", "here"))
+        address, nbytes, (gpu, exported, *handle) = msgspec.msgpack.decode(invitation)["regions"][0]
+        large = tampered(invitation, regions=[[address, nbytes, [gpu, exported + 1, *handle]]])
+        with pytest.raises(ProtocolError, match="it has 4096"):
+            writer.transport.connect("other", large)
+        assert double.counts().mappings == 0
+        double.fail("cuIpcOpenMemHandle_v2", 201)
+        with pytest.raises(TransportFailure, match="CUDA_ERROR_INVALID_CONTEXT"):
+            writer.transport.connect("other", bytes.fromhex(other.call("invite", "again")))
+    finally:
+        other.end()
+
+
+FORK = """
+import os
+from pdlink.errors import TransportFailure
+from tests.conformance.transports.side import Side, join
+from tests.cuda.double import DoubleTransport
+
+writer, owner = Side(DoubleTransport()), Side(DoubleTransport())
+for side in (writer, owner):
+    side.add_buffer(4096, seed=0)
+join(writer, owner)
+child = os.fork()
+if child == 0:
+    try:
+        writer.submit_block("owner", 0, 16)
+    except TransportFailure as error:
+        assert "forked" in str(error)
+        writer.transport.close()
+        os._exit(7)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert writer.wait_batch(writer.submit_block("owner", 0, 16)) == "ok"
+for side in (writer, owner):
+    side.close()
+"""
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for the test double of the driver")
+def test_a_forked_child_is_refused_and_its_parent_goes_on() -> None:
+    """A child has neither the thread nor a context that works."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], cwd=root, check=False, timeout=50)
+    assert done.returncode == 0
