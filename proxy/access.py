@@ -37,11 +37,12 @@ def may_enter(keys: tuple[bytes, ...], authorization: str | None) -> bool:
     return any(matches)
 
 
-def worker_headers(config: ProxyConfig) -> dict[str, str]:
-    """What goes with every request to a worker."""
+def worker_headers(config: ProxyConfig, *, bearer: bool = False) -> dict[str, str]:
+    """What goes with every request to a worker. bearer: as the API key of another engine."""
     if config.worker_key_file is None:
         return {}
-    return {WORKER_KEY_HEADER: read_secrets(config.worker_key_file, "worker_key_file")[0]}
+    secret = read_secrets(config.worker_key_file, "worker_key_file")[0]
+    return {"Authorization": f"Bearer {secret}"} if bearer else {WORKER_KEY_HEADER: secret}
 
 
 def worker_tls(config: ProxyConfig) -> ssl.SSLContext | bool:

@@ -17,10 +17,11 @@ from aiohttp import web
 
 from pdlink.errors import InvalidApiKey, InvalidRequest, NoWorker, UnknownModel
 
-from .access import api_keys, may_enter
-from .dialects import CHAT, COMPLETIONS, BadField, Call, error_body, parse
+from .access import api_keys, may_enter, worker_headers
+from .dialects import DIALECTS
 from .exchange import Exchange, Shared
 from .metrics import Metrics
+from .openai import CHAT, COMPLETIONS, BadField, Call, error_body, parse
 from .pools import Pools, State, watch
 from .steps import Leg
 from .upstream import open_session
@@ -39,8 +40,10 @@ class Router:
     def __init__(self, config: ProxyConfig) -> None:
         """Raises ConfigError for worker URLs that are none, and for a key file without keys."""
         self.config = config
+        self.dialect = DIALECTS[config.dialect]
         self.api_keys = api_keys(config)
-        self.pools = Pools(config.prefill, config.decode, config.policy)
+        self.pools = Pools(config.prefill, config.decode, config.policy, config.control)
+        self._worker_headers = worker_headers(config, bearer=self.dialect.key_as_bearer)
         self.metrics = Metrics()
         self.started = int(time.time())
         self._shared: Shared | None = None
@@ -53,16 +56,17 @@ class Router:
         """Connections and health watchers, for as long as the app runs."""
         config = self.config
         bound = config.max_connections and max(1, config.max_connections // 2)  # 0 is no bound
+        headers, timeout_s = self._worker_headers, config.connect_timeout_s
         async with (
-            open_session(config, max_connections=bound) as prefill,
-            open_session(config, max_connections=bound) as decode,
-            open_session(config, max_connections=0) as control,
+            open_session(config, max_connections=bound, headers=headers) as prefill,
+            open_session(config, max_connections=bound, headers=headers) as decode,
+            open_session(config, max_connections=0, headers=headers) as control,
         ):
             sessions = {Leg.PREFILL: prefill, Leg.DECODE: decode}
-            self._shared = shared = Shared(config, self.pools, self.metrics, sessions, control)
+            self._shared = shared = Shared(config, self.dialect, self.pools, self.metrics, sessions, control)
             for worker in self.pools.all:
-                work = watch(worker, control, interval_s=config.health_interval_s, timeout_s=config.connect_timeout_s)
-                shared.spawn(work)
+                interval_s = config.health_interval_s
+                shared.spawn(watch(worker, control, self.dialect, interval_s=interval_s, timeout_s=timeout_s))
             yield
             for task in shared.tasks:
                 task.cancel()
@@ -88,7 +92,8 @@ class Router:
             call.headers.update(headers)
             self.metrics.requests.labels("unavailable" if call.status == 503 else "rejected").inc()
             return call
-        if authorization := _clean(request.headers.get("Authorization")):
+        authorization = _clean(request.headers.get("Authorization"))
+        if authorization and "Authorization" not in self._worker_headers:
             headers["Authorization"] = authorization
         if self._shared is None:
             raise RuntimeError("a request before the app was started")

@@ -15,11 +15,12 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 from aiohttp import web
 
 from pdlink.events import FallbackUsed, emit
 
-from .dialects import PrefillAddress, leg_bodies
+from .dialects import Attempt
 from .flow import Flow, Limits
 from .steps import (
     Blame,
@@ -37,6 +38,7 @@ from .steps import (
     Placed,
     Respond,
     ShuttingDown,
+    StartDecode,
     Started,
     StartLegs,
     TellToStop,
@@ -54,8 +56,9 @@ if TYPE_CHECKING:
 
     from pdlink.config import ProxyConfig
 
-    from .dialects import Call
+    from .dialects import Dialect
     from .metrics import Metrics
+    from .openai import Call
     from .pools import Pools, Worker
 
 log = logging.getLogger("pdlink.proxy")
@@ -71,6 +74,7 @@ class Shared:
     """What all requests of one proxy share."""
 
     config: ProxyConfig
+    dialect: Dialect
     pools: Pools
     metrics: Metrics
     sessions: dict[Leg, aiohttp.ClientSession]
@@ -117,9 +121,11 @@ class Exchange:
             idle_s=config.idle_timeout_s,
             request_s=config.request_timeout_s,
         )
-        self._flow = Flow(limits, self._started_s)
+        self._flow = Flow(limits, self._started_s, shared.dialect.rules)
         self._runs: dict[tuple[int, Leg], _LegRun] = {}
         self._chosen: tuple[Worker | None, Worker] | None = None
+        self._transfer_id = ""
+        """Of the newest attempt."""
         self._answer_headers = {"X-Request-Id": headers["X-Request-Id"]}
         self._client: web.StreamResponse | None = None
         self._order = asyncio.Lock()
@@ -178,6 +184,7 @@ class Exchange:
         match self._final:
             case Respond(status=status, body=body, content_type=content_type):
                 headers = self._answer_headers
+                self._note_times()
                 if status == 503:
                     headers["Retry-After"] = "1"
                 return web.Response(status=status, body=body, content_type=content_type, headers=headers)
@@ -217,6 +224,8 @@ class Exchange:
                     self._happen(self._place(action))
                 case StartLegs():
                     self._start_legs(action)
+                case StartDecode(attempt=attempt, params=params):
+                    self._start_decode(attempt, self._call.with_params(msgspec.Raw(params)))
                 case Respond():
                     self._final = action
                 case EndStream(data=data):
@@ -242,7 +251,9 @@ class Exchange:
         prefill, decode = shared.pools.choose(model, action.avoid)
         if decode is None:
             return Unplaced(f"no healthy decode worker for model {model!r}; see /health")
-        if prefill is None:
+        if shared.dialect.whole(self._call):
+            prefill = None
+        elif prefill is None:
             if shared.config.on_no_prefill == "fail":
                 return Unplaced(f"no healthy prefill worker for model {model!r}; see /health")
             self._count_fallback("decode_only", "no healthy prefill worker")
@@ -260,34 +271,38 @@ class Exchange:
         if self._chosen is None:
             raise RuntimeError("StartLegs without Placed")
         prefill, decode = self._chosen
-        transfer_id = f"xfer-{secrets.token_hex(16)}"
+        self._transfer_id = f"xfer-{secrets.token_hex(16)}"
         headers = self._answer_headers
-        headers["X-Pdlink-Transfer"] = transfer_id
+        headers["X-Pdlink-Transfer"] = self._transfer_id
         headers["X-Pdlink-Decode"] = _name(decode)
         headers.pop("X-Pdlink-Prefill", None)
-        if prefill is None or prefill.health is None:
-            self._start_leg(action.attempt, Leg.DECODE, decode, transfer_id, self._call.body)
+        if prefill is None:
+            self._start_decode(action.attempt, self._call.body)
             return
         headers["X-Pdlink-Prefill"] = _name(prefill)
-        prefill_body, decode_body = leg_bodies(
-            self._call,
-            transfer_id=transfer_id,
-            created=int(time.time()),
-            seed=secrets.randbits(32),
-            prefill=PrefillAddress(prefill.health.name, prefill.health.control),
-        )
-        self._start_leg(action.attempt, Leg.PREFILL, prefill, transfer_id, prefill_body)
-        self._start_leg(action.attempt, Leg.DECODE, decode, transfer_id, decode_body)
+        dialect = self._shared.dialect
+        ranks = self._shared.config.decode_ranks
+        attempt = Attempt(self._transfer_id, int(time.time()), secrets.randbits(32), prefill.address, ranks)
+        prefill_body, decode_body = dialect.legs(self._call, attempt)
+        self._start_leg(action.attempt, Leg.PREFILL, prefill, prefill_body)
+        if dialect.rules.handover is None:
+            self._start_decode(action.attempt, decode_body)
 
-    def _start_leg(self, attempt: int, leg: Leg, worker: Worker, transfer_id: str, body: bytes) -> None:
+    def _start_decode(self, attempt: int, body: bytes) -> None:
+        if self._chosen is None:
+            raise RuntimeError("decode's leg without Placed")
+        self._start_leg(attempt, Leg.DECODE, self._chosen[1], body)
+
+    def _start_leg(self, attempt: int, leg: Leg, worker: Worker, body: bytes) -> None:
         shared = self._shared
+        streaming = self._call.streaming and (leg is Leg.DECODE or shared.dialect.prefill_streams)
         call = LegCall(
             attempt=attempt,
             leg=leg,
             url=worker.url + self._call.path,
             body=body,
             headers=self._leg_headers,
-            streaming=self._call.streaming,
+            streaming=streaming,
             max_answer_nbytes=shared.config.max_body_nbytes,
         )
 
@@ -296,7 +311,7 @@ class Exchange:
             if forward:
                 await self._forward(forward)
 
-        run = _LegRun(worker, transfer_id, shared.spawn(run_leg(shared.sessions[leg], call, say)))
+        run = _LegRun(worker, self._transfer_id, shared.spawn(run_leg(shared.sessions[leg], call, say)))
         self._runs[attempt, leg] = run
         in_flight = shared.metrics.in_flight.labels(worker.url, leg.value)
         worker.in_flight += 1
@@ -332,8 +347,17 @@ class Exchange:
         except ConnectionError:
             self._happen(ClientLeft())
 
+    def _note_times(self) -> None:
+        """For people who ask where the time went: what prefill took, and all, in milliseconds."""
+        times = {"total": self._loop.time()}
+        if self._flow.prefill_spoke_s is not None:
+            times = {"prefill": self._flow.prefill_spoke_s, **times}
+        words = [f"{name};dur={(at_s - self._started_s) * 1000:.1f}" for name, at_s in times.items()]
+        self._answer_headers["Server-Timing"] = ", ".join(words)
+
     async def _open_client(self) -> web.StreamResponse:
         headers = self._answer_headers
+        self._note_times()
         headers["Content-Type"] = "text/event-stream; charset=utf-8"
         headers["Cache-Control"] = "no-cache"
         headers["X-Accel-Buffering"] = "no"  # nginx in front would otherwise collect tokens

@@ -1,24 +1,27 @@
 """The two legs of one client request, as a machine: (event, now) -> actions. No HTTP, no I/O, no clock.
 
-A request is made in *attempts*. Each attempt has a prefill and a decode leg (or decode alone), which start together
-and share their fate. What the client gets is decode's answer; only output token 0 comes from whichever leg has it
-first, and the other leg's copy is dropped. Three rules, which the tests hold against random orders of events:
+A request is made in *attempts*. Each attempt has a prefill and a decode leg (or decode alone), which share their
+fate. They start together, or one after the other where the workers' dialect is such (`Rules.handover`). What the
+client gets is decode's answer; where prefill's leg streams too, output token 0 comes from whichever leg has it first,
+and the other leg's copy is dropped. Three rules, which the tests hold against random orders of events:
   1. the client gets exactly one final answer, unless it left;
   2. once a byte was sent there is no other attempt: what breaks then ends the stream with a typed error;
   3. every leg that was started has ended, was cancelled or was let go when the machine is over.
 
-What a leg's bad news leads to is the table REACTIONS. News of an attempt that is over is ignored.
+What a leg's bad news leads to is a table in `rules.py`. News of an attempt that is over is ignored.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from pdlink.errors import DeadlineExceeded, NoWorker, Overloaded, PdlinkError, PeerLost, ProtocolError
 
-from .dialects import error_body, error_code, stream_error
+from .openai import error_body, error_code, stream_error
+from .rules import News, Reaction, Rules
 from .sse import EventBuffer, EventTooLong, has_error, is_done, problem_of
 from .steps import (
     Action,
@@ -40,6 +43,7 @@ from .steps import (
     Placed,
     Respond,
     ShuttingDown,
+    StartDecode,
     Started,
     StartLegs,
     TellToStop,
@@ -47,44 +51,6 @@ from .steps import (
     Unplaced,
     Why,
 )
-
-
-class News(enum.Enum):
-    """Bad news of a leg, by what can be done about it."""
-
-    REJECTED = "rejected"
-    """4xx: the request is at fault and would be rejected everywhere."""
-    FAILED = "failed"
-    """A status that nobody says would go away by trying again."""
-    LOST = "lost"
-    """Another try may succeed: 502, 503, 504, no connection, a broken one, silence."""
-    STALE = "stale"
-
-
-class Reaction(enum.Enum):
-    ANSWER = "answer"
-    """Cancel the other leg and give the client this leg's answer."""
-    TELL_DECODE = "tell decode"
-    """Decode can go on without prefill: it recomputes, or fails by its own setting."""
-    RETRY = "retry"
-    """A new attempt if one is left, else ANSWER."""
-    RESEND = "resend"
-    """A new attempt that is not counted, once per request; after that like LOST."""
-    BREAK = "break"
-    """End the client's stream with an error event."""
-
-
-# (leg, news) -> reaction while nothing was sent to the client, and after that.
-REACTIONS: dict[tuple[Leg, News], tuple[Reaction, Reaction]] = {
-    (Leg.PREFILL, News.REJECTED): (Reaction.ANSWER, Reaction.TELL_DECODE),
-    (Leg.PREFILL, News.FAILED): (Reaction.TELL_DECODE, Reaction.TELL_DECODE),
-    (Leg.PREFILL, News.LOST): (Reaction.TELL_DECODE, Reaction.TELL_DECODE),
-    (Leg.PREFILL, News.STALE): (Reaction.RESEND, Reaction.TELL_DECODE),
-    (Leg.DECODE, News.REJECTED): (Reaction.ANSWER, Reaction.BREAK),
-    (Leg.DECODE, News.FAILED): (Reaction.ANSWER, Reaction.BREAK),
-    (Leg.DECODE, News.LOST): (Reaction.RETRY, Reaction.BREAK),
-    (Leg.DECODE, News.STALE): (Reaction.RESEND, Reaction.BREAK),
-}
 
 # What the client is told of a leg that was lost.
 _ERROR_OF: dict[Loss, type[PdlinkError]] = {
@@ -122,15 +88,20 @@ class _LegState:
 class Flow:
     """One client request from Started to over."""
 
-    def __init__(self, limits: Limits, now: float) -> None:
+    def __init__(self, limits: Limits, now: float, rules: Rules | None = None) -> None:
         self.attempt = 0
         self.first_leg: Leg | None = None
         """Which leg's token 0 the client got; None while nothing was sent."""
         self.outcome: Outcome | None = None
         """None until over."""
-        self._limits = limits
+        self.prefill_spoke_s: float | None = None
+        """When prefill of the newest attempt had its token."""
+        self._limits, self._rules = limits, rules or Rules()
         self._request_deadline_s = now + limits.request_s
         self._legs: dict[Leg, _LegState] = {}
+        self._decode = ""
+        """Decode's worker of this attempt."""
+        self._prefill_answer = b""
         self._retries_left = limits.retries
         self._may_resend = True
         self._avoid: frozenset[str] = frozenset()
@@ -186,7 +157,10 @@ class Flow:
 
     def _on_placed(self, event: Placed, now: float) -> list[Action]:
         self.attempt += 1
-        self._legs = {Leg.DECODE: _LegState(event.decode, now)}
+        self._legs, self._decode = {}, event.decode
+        self._prefill_answer, self.prefill_spoke_s = b"", None
+        if event.prefill is None or self._rules.handover is None:
+            self._legs[Leg.DECODE] = _LegState(event.decode, now)
         if event.prefill is not None:
             self._legs[Leg.PREFILL] = _LegState(event.prefill, now)
         return [StartLegs(self.attempt, event.prefill, event.decode)]
@@ -208,6 +182,8 @@ class Flow:
                 if problem is not None:
                     return self._malformed(leg, *problem, now)
                 state.spoke, state.since_s = True, now
+                if leg is Leg.PREFILL:
+                    self.prefill_spoke_s = now
                 if self.first_leg is None:
                     self.first_leg = leg
                     forward = event
@@ -218,6 +194,8 @@ class Flow:
         if not forward:
             return []
         if leg is Leg.DECODE:
+            if Leg.PREFILL in self._legs:
+                forward = self._rules.merge_events(self._prefill_answer, forward)
             self._error_passed = self._error_passed or has_error(forward)
             if is_done(forward):
                 # Not waiting for the end of the HTTP body: a worker that dies now has lost nothing.
@@ -242,15 +220,30 @@ class Flow:
         answer = Respond(event.status, event.body, event.content_type)
         if 200 <= event.status < 300:
             state.spoke = state.ended_well = True
-            return [] if event.leg is Leg.PREFILL else self._finish(Outcome.OK, answer)
+            if event.leg is Leg.PREFILL:
+                return self._on_prefilled(event.body, now)
+            if Leg.PREFILL in self._legs:
+                answer = structs.replace(answer, body=self._rules.merge_answer(self._prefill_answer, event.body))
+            return self._finish(Outcome.OK, answer)
         detail = f"{event.leg.value} worker answered {event.status}"
         if 400 <= event.status < 500:
             return self._react(event.leg, News.REJECTED, event.status, answer, detail, now)
-        if event.status in (502, 503, 504):
+        if event.status in self._rules.lost_statuses:
             return self._react(event.leg, News.LOST, event.status, answer, detail, now)
         if event.status < 400:  # a redirect would send the client's prompt wherever the worker says
             answer = _failure(ProtocolError, detail)
         return self._react(event.leg, News.FAILED, event.status, answer, detail, now)
+
+    def _on_prefilled(self, answer: bytes, now: float) -> list[Action]:
+        self._prefill_answer, self.prefill_spoke_s = answer, now
+        if self._rules.handover is None:
+            return []
+        params = self._rules.handover(answer)
+        if params is None:
+            self._legs[Leg.PREFILL].ended_well = False
+            return self._on_lost(Leg.PREFILL, Loss.MALFORMED, "its answer is not a JSON object", now)
+        self._legs[Leg.DECODE] = _LegState(self._decode, now)
+        return [StartDecode(self.attempt, params)]
 
     def _on_lost(self, leg: Leg, loss: Loss, detail: str, now: float) -> list[Action]:
         message = f"{leg.value} worker lost ({loss.value}): {detail}"
@@ -282,10 +275,10 @@ class Flow:
     ) -> list[Action]:
         """answer: what the client gets if this news decides the request."""
         blame = Blame(self.attempt, leg, reason)
-        before, after = REACTIONS[leg, news]
+        before, after = self._rules.reactions[leg, news]
         reaction = before if self.first_leg is None else after
         if reaction is Reaction.RESEND and not self._may_resend:
-            reaction = REACTIONS[leg, News.LOST][0]
+            reaction = self._rules.reactions[leg, News.LOST][0]
         if reaction is Reaction.RETRY and self._retries_left == 0:
             reaction = Reaction.ANSWER
         match reaction:
@@ -296,7 +289,7 @@ class Flow:
                 return [blame, *self._again(Why.RESEND, answer)]
             case Reaction.RETRY:
                 self._retries_left -= 1
-                self._avoid |= self._to_avoid(reason)
+                self._avoid |= self._to_avoid(leg, reason)
                 return [blame, *self._again(Why.RETRY, answer)]
             case Reaction.ANSWER:
                 outcome = Outcome.REJECTED if news is News.REJECTED else Outcome.FAILED
@@ -318,13 +311,15 @@ class Flow:
         self._legs = {}
         return [*actions, Place(why, self._avoid)]
 
-    def _to_avoid(self, reason: Loss | int) -> frozenset[str]:
-        """Workers the next attempt should do without, after decode's leg was lost."""
+    def _to_avoid(self, leg: Leg, reason: Loss | int) -> frozenset[str]:
+        """Workers the next attempt should do without, after this leg was lost."""
+        if leg is Leg.PREFILL:
+            return frozenset({self._legs[leg].worker})
         decode, prefill = self._legs[Leg.DECODE], self._legs.get(Leg.PREFILL)
         if prefill is None:
             return frozenset({decode.worker})
         prefill_failed = not prefill.running and not prefill.ended_well
-        if reason == 502:
+        if reason == self._rules.no_kv_status:
             # Decode is well but did not get its KV: either end of the link may be the bad one, unless prefill has
             # failed openly.
             return frozenset({prefill.worker} if prefill_failed else {prefill.worker, decode.worker})
@@ -355,10 +350,11 @@ class Flow:
         """The attempt is over and did not succeed."""
         actions: list[Action] = []
         prefill, decode = self._legs.get(Leg.PREFILL), self._legs.get(Leg.DECODE)
+        untold = self._rules.untold
         for leg, state in self._legs.items():
             if state.running:
                 actions += self._cancel(leg)
-        if prefill is not None and prefill.ended_well and decode is not None and not decode.spoke:
+        if not untold and prefill is not None and prefill.ended_well and decode is not None and not decode.spoke:
             # Its connection is closed already, so closing cannot tell it that nobody will come for the KV: decode
             # may have gone before it knew of the transfer.
             actions.append(TellToStop(self.attempt, Leg.PREFILL, "decode ended without taking the KV"))

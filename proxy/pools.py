@@ -1,9 +1,9 @@
 """The workers, what they said last, and whether they may get requests.
 
-A worker is known by its URL and judged by its own /health, asked all the time, and by the legs sent to it: a refused
-or broken connection takes it out at once, the next good answer to a question asked *after* that takes it back. So
-there is no list of banned workers to be cleared by hand, and what a client does wrong never counts against a worker.
-The same URL with another epoch is another incarnation.
+A worker is known by its URL and judged by what it says of itself, asked all the time, and by the legs sent to it: a
+refused or broken connection takes it out at once, the next good answer to a question asked *after* that takes it
+back. So there is no list of banned workers to be cleared by hand, and what a client does wrong never counts against a
+worker. The same URL with another epoch is another incarnation.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import msgspec
 
 from pdlink.errors import ConfigError
 from pdlink.events import PeerChanged, emit
 
+from .dialects import Health, Known, PrefillAddress
 from .policies import POLICIES, Candidate, choose_pair
 from .steps import Leg
-from .upstream import describe, read_bounded
+from .upstream import Asking, describe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Set
+    from collections.abc import Iterable, Mapping, Set
+
+    from .dialects import Dialect
 
 log = logging.getLogger("pdlink.proxy")
 
-_MAX_HEALTH_NBYTES = 64 * 1024
 _SILENCES_UNTIL_UNREACHABLE = 2
 """One late answer is a busy host; a refused connection needs no second one."""
 
@@ -49,28 +50,14 @@ class State(enum.Enum):
     """Something answers there that is not a worker."""
 
 
-class Health(msgspec.Struct, frozen=True):
-    """The body of a worker's GET /health."""
-
-    status: str
-    name: str
-    epoch: str
-    role: str
-    model: str
-    control: str
-    running: int = 0
-    waiting: int = 0
-    free_blocks: int = 0
-    num_blocks: int = 0
-    block_tokens: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class Worker:
     """Everything known about one worker. Only the event loop's thread touches it."""
 
     url: str
     side: Leg
+    control: tuple[str, ...] = ()
+    """Where its control plane listens, rank by rank, if it has to be configured."""
     state: State = State.UNKNOWN
     reason: str = "has not answered yet"
     health: Health | None = None
@@ -91,14 +78,20 @@ class Worker:
         """Names this incarnation: a restarted worker is not the one to be avoided."""
         return f"{self.url}#{self.health.epoch if self.health else ''}"
 
-    def answered(self, status: int, body: bytes, *, faults_when_asked: int) -> None:
-        """Take in an answer to GET /health."""
+    @property
+    def address(self) -> PrefillAddress:
+        """Where decode finds it. It must have been heard."""
+        if self.health is None:
+            raise RuntimeError(f"{self.url} has not been heard")
+        control = self.control or self.health.control
+        return PrefillAddress(self.health.name, control[0] if len(control) == 1 else control)
+
+    def heard(self, health: Health | str, *, faults_when_asked: int) -> None:
+        """Take in what it says of itself; a text says why that is nothing that a worker says."""
         self.heard_s = time.monotonic()
         self._silences = 0
-        try:
-            health = msgspec.json.decode(body, type=Health)
-        except (msgspec.DecodeError, RecursionError) as error:
-            self._become(State.INVALID, f"GET /health answered {status} with something else: {error}")
+        if isinstance(health, str):
+            self._become(State.INVALID, health)
             return
         if self.health is None or self.health.epoch != health.epoch:
             self.incarnations += 1
@@ -109,8 +102,8 @@ class Worker:
             self._become(State.WRONG_ROLE, f"listed as a {self.side.value} worker, but its role is {health.role!r}")
         elif health.status == "draining":
             self._become(State.DRAINING, "is draining")
-        elif health.status != "ok" or status != 200:
-            self._become(State.FAILED, f"reports status {health.status!r} with HTTP {status}")
+        elif health.status != "ok":
+            self._become(State.FAILED, f"reports status {health.status!r}")
         elif self.faults == faults_when_asked:
             self._become(State.OK, "")
 
@@ -162,12 +155,25 @@ class Worker:
 class Pools:
     """The prefill and the decode workers of one proxy."""
 
-    def __init__(self, prefill: Iterable[str], decode: Iterable[str], policy: str) -> None:
-        """Raises ConfigError for what is not a base URL, or is listed twice on one side."""
+    def __init__(
+        self,
+        prefill: Iterable[str],
+        decode: Iterable[str],
+        policy: str,
+        control: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> None:
+        """control: by URL of the prefill worker.
+
+        Raises ConfigError for what is not a base URL, or is listed twice on one side, and for control addresses of
+        others.
+        """
+        where = {url.rstrip("/"): addresses for url, addresses in (control or {}).items()}
         self.workers = {
-            Leg.PREFILL: [Worker(url, Leg.PREFILL) for url in _base_urls("prefill", prefill)],
+            Leg.PREFILL: [Worker(url, Leg.PREFILL, where.pop(url, ())) for url in _base_urls("prefill", prefill)],
             Leg.DECODE: [Worker(url, Leg.DECODE) for url in _base_urls("decode", decode)],
         }
+        if where:
+            raise ConfigError(f"control: {', '.join(where)} is not listed under prefill")
         self._policy = POLICIES[policy]
         self._turn = 0
 
@@ -180,17 +186,17 @@ class Pools:
         return [
             worker
             for worker in self.workers[side]
-            if worker.state is State.OK and worker.health and model in (None, worker.health.model)
+            if worker.state is State.OK and worker.health and worker.health.serves(model)
         ]
 
     def models(self) -> list[str]:
         """Models that some decode worker holds or, if it is away, held when it was last heard."""
-        found = {
-            worker.health.model
+        found = [
+            worker.health
             for worker in self.workers[Leg.DECODE]
             if worker.health and worker.state is not State.WRONG_ROLE
-        }
-        return sorted(found)
+        ]
+        return sorted({name for health in found for name in (health.model, *health.aliases)})
 
     def choose(self, model: str, avoid: Set[str]) -> tuple[Worker | None, Worker | None]:
         """A (prefill, decode) pair for a request, None where no worker of that model may get it."""
@@ -227,16 +233,17 @@ def _base_urls(side: str, urls: Iterable[str]) -> list[str]:
     return found
 
 
-async def watch(worker: Worker, session: aiohttp.ClientSession, *, interval_s: float, timeout_s: float) -> None:
+async def watch(
+    worker: Worker, session: aiohttp.ClientSession, dialect: Dialect, *, interval_s: float, timeout_s: float
+) -> None:
     """Ask a worker for its health, every interval and when poked, until cancelled."""
-    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    asking = Asking(session, worker.url, timeout_s)
     while True:
         worker.poke.clear()
         faults = worker.faults
         try:
-            async with session.get(f"{worker.url}/health", timeout=timeout, allow_redirects=False) as response:
-                body = await read_bounded(response, _MAX_HEALTH_NBYTES)
-                worker.answered(response.status, body, faults_when_asked=faults)
+            health = await dialect.look(asking, Known(worker.health, worker.state is State.OK))
+            worker.heard(health, faults_when_asked=faults)
         except TimeoutError:
             worker.silent(timeout_s)
         except (aiohttp.ClientError, OSError, ValueError) as error:

@@ -113,11 +113,19 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class StartLegs(msgspec.Struct, frozen=True):
-    """Make a transfer id and send both legs, neither waiting for the other."""
+    """Make a transfer id and send both legs, neither waiting for the other; only prefill's if decode is to follow."""
 
     attempt: int
     prefill: str | None
     decode: str
+
+
+class StartDecode(msgspec.Struct, frozen=True):
+    """Send decode's leg, which has waited for prefill's answer."""
+
+    attempt: int
+    params: bytes
+    """What it is sent as `kv_transfer_params`, in JSON."""
 
 
 class CancelLeg(msgspec.Struct, frozen=True):
@@ -172,7 +180,9 @@ class EndStream(msgspec.Struct, frozen=True):
     data: bytes
 
 
-Action: TypeAlias = Place | StartLegs | CancelLeg | Blame | LetGo | TellToStop | Forward | Respond | EndStream
+Action: TypeAlias = (
+    Place | StartLegs | StartDecode | CancelLeg | Blame | LetGo | TellToStop | Forward | Respond | EndStream
+)
 
 
 class Outcome(enum.Enum):

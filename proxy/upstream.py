@@ -12,11 +12,11 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import aiohttp
 
-from .access import worker_headers, worker_tls
+from .access import worker_tls
 from .steps import Answered, Chunk, Ended, Event, Leg, Loss, Lost
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ _KEEPALIVE_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
 
+MAX_REPLY_NBYTES = 64 * 1024
+"""Of an answer to a question about a worker itself."""
+
 _OUT_OF_SOCKETS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -44,8 +47,10 @@ class AnswerTooLarge(ValueError):
     """A worker answered with more bytes than one answer may have."""
 
 
-def open_session(config: ProxyConfig, *, max_connections: int) -> aiohttp.ClientSession:
-    """The one session for many requests; the caller closes it."""
+def open_session(
+    config: ProxyConfig, *, max_connections: int, headers: Mapping[str, str] | None = None
+) -> aiohttp.ClientSession:
+    """The one session for many requests; the caller closes it. headers: those that show us to workers."""
     connector = aiohttp.TCPConnector(
         limit=max_connections,  # 0 is no limit; the default lets the 101st stream wait for one of the others to end
         keepalive_timeout=KEEPALIVE_S,
@@ -64,7 +69,7 @@ def open_session(config: ProxyConfig, *, max_connections: int) -> aiohttp.Client
         auto_decompress=False,  # bytes are passed on as they are, with the headers that describe them
         cookie_jar=aiohttp.DummyCookieJar(),  # a worker's cookie must not go to another client's request
         # What the workers are asked for is uncompressed; aiohttp would offer gzip.
-        headers={"Accept-Encoding": "identity", "Content-Type": "application/json", **worker_headers(config)},
+        headers={"Accept-Encoding": "identity", "Content-Type": "application/json", **(headers or {})},
         trace_configs=[reuse],
     )
 
@@ -93,6 +98,29 @@ class LegCall:
     headers: Mapping[str, str]
     streaming: bool
     max_answer_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """Whom to ask a small question, and how long."""
+
+    session: aiohttp.ClientSession
+    url: str
+    """Base URL."""
+    timeout_s: float
+
+
+class Reply(NamedTuple):
+    status: int
+    body: bytes
+
+
+async def ask(asking: Asking, path: str) -> Reply:
+    """GET. Raises TimeoutError, and aiohttp.ClientError, OSError or ValueError where there is no answer for another
+    reason."""
+    timeout = aiohttp.ClientTimeout(total=asking.timeout_s)
+    async with asking.session.get(asking.url + path, timeout=timeout, allow_redirects=False) as response:
+        return Reply(response.status, await read_bounded(response, MAX_REPLY_NBYTES))
 
 
 Say = Callable[[Event], Awaitable[None]]

@@ -8,6 +8,7 @@ the whole greedy continuation.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 256, 512, 8, 4, 32
 SPECIAL_TOKENS = ("<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 END_TOKEN_ID = 256
 CHAT_TEMPLATE = (
@@ -24,16 +24,30 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_model(*, seed: int, num_layers: int, max_tokens: int, dtype: torch.dtype) -> Any:
-    """A LlamaForCausalLM whose weights depend on `seed` and `num_layers` alone."""
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of one layer."""
+
+    hidden: int = 256
+    intermediate: int = 512
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+
+
+def build_model(
+    *, seed: int, num_layers: int, max_tokens: int, dtype: torch.dtype, sizes: Sizes | None = None
+) -> Any:
+    """A LlamaForCausalLM whose weights depend on `seed`, `num_layers` and `sizes` alone."""
+    sizes = sizes or Sizes()
     config = LlamaConfig(
         vocab_size=256 + len(SPECIAL_TOKENS),
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
         num_hidden_layers=num_layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
         max_position_embeddings=max_tokens,
         tie_word_embeddings=False,
         bos_token_id=None,

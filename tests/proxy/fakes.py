@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from typing import Protocol as TypingProtocol
 
 import aiohttp
 import msgspec
@@ -15,7 +16,7 @@ from pdlink.config import ProxyConfig
 from pdlink_proxy.app import ROUTER, Router, build_app
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 DEADLINE_S = 10.0
 """Of every wait in these tests; reaching it is a failure."""
@@ -158,7 +159,7 @@ class FakeWorker:
             await until(lambda: any(got.answered and got.transfer_id == mine for got in other.received), "the KV")
         if self.resets:
             self.resets -= 1
-            _abort(request)
+            abort(request)
         if self.fail_with is not None:
             error = {"message": f"no: {self.name}", "type": "x", "param": None, "code": f"code_{self.fail_with}"}
             headers = {"Location": self.redirect_to + request.path} if self.redirect_to else {}
@@ -176,14 +177,14 @@ class FakeWorker:
         events = [event(self.tokens[0])] if leg == "prefill" else [event(token) for token in self.tokens]
         for index, data in enumerate(events):
             if index == self.break_after:
-                _abort(request)
+                abort(request)
             if index == self.end_after:
                 return response
             if index in self.gates:
                 await self.gates[index].wait()
             await self._write(response, data)
         if len(events) == self.break_after:
-            _abort(request)
+            abort(request)
         if leg != "prefill":
             await self._write(response, DONE)
         return response
@@ -196,7 +197,7 @@ class FakeWorker:
                 await asyncio.sleep(0)
 
 
-def _abort(request: web.Request) -> None:
+def abort(request: web.Request) -> None:
     if request.transport is not None:
         request.transport.abort()
     raise ConnectionResetError("scripted")
@@ -236,7 +237,14 @@ class Proxy:
         )
 
 
-def settings(prefill: list[FakeWorker], decode: list[FakeWorker], **more: Any) -> ProxyConfig:
+class Listed(TypingProtocol):
+    """A server that a proxy is told of."""
+
+    @property
+    def url(self) -> str: ...
+
+
+def settings(prefill: Sequence[Listed], decode: Sequence[Listed], **more: Any) -> ProxyConfig:
     defaults: dict[str, Any] = {"port": 0, "policy": "round_robin", "health_interval_s": 0.02, "connect_timeout_s": 5}
     urls = {"prefill": [worker.url for worker in prefill], "decode": [worker.url for worker in decode]}
     return ProxyConfig.model_validate(defaults | urls | more)
@@ -244,7 +252,7 @@ def settings(prefill: list[FakeWorker], decode: list[FakeWorker], **more: Any) -
 
 @contextlib.asynccontextmanager
 async def proxy_of(
-    prefill: list[FakeWorker], decode: list[FakeWorker], *, settled: bool = True, **more: Any
+    prefill: Sequence[Listed], decode: Sequence[Listed], *, settled: bool = True, **more: Any
 ) -> AsyncIterator[Proxy]:
     """A proxy before these workers. settled: wait until each of them has been heard once."""
     config = settings(prefill, decode, **more)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +130,11 @@ def test_without_keys_everybody_may_enter() -> None:
 @pytest.mark.parametrize("setting", ["api_key_file", "worker_key_file", "worker_ca"])
 def test_files_that_cannot_be_used_are_named(setting: str, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("# nothing\n")
-    read = {"api_key_file": api_keys, "worker_key_file": worker_headers, "worker_ca": worker_tls}[setting]
+    readers: dict[str, Callable[[ProxyConfig], object]]
+    readers = {"api_key_file": api_keys, "worker_key_file": worker_headers, "worker_ca": worker_tls}
     for path in ("no", "empty"):
         with pytest.raises(ConfigError, match=f"^{setting}: "):
-            read(ProxyConfig.model_validate({setting: str(tmp_path / path)}))
+            readers[setting](ProxyConfig.model_validate({setting: str(tmp_path / path)}))
 
 
 def test_empty_api_key_is_refused() -> None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdlink_proxy.flow import REACTIONS, Flow, Limits, News, Reaction
+from pdlink_proxy.flow import Flow, Limits
+from pdlink_proxy.rules import REACTIONS, News, Reaction, Rules
 from pdlink_proxy.steps import (
     Action,
     Answered,
@@ -30,6 +31,7 @@ from pdlink_proxy.steps import (
     Placed,
     Respond,
     ShuttingDown,
+    StartDecode,
     Started,
     StartLegs,
     TellToStop,
@@ -45,7 +47,16 @@ if TYPE_CHECKING:
 P, D = Leg.PREFILL, Leg.DECODE
 ZERO, REST = event("zero"), event("one") + event("two") + DONE
 LIMITS = Limits(retries=1, first_byte_s=10, idle_s=5, request_s=100)
+_ANSWER = b'{"choices":[]}'
 _BODY = b'{"error":{"message":"m","type":"t","param":null,"code":"c"}}'
+
+
+# Prefill's stream is read for output token 0; it is answered whole, beside decode; before decode.
+KINDS = {
+    "streams": Rules(),
+    "beside": Rules(untold=True),
+    "before": Rules(untold=True, handover=lambda answer: answer),
+}
 
 
 def running(*, sent: Leg | None = None, prefill: str | None = "p", limits: Limits = LIMITS) -> Flow:
@@ -112,8 +123,44 @@ def test_every_row_of_the_table(leg: Leg, news: News, reason: int | Loss, sent: 
             assert flow.outcome is Outcome.BROKEN
 
 
-def test_the_table_has_a_row_for_every_news_of_every_leg() -> None:
-    assert set(REACTIONS) == {(leg, news) for leg in Leg for news in News}
+@pytest.mark.parametrize("rules", KINDS.values(), ids=KINDS)
+def test_the_table_has_a_row_for_every_news_of_every_leg(rules: Rules) -> None:
+    assert set(rules.reactions) == {(leg, news) for leg in Leg for news in News}
+
+
+@pytest.mark.parametrize("kind", ["beside", "before"])
+@pytest.mark.parametrize(
+    ("bad", "retried"),
+    [
+        (Lost(1, P, Loss.RESET, "why"), True),
+        (Lost(1, P, Loss.STALE, "why"), True),
+        (Answered(1, P, 503, _BODY), True),
+        (Answered(1, P, 501, _BODY), False),
+        (Answered(1, P, 400, _BODY), False),
+    ],
+)
+def test_decode_that_cannot_be_told_is_not_left_waiting(kind: str, bad: Event, retried: bool) -> None:
+    flow = Flow(LIMITS, 0.0, KINDS[kind])
+    flow.on(Started(), 0.0)
+    assert flow.on(Placed("p", "d"), 0.0) == [StartLegs(1, "p", "d")]
+    _, *cancels, last = flow.on(bad, 1.0)
+    assert cancels == ([CancelLeg(1, D)] if kind == "beside" else [])
+    if retried:
+        stale = isinstance(bad, Lost) and bad.loss is Loss.STALE
+        assert last == (Place(Why.RESEND, frozenset()) if stale else Place(Why.RETRY, frozenset({"p"})))
+    else:
+        assert isinstance(last, Respond)
+        assert flow.over
+
+
+def test_decode_that_follows_has_its_own_time_from_its_start() -> None:
+    flow = Flow(LIMITS, 0.0, KINDS["before"])
+    flow.on(Started(), 0.0)
+    flow.on(Placed("p", "d"), 0.0)
+    assert flow.deadline_s == 10
+    assert flow.on(Answered(1, P, 200, _ANSWER), 9.0) == [StartDecode(1, _ANSWER)]
+    assert flow.deadline_s == 19
+    assert flow.on(ClientLeft(), 10.0) == [CancelLeg(1, D)]
 
 
 @pytest.mark.parametrize(
@@ -218,10 +265,11 @@ def test_a_last_event_without_its_blank_line_reaches_the_client_whole() -> None:
 class World:
     """A driver that keeps the books and checks every action against them."""
 
-    def __init__(self, streaming: bool, retries: int) -> None:
+    def __init__(self, kind: str, streaming: bool, retries: int) -> None:
+        self.kind = kind
         self.streaming = streaming
         self.retries = retries
-        self.flow = Flow(Limits(retries=retries, first_byte_s=10, idle_s=5, request_s=100), 0.0)
+        self.flow = Flow(Limits(retries=retries, first_byte_s=10, idle_s=5, request_s=100), 0.0, KINDS[kind])
         self.now = 0.0
         self.open: set[tuple[int, Leg]] = set()
         """Legs that run."""
@@ -247,15 +295,21 @@ class World:
                 self.places[why] += 1
                 self.happen(placed or Placed("p", "d"))
             case StartLegs(attempt=attempt, prefill=prefill):
-                for leg in Leg if prefill else [D]:
-                    self.open.add((attempt, leg))
-                    self.unsaid[attempt, leg] = ZERO if leg is P else ZERO + REST
+                if prefill:
+                    self.start(attempt, P)
+                if not prefill or self.kind != "before":
+                    self.start(attempt, D)
+            case StartDecode(attempt=attempt, params=params):
+                assert params == _ANSWER
+                assert (attempt, P) in self.finished
+                self.start(attempt, D)
             case CancelLeg(attempt=attempt, leg=leg):
                 self.open.remove((attempt, leg))  # KeyError: cancelled what does not run
                 self.finished.add((attempt, leg))
             case LetGo(attempt=attempt, leg=leg):
                 self.open.remove((attempt, leg))
             case TellToStop(attempt=attempt, leg=leg):
+                assert self.kind == "streams", "nobody would hear it"
                 assert attempt == self.flow.attempt
                 assert leg is D or (attempt, leg) in self.finished
             case Forward(data=data):
@@ -271,6 +325,14 @@ class World:
                 self.to_client += data
                 self.finals.append(action)
 
+    def start(self, attempt: int, leg: Leg) -> None:
+        assert (attempt, leg) not in self.unsaid, "a leg starts once"
+        self.open.add((attempt, leg))
+        self.unsaid[attempt, leg] = ZERO if leg is P else ZERO + REST
+
+    def streams(self, leg: Leg) -> bool:
+        return self.streaming and (leg is D or self.kind == "streams")
+
     def last_word(self, key: tuple[int, Leg], news: Event) -> None:
         self.open.discard(key)
         self.finished.add(key)
@@ -278,11 +340,11 @@ class World:
 
 
 @settings(max_examples=400, deadline=None)
-@given(data=st.data(), streaming=st.booleans(), retries=st.integers(0, 2))
+@given(data=st.data(), kind=st.sampled_from(sorted(KINDS)), streaming=st.booleans(), retries=st.integers(0, 2))
 def test_in_any_order_the_client_gets_one_answer_and_no_leg_is_left(
-    data: st.DataObject, streaming: bool, retries: int
+    data: st.DataObject, kind: str, streaming: bool, retries: int
 ) -> None:
-    world = World(streaming, retries)
+    world = World(kind, streaming, retries)
     placements: list[Event] = [Placed("p", "d"), Placed(None, "d"), Unplaced("none")]
     first = data.draw(st.sampled_from(placements))
     world.happen(Started(), first)
@@ -314,6 +376,8 @@ def test_in_any_order_the_client_gets_one_answer_and_no_leg_is_left(
     assert world.to_client.count(ZERO) <= 1
     if world.flow.outcome is Outcome.OK and world.forwarded:
         assert world.to_client == ZERO + REST
+    elif world.flow.outcome is Outcome.OK:
+        assert world.finals == [Respond(200, _ANSWER)]
     assert world.places[Why.RETRY] <= world.retries
     assert world.places[Why.RESEND] <= 1
 
@@ -327,11 +391,12 @@ def _leg_says(data: st.DataObject, world: World, attempt: int, leg: Leg) -> None
         losses = [Loss.RESET, Loss.MALFORMED] if begun else [loss for loss in Loss if loss is not Loss.TIMEOUT]
         world.last_word(key, Lost(attempt, leg, data.draw(st.sampled_from(losses)), "scripted"))
     elif kind == "answer" and not begun:
-        statuses = [302, 400, 404, 500, 502, 503, 504] + [200] * 4 * (not world.streaming)
-        world.last_word(key, Answered(attempt, leg, data.draw(st.sampled_from(statuses)), _BODY))
-    elif kind == "end" and world.streaming:
+        statuses = [302, 400, 404, 500, 502, 503, 504] + [200] * 4 * (not world.streams(leg))
+        status = data.draw(st.sampled_from(statuses))
+        world.last_word(key, Answered(attempt, leg, status, _ANSWER if status == 200 else _BODY))
+    elif kind == "end" and world.streams(leg):
         world.last_word(key, Ended(attempt, leg))
-    elif kind == "speak" and world.streaming and unsaid:
+    elif kind == "speak" and world.streams(leg) and unsaid:
         cut = data.draw(st.one_of(st.integers(1, len(unsaid)), st.just(len(unsaid))))
         world.unsaid[key] = unsaid[cut:]
         world.happen(Chunk(attempt, leg, unsaid[:cut]))

@@ -8,16 +8,9 @@ import random
 import msgspec
 import pytest
 
-from pdlink_proxy.dialects import (
-    CHAT,
-    COMPLETIONS,
-    BadField,
-    PrefillAddress,
-    error_code,
-    leg_bodies,
-    parse,
-    stream_error,
-)
+from pdlink_proxy.dialects import Attempt, PrefillAddress
+from pdlink_proxy.dialects.own import PDLINK
+from pdlink_proxy.openai import CHAT, COMPLETIONS, BadField, error_code, parse, stream_error
 from pdlink_proxy.policies import Candidate, choose_pair, least_loaded, round_robin
 from pdlink_proxy.sse import EventBuffer, EventTooLong, has_error, is_done, problem_of
 
@@ -72,6 +65,11 @@ def test_a_first_event_that_is_no_token_is_a_problem(event: bytes, fine: bool) -
     assert (problem_of(event) is None) == fine
 
 
+def test_a_workers_error_in_place_of_a_token_is_passed_on_whole() -> None:
+    document = b'{"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}'
+    assert problem_of(b"data: " + document + b"\n\n") == ("the stream began with an error", document)
+
+
 def test_marks_of_the_end_and_of_errors_are_not_found_in_text() -> None:
     text = b'data: {"text":"data: [DONE]\\n\\n {\\"error\\": 1}"}\n\n'
     assert not is_done(text)
@@ -119,8 +117,8 @@ def test_every_shape_of_prompt_is_accepted_and_untouched(prompt: str) -> None:
 
 def test_leg_bodies_are_the_clients_body_and_the_parameters() -> None:
     call = parse(CHAT, b'{"model":"m","messages":[],"stream":true,"kv_transfer_params":{"a":1}}')
-    address = PrefillAddress("n", "tcp://h:1")
-    bodies = [json.loads(body) for body in leg_bodies(call, transfer_id="xfer-1", created=7, seed=9, prefill=address)]
+    attempt = Attempt("xfer-1", 7, 9, PrefillAddress("n", "tcp://h:1"))
+    bodies = [json.loads(body) for body in PDLINK.legs(call, attempt)]
     common = {"transfer_id": "xfer-1", "seed": 9, "created": 7}
     client = {"model": "m", "messages": [], "stream": True}
     assert bodies[0] == {**client, "kv_transfer_params": {**common, "leg": "prefill"}}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pdlink.errors import ConfigError
+from pdlink_proxy.dialects.own import read_health
 from pdlink_proxy.pools import Pools, State, Worker
 from pdlink_proxy.steps import Leg
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
@@ -54,7 +55,7 @@ async def status_of(proxy: Proxy, **body: Any) -> int:
 )
 def test_an_answer_makes_the_state(status: int, body: bytes, state: State) -> None:
     worker = Worker("http://w", Leg.DECODE)
-    worker.answered(status, body, faults_when_asked=0)
+    worker.heard(read_health(status, body), faults_when_asked=0)
     assert worker.state is state
     assert (worker.reason == "") == (state is State.OK)
 
@@ -62,33 +63,33 @@ def test_an_answer_makes_the_state(status: int, body: bytes, state: State) -> No
 def test_only_an_answer_asked_for_after_the_fault_clears_it() -> None:
     """A question on its way while the worker died may still be answered 200 from a buffer."""
     worker = Worker("http://w", Leg.DECODE)
-    worker.answered(200, health(), faults_when_asked=0)
+    worker.heard(read_health(200, health()), faults_when_asked=0)
     worker.fault("reset")
-    worker.answered(200, health(), faults_when_asked=0)
+    worker.heard(read_health(200, health()), faults_when_asked=0)
     assert state_of(worker) is State.UNREACHABLE
-    worker.answered(200, health(), faults_when_asked=1)
+    worker.heard(read_health(200, health()), faults_when_asked=1)
     assert state_of(worker) is State.OK
 
 
 def test_one_late_answer_takes_nobody_out_and_two_do() -> None:
     worker = Worker("http://w", Leg.DECODE)
-    worker.answered(200, health(), faults_when_asked=0)
+    worker.heard(read_health(200, health()), faults_when_asked=0)
     worker.silent(2.0)
     assert state_of(worker) is State.OK
     worker.silent(2.0)
     assert state_of(worker) is State.UNREACHABLE
-    worker.answered(200, health(), faults_when_asked=0)
+    worker.heard(read_health(200, health()), faults_when_asked=0)
     worker.silent(2.0)
     assert state_of(worker) is State.OK
 
 
 def test_another_epoch_is_another_incarnation_which_nobody_avoids() -> None:
     worker = Worker("http://w", Leg.DECODE)
-    worker.answered(200, health(), faults_when_asked=0)
+    worker.heard(read_health(200, health()), faults_when_asked=0)
     before = worker.key
-    worker.answered(200, health(), faults_when_asked=0)
+    worker.heard(read_health(200, health()), faults_when_asked=0)
     assert (worker.key, worker.incarnations) == (before, 1)
-    worker.answered(200, health(epoch="e2"), faults_when_asked=0)
+    worker.heard(read_health(200, health(epoch="e2")), faults_when_asked=0)
     assert worker.key != before
     assert worker.incarnations == 2
 

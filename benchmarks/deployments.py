@@ -1,0 +1,173 @@
+"""The systems of `pdlink bench serving`: two servers and a proxy each, which stand still between their turns."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pdlink.config import ProxyConfig, VllmConfig, WorkerConfig
+from pdlink.errors import PdlinkError
+from pdlink.serve import up, vllm
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+CPU_ARGS = ("--enforce-eager", "--max-num-batched-tokens", "8192", "--block-size", "128")
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+PATIENT = {"peer_s": 30.0, "lease_s": 60.0, "offer_s": 60.0}
+"""A process that gets little of a loaded machine is slow, not gone."""
+MODEL = "bench"
+START_TIMEOUT_S = 600.0
+WAIT_S = 60.0
+
+
+class SystemFailed(Exception):
+    """A system could not be started, or does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What all systems of one run have in common."""
+
+    engine: str
+    directory: Path
+    """For the model."""
+    log_dir: Path
+    """For the servers' output."""
+    longest: int
+    """Tokens of the longest prompt and its answer."""
+    model: str | None = None
+    """None writes one."""
+    vllm: str | None = None
+    vllm_args: tuple[str, ...] | None = None
+    """None is CPU_ARGS."""
+    dtype: str = "bfloat16"
+
+
+@dataclass(slots=True)
+class Deployment:
+    """One system. Its servers and its proxy are children of this process, each in a group of its own."""
+
+    name: str
+    children: list[up.Child | vllm.Server] = field(default_factory=list)
+    model: str = MODEL
+
+    @property
+    def prefill_url(self) -> str:
+        return str(self.children[0].facts["url"])
+
+    @property
+    def proxy_url(self) -> str:
+        return str(self.children[-1].facts["url"])
+
+    def stop_time(self) -> None:
+        """Stop every process of it, until `go_on`."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Continue, and wait until the proxy sees its workers again. Raises SystemFailed."""
+        self._signal(signal.SIGCONT)
+        deadline_s = time.monotonic() + WAIT_S
+        while not _healthy(self.proxy_url):
+            if time.monotonic() > deadline_s:
+                raise SystemFailed(f"{self.name}: its proxy sees no workers {WAIT_S:.0f} s after it was continued")
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        self._signal(signal.SIGCONT)
+        up.stop(self.children, 10.0)
+
+    def _signal(self, number: int) -> None:
+        for child in self.children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.process.pid, number)
+
+
+def launch(names: Sequence[str], options: Options, into: list[Deployment]) -> None:
+    """Start systems; each is in `into` as soon as it has a process. Raises SystemFailed."""
+    try:
+        for name in names:
+            deployment = Deployment(name)
+            into.append(deployment)
+            settings = (
+                _start_vllm(deployment, options) if options.engine == "vllm" else _start_own(deployment, options)
+            )
+            for child in deployment.children:
+                child.wait_ready(START_TIMEOUT_S)
+            urls = {child.role: [child.facts["url"]] for child in deployment.children}
+            proxy = ProxyConfig(port=0, retries=0, connect_timeout_s=10.0).model_dump(mode="json")
+            deployment.children.append(up.start(f"proxy of {name}", "proxy", {**proxy, **urls, **settings}))
+            deployment.children[-1].wait_ready(START_TIMEOUT_S)
+            deployment.go_on()
+            if name != names[-1]:
+                deployment.stop_time()  # the next ones start faster
+    except PdlinkError as error:
+        raise SystemFailed(str(error)) from error
+
+
+def _start_vllm(deployment: Deployment, options: Options) -> dict[str, Any]:
+    model = options.model or _checkpoint(options.directory / "model")
+    args = options.vllm_args if options.vllm_args is not None else CPU_ARGS
+    config = VllmConfig(
+        connector=deployment.name,  # type: ignore[arg-type]  # the command line offers no other
+        model_name=MODEL,
+        prefill_port=0,
+        decode_port=0,
+        control_port=0,
+        args=("--dtype", options.dtype, "--max-model-len", str(max(8192, options.longest)), *args),
+        environment=CPU_ENVIRONMENT if options.vllm_args is None else {},
+        transfer_config={"kv_buffer_device": "cpu"} if options.vllm_args is None else {},
+        connector_config={"timeouts": PATIENT} if deployment.name == "pdlink" else {},
+        on_transfer_failure="fail",  # a request that went another way must not be counted
+    )
+    log_dir = options.log_dir / deployment.name
+    log_dir.mkdir(parents=True, exist_ok=True)
+    plans = vllm.plan(config, 1, 1, executable=vllm.find_executable(options.vllm), model=model)
+    deployment.children.extend(vllm.Server(plan, log_dir) for plan in plans)
+    return vllm.proxy_settings(config, plans)
+
+
+def _start_own(deployment: Deployment, options: Options) -> dict[str, Any]:
+    deployment.model = "pdlink-tiny"
+    for role in ("prefill", "decode"):
+        model = {"path": options.model, "dtype": options.dtype, "max_tokens": max(8192, options.longest)}
+        config = WorkerConfig.model_validate(
+            {
+                "role": role,
+                "name": f"bench-{role}",
+                "model": {**model, "num_layers": 16, "name": deployment.model},
+                "cache": {"num_blocks": 2048},
+                "engine": {"max_batched_tokens": 8192},
+                "on_transfer_failure": "fail",
+            }
+        )
+        deployment.children.append(up.start(role, role, config.model_dump(mode="json")))
+    return {}
+
+
+def _checkpoint(path: Path) -> str:
+    """The Llama that the figures in README are of: 16 layers of 8 heads of 64."""
+    from pdlink.serve.checkpoint import write_checkpoint
+
+    if not path.exists():
+        write_checkpoint(path, num_layers=16, hidden=512, intermediate=1024, heads=8, kv_heads=8, head_dim=64)
+    return str(path)
+
+
+def _healthy(proxy_url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{proxy_url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (OSError, urllib.error.URLError, ValueError):
+        return False

@@ -1,0 +1,309 @@
+"""`pdlink bench serving`: what a client waits for, through prefill and decode, beside the bare prefill.
+
+Each system is a prefill server, a decode server and a proxy. All of them take turns in one run, because timings on a
+shared machine drift; those whose turn it is not are stopped (SIGSTOP), because an idle NixlConnector keeps a core
+busy, and vLLM steps its engine while a request waits. Every request has a prompt of its own, so no cache answers.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from . import plot
+from .deployments import Deployment, Options, SystemFailed, launch
+from .http_load import BadAnswer, Streamed, in_parallel, once, stream
+from .measure import Summary, machine_facts, summarise
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Sequence
+
+SYSTEMS = {"vllm": ("pdlink", "nixl", "nixl-push"), "builtin": ("pdlink",)}
+BAR = 1 / 3
+"""The overhead over the bare prefill is to be at most this share of NixlConnector's, at the longest prompt."""
+
+_MS = 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    lengths: tuple[int, ...] = (256, 1024, 4096)
+    """Prompt tokens."""
+    answer_tokens: int = 16
+    rounds: int = 7
+    warm_ups: int = 2
+    """Requests after each change of turn that do not count: sessions that timed out meanwhile are made again."""
+    parallel: int = 4
+    """Requests at the same time where requests per second are measured."""
+    batch: int = 12
+    """How many of them, of the shortest length."""
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Measured:
+    """Seconds, in order of the rounds, of one system and one length of prompt."""
+
+    bare: list[float] = field(default_factory=list)
+    """The prefill server alone: one token, no transfer, another prompt of this length."""
+    prefill: list[float] = field(default_factory=list)
+    """The prefill leg of the request that `ttft` is of, as the proxy saw it. With a push, decode may have its first
+    token before prefill's answer is through: then this is as long."""
+    ttft: list[float] = field(default_factory=list)
+    between_tokens: list[float] = field(default_factory=list)
+    """All gaps of an answer, as they came."""
+
+    @property
+    def over_bare(self) -> list[float]:
+        """What a client waits longer for its first token than a bare prefill takes: pairs of one round."""
+        return [ttft - bare for ttft, bare in zip(self.ttft, self.bare, strict=True)]
+
+    @property
+    def over_prefill(self) -> list[float]:
+        """The same beyond the request's own prefill leg: transfer, hand-over and decode's first step."""
+        return [ttft - prefill for ttft, prefill in zip(self.ttft, self.prefill, strict=True)]
+
+
+@dataclass(slots=True)
+class Results:
+    engine: str
+    settings: Settings
+    machine: dict[str, str | int | float]
+    by_length: dict[str, dict[int, Measured]] = field(default_factory=dict)
+    """System -> prompt tokens -> times."""
+    per_s: dict[str, list[float]] = field(default_factory=dict)
+    """Requests per second of a batch, by system."""
+
+    def _ratio(self, other: str, column: str) -> float | None:
+        longest = self.settings.lengths[-1]
+        mine, theirs = (
+            summarise(getattr(self.by_length[name][longest], column)).median for name in ("pdlink", other)
+        )
+        return mine / theirs if theirs > 0 else None
+
+    def to_json(self) -> str:
+        systems = {}
+        for name, by_length in self.by_length.items():
+            lengths = {}
+            for length, measured in by_length.items():
+                times = {**asdict(measured), "over_bare": measured.over_bare, "over_prefill": measured.over_prefill}
+                lengths[length] = {column: asdict(summarise(samples)) for column, samples in times.items()}
+            systems[name] = {"prompt_tokens": lengths, "requests_per_s": asdict(summarise(self.per_s[name]))}
+        head = {"engine": self.engine, "machine": self.machine, "settings": asdict(self.settings)}
+        return json.dumps({**head, "seconds": systems, "ratios": self.ratios()}, indent=1)
+
+    def ratios(self) -> dict[str, dict[str, float | None]]:
+        """pdlink's median overheads at the longest prompt as shares of each other system's; None if that has none."""
+        others = [name for name in self.by_length if name != "pdlink" and "pdlink" in self.by_length]
+        return {
+            name: {column: self._ratio(name, column) for column in ("over_bare", "over_prefill")} for name in others
+        }
+
+
+def measure(deployments: Sequence[Deployment], engine: str, settings: Settings, tick: Callable[[], None]) -> Results:
+    """Turns of all systems. Raises SystemFailed for a server that does not answer right."""
+    results = Results(engine, settings, machine_facts())
+    for deployment in deployments:
+        results.by_length[deployment.name] = {length: Measured() for length in settings.lengths}
+        results.per_s[deployment.name] = []
+        deployment.stop_time()
+    prompts = random.Random(settings.seed)
+    for turn in range(settings.rounds):
+        shift = turn % len(deployments)
+        for deployment in (*deployments[shift:], *deployments[:shift]):
+            deployment.go_on()
+            # Kernels are made for every new shape once; after that a turn only has to make its session again.
+            shapes = settings.lengths if turn == 0 else settings.lengths[:1]
+            for length in shapes * settings.warm_ups:
+                _through(deployment, _prompt(prompts, length), settings)
+            for length in settings.lengths:
+                _one(deployment, prompts, length, settings, results.by_length[deployment.name][length])
+            results.per_s[deployment.name].append(_batch(deployment, prompts, settings))
+            deployment.stop_time()
+            tick()
+    return results
+
+
+def _one(deployment: Deployment, prompts: random.Random, length: int, settings: Settings, into: Measured) -> None:
+    body = {"model": deployment.model, "prompt": _prompt(prompts, length), "max_tokens": 1, "temperature": 0}
+    into.bare.append(once(deployment.prefill_url, body))
+    streamed = _through(deployment, _prompt(prompts, length), settings)
+    into.ttft.append(streamed.first_s)
+    into.prefill.append(streamed.prefill_s)
+    into.between_tokens += streamed.gaps_s
+
+
+def _through(deployment: Deployment, prompt: list[int], settings: Settings) -> Streamed:
+    streamed = stream(deployment.proxy_url, _body(deployment, prompt, settings))
+    if not streamed.disaggregated:
+        raise SystemFailed(f"{deployment.name}: a request was served without its prefill leg")
+    return streamed
+
+
+def _batch(deployment: Deployment, prompts: random.Random, settings: Settings) -> float:
+    bodies = [_body(deployment, _prompt(prompts, settings.lengths[0]), settings) for _ in range(settings.batch)]
+    return settings.batch / in_parallel(deployment.proxy_url, bodies, settings.parallel)
+
+
+def _body(deployment: Deployment, prompt: list[int], settings: Settings) -> dict[str, Any]:
+    tokens = settings.answer_tokens
+    body = {"model": deployment.model, "prompt": prompt, "temperature": 0, "ignore_eos": True, "stream": True}
+    return {**body, "max_tokens": tokens}
+
+
+def _prompt(prompts: random.Random, length: int) -> list[int]:
+    return [prompts.randrange(33, 127) for _ in range(length)]
+
+
+# ---- output
+
+
+def print_results(results: Results) -> None:
+    """One row per system and length; medians, with p10 and p90 of what is compared."""
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    machine, settings = results.machine, results.settings
+    console.print(
+        f"[bold]{machine['cpu']}[/], {machine['cores']} cores (load {machine['load_average_1min']:.1f}), engine "
+        f"{results.engine}; medians of {settings.rounds} turns, milliseconds",
+        highlight=False,
+    )
+    table = Table()
+    for column in ("system", "prompt", "bare\nprefill", "prefill\nleg", "TTFT", "over bare", "over leg"):
+        table.add_column(column, justify="left" if column == "system" else "right")
+    table.add_column("between\ntokens", justify="right")
+    table.add_column("requests/s", justify="right")
+    for name, by_length in results.by_length.items():
+        for length, measured in by_length.items():
+            first = length == settings.lengths[0]
+            table.add_row(
+                name if first else "",
+                str(length),
+                *(
+                    f"{summarise(times).median * _MS:.0f}"
+                    for times in (measured.bare, measured.prefill, measured.ttft)
+                ),
+                *(_spread(summarise(times)) for times in (measured.over_bare, measured.over_prefill)),
+                f"{summarise(measured.between_tokens).median * _MS:.1f}",
+                f"{summarise(results.per_s[name]).median:.2f}" if first else "",
+            )
+    console.print(table)
+    for other, shares in results.ratios().items():
+        for column, share in shares.items():
+            if share is not None:
+                words = (
+                    column.replace("_", " ").replace("prefill", "the prefill leg").replace("bare", "a bare prefill")
+                )
+                console.print(
+                    f"{settings.lengths[-1]} tokens: pdlink's overhead {words} is {share:.2f} of {other}'s "
+                    f"(bar {BAR:.2f})",
+                    highlight=False,
+                )
+
+
+def _spread(summary: Summary) -> str:
+    return f"{summary.median * _MS:.0f} ({summary.p10 * _MS:.0f}..{summary.p90 * _MS:.0f})"
+
+
+def draw(path: Path, results: Results) -> None:
+    """Overheads and times between tokens, by system."""
+    panels = []
+    for column, title in (
+        ("over_bare", "TTFT beyond a bare prefill"),
+        ("over_prefill", "TTFT beyond the prefill leg"),
+    ):
+        groups = {
+            f"{length} tokens": [
+                plot.Bar.of(name, summarise(getattr(by_length[length], column)), lambda s: s * _MS)
+                for name, by_length in results.by_length.items()
+            ]
+            for length in results.settings.lengths
+        }
+        panels.append(plot.Bars(title, "ms", groups))
+    machine = results.machine
+    notes = f"{machine['cpu']}, {machine['cores']} cores; medians and p10-p90 of {results.settings.rounds} turns"
+    plot.write(path, panels, f"Serving through prefill and decode ({results.engine})", notes)
+
+
+# ---- command line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `pdlink bench serving`."""
+    how = Settings()
+    parser.add_argument("--engine", choices=sorted(SYSTEMS), default="vllm", help="default %(default)s")
+    parser.add_argument(
+        "--system",
+        action="append",
+        choices=SYSTEMS["vllm"],
+        help="repeat for several; default pdlink and, with vLLM, nixl. Each is two servers, and all are in memory",
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", help="default: a Llama of 16 layers, hidden size 512, written on the spot"
+    )
+    parser.add_argument("--vllm", metavar="FILE", help="the `vllm` command, if it is in another environment")
+    parser.add_argument(
+        "--vllm-arg", action="append", metavar="ARG", help="of `vllm serve`, instead of those for CPUs; repeatable"
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="default %(default)s")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=list(how.lengths), metavar="N", help="prompt lengths"
+    )
+    parser.add_argument("--rounds", type=int, default=how.rounds, help="default %(default)s")
+    parser.add_argument("--answer-tokens", type=int, default=how.answer_tokens, help="default %(default)s")
+    parser.add_argument("--parallel", type=int, default=how.parallel, help="default %(default)s")
+    parser.add_argument("--batch", type=int, default=how.batch, help="requests of each throughput run (%(default)s)")
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the output of vLLM's servers here")
+    plot.add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 1 if a system failed."""
+    plot.check_can_plot(args.plot)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers that stand still are to be ended, too
+    errors = Console(stderr=True)
+    settings = Settings(
+        lengths=tuple(sorted(args.tokens)),
+        answer_tokens=args.answer_tokens,
+        rounds=args.rounds,
+        parallel=args.parallel,
+        batch=args.batch,
+    )
+    names = tuple(args.system or ("pdlink", "nixl")) if args.engine == "vllm" else ("pdlink",)
+    longest = settings.lengths[-1] + settings.answer_tokens
+    deployments: list[Deployment] = []
+    with tempfile.TemporaryDirectory(prefix="pdlink-bench-") as directory:
+        options = Options(
+            args.engine, Path(directory), args.log_dir or Path(directory), longest, model=args.model, vllm=args.vllm,
+            vllm_args=tuple(args.vllm_arg) if args.vllm_arg else None, dtype=args.dtype,
+        )  # fmt: skip
+        try:
+            with Progress(console=errors, transient=True, disable=not sys.stderr.isatty()) as progress:
+                starting = progress.add_task("starting servers", total=None)
+                launch(names, options, deployments)
+                progress.update(starting, visible=False)
+                turns = progress.add_task("turns", total=settings.rounds * len(deployments))
+                results = measure(deployments, args.engine, settings, lambda: progress.advance(turns))
+        except (SystemFailed, BadAnswer, OSError) as error:
+            errors.print(f"[red]{error}[/]", highlight=False)
+            return 1
+        finally:
+            for deployment in deployments:
+                deployment.close()
+            signal.signal(signal.SIGTERM, before)
+    print_results(results)
+    if args.json:
+        args.json.write_text(results.to_json() + "\n", encoding="utf-8")
+    if args.plot:
+        draw(args.plot, results)
+    return 0

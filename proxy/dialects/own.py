@@ -1,0 +1,41 @@
+"""Workers with pdlink's own engine: both legs get the client's body, and /health says everything."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..upstream import ask
+from .base import Attempt, Dialect, Health, Known
+
+if TYPE_CHECKING:
+    from ..openai import Call
+    from ..upstream import Asking
+
+
+def _legs(call: Call, attempt: Attempt) -> tuple[bytes, bytes]:
+    seed = call.seed if call.seed is not None else attempt.seed
+    common = {"transfer_id": attempt.transfer_id, "seed": seed, "created": attempt.created}
+    return (
+        call.with_params({**common, "leg": "prefill"}),
+        call.with_params({**common, "leg": "decode", "prefill": attempt.prefill}),
+    )
+
+
+def read_health(status: int, body: bytes) -> Health | str:
+    """The answer of a worker to GET /health."""
+    try:
+        health = msgspec.json.decode(body, type=Health)
+    except (msgspec.DecodeError, RecursionError) as error:
+        return f"GET /health answered {status} with something else: {error}"
+    if health.status == "ok" and status != 200:
+        return msgspec.structs.replace(health, status=f"ok, with HTTP {status}")
+    return health
+
+
+async def _look(asking: Asking, _known: Known) -> Health | str:
+    return read_health(*await ask(asking, "/health"))
+
+
+PDLINK = Dialect("pdlink", _legs, _look, prefill_streams=True)

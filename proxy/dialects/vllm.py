@@ -1,0 +1,236 @@
+"""vLLM servers: with pdlink's connector, or a pair that moves its KV with vLLM's own NixlConnector.
+
+The shapes are those of vLLM 0.32 (entrypoints/openai, kv_connector/v1/nixl). Its workers differ from pdlink's own in
+four ways.
+
+Everything a client gets comes from decode. vLLM's decode always computes the last token of the prompt again and
+samples token 0 itself, and the two engines need not agree on it: rounding differs with the batch, and without a seed
+every sample differs. So a first token of prefill could be followed by the continuation of another one. Prefill's leg
+is therefore asked for one token that nobody reads, in one piece; what that costs is decode's one-token step.
+
+A request that asks for n answers or holds several prompts is one transfer for pdlink's connector, which tells its
+parts apart. NixlConnector gives the blocks of one prompt to one reader, so there decode serves such a request alone.
+
+Nobody can tell vLLM that a transfer will not come, so a decode leg whose prefill failed is closed and tried again.
+
+/health says only that the engine lives. The models are asked for when a worker comes up, and as its load only what
+this proxy sent it counts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ..openai import CHAT, KV_PARAMS
+from ..rules import Rules
+from ..sse import rewritten
+from ..upstream import ask
+from .base import Attempt, Dialect, Health, Known
+
+if TYPE_CHECKING:
+    from ..openai import Call
+    from ..upstream import Asking
+
+_LOST_STATUSES = frozenset({500, 502, 503, 504})
+_NO_KV_STATUS = 500  # a failed load ends in it, as every error inside vLLM does (kv_load_failure_policy: fail)
+
+_NOT_FOR_PREFILL = (
+    *("max_tokens", "max_completion_tokens", "min_tokens"),  # vLLM answers 400 to more min_tokens than max_tokens
+    *("n", "best_of", "stream", "stream_options"),
+    *("logprobs", "top_logprobs", "echo", "return_token_ids"),  # work for an answer that nobody reads
+)
+
+
+def _prefill_body(call: Call, params: object) -> bytes:
+    """The same prompt, one token, in one piece."""
+    fields: dict[str, Any] = {name: raw for name, raw in call.fields.items() if name not in _NOT_FOR_PREFILL}
+    limit = "max_completion_tokens" if call.path == CHAT else "max_tokens"
+    return msgspec.json.encode({**fields, limit: 1, KV_PARAMS: params})
+
+
+def _legs(call: Call, attempt: Attempt) -> tuple[bytes, bytes]:
+    transfer: dict[str, Any] = {"transfer_id": attempt.transfer_id}
+    ranks = {"decode_ranks": attempt.decode_ranks} if attempt.decode_ranks is not None else {}
+    return (
+        _prefill_body(call, {**transfer, "leg": "prefill", **ranks}),
+        call.with_params({**transfer, "leg": "decode", "prefill": attempt.prefill}),
+    )
+
+
+def _nixl_legs(call: Call, _attempt: Attempt) -> tuple[bytes, bytes]:
+    return _prefill_body(call, {"do_remote_decode": True, "do_remote_prefill": False}), call.body
+
+
+def _small(call: Call, name: str) -> Any:
+    """The value of a field as far as it is a number, a boolean or null; anything else is left to vLLM to judge."""
+    raw = call.fields.get(name)
+    if raw is None or bytes(raw)[:1] in b'"[{':
+        return None
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.DecodeError:  # a number that no double holds
+        return None
+
+
+def _whole(call: Call) -> bool:
+    """Whether the KV of this request's prompt is not enough for its answer, or cannot be moved.
+
+    Log-probabilities of the prompt need every position to be computed where the answer is made, and `max_tokens: 0`
+    is asked for nothing else; beams make requests of their own; a truncated prompt may be cut differently for a leg
+    with another `max_tokens`; embeddings have no token ids to know them by.
+    """
+    if _small(call, "prompt_logprobs") is not None or _small(call, "max_tokens") == 0:
+        return True
+    if _small(call, "echo") and _small(call, "logprobs") is not None:
+        return True
+    return bool(
+        _small(call, "use_beam_search")
+        or _small(call, "truncate_prompt_tokens") is not None
+        or bytes(call.fields.get("prompt_embeds", b"null")) != b"null"
+    )
+
+
+def _nixl_whole(call: Call) -> bool:
+    answers = _small(call, "n")
+    if _whole(call) or (answers is not None and answers != 1):
+        return True
+    prompt = bytes(call.fields.get("prompt", b"null"))
+    # A list of texts or of lists of token ids. Even one of them alone: nobody sends that and hopes for speed.
+    return prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
+
+
+# ---- answers
+
+
+def _nixl_handover(answer: bytes) -> bytes | None:
+    """What decode must know to fetch the KV; null if prefill kept none, and decode computes the prompt."""
+    try:
+        fields = msgspec.json.decode(answer, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return bytes(fields.get(KV_PARAMS, b"null"))
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """0 if it does not say: vLLM leaves out the details when there is nothing to tell."""
+        details = self.usage and self.usage.prompt_tokens_details
+        return (details and details.cached_tokens) or 0
+
+
+_CACHED_MARK, _PARAMS_MARK = b'"prompt_tokens_details":{', b'"kv_transfer_params":{'
+"""Quotes inside generated text are escaped, so these are found as fields only. vLLM writes no spaces here."""
+
+
+def _merged_object(prefill_answer: bytes, document: bytes) -> bytes:
+    """An answer of decode, or one event of it, with `cached_tokens` of prefill and without transfer parameters.
+
+    Decode calls every token cached that it was sent. What a client is told (and billed) by is what nobody computed,
+    which prefill knows; if its answer comes after decode's, nothing is said.
+    """
+    try:
+        fields: dict[str, Any] = msgspec.json.decode(document, type=dict[str, msgspec.Raw])
+        usage = msgspec.json.decode(fields.get("usage", b"null"), type=dict[str, Any] | None)
+        said = msgspec.json.decode(prefill_answer or b"{}", type=_Answer)
+    except (msgspec.DecodeError, RecursionError):
+        return document
+    if KV_PARAMS in fields:
+        fields[KV_PARAMS] = None  # as vLLM writes it where there are none
+    if usage and isinstance(details := usage.get("prompt_tokens_details"), dict):
+        details["cached_tokens"] = said.cached_tokens
+        fields["usage"] = {**usage, "prompt_tokens_details": details if prefill_answer else None}
+    return msgspec.json.encode(fields)
+
+
+def _merge_answer(prefill_answer: bytes, answer: bytes) -> bytes:
+    if _CACHED_MARK in answer or _PARAMS_MARK in answer:
+        return _merged_object(prefill_answer, answer)
+    return answer
+
+
+def _merge_events(prefill_answer: bytes, events: bytes) -> bytes:
+    if _CACHED_MARK in events:
+        return rewritten(events, _CACHED_MARK, lambda document: _merged_object(prefill_answer, document))
+    return events
+
+
+# ---- health
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def _look(asking: Asking, known: Known) -> Health | str:
+    reply = await ask(asking, "/health")
+    if reply.status == 503 and known.last is not None:
+        return msgspec.structs.replace(known.last, status="failed")
+    if reply.status != 200:
+        return f"GET /health answered {reply.status}"
+    if known.last is not None and known.well:
+        return known.last
+    reply = await ask(asking, "/v1/models")
+    if reply.status == 401:
+        return "GET /v1/models answered 401: worker_key_file must hold the key that vLLM was given as --api-key"
+    try:
+        names = [model.id for model in msgspec.json.decode(reply.body, type=_Models).data]
+    except (msgspec.DecodeError, RecursionError) as error:
+        return f"GET /v1/models answered {reply.status} with something else: {error}"
+    if not names:
+        return "GET /v1/models names no model"
+    # vLLM has no name for one life of a process. It is taken to be another one whenever it has been away.
+    epoch = str(int(known.last.epoch) + 1) if known.last else "1"
+    name = urlsplit(asking.url).netloc
+    return Health("ok", name, epoch, "both", names[0], "", aliases=tuple(names[1:]))
+
+
+VLLM = Dialect(
+    "vllm",
+    _legs,
+    _look,
+    Rules(
+        untold=True,
+        lost_statuses=_LOST_STATUSES,
+        no_kv_status=_NO_KV_STATUS,
+        merge_answer=_merge_answer,
+        merge_events=_merge_events,
+    ),
+    whole=_whole,
+    key_as_bearer=True,
+)
+"""Pairs with PDLinkConnector: both legs at once, under one transfer id."""
+
+VLLM_NIXL = Dialect(
+    "vllm-nixl",
+    _nixl_legs,
+    _look,
+    Rules(
+        untold=True,
+        handover=_nixl_handover,
+        lost_statuses=_LOST_STATUSES,
+        no_kv_status=_NO_KV_STATUS,
+        merge_answer=_merge_answer,
+        merge_events=_merge_events,
+    ),
+    whole=_nixl_whole,
+    key_as_bearer=True,
+)
+"""Pairs with NixlConnector or NixlPushConnector: decode's leg follows prefill's answer and gets its parameters."""

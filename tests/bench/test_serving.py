@@ -1,0 +1,134 @@
+"""`pdlink bench serving` with a program in vLLM's place: turns, figures, failures, and nothing left behind."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from pdlink_bench import serving
+from pdlink_bench.http_load import BadAnswer, once, stream
+from pdlink_bench.serving import Measured, Results, Settings
+from tests.proxy.fake_vllm import command
+
+
+def options(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    serving.add_arguments(parser)
+    return parser.parse_args(given)
+
+
+def few(executable: Path, *more: str) -> argparse.Namespace:
+    small = ("--rounds", "2", "--tokens", "9", "5", "--answer-tokens", "3", "--batch", "3", "--parallel", "2")
+    return options("--vllm", str(executable), "--model", "/m", "--vllm-arg=--some-flag", *small, *more)
+
+
+@pytest.mark.timeout(120)
+def test_systems_take_turns_and_every_sample_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    file = tmp_path / "serving.json"
+    log_dir = tmp_path / "logs"
+    assert serving.run(few(command(tmp_path), "--json", str(file), "--log-dir", str(log_dir))) == 0
+    result = json.loads(file.read_text())
+    assert list(result["seconds"]) == ["pdlink", "nixl"]
+    for system in result["seconds"].values():
+        assert list(system["prompt_tokens"]) == ["5", "9"]
+        for times in system["prompt_tokens"].values():
+            for column in ("bare", "prefill", "ttft", "over_bare", "over_prefill"):
+                assert len(times[column]["samples"]) == 2
+            assert len(times["between_tokens"]["samples"]) == 2 * (3 - 1)
+        assert len(system["requests_per_s"]["samples"]) == 2
+    shown = capsys.readouterr().out
+    assert "pdlink's overhead over a bare prefill is" in shown or result["ratios"]["nixl"]["over_bare"] is None
+    logs = {path.relative_to(log_dir): path.read_text() for path in log_dir.rglob("*.log")}
+    assert len(logs) == 4
+    assert "NixlConnector" in logs[Path("nixl/decode-0.log")]
+    assert all("--some-flag" in text for text in logs.values())
+
+
+@pytest.mark.timeout(60)
+def test_a_server_that_does_not_start_is_a_failure_with_its_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serving.run(few(command(tmp_path, fails="RuntimeError: no memory"))) == 1
+    assert "no memory" in capsys.readouterr().err
+
+
+def test_ratios_are_of_medians_at_the_longest_prompt() -> None:
+    def measured(*overheads: float) -> dict[int, Measured]:
+        long = Measured([1.0] * 3, [1.5] * 3, [1.0 + over for over in overheads], [0.1])
+        return {5: Measured([9.0], [9.0], [9.0], [9.0]), 9: long}
+
+    results = Results("vllm", Settings(lengths=(5, 9)), {})
+    results.by_length = {"nixl": measured(0.9, 1.0, 5.0)}
+    assert results.ratios() == {}, "nothing to compare with"
+    results.by_length |= {"pdlink": measured(0.7, 0.1, 0.6), "nixl-push": measured(0.4, 0.4, 0.4)}
+    shares = results.ratios()
+    assert shares["nixl"] == pytest.approx({"over_bare": 0.6, "over_prefill": 0.1 / 0.5})
+    assert shares["nixl-push"]["over_prefill"] is None, "a share of less than nothing says nothing"
+
+
+# ---- one answer
+
+
+@contextlib.contextmanager
+def answering(status: int, body: bytes, **headers: str) -> Iterator[str]:
+    """A server that answers everything alike."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+TOKEN = b'data: {"choices":[{"text":"a"}]}\n\n'
+
+
+def test_a_stream_gives_its_text_and_the_prefill_legs_time() -> None:
+    usage = b'data: {"choices":[],"usage":{}}\n\n'
+    body = TOKEN * 3 + usage + b"data: [DONE]\n\n"
+    times = {"Server_Timing": "prefill;dur=12.5, total;dur=20.0", "X_Pdlink_Prefill": "p"}
+    with answering(200, body, **times) as url:
+        streamed = stream(url, {})
+    assert (streamed.text, streamed.prefill_s, streamed.disaggregated) == ("aaa", 0.0125, True)
+    assert len(streamed.gaps_s) == 2
+    with answering(200, body) as url:
+        streamed = stream(url, {})
+    assert (streamed.prefill_s, streamed.disaggregated) == (streamed.first_s, False)
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(503, b"busy"), (200, TOKEN), (200, b"data: [DONE]\n\n"), (200, TOKEN + b'data: {"error":{"message":"m"}}\n\n')],
+)
+def test_what_is_no_whole_answer_is_not_measured(status: int, body: bytes) -> None:
+    with answering(status, body) as url, pytest.raises(BadAnswer):
+        stream(url, {})
+
+
+def test_a_refused_request_is_not_measured() -> None:
+    with answering(400, b"no") as url, pytest.raises(BadAnswer, match="400: no"):
+        once(url, {})

@@ -1,0 +1,226 @@
+"""Real vLLM servers behind the real proxy: what a client gets is what one server would have said.
+
+Pairs with PDLinkConnector and, where it is installed, with vLLM's own NixlConnector.
+"""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import os
+import signal
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from pdlink.config import ProxyConfig, VllmConfig
+from pdlink.serve import up, vllm
+
+from .deployment import Answer, request, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+READY_S = 300.0
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass
+class Pair:
+    connector: str
+    servers: list[vllm.Server]
+    proxy: up.Child
+
+    def url(self, role: str) -> str:
+        facts = {server.role: server.facts for server in self.servers} | {"proxy": self.proxy.facts}
+        return str(facts[role]["url"])
+
+    def ask(self, at: str, path: str, body: dict[str, Any]) -> Answer:
+        return request(self.url(at) + path, {"model": "m", **body}, timeout_s=120)
+
+    def events(self, at: str, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of a streamed answer."""
+        text = json.dumps({"model": "m", "stream": True, "stream_options": {"include_usage": True}, **body})
+        asked = urllib.request.Request(self.url(at) + path, text.encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=120) as answer:
+            *events, done = [line[6:] for line in answer.read().split(b"\n") if line.startswith(b"data: ")]
+        assert done == b"[DONE]"
+        return [json.loads(event) for event in events]
+
+    def running(self, role: str) -> float:
+        with urllib.request.urlopen(self.url(role) + "/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting{")
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
+
+
+@pytest.fixture(scope="module", params=["pdlink", "nixl"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    connector = request.param
+    if connector != "pdlink" and importlib.util.find_spec(connector) is None:
+        pytest.skip(f"{connector} is not installed")
+    from pdlink.serve.checkpoint import write_checkpoint
+
+    folder = tmp_path_factory.mktemp(connector)
+    write_checkpoint(folder / "model")
+    config = VllmConfig(
+        connector=connector,
+        model_name="m",
+        args=(
+            *("--dtype", "float32", "--max-model-len", "4096", "--block-size", "32", "--enforce-eager"),
+            *("--max-num-batched-tokens", "256", "--enable-prompt-tokens-details"),
+        ),
+        environment={
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
+        transfer_config={} if connector == "pdlink" else {"kv_buffer_device": "cpu"},
+        on_transfer_failure="fail",
+        prefill_port=0,
+        decode_port=0,
+        control_port=0,
+    )
+    executable = vllm.find_executable(None)
+    plans = vllm.plan(config, 1, 1, executable=executable, model=str(folder / "model"))
+    children: list[vllm.Server | up.Child] = []
+    try:
+        servers = [vllm.Server(plan, folder) for plan in plans]
+        children += servers
+        for server in servers:
+            server.wait_ready(READY_S)
+        settings = ProxyConfig(port=0, on_no_prefill="decode_only", connect_timeout_s=10).model_dump(mode="json")
+        proxy = up.start("proxy", "proxy", {**settings, **vllm.proxy_settings(config, plans)})
+        children.append(proxy)
+        proxy.wait_ready(60)
+        made = Pair(connector, servers, proxy)
+        until(lambda: _status(made) == 200, "the proxy sees its servers", 60)
+        yield made
+    finally:
+        up.stop(children, 20)
+
+
+def _status(pair: Pair) -> int:
+    return request(pair.url("proxy") + "/health").status
+
+
+def prompt(seed: int, length: int = 100) -> str:
+    state = seed * 7919 + 13
+    text = ""
+    for _ in range(length):
+        state = (state * 1103515245 + 12345) % 2**31
+        text += chr(33 + (state >> 16) % 90)
+    return text
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+GREEDY = {"temperature": 0, "max_tokens": 8}
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": (COMPLETIONS, {"prompt": prompt(1), **GREEDY}),
+    "token ids": (COMPLETIONS, {"prompt": list(prompt(2, 700).encode()), **GREEDY, "return_token_ids": True}),
+    "min_tokens and stop": (COMPLETIONS, {"prompt": prompt(3), **GREEDY, "min_tokens": 4, "stop": list("aeiu")}),
+    "logprobs": (COMPLETIONS, {"prompt": prompt(4), **GREEDY, "logprobs": 2}),
+    "echo": (COMPLETIONS, {"prompt": prompt(5), **GREEDY, "echo": True}),
+    "log-probabilities of the prompt": (COMPLETIONS, {"prompt": prompt(6), **GREEDY, "echo": True, "logprobs": 1}),
+    "several prompts": (COMPLETIONS, {"prompt": [prompt(7), prompt(8, 33), prompt(9, 64)], **GREEDY}),
+    "seeded samples": (COMPLETIONS, {"prompt": prompt(10), "max_tokens": 8, "n": 3, "seed": 5, "temperature": 1.0}),
+    "one token": (COMPLETIONS, {"prompt": prompt(11), "temperature": 0, "max_tokens": 1}),
+    "chat": (CHAT, {"messages": user(prompt(12)), "temperature": 0, "max_tokens": 8}),
+    "chat with logprobs": (
+        CHAT,
+        {"messages": user(prompt(13)), "temperature": 0, "max_completion_tokens": 6, "logprobs": True},
+    ),
+}  # fmt: skip
+
+
+def told(value: Any) -> Any:
+    """What an answer says about the model: without ids and times, numbers as far as two runs agree on them."""
+    if isinstance(value, dict):
+        skipped = ("id", "created", "prompt_tokens_details", "system_fingerprint", "bytes")
+        return {key: told(item) for key, item in value.items() if key not in skipped}
+    if isinstance(value, list):
+        return [told(item) for item in value]
+    return round(value, 2) if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_an_answer_is_that_of_one_server(pair: Pair, name: str) -> None:
+    path, body = REQUESTS[name]
+    got, wanted = pair.ask("proxy", path, body), pair.ask("prefill", path, body)
+    assert (got.status, wanted.status) == (200, 200), got.body
+    assert told(got.body) == told(wanted.body)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_stream_is_that_of_one_server(pair: Pair, name: str) -> None:
+    """Joined by choice, since an engine may send two tokens in one event."""
+    path, body = REQUESTS[name]
+
+    def joined(events: list[Any]) -> tuple[dict[int, str], dict[int, str], Any]:
+        texts: dict[int, str] = {}
+        reasons: dict[int, str] = {}
+        for event in events:
+            for choice in event["choices"]:
+                text = choice["delta"].get("content") if path == CHAT else choice["text"]
+                texts[choice["index"]] = texts.get(choice["index"], "") + (text or "")
+                if choice["finish_reason"]:
+                    reasons[choice["index"]] = choice["finish_reason"]
+        return texts, reasons, told(events[-1]["usage"])
+
+    got = pair.events("proxy", path, body)
+    assert joined(got) == joined(pair.events("prefill", path, body))
+    assert len({event["id"] for event in got}) == 1
+
+
+def test_cached_tokens_are_those_nobody_computed(pair: Pair) -> None:
+    """Not those that decode was sent."""
+    body = {"prompt": prompt(20, 128), **GREEDY}
+    cached = []
+    for _ in range(2):
+        usage = pair.ask("proxy", COMPLETIONS, body).body["usage"]
+        cached.append((usage["prompt_tokens_details"] or {}).get("cached_tokens"))
+    assert cached[0] in (0, None)
+    assert cached[1] in (96, 127, 128), "all blocks but the last one's last token"
+    usage = pair.events("proxy", COMPLETIONS, body)[-1]["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == cached[1]
+
+
+def test_what_vllm_rejects_is_a_400_and_hurts_nobody(pair: Pair) -> None:
+    answer = pair.ask("proxy", COMPLETIONS, {"prompt": "x", "temperature": -1})
+    assert answer.status == 400
+    assert "temperature" in answer.body["error"]["message"]
+    assert pair.ask("proxy", COMPLETIONS, {"prompt": prompt(30), **GREEDY}).status == 200
+
+
+def test_a_client_that_leaves_ends_both_legs(pair: Pair) -> None:
+    body = {"model": "m", "prompt": prompt(40, 2000), "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    for wait in (False, True):
+        connection = http.client.HTTPConnection(pair.url("proxy").removeprefix("http://"), timeout=60)
+        connection.request("POST", COMPLETIONS, json.dumps(body), {"Content-Type": "application/json"})
+        if wait:
+            assert connection.getresponse().readline().startswith(b"data: ")
+        connection.close()
+        until(lambda: pair.running("prefill") + pair.running("decode") == 0, "both servers are idle", 60)
+    assert pair.ask("proxy", COMPLETIONS, {"prompt": prompt(41), **GREEDY}).status == 200
+
+
+def test_without_its_prefill_server_decode_answers_alone(pair: Pair) -> None:
+    """The last test: it ends the prefill server."""
+    body = {"prompt": prompt(50), **GREEDY}
+    wanted = pair.ask("prefill", COMPLETIONS, body)
+    prefill = next(server for server in pair.servers if server.role == "prefill")
+    os.killpg(prefill.process.pid, signal.SIGKILL)
+    answers = [pair.ask("proxy", COMPLETIONS, body) for _ in range(3)]
+    assert [answer.status for answer in answers] == [200] * 3
+    assert {answer.text for answer in answers} == {wanted.text}
+    assert "X-Pdlink-Prefill" not in answers[-1].headers

@@ -1,0 +1,279 @@
+"""A vLLM server as the proxy sees it, after the sources of vLLM 0.32: entrypoints/openai/{completion,
+chat_completion}, entrypoints/serve/instrumentator/health.py and kv_connector/v1/nixl. No connector and no model:
+tokens are counted out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from tests.proxy.fakes import DONE, Received, abort
+
+HELD = {
+    "do_remote_prefill": True,
+    "remote_block_ids": [[1, 2]],
+    "remote_engine_id": "e",
+    "remote_port": 18446744073709551615,
+}
+"""What a prefill server with NixlConnector hands out; the number is one that a careless JSON library rounds."""
+
+
+@dataclass
+class FakeVllm:
+    """One server. Texts of a prefill leg begin with "P", so that one that reaches a client is seen."""
+
+    connector: str = "pdlink"
+    """Or "nixl"."""
+    models: list[str] = field(default_factory=lambda: ["m"])
+    api_key: str = ""
+    cached_tokens: int | None = None
+    """Told in the usage, as with --enable-prompt-tokens-details."""
+    dead: bool = False
+    """The engine has died; the API server answers 503."""
+    fail_with: int | None = None
+    resets: int = 0
+    """Close the connections of this many requests without a byte of answer."""
+    gate: asyncio.Event | None = None
+    """Waited for before the first byte of an answer."""
+    error_at: int | None = None
+    """Send an error event in place of this token, then [DONE], as vLLM does when its engine fails."""
+    break_at: int | None = None
+    """Close the connection in place of this token."""
+    wait_at: dict[int, asyncio.Event] = field(default_factory=dict)
+    answer_override: bytes | None = None
+    keeps_no_kv: bool = False
+    """NixlConnector had nothing to hand out."""
+    received: list[Received] = field(default_factory=list)
+    models_asked: int = 0
+    strange: list[str] = field(default_factory=list)
+    """Routes that vLLM does not have, and somebody asked for."""
+    port: int = 0
+    _runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> FakeVllm:
+        app = web.Application(client_max_size=64 * 2**20)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._generate)
+        app.router.add_post("/v1/chat/completions", self._generate)
+        app.router.add_route("*", "/{path:.*}", self._nowhere)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=503 if self.dead else 200)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self.models_asked += 1
+        if not self._may_enter(request):
+            return _error(401, "Unauthorized")
+        return _json({"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]})
+
+    async def _nowhere(self, request: web.Request) -> web.Response:
+        self.strange.append(f"{request.method} {request.path}")
+        return _json({"detail": "Not Found"}, 404)
+
+    def _may_enter(self, request: web.Request) -> bool:
+        return not self.api_key or request.headers.get("Authorization") == f"Bearer {self.api_key}"
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        received = Received(request.path, request.headers, raw, msgspec.json.decode(raw))
+        self.received.append(received)
+        try:
+            response = await self._answer(request, received.body)
+        except (asyncio.CancelledError, ConnectionError):
+            received.aborted = True
+            raise
+        received.answered = True
+        return response
+
+    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not self._may_enter(request):
+            return _error(401, "Unauthorized")
+        if problem := _problem(body):
+            return _error(400, problem)
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.resets:
+            self.resets -= 1
+            abort(request)
+        if self.fail_with is not None:
+            return _error(self.fail_with, "Internal server error")
+        answer = _Answer(self, request, body)
+        if not body.get("stream"):
+            return web.Response(body=self.answer_override or answer.whole(), content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in answer.opening():
+            await response.write(event)
+        for token in range(answer.limit):
+            if token in self.wait_at:
+                await self.wait_at[token].wait()
+            if token == self.break_at:
+                abort(request)
+            if token == self.error_at:
+                error = {"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}
+                await response.write(b"data: " + msgspec.json.encode(error) + b"\n\n" + DONE)
+                return response
+            for event in answer.events(token):
+                await response.write(event)
+        await response.write(answer.closing() + DONE)
+        return response
+
+
+class _Answer:
+    def __init__(self, server: FakeVllm, request: web.Request, body: dict[str, Any]) -> None:
+        self.chat = "chat" in request.path
+        params = body.get("kv_transfer_params") or {}
+        self.is_prefill = bool(params.get("do_remote_decode") or params.get("leg") == "prefill")
+        limit = (
+            body.get("max_completion_tokens", body.get("max_tokens", 3)) if self.chat else body.get("max_tokens", 3)
+        )
+        self.limit: int = limit
+        prompts = _prompts(body)
+        self.num_prompt_tokens = sum(map(len, prompts))
+        self.num_choices = body.get("n", 1) * len(prompts)
+        request_id = request.headers.get("X-Request-Id", "made-here")
+        self.head = {"id": ("chatcmpl-" if self.chat else "cmpl-") + request_id, "created": 1, "model": body["model"]}
+        self.include_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+        self.logprobs = body.get("logprobs")
+        self.server = server
+
+    def text(self, choice: int, token: int) -> str:
+        return f"{'P' if self.is_prefill else ''}{choice}.{token} "
+
+    def usage(self) -> dict[str, Any]:
+        done = self.num_choices * self.limit
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.num_prompt_tokens,
+            "total_tokens": self.num_prompt_tokens + done,
+        }
+        usage["completion_tokens"] = done
+        if self.server.cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.server.cached_tokens}
+        return usage
+
+    def whole(self) -> bytes:
+        choices: list[dict[str, Any]] = []
+        for index in range(self.num_choices):
+            text = "".join(self.text(index, token) for token in range(self.limit))
+            said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+            logprobs = {"token_logprobs": [-0.5] * self.limit} if self.logprobs else None
+            choices.append({"index": index, **said, "logprobs": logprobs, "finish_reason": "length"})
+        handed = HELD if self.is_prefill and self.server.connector == "nixl" and not self.server.keeps_no_kv else None
+        kind = "chat.completion" if self.chat else "text_completion"
+        return msgspec.json.encode(
+            {**self.head, "object": kind, "choices": choices, "usage": self.usage(), "kv_transfer_params": handed}
+        )
+
+    def opening(self) -> list[bytes]:
+        """Chat begins with the role, once per choice."""
+        delta = {"role": "assistant", "content": ""}
+        return [self._event({"index": i, "delta": delta}) for i in range(self.num_choices) if self.chat]
+
+    def events(self, token: int) -> list[bytes]:
+        last = token == self.limit - 1
+        out = []
+        for index in range(self.num_choices):
+            text = self.text(index, token)
+            said = {"delta": {"content": text}} if self.chat else {"text": text}
+            logprobs = {"token_logprobs": [-0.5]} if self.logprobs else None
+            out.append(
+                self._event({"index": index, **said, "logprobs": logprobs, "finish_reason": "length" * last or None})
+            )
+        return out
+
+    def closing(self) -> bytes:
+        if not self.include_usage:
+            return b""
+        return b"data: " + msgspec.json.encode({**self.head, "choices": [], "usage": self.usage()}) + b"\n\n"
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        return b"data: " + msgspec.json.encode({**self.head, "choices": [choice]}) + b"\n\n"
+
+
+def _prompts(body: dict[str, Any]) -> list[Any]:
+    if "messages" in body:
+        return ["".join(message["content"] for message in body["messages"])]
+    prompt = body["prompt"]
+    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    return list(prompt) if several else [prompt]
+
+
+def _problem(body: dict[str, Any]) -> str:
+    """What vLLM answers 400 to, as far as a proxy could cause it."""
+    limit = body.get("max_completion_tokens", body.get("max_tokens"))
+    if limit is not None and body.get("min_tokens", 0) > limit:
+        return f"min_tokens must be less than or equal to max_tokens={limit}"
+    if body.get("stream_options") and not body.get("stream"):
+        return "Stream options can only be defined when `stream=True`."
+    if body.get("temperature", 1) < 0:
+        return "temperature must be non-negative"
+    return ""
+
+
+def _error(status: int, message: str) -> web.Response:
+    return _json({"error": {"message": message, "type": "X", "param": None, "code": status}}, status)
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")
+
+
+def command(directory: Path, *, fails: str = "") -> Path:
+    """An executable that takes the arguments of `vllm` and serves this instead of a model. fails: its last words."""
+    path = directory / "vllm"
+    code = f"""#!{sys.executable}
+import sys
+sys.path[:0] = {[str(Path(__file__).parents[2]), *sys.path]!r}
+from tests.proxy.fake_vllm import main
+print("ARGUMENTS", sys.argv[1:], flush=True)
+if {fails!r}:
+    sys.exit({fails!r})
+main()
+"""
+    path.write_text(code)
+    path.chmod(0o755)
+    return path
+
+
+def main() -> None:
+    """`vllm serve MODEL --served-model-name NAME --port N ...`, until SIGTERM."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("serve")
+    parser.add_argument("model")
+    parser.add_argument("--served-model-name")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--kv-transfer-config", type=msgspec.json.decode)
+    args, _ = parser.parse_known_args()
+
+    async def run() -> None:
+        connector = "nixl" if args.kv_transfer_config["kv_connector"].startswith("Nixl") else "pdlink"
+        await FakeVllm(connector, [args.served_model_name], port=args.port).start()
+        told = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+        await told.wait()
+
+    asyncio.run(run())
