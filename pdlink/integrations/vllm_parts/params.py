@@ -1,0 +1,65 @@
+"""`kv_transfer_params`: what the proxy says about a request to the two servers of an attempt.
+
+The id of a transfer is the proxy's plus a digest of the prompt. So a list of prompts in one HTTP request makes one
+transfer each, and two servers that disagree about a prompt (another tokenizer, another chat template) never match:
+the decode server computes it itself, and nobody gets somebody else's KV.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+
+from pdlink.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+_Id = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
+_Address = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+_DIGEST_NBYTES = 8
+"""It tells the prompts of one HTTP request apart; whoever made two of them collide would only hurt himself."""
+
+
+class PrefillServer(msgspec.Struct, frozen=True):
+    """Where the decode server finds the prefill server."""
+
+    control: _Address | Annotated[tuple[_Address, ...], msgspec.Meta(min_length=1, max_length=1024)]
+    """Control address of its one shard, or of every shard in order."""
+    name: str = ""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return (self.control,) if isinstance(self.control, str) else self.control
+
+
+class PrefillParams(msgspec.Struct, frozen=True, tag_field="leg", tag="prefill"):
+    """This server computes the prompt and pushes its KV."""
+
+    transfer_id: _Id
+
+
+class DecodeParams(msgspec.Struct, frozen=True, tag_field="leg", tag="decode"):
+    """This server gets the KV of the prompt from another one."""
+
+    transfer_id: _Id
+    prefill: PrefillServer
+
+
+def parse(params: Mapping[str, object]) -> PrefillParams | DecodeParams:
+    """Raises InvalidRequest: the field comes from whoever can reach the server."""
+    try:
+        return msgspec.convert(params, PrefillParams | DecodeParams)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"kv_transfer_params: {error}") from None
+
+
+def transfer_id(attempt: str, prompt: Sequence[int], identity: Iterable[str] = ()) -> str:
+    """The id of one prompt's transfer in one attempt. identity: what else its KV depends on (LoRA, images, salt)."""
+    digest = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=_DIGEST_NBYTES)
+    for word in identity:
+        digest.update(b"\0" + word.encode())
+    return f"{attempt}-{digest.hexdigest()}"

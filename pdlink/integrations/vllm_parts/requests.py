@@ -1,0 +1,296 @@
+"""What vLLM's scheduler says about requests, turned into one plan per step for the workers.
+
+This half only decides: it opens nothing, reads no clock and does not know vLLM, so every case can be played through
+with plain numbers. The plan travels to the workers with vLLM's own step; `worker.py` acts on it.
+
+A *sending* request is announced when it arrives. Every step that computes a part of its prompt adds a `Chunk`. It is
+kept by vLLM (its blocks are) from its end until the workers report that nothing reads the blocks.
+
+A *receiving* request is expected when it arrives, and offers its blocks as soon as vLLM has reserved them: all but
+the last prompt token, which vLLM computes in any case to sample from. It is parked until the workers report it. Of
+several requests for the same transfer (n > 1) the first one leads: the others wait for it and find its blocks in the
+prefix cache, or, where there is none, compute the prompt.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdlink.errors import InvalidRequest
+from pdlink.integrations.vllm_parts import params as legs
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """A request whose prompt is computed here for another server."""
+
+    request_id: str
+    transfer_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """A request whose KV comes from the server at these control addresses, one per shard."""
+
+    request_id: str
+    transfer_id: str
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Tokens [start, end) of a request are to be written into its blocks; `blocks[0]` holds token 0."""
+
+    request_id: str
+    transfer_id: str
+    blocks: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """After this step, layer by layer in it, tokens [start, end) of a request that is to be sent are in its blocks.
+
+    The first chunk begins with token 0, also where a prefix was found in the cache: vLLM finds blocks there that
+    another request computes in this very step, so they hold nothing yet when the step begins.
+    """
+
+    transfer_id: str
+    blocks: tuple[int, ...]
+    """All blocks so far if `first`, otherwise those that have been added."""
+    first: bool
+    start: int
+    end: int
+    num_tokens: int
+    """Of the prompt; the chunk that ends there is the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """This server ends a transfer."""
+
+    transfer_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step means for transfers, in the order in which it is to be done."""
+
+    withdrawn: tuple[str, ...] = ()
+    """Transfers whose blocks are overwritten from this step on: their requests were preempted."""
+    announces: tuple[Announce, ...] = ()
+    expects: tuple[Expect, ...] = ()
+    offers: tuple[Offer, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    stops: tuple[Stop, ...] = ()
+    short: bool = False
+    """Requests wait for blocks: prompts that are computed and that nobody asks for are in their way."""
+
+
+NOTHING = StepPlan()
+"""The plan of most steps: vLLM runs a thousand empty ones a second while a request is parked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A request's part in one step, in vLLM's terms."""
+
+    request_id: str
+    blocks: tuple[int, ...]
+    whole: bool
+    """`blocks` are all of the request's (new, or resumed after a preemption), not only the added ones."""
+    start: int
+    """Tokens computed before this step."""
+    count: int
+
+
+@dataclass(slots=True)
+class _Sending:
+    transfer_id: str
+    num_tokens: int
+    started: bool = False
+    """A chunk has been planned, and its blocks have not been withdrawn."""
+    complete: bool = False
+    """The chunk with the last prompt token has been planned."""
+
+
+@dataclass(slots=True)
+class _Receiving:
+    transfer_id: str
+    num_tokens: int
+    leads: bool
+    asked: bool = False
+    """vLLM has reserved blocks; it is asked for KV once."""
+    over: bool = False
+    """Its KV is here, or will not come."""
+
+
+@dataclass(slots=True)
+class RequestBook:
+    """Every request of this server that takes part in a transfer."""
+
+    sends: bool
+    """Whether this server may be a prefill server."""
+    receives: bool
+    shares_prefixes: bool
+    _sending: dict[str, _Sending] = field(default_factory=dict)
+    _receiving: dict[str, _Receiving] = field(default_factory=dict)
+    _in_use: dict[str, str] = field(default_factory=dict)
+    """Transfer id to the request that owns it."""
+    _announces: list[Announce] = field(default_factory=list)
+    _expects: list[Expect] = field(default_factory=list)
+    _offers: list[Offer] = field(default_factory=list)
+    _stops: list[Stop] = field(default_factory=list)
+    _tried: set[str] = field(default_factory=set)
+    """Requests for which vLLM looks for blocks in this step and has found none yet."""
+
+    # -- what the scheduler tells ------------------------------------------------------------------------------------
+
+    def arrived(
+        self,
+        request_id: str,
+        params: Mapping[str, object] | None,
+        prompt: Sequence[int] | None,
+        identity: Iterable[str] = (),
+    ) -> None:
+        """A new request. One without parameters, or with some that cannot be used, is served as if alone."""
+        if not params or request_id in self._sending or request_id in self._receiving:
+            return
+        try:
+            leg = legs.parse(params)
+            if prompt is None:
+                raise InvalidRequest("a prompt without token ids cannot be transferred")
+            if not (self.sends if isinstance(leg, legs.PrefillParams) else self.receives):
+                raise InvalidRequest("this server's kv_role has no part in this leg")
+        except InvalidRequest as error:
+            log.warning("request %s is served without a transfer: %s", request_id, error)
+            return
+        transfer_id = legs.transfer_id(leg.transfer_id, prompt, identity)
+        owner = self._in_use.setdefault(transfer_id, request_id)
+        if isinstance(leg, legs.DecodeParams):
+            self._receiving[request_id] = _Receiving(transfer_id, len(prompt), leads=owner == request_id)
+            if owner == request_id:
+                self._expects.append(Expect(request_id, transfer_id, leg.prefill.addresses))
+        elif owner == request_id:
+            self._sending[request_id] = _Sending(transfer_id, len(prompt))
+            self._announces.append(Announce(request_id, transfer_id, len(prompt)))
+
+    def missing(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
+        """How many tokens after the first `num_computed` come from elsewhere, and whether to park the request.
+
+        None: ask again in the next step. Decides nothing: vLLM asks as often as it likes.
+        """
+        self._tried.add(request_id)
+        request = self._receiving.get(request_id)
+        if request is None or request.asked:
+            return 0, False
+        if not request.leads:
+            leader = self._receiving.get(self._in_use.get(request.transfer_id, ""))
+            if self.shares_prefixes and leader is not None and not leader.over:
+                self._tried.discard(request_id)
+                return None, False
+            return 0, False
+        count = request.num_tokens - 1 - num_computed
+        return (count, True) if count > 0 else (0, False)
+
+    def allocated(self, request_id: str, blocks: Sequence[int], num_external: int) -> None:
+        """vLLM has reserved all blocks (from token 0 on); the last `num_external` tokens in them are to come."""
+        self._tried.discard(request_id)
+        request = self._receiving.get(request_id)
+        if request is None or request.asked:
+            return
+        request.asked = True
+        if request.leads:
+            end = request.num_tokens - 1
+            request.over = num_external == 0  # all of it is cached here: the sender is told that nothing is missing
+            self._offers.append(Offer(request_id, request.transfer_id, tuple(blocks), end - num_external, end))
+
+    def step(self, scheduled: Iterable[Scheduled], preempted: Collection[str] = ()) -> StepPlan:
+        """The plan of the step that vLLM has just put together."""
+        withdrawn = []
+        if self._sending:
+            for request_id in preempted:
+                request = self._sending.get(request_id)
+                if request is not None:
+                    request.started = request.complete = False
+                    withdrawn.append(request.transfer_id)
+        chunks = self._chunks(scheduled) if self._sending else ()
+        short = bool(self._tried)
+        self._tried.clear()
+        if not (short or withdrawn or chunks or self._announces or self._expects or self._offers or self._stops):
+            return NOTHING
+        plan = StepPlan(
+            tuple(withdrawn),
+            tuple(self._announces),
+            tuple(self._expects),
+            tuple(self._offers),
+            chunks,
+            tuple(self._stops),
+            short,
+        )
+        for queue in (self._announces, self._expects, self._offers, self._stops):
+            queue.clear()
+        return plan
+
+    def _chunks(self, scheduled: Iterable[Scheduled]) -> tuple[Chunk, ...]:
+        chunks = []
+        for part in scheduled:
+            request = self._sending.get(part.request_id)
+            if request is None or request.complete or part.start >= request.num_tokens:
+                continue
+            end = min(part.start + part.count, request.num_tokens)
+            request.complete = end == request.num_tokens
+            if part.whole and request.started:  # preempted, and nobody said so before its blocks were given away
+                self._stops.append(Stop(request.transfer_id, "preempted"))
+            request.started = True
+            start = 0 if part.whole else part.start
+            chunks.append(Chunk(request.transfer_id, part.blocks, part.whole, start, end, request.num_tokens))
+        return tuple(chunks)
+
+    def ended(self, request_id: str) -> bool:
+        """A request has ended, however it did. True: its blocks are read until `sent`."""
+        sending = self._sending.get(request_id)
+        if sending is not None:
+            if not sending.complete:
+                self._stops.append(Stop(sending.transfer_id, "aborted"))
+            return True
+        receiving = self._receiving.pop(request_id, None)
+        if receiving is not None and receiving.leads:
+            del self._in_use[receiving.transfer_id]
+            if not receiving.over:
+                self._stops.append(Stop(receiving.transfer_id, "aborted"))
+        return False
+
+    # -- what the workers report -------------------------------------------------------------------------------------
+
+    def received(self, request_ids: Iterable[str]) -> None:
+        """These requests' KV has come, or will not."""
+        for request_id in request_ids:
+            request = self._receiving.get(request_id)
+            if request is not None:
+                request.over = True
+
+    def sent(self, request_ids: Iterable[str]) -> None:
+        """Nothing reads these requests' blocks any more, on any rank."""
+        for request_id in request_ids:
+            request = self._sending.pop(request_id, None)
+            if request is not None:
+                del self._in_use[request.transfer_id]
+
+    @property
+    def num_sending(self) -> int:
+        return len(self._sending)
+
+    @property
+    def num_receiving(self) -> int:
+        return len(self._receiving)

@@ -1,0 +1,80 @@
+"""What may stand in vLLM's `kv_connector_extra_config`; unknown keys are refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pdlink.config import Port, SecurityConfig, TimeoutConfig, TransportConfig, WorkerConfig, is_loopback
+from pdlink.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class ConnectorSettings(BaseModel):
+    """Of one vLLM server."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: str | None = None
+    """Unique in the deployment; None takes the engine id that vLLM makes."""
+    control_host: str = "127.0.0.1"
+    control_port: Port = 0
+    """ZeroMQ. Shard s (rank s, unless `shards` says otherwise) listens on `control_port` + s; the proxy tells it to
+    decode servers, so prefill servers need it. 0 takes free ones."""
+    advertise_host: str | None = None
+    """Address other hosts reach this server by; None uses `control_host`."""
+    shards: int | None = Field(default=None, ge=1, le=1024)
+    """Parts, by KV heads, in which the KV travels. None: one for each of this server's ranks, which is right where
+    both servers have as many. Otherwise the larger number of ranks, on both servers."""
+    layerwise: bool = True
+    """Push every layer as soon as it is written. Has vLLM use piecewise graphs, between whose pieces it can tell us;
+    off, a step's layers are pushed when the step ends."""
+    transport: TransportConfig = TransportConfig()
+    timeouts: TimeoutConfig = TimeoutConfig()
+    security: SecurityConfig = SecurityConfig()
+    """Key files may hold `{shard}`: every shard is a peer of its own and needs its own key."""
+    timeline: str | None = None
+    """File that a Perfetto trace of the last transfers is kept in; `{rank}` is replaced."""
+    untested_vllm: Literal["refuse", "accept"] = "refuse"
+    """What to do on a vLLM that is newer than those this connector is known to work with."""
+
+    @model_validator(mode="after")
+    def _locked(self) -> ConnectorSettings:
+        """The rules of a worker hold here: who can be reached needs keys."""
+        WorkerConfig(
+            control_host=self.control_host,
+            advertise_host=self.advertise_host,
+            transport=self.transport,
+            security=self.security,
+        )
+        return self
+
+    @property
+    def reachable(self) -> bool:
+        """Whether others than this host can reach this server's ports."""
+        hosts = (self.control_host, self.advertise_host, self.transport.tcp_host)
+        return not all(is_loopback(host) for host in hosts if host is not None)
+
+    def of_shard(self, shard: int) -> ConnectorSettings:
+        """The same settings with the places for the shard filled in."""
+        key_file = self.security.key_file
+        if key_file is not None:
+            key_file = key_file.replace("{shard}", str(shard))
+        security = self.security.model_copy(update={"key_file": key_file})
+        port = self.control_port + shard if self.control_port else 0
+        return self.model_copy(update={"security": security, "control_port": port})
+
+
+def read(extra: Mapping[str, Any]) -> ConnectorSettings:
+    """Raises ConfigError naming every wrong key."""
+    try:
+        return ConnectorSettings.model_validate(dict(extra))
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(str(part) for part in problem['loc']) or 'settings'}: {problem['msg']}"
+            for problem in error.errors()
+        )
+        raise ConfigError(f"kv_connector_extra_config: {problems}") from None

@@ -1,0 +1,53 @@
+"""The timeline of the last transfers, kept in a file: vLLM ends its workers without telling them first."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdlink.events import listen
+from pdlink.observe.timeline import Timeline
+
+if TYPE_CHECKING:
+    from pdlink.events import Event
+
+_INTERVAL_S = 1.0
+"""Least time between two writes of the file."""
+
+
+class TraceFile:
+    """Writes the file in a thread of its own, soon after something has happened."""
+
+    def __init__(self, name: str, path: str) -> None:
+        self._timeline, self._path = Timeline(name), Path(path)
+        self._changed, self._ended = threading.Event(), threading.Event()
+        self._stop_listening = listen(self._on_event)
+        self._thread = threading.Thread(target=self._main, name="pdlink-timeline", daemon=True)
+        self._thread.start()
+
+    def _on_event(self, event: Event) -> None:
+        self._timeline(event)
+        self._changed.set()
+
+    def _main(self) -> None:
+        while not self._ended.wait(_INTERVAL_S):
+            self._changed.wait()
+            self._changed.clear()
+            self._write()
+
+    def _write(self) -> None:
+        """Whole or not at all, for whoever reads it meanwhile."""
+        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        partial.write_text(json.dumps(self._timeline.trace()))
+        partial.replace(self._path)
+
+    def close(self) -> None:
+        """Write what there is."""
+        self._stop_listening()
+        self._ended.set()
+        self._changed.set()
+        self._thread.join(_INTERVAL_S)
+        self._write()

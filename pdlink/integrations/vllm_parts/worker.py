@@ -1,0 +1,271 @@
+"""A shard's half of the connector: what the step plans say becomes calls of the endpoint.
+
+vLLM calls it from one thread, between and inside forward passes, and nothing here waits, with one exception: blocks
+of a preempted request are given up only when no push reads them any more. The endpoint calls back in its own thread.
+
+vLLM asks once per step what has ended and wants every answer once: a sent request after it has said that the request
+is over, a received one when nothing can write to its blocks any more, whatever has become of it. So a receive that
+failed is reported after the fence only: vLLM computes into the same blocks at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdlink.errors import InvalidRequest, PdlinkError
+from pdlink.protocol.auth import ControlAddress, check_dial
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from pdlink.endpoint.driver import Endpoint
+    from pdlink.integrations.vllm_parts.layout import CacheLayout
+    from pdlink.integrations.vllm_parts.requests import Announce, Chunk, Expect, Offer, StepPlan, Stop
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Results:
+    """What has ended since the last step: ids of requests."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    """Those of `received` whose KV is not there."""
+    failed_blocks: set[int] = field(default_factory=set)
+    """Blocks of `failed` that hold nothing."""
+
+
+@dataclass(slots=True)
+class _Send:
+    transfer_id: str
+    over_here: bool = False
+    """vLLM has said that the request is over."""
+    quiet: bool = False
+    """Nothing reads its blocks any more."""
+
+
+class _Receive:
+    """`ReceiveHandler` of one transfer."""
+
+    def __init__(self, request_id: str, transfer_id: str, books: _Books) -> None:
+        self.request_id, self.transfer_id, self._books = request_id, transfer_id, books
+        self.asked = False
+        """vLLM has reserved blocks for it."""
+        self.parked: tuple[int, ...] | None = None
+        """Blocks whose KV vLLM waits for; None while it does not."""
+        self.arrived = False
+        self.over = False
+        """Nothing can write to the blocks any more."""
+
+    def ready(self, first_token: int, *, finished: bool) -> None:
+        with self._books.lock:
+            self.arrived = True
+            self._books.report(self)
+
+    def failed(self, reason: str) -> None:
+        log.warning("transfer %s: the KV of request %s will not come: %s", self.transfer_id, self.request_id, reason)
+
+    def released(self) -> None:
+        with self._books.lock:
+            self.over = True
+            self._books.report(self)
+
+
+class _Books:
+    """What is under way and what has to be reported. Guarded by `lock`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.sends: dict[str, _Send] = {}
+        """By request."""
+        self.receives: dict[str, _Receive] = {}
+        """By transfer."""
+        self.results = Results()
+
+    def report(self, receive: _Receive) -> None:
+        """Tell vLLM, once, that a parked request can go on; forget the receive when it is over. Under `lock`."""
+        if receive.parked is not None and (receive.arrived or receive.over):
+            self.results.received.add(receive.request_id)
+            if not receive.arrived:
+                self.results.failed.add(receive.request_id)
+                self.results.failed_blocks.update(receive.parked)
+            receive.parked = None
+        if receive.over and receive.asked:
+            self.receives.pop(receive.transfer_id, None)
+
+
+class WorkerHalf:
+    """The transfers of one shard: of a rank's KV, or of a part of its heads (`shards.py`)."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        cache: CacheLayout,
+        *,
+        shard: int,
+        block_ratio: int,
+        preemption_s: float,
+        insecure: bool = False,
+        verify: str = "off",
+    ) -> None:
+        """block_ratio: blocks of the layout to one block of vLLM's scheduler.
+
+        preemption_s: longest wait for pushes of a preempted request. insecure: dial any address a request names.
+        """
+        self._endpoint, self._cache = endpoint, cache
+        self._shard, self._ratio, self._unit = shard, block_ratio, cache.token_unit
+        self._scheduler_block_tokens = cache.layout.block_tokens * cache.token_unit * block_ratio
+        self._preemption_s, self._insecure, self._verify = preemption_s, insecure, verify
+        self._books = _Books()
+        self._chunks: Sequence[tuple[Chunk, int, int]] = ()
+        """Of this step: what is computed, as positions of the layout."""
+        self._unsaved: set[str] = set()
+        self.short_of_blocks = False
+        """Whether requests waited for blocks in the last step."""
+
+    # -- in the order of a step --------------------------------------------------------------------------------------
+
+    def withdraw(self, plan: StepPlan) -> None:
+        """Before the blocks of preempted requests are written to by others."""
+        for transfer_id in plan.withdrawn:
+            self._endpoint.sender.withdraw(transfer_id, self._preemption_s)
+
+    def begin(self, plan: StepPlan) -> None:
+        """Before the forward pass."""
+        self.short_of_blocks = plan.short
+        for announce in plan.announces:
+            self._announce(announce)
+        for expect in plan.expects:
+            self._expect(expect)
+        for offer in plan.offers:
+            self._offer(offer)
+        if plan.chunks:
+            self._chunks = [self._publish(chunk) for chunk in plan.chunks]
+            self._unsaved = {name for name, planes in self._cache.planes.items() if planes}
+        for stop in plan.stops:
+            self._stop(stop)
+
+    def layer_saved(self, name: str) -> None:
+        """In the forward pass: this layer's KV of the step's tokens is in its blocks."""
+        if self._chunks and name in self._unsaved:
+            self._unsaved.discard(name)
+            for plane in self._cache.planes[name]:
+                for chunk, start, end in self._chunks:
+                    self._endpoint.sender.layer_ready(chunk.transfer_id, plane, start, end)
+
+    def end(self) -> None:
+        """After the forward pass: layers whose hook did not run (a full graph) are ready now, too."""
+        if not self._chunks:
+            return
+        for name in self._cache.planes:
+            self.layer_saved(name)
+        for chunk, _, _ in self._chunks:
+            if chunk.end == chunk.num_tokens:
+                self._endpoint.sender.finish(chunk.transfer_id, 0, finished=False)
+        self._chunks = ()
+
+    def results(self, over: Collection[str]) -> Results:
+        """What has ended. over: requests that vLLM has done with since the last call."""
+        with self._books.lock:
+            if over and self._books.sends:
+                for request_id in over:
+                    send = self._books.sends.get(request_id)
+                    if send is not None:
+                        send.over_here = True
+                        self._report(request_id, send)
+            results, self._books.results = self._books.results, Results()
+            return results
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _announce(self, announce: Announce) -> None:
+        request_id, send = announce.request_id, _Send(announce.transfer_id)
+        with self._books.lock:
+            self._books.sends[request_id] = send
+
+        def failed(reason: str) -> None:
+            log.warning("transfer %s: the KV of request %s is not sent: %s", send.transfer_id, request_id, reason)
+
+        def quiet() -> None:
+            with self._books.lock:
+                send.quiet = True
+                self._report(request_id, send)
+
+        try:
+            self._endpoint.sender.announce(announce.transfer_id, failed, quiet)
+        except InvalidRequest as error:
+            failed(str(error))
+            quiet()
+
+    def _report(self, request_id: str, send: _Send) -> None:
+        """Tell vLLM, once, that it can have the blocks. Under the books' lock."""
+        if send.over_here and send.quiet and self._books.sends.pop(request_id, None) is not None:
+            self._books.results.sent.add(request_id)
+
+    def _publish(self, chunk: Chunk) -> tuple[Chunk, int, int]:
+        sender = self._endpoint.sender
+        start = chunk.start // self._unit
+        whole = -(-chunk.num_tokens // self._unit)
+        if chunk.first:
+            sender.publish(chunk.transfer_id, self._kernel_blocks(chunk.blocks), whole, 0)
+        elif chunk.blocks:
+            sender.extend(chunk.transfer_id, self._kernel_blocks(chunk.blocks))
+        return chunk, start, whole if chunk.end == chunk.num_tokens else chunk.end // self._unit
+
+    def _expect(self, expect: Expect) -> None:
+        receive = _Receive(expect.request_id, expect.transfer_id, self._books)
+        with self._books.lock:
+            self._books.receives[expect.transfer_id] = receive
+        try:
+            if self._shard >= len(expect.addresses):
+                raise InvalidRequest(f"shard {self._shard} has no peer among {len(expect.addresses)} addresses")
+            address = expect.addresses[self._shard]
+            check_dial(ControlAddress.parse(address), self._endpoint.credentials, insecure=self._insecure)
+            self._endpoint.receiver.expect(expect.transfer_id, address, receive)
+        except PdlinkError as error:
+            receive.failed(str(error))
+            receive.released()
+
+    def _offer(self, offer: Offer) -> None:
+        start, end = offer.start // self._unit, -(-offer.end // self._unit)
+        blocks: Sequence[int] = ()
+        if offer.start == offer.end:
+            start = end
+        else:
+            block_tokens = self._cache.layout.block_tokens
+            blocks = self._kernel_blocks(offer.blocks)[start // block_tokens : -(-end // block_tokens)]
+        with self._books.lock:
+            receive = self._books.receives.get(offer.transfer_id)
+            if receive is None:
+                return
+            receive.asked = True
+            if blocks:
+                receive.parked = offer.blocks[offer.start // self._scheduler_block_tokens :]
+            self._books.report(receive)
+            if receive.over:
+                return
+        self._endpoint.receiver.offer(offer.transfer_id, blocks, start, end, verify=self._verify)
+
+    def _stop(self, stop: Stop) -> None:
+        with self._books.lock:
+            receive = self._books.receives.get(stop.transfer_id)
+            if receive is not None and not receive.asked:  # vLLM does not wait for it: no report
+                del self._books.receives[stop.transfer_id]
+        if receive is not None:
+            self._endpoint.receiver.cancel(stop.transfer_id, stop.reason)
+        else:
+            self._endpoint.sender.cancel(stop.transfer_id, stop.reason)
+
+    def _kernel_blocks(self, blocks: Sequence[int]) -> list[int]:
+        ratio = self._ratio
+        return list(blocks) if ratio == 1 else [block * ratio + part for block in blocks for part in range(ratio)]
+
+    def states(self) -> Mapping[str, int]:
+        """Requests that this half has not reported as ended yet."""
+        with self._books.lock:
+            return {"sends": len(self._books.sends), "receives": len(self._books.receives)}

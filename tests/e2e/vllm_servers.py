@@ -1,0 +1,270 @@
+"""Real vLLM servers for the tests: a checkpoint that is sensitive to its KV, servers, and a client with two legs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+READY_S = 240.0
+"""A server takes 20 s to start on two idle cores."""
+NUM_LAYERS = 8
+MODEL = "sensitive"
+_VOCABULARY = 512
+
+
+def save_model(path: Path) -> None:
+    """A Llama whose greedy continuation really depends on every prompt token, as a checkpoint."""
+    config = LlamaConfig(
+        vocab_size=_VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed_tokens" in name:
+                parameter.normal_(0, 1)
+            elif "lm_head" in name:
+                parameter.normal_(0, 0.3)
+            elif parameter.ndim == 2:
+                parameter.normal_(0, (2 / parameter.shape[1]) ** 0.5)
+                if "q_proj" in name or "k_proj" in name:
+                    parameter.mul_(1.5)
+    model.save_pretrained(path)
+
+
+def prompt_of(num_tokens: int, seed: int) -> list[int]:
+    """Token ids that depend on the seed."""
+    state = seed * 7919 + 13
+    tokens = []
+    for _ in range(num_tokens):
+        state = (state * 1103515245 + 12345) % 2**31
+        tokens.append(3 + (state >> 16) % (_VOCABULARY - 3))
+    return tokens
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Answer:
+    status: int
+    body: dict[str, Any]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Of every choice. Fails, with what the server said, if it answered with an error."""
+        assert self.status == 200, self.body
+        return [choice["token_ids"] for choice in self.body["choices"]]
+
+
+def post(url: str, body: dict[str, Any], timeout_s: float = 300.0) -> Answer:
+    """A completion, whatever its status; status 0 is a connection that broke."""
+    asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(asked, timeout=timeout_s) as answer:
+            return Answer(answer.status, json.loads(answer.read()))
+    except urllib.error.HTTPError as error:
+        return Answer(error.code, {"text": error.read().decode()})
+    except OSError as error:
+        return Answer(0, {"text": str(error)})
+
+
+def body_of(prompt: Any, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **fields,
+    }
+
+
+@dataclass(eq=False)
+class Server:
+    """One `vllm serve` and everything it started; ends with `kill`."""
+
+    name: str
+    model: Path
+    log: Path
+    flags: list[str]
+    connector: dict[str, Any] | None = None
+    """`kv_transfer_config` without the names of the connector."""
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Server:
+        command = [str(Path(sys.executable).parent / "vllm"), "serve", str(self.model), "--skip-tokenizer-init"]
+        command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--dtype", "float32", "--max-model-len", "8192", *self.flags]
+        if self.connector is not None:
+            names = {"kv_connector": "PDLinkConnector", "kv_connector_module_path": "pdlink.integrations.vllm"}
+            command += ["--kv-transfer-config", json.dumps(names | self.connector)]
+        settings = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, env=os.environ | settings, stdout=log, stderr=log, start_new_session=True
+            )
+        return self
+
+    def wait_ready(self) -> Server:
+        deadline_s = time.monotonic() + READY_S
+        while not self.healthy():
+            assert self.process is not None
+            failed = self.process.poll() is not None or "EngineCore failed to start" in self.tail()
+            assert not failed, f"{self.name} has ended: {self.tail()}"
+            assert time.monotonic() < deadline_s, f"{self.name} is not ready: {self.tail()}"
+            time.sleep(0.25)
+        return self
+
+    def healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return int(answer.status) == 200
+        except OSError:
+            return False
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def complete(self, prompt: Any, **fields: Any) -> Answer:
+        return post(f"{self.url}/v1/completions", body_of(prompt, **fields))
+
+    def metric(self, name: str) -> float:
+        """Sum over all samples of this name."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+    def holds_nothing(self) -> bool:
+        """Whether no request runs or waits and no block is held."""
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        return not any(self.metric(f"vllm:{name}") for name in names)
+
+    def kill(self) -> None:
+        """SIGKILL for the server and all its processes."""
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(30)
+            self.process = None
+
+
+@dataclass
+class Pair:
+    """A prefill server and a decode server."""
+
+    prefill: Server
+    decode: Server
+    control: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        folder: Path,
+        *,
+        prefill_flags: list[str],
+        decode_flags: list[str],
+        transport: str = "auto",
+        **prefill_extra: Any,
+    ) -> Pair:
+        model, control_port = folder / "model", free_port()
+        # Patient with a peer that gets no CPU; a killed one is noticed by its connections.
+        timeouts = {"heartbeat_s": 0.5, "peer_s": 15.0, "connect_s": 15.0, "lease_s": 20.0, "request_s": 240.0}
+        common = {"timeouts": timeouts, "transport": {"kind": transport}}
+
+        def connector(role: str, **extra: Any) -> dict[str, Any]:
+            return {
+                "kv_role": role,
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": common | extra,
+            }
+
+        trace = str(folder / "timeline-{rank}.json")
+        prefill = connector("kv_producer", name="prefill", control_port=control_port, timeline=trace, **prefill_extra)
+        decode = connector("kv_consumer", name="decode")
+        pair = cls(
+            Server("prefill", model, folder / "prefill.log", prefill_flags, prefill).start(),
+            Server("decode", model, folder / "decode.log", decode_flags, decode).start(),
+            tuple(f"tcp://127.0.0.1:{control_port + shard}" for shard in range(prefill_extra.get("shards", 1))),
+        )
+        try:
+            pair.prefill.wait_ready()
+            pair.decode.wait_ready()
+        except BaseException:
+            pair.stop()
+            raise
+        return pair
+
+    def stop(self) -> None:
+        self.prefill.kill()
+        self.decode.kill()
+
+    def prefill_leg(self, attempt: str, prompt: Any, **fields: Any) -> Answer:
+        """As the proxy posts it."""
+        alone = {**fields, "max_tokens": 1, "n": 1}
+        params = {"transfer_id": attempt, "leg": "prefill"}
+        return self.prefill.complete(prompt, **alone, kv_transfer_params=params)
+
+    def decode_leg(self, attempt: str, prompt: Any, **fields: Any) -> Answer:
+        """As the proxy posts it."""
+        there = {"name": "prefill", "control": self.control if len(self.control) > 1 else self.control[0]}
+        params = {"transfer_id": attempt, "leg": "decode", "prefill": there}
+        return self.decode.complete(prompt, **fields, kv_transfer_params=params)
+
+    def legs(self, prompt: Any, **fields: Any) -> tuple[Answer, Answer]:
+        """Both legs at once; (prefill's, decode's) answer."""
+        attempt = f"xfer-{uuid.uuid4().hex}"
+        with ThreadPoolExecutor(2) as threads:
+            prefill = threads.submit(self.prefill_leg, attempt, prompt, **fields)
+            decode = threads.submit(self.decode_leg, attempt, prompt, **fields)
+            return prefill.result(), decode.result()
+
+    def tokens(self, prompt: Any, **fields: Any) -> list[list[int]]:
+        return self.legs(prompt, **fields)[1].tokens
+
+
+def until(condition: Any, what: str, timeout_s: float = 90.0) -> None:
+    """Wait for something that servers do."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"timed out after {timeout_s} s waiting until {what}"
+        threading.Event().wait(0.05)

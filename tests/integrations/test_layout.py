@@ -1,0 +1,177 @@
+"""vLLM's KV tensors as layouts: the bytes of a token lie where vLLM's own kernels put them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from pdlink import _copy
+from pdlink.integrations.vllm_parts.layout import COLUMNS, PACKED, ROWS, LayerView, UnsupportedCache, describe
+from pdlink.integrations.vllm_parts.memory import SharedAllocation, regions
+from pdlink.kv.plan import bind, template
+
+HEADS, SIZE, LAYERS = 3, 8, 2
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Write = Callable[[torch.Tensor, int, int, int, torch.Tensor, torch.Tensor], None]
+"""(cache, block, slot, head, K vector, V vector)"""
+
+
+def _fused(cache: torch.Tensor, block: int, slot: int, head: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    cache[block, head, slot] = torch.cat([key, value])
+
+
+def _split(cache: torch.Tensor, block: int, slot: int, head: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    cache[block, 0, slot, head], cache[block, 1, slot, head] = key, value
+
+
+def _outer(cache: torch.Tensor, block: int, slot: int, head: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    cache[0, block, slot, head], cache[1, block, slot, head] = key, value
+
+
+def _columns(cache: torch.Tensor, block: int, slot: int, head: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    tokens = cache.shape[2]  # as vLLM 0.32 does: K of a block column-major in its first half, V in its second
+    halves = cache.view(cache.shape[0], HEADS, 2, tokens * SIZE)
+    halves[block, head, 0].view(SIZE, tokens)[:, slot] = key
+    halves[block, head, 1].view(tokens, SIZE)[slot] = value
+
+
+def _caches(kind: str, blocks: int, tokens: int) -> tuple[list[torch.Tensor], Write]:
+    """One tensor per layer, all in one allocation where vLLM does so."""
+    if kind in ("fused", "fused, heads inside", "columns"):
+        every = torch.zeros(LAYERS, blocks, HEADS, tokens, 2 * SIZE)
+        if kind == "fused, heads inside":
+            every = torch.zeros(LAYERS, blocks, tokens, HEADS, 2 * SIZE).transpose(2, 3)
+        return list(every), _columns if kind == "columns" else _fused
+    if kind == "all layers in a block":
+        return list(torch.zeros(blocks, LAYERS, HEADS, tokens, 2 * SIZE).transpose(0, 1)), _fused
+    if kind == "split":
+        return [torch.zeros(blocks, 2, tokens, HEADS, SIZE) for _ in range(LAYERS)], _split
+    if kind == "split outside":
+        return [torch.zeros(2, blocks, tokens, HEADS, SIZE) for _ in range(LAYERS)], _outer
+    raise AssertionError(kind)
+
+
+def _views(tensors: list[torch.Tensor]) -> tuple[list[LayerView], list[Bytes]]:
+    buffers, places = regions(tensors, [])
+    views = [
+        LayerView(f"layer.{index}", tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size(), *place)
+        for index, (tensor, place) in enumerate(zip(tensors, places, strict=True))
+    ]
+    return views, [buffer.array for buffer in buffers]
+
+
+ROW_KINDS = ["fused", "fused, heads inside", "all layers in a block", "split", "split outside"]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [(a, b) for a in ROW_KINDS for b in ROW_KINDS] + [("columns", "columns")]
+)
+@pytest.mark.parametrize(("src_tokens", "dst_tokens"), [(4, 4), (16, 4), (4, 16)])
+def test_tokens_arrive_whatever_the_form_and_block_size(
+    source: str, target: str, src_tokens: int, dst_tokens: int
+) -> None:
+    length, start = 37, 5
+    torch.manual_seed(src_tokens * 100 + dst_tokens)
+    tables = {"src": torch.randperm(40)[:40].tolist(), "dst": torch.randperm(40)[:40].tolist()}
+    sides = {}
+    for name, kind, tokens in (("src", source, src_tokens), ("dst", target, dst_tokens)):
+        tensors, write = _caches(kind, 40, tokens)
+        views, arrays = _views(tensors)
+        form = COLUMNS if kind == "columns" else ROWS
+        cache = describe(views, form=form, latent=False, head_size=SIZE, dtype="float32")
+        cache.layout.check(name)
+        cache.layout.check_writable(name)
+        assert all(cache.layout.extent(region) <= array.size for region, array in enumerate(arrays))
+        sides[name] = (tensors, write, cache, arrays)
+    keys, values = torch.randn(2, LAYERS, length, HEADS, SIZE)
+    expected, _ = _caches(target, 40, dst_tokens)
+
+    def fill(tensors: list[torch.Tensor], write: Write, table: list[int], tokens: int, first: int) -> None:
+        for layer in range(LAYERS):
+            for token in range(first, length):
+                for head in range(HEADS):
+                    block, slot = table[token // tokens], token % tokens
+                    write(tensors[layer], block, slot, head, keys[layer, token, head], values[layer, token, head])
+
+    fill(sides["src"][0], sides["src"][1], tables["src"], src_tokens, 0)
+    fill(expected, sides["dst"][1], tables["dst"], dst_tokens, start)
+    src, dst = sides["src"][2], sides["dst"][2]
+    plan = bind(
+        template(src.layout, dst.layout),
+        tables["src"][start // src_tokens :],
+        tables["dst"][start // dst_tokens :],
+        start,
+        length,
+    )
+    for layer in range(len(src.layout.layers)):
+        for piece in plan.pieces(layer):
+            runs = piece.runs + np.array([piece.src_base, piece.dst_base, 0])
+            _copy.memcpy_runs(sides["dst"][3][piece.dst_region], sides["src"][3][piece.src_region], runs)
+    for got, wanted in zip(sides["dst"][0], expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("shape", [(6, 4, 24), (6, 1, 4, 24)])
+def test_mla_is_one_latent(shape: tuple[int, ...]) -> None:
+    views, _ = _views([torch.zeros(shape) for _ in range(LAYERS)])
+    layout = describe(views, form=ROWS, latent=True, head_size=24, dtype="bfloat16").layout
+    assert (layout.num_blocks, layout.block_tokens, layout.num_heads, layout.head_nbytes) == (6, 4, 1, 96)
+    assert [len(layer.parts) for layer in layout.layers] == [1, 1]
+    assert layout.token_nbytes == LAYERS * 96
+
+
+def test_blocks_of_a_form_of_their_own_travel_whole() -> None:
+    views, _ = _views(list(torch.zeros(LAYERS, 6, HEADS, 32, 2 * SIZE)))
+    cache = describe(views, form=PACKED, latent=False, head_size=SIZE, dtype="float32")
+    assert cache.token_unit == 32
+    assert (cache.layout.block_tokens, cache.layout.head_nbytes) == (1, HEADS * 32 * 2 * SIZE * 4)
+    other = describe(views, form=COLUMNS, latent=False, head_size=SIZE, dtype="float32")
+    assert cache.layout.dtype != other.layout.dtype, "the handshake refuses a peer with another form"
+
+
+def test_layers_that_share_a_cache_are_sent_once() -> None:
+    one = torch.zeros(6, HEADS, 4, 2 * SIZE)
+    views, _ = _views([one, one])
+    cache = describe(views, form=ROWS, latent=False, head_size=SIZE, dtype="float32")
+    assert cache.planes == {"layer.0": (0,), "layer.1": ()}
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [],
+        [torch.zeros(6, 7)],
+        [torch.zeros(6, 3, 4, 5, 6)],
+        [torch.zeros(6, HEADS, 4, 2 * SIZE), torch.zeros(6, HEADS + 1, 4, 2 * SIZE)],
+        [torch.zeros(6, HEADS, 2 * SIZE, 4).transpose(2, 3)],
+    ],
+)
+def test_a_form_that_is_not_known_is_refused_by_name(tensors: list[torch.Tensor]) -> None:
+    views, _ = _views(tensors)
+    with pytest.raises(UnsupportedCache):
+        describe(views, form=ROWS, latent=False, head_size=SIZE, dtype="float32")
+
+
+def test_a_cache_allocated_in_our_context_is_shared_memory() -> None:
+    context = SharedAllocation()
+    with context:
+        cache = torch.zeros(1 << 20, dtype=torch.int8, device=torch.device("cpu"))
+        small = torch.zeros(16)
+    view = cache.view(torch.float32).view(2, -1)
+    buffers, places = regions([view[1], small], context.buffers)
+    assert buffers[0] is context.buffers[0]
+    assert buffers[0].fd >= 0
+    assert places[0] == (0, 1 << 19)
+    assert buffers[1].fd < 0, "what somebody else allocated cannot be mapped by a peer"
+    view[1, 0] = 1.0
+    assert buffers[0].array[1 << 19 :][:4].view(np.float32)[0] == 1.0
+    assert torch.zeros(4).sum() == 0, "outside the context nothing has changed"
+
+
+def test_memory_of_a_device_is_refused_by_its_name() -> None:
+    with pytest.raises(UnsupportedCache, match="meta"):
+        regions([torch.zeros(4, device="meta")], [])

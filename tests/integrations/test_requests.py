@@ -1,0 +1,263 @@
+"""What the scheduler's half of the vLLM connector decides, played through with plain numbers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pdlink.errors import InvalidRequest
+from pdlink.integrations.vllm_parts import params
+from pdlink.integrations.vllm_parts.requests import (
+    NOTHING,
+    Announce,
+    Chunk,
+    Expect,
+    Offer,
+    RequestBook,
+    Scheduled,
+    Stop,
+)
+
+CONTROL = "tcp://127.0.0.1:41000"
+PROMPT = list(range(100))
+PREFILL = {"transfer_id": "a", "leg": "prefill"}
+DECODE = {"transfer_id": "a", "leg": "decode", "prefill": {"name": "p", "control": CONTROL}}
+ID = params.transfer_id("a", PROMPT)
+
+
+def book(*, shares_prefixes: bool = True, sends: bool = True, receives: bool = True) -> RequestBook:
+    return RequestBook(sends=sends, receives=receives, shares_prefixes=shares_prefixes)
+
+
+class TestSending:
+    def test_a_prompt_is_announced_once_and_sent_chunk_by_chunk(self) -> None:
+        requests = book()
+        requests.arrived("r", PREFILL, PROMPT)
+        requests.arrived("r", PREFILL, PROMPT)
+        first = requests.step([Scheduled("r", (7, 8), True, 0, 32)])
+        assert first.announces == (Announce("r", ID, 100),)
+        assert first.chunks == (Chunk(ID, (7, 8), True, 0, 32, 100),)
+        assert requests.step([Scheduled("r", (9, 3), False, 32, 64)]).chunks == (
+            Chunk(ID, (9, 3), False, 32, 96, 100),
+        )
+        assert requests.step([Scheduled("r", (), False, 96, 4)]).chunks == (Chunk(ID, (), False, 96, 100, 100),)
+        assert requests.step([Scheduled("r", (), False, 100, 1)]) is NOTHING, "generated tokens are not sent"
+
+    def test_a_cached_prefix_is_sent_with_the_first_chunk(self) -> None:
+        requests = book()
+        requests.arrived("r", PREFILL, PROMPT)
+        assert requests.step([Scheduled("r", (1, 2, 3), True, 64, 36)]).chunks == (
+            Chunk(ID, (1, 2, 3), True, 0, 100, 100),
+        )
+
+    def test_blocks_are_kept_from_the_end_of_the_request_until_nothing_reads_them(self) -> None:
+        requests = book()
+        requests.arrived("r", PREFILL, PROMPT)
+        requests.step([Scheduled("r", (1,), True, 0, 100)])
+        assert requests.ended("r")
+        assert requests.step([]) is NOTHING, "its KV is complete: nobody is told to stop"
+        requests.sent({"r"})
+        assert requests.num_sending == 0
+
+    @pytest.mark.parametrize("computed", [0, 32])
+    def test_an_abort_stops_the_transfer_and_keeps_the_blocks(self, computed: int) -> None:
+        requests = book()
+        requests.arrived("r", PREFILL, PROMPT)
+        if computed:
+            requests.step([Scheduled("r", (1,), True, 0, computed)])
+        assert requests.ended("r"), "pushes may be in flight"
+        plan = requests.step([])
+        assert plan.stops == (Stop(ID, "aborted"),)
+        assert bool(plan.announces) == (computed == 0), "the peer that waits for it hears of it, too"
+
+    def test_a_preempted_request_is_withdrawn_and_published_anew(self) -> None:
+        requests = book()
+        requests.arrived("r", PREFILL, PROMPT)
+        requests.step([Scheduled("r", (1, 2), True, 0, 64)])
+        assert requests.step([], {"r", "stranger"}).withdrawn == (ID,)
+        again = requests.step([Scheduled("r", (5,), True, 0, 32)])
+        assert again.chunks == (Chunk(ID, (5,), True, 0, 32, 100),)
+        assert again.stops == ()
+
+    def test_a_preemption_nobody_told_of_ends_the_transfer(self) -> None:
+        requests = book()
+        requests.arrived("r", PREFILL, PROMPT)
+        requests.step([Scheduled("r", (1, 2), True, 0, 64)])
+        assert requests.step([Scheduled("r", (5,), True, 0, 32)]).stops == (Stop(ID, "preempted"),)
+
+    def test_of_two_requests_with_one_id_the_second_is_not_sent(self) -> None:
+        requests = book()
+        requests.arrived("r", PREFILL, PROMPT)
+        requests.arrived("s", PREFILL, PROMPT)
+        assert len(requests.step([]).announces) == 1
+        assert not requests.ended("s")
+
+
+class TestReceiving:
+    def test_decode_asks_for_all_but_the_last_token(self) -> None:
+        requests = book()
+        requests.arrived("r", DECODE, PROMPT)
+        assert requests.step([]).expects == (Expect("r", ID, (CONTROL,)),)
+        assert requests.missing("r", 0) == requests.missing("r", 0) == (99, True)
+        requests.allocated("r", [4, 5, 6, 7], 99)
+        assert requests.step([]).offers == (Offer("r", ID, (4, 5, 6, 7), 0, 99),)
+        requests.received({"r"})
+        assert requests.missing("r", 99) == (0, False)
+        requests.allocated("r", [4, 5, 6, 7], 0)
+        assert requests.step([]) is NOTHING
+
+    def test_decode_offers_only_what_it_lacks(self) -> None:
+        requests = book()
+        requests.arrived("r", DECODE, PROMPT)
+        assert requests.missing("r", 64) == (35, True)
+        requests.allocated("r", [4, 5, 6, 7], 35)
+        assert requests.step([]).offers == (Offer("r", ID, (4, 5, 6, 7), 64, 99),)
+
+    def test_where_nothing_is_missing_the_sender_is_told_so(self) -> None:
+        requests = book()
+        requests.arrived("r", DECODE, PROMPT)
+        assert requests.missing("r", 99) == (0, False)
+        requests.allocated("r", [4, 5, 6, 7], 0)
+        assert requests.step([]).offers == (Offer("r", ID, (4, 5, 6, 7), 99, 99),)
+        assert not requests.ended("r")
+        assert requests.step([]) is NOTHING
+
+    def test_a_prompt_of_one_token_is_not_waited_for(self) -> None:
+        requests = book()
+        requests.arrived("r", DECODE, [5])
+        assert requests.missing("r", 0) == (0, False)
+
+    def test_a_preempted_or_failed_request_is_not_asked_for_again(self) -> None:
+        requests = book()
+        requests.arrived("r", DECODE, PROMPT)
+        requests.allocated("r", [1, 2], 99)
+        requests.received({"r"})
+        assert requests.missing("r", 0) == (0, False)
+
+    @pytest.mark.parametrize("offered", [False, True])
+    def test_an_abort_before_the_kv_is_here_stops_the_transfer(self, offered: bool) -> None:
+        requests = book()
+        requests.arrived("r", DECODE, PROMPT)
+        if offered:
+            requests.allocated("r", [1, 2], 99)
+        assert not requests.ended("r"), "vLLM keeps a parked request's blocks by itself"
+        assert requests.step([]).stops == (Stop(ID, "aborted"),)
+        assert requests.num_receiving == 0
+
+    def test_samples_of_one_prompt_wait_for_the_first_one(self) -> None:
+        requests = book()
+        for name in ("0_r", "1_r"):
+            requests.arrived(name, DECODE, PROMPT)
+        assert len(requests.step([]).expects) == 1
+        assert requests.missing("1_r", 0) == (None, False)
+        requests.allocated("0_r", [1, 2], 99)
+        requests.received({"0_r"})
+        assert requests.missing("1_r", 64) == (0, False)
+        requests.allocated("1_r", [1, 3], 0)
+        assert requests.step([]).offers == (Offer("0_r", ID, (1, 2), 0, 99),)
+
+    def test_samples_whose_first_one_is_aborted_compute_the_prompt(self) -> None:
+        requests = book()
+        for name in ("0_r", "1_r"):
+            requests.arrived(name, DECODE, PROMPT)
+        requests.ended("0_r")
+        assert requests.missing("1_r", 0) == (0, False)
+
+    def test_without_a_prefix_cache_samples_do_not_wait_for_each_other(self) -> None:
+        requests = book(shares_prefixes=False)
+        for name in ("0_r", "1_r"):
+            requests.arrived(name, DECODE, PROMPT)
+        assert requests.missing("1_r", 0) == (0, False)
+
+
+class TestParameters:
+    @pytest.mark.parametrize(
+        "given",
+        [
+            None,
+            {},
+            {"leg": "decode"},
+            {"leg": "nonsense", "transfer_id": "a"},
+            {"leg": "prefill", "transfer_id": ""},
+            {"leg": "prefill", "transfer_id": "x" * 200},
+            {"leg": "decode", "transfer_id": "a", "prefill": {"control": []}},
+            {"do_remote_decode": True},
+        ],
+    )
+    def test_a_request_with_unusable_parameters_is_served_alone(self, given: dict[str, object] | None) -> None:
+        requests = book()
+        requests.arrived("r", given, PROMPT)
+        assert requests.step([Scheduled("r", (1,), True, 0, 100)]) is NOTHING
+        assert requests.missing("r", 0) == (0, False)
+        assert not requests.ended("r")
+
+    def test_a_leg_that_the_role_does_not_serve_is_no_transfer(self) -> None:
+        requests = book(sends=False)
+        requests.arrived("r", PREFILL, PROMPT)
+        requests.arrived("s", None, None)
+        assert not requests.ended("r")
+
+    def test_one_id_names_a_transfer_for_each_prompt(self) -> None:
+        ids = {
+            params.transfer_id("a", [1, 2]),
+            params.transfer_id("a", [2, 1]),
+            params.transfer_id("b", [1, 2]),
+            params.transfer_id("a", [1, 2], ["lora x"]),
+        }
+        assert len(ids) == 4
+        assert params.transfer_id("a", [1, 2]) == params.transfer_id("a", (1, 2))
+
+    def test_addresses_of_all_ranks_can_be_told(self) -> None:
+        leg = params.parse({**DECODE, "prefill": {"control": ["tcp://a:1", "tcp://a:2"]}})
+        assert isinstance(leg, params.DecodeParams)
+        assert leg.prefill.addresses == ("tcp://a:1", "tcp://a:2")
+
+    def test_what_is_wrong_is_named(self) -> None:
+        with pytest.raises(InvalidRequest, match="transfer_id"):
+            params.parse({"leg": "prefill", "transfer_id": 3})
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_nothing_is_left_of_requests_that_have_ended(seed: int) -> None:
+    """Random requests, chunks, preemptions and aborts: each announce meets one end, and the book is empty at last."""
+    rng = random.Random(seed)
+    requests = book(shares_prefixes=rng.random() < 0.5)
+    live: dict[str, int] = {}
+    prompts = {f"r{index}": [index] * rng.randint(1, 80) for index in range(12)}
+    waiting = list(prompts)
+    announced: set[str] = set()
+    while live or waiting:
+        if waiting and rng.random() < 0.4:
+            name = waiting.pop()
+            leg: dict[str, object] = {**rng.choice([PREFILL, DECODE]), "transfer_id": name}
+            requests.arrived(name, leg, prompts[name])
+            live[name] = 0
+        parts, preempted = [], set()
+        for name, computed in list(live.items()):
+            action, size = rng.random(), len(prompts[name])
+            if action < 0.1 and computed:
+                preempted.add(name)
+                live[name] = 0
+            elif action < 0.7 and computed < size:
+                count, asynchronous = requests.missing(name, computed)
+                if count is None:
+                    continue
+                if asynchronous:
+                    requests.allocated(name, [1, 2, 3], count)
+                    requests.received({name})
+                    computed = count
+                now = rng.randint(1, size - computed)
+                parts.append(Scheduled(name, (1,), live[name] == 0, computed, now))
+                live[name] = computed + now
+            elif action > 0.9 or computed == size:
+                if requests.ended(name):
+                    requests.sent({name})
+                del live[name]
+        plan = requests.step(parts, preempted)
+        announced |= {announce.transfer_id for announce in plan.announces}
+        assert {chunk.transfer_id for chunk in plan.chunks} <= announced
+        assert all(chunk.start < chunk.end <= chunk.num_tokens for chunk in plan.chunks)
+    requests.step([])
+    assert requests.num_sending == requests.num_receiving == 0
+    assert requests.step([]) is NOTHING

@@ -1,0 +1,327 @@
+"""The workers' half of the vLLM connector between two endpoints: steps in, bytes across, results out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from pdlink.integrations.vllm_parts import params
+from pdlink.integrations.vllm_parts.layout import CacheLayout
+from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled, StepPlan
+from pdlink.integrations.vllm_parts.worker import Results, WorkerHalf
+from tests.endpoint.conftest import WAIT_S, Node, Pair, until
+
+PROMPT = list(range(30))
+ID = params.transfer_id("a", PROMPT)
+NAMES = ("model.0", "model.1", "model.2")
+
+
+def cache_of(node: Node) -> CacheLayout:
+    return CacheLayout(node.layout, {name: (index,) for index, name in enumerate(NAMES)}, 1)
+
+
+class Server:
+    """One vLLM server: a scheduler's half and one worker's, joined by steps."""
+
+    def __init__(self, node: Node, *, ratio: int = 1) -> None:
+        self.node = node
+        self.book = RequestBook(sends=True, receives=True, shares_prefixes=True)
+        self.half = WorkerHalf(node.endpoint, cache_of(node), shard=0, block_ratio=ratio, preemption_s=5.0)
+        self.over: set[str] = set()
+
+    def step(
+        self, parts: list[Scheduled] | None = None, preempted: frozenset[str] = frozenset(), *, hooks: bool = True
+    ) -> Results:
+        """What vLLM does in one step; hooks: whether the layers' hooks run."""
+        plan: StepPlan = self.book.step(parts or [], preempted)
+        self.half.withdraw(plan)
+        self.half.begin(plan)
+        for name in NAMES if hooks and parts else ():
+            self.half.layer_saved(name)
+        self.half.end()
+        over, self.over = self.over, set()
+        results = self.half.results(over)
+        self.book.received(results.received)
+        self.book.sent(results.sent)
+        return results
+
+    def end(self, request_id: str) -> bool:
+        self.over.add(request_id)
+        return self.book.ended(request_id)
+
+    def until_reported(self, *, sent: str = "", received: str = "") -> Results:
+        """Empty steps, as vLLM makes them while something is awaited."""
+        deadline_s = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline_s:
+            results = self.step()
+            if sent in results.sent or received in results.received:
+                return results
+            time.sleep(0.002)
+        raise AssertionError(f"not reported: {sent or received}")
+
+    def idle(self) -> bool:
+        return not any(self.half.states().values()) and not (self.book.num_sending or self.book.num_receiving)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+@pytest.fixture
+def servers(pair: Pair) -> tuple[Server, Server]:
+    """Prefill with 4-token blocks, decode with 16-token blocks of two 8-token kernel blocks each."""
+    return Server(pair.prefill), Server(pair.decode, ratio=2)
+
+
+def ask(prefill: Server, decode: Server) -> None:
+    control = {"control": prefill.node.endpoint.address}
+    prefill.book.arrived("p", {"transfer_id": "a", "leg": "prefill"}, PROMPT)
+    decode.book.arrived("d", {"transfer_id": "a", "leg": "decode", "prefill": control}, PROMPT)
+
+
+def offer(decode: Server, computed: int = 0) -> None:
+    count, parked = decode.book.missing("d", computed)
+    assert parked
+    assert count is not None
+    decode.book.allocated("d", [5, 2], count)
+
+
+def offered(pair: Pair, prefill: Server, decode: Server) -> None:
+    """Steps until the offer is at the sender."""
+    prefill.step()
+    decode.step()
+    until(lambda: pair.sender_state("writing") == 1, "the offer has come")
+
+
+def same(pair: Pair, src: list[int], dst: list[int], start: int = 0, end: int = 29) -> bool:
+    return all(
+        np.array_equal(
+            pair.prefill.rows(src, end, layer)[:, start:], pair.decode.rows(dst, end, layer)[:, start:]
+        )
+        for layer in range(3)
+    )  # fmt: skip
+
+
+SRC, DST = [7, 3, 9, 1, 12, 0, 20, 4], [10, 11, 4, 5]
+"""Blocks of prefill, and kernel blocks of decode: its blocks 5 and 2."""
+
+
+@pytest.mark.parametrize("hooks", [True, False])
+@pytest.mark.parametrize("decode_first", [True, False])
+def test_chunks_cross_and_both_sides_report_once(
+    pair: Pair, servers: tuple[Server, Server], hooks: bool, decode_first: bool
+) -> None:
+    prefill, decode = servers
+    ask(prefill, decode)
+    offer(decode)
+    if decode_first:
+        decode.step()
+    prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)], hooks=hooks)
+    prefill.step([Scheduled("p", tuple(SRC[4:]), False, 16, 14)], hooks=hooks)
+    assert prefill.end("p"), "its blocks are read"
+    received = decode.until_reported(received="d")
+    assert (received.failed, received.failed_blocks) == (set(), set())
+    prefill.until_reported(sent="p")
+    assert same(pair, SRC, DST)
+    assert prefill.step() == decode.step() == Results()
+    decode.end("d")
+    decode.step()
+    assert prefill.idle()
+    assert decode.idle()
+
+
+def test_only_the_missing_tokens_are_written(pair: Pair, servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    ask(prefill, decode)
+    offer(decode, 16)
+    decode.step()
+    prefill.step([Scheduled("p", tuple(SRC), True, 8, 22)])
+    decode.until_reported(received="d")
+    assert same(pair, SRC, DST, 16)
+    assert not pair.decode.rows(DST, 16, 0).any(), "what decode has was not touched"
+
+
+def test_a_prefix_from_the_cache_is_not_read_before_the_step_has_written_it(
+    pair: Pair, servers: tuple[Server, Server]
+) -> None:
+    """vLLM lets a request share blocks that another one computes in the same step."""
+    prefill, decode = servers
+    ask(prefill, decode)
+    offer(decode)
+    offered(pair, prefill, decode)
+    prefill.half.begin(prefill.book.step([Scheduled("p", tuple(SRC), True, 16, 14)]))
+    assert not pair.hub.flights
+    assert not pair.decode.rows(DST, 29, 0).any()
+    pair.prefill.buffer.array[:] = np.random.default_rng(9).integers(0, 256, pair.prefill.buffer.nbytes, np.uint8)
+    for name in NAMES:
+        prefill.half.layer_saved(name)
+    prefill.half.end()
+    decode.until_reported(received="d")
+    assert same(pair, SRC, DST)
+
+
+def test_a_prompt_that_decode_has_ends_both_without_a_push(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    ask(prefill, decode)
+    assert decode.book.missing("d", 29) == (0, False)
+    decode.book.allocated("d", [5, 2], 0)
+    decode.step()
+    prefill.step([Scheduled("p", tuple(SRC), True, 28, 2)])
+    prefill.end("p")
+    prefill.until_reported(sent="p")
+    decode.end("d")
+    assert decode.step() == Results(), "a request that was not parked is not reported"
+    assert decode.idle()
+
+
+def test_steps_that_are_planned_one_ahead_send_the_same(pair: Pair, servers: tuple[Server, Server]) -> None:
+    """Asynchronous scheduling puts the next step together while the last one runs."""
+    prefill, decode = servers
+    ask(prefill, decode)
+    offer(decode)
+    decode.step()
+    plans = [
+        prefill.book.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)]),
+        prefill.book.step([Scheduled("p", tuple(SRC[4:]), False, 16, 14)]),
+        prefill.book.step([Scheduled("p", (), False, 30, 1)]),
+    ]
+    for plan in plans:
+        prefill.half.begin(plan)
+        for name in NAMES:
+            prefill.half.layer_saved(name)
+        prefill.half.end()
+    assert decode.until_reported(received="d").failed == set()
+    assert same(pair, SRC, DST)
+
+
+def test_a_preempted_prompt_is_sent_from_its_new_blocks(pair: Pair, servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    ask(prefill, decode)
+    offer(decode)
+    offered(pair, prefill, decode)
+    prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)])
+    prefill.step(preempted=frozenset({"p"}))
+    rows = pair.prefill.rows(SRC, 30, 0)
+    pair.prefill.buffer.array[:] = np.random.default_rng(8).integers(0, 256, pair.prefill.buffer.nbytes, np.uint8)
+    other = [block + 1 for block in SRC]  # computed again, elsewhere; the first 16 tokens are with decode already
+    prefill.step([Scheduled("p", tuple(other[:2]), True, 0, 8)])
+    prefill.step([Scheduled("p", tuple(other[2:]), False, 8, 22)])
+    decode.until_reported(received="d")
+    assert same(pair, other, DST, 16)
+    assert np.array_equal(pair.decode.rows(DST, 16, 0), rows[:, :16]), "landed before the preemption, and right"
+
+
+def test_a_preemption_waits_for_pushes_in_flight(pair: Pair, servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    ask(prefill, decode)
+    offer(decode)
+    offered(pair, prefill, decode)
+    pair.hub.hold = True
+    prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)])
+    until(lambda: len(pair.hub.flights) == 3, "a push of every layer is in flight")
+    preempting = threading.Thread(target=prefill.step, kwargs={"preempted": frozenset({"p"})})
+    preempting.start()
+    preempting.join(0.2)
+    assert preempting.is_alive(), "the old blocks are still being read"
+    pair.hub.hold = False
+    pair.hub.deliver_all()
+    preempting.join(WAIT_S)
+    assert not preempting.is_alive()
+    prefill.step([Scheduled("p", tuple(SRC), True, 0, 30)])
+    assert decode.until_reported(received="d").failed == set()
+    assert same(pair, SRC, DST)
+
+
+def test_a_preemption_that_waits_too_long_ends_the_transfer(pair: Pair, servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    prefill.half = WorkerHalf(pair.prefill.endpoint, cache_of(pair.prefill), shard=0, block_ratio=1, preemption_s=0.1)
+    ask(prefill, decode)
+    offer(decode)
+    offered(pair, prefill, decode)
+    pair.hub.hold = True
+    prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)])
+    until(lambda: len(pair.hub.flights) == 3, "a push of every layer is in flight")
+    prefill.step(preempted=frozenset({"p"}))
+    assert decode.step() == Results(), "what is in flight may still be written"
+    pair.hub.hold = False
+    pair.hub.deliver_all()
+    assert decode.until_reported(received="d").failed == {"d"}
+
+
+def test_a_failed_load_is_reported_when_nothing_can_write_any_more(
+    pair: Pair, servers: tuple[Server, Server]
+) -> None:
+    prefill, decode = servers
+    ask(prefill, decode)
+    offer(decode, 16)
+    offered(pair, prefill, decode)
+    pair.hub.hold = True  # pushes stay in flight
+    prefill.step([Scheduled("p", tuple(SRC[:6]), True, 0, 24)])
+    prefill.end("p")
+    prefill.step()
+    deadline_s = time.monotonic() + 0.3
+    while time.monotonic() < deadline_s:
+        assert decode.step() == Results(), "a push is still in flight"
+    pair.hub.hold = False
+    pair.hub.deliver_all()
+    results = decode.until_reported(received="d")
+    assert results.failed == {"d"}
+    assert results.failed_blocks == {2}, "the block of the cached prefix is good"
+    prefill.until_reported(sent="p")
+
+
+def test_an_aborted_receive_is_reported_after_the_fence(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    ask(prefill, decode)
+    offer(decode)
+    decode.step()
+    decode.end("d")
+    results = decode.until_reported(received="d")
+    assert results.failed == {"d"}
+    prefill.step([Scheduled("p", tuple(SRC), True, 0, 30)])
+    prefill.end("p")
+    prefill.until_reported(sent="p")
+    assert prefill.idle()
+    assert decode.idle()
+
+
+def test_a_request_aborted_before_its_blocks_were_reserved_is_not_reported(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    ask(prefill, decode)
+    decode.step()
+    decode.end("d")
+    assert decode.step() == Results()
+    prefill.step([Scheduled("p", tuple(SRC), True, 0, 30)])
+    prefill.end("p")
+    prefill.until_reported(sent="p")
+    assert decode.idle()
+
+
+@pytest.mark.parametrize("control", ["nonsense", "tcp://192.0.2.1:9", "tcp://127.0.0.1:1"])
+def test_a_prefill_server_that_cannot_be_reached_fails_the_load(servers: tuple[Server, Server], control: str) -> None:
+    _, decode = servers
+    decode.book.arrived("d", {"transfer_id": "a", "leg": "decode", "prefill": {"control": control}}, PROMPT)
+    decode.step()
+    offer(decode)
+    results = decode.until_reported(received="d")
+    assert results.failed == {"d"}
+    decode.end("d")
+    decode.step()
+    assert decode.idle()
+
+
+def test_an_id_that_was_used_before_is_not_sent_and_still_reported(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    for name in ("p", "q"):
+        prefill.book.arrived(name, {"transfer_id": "a", "leg": "prefill"}, PROMPT)
+        prefill.step()
+        prefill.end(name)
+        prefill.until_reported(sent=name)
+    assert prefill.idle()
