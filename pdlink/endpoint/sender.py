@@ -205,15 +205,15 @@ class Sender:
                 emit(MessageDropped(reason="wrong_direction"))
 
     def on_batch(self, transport: Transport, done: BatchDone) -> None:
-        """A push, or a part of one, has ended."""
-        flight = self._pushes.ended(transport, done)
-        if flight is None:
+        """Some pushes, or a part of one, have ended."""
+        flights = self._pushes.ended(transport, done)
+        if not flights:
             return
         self._landed.notify_all()
-        machine, push = flight.machine, flight.push
+        machine = flights[0].machine
         outgoing = self._live[machine.transfer_id]
         if done.status is not Status.OK:
-            self._run(outgoing, machine.lost(push.push_id, f"push {done.status.value}: {done.detail}"))
+            self._lost(flights, f"push {done.status.value}: {done.detail}")
             self._pushes.release()
             return
         self._pushes.release()  # before anything else: the link must not run dry
@@ -221,26 +221,28 @@ class Sender:
         outgoing.lane = transport.lane(done.peer)
         if outgoing.first_landed_s is None:
             outgoing.first_landed_s = done.done_s
-        if flight.left:
-            return
-        if not flight.whole:
-            self._run(outgoing, machine.dropped(push.push_id))
-            return
-        emit(
-            LayerLanded(
-                at_s=done.done_s,
-                transfer_id=machine.transfer_id,
-                layer=push.layer,
-                start=push.start,
-                end=push.end,
-                nbytes=flight.nbytes,
-                transport=outgoing.lane,
-                submitted_s=flight.submitted_s,
-                asked_s=flight.asked_s,
+        for flight in flights:
+            push = flight.push
+            if flight.left:
+                continue
+            if not flight.whole:
+                self._run(outgoing, machine.dropped(push.push_id))
+                continue
+            emit(
+                LayerLanded(
+                    at_s=done.done_s,
+                    transfer_id=machine.transfer_id,
+                    layer=push.layer,
+                    start=push.start,
+                    end=push.end,
+                    nbytes=flight.nbytes,
+                    transport=outgoing.lane,
+                    submitted_s=flight.submitted_s,
+                    asked_s=flight.asked_s,
+                )
             )
-        )
-        self._checksum(outgoing, push)
-        self._run(outgoing, machine.landed(push.push_id))
+            self._checksum(outgoing, push)
+            self._run(outgoing, machine.landed(push.push_id))
 
     def on_peer_lost(self, peer: Peer, reason: str) -> None:
         """The session is over: stop its transfers; those with pushes in flight wait for the fence."""
@@ -346,18 +348,16 @@ class Sender:
 
     def _run(self, outgoing: _Outgoing, actions: list[Action]) -> None:
         machine = outgoing.machine
-        queue = list(actions)
-        while queue:
-            match queue.pop(0):
+        pushes: list[Push] = []
+        for action in actions:
+            match action:
                 case Send(body=body):
                     if isinstance(body, messages.Done) and outgoing.checksums:
                         body = replace(body, checksums=tuple(outgoing.checksums))
                     if outgoing.peer is not None:
                         self._link.send(outgoing.peer, body)
-                case Push() as push if outgoing.peer is not None and machine.state is SenderState.WRITING:
-                    self._pushes.add(outgoing.peer, machine, push)
-                case Push(push_id=push_id):  # one before it was refused, and that has ended the transfer
-                    queue.extend(machine.dropped(push_id))
+                case Push():
+                    pushes.append(action)
                 case Fail(reason=reason):
                     on_failed = outgoing.on_failed
                     self._link.defer(lambda on_failed=on_failed, reason=reason: on_failed(reason))  # type: ignore[misc]
@@ -366,17 +366,25 @@ class Sender:
                     self._end(outgoing, reason)
                 case other:
                     raise AssertionError(f"{machine.transfer_id}: a sender does not {other}")
+        if pushes:
+            assert outgoing.peer is not None
+            self._pushes.add(outgoing.peer, machine, pushes)  # together: small ones travel in one part
 
     def _drop(self, outgoing: _Outgoing) -> None:
         """Take back what this transfer has waiting."""
         for push_id in self._pushes.drop(outgoing.machine.transfer_id):
             self._run(outgoing, outgoing.machine.dropped(push_id))
 
-    def _on_refused(self, flight: Flight, error: PdlinkError | ValueError) -> None:
-        """A push cannot be handed to its transport: that ends the session."""
-        outgoing = self._live[flight.machine.transfer_id]
-        self._run(outgoing, outgoing.machine.lost(flight.push.push_id, f"push refused: {error}"))
-        self._link.lose(flight.peer, str(error))
+    def _lost(self, flights: Sequence[Flight], reason: str) -> None:
+        machine = flights[0].machine
+        outgoing = self._live[machine.transfer_id]
+        for flight in flights:
+            self._run(outgoing, machine.lost(flight.push.push_id, reason))
+
+    def _on_refused(self, flights: Sequence[Flight], error: PdlinkError | ValueError) -> None:
+        """Pushes cannot be handed to their transport: that ends the session."""
+        self._lost(flights, f"push refused: {error}")
+        self._link.lose(flights[0].peer, str(error))
 
     def _checksum(self, outgoing: _Outgoing, push: Push) -> None:
         """Of what has just landed, if the offer asked for it."""

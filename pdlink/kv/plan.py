@@ -20,7 +20,7 @@ head) and partial blocks are only other numbers in it. Steps 1 and 3 are compile
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numba
@@ -55,10 +55,12 @@ class LayerClass:
     """Three (count, source stride, destination stride), by falling destination stride: tokens (count 0: it is the
     span's), heads, and parts (count 1 where K and V do not lie so that their runs could join)."""
     head_nbytes: int
+    axes_table: Table = field(compare=False)
+    """`axes` for the compiled loops."""
 
     def runs(self, src: IntArray, dst: IntArray, start: int, end: int, block_tokens: tuple[int, int]) -> RunArray:
         """Runs of tokens [start, end), relative to the first part of a layer."""
-        spans = _spans(
+        runs = _runs(
             src,
             dst,
             start,
@@ -68,8 +70,9 @@ class LayerClass:
             self.src_token_stride,
             self.dst_block_stride,
             self.dst_token_stride,
+            self.axes_table,
+            self.head_nbytes,
         )
-        runs = _expand(spans, np.array(self.axes, dtype=np.int64), self.head_nbytes)
         runs.flags.writeable = False  # layers share them
         return runs
 
@@ -176,7 +179,7 @@ def bind(template: Template, src_blocks: BlockIds, dst_blocks: BlockIds, start: 
         raise ValueError(f"token range [{start}, {end}) is not a range of positions")
     src = _needed("source", template.src, src_blocks, start, end)
     dst = _needed("destination", template.dst, dst_blocks, start, end)
-    if len(dst) > 1 and len(np.unique(dst)) != len(dst):
+    if len(dst) > 1 and len(set(dst.tolist())) != len(dst):
         raise ValueError("destination blocks are not distinct: two ranges of tokens would be written to one block")
     block_tokens = (template.src.block_tokens, template.dst.block_tokens)
     return Plan(template, start, end, tuple(c.runs(src, dst, start, end, block_tokens) for c in template.classes))
@@ -203,13 +206,15 @@ def _classify(
         span_tokens = min(src.block_tokens, dst.block_tokens)
         if _absorbs((span_tokens, *tokens[1:]), heads, fused, head_nbytes=src.head_nbytes):
             parts, bases = fused, bases[:1]
+    axes = tuple(sorted((tokens, heads, parts), key=lambda axis: axis[2], reverse=True))
     shape = LayerClass(
         src_block_stride=src_layer.block_stride,
         src_token_stride=src_layer.token_stride,
         dst_block_stride=dst_layer.block_stride,
         dst_token_stride=dst_layer.token_stride,
-        axes=tuple(sorted((tokens, heads, parts), key=lambda axis: axis[2], reverse=True)),
+        axes=axes,
         head_nbytes=src.head_nbytes,
+        axes_table=np.array(axes, dtype=np.int64),
     )
     return shape, bases
 
@@ -255,9 +260,9 @@ def _needed(side: str, layout: KVLayout, blocks: BlockIds, start: int, end: int)
     if given.ndim != 1 or given.dtype.kind not in "iu":
         raise ValueError(f"{side} blocks must be a list of integers, got {given.dtype} of {given.ndim} dimensions")
     needed = given.astype(np.int64)
-    low, high = int(needed.min()), int(needed.max())
-    if low < 0 or high >= layout.num_blocks:
-        raise ValueError(f"{side} block {low if low < 0 else high} does not exist: there are {layout.num_blocks}")
+    missing = _first_missing(needed, layout.num_blocks)
+    if missing >= 0:
+        raise ValueError(f"{side} block {needed[missing]} does not exist: there are {layout.num_blocks}")
     return needed
 
 
@@ -272,6 +277,15 @@ def _compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     except RuntimeError:
         compiled = numba.njit(nogil=True)(function)
     return compiled
+
+
+@_compiled
+def _first_missing(blocks: IntArray, num_blocks: int) -> int:
+    """Index of the first block that does not exist; -1 if all do."""
+    for index in range(len(blocks)):
+        if not 0 <= blocks[index] < num_blocks:
+            return index
+    return -1
 
 
 @_compiled
@@ -355,3 +369,34 @@ def _expand(spans: Table, axes: Table, head_nbytes: int) -> Table:
                     src += axes[2, 1]
                     dst += axes[2, 2]
     return runs[:count]
+
+
+@_compiled
+def _runs(
+    src_blocks: IntArray,
+    dst_blocks: IntArray,
+    start: int,
+    end: int,
+    src_block_tokens: int,
+    dst_block_tokens: int,
+    src_block_stride: int,
+    src_token_stride: int,
+    dst_block_stride: int,
+    dst_token_stride: int,
+    axes: Table,
+    head_nbytes: int,
+) -> Table:
+    """Both steps in one call: for a few blocks, calls are what takes time."""
+    spans = _spans(
+        src_blocks,
+        dst_blocks,
+        start,
+        end,
+        src_block_tokens,
+        dst_block_tokens,
+        src_block_stride,
+        src_token_stride,
+        dst_block_stride,
+        dst_token_stride,
+    )
+    return _expand(spans, axes, head_nbytes)

@@ -158,13 +158,14 @@ class Pair:
         block_tokens: tuple[int, int] = (4, 8),
         chaos: ChaosConfig | None = None,
         sharing: SharingConfig | None = None,
+        num_layers: int = 3,
     ) -> None:
         warm_up()  # not with the first push, under the endpoint's lock: seconds on a loaded machine
         self.hub = LoopbackHub()
         self.timeouts = timeouts
-        src = layout(block_tokens[0])
+        src, dst = (layout(tokens, num_layers=num_layers) for tokens in block_tokens)
         self.prefill = Node(self.hub, "prefill", src, timeouts, chaos=chaos, sharing=sharing).open()
-        self.decode = Node(self.hub, "decode", layout(block_tokens[1]), timeouts, chaos=chaos).open()
+        self.decode = Node(self.hub, "decode", dst, timeouts, chaos=chaos).open()
         random = np.random.default_rng(7)
         self.prefill.buffer.array[:] = random.integers(0, 256, self.prefill.buffer.nbytes, np.uint8)
         self.events: list[Event] = []

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdlink.config import SharingConfig
+from pdlink.errors import TransportFailure
 from pdlink.events import LayerLanded, LayerWritten, listen
 from pdlink.observe.metrics import WorkerMetrics
 
@@ -225,3 +226,154 @@ def test_stalled_peer_does_not_stop_another(pair: Pair) -> None:
         pair.hub.hold = False
         pair.hub.deliver_all()
         other.close()
+
+
+# -- small pushes that may go at the same moment ---------------------------------------------------------------------
+
+
+def offered_last(pair: Pair, name: str, dst: list[int], num_tokens: int) -> Handler:
+    """Offer for what is written already; returns when as much of it as has room is handed over."""
+    handler = pair.expect(name)
+    pair.decode.endpoint.receiver.offer(name, dst, 0, num_tokens)
+    until(lambda: pair.sender_state("writing") > 0, "the offer is there")
+    return handler
+
+
+def flying_nbytes(pair: Pair) -> list[int]:
+    return [flight.nbytes for flight in pair.hub.flights]
+
+
+def test_32_small_layers_that_are_written_before_the_offer_go_in_one_native_call() -> None:
+    pair = Pair(num_layers=32)
+    pair.hub.hold = True
+    try:
+        log = pair.announce("t")
+        pair.compute("t", SMALL, SMALL_TOKENS)
+        handler = offered_last(pair, "t", SMALL_DST, SMALL_TOKENS)
+        assert flying_nbytes(pair) == [32 * SMALL_TOKENS * TOKEN_NBYTES]
+        pair.hub.step()
+        assert not landed(pair)
+        pair.hub.deliver_all()
+        assert handler.wait() == ["ready 42", "released"]
+        assert log.wait() == ["end"]
+        events = [event for event in pair.events if isinstance(event, LayerLanded)]
+        assert [(event.layer, event.start, event.end) for event in events] == [
+            (n, 0, SMALL_TOKENS) for n in range(32)
+        ]
+        assert {event.nbytes for event in events} == {SMALL_TOKENS * TOKEN_NBYTES}
+        assert len({(event.asked_s, event.submitted_s, event.at_s) for event in events}) == 1
+        for layer in range(32):
+            assert (pair.decode.rows(SMALL_DST, 4, layer) == pair.prefill.rows(SMALL, 4, layer)).all()
+    finally:
+        pair.close()
+
+
+def test_pushes_share_no_more_than_a_part(pair: Pair) -> None:
+    """Two layers of 256 bytes fill one of 512; the third goes alone."""
+    pair.announce("t")
+    pair.compute("t", SMALL, SMALL_TOKENS)
+    handler = offered_last(pair, "t", SMALL_DST, SMALL_TOKENS)
+    assert flying_nbytes(pair) == [512, 256]
+    land_next(pair, pair.decode)
+    assert landed(pair) == [("t", 0), ("t", 1)]
+    land_next(pair, pair.decode)
+    assert handler.wait() == ["ready 42", "released"]
+
+
+def test_large_push_between_small_ones_is_cut_and_they_share(pair: Pair) -> None:
+    pair.hub.hold = False
+    log, sender = pair.announce("t"), pair.prefill.endpoint.sender
+    sender.publish("t", BIG, BIG_TOKENS, 0)
+    for layer, end in ((0, 4), (1, BIG_TOKENS), (2, 4)):
+        sender.layer_ready("t", layer, 0, end)
+    submitted = pair.hub._num_submitted
+    handler = offered_last(pair, "t", BIG_DST, BIG_TOKENS)
+    until(lambda: len(landed(pair)) == 3, "what was written has landed")
+    assert pair.hub._num_submitted == submitted + 4  # three parts of layer 1, and one of the others
+    for layer in (0, 2):
+        sender.layer_ready("t", layer, 4, BIG_TOKENS)
+    sender.finish("t", 42, finished=False)
+    assert handler.wait() == ["ready 42", "released"]
+    assert log.wait() == ["end"]
+    events = [event for event in pair.events if isinstance(event, LayerLanded)]
+    assert sorted((event.layer, event.start, event.end) for event in events) == [
+        (0, 0, 4), (0, 4, BIG_TOKENS), (1, 0, BIG_TOKENS), (2, 0, 4), (2, 4, BIG_TOKENS),
+    ]  # fmt: skip
+    assert sum(event.nbytes for event in events) == LAYERS * BIG_TOKENS * TOKEN_NBYTES
+    for layer in range(LAYERS):
+        assert (pair.decode.rows(BIG_DST, 21, layer) == pair.prefill.rows(BIG, 21, layer)).all()
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+@pytest.mark.parametrize("flies", [False, True])
+def test_stop_takes_back_a_shared_part_that_waits_and_waits_for_one_that_flies(side: str, *, flies: bool) -> None:
+    one = SharingConfig(window_nbytes=512, peer_window_nbytes=512, part_nbytes=512)
+    pair = Pair(sharing=one, num_layers=5)
+    pair.hub.hold = True
+    try:
+        if not flies:
+            begin(pair, "other", SMALL, SMALL_DST, 2, finish=False)
+        other = list(pair.hub.flights)
+        log = pair.announce("t")
+        pair.compute("t", BIG, SMALL_TOKENS)
+        handler = pair.expect("t")
+        pair.decode.endpoint.receiver.offer("t", BIG_DST[:1], 0, SMALL_TOKENS)
+        until(lambda: waiting(pair) > 0, "what has no room waits")
+        assert waiting(pair) == (768 if flies else 1280)
+        if side == "sender":
+            pair.prefill.endpoint.sender.cancel("t", "enough")
+        else:
+            pair.decode.endpoint.receiver.cancel("t", "enough")
+        until(lambda: waiting(pair) == 0, "the waiting parts are dropped")
+        if flies:
+            assert not log.ended.is_set()
+            assert flying_nbytes(pair) == [512]
+            pair.hub.deliver_all()
+        assert log.wait() == ["failed enough", "end"]
+        assert handler.wait() == ["failed enough", "released"]
+        assert list(pair.hub.flights) == other
+        assert landed(pair) == ([("t", 0), ("t", 1)] if flies else [])
+    finally:
+        pair.close()
+
+
+def test_withdrawn_blocks_wait_for_the_part_that_layers_share(pair: Pair) -> None:
+    sender, new = pair.prefill.endpoint.sender, [13]
+    pair.announce("t")
+    sender.publish("t", SMALL, SMALL_TOKENS, 0)
+    for layer in range(2):
+        sender.layer_ready("t", layer, 0, SMALL_TOKENS)
+    handler = offered_last(pair, "t", SMALL_DST, SMALL_TOKENS)
+    assert flying_nbytes(pair) == [512]
+    withdrawn = threading.Thread(target=sender.withdraw, args=("t", WAIT_S))
+    withdrawn.start()
+    assert withdrawn.is_alive()
+    pair.hub.hold = False
+    pair.hub.deliver_all()
+    withdrawn.join(WAIT_S)
+    assert not withdrawn.is_alive()
+    pair.compute("t", new, SMALL_TOKENS)
+    assert handler.wait() == ["ready 42", "released"]
+    assert sorted(landed(pair)) == [("t", 0), ("t", 1), ("t", 2)]  # what has landed is not pushed again
+
+
+def test_refused_shared_part_ends_the_session_and_is_waited_for_until_the_fence(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise TransportFailure("no route")
+
+    log = pair.announce("t")
+    pair.compute("t", SMALL, SMALL_TOKENS)
+    handler = pair.expect("t")
+    monkeypatch.setattr(pair.prefill.transport, "submit", refuse)
+    pair.decode.endpoint.receiver.offer("t", SMALL_DST, 0, SMALL_TOKENS)
+    assert log.wait() == ["failed push refused: no route", "end"]
+    assert handler.wait()[-1] == "released"
+    until(pair.idle, "nothing is held")
+    assert pair.prefill.endpoint.sender.push_nbytes() == {"waiting": 0, "in_flight": 0}
+    monkeypatch.undo()
+    pair.hub.hold = False
+    until(lambda: pair.decode.endpoint.num_closing() == 0, "the old session is fenced")
+    _, again = begin(pair, "again", SMALL, SMALL_DST, SMALL_TOKENS)
+    assert again.wait() == ["ready 42", "released"]

@@ -113,6 +113,7 @@ def test_receiver_that_cancels_gets_its_blocks_back_when_the_sender_is_quiet(pai
     log = pair.announce("t")
     handler = pair.expect("t")
     pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    until(lambda: pair.sender_state("writing") == 1, "the offer is there")
     pair.compute("t", SRC, TOKENS)
     until(lambda: len(pair.hub.flights) == 3, "three layers are in flight")
     pair.decode.endpoint.receiver.cancel("t", "client left")

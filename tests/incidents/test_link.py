@@ -44,6 +44,7 @@ def in_flight(pair: Pair, transfer_id: str) -> Handler:
     pair.hub.hold = True
     pair.announce(transfer_id)
     handler = begin(pair, transfer_id)
+    until(lambda: pair.sender_state("writing") == 1, "the offer is there")
     pair.compute(transfer_id, SRC, TOKENS)
     until(lambda: len(pair.hub.flights) == 3, "three layers are in flight")
     return handler

@@ -432,7 +432,7 @@ def test_warm_up_leaves_nothing_to_compile() -> None:
 
 def num_specialisations() -> list[int]:
     """For how many argument types there is machine code of each loop that Python calls."""
-    dispatchers: list[Any] = [plan_module._spans, plan_module._expand]
+    dispatchers: list[Any] = [plan_module._first_missing, plan_module._runs]
     return [len(dispatcher.signatures) for dispatcher in dispatchers]
 
 

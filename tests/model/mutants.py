@@ -249,27 +249,29 @@ def _dropped_in_name_only(_right: Any) -> Callable[..., Any]:
     def drop(self: Pushes, transfer_id: str) -> Any:
         route = self._routes.get(transfer_id)
         waiting = route.order._transfers[transfer_id].parts if route is not None else ()
-        return list(dict.fromkeys(part.job[0].push.push_id for part in waiting))
+        return list(dict.fromkeys(piece.flight.push.push_id for part in waiting for piece in part.job))
 
     return drop
 
 
 def _lands_with_its_first_part(right: Any) -> Callable[..., Any]:
     def ended(self: Pushes, transport: Any, done: Any) -> Any:
-        flight = right(self, transport, done)
-        if flight is not None and flight.nbytes:
-            flight.left = 0
-        return flight
+        flights = right(self, transport, done)
+        for flight in flights:
+            if flight.nbytes:
+                flight.left = 0
+        return flights
 
     return ended
 
 
 def _keeps_credits(_right: Any) -> Callable[..., Any]:
     def ended(self: Pushes, transport: Any, done: Any) -> Any:
-        flight = self._in_flight.pop((transport.name, done.ticket)).job[0]
-        flight.left -= 1
-        flight.nbytes += done.nbytes
-        return flight
+        part = self._in_flight.pop((transport.name, done.ticket))
+        for flight, _, _, nbytes in part.job:
+            flight.left -= 1
+            flight.nbytes += nbytes
+        return [piece.flight for piece in part.job]
 
     return ended
 
