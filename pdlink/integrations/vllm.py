@@ -28,6 +28,7 @@ from pdlink.integrations.vllm_parts import versions
 from pdlink.integrations.vllm_parts.rank import Rank
 from pdlink.integrations.vllm_parts.requests import NOTHING, RequestBook, Scheduled, StepPlan
 from pdlink.integrations.vllm_parts.stats import COUNTS
+from pdlink.integrations.vllm_parts.worker import Results
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,9 +44,15 @@ class PDLinkMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """The plan of one step on its way to the workers."""
 
     plan: StepPlan
+    idle: bool = False
+    """The step computes nothing."""
 
 
-_NOTHING = PDLinkMetadata(NOTHING)
+_NOTHING, _IDLE = PDLinkMetadata(NOTHING), PDLinkMetadata(NOTHING, idle=True)
+
+_PAUSE_S = 0.004
+"""Longest wait of a step that computes nothing. While requests wait for KV, vLLM makes such steps a thousand times a
+second, which takes more than a core on CPUs (0.32); a new request waits this long at most."""
 
 
 class PDLinkConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -87,7 +94,10 @@ class PDLinkConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> PDLinkMetadata:
         parts = (Scheduled(*part) for part in versions.scheduled(scheduler_output))
         plan = self._book.step(parts, scheduler_output.preempted_req_ids or ())
-        return _NOTHING if plan is NOTHING else PDLinkMetadata(plan)
+        idle = not scheduler_output.total_num_scheduled_tokens
+        if plan is NOTHING:
+            return _IDLE if idle else _NOTHING
+        return PDLinkMetadata(plan, idle)
 
     def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._book.ended(request.request_id), None
@@ -124,14 +134,22 @@ class PDLinkConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker.half.end()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        results = self._worker.half.results(finished_req_ids)
+        results = self._results(finished_req_ids)
         self._failed_blocks |= results.failed_blocks
         return results.sent, results.received
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """From vLLM 0.30 on; it falls back on `get_finished` before."""
-        results = self._worker.half.results(finished_req_ids)
+        results = self._results(finished_req_ids)
         return versions.transfer_results(results.sent, results.received, results.failed)
+
+    def _results(self, over: set[str]) -> Results:
+        results = self._worker.half.results(over)
+        metadata = self._connector_metadata
+        if isinstance(metadata, PDLinkMetadata) and metadata.idle and results == Results():
+            self._worker.half.pause(_PAUSE_S)
+            results = self._worker.half.results(())
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Before 0.30: what `get_finished` has told is not there."""

@@ -60,7 +60,7 @@ class Server:
             results = self.step()
             if sent in results.sent or received in results.received:
                 return results
-            time.sleep(0.002)
+            self.half.pause(0.02)
         raise AssertionError(f"not reported: {sent or received}")
 
     def idle(self) -> bool:
@@ -135,6 +135,26 @@ def test_chunks_cross_and_both_sides_report_once(
     decode.step()
     assert prefill.idle()
     assert decode.idle()
+
+
+def test_a_step_that_computes_nothing_waits_for_what_vllm_waits_for_and_for_nothing_else(
+    pair: Pair, servers: tuple[Server, Server]
+) -> None:
+    prefill, decode = servers
+    long_s = 10 * WAIT_S  # the test's own time limit ends a wait for something that does not come
+    decode.half.pause(long_s)  # nothing is awaited
+    ask(prefill, decode)
+    offer(decode)
+    decode.step()
+    decode.half.pause(0.01)  # over without news
+    assert decode.step() == Results()
+    prefill.step([Scheduled("p", tuple(SRC), True, 0, 30)])
+    decode.half.pause(long_s)
+    assert decode.step().received == {"d"}
+    prefill.end("p")
+    if not prefill.step().sent:
+        prefill.half.pause(long_s)
+        assert prefill.step().sent == {"p"}
 
 
 def test_only_the_missing_tokens_are_written(pair: Pair, servers: tuple[Server, Server]) -> None:

@@ -53,6 +53,10 @@ class Shards:
         for half in self._halves:
             half.end()
 
+    def pause(self, timeout_s: float) -> None:
+        for half in self._halves:
+            half.pause(timeout_s / len(self._halves))
+
     def results(self, over: Collection[str]) -> Results:
         """What has ended on every shard. A receive has failed if it has on one of them."""
         merged = Results()

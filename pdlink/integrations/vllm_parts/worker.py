@@ -1,7 +1,8 @@
 """A shard's half of the connector: what the step plans say becomes calls of the endpoint.
 
-vLLM calls it from one thread, between and inside forward passes, and nothing here waits, with one exception: blocks
-of a preempted request are given up only when no push reads them any more. The endpoint calls back in its own thread.
+vLLM calls it from one thread, between and inside forward passes, and nothing here waits, with two exceptions: blocks
+of a preempted request are given up only when no push reads them any more, and a step that computes nothing may wait a
+little for what vLLM waits for. The endpoint calls back in its own thread.
 
 vLLM asks once per step what has ended and wants every answer once: a sent request after it has said that the request
 is over, a received one when nothing can write to its blocks any more, whatever has become of it. So a receive that
@@ -86,11 +87,14 @@ class _Books:
         self.receives: dict[str, _Receive] = {}
         """By transfer."""
         self.results = Results()
+        self.news = threading.Event()
+        """Set while `results` has something that was not taken."""
 
     def report(self, receive: _Receive) -> None:
         """Tell vLLM, once, that a parked request can go on; forget the receive when it is over. Under `lock`."""
         if receive.parked is not None and (receive.arrived or receive.over):
             self.results.received.add(receive.request_id)
+            self.news.set()
             if not receive.arrived:
                 self.results.failed.add(receive.request_id)
                 self.results.failed_blocks.update(receive.parked)
@@ -179,7 +183,17 @@ class WorkerHalf:
                         send.over_here = True
                         self._report(request_id, send)
             results, self._books.results = self._books.results, Results()
+            self._books.news.clear()
             return results
+
+    def pause(self, timeout_s: float) -> None:
+        """Wait for the next result, if vLLM waits for one; for steps that compute nothing."""
+        with self._books.lock:
+            awaited = any(receive.parked is not None for receive in self._books.receives.values()) or any(
+                send.over_here for send in self._books.sends.values()
+            )
+        if awaited:
+            self._books.news.wait(timeout_s)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -206,6 +220,7 @@ class WorkerHalf:
         """Tell vLLM, once, that it can have the blocks. Under the books' lock."""
         if send.over_here and send.quiet and self._books.sends.pop(request_id, None) is not None:
             self._books.results.sent.add(request_id)
+            self._books.news.set()
 
     def _publish(self, chunk: Chunk) -> tuple[Chunk, int, int]:
         sender = self._endpoint.sender
