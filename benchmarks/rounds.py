@@ -85,6 +85,7 @@ class _Turns:
         self.cases = cases
         self.measured = {name: Measured() for name in cases}
         self.stopped = False
+        self.workers: tuple[Worker, ...] = ()
 
     def stop(self, problem: str, *, failed: bool) -> None:
         self.stopped = True
@@ -108,6 +109,7 @@ class Lane(_Turns):
         self.asynchronous = contestant.asynchronous
         self.sender = Worker(f"{name} sender", Sender, self.cases, contestant.make_transport)
         self.receiver = Worker(f"{name} receiver", Receiver, self.cases, contestant.make_transport)
+        self.workers = (self.sender, self.receiver)
 
     def start(self) -> None:
         for worker in (self.sender, self.receiver):
@@ -156,6 +158,7 @@ class CeilingLane(_Turns):
     def __init__(self, cases: Mapping[str, Workload]) -> None:
         super().__init__(cases)
         self.worker = Worker("ceiling", Ceiling, cases)
+        self.workers = (self.worker,)
 
     def start(self) -> None:
         self.worker.open()
@@ -228,7 +231,9 @@ def measure(
             keep = round_number >= settings.warm_ups
             progress.update(task, description="measuring" if keep else "warming up")
             for lane in in_turn:
+                _let(lane, run=True)
                 _attempt(lane, partial(lane.turn, settings, keep))
+                _let(lane, run=False)
                 progress.advance(task)
             in_turn.append(in_turn.pop(0))  # so that nobody always follows the same one
     return Results(
@@ -244,6 +249,18 @@ def measure(
             for name, workload in cases.items()
         },
     )
+
+
+def _let(lane: _Turns, *, run: bool) -> None:
+    """Processes run in their turn only: NIXL's progress threads spin, one core each (1.5.1).
+
+    Not before the first turn, which is a warm-up: connections are made meanwhile.
+    """
+    for worker in lane.workers:
+        if run:
+            worker.resume()
+        else:
+            worker.suspend()
 
 
 def _attempt(lane: _Turns, step: Callable[[], None]) -> None:

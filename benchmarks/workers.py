@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import time
 from multiprocessing import connection
@@ -84,10 +85,22 @@ class Worker:
         self.tell(question, *args)
         return self.answer(timeout_s)
 
+    def suspend(self) -> None:
+        """Stop the process where it is until `resume`: what it spins or wakes for costs nobody else a core."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._pipe is not None and self._process.is_alive():
+            os.kill(self._process.pid, number)
+
     def close(self, grace_s: float = 3.0) -> None:
         """Hang up, wait for the process to end by itself, then make it. Safe to call twice."""
         if self._pipe is None:
             return
+        self.resume()
         self._pipe.close()
         self._pipe = None
         deadline_s = time.monotonic() + grace_s
