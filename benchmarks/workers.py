@@ -8,6 +8,7 @@ the pipe and ends, too.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 EXPECTED_ERRORS = (PdlinkError, OSError, ValueError, RuntimeError, MemoryError, ImportError)
 """Reported to the parent as the answer. Anything else is a mistake of ours and ends the worker with a traceback."""
+
+_PR_SET_PDEATHSIG = 1
+"""linux/prctl.h"""
 
 
 class Role(Protocol):
@@ -123,6 +127,8 @@ class Worker:
 def _serve(pipe: connection.Connection[Any, Any], make_role: Callable[..., Role], args: tuple[object, ...]) -> None:
     """The worker's main loop: ends when the parent hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent closes the pipe
+    # A suspended process cannot see that the pipe is closed: the kernel ends it when the parent is killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     role: Role | None = None
     try:
         while True:
