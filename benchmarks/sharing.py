@@ -14,8 +14,6 @@ takes no part in a transfer, as with mapped memory: stopping it stops nothing th
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import threading
 from contextlib import ExitStack, contextmanager
@@ -117,18 +115,13 @@ class _Lane:
             Worker(f"{name} receiver {index}", Decode, f"decode-{index}", shape, make_transport) for index in range(2)
         ]
         self._addresses: dict[str, str] = {}
-        self._pids: list[int] = []
-        """Of the receivers."""
         self._num_names = 0
 
     def open(self) -> None:
         for worker in (*self._senders.values(), *self._receivers):
             worker.open()
-        for worker in self._receivers:
-            worker.tell("pid")
         for worker in self._senders.values():
             worker.tell("address")
-        self._pids = [worker.answer(SETUP_TIMEOUT_S) for worker in self._receivers]
         self._addresses = {order: worker.answer(SETUP_TIMEOUT_S) for order, worker in self._senders.items()}
         for order in ORDERS:
             self._stream(order, 2)  # sessions, page faults
@@ -159,7 +152,7 @@ class _Lane:
             else:
                 self._publish("shortest", held)
                 self._receivers[1].ask("hold", self._addresses["shortest"], held, timeout_s=SETUP_TIMEOUT_S)
-                with _running(self._pids[1], share):
+                with _running(self._receivers[1], share):
                     speed = self._stream("shortest", 6)
                 self._receivers[1].ask("held", PLAY_TIMEOUT_S, timeout_s=2 * PLAY_TIMEOUT_S)
             self.measured.beside_gb_per_s.setdefault(other, []).append(speed)
@@ -198,17 +191,17 @@ class _Lane:
 
 
 @contextmanager
-def _running(pid: int, share: float) -> Iterator[None]:
-    """Let a process run only this share of the time."""
+def _running(worker: Worker, share: float) -> Iterator[None]:
+    """Let a worker run only this share of the time."""
     done = threading.Event()
 
     def toggle() -> None:
         while not done.wait(SLICE_S * (1 - share)):
-            os.kill(pid, signal.SIGCONT)
+            worker.resume()
             done.wait(SLICE_S * share)
-            os.kill(pid, signal.SIGSTOP)
+            worker.suspend()
 
-    os.kill(pid, signal.SIGSTOP)
+    worker.suspend()
     thread = threading.Thread(target=toggle)
     if share:
         thread.start()
@@ -218,7 +211,7 @@ def _running(pid: int, share: float) -> Iterator[None]:
         done.set()
         if share:
             thread.join()
-        os.kill(pid, signal.SIGCONT)
+        worker.resume()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,10 +6,7 @@ transfer takes from its offer to being ready. So all times are taken by one cloc
 
 from __future__ import annotations
 
-import ctypes
-import os
 import random
-import signal
 import threading
 import time
 from dataclasses import dataclass
@@ -36,8 +33,6 @@ TIMEOUTS = TimeoutConfig(peer_s=45.0, lease_s=90.0, request_s=600.0)
 """A process that is stopped on purpose is not given up."""
 BATCH_TIMEOUT_S = 60.0
 BLOCK_TOKENS = 16
-_PR_SET_PDEATHSIG = 1
-"""linux/prctl.h"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +182,6 @@ class Decode(_Side):
         """Tokens of each block that some transfer has written."""
         self._ended = threading.Semaphore(0)
         self._held: list[_Ready] = []
-
-    def pid(self) -> int:
-        """Of this process, which ends with its parent from here on: while it is stopped it could not notice."""
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        return os.getpid()
 
     def play(self, address: str, arrivals: Sequence[Arrival], timeout_s: float) -> list[float]:
         """Seconds from each offer to ready."""
