@@ -152,6 +152,7 @@ class Engine {
     Peer* introduced(const Stranger& stranger);
     bool serve_in(Peer& peer, std::size_t index, Lock& lock);
     bool serve_out(Peer& peer, Outgoing& out, Lock& lock);
+    bool sent_at_once(Peer& peer, Batch& batch);
     void took(Peer& peer, const std::vector<Batch*>& answered);
     void look_at_deadlines(double now);
     void advance_ends();

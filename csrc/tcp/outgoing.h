@@ -31,13 +31,14 @@ struct Batch {
     bool landed() const { return cut && unanswered == 0; }
 };
 
-// Owned by the progress thread, which alone calls it once it is handed over.
+// Used by whoever holds the engine's mutex, and by the progress thread without it while it is `busy`.
 class Outgoing {
   public:
     // stage_below: shorter runs are packed before they are sent.
     Outgoing(Descriptor socket, const Hello& hello, std::uint64_t stage_below);
 
     Ready ready;
+    bool busy = false;
     int fd() const { return socket_.get(); }
     const std::string& reason() const { return reason_; }
     bool connected() const { return connected_; }

@@ -25,6 +25,25 @@ bool equal(const std::uint8_t* one, const std::uint8_t* other, std::size_t nbyte
     return difference == 0;
 }
 
+// Works on a connection without the mutex, as long as it is here.
+class Away {
+  public:
+    Away(std::unique_lock<std::mutex>& lock, Outgoing& out) : lock_(lock), out_(out) {
+        out_.busy = true;
+        lock_.unlock();
+    }
+    ~Away() {
+        lock_.lock();
+        out_.busy = false;
+    }
+    Away(const Away&) = delete;
+    Away& operator=(const Away&) = delete;
+
+  private:
+    std::unique_lock<std::mutex>& lock_;
+    Outgoing& out_;
+};
+
 }  // namespace
 
 void Engine::run() {
@@ -189,9 +208,10 @@ bool Engine::serve_out(Peer& peer, Outgoing& out, Lock& lock) {
     std::vector<Batch*> answered;
     Turn turn = Turn::kIdle;
     if (out.ready.in) {
-        lock.unlock();
-        turn = out.receive(answered);
-        lock.lock();
+        {
+            const Away away(lock, out);
+            turn = out.receive(answered);
+        }
         took(peer, answered);
     }
     if (turn == Turn::kIdle && peer.usable() && out.ready.out) {
@@ -202,14 +222,15 @@ bool Engine::serve_out(Peer& peer, Outgoing& out, Lock& lock) {
                     break;
                 }
         if (out.sent()) return false;
-        lock.unlock();
-        turn = out.send();
         answered.clear();
-        if (turn == Turn::kBroken) {
-            out.ready.in = true;  // the owner may have said why before it ended the connection
-            out.receive(answered);
+        {
+            const Away away(lock, out);
+            turn = out.send();
+            if (turn == Turn::kBroken) {
+                out.ready.in = true;  // the owner may have said why before it ended the connection
+                out.receive(answered);
+            }
         }
-        lock.lock();
         took(peer, answered);
         if (turn == Turn::kMore || turn == Turn::kIdle) return turn == Turn::kMore;
     }

@@ -164,6 +164,37 @@ def test_what_a_stopped_owner_did_not_read_is_gone_at_its_close_peer(
     assert writer.wait_batch(writer.submit_block("owner again", 0, 100)) == "ok"
 
 
+def test_a_small_batch_behind_one_with_more_time_still_meets_its_deadline(
+    make_side: Callable[..., Side], make_other: Callable[[int], OtherProcess]
+) -> None:
+    """Its caller sends it; the native thread sleeps until the deadlines that it knows of."""
+    owner, writer = make_other(NBYTES), make_side()
+    writer.connect("owner", owner.call("invite", "writer"))
+    assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
+    owner.stop()
+    tickets = [writer.submit_block("owner", 0, 100), writer.submit_block("owner", 100, 100, timeout_s=0.1)]
+    assert [writer.wait_batch(ticket) for ticket in reversed(tickets)] == ["timeout", "peer_failed"]
+    done = writer.done(tickets[1])[0]
+    assert done.done_s - done.submitted_s < tcp.CONNECT_TIMEOUT_S / 2  # when it would look by itself
+
+
+def test_small_batches_that_nobody_reads_any_more_are_sent_by_the_thread(
+    make_side: Callable[..., Side], make_other: Callable[[int], OtherProcess]
+) -> None:
+    """A caller never waits for room in a socket; everything lands in the order of its submission."""
+    owner, writer = make_other(NBYTES), make_side()
+    writer.connect("owner", owner.call("invite", "writer"))
+    assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
+    owner.stop()
+    tickets = [writer.submit_block("owner", 0, 60_000) for _ in range(400)]
+    wait_until_sending_stalls()
+    last = piece([[60_000, 0, 60_000]])
+    tickets.append(writer.submit("owner", last))
+    owner.resume()
+    assert [writer.wait_batch(ticket) for ticket in tickets] == ["ok"] * 401
+    assert owner.call("digest_of", 0, 60_000) == writer.digest_of(60_000, 60_000)
+
+
 def test_a_writer_that_is_killed_in_a_batch_fails_at_the_owner_and_nobody_else(
     make_side: Callable[..., Side], make_other: Callable[[int], OtherProcess]
 ) -> None:
