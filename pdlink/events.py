@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    at_s: float = field(default_factory=time.monotonic)
+class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    at_s: float = msgspec.field(default_factory=time.monotonic)
     """Monotonic seconds of this host; on Linux comparable between processes of one host, never between hosts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWritten(Event):
+class LayerWritten(Event, frozen=True, kw_only=True, gc=False):
     """The engine has written one layer's KV of tokens [start, end) of a request that is to be sent."""
 
     transfer_id: str
@@ -27,8 +26,7 @@ class LayerWritten(Event):
     end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerLanded(Event):
+class LayerLanded(Event, frozen=True, kw_only=True, gc=False):
     """One layer's KV of tokens [start, end) is visible in the decode worker's pages (sender's view)."""
 
     transfer_id: str
@@ -43,8 +41,7 @@ class LayerLanded(Event):
     """When they could have been: before that the layer was not written, or not offered for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferEnded(Event):
+class TransferEnded(Event, frozen=True, kw_only=True, gc=False):
     """The one terminal event of a transfer on one side."""
 
     transfer_id: str
@@ -61,8 +58,7 @@ class TransferEnded(Event):
     first_landed_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerChanged(Event):
+class PeerChanged(Event, frozen=True, kw_only=True, gc=False):
     """A peer was connected, lost or refused."""
 
     peer: str
@@ -70,23 +66,20 @@ class PeerChanged(Event):
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageDropped(Event):
+class MessageDropped(Event, frozen=True, kw_only=True, gc=False):
     """A control message was not acted upon: unknown, duplicate, late, malformed or of an old epoch."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FallbackUsed(Event):
+class FallbackUsed(Event, frozen=True, kw_only=True, gc=False):
     """A request took its configured second way: "recompute", "retry" or "decode_only"."""
 
     kind: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestEnded(Event):
+class RequestEnded(Event, frozen=True, kw_only=True, gc=False):
     """A request of the engine or the proxy reached its end."""
 
     request_id: str

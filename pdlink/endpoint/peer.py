@@ -49,6 +49,8 @@ class Peer:
     identity: Identity | None = None
     transport: Transport | None = None
     """Carries the bytes of this session; None until chosen, and again after the fence."""
+    lane: str = ""
+    """How bytes to it travel (`Transport.lane`); known, on the sending side, once some have landed."""
     opened: bool = False
     """Whether the transport knows this session, and so will report its fence."""
     template: Template | None = None

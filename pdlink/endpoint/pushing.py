@@ -182,7 +182,6 @@ class Pushes:
     def _jobs(self, template: Template, flights: Sequence[Flight]) -> list[tuple[int, _Job]]:
         """Cut what is large, put together what is small; each with its bytes."""
         most_nbytes = min(SHARED_NBYTES, self._sharing.part_nbytes)
-        block_tokens = math.lcm(template.src.block_tokens, template.dst.block_tokens)
         jobs: list[tuple[int, _Job]] = []
         shared: _Job = []
         shared_nbytes = 0
@@ -191,6 +190,7 @@ class Pushes:
             token_nbytes = template.layers[push.layer].token_nbytes
             nbytes = (push.end - push.start) * token_nbytes
             if nbytes > most_nbytes:
+                block_tokens = math.lcm(template.src.block_tokens, template.dst.block_tokens)
                 ranges = cut(push.start, push.end, token_nbytes, block_tokens, self._sharing.part_nbytes)
                 flight.left = len(ranges)
                 for start, end in ranges:

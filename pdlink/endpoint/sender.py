@@ -48,7 +48,6 @@ class _Outgoing:
     started_s: float
     peer: Peer | None = None
     nbytes: int = 0
-    lane: str = ""
     checksums: list[messages.Checksum] = field(default_factory=list)
     first_landed_s: float | None = None
     finished_s: float | None = None
@@ -218,7 +217,8 @@ class Sender:
             return
         self._pushes.release()  # before anything else: the link must not run dry
         outgoing.nbytes += done.nbytes
-        outgoing.lane = transport.lane(done.peer)
+        peer = flights[0].peer
+        peer.lane = peer.lane or transport.lane(done.peer)
         if outgoing.first_landed_s is None:
             outgoing.first_landed_s = done.done_s
         for flight in flights:
@@ -236,7 +236,7 @@ class Sender:
                     start=push.start,
                     end=push.end,
                     nbytes=flight.nbytes,
-                    transport=outgoing.lane,
+                    transport=peer.lane,
                     submitted_s=flight.submitted_s,
                     asked_s=flight.asked_s,
                 )
@@ -286,18 +286,18 @@ class Sender:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _on_interest(self, peer: Peer, transfer_id: str, offer: messages.Offer | None) -> None:
+        wrong = self._wrong_blocks(peer, offer) if offer else ""
         outgoing = self._live.get(transfer_id)
-        ended = self._ended.get(transfer_id)
         if outgoing is not None:
-            self._take(outgoing, peer, offer)
-        elif ended is not None:
+            self._take(outgoing, peer, offer, wrong)
+            return
+        ended = self._ended.get(transfer_id)
+        if ended is not None:
             self._link.send(peer, messages.Stop(transfer_id, ended or "already_sent"))
             self._link.send(peer, messages.Quiet(transfer_id))
         else:
             known = self._early.get(transfer_id) is not None
-            refusal = (self._wrong_blocks(peer, offer) if offer else "") or self._early.put(
-                transfer_id, Early(peer, offer)
-            )
+            refusal = wrong or self._early.put(transfer_id, Early(peer, offer))
             if refusal:
                 self._link.send(peer, messages.Stop(transfer_id, refusal))
                 self._link.send(peer, messages.Quiet(transfer_id))
@@ -314,8 +314,8 @@ class Sender:
         self._leases.drop(transfer_id)
         self._ended.add(transfer_id, reason)
 
-    def _take(self, outgoing: _Outgoing, peer: Peer, offer: messages.Offer | None) -> None:
-        """A receiver has shown interest in a transfer that is announced here."""
+    def _take(self, outgoing: _Outgoing, peer: Peer, offer: messages.Offer | None, wrong: str = "") -> None:
+        """A receiver has shown interest in a transfer that is announced here. wrong: with its offer."""
         machine = outgoing.machine
         if outgoing.peer is None:
             outgoing.peer = peer
@@ -325,10 +325,8 @@ class Sender:
             self._link.send(peer, messages.Stop(machine.transfer_id, "taken_by_another_receiver"))
             self._link.send(peer, messages.Quiet(machine.transfer_id))
             return
-        if offer is None:
-            return
-        wrong = self._wrong_blocks(peer, offer)
-        self._run(outgoing, machine.stop(wrong) if wrong else machine.offer(offer))
+        if offer is not None:
+            self._run(outgoing, machine.stop(wrong) if wrong else machine.offer(offer))
 
     @staticmethod
     def _wrong_blocks(peer: Peer, offer: messages.Offer) -> str:
@@ -340,24 +338,23 @@ class Sender:
         needed = layout.blocks_for(offer.end) - offer.start // layout.block_tokens if offer.end > offer.start else 0
         if len(offer.blocks) != needed:
             return f"offer of {len(offer.blocks)} blocks, tokens [{offer.start}, {offer.end}) take {needed}"
-        if any(not 0 <= block < layout.num_blocks for block in offer.blocks):
+        if needed and not 0 <= min(offer.blocks) <= max(offer.blocks) < layout.num_blocks:
             return f"offer names a block outside 0..{layout.num_blocks - 1}"
         if len(set(offer.blocks)) != len(offer.blocks):
             return "offer names a block twice"
         return ""
 
     def _run(self, outgoing: _Outgoing, actions: list[Action]) -> None:
-        machine = outgoing.machine
         pushes: list[Push] = []
         for action in actions:
             match action:
+                case Push():
+                    pushes.append(action)
                 case Send(body=body):
                     if isinstance(body, messages.Done) and outgoing.checksums:
                         body = replace(body, checksums=tuple(outgoing.checksums))
                     if outgoing.peer is not None:
                         self._link.send(outgoing.peer, body)
-                case Push():
-                    pushes.append(action)
                 case Fail(reason=reason):
                     on_failed = outgoing.on_failed
                     self._link.defer(lambda on_failed=on_failed, reason=reason: on_failed(reason))  # type: ignore[misc]
@@ -365,10 +362,10 @@ class Sender:
                 case End(reason=reason):
                     self._end(outgoing, reason)
                 case other:
-                    raise AssertionError(f"{machine.transfer_id}: a sender does not {other}")
+                    raise AssertionError(f"{outgoing.machine.transfer_id}: a sender does not {other}")
         if pushes:
             assert outgoing.peer is not None
-            self._pushes.add(outgoing.peer, machine, pushes)  # together: small ones travel in one part
+            self._pushes.add(outgoing.peer, outgoing.machine, pushes)  # together: small ones travel in one part
 
     def _drop(self, outgoing: _Outgoing) -> None:
         """Take back what this transfer has waiting."""
@@ -414,7 +411,7 @@ class Sender:
                 state=machine.state.name,
                 reason=reason,
                 nbytes=outgoing.nbytes,
-                transport=outgoing.lane,
+                transport=peer.lane if peer else "",
                 started_s=outgoing.started_s,
                 first_landed_s=outgoing.first_landed_s,
             )

@@ -12,6 +12,7 @@ of region parts[part].region, and `head_nbytes` bytes from there are contiguous.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,9 +25,11 @@ RunArray = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 """[n, 3] int64, C-contiguous: source offset, destination offset, nbytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Runs between one source region and one destination region: what `plan` makes and a transport copies."""
+class Piece(NamedTuple):
+    """Runs between one source region and one destination region: what `plan` makes and a transport copies.
+
+    A tuple, because that is what native engines take.
+    """
 
     src_region: int
     src_base: int

@@ -107,13 +107,13 @@ class Plan:
     runs: tuple[RunArray, ...]
     """Per class of `template.classes`."""
 
-    def pieces(self, layer: int) -> tuple[Piece, ...]:
+    def pieces(self, layer: int) -> list[Piece]:
         """What to submit for one layer; empty if the range is."""
         if self.start == self.end:
-            return ()
+            return []
         shape = self.template.layers[layer]
         runs = self.runs[shape.class_index]
-        return tuple(Piece(src.region, src.offset, dst.region, dst.offset, runs) for src, dst in shape.bases)
+        return [Piece(src.region, src.offset, dst.region, dst.offset, runs) for src, dst in shape.bases]
 
     def layer_nbytes(self, layer: int) -> int:
         """Payload of one layer."""

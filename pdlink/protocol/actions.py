@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import msgspec
 
-if TYPE_CHECKING:
-    from pdlink.protocol.messages import Body
+from pdlink.protocol.messages import Body  # noqa: TC001  (msgspec reads the annotation at run time)
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send this to the peer of the transfer; without one (nobody expected it yet) there is nobody to tell."""
 
     body: Body
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
+class Push(msgspec.Struct, frozen=True):
     """Copy tokens [start, end) of one layer; report the end with `landed(push_id)` or `lost(push_id)`."""
 
     push_id: int
@@ -26,30 +22,26 @@ class Push:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(msgspec.Struct, frozen=True):
     """All KV of the transfer is in the offered blocks: the request can run."""
 
     first_token: int
     finished: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     """The transfer will not succeed. The request may fall back now; its blocks stay held until `End`."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class FencePeer:
+class FencePeer(msgspec.Struct, frozen=True):
     """The other side did not say that it is quiet in time: close the data connection to it."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """Terminal, exactly once: nothing touches the blocks of this transfer any more; give them back."""
 
     reason: str

@@ -11,7 +11,7 @@ is in flight (*quiet*), or when the data connection is closed and the transport'
 A receiver that has not offered any block yet has nothing a peer could write: EXPECTED fails at once.
 
 `sending.py` and `receiving.py` move along these tables and nowhere else; `tests/protocol/test_states.py` compares
-the picture in `docs/wire.md` with them.
+the picture in `docs/wire.md` with them. Their members are strings because those hash without a call of Python code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 
 
-class SenderState(enum.Enum):
+class SenderState(enum.StrEnum):
     WAITING = "waiting"
     """Announced; no offer yet. Prefill may be computing already."""
     WRITING = "writing"
@@ -31,7 +31,7 @@ class SenderState(enum.Enum):
     FAILED = "failed"
 
 
-class SenderEvent(enum.Enum):
+class SenderEvent(enum.StrEnum):
     OFFER = "offer"
     COMPLETE = "complete"
     """The last byte has landed and the first token is known."""
@@ -43,7 +43,7 @@ class SenderEvent(enum.Enum):
     """The data connection is closed."""
 
 
-class ReceiverState(enum.Enum):
+class ReceiverState(enum.StrEnum):
     EXPECTED = "expected"
     """The request is here, its blocks are not reserved yet."""
     OFFERED = "offered"
@@ -52,7 +52,7 @@ class ReceiverState(enum.Enum):
     FAILED = "failed"
 
 
-class ReceiverEvent(enum.Enum):
+class ReceiverEvent(enum.StrEnum):
     OFFER = "offer"
     DONE = "done"
     STOP = "stop"

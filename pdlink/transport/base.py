@@ -23,6 +23,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+import msgspec
+
 from pdlink.kv.layout import Piece as Piece  # noqa: TC001 (exported from here, too)
 
 if TYPE_CHECKING:
@@ -51,8 +53,7 @@ class Status(enum.Enum):
     CANCELLED = "cancelled"
 
 
-@dataclass(frozen=True, slots=True)
-class BatchDone:
+class BatchDone(msgspec.Struct, frozen=True, gc=False):
     """The one report of a batch."""
 
     ticket: int
@@ -65,16 +66,14 @@ class BatchDone:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerFailed:
+class PeerFailed(msgspec.Struct, frozen=True, gc=False):
     """The data connection to this peer is unusable; call `close_peer` and connect anew."""
 
     peer: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class PeerClosed:
+class PeerClosed(msgspec.Struct, frozen=True, gc=False):
     """Reported once after each `close_peer`, when promise 2 holds."""
 
     peer: str

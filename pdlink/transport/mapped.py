@@ -154,9 +154,8 @@ class MappedTransport(Transport):
             raise TransportFailure(str(error)) from error
 
     def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
-        views = [(piece.src_region, piece.src_base, piece.dst_region, piece.dst_base, piece.runs) for piece in pieces]
         try:
-            return self._open_copier().submit(peer, views, timeout_s)
+            return self._open_copier().submit(peer, pieces, timeout_s)
         except _copy.PeerUnusable as error:
             raise TransportFailure(str(error)) from error
         except TypeError as error:

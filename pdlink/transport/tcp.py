@@ -167,9 +167,8 @@ class TcpTransport(Transport):
             raise TransportFailure(str(error)) from error
 
     def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
-        views = [(piece.src_region, piece.src_base, piece.dst_region, piece.dst_base, piece.runs) for piece in pieces]
         try:
-            return self._open_engine().submit(peer, views, timeout_s)
+            return self._open_engine().submit(peer, pieces, timeout_s)
         except _tcp.PeerUnusable as error:
             raise TransportFailure(str(error)) from error
         except TypeError as error:

@@ -266,9 +266,8 @@ class UcxTransport(Transport):
             raise TransportFailure(str(error)) from None
 
     def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
-        given = [(p.src_region, p.src_base, p.dst_region, p.dst_base, p.runs) for p in pieces]
         try:
-            return self._engine.submit(peer, given, timeout_s)
+            return self._engine.submit(peer, pieces, timeout_s)
         except _ucx.PeerError as error:
             raise TransportFailure(str(error)) from None
 

@@ -320,7 +320,7 @@ def test_fused_v_before_k_travels_as_one_run_per_block_too() -> None:
 def test_an_empty_range_is_an_empty_plan(at: int) -> None:
     plan = bind(template(dense(), dense("LPBHT")), [], [], at, at)
     assert plan.num_runs == plan.nbytes == plan.layer_nbytes(0) == 0
-    assert plan.pieces(0) == plan.pieces(1) == ()
+    assert plan.pieces(0) == plan.pieces(1) == []
 
 
 def test_offsets_beyond_32_bits_are_exact() -> None:
