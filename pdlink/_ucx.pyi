@@ -130,6 +130,9 @@ class Engine:
     def fileno(self) -> int:
         """Readable while `poll()` has something to return."""
 
+    def notes_refused(self) -> int:
+        """Notes about packed runs (csrc/ucx/staging.h) that made no sense; each has failed its peer."""
+
     def lane(self, peer: str) -> str:
         """UCX transport that puts to this peer take; "" until connected."""
 

@@ -64,6 +64,7 @@ class Engine {
     std::uint64_t submit(const std::string& peer, std::span<const Piece> pieces, double timeout_s);
     std::vector<Event> poll();
     int fileno() const;
+    std::uint64_t notes_refused() const { return shared_->events.notes_refused(); }
     std::string lane(const std::string& peer) const;
     void close_peer(const std::string& peer);
     void close();

@@ -5,6 +5,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
@@ -71,9 +72,14 @@ class EventQueue {
 
     int fd() const { return bell_.fd(); }
 
+    // Notes about packed runs that made no sense; each has failed its peer.
+    void count_refused_note() { notes_refused_.fetch_add(1, std::memory_order_relaxed); }
+    std::uint64_t notes_refused() const { return notes_refused_.load(std::memory_order_relaxed); }
+
   private:
     std::mutex mutex_;
     std::vector<Event> waiting_;
+    std::atomic<std::uint64_t> notes_refused_ = 0;
     Bell bell_;
 };
 

@@ -183,7 +183,7 @@ bool Outgoing::pump() {
             const Put& put = batch.puts[batch.next];
             nbytes += put.nbytes;
             if (put.nbytes >= batch.stage_below) {
-                if (packing_->busy()) return posted > 0;
+                if (packing_->alone()) return posted > 0;
                 post_put(batch);
                 ++posted;
                 continue;

@@ -57,8 +57,8 @@ bool Packing::add(Batch& batch, const Put& put) {
 
 bool Packing::finish() {
     if (!open_) return true;
-    if (busy_) return false;
-    busy_ = true;
+    if (alone()) return false;
+    if (way_back_ == WayBack::NONE) way_back_ = WayBack::OPENING;
     send(*std::exchange(open_, nullptr));
     return true;
 }
@@ -115,12 +115,12 @@ void Packing::landed(Slot& slot, ucs_status_t status) {
 void Packing::give_up(Slot& slot) {
     --slot.batch->slots_under_way;
     slot.state = Slot::State::FREE;
-    busy_ = false;
 }
 
 void Packing::answered(const Answer& answer) {
     for (Slot& slot : slots_) {
         if (slot.state != Slot::State::NOTED || slot.number != answer.number) continue;
+        way_back_ = WayBack::OPEN;
         if (answer.placed == 1) return give_up(slot);
         return owner_.lose("the peer refused packed runs");
     }

@@ -26,8 +26,8 @@ class Packing {
     // Puts that UCX has.
     std::size_t puts_under_way() const { return puts_under_way_; }
 
-    // A slot is under way: nothing else may be.
-    bool busy() const { return busy_; }
+    // The first slot is under way: nothing else may be (see ucx/staging.h).
+    bool alone() const { return way_back_ == WayBack::OPENING; }
     // Copy a run into a slot; one that is full is sent. False if that must wait, or the peer was lost: then the run
     // is still to be done.
     bool add(Batch& batch, const Put& put);
@@ -70,7 +70,8 @@ class Packing {
     std::unique_ptr<SlotMemory> memory_;  // made for the first run
     std::array<Slot, kNumSlots> slots_;
     Slot* open_ = nullptr;
-    bool busy_ = false;
+    // The owner's, for answers.
+    enum class WayBack { NONE, OPENING, OPEN } way_back_ = WayBack::NONE;
     std::size_t puts_under_way_ = 0;
 };
 

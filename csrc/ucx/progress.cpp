@@ -204,6 +204,7 @@ ucs_status_t Progress::on_answer(void* self, const void* header, std::size_t hea
 // A peer fails as a whole. Its worker goes at once: nothing more of it is looked at.
 void Progress::refuse(Peer& peer) {
     peer.refused = true;
+    events_.count_refused_note();  // before the event, so that whoever takes that finds it counted
     const std::string reason = "refused what it sent: " + peer.incoming->unpacking().problem();
     unwatch(peer.incoming_watch);
     peer.incoming->shut();

@@ -128,6 +128,7 @@ NB_MODULE(_ucx, m) {
         .def("submit", &submit_pieces, nb::arg("peer"), nb::arg("pieces"), nb::arg("timeout_s"))
         .def("poll", &Engine::poll)
         .def("fileno", &Engine::fileno)
+        .def("notes_refused", &Engine::notes_refused)
         .def("lane", &Engine::lane, nb::arg("peer"), Unlocked())
         .def("close_peer", &Engine::close_peer, nb::arg("peer"), Unlocked())
         .def("close", &Engine::close, Unlocked());

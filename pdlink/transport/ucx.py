@@ -280,6 +280,11 @@ class UcxTransport(Transport):
     def lane(self, peer: str) -> str:
         return self._engine.lane(peer)
 
+    @property
+    def notes_refused(self) -> int:
+        """Notes about packed runs that made no sense (`csrc/ucx/staging.h`); each has failed its peer."""
+        return 0 if self._native is None else self._native.notes_refused()
+
     def close_peer(self, peer: str) -> None:
         if self._native is not None:
             self._native.close_peer(peer)

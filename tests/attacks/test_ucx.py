@@ -1,12 +1,13 @@
 """What an invited writer may say over UCX about runs that it has packed: the owner places none that is not inside.
 
 The liar is an honest writer that was told wrong sizes: its own checks pass, and what it sends names places that the
-owner never opened.
+owner never opened. The stranger has a UCX of its own, and no manners.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,7 +19,8 @@ from pdlink.kv.layout import Piece
 from pdlink.transport import ucx
 from pdlink.transport.base import PeerFailed
 from pdlink.transport.ucx import UcxTransport
-from tests.conformance.transports.side import Side, join
+from tests.attacks.ucx_stranger import NOTE, NOTE_MAGIC, REPLY, UcxStranger
+from tests.conformance.transports.side import PATIENCE_S, Side, join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,6 +44,11 @@ def make_side() -> Iterator[Callable[[str], Side]]:
             return side
 
         yield make
+
+
+def notes_refused(side: Side) -> int:
+    assert isinstance(side.transport, UcxTransport)
+    return side.transport.notes_refused
 
 
 def short_runs(first: int, count: int = 100) -> RunArray:
@@ -71,15 +78,51 @@ def test_packed_runs_outside_fail_their_peer_before_a_byte_is_placed(
     assert liar.wait_batch(ticket) == "peer_failed"
     assert [type(one) for one in owner.happened] == [PeerFailed]
     assert owner.snapshot() == before
+    assert notes_refused(owner) == 1
     owner.close_peer("liar")
     owner.wait_closed("liar")
 
     join(honest, owner, "honest", "owner")
     assert honest.wait_batch(honest.submit("owner", Piece(0, 0, 0, 0, inside))) == "ok"
+    assert notes_refused(owner) == 1
     for src, dst, nbytes in inside.tolist():
         np.testing.assert_array_equal(
             owner.buffers[0].array[dst : dst + nbytes], honest.buffers[0].array[src : src + nbytes]
         )
+
+
+@pytest.mark.parametrize(
+    ("header", "payload", "flags"),
+    [
+        pytest.param(NOTE.pack(NOTE_MAGIC + 1, 0, 0, 0, 1, 0), b"", REPLY, id="another magic"),
+        pytest.param(NOTE.pack(NOTE_MAGIC, 2**32 - 1, 0, 0, 1, 0), b"", REPLY, id="a slot that is none"),
+        pytest.param(NOTE.pack(NOTE_MAGIC, 0, 4097, 0, 1, 0), b"", REPLY, id="too many runs"),
+        pytest.param(NOTE.pack(NOTE_MAGIC, 0, 2**60, 0, 1, 0), b"", REPLY, id="so many runs that their bytes wrap"),
+        pytest.param(NOTE.pack(NOTE_MAGIC, 0, 1, 1 << 20, 1, 0), b"", REPLY, id="a list behind the slot"),
+        pytest.param(NOTE.pack(NOTE_MAGIC, 0, 0, 2**64 - 1, 1, 0), b"", REPLY, id="all bytes there are"),
+        pytest.param(NOTE.pack(NOTE_MAGIC, 0, 0, 1, 1, 0), b"", REPLY, id="bytes of no run"),
+        pytest.param(NOTE.pack(NOTE_MAGIC, 0, 0, 0, 1, 0)[:-1], b"", REPLY, id="cut short"),
+        pytest.param(NOTE.pack(NOTE_MAGIC, 0, 0, 0, 1, 0) + b"!", b"", REPLY, id="too long"),
+        pytest.param(b"", b"", REPLY, id="nothing at all"),
+        pytest.param(NOTE.pack(NOTE_MAGIC, 0, 0, 0, 1, 0), b"more", REPLY, id="with a payload"),
+        pytest.param(NOTE.pack(NOTE_MAGIC, 0, 0, 0, 1, 0), b"", 0, id="no way to answer"),
+    ],
+)
+def test_a_malformed_note_fails_its_peer_and_is_counted(
+    make_side: Callable[[str], Side], header: bytes, payload: bytes, flags: int
+) -> None:
+    owner = make_side("tcp")
+    before = owner.snapshot()
+    with UcxStranger(owner.transport.invite("stranger")) as stranger:
+        stranger.say(header, payload, flags)
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(isinstance(one, PeerFailed) for one in owner.happened):
+            assert time.monotonic() < deadline
+            stranger.progress()
+            owner.closed_within("stranger", 0.01)
+    assert "packed runs" in owner.wait_failed("stranger")
+    assert notes_refused(owner) == 1
+    assert owner.snapshot() == before
 
 
 @pytest.mark.parametrize("wrong", [{"nbytes": 4096}, {"nbytes": 0}, {"base": 2**64 - 4096}])
