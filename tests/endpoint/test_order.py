@@ -14,6 +14,7 @@ from pdlink.config import SharingConfig, WorkerConfig, load
 from pdlink.endpoint.order import OVERDUE_S, Order, Part
 from pdlink.endpoint.pushing import cut
 from pdlink.errors import ConfigError
+from tests.endpoint.slow_order import SlowOrder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -334,6 +335,120 @@ def test_a_burst_of_another_peer_keeps_to_its_bound(sizes: list[int], long: int,
         passed += part.nbytes
         line.land("a")
     assert passed <= long / ageing + lead + 10
+
+
+# -- the same as looking at everybody ------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_it_decides_as_one_does_who_looks_at_everybody(seed: int) -> None:
+    """Peers are ranked and windows counted as things happen; `SlowOrder` does neither."""
+    chance = random.Random(seed)
+    windows = chance.choice([(40, 20), (10, 10), (25, 15), (7, 5), (200, 30), (1000, 50)])
+    sharing = SharingConfig(
+        window_nbytes=windows[0],
+        peer_window_nbytes=windows[1],
+        part_nbytes=min(windows[1], 10),
+        ageing=chance.choice([0.01, 0.1, 1.0]),
+        order=chance.choice(["shortest", "shortest", "fcfs"]),
+    )
+    quick: Order[int] = Order(sharing)
+    slow = SlowOrder(sharing)
+    num_peers = chance.choice([1, 2, 3, 8, 40])
+    transfers: list[tuple[str, str, int]] = []  # name, peer, bytes; one that was dropped may come again
+    flying: list[Part[int]] = []
+    now = 0.0
+
+    def add(name: str, peer: str, nbytes: int, total_nbytes: int) -> None:
+        part = Part(name, peer, nbytes, 0)
+        quick.add(part, total_nbytes)
+        slow.add(part, total_nbytes)
+
+    def step() -> bool:
+        part = quick.next(now)
+        assert part is slow.next(now)
+        assert quick._level == slow.level
+        assert {name for name, peer in quick._peers.items() if peer.slow} == slow.slow
+        if part is not None:
+            flying.append(part)
+        return part is not None
+
+    def land(which: int) -> None:
+        part = flying.pop(which)
+        quick.ended(part, now)
+        slow.ended(part, now)
+
+    def drop(name: str) -> None:
+        assert quick.drop(name) == slow.drop(name)
+
+    kinds = ["come", "more", "land", "step", "drop", "wait", "forget"]
+    for kind in chance.choices(kinds, [chance.random() for _ in kinds], k=chance.choice([30, 100, 400])):
+        name, peer, nbytes = chance.choice(transfers) if transfers else ("", "", 0)
+        match kind:
+            case "come":
+                name, peer, nbytes = f"t{len(transfers)}", f"p{chance.randrange(num_peers)}", chance.randint(1, 120)
+                transfers.append((name, peer, nbytes))
+                for start in range(0, nbytes, 10):
+                    add(name, peer, min(10, nbytes - start), nbytes)
+            case "more" if name:  # another layer was written
+                add(name, peer, chance.randint(1, 30), nbytes)
+            case "land":
+                for _ in range(min(len(flying), chance.randint(1, 4))):
+                    land(chance.randrange(len(flying)))
+            case "step":
+                for _ in range(chance.randint(1, 8)):
+                    step()
+            case "drop" if chance.random() < 0.3:
+                drop(name)
+            case "wait":
+                now += 1.5 * chance.random() * OVERDUE_S
+            case "forget" if chance.random() < 0.1 and not any(part.peer == peer for part in flying):
+                for other, its_peer, _ in transfers:
+                    if its_peer == peer:
+                        drop(other)
+                quick.forget(peer)
+                slow.forget(peer)
+        quick.check()
+    while True:
+        while step():
+            pass
+        quick.check()
+        if not flying:
+            break
+        land(0)
+    assert quick.waiting_nbytes == quick.in_flight_nbytes == 0
+
+
+@pytest.mark.parametrize("window_nbytes", [400, 10**6], ids=["full link", "room for all"])
+def test_it_looks_at_few_peers_however_many_there_are(monkeypatch: pytest.MonkeyPatch, window_nbytes: int) -> None:
+    line = Line(TEN.model_copy(update={"window_nbytes": window_nbytes}))
+    for index in range(20):
+        for peer in range(300):
+            line.come(f"{peer}.{index}", f"p{peer}", 10)
+    line.fill()
+    looked = 0
+    fits, overdue = Order._fits, Order._overdue
+
+    def counting_fits(self: Order[int], *args: object) -> bool:
+        nonlocal looked
+        looked += 1
+        return fits(self, *args)  # type: ignore[arg-type]
+
+    def counting_overdue(*args: object) -> bool:
+        nonlocal looked
+        looked += 1
+        return overdue(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Order, "_fits", counting_fits)
+    monkeypatch.setattr(Order, "_overdue", staticmethod(counting_overdue))
+    released, chance = len(line.sent), random.Random(0)
+    for _ in range(1000):
+        line.land(chance.choice([peer for peer, parts in line.flying.items() if parts]))
+        line.now += 0.01 * OVERDUE_S
+        line.fill()
+    assert len(line.sent) - released >= 1000
+    assert looked <= 5000
 
 
 # -- what is in flight -----------------------------------------------------------------------------------------------
