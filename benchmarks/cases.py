@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,18 +14,34 @@ if TYPE_CHECKING:
 
 HND = "LPBHT"
 LARGEST_NBYTES = 1 << 30
+SOURCE_NBYTES = 1 << 28
+"""Memory for the source of a size: several times what the caches hold. Larger sequences are repetitions of it."""
 
 
-def sizes(base: Workload) -> dict[str, Workload]:
-    """One block, four times that and so on, up to 1 GiB, each drawn from a pool of its own size."""
-    found = {}
-    num_tokens = max(base.src_block_tokens, base.dst_block_tokens)
+def sizes(base: Workload, largest_nbytes: int = LARGEST_NBYTES) -> dict[str, Workload]:
+    """One block, four times that and so on, up to `largest_nbytes` (1 GiB), each alone.
+
+    Small ones are drawn from pools `base.pool_factor` times as large, so that their blocks are scattered, too.
+    """
+    block_tokens = math.lcm(base.src_block_tokens, base.dst_block_tokens)
     token_nbytes = base.src.token_nbytes
-    while num_tokens * token_nbytes < LARGEST_NBYTES:
-        found[size_name(num_tokens * token_nbytes)] = replace(base, num_tokens=num_tokens, pool_factor=1)
-        num_tokens *= 4
-    last = LARGEST_NBYTES // token_nbytes
-    return found | {size_name(last * token_nbytes): replace(base, num_tokens=last, pool_factor=1)}
+    counts = [block_tokens]
+    while counts[-1] * 4 * token_nbytes < largest_nbytes:
+        counts.append(counts[-1] * 4)
+    counts.append(max(block_tokens, largest_nbytes // token_nbytes))
+    source_tokens = max(1, SOURCE_NBYTES // token_nbytes // block_tokens) * block_tokens
+    found = {}
+    for num_tokens in counts:
+        pool_factor = base.pool_factor if num_tokens * base.pool_factor <= source_tokens else 1
+        found[size_name(num_tokens * token_nbytes)] = replace(
+            base, num_tokens=num_tokens, pool_factor=pool_factor, source_tokens=source_tokens
+        )
+    return found
+
+
+def rounds(workload: Workload) -> int:
+    """Rounds of one size: as many as move 4 GiB, but 4 to 12."""
+    return min(12, max(4, (4 << 30) // workload.nbytes))
 
 
 def layouts(base: Workload) -> dict[str, Workload]:

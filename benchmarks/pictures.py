@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from . import plot
 from .cases import size_name
 from .measure import gb_per_s
-from .report import machine_line, workload_line
+from .report import machine_line, shape_line, workload_line
 from .rounds import DEFAULT
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ def draw(path: Path, results: Results, sizes: Iterable[str], layouts: Iterable[s
         panels.append(_layouts(results, layouts))
     if sizes := [name for name in sizes if name in results.cases]:
         panels += [_sizes(results, sizes, "GB/s"), _sizes(results, sizes, "ms")]
+        notes += f"\nsizes: {shape_line(results.cases[sizes[0]].workload)}"
+        notes += "\nlines: medians; bands: p10 to p90; dashed: the same runs copied by one core inside one process"
     plot.write(path, panels, "pdlink bench transfer", notes.replace(", huge pages", ",\nhuge pages"))
 
 
@@ -96,5 +98,5 @@ def _sizes(results: Results, names: list[str], unit: str) -> plot.Lines:
             medians = [convert(nbytes, summary.median) for nbytes, summary in points.items()]
             lines.append(plot.Line(text, list(points), medians, dashed=True))
     ticks = {float(case.workload.nbytes): size_name(case.workload.nbytes) for case in cases}
-    title = "one submit of everything"
-    return plot.Lines(title, "size", unit, lines, log_x=True, log_y=unit == "ms", x_ticks=ticks)
+    title = f"{'speed' if unit == 'GB/s' else 'time'} by size of the transfer, all layers in one submit"
+    return plot.Lines(title, "", unit, lines, log_x=True, log_y=unit == "ms", x_ticks=ticks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import io
+import math
 import re
 import textwrap
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ PANELS_PER_ROW = 2
 LABELLED_BARS = 16
 """With more of them the numbers would lie on each other."""
 LEGEND_INSIDE = 4
-"""Entries of a legend that fit into a panel; longer ones stand beside it."""
+"""Entries of a legend that fit into a panel; longer ones stand beside it, once for neighbours with the same names."""
 
 # The first seven are Okabe and Ito's, made for all kinds of colour vision, without their yellow.
 _COLOURS = (
@@ -168,6 +169,7 @@ def _draw(panels: Sequence[Panel], title: str, notes: str) -> Figure:
     figure.suptitle(title, fontsize=12, fontweight="bold")
     figure.text(0.01, 0.01, notes, fontsize=7, color="#555555", va="bottom", family="monospace")
     colours = _colours(panels)
+    beside: list[str] = []
     for number, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, columns, number)
         axes.set_title(panel.title, fontsize=10)
@@ -184,11 +186,14 @@ def _draw(panels: Sequence[Panel], title: str, notes: str) -> Figure:
         for name, value in panel.limits.items():
             axes.axhline(value, color=colours[name], linestyle="--", linewidth=1.2, label=name)
         if isinstance(panel, Bars) or not panel.log_y:
-            axes.set_ylim(0, axes.dataLim.ymax * 1.12 or 1)
-        entries = len(axes.get_legend_handles_labels()[1])
-        if entries > LEGEND_INSIDE:
-            axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        elif entries:
+            top = axes.dataLim.ymax
+            axes.set_ylim(0, top * 1.12 if math.isfinite(top) and top > 0 else 1)
+        names = axes.get_legend_handles_labels()[1]
+        if len(names) > LEGEND_INSIDE:
+            if names != beside or number % columns == 1:
+                axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+            beside = names
+        elif names:
             axes.legend(fontsize=7, framealpha=0.8)
     return figure
 

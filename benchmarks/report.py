@@ -17,9 +17,12 @@ from .measure import Summary, gb_per_s
 from .rounds import DEFAULT
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from .bars import Verdict
     from .measure import Facts
     from .rounds import Case, Measured, Results, Settings
+    from .workload import Workload
 
 WIDTH_NOT_A_TTY = 120
 CASES_PER_TABLE = 6
@@ -46,19 +49,33 @@ def workload_line(case: Case) -> str:
     )
 
 
-def print_results(results: Results) -> None:
-    """Machine, then one table per kind of run: everything about the default workload, speeds over a sweep, bars."""
+def shape_line(workload: Workload) -> str:
+    """One line about what has a size when only the number of tokens changes."""
+    return (
+        f"{workload.num_layers} layers x {workload.num_heads} heads x {workload.head_dim} {workload.dtype}, blocks "
+        f"of {workload.src_block_tokens} -> {workload.dst_block_tokens} tokens, {workload.src_order} -> "
+        f"{workload.dst_order}: {workload.src.token_nbytes // 1024} KiB a token"
+    )
+
+
+def print_results(results: Results, sizes: Iterable[str] = ()) -> None:
+    """Machine, then one table per kind of run: everything about the default workload, speeds over a sweep, bars.
+
+    sizes: the cases of a sweep over sizes; the others are layouts.
+    """
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH_NOT_A_TTY)
     console.print(machine_line(results.machine), highlight=False)
     default = results.cases.get(DEFAULT)
     if default:
         _print_case(console, default, results.settings)
-    if len(results.cases) > 1 or not default:
-        names = list(results.cases)
+    sizes = [name for name in results.cases if name in set(sizes)]
+    layouts = [name for name in results.cases if name not in sizes]
+    if sizes:
+        console.print(f"sizes: {shape_line(results.cases[sizes[0]].workload)}", highlight=False)
+    for what, names in (("layouts", layouts if layouts != [DEFAULT] else []), ("sizes", sizes)):
         for first in range(0, len(names), CASES_PER_TABLE):
-            console.print(
-                _sweep_table({name: results.cases[name] for name in names[first : first + CASES_PER_TABLE]})
-            )
+            cases = {name: results.cases[name] for name in names[first : first + CASES_PER_TABLE]}
+            console.print(_sweep_table(what, cases))
     problems: dict[str, Measured] = {}
     for case in results.cases.values():
         problems |= {name: lane for name, lane in case.transports.items() if lane.problem}
@@ -119,15 +136,18 @@ def _cells(case: Case, settings: Settings, measured: Measured, whole: Summary) -
     return cells
 
 
-def _sweep_table(cases: dict[str, Case]) -> Table:
-    """Cases side by side, for those who took part in more than the default one."""
-    table = Table(title="GB/s whole / layer by layer, and ms whole", title_justify="left")
+def _sweep_table(what: str, cases: dict[str, Case]) -> Table:
+    """Cases side by side, for those who have figures in more than the default one."""
+    title = f"{what}: GB/s whole / layer by layer, ms whole"
+    table = Table(title=title, title_justify="left")
     table.add_column("transport", style="bold")
     for name, case in cases.items():
         table.add_column(f"{name}\n{case.num_runs} x {case.workload.nbytes // case.num_runs} B", justify="right")
     others = [case for name, case in cases.items() if name != DEFAULT]
     for lane in dict.fromkeys(lane for case in others for lane in case.transports):
         row = []
+        if not any(case.transports[lane].samples_s for case in others if lane in case.transports):
+            continue
         for case in cases.values():
             measured = case.transports.get(lane)
             whole = measured.summary("whole") if measured else None

@@ -2,11 +2,13 @@
 
 A lane is whatever has a turn in each round: the two processes of a transport, or the one of the ceilings. In its turn
 it goes through the cases it takes part in, one workload each. A lane that fails loses its turns and keeps the reason;
-the others go on.
+the others go on. Cases that are compared with each other go through the rounds together. A sweep over sizes takes one
+case after the other: each is compared with what others did in the same case, and no pool is filled anew in each turn.
 """
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +19,7 @@ from .measure import Summary, machine_facts, median_ratio, summarise
 from .workers import Worker, WorkerFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from rich.progress import Progress
 
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from .measure import Facts
     from .workload import Workload
 
+TIMED_NBYTES = 1 << 28
+"""Transfers up to this size have the deadline of the settings; larger ones in proportion."""
+TELL_EVERY_S = 5.0
 SETUP_TIMEOUT_S = 120.0
 """For starting a process, filling its pool and compiling: minutes on a loaded machine."""
 DEFAULT = "default"
@@ -67,6 +72,14 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """Cases that go through their rounds together."""
+
+    cases: tuple[str, ...]
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
 class Contestant:
     """Who takes part, and in what."""
 
@@ -76,6 +89,8 @@ class Contestant:
     """None: all of them."""
     asynchronous: bool = True
     """Whether layers can be submitted while earlier ones are under way; without, there is no simulated prefill."""
+    many_runs: bool = True
+    """Whether it can be given a million runs at once."""
 
 
 class _Turns:
@@ -84,19 +99,28 @@ class _Turns:
     def __init__(self, cases: Mapping[str, Workload]) -> None:
         self.cases = cases
         self.measured = {name: Measured() for name in cases}
+        self.finished: set[str] = set()
+        """Cases whose rounds are over."""
         self.stopped = False
         self.workers: tuple[Worker, ...] = ()
 
     def stop(self, problem: str, *, failed: bool) -> None:
         self.stopped = True
-        for measured in self.measured.values():
-            measured.problem, measured.failed = problem, failed
+        for name, measured in self.measured.items():
+            if name not in self.finished:
+                measured.problem, measured.failed = problem, failed
 
     def start(self) -> None: ...
 
     def connect(self) -> None: ...
 
-    def turn(self, settings: Settings, keep: bool) -> None: ...
+    def turn(self, cases: Sequence[str], settings: Settings, keep: bool) -> None:
+        for case in cases:
+            if case in self.measured:
+                larger = max(1.0, self.cases[case].nbytes / TIMED_NBYTES)
+                self.take(case, settings, settings.timeout_s * larger, keep)
+
+    def take(self, case: str, settings: Settings, timeout_s: float, keep: bool) -> None: ...
 
     def close(self) -> None: ...
 
@@ -126,19 +150,18 @@ class Lane(_Turns):
         invitation = self.receiver.ask("invite", timeout_s=SETUP_TIMEOUT_S)
         self.sender.ask("connect", invitation, timeout_s=SETUP_TIMEOUT_S)
 
-    def turn(self, settings: Settings, keep: bool) -> None:
-        timeout_s = settings.timeout_s
-        for case, measured in self.measured.items():
-            for worker in (self.sender, self.receiver):
-                worker.ask("take_up", case, timeout_s=SETUP_TIMEOUT_S)
-            self._take(measured, "whole", keep, timeout_s, "push_whole", timeout_s)
-            self._take(measured, "layers", keep, timeout_s, "push_layers", timeout_s)
-            for layer_ms in settings.layer_ms if self.asynchronous else ():
-                name = f"prefill {layer_ms:g}"
-                self._take(measured, name, keep, timeout_s, "push_during_prefill", layer_ms / 1e3, timeout_s)
-            measured.lane = self.sender.ask("lane", timeout_s=timeout_s)
+    def take(self, case: str, settings: Settings, timeout_s: float, keep: bool) -> None:
+        measured = self.measured[case]
+        for worker in (self.sender, self.receiver):
+            worker.ask("take_up", case, timeout_s=SETUP_TIMEOUT_S)
+        self._push(measured, "whole", keep, timeout_s, "push_whole", timeout_s)
+        self._push(measured, "layers", keep, timeout_s, "push_layers", timeout_s)
+        for layer_ms in settings.layer_ms if self.asynchronous else ():
+            name = f"prefill {layer_ms:g}"
+            self._push(measured, name, keep, timeout_s, "push_during_prefill", layer_ms / 1e3, timeout_s)
+        measured.lane = self.sender.ask("lane", timeout_s=timeout_s)
 
-    def _take(self, into: Measured, name: str, keep: bool, timeout_s: float, question: str, *args: float) -> None:
+    def _push(self, into: Measured, name: str, keep: bool, timeout_s: float, question: str, *args: float) -> None:
         # The sender's own deadline comes first; this one is for a sender that does not keep it.
         seconds: float = self.sender.ask(question, *args, timeout_s=2 * timeout_s + 10)
         wrong = self.receiver.ask("check_and_clear", timeout_s=SETUP_TIMEOUT_S)
@@ -169,16 +192,15 @@ class CeilingLane(_Turns):
         for measured in self.measured.values():
             measured.lane = kind
 
-    def turn(self, settings: Settings, keep: bool) -> None:
-        for case, measured in self.measured.items():
-            self.worker.ask("take_up", case, timeout_s=SETUP_TIMEOUT_S)
-            for name in ("memcpy", "nt"):
-                seconds: float = self.worker.ask(f"copy_{name}", timeout_s=settings.timeout_s)
-                wrong = self.worker.ask("check_and_clear", timeout_s=SETUP_TIMEOUT_S)
-                if wrong:
-                    raise WorkerFailed(f"wrong bytes ({name}): {wrong}")
-                if keep:
-                    measured.samples_s.setdefault(name, []).append(seconds)
+    def take(self, case: str, settings: Settings, timeout_s: float, keep: bool) -> None:
+        self.worker.ask("take_up", case, timeout_s=SETUP_TIMEOUT_S)
+        for name in ("memcpy", "nt"):
+            seconds: float = self.worker.ask(f"copy_{name}", timeout_s=timeout_s)
+            wrong = self.worker.ask("check_and_clear", timeout_s=SETUP_TIMEOUT_S)
+            if wrong:
+                raise WorkerFailed(f"wrong bytes ({name}): {wrong}")
+            if keep:
+                self.measured[case].samples_s.setdefault(name, []).append(seconds)
 
     def close(self) -> None:
         self.worker.close()
@@ -210,32 +232,51 @@ class Results:
 
 
 def measure(
-    cases: Mapping[str, Workload], contestants: Mapping[str, Contestant], settings: Settings, progress: Progress
+    cases: Mapping[str, Workload],
+    contestants: Mapping[str, Contestant],
+    settings: Settings,
+    progress: Progress,
+    stages: Sequence[Stage] = (),
+    tell: Callable[[str], None] = lambda _text: None,
 ) -> Results:
     """Let every contestant and the ceilings take turns.
 
-    A transport that cannot work, fails or delivers wrong bytes loses its turns and is reported; the others go on.
+    stages: of all cases; without any, all go through `settings.rounds` together. tell: how far it is, now and then.
+    A transport that cannot work, fails or delivers wrong bytes loses its turns and is reported; the others go on. It
+    keeps the figures of stages that were over.
     """
+    stages = stages or (Stage(tuple(cases), settings.rounds),)
     machine = machine_facts()
     ceiling = CeilingLane(cases)
     lanes = {name: Lane(name, contestant, cases) for name, contestant in contestants.items()}
     in_turn: list[_Turns] = [ceiling, *lanes.values()]
     with ExitStack() as stack:
-        task = progress.add_task("starting", total=(settings.warm_ups + settings.rounds) * len(in_turn))
+        num_rounds = sum(settings.warm_ups + stage.rounds for stage in stages)
+        task = progress.add_task("starting", total=num_rounds * len(in_turn))
+        tell(f"starting {sum(len(lane.workers) for lane in in_turn)} processes")
         for lane in in_turn:
             stack.callback(lane.close)
             _attempt(lane, lane.start)
         for lane in in_turn:
             _attempt(lane, lane.connect)
-        for round_number in range(settings.warm_ups + settings.rounds):
-            keep = round_number >= settings.warm_ups
-            progress.update(task, description="measuring" if keep else "warming up")
+        begun_s, told_s = time.monotonic(), 0.0
+        for stage in stages:
+            what = ", ".join(stage.cases)
+            for number in range(1 - settings.warm_ups, stage.rounds + 1):
+                text = f"{what}: " + (f"round {number} of {stage.rounds}" if number > 0 else "warming up")
+                progress.update(task, description=text)
+                if (now_s := time.monotonic()) - told_s >= TELL_EVERY_S:
+                    tell(f"{now_s - begun_s:.0f} s, {text}")
+                    told_s = now_s
+                for lane in in_turn:
+                    _let(lane, run=True)
+                    _attempt(lane, partial(lane.turn, stage.cases, settings, number > 0))
+                    _let(lane, run=False)
+                    progress.advance(task)
+                in_turn.append(in_turn.pop(0))  # so that nobody always follows the same one
             for lane in in_turn:
-                _let(lane, run=True)
-                _attempt(lane, partial(lane.turn, settings, keep))
-                _let(lane, run=False)
-                progress.advance(task)
-            in_turn.append(in_turn.pop(0))  # so that nobody always follows the same one
+                if not lane.stopped:
+                    lane.finished.update(stage.cases)
     return Results(
         settings=settings,
         machine=machine,

@@ -20,10 +20,10 @@ from pdlink.errors import ConfigError
 
 from . import cases as sets
 from .bars import BLOCK_16_TO_128, NHD_TO_HND
-from .measure import available_memory_nbytes
+from .fitting import fitting, without_many_runs
 from .plot import add_output_arguments, check_can_plot
 from .report import print_results, to_json
-from .rounds import DEFAULT, Contestant, Settings, measure
+from .rounds import DEFAULT, Contestant, Settings, Stage, measure
 from .workload import ITEMSIZE, Workload
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from pdlink.transport.base import Transport
 
 
-def _mapped() -> Transport:
+def _mapped(threads: int = 2) -> Transport:
     from pdlink.transport.mapped import MappedTransport
 
-    return MappedTransport()
+    return MappedTransport(threads)
 
 
 def _tcp() -> Transport:
@@ -108,22 +108,7 @@ ANCHORS: Mapping[str, Contestant] = {
 }
 """What `--anchors` adds."""
 
-PROCESS_NBYTES = 200_000_000
-"""Of an interpreter with numpy, numba and a transport."""
-
-
-def memory_needed_nbytes(cases: Mapping[str, Workload], contestants: Mapping[str, Contestant]) -> int:
-    """Pools of all processes together, and the processes themselves."""
-    needed = _pools_nbytes(list(cases.values())) + PROCESS_NBYTES  # the ceilings'
-    for contestant in contestants.values():
-        needed += _pools_nbytes([cases[name] for name in contestant.cases or cases]) + 2 * PROCESS_NBYTES
-    return needed
-
-
-def _pools_nbytes(workloads: Sequence[Workload]) -> int:
-    return max(workload.src.extent(0) for workload in workloads) + max(
-        workload.dst.extent(0) for workload in workloads
-    )
+SWEEP_ROUNDS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -166,6 +151,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["sizes", "layouts", "all"],
         help="go through sizes from one block to 1 GiB, through pairs of layouts, or both, in one run",
     )
+    pages.add_argument(
+        "--largest",
+        type=_positive,
+        default=sets.LARGEST_NBYTES >> 20,
+        metavar="MIB",
+        help="largest size of a sweep (default %(default)s)",
+    )
     who = parser.add_argument_group("who takes part")
     who.add_argument(
         "--transport",
@@ -179,6 +171,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME,...",
         help=f"of {', '.join(PEERS)}: where their wheels are installed",
+    )
+    who.add_argument(
+        "--copy-threads",
+        type=int,
+        choices=(1, 2),
+        nargs="+",
+        help="adds mapped-1 or mapped-2: mapped with so many copying threads; mapped itself has two",
     )
     who.add_argument("--anchors", action="store_true", help="bare loops over ucp_put and over a pair of sockets")
     who.add_argument(
@@ -195,13 +194,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pace of the simulated prefill, one column each (default 1 2.5 5, none in a sweep; 2.5 is an 8B model, "
         "2,048 tokens and 400 TFLOP/s)",
     )
-    run_options.add_argument("--rounds", type=_positive, help=f"default {how.rounds}, 5 in a sweep")
+    run_options.add_argument(
+        "--rounds",
+        type=_positive,
+        help=f"default {how.rounds}; in a sweep {SWEEP_ROUNDS} for layouts, for sizes as many as move 4 GiB, 4 to 12",
+    )
     run_options.add_argument("--warm-ups", type=_positive, help=f"default {how.warm_ups}, 1 in a sweep")
     run_options.add_argument(
         "--timeout-s",
         type=_positive_float,
         default=how.timeout_s,
-        help="deadline of one transfer (default %(default)s)",
+        help="deadline of one transfer, in proportion longer above 256 MiB (default %(default)s)",
     )
     add_output_arguments(parser)
 
@@ -217,14 +220,16 @@ def run(args: argparse.Namespace) -> int:
         base = _workload(args)
         contestants = _contestants(args)
         sizes, layouts = _cases(args, base)
-        cases = _fitting(sizes, layouts, contestants, errors)
+        cases = fitting(sizes, layouts, contestants, errors)
+        contestants = without_many_runs(contestants, cases, errors)
+        stages = _stages(args, sizes, layouts)
     except (ValueError, ConfigError) as error:
         errors.print(f"[red]{error}[/]")
         return 2
     how = Settings()
     settings = Settings(
         tuple(args.layer_ms or (() if args.sweep else how.layer_ms)),
-        args.rounds or (5 if args.sweep else how.rounds),
+        stages[0].rounds,
         args.warm_ups or (1 if args.sweep else how.warm_ups),
         args.timeout_s,
     )
@@ -238,8 +243,9 @@ def run(args: argparse.Namespace) -> int:
         disable=not sys.stderr.isatty(),
     )
     with progress:
-        results = measure(cases, contestants, settings, progress)
-    print_results(results)
+        tell = partial(errors.print, highlight=False) if progress.disable else lambda _text: None
+        results = measure(cases, contestants, settings, progress, stages, tell)
+    print_results(results, sizes)
     if args.json:
         args.json.write_text(to_json(results) + "\n", encoding="utf-8")
     if args.plot:
@@ -277,16 +283,20 @@ def _contestants(args: argparse.Namespace) -> dict[str, Contestant]:
         name: Contestant(TRANSPORTS[name], None if name == "mapped" else only_default)
         for name in dict.fromkeys(names)
     }
+    for threads in args.copy_threads or ():
+        found[f"mapped-{threads}"] = Contestant(partial(_mapped, threads), only_default)
     peers = dict.fromkeys([*args.peers, *(["nixl"] if args.bars else [])])
     others = {name: contestant for peer in peers for name, contestant in PEERS[peer].items()}
     if args.anchors or args.bars:
         others |= ANCHORS
-    return found | {name: replace(contestant, cases=only_default) for name, contestant in others.items()}
+    return found | {
+        name: replace(contestant, cases=only_default, many_runs=False) for name, contestant in others.items()
+    }
 
 
 def _cases(args: argparse.Namespace, base: Workload) -> tuple[dict[str, Workload], dict[str, Workload]]:
     """Sizes and layouts to go through; the default workload is among the layouts."""
-    sizes = sets.sizes(base) if args.sweep in ("sizes", "all") else {}
+    sizes = sets.sizes(base, args.largest << 20) if args.sweep in ("sizes", "all") else {}
     if args.sweep in ("layouts", "all"):
         return sizes, sets.layouts(base)
     if args.bars:
@@ -295,30 +305,11 @@ def _cases(args: argparse.Namespace, base: Workload) -> tuple[dict[str, Workload
     return sizes, {} if sizes else {DEFAULT: base}
 
 
-def _fitting(
-    sizes: dict[str, Workload],
-    layouts: dict[str, Workload],
-    contestants: Mapping[str, Contestant],
-    errors: Console,
-) -> dict[str, Workload]:
-    """All cases, without the largest sizes if they need more memory than there is. Raises ValueError."""
-    available = available_memory_nbytes()
-    while True:
-        cases = layouts | sizes
-        needed = memory_needed_nbytes(cases, contestants)
-        if not available or needed <= 0.9 * available:
-            return cases
-        if len(sizes) < 2:
-            raise ValueError(
-                f"needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available: "
-                "try fewer --tokens, a smaller --pool-factor or one --transport"
-            )
-        name, _ = sizes.popitem()
-        errors.print(
-            f"[yellow]left out: {name}[/], {len(contestants) + 1} pairs of pools need {needed / 1e9:.1f} GB of "
-            f"memory and {available / 1e9:.1f} GB are available",
-            highlight=False,
-        )
+def _stages(args: argparse.Namespace, sizes: Mapping[str, Workload], layouts: Mapping[str, Workload]) -> list[Stage]:
+    """Layouts together, because they are compared with the default one; then each size alone."""
+    rounds = args.rounds or (SWEEP_ROUNDS if args.sweep else Settings().rounds)
+    stages = [Stage(tuple(layouts), rounds)] if layouts else []
+    return stages + [Stage((name,), args.rounds or sets.rounds(workload)) for name, workload in sizes.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

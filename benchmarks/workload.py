@@ -42,23 +42,33 @@ class Workload:
     dst_order: str = "LPBTH"
     pool_factor: int = 2
     """Each side's pool has so many times the blocks that the sequence needs; its blocks are drawn from all of it."""
+    source_tokens: int = 0
+    """The sequence repeats itself after so many tokens, a multiple of both block sizes, and its source has memory for
+    no more; 0: it does not. The destination has memory for all of it."""
     seed: int = 0
 
     @property
     def src(self) -> KVLayout:
-        return self._layout(self.src_order, self.src_block_tokens)
+        return self._layout(self.src_order, self.src_block_tokens, self.distinct_tokens)
 
     @property
     def dst(self) -> KVLayout:
-        return self._layout(self.dst_order, self.dst_block_tokens)
+        return self._layout(self.dst_order, self.dst_block_tokens, self.num_tokens)
+
+    @property
+    def distinct_tokens(self) -> int:
+        """Tokens before the sequence repeats itself."""
+        return min(self.num_tokens, self.source_tokens or self.num_tokens)
 
     @property
     def src_blocks(self) -> BlockIds:
-        return self._draw(self.src, self.seed)
+        layout = self.src
+        distinct = self._draw(layout, self.distinct_tokens, self.seed)
+        return np.resize(distinct, layout.blocks_for(self.num_tokens))
 
     @property
     def dst_blocks(self) -> BlockIds:
-        return self._draw(self.dst, self.seed + 1)
+        return self._draw(self.dst, self.num_tokens, self.seed + 1)
 
     @property
     def nbytes(self) -> int:
@@ -70,12 +80,12 @@ class Workload:
 
         return bind(template(self.src, self.dst), self.src_blocks, self.dst_blocks, 0, self.num_tokens)
 
-    def _layout(self, order: str, block_tokens: int) -> KVLayout:
+    def _layout(self, order: str, block_tokens: int, num_tokens: int) -> KVLayout:
         return paged_layout(
             dtype=self.dtype,
             itemsize=ITEMSIZE[self.dtype],
             num_layers=self.num_layers,
-            num_blocks=-(-self.num_tokens // block_tokens) * self.pool_factor,
+            num_blocks=-(-num_tokens // block_tokens) * self.pool_factor,
             block_tokens=block_tokens,
             num_heads=self.num_heads,
             head_dim=self.head_dim,
@@ -83,21 +93,22 @@ class Workload:
             num_parts=self.num_parts,
         )
 
-    def _draw(self, layout: KVLayout, seed: int) -> BlockIds:
+    def _draw(self, layout: KVLayout, num_tokens: int, seed: int) -> BlockIds:
         chosen = np.random.default_rng(seed).permutation(layout.num_blocks)
-        return chosen[: layout.blocks_for(self.num_tokens)].astype(np.int64)
+        return chosen[: layout.blocks_for(num_tokens)].astype(np.int64)
 
 
 def fill_source(array: Bytes, workload: Workload) -> None:
     """Write the sequence into its source blocks and foreign bytes everywhere else."""
     array.fill(FOREIGN)
-    layout, blocks = workload.src, workload.src_blocks
+    layout, num_tokens = workload.src, workload.distinct_tokens
+    blocks = workload.src_blocks[: layout.blocks_for(num_tokens)]
     for layer_index, layer in enumerate(layout.layers):
         for part_index, part in enumerate(layer.parts):
             view_BTHD = _view(array, layout, layer, part)
             kv_BTHD = view_BTHD[blocks]
             kv_THD = kv_BTHD.reshape(-1, *kv_BTHD.shape[2:])
-            kv_THD[: workload.num_tokens] = _pattern(workload, layer_index, part_index)
+            kv_THD[:num_tokens] = _pattern(workload, layer_index, part_index)
             view_BTHD[blocks] = kv_BTHD
 
 
@@ -114,7 +125,9 @@ def check_and_clear(array: Bytes, workload: Workload) -> str:
             got_BTHD = view_BTHD[blocks]
             got_THD = got_BTHD.reshape(-1, *got_BTHD.shape[2:])
             expected_THD = np.zeros_like(got_THD)  # zero beyond the last token
-            expected_THD[: workload.num_tokens] = _pattern(workload, layer_index, part_index)
+            expected_THD[: workload.num_tokens] = np.resize(
+                _pattern(workload, layer_index, part_index), (workload.num_tokens, *got_THD.shape[1:])
+            )
             if not wrong and not np.array_equal(got_THD, expected_THD):
                 at = tuple(int(index) for index in np.argwhere(got_THD != expected_THD)[0])
                 count = int(np.count_nonzero(got_THD != expected_THD))
@@ -142,10 +155,10 @@ def _view(array: Bytes, layout: KVLayout, layer: LayerLayout, part: Part) -> Byt
 
 
 def _pattern(workload: Workload, layer: int, part: int) -> Bytes:
-    """[token, head, byte]: each word is its number times an odd constant, so no two words are equal."""
+    """[token, head, byte] before it repeats: each word is its number times an odd constant, so no two are equal."""
     head_nbytes = workload.head_dim * ITEMSIZE[workload.dtype]
     words = -(-head_nbytes // 8)
-    count = workload.num_tokens * workload.num_heads * words
+    count = workload.distinct_tokens * workload.num_heads * words
     first = (layer * workload.num_parts + part) * count + 1
     numbers = np.arange(first, first + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return numbers.view(np.uint8).reshape(workload.num_tokens, workload.num_heads, words * 8)[:, :, :head_nbytes]
+    return numbers.view(np.uint8).reshape(-1, workload.num_heads, words * 8)[:, :, :head_nbytes]

@@ -48,6 +48,18 @@ def test_a_page_holds_its_text_and_needs_nothing_else(tmp_path: Path) -> None:
     assert "src=" not in page
 
 
+def test_a_panel_without_figures_is_drawn_empty(tmp_path: Path) -> None:
+    """When every transport of a run has failed."""
+    plot.write(tmp_path / "figure.png", [plot.Lines("sizes", "bytes", "s", []), plot.Bars("none", "s", {})], "title")
+
+
+def test_neighbours_with_the_same_names_have_one_legend() -> None:
+    lines = [plot.Line(name, [1.0, 2.0], [1.0, 2.0]) for name in "abcdef"]
+    same = [plot.Lines("speed", "bytes", "GB/s", lines), plot.Lines("time", "bytes", "s", lines)]
+    drawn = plot._draw([*same, *same, plot.Lines("other", "bytes", "s", lines[:5])], "title", "")
+    assert [axes.get_legend() is not None for axes in drawn.axes] == [True, False, True, False, True]
+
+
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install 'pdlink\[bench\]'"):
