@@ -80,7 +80,7 @@ def test_only_config_reads_the_environment() -> None:
             for node in ast.walk(ast.parse(path.read_text()))
         )
     ]
-    assert readers == ["pdlink/config.py"]
+    assert readers == ["pdlink/config/loading.py"]
 
 
 def test_only_observe_and_the_proxys_metrics_import_a_metrics_library() -> None:

@@ -1,0 +1,47 @@
+"""Every setting of every role, with its unit and default: a file for each section.
+
+A value comes from the default, a YAML file, the environment (`PDLINK_` + the path of the key, `__` between levels:
+`PDLINK_TRANSPORT__KIND=mapped`) and the command line, the later winning; `loading` does that, and nothing else reads
+the environment. Unknown keys are refused with the nearest valid name, because a mistyped setting that is silently
+ignored is a setting that lies.
+"""
+
+from __future__ import annotations
+
+from pdlink.config.cache import CacheConfig
+from pdlink.config.chaos import ChaosConfig
+from pdlink.config.engine import EngineConfig
+from pdlink.config.loading import ENVIRONMENT_PREFIX, environment_with, load
+from pdlink.config.model import ModelConfig
+from pdlink.config.proxy import ProxyConfig
+from pdlink.config.section import Port, Role, Seconds, is_loopback
+from pdlink.config.security import SecurityConfig, read_secrets
+from pdlink.config.timeouts import TimeoutConfig
+from pdlink.config.transport import SharingConfig, StagingConfig, TransportConfig
+from pdlink.config.up import UpConfig
+from pdlink.config.vllm import VllmConfig
+from pdlink.config.worker import WorkerConfig
+
+__all__ = [
+    "ENVIRONMENT_PREFIX",
+    "CacheConfig",
+    "ChaosConfig",
+    "EngineConfig",
+    "ModelConfig",
+    "Port",
+    "ProxyConfig",
+    "Role",
+    "Seconds",
+    "SecurityConfig",
+    "SharingConfig",
+    "StagingConfig",
+    "TimeoutConfig",
+    "TransportConfig",
+    "UpConfig",
+    "VllmConfig",
+    "WorkerConfig",
+    "environment_with",
+    "is_loopback",
+    "load",
+    "read_secrets",
+]

@@ -1,0 +1,75 @@
+"""The router."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from pdlink.config.section import Port, Seconds, Section, in_pairs
+
+
+class ProxyConfig(Section):
+    """The router in front of the two pools."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), repr=False)
+    """Clients must send one of these as `Authorization: Bearer KEY`. None here and no `api_key_file` lets all in."""
+    api_key_file: str | None = None
+    """More of them, one a line."""
+    tls_cert: str | None = None
+    """PEM file of the certificate chain to serve HTTPS with; needs `tls_key`."""
+    tls_key: str | None = None
+    worker_key_file: str | None = None
+    """The workers' `security.http_key_file`: sent to them in X-Pdlink-Key. For vLLM a file with the key that it was
+    given as --api-key, sent to it instead of the client's Authorization."""
+    worker_ca: str | None = None
+    """PEM file of the authority that signed the certificates of https:// workers; None trusts the system's."""
+    dialect: Literal["pdlink", "vllm", "vllm-nixl"] = "pdlink"
+    """What the workers run: pdlink's own engine, vLLM with PDLinkConnector, or vLLM with its own NixlConnector."""
+    prefill: tuple[str, ...] = ()
+    """Base URLs of the prefill workers."""
+    decode: tuple[str, ...] = ()
+    """Base URLs of the decode workers."""
+    decode_ranks: int | None = Field(default=None, ge=1)
+    """Dialect vllm: tensor parallel ranks of a decode server, where they are not as many as a prefill server's."""
+    control: dict[str, tuple[str, ...]] = {}
+    """Dialect vllm: by base URL of a prefill worker, the address its connector listens on ("tcp://10.0.0.1:8101"), or
+    a list with one for each tensor parallel rank. Workers of pdlink's own engine say it themselves."""
+    policy: Literal["round_robin", "least_loaded"] = "least_loaded"
+    retries: int = Field(default=1, ge=0)
+    """New attempts, each with a new transfer id and other workers where there are some, before the first token."""
+    on_no_prefill: Literal["fail", "decode_only"] = "fail"
+    """What to do when no prefill worker is healthy: answer 503, or let decode compute the prompt (counted)."""
+    health_interval_s: Seconds = 0.5
+    connect_timeout_s: Seconds = 2.0
+    first_byte_timeout_s: Seconds = 600.0
+    """Longest wait for a leg's answer to begin."""
+    idle_timeout_s: Seconds = 120.0
+    """Longest silence inside a stream."""
+    request_timeout_s: Seconds = 1200.0
+    max_body_nbytes: int = Field(default=64 * 2**20, ge=1)
+    max_connections: int = Field(default=0, ge=0)
+    """Open connections to workers; 0 sets no limit."""
+    drain_s: Seconds = 10.0
+
+    @field_validator("control", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        return {url: (found,) if isinstance(found, str) else found for url, found in value.items()}
+
+    @model_validator(mode="after")
+    def _complete(self) -> ProxyConfig:
+        in_pairs(self, "", ("tls_cert", "tls_key"))
+        if self.dialect == "vllm":
+            known = {url.rstrip("/") for url in self.control}
+            for url in self.prefill:
+                if url.rstrip("/") not in known:
+                    raise ValueError(
+                        f"control: no address for the prefill worker {url}; it is the control_host and control_port "
+                        "of its kv_connector_extra_config, as tcp://HOST:PORT"
+                    )
+        return self

@@ -1,0 +1,34 @@
+"""What every section of the settings is made of."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Seconds = Annotated[float, Field(gt=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Role = Literal["prefill", "decode", "both"]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this host can reach an address with this host part. Names are not looked up."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def in_pairs(section: Section, prefix: str, *pairs: tuple[str, str]) -> None:
+    """Each of these settings is there together with its other one, or neither is."""
+    for first, second in pairs:
+        for there, missing in ((first, second), (second, first)):
+            if getattr(section, there) is not None and getattr(section, missing) is None:
+                raise ValueError(f"{prefix}{missing}: missing, and {prefix}{there} is of no use without it")

@@ -1,0 +1,35 @@
+"""Every deadline of a worker, in one table."""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+
+from pdlink.config.section import Seconds, Section
+
+
+class TimeoutConfig(Section):
+    """One table of deadlines: heartbeat < peer < lease < request < proxy, checked at start."""
+
+    heartbeat_s: Seconds = 0.25
+    peer_s: Seconds = 3.0
+    """A peer that has not been heard for this long is lost."""
+    connect_s: Seconds = 5.0
+    """Handshake, from the first message to the data connection."""
+    lease_s: Seconds = 10.0
+    """How long a promise about memory holds without a sign of life from the other side."""
+    offer_s: Seconds = 5.0
+    """While requests wait for blocks here, a finished prompt whose receiver offers nothing for this long is given up,
+    so that two full workers that hold what the other waits for do not stand still; decode falls back."""
+    request_s: Seconds = 600.0
+    """One request on one worker."""
+    drain_s: Seconds = 10.0
+    """How long a worker that was told to stop lets running requests finish."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> TimeoutConfig:
+        table = [("heartbeat_s", self.heartbeat_s), ("peer_s", self.peer_s), ("lease_s", self.lease_s)]
+        table.append(("request_s", self.request_s))
+        for (name, value), (later, limit) in zip(table, table[1:], strict=False):
+            if value >= limit:
+                raise ValueError(f"timeouts.{name} = {value} s must be below timeouts.{later} = {limit} s")
+        return self

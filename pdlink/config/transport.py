@@ -1,0 +1,94 @@
+"""How bytes travel, and who goes first."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from pdlink.config.section import Seconds, Section
+
+
+class SharingConfig(Section):
+    """How the transfers of one transport share it; `pdlink/endpoint/order.py` says what follows from these."""
+
+    order: Literal["shortest", "fcfs"] = "shortest"
+    """Which transfer goes next: the one that lacks the fewest bytes, with ageing, or the one that came first. The
+    second is there to compare with (`pdlink bench sharing`)."""
+    window_nbytes: int = Field(default=64 * 2**20, ge=1)
+    """Most bytes handed to a transport and not landed, over all peers that keep up."""
+    peer_window_nbytes: int = Field(default=32 * 2**20, ge=1)
+    """Most of them to one peer: what a new transfer to it has to wait for. The link runs dry if they land before
+    this process has noticed, which takes up to 5 ms while Python code runs (`sys.getswitchinterval`): keep it above
+    5 ms of the link, 32 MiB at 6 GB/s."""
+    part_nbytes: int = Field(default=4 * 2**20, ge=1)
+    """Larger pushes are cut, between blocks, into parts of about this size."""
+    ageing: float = Field(default=0.05, gt=0, le=1)
+    """Bytes of advantage for every byte the link moves while a transfer waits: one of S bytes is passed only by
+    smaller ones that come while the link moves the next S / ageing. Less brings the small ones through sooner, and
+    lets the large ones wait longer. Simulated, lognormal lengths, 80 % of one link: the mean time to ready is 30 % of
+    first come first served's without ageing and with 0.05, 36 % with 0.2, 73 % with 1."""
+
+    @model_validator(mode="after")
+    def _nested(self) -> SharingConfig:
+        sizes = [(name, getattr(self, name)) for name in ("part_nbytes", "peer_window_nbytes", "window_nbytes")]
+        for (name, value), (later, limit) in zip(sizes, sizes[1:], strict=False):
+            if value > limit:
+                raise ValueError(f"transport.sharing: {name} = {value} must be at most {later} = {limit}")
+        return self
+
+
+class StagingConfig(Section):
+    """How short runs are packed on their way; see `pdlink.transport.staging`."""
+
+    table: str | None = None
+    """File of measured lengths, made by `pdlink bench tune --write FILE`; None takes the package's own."""
+    tcp: int | None = Field(default=None, ge=0, le=131072)
+    """Runs shorter than this many bytes are packed over tcp, 0 packs none; None takes the table's."""
+    ucx: int | None = Field(default=None, ge=0, le=131072)
+    """The same over every lane of UCX."""
+
+
+class TransportConfig(Section):
+    """How bytes travel."""
+
+    kind: Literal["auto", "mapped", "ucx", "tcp"] = "auto"
+    """auto takes whatever works between two workers, `prefer` first. mapped is mapped-cuda where the KV is on a GPU;
+    tcp cannot move that."""
+    prefer: Literal["mapped", "ucx", "tcp"] = "mapped"
+    """Mapped memory is the faster one where it can work, which is on one host. Behind it comes ucx where there is
+    RDMA, then tcp."""
+    require: str | None = None
+    """Lane that must really be used ("mapped", "mapped-cuda", "cma", "tcp", "rc"); connecting fails if it is another
+    one."""
+    mapped_threads: int = Field(default=2, ge=1, le=2)
+    """Threads that copy over mapped memory. The second one helps with more than a megabyte at once, and not while
+    this worker computes a prefill. With it 268 MB took 10.0 instead of 14.2 ms, with one of the two cores busy 10.4
+    instead of 14.8 (best of 25 and 15 turns, AMD EPYC, Zen 5)."""
+    ucx_tls: str = "auto"
+    """UCX transports: "tcp", "shm" (same host, cross-memory attach), or any UCX_TLS list. auto leaves it to UCX."""
+    ucx_devices: str = "auto"
+    """Devices that UCX may use, and listens on without asking anybody for a key: "eth1", "mlx5_0:1", a list of them,
+    or "all". auto takes "lo" for a worker that only this host can reach, else "all". See docs/security.md."""
+    tcp_host: str | None = None
+    """Address that the tcp transport listens on; None uses `control_host`. Bytes are sent in the clear."""
+    tcp_streams: int = Field(default=1, ge=1, le=16)
+    """Connections of the tcp transport to each peer."""
+    tcp_congestion: str | None = None
+    """Congestion control of those ("cubic", "bbr", …); None takes cubic on one host, else the system's."""
+    staging: StagingConfig = StagingConfig()
+    """When short runs are packed."""
+    ucx_library: str | None = None
+    """Path of libucp.so.0 to load instead of the one found; "off" runs without UCX."""
+    verify: Literal["off", "sample", "all"] = "off"
+    """Checksums of what decode receives, compared before a request may use it: of every pushed layer, of one in
+    eight, or none. A difference fails the transfer. Costs one more read of the bytes on each side."""
+    batch_timeout_s: Seconds = 10.0
+    """What was handed to the transport and has not landed by then fails the peer. UCX itself never reports a stalled
+    one."""
+    sharing: SharingConfig = SharingConfig()
+
+    @field_validator("ucx_library", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML 1.1 reads off as a boolean

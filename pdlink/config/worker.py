@@ -1,0 +1,76 @@
+"""A worker: the sections above it, and what they demand of each other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from pdlink.config.cache import CacheConfig
+from pdlink.config.chaos import ChaosConfig
+from pdlink.config.engine import EngineConfig
+from pdlink.config.model import ModelConfig
+from pdlink.config.section import Port, Role, Section, is_loopback
+from pdlink.config.security import SecurityConfig
+from pdlink.config.timeouts import TimeoutConfig
+from pdlink.config.transport import TransportConfig
+
+
+class WorkerConfig(Section):
+    """A prefill, decode or both-role worker."""
+
+    role: Role = "both"
+    name: str | None = None
+    """Unique in the deployment; None takes role and HTTP port."""
+    host: str = "127.0.0.1"
+    port: Port = 0
+    """HTTP. 0 takes a free one, which is printed and published in /health."""
+    control_host: str = "127.0.0.1"
+    control_port: Port = 0
+    """ZeroMQ."""
+    advertise_host: str | None = None
+    """Address other hosts reach this worker by; None uses `control_host`."""
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    engine: EngineConfig = EngineConfig()
+    transport: TransportConfig = TransportConfig()
+    timeouts: TimeoutConfig = TimeoutConfig()
+    security: SecurityConfig = SecurityConfig()
+    on_transfer_failure: Literal["recompute", "fail"] = "recompute"
+    """What decode does when the KV does not arrive: compute the prompt itself, or answer 502."""
+    timeline: str | None = None
+    """File that a Perfetto trace of every transfer is written to at exit; None writes none."""
+    simulate_layer_s: float = Field(default=0.0, ge=0)
+    """Extra seconds per layer of every prefill step; makes a small model as slow as a large one in demonstrations."""
+    chaos: ChaosConfig = ChaosConfig()
+    """For tests only; see `pdlink chaos`."""
+
+    @model_validator(mode="after")
+    def _fits_the_device(self) -> WorkerConfig:
+        if self.engine.device == "cpu":
+            if self.cache.memory_fraction is not None:
+                raise ValueError("cache.memory_fraction: is of a GPU's memory; set engine.device or cache.num_blocks")
+        elif self.transport.verify != "off":
+            raise ValueError(
+                f"transport.verify: {self.transport.verify!r} reads host memory; with engine.device "
+                f"{self.engine.device!r} it must be off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _locked(self) -> WorkerConfig:
+        if self.reachable and not self.security.insecure and self.security.key_file is None:
+            setting, host = next(iter(self.reachable.items()))
+            raise ValueError(
+                f"{setting}: other hosts can reach {host}, and this worker has no keys; make them "
+                "with `pdlink keygen NAME` and set security.key_file and security.allow_file, or write out "
+                "security.insecure: true"
+            )
+        return self
+
+    @property
+    def reachable(self) -> dict[str, str]:
+        """Settings that let more than this host reach this worker, and the hosts they name."""
+        hosts = {"host": self.host, "control_host": self.control_host, "advertise_host": self.advertise_host}
+        hosts["transport.tcp_host"] = self.transport.tcp_host
+        return {setting: host for setting, host in hosts.items() if host is not None and not is_loopback(host)}
