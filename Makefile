@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# The compiler of the GPU kernels comes as a wheel (115 MB) where there is none; nothing else of CUDA is needed to build.
+NVCC := $(if $(shell PATH="$$PATH:/usr/local/cuda/bin" command -v nvcc),,nvidia-cuda-nvcc)
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
@@ -31,7 +33,7 @@ format: $(STAMP)  ## rewrite the sources in the house format
 
 vllm: $(VLLM_STAMP)  ## vLLM's build for CPUs with pdlink in an environment of its own, .venv-vllm (7 GB)
 
-test-vllm: $(VLLM_STAMP)  ## what needs real vLLM servers; 5 minutes on two idle cores
+test-vllm: $(VLLM_STAMP)  ## what needs real vLLM servers; some ten minutes on two idle cores
 	$(VLLM_BIN)/python -m pytest -m vllm tests/integrations tests/e2e $(PYTEST_ARGS)
 
 gpu:  ## build and run everything that needs a GPU; exit status 3 without one. Needs no virtual environment
@@ -42,7 +44,7 @@ bench: $(STAMP)  ## the transfer benchmark with its default workload
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja libucx-cu13 torch==2.13.0
+	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja libucx-cu13 torch==2.13.0 $(NVCC)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $@
 

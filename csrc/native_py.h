@@ -24,13 +24,19 @@ namespace nb = nanobind;
 using PyRuns = nb::ndarray<const std::int64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 using PyPiece = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, PyRuns>;
 
-template <class AnyEngine>
-std::uint64_t submit(AnyEngine& engine, const std::string& peer, const std::vector<PyPiece>& pieces,
-                     double timeout_s) {
+// As long as `pieces` are there.
+inline std::vector<Piece> views_of(const std::vector<PyPiece>& pieces) {
     std::vector<Piece> views;
     views.reserve(pieces.size());
     for (const auto& [src_region, src_base, dst_region, dst_base, runs] : pieces)
         views.push_back({src_region, src_base, dst_region, dst_base, runs.data(), runs.shape(0)});
+    return views;
+}
+
+template <class AnyEngine>
+std::uint64_t submit(AnyEngine& engine, const std::string& peer, const std::vector<PyPiece>& pieces,
+                     double timeout_s) {
+    const std::vector<Piece> views = views_of(pieces);
     const nb::gil_scoped_release release;
     return engine.submit(peer, views, timeout_s);
 }

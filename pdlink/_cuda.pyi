@@ -1,10 +1,14 @@
 """Kernels that reshape paged KV, and what a writer on a GPU needs of the gate (`csrc/cuda`).
 
-Nothing here calls CUDA: launches are planned, and run by loops on this CPU if asked. Addresses are taken on trust, as
-a kernel does; `pdlink.cuda.ops` and `pdlink.transport.mapped_cuda` are the checked ways in.
+Nothing here but `Launcher` calls CUDA: launches are planned, and run by loops on this CPU if asked. Addresses are taken
+on trust, as a kernel does; `pdlink.cuda.ops` and `pdlink.transport.mapped_cuda` are the checked ways in.
 """
 
+from collections.abc import Sequence
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 _File = tuple[int, int, int, int]
 """Descriptor number in its process, st_dev, st_ino, nbytes."""
@@ -88,8 +92,46 @@ def fatbin() -> bytes:
 def divide(divisor: int, n: int) -> int:
     """n // divisor as the kernels do it."""
 
-def ring_function() -> int:
-    """Address of a host function for `cuLaunchHostFunc` that makes the eventfd it is given readable."""
+class RowQueue:
+    """What has not been launched of a batch, as rows of source address, destination address and length."""
+
+    def __init__(
+        self,
+        pieces: Sequence[tuple[int, int, int, int, NDArray[np.int64]]],
+        local: Sequence[tuple[int, int]],
+        remote: Sequence[tuple[int, int]],
+    ) -> None:
+        """pieces: as in `_copy.Copier.submit`; local, remote: address and bytes of each region.
+
+        Neighbours are joined. Raises ValueError for a run outside its region.
+        """
+
+    @property
+    def empty(self) -> bool: ...
+    @property
+    def nbytes(self) -> int:
+        """Of the whole batch."""
+
+class Launcher:
+    """Puts into one stream, each with everything it asks of the driver in one call; any thread may call."""
+
+    def __init__(self, library: str, context: int, kernel: int, work: int, bell: int) -> None:
+        """Handles of the driver: context, the kernel "pdlink_runs", the stream of the launches and another one.
+
+        Raises RuntimeError if `library` has not what is needed.
+        """
+
+    def put(
+        self, rows: RowQueue, slice_nbytes: int, host: int, device: int, nbytes: int, event: int
+    ) -> tuple[str, int]:
+        """Launch about `slice_nbytes` of `rows` and record `event`; the list is kept in `nbytes` of pinned memory.
+
+        Returns the call that failed and its number, or "" and 0. Unless it is "cuEventRecord", nothing was launched
+        then.
+        """
+
+    def ring_after(self, event: int, fd: int) -> tuple[str, int]:
+        """Make an eventfd readable when `event` is reached; not after a fault. Returns as `put` does."""
 
 class GateOwner:
     """The gate in front of memory of ours that one peer may write (`csrc/gate.h`)."""

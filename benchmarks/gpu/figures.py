@@ -1,19 +1,19 @@
-"""What one figure is, how time is taken on a GPU, and the table and JSON of a run."""
+"""What one figure is, the figures that compare two of them, and the table and JSON of a run."""
 
 from __future__ import annotations
 
 import json
-import statistics
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+import os
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
-import torch
+from .plan import BARS, LMCACHE, MAPPED, UCX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-REPEATS = 21
+    from .plan import Bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,61 +21,106 @@ class Figure:
     """One measurement beside what it is compared with, both of this run."""
 
     name: str
-    seconds: float
-    """Median."""
-    gb_per_s: float
+    seconds: float | None
+    """Median; None if it was not measured, and `note` says why."""
+    gb_per_s: float = 0.0
     """Decimal; bytes read plus bytes written where both are device memory."""
     against: str = ""
     ratio: float | None = None
     """Of the two speeds, or of the two times where the bar is one of time."""
-    bar: float | None = None
-    at_most: bool = False
-    """The bar is an upper one."""
     note: str = ""
 
     @property
+    def bar(self) -> Bar | None:
+        return next((bar for bar in BARS if bar.figure == self.name), None)
+
+    @property
     def verdict(self) -> str:
-        if self.bar is None or self.ratio is None:
+        if self.bar is None:
             return ""
-        met = self.ratio <= self.bar if self.at_most else self.ratio >= self.bar
+        if self.ratio is None:
+            return "not measured"
+        met = self.ratio <= self.bar.ratio if self.bar.at_most else self.ratio >= self.bar.ratio
         return "met" if met else "MISSED"
 
 
-def median_s(work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Seconds on the device, by events around `work`, after three warm-ups."""
-    for _ in range(3):
-        work()
-    times = []
-    for _ in range(repeats):
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        before.record()
-        work()
-        after.record()
-        after.synchronize()
-        times.append(float(before.elapsed_time(after)) / 1e3)
-    return statistics.median(times)
+@dataclass
+class Run:
+    """All there is of one run, complete or not."""
+
+    machine: dict[str, Any] = field(default_factory=dict)
+    stages: list[dict[str, str]] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    """Why a case gave no figures."""
+
+    def complete(self) -> list[Figure]:
+        """The figures, those that compare two of them, and a row for every bar that nobody measured."""
+        known = {one.name: one for one in self.figures}
+        for name, slower in (("mapped-cuda against UCX", UCX), ("mapped-cuda against LMCache", LMCACHE)):
+            ours, theirs = known.get(MAPPED), known.get(slower)
+            if ours and theirs and ours.seconds and theirs.seconds:
+                known[name] = Figure(name, ours.seconds, ours.gb_per_s, slower, theirs.seconds / ours.seconds)
+            else:
+                reasons = [one.note for one in (ours, theirs) if one and one.seconds is None]
+                if reasons:
+                    known[name] = Figure(name, None, note=reasons[0])
+        for bar in BARS:
+            if bar.figure not in known:
+                known[bar.figure] = Figure(bar.figure, None, note=self.failures.get(bar.case, f"no case {bar.case}"))
+        return list(known.values())
+
+    def write(self, path: Path) -> None:
+        """At once or not at all: a reader never finds half a file."""
+        figures = [
+            {**asdict(one), "bar": None if one.bar is None else asdict(one.bar), "verdict": one.verdict}
+            for one in self.complete()
+        ]
+        content = {
+            "machine": self.machine,
+            "stages": self.stages,
+            "failures": self.failures,
+            "figures": figures,
+            "measured": [one.name for one in self.figures],
+        }
+        made = path.with_suffix(".new")
+        made.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        os.replace(made, path)
+
+    @classmethod
+    def read(cls, path: Path) -> Run:
+        """What `write` wrote; an empty run if there is no such file."""
+        if not path.exists():
+            return cls()
+        content = json.loads(path.read_text(encoding="utf-8"))
+        names = set(Figure.__dataclass_fields__)
+        figures = [Figure(**{key: one[key] for key in names}) for one in content["figures"]]
+        measured = set(content["measured"])
+        return cls(
+            content["machine"],
+            content["stages"],
+            [one for one in figures if one.name in measured],
+            content["failures"],
+        )
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Short, for the end of a log."""
-    rows = [("what", "ms", "GB/s", "ratio", "bar", "", "against")]
-    for one in figures:
-        sign = "<=" if one.at_most else ">="
+    """Short, for the end of a log; the rows with a bar come last."""
+    rows = [("what", "ms", "GB/s", "ratio", "bar", "", "")]
+    for one in sorted(figures, key=lambda one: one.bar is not None):
+        bar = "" if one.bar is None else f"at {'most' if one.bar.at_most else 'least'} {one.bar.ratio:g}"
+        against = f"{one.against}; {one.note}" if one.against and one.note else one.against or one.note
         rows.append(
             (
                 one.name,
-                f"{one.seconds * 1e3:.3f}",
-                f"{one.gb_per_s:.1f}",
+                "" if one.seconds is None else f"{one.seconds * 1e3:.3f}",
+                f"{one.gb_per_s:.1f}" if one.gb_per_s else "",
                 "" if one.ratio is None else f"{one.ratio:.3f}",
-                "" if one.bar is None else f"{sign} {one.bar:.3f}",
+                bar,
                 one.verdict,
-                one.against or one.note,
+                against[:100],
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-
-
-def write_json(path: Path, facts: dict[str, str | int | float], figures: Sequence[Figure]) -> None:
-    content = {"machine": facts, "figures": [{**asdict(one), "verdict": one.verdict} for one in figures]}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

@@ -8,7 +8,8 @@ import torch
 
 from pdlink.cuda import ops
 
-from .figures import Figure, median_s
+from .figures import Figure
+from .timing import called_s, device_s, host_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,50 +17,50 @@ if TYPE_CHECKING:
 LAYERS, TOKENS, BLOCK_TOKENS, HEADS, HEAD_DIM = 32, 8192, 16, 8, 128
 POOL_BLOCKS = 2 * TOKENS // BLOCK_TOKENS
 """Twice what is used, so that the pages lie scattered."""
+COPY = "device-to-device copy"
 
 
-def run(device: torch.device) -> list[Figure]:
-    pages = torch.randn(LAYERS, 2, POOL_BLOCKS, BLOCK_TOKENS, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16)
-    planes = list(pages.flatten(0, 1))
-    rows = torch.empty(2 * LAYERS, TOKENS, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16)
+def run() -> list[Figure]:
+    device = torch.device("cuda", 0)
+    planes, rows, slots = pages(device)
     row_planes = [row[:, None] for row in rows]
-    slots = scattered_slots(device)
     nbytes = rows.nbytes
-
     source = torch.randn_like(rows)
-    copy_s = median_s(lambda: rows.copy_(source))
+    copy_s = device_s(lambda: rows.copy_(source))
     copy = 2 * nbytes / copy_s / 1e9
-    figures = [Figure("device-to-device copy", copy_s, copy)]
+    figures = [Figure(COPY, copy_s, copy)]
 
-    def add(name: str, work: Callable[[], object], moved: int, bar: float | None) -> None:
-        seconds = median_s(work)
+    def add(name: str, work: Callable[[], object], moved: int) -> None:
+        seconds = device_s(work)
         speed = moved / seconds / 1e9
-        figures.append(Figure(name, seconds, speed, "device-to-device copy", speed / copy, bar))
+        note = f"{host_s(work) * 1e6:.0f} us of CPU"
+        figures.append(Figure(name, seconds, speed, COPY, speed / copy, note))
 
-    add("gather, one launch", lambda: ops.reshape(planes, row_planes, slots, None), 2 * nbytes, 0.85)
-    add("scatter, one launch", lambda: ops.reshape(row_planes, planes, None, slots), 2 * nbytes, 0.85)
+    add("gather, one launch", lambda: ops.reshape(planes, row_planes, slots, None), 2 * nbytes)
+    add("scatter, one launch", lambda: ops.reshape(row_planes, planes, None, slots), 2 * nbytes)
 
     def layer_by_layer() -> None:
         for first in range(0, 2 * LAYERS, 2):
             ops.reshape(planes[first : first + 2], row_planes[first : first + 2], slots, None)
 
-    add("gather, a launch per layer", layer_by_layer, 2 * nbytes, None)
-    hnd = torch.empty_like(pages).view(2 * LAYERS, POOL_BLOCKS, HEADS, BLOCK_TOKENS, HEAD_DIM)
-    hnd_planes = [plane.transpose(1, 2) for plane in hnd]
+    add("gather, a launch per layer", layer_by_layer, 2 * nbytes)
+    shape = (2 * LAYERS, POOL_BLOCKS, HEADS, BLOCK_TOKENS, HEAD_DIM)
+    hnd_planes = [plane.transpose(1, 2) for plane in torch.empty(shape, device=device, dtype=torch.bfloat16)]
     other_slots = scattered_slots(device)
-    add("NHD to HND", lambda: ops.reshape(planes, hnd_planes, slots, other_slots), 2 * nbytes, 0.75)
-    fp8 = list(torch.empty(pages.flatten(0, 1).shape, device=device, dtype=torch.float8_e4m3fn))
+    add("NHD to HND", lambda: ops.reshape(planes, hnd_planes, slots, other_slots), 2 * nbytes)
+    fp8 = list(torch.empty((2 * LAYERS, *planes[0].shape), device=device, dtype=torch.float8_e4m3fn))
     scales = torch.rand(2 * LAYERS, HEADS, device=device) + 0.5
     moved = nbytes * 3 // 2
-    add("bf16 to fp8, scale per head", lambda: ops.reshape(planes, fp8, slots, other_slots, scales), moved, 0.75)
-    add("fp8 to bf16, scale per head", lambda: ops.reshape(fp8, planes, other_slots, slots, scales), moved, None)
-    return figures + to_host(planes, rows, slots)
+    add("bf16 to fp8, scale per head", lambda: ops.reshape(planes, fp8, slots, other_slots, scales), moved)
+    add("fp8 to bf16, scale per head", lambda: ops.reshape(fp8, planes, other_slots, slots, scales), moved)
+    return figures
 
 
-def to_host(planes: list[torch.Tensor], rows: torch.Tensor, slots: torch.Tensor) -> list[Figure]:
+def run_to_host() -> list[Figure]:
     """A layer is gathered on one stream and copied on another, two layers under way; beside one large copy."""
+    planes, rows, slots = pages(torch.device("cuda", 0))
     host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-    whole_s = median_s(lambda: host.copy_(rows, non_blocking=True), repeats=7)
+    whole_s = called_s(lambda: host.copy_(rows, non_blocking=True), repeats=7)
     figures = [Figure("device to pinned host, one copy", whole_s, rows.nbytes / whole_s / 1e9)]
     copies = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     staging = [torch.empty_like(rows[:2]) for _ in range(2)]
@@ -69,7 +70,8 @@ def to_host(planes: list[torch.Tensor], rows: torch.Tensor, slots: torch.Tensor)
         compute = torch.cuda.current_stream()
         for layer in range(LAYERS):
             buffer, event = staging[layer % 2], copied[layer % 2]
-            compute.wait_event(event)
+            if layer >= len(staging):
+                compute.wait_event(event)
             ops.reshape(planes[2 * layer : 2 * layer + 2], [part[:, None] for part in buffer], slots, None)
             copies.wait_stream(compute)
             with torch.cuda.stream(copies):
@@ -81,14 +83,25 @@ def to_host(planes: list[torch.Tensor], rows: torch.Tensor, slots: torch.Tensor)
         for first in range(0, 2 * LAYERS, 2):
             ops.reshape(planes[first : first + 2], [row[:, None] for row in host[first : first + 2]], slots, None)
 
-    for name, work, bar in (
-        ("device to pinned host, layer by layer", layered, 0.95),
-        ("device to pinned host, stored by the kernel", direct, None),
+    for name, work in (
+        ("device to pinned host, layer by layer", layered),
+        ("device to pinned host, stored by the kernel", direct),
     ):
-        seconds = median_s(work, repeats=7)
-        speed = rows.nbytes / seconds / 1e9
-        figures.append(Figure(name, seconds, speed, "one copy", whole_s / seconds, bar))
+        host.zero_()
+        seconds = called_s(work, repeats=7)
+        expected = torch.stack([plane.flatten(0, 1)[slots] for plane in planes[-2:]]).cpu()
+        if not torch.equal(host[-2:], expected):
+            raise RuntimeError(f"{name}: other bytes arrived")
+        figures.append(Figure(name, seconds, rows.nbytes / seconds / 1e9, "one copy", whole_s / seconds))
     return figures
+
+
+def pages(device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Planes of a pool, room for what is used of it side by side, and the slots of that."""
+    shape = (2 * LAYERS, POOL_BLOCKS, BLOCK_TOKENS, HEADS, HEAD_DIM)
+    planes = list(torch.randn(shape, device=device, dtype=torch.bfloat16))
+    rows = torch.empty(2 * LAYERS, TOKENS, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16)
+    return planes, rows, scattered_slots(device)
 
 
 def scattered_slots(device: torch.device) -> torch.Tensor:

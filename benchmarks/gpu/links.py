@@ -8,6 +8,7 @@ its event is reached, as the engine does.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import multiprocessing
 import select
@@ -44,7 +45,7 @@ PART_NBYTES = POOL_BLOCKS * PAGE_NBYTES
 POOL_NBYTES = LAYERS * 2 * PART_NBYTES
 PUSH_NBYTES = LAYERS * 2 * TOKENS * HEADS * HEAD_DIM * 2
 PATIENCE_S = 60.0
-ROUNDS = 15
+ROUNDS, PREFILLS = 15, 60
 HIDDEN, QUERY_HEADS, INTERMEDIATE, WEIGHT_SETS = 4096, 32, 14336, 4
 
 TRANSPORTS: dict[str, Callable[[], MappedCudaTransport | UcxTransport]] = {
@@ -67,7 +68,7 @@ def own_pool(transport_name: str, pipe: Connection) -> None:
         transport.register(pool)
         pipe.send(transport.invite("writer"))
     except PdlinkError as error:
-        pipe.send(str(error))
+        pipe.send(f"at the owner's: {error}")
     while pipe.poll(PATIENCE_S):
         question = pipe.recv()
         if question is None:
@@ -105,7 +106,10 @@ class Link:
             self.transport.register(self.pool)
             if not self._pipe.poll(PATIENCE_S):
                 raise TimeoutError("the owner does not answer")
-            invitation = self._pipe.recv()
+            try:
+                invitation = self._pipe.recv()
+            except EOFError:
+                raise ConnectionError("the owner's process has ended; its traceback is above") from None
             if isinstance(invitation, str):
                 raise ConnectionError(invitation)
             self.transport.connect("owner", invitation)
@@ -141,7 +145,8 @@ class Link:
 
     def close(self) -> None:
         self.transport.close()
-        self._pipe.send(None)
+        with contextlib.suppress(BrokenPipeError):  # it has failed, and said so
+            self._pipe.send(None)
         self._owner.join(PATIENCE_S)
         self._owner.kill()
         self.pool.close()
@@ -182,8 +187,8 @@ class Prefill:
         self._input = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
         self._order = LayerOrder(partial(torch.cuda.Event, blocking=True))
 
-    def run_s(self, written: Callable[[int], Any] | None, finish: Callable[[], Any]) -> float:
-        """Seconds from the first launch to the end of everything."""
+    def run_s(self, written: Callable[[int], Any] | None, finish: Callable[[], Any]) -> tuple[float, float]:
+        """Seconds from the first launch to the end of everything, and how many of them come after the prefill."""
         torch.cuda.synchronize()
         start = time.monotonic()
         x = self._input
@@ -200,58 +205,64 @@ class Prefill:
             x = x + seen.transpose(1, 2).reshape(TOKENS, HIDDEN) @ w["o"]
             normed = rms_norm(x, (HIDDEN,))
             x = x + (silu(normed @ w["gate"]) * (normed @ w["up"])) @ w["down"]
-        torch.cuda.synchronize()
+        computed = torch.cuda.Event(blocking=False)  # type: ignore[no-untyped-call]
+        computed.record()
+        computed.synchronize()
+        computed_s = time.monotonic()
         self._order.flush(PATIENCE_S)
         finish()
-        return time.monotonic() - start
+        end_s = time.monotonic()
+        return end_s - start, end_s - computed_s
 
     def close(self) -> None:
         self._order.close()
 
 
-def run() -> list[Figure]:
-    figures: list[Figure] = []
-    speeds: dict[str, float] = {}
-    for name in TRANSPORTS:
-        try:
-            link = Link(name)
-        except (PdlinkError, ConnectionError) as error:
-            figures.append(Figure(f"two processes, {name}", 0.0, 0.0, note=f"not measured: {error}"))
-            continue
-        try:
-            seconds = push_s(link)
-            if not link.landed():
-                raise RuntimeError(f"{name}: the owner holds other bytes than were pushed")
-            speeds[name] = seconds
-            figures.append(
-                Figure(
-                    f"two processes, {name}",
-                    seconds,
-                    PUSH_NBYTES / seconds / 1e9,
-                    note=f"lane {link.transport.lane('owner')}",
-                )
-            )
-            if name == "mapped-cuda":
-                figures.append(exposed(link, seconds))
-        finally:
-            link.close()
-    if {"mapped-cuda", "ucx"} <= speeds.keys():
-        seconds = speeds["mapped-cuda"]
-        ratio = speeds["ucx"] / seconds
-        figures.append(
-            Figure("mapped-cuda against ucx", seconds, PUSH_NBYTES / seconds / 1e9, "ucx cuda_ipc", ratio, 2.0)
-        )
-    return figures
+def run(transport_name: str, title: str) -> list[Figure]:
+    """A push over one transport, checked at the owner's. A transport that cannot work here says why."""
+    try:
+        link = Link(transport_name)
+    except (PdlinkError, ConnectionError) as error:
+        return [Figure(title, None, note=f"{type(error).__name__}: {error}")]
+    try:
+        seconds = push_s(link)
+        if not link.landed():
+            raise RuntimeError(f"{transport_name}: the owner holds other bytes than were pushed")
+        note = f"lane {link.transport.lane('owner')}"
+        return [Figure(title, seconds, PUSH_NBYTES / seconds / 1e9, note=note)]
+    finally:
+        link.close()
 
 
-def exposed(link: Link, transfer_s: float) -> Figure:
+def run_exposed() -> list[Figure]:
     """How much longer a prefill takes when it is pushed meanwhile, as a share of the push alone."""
-    prefill = Prefill(link)
-    with_s, without_s = [], []
-    for _ in range(ROUNDS):
-        without_s.append(prefill.run_s(None, lambda: None))
-        with_s.append(prefill.run_s(link.submit, link.wait))
-    prefill.close()
-    seconds = statistics.median(np.subtract(with_s, without_s).tolist())
-    note = f"of {transfer_s * 1e3:.2f} ms of transfer; prefill alone {statistics.median(without_s) * 1e3:.1f} ms"
-    return Figure("exposed transfer time", seconds, 0.0, note, seconds / transfer_s, 2 / 32, at_most=True)
+    link = Link("mapped-cuda")
+    try:
+        transfer_s = push_s(link)
+        prefill = Prefill(link)
+        with_s, without_s, tails = [], [], []
+        for _ in range(2):
+            prefill.run_s(link.submit, link.wait)
+        for turn in range(PREFILLS):
+            for pushed in (turn % 2 == 0, turn % 2 == 1):  # who comes second finds the clocks as the first left them
+                if pushed:
+                    seconds, tail_s = prefill.run_s(link.submit, link.wait)
+                    with_s.append(seconds)
+                    tails.append(tail_s)
+                else:
+                    without_s.append(prefill.run_s(None, lambda: None)[0])
+        prefill.close()
+    finally:
+        link.close()
+    differences = np.subtract(with_s, without_s)
+    seconds = float(np.median(differences))
+    spread = np.percentile(differences, (25, 75)) * 1e3
+    note = (
+        f"{transfer_s * 1e3:.2f} ms of transfer, prefill {statistics.median(without_s) * 1e3:.1f} ms, "
+        f"difference {spread[0]:.3f} to {spread[1]:.3f} ms (quartiles)"
+    )
+    tail_s = statistics.median(tails)
+    return [
+        Figure("exposed transfer time", seconds, ratio=seconds / transfer_s, note=note),
+        Figure("last report after the last kernel", tail_s, ratio=tail_s / transfer_s, against="the transfer"),
+    ]

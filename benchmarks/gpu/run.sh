@@ -1,41 +1,68 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, on a bare machine with nvcc, torch and no network: build, check on the CPU, check on the
-# GPU, watch with compute-sanitizer, two processes on one GPU, benchmarks. A short table comes last, JSON beside it.
+# Everything that needs a GPU, on a bare machine with nvcc, torch and no network: build, check on the GPU, benchmarks,
+# compute-sanitizer, check on the CPU. One stage that fails does not keep the others from running. A short table comes
+# last; the JSON is written after every benchmark, so that a run that is cut off leaves what it had.
 #
-#   benchmarks/gpu/run.sh [RESULTS_FOLDER]      (default benchmarks/results)
+#   benchmarks/gpu/run.sh [RESULTS_FOLDER [STAGE...]]     (default benchmarks/results, all stages: see `stages` below)
+#   benchmarks/gpu/run.sh --plan                          (what would be run, and the bars; needs no GPU)
 #
-# PYTHON (python3) must have torch, transformers, numpy, numba, nanobind, pytest, pytest-timeout and hypothesis; what
-# else is missing (msgspec, pydantic and what it needs, libucx-cu13, ...) may lie as wheels in the folder PDLINK_WHEELS
-# (.whl). Nothing is written into the source tree but results.
-# Exit: 0 all done and every bar met, 1 something failed or missed its bar, 3 no GPU (build and CPU checks are done).
+# PYTHON (python3, with its headers) must have torch, transformers, numpy, numba, pytest, pytest-timeout, hypothesis and
+# cmake or a cmake beside it; what else is missing (nanobind, msgspec, pydantic and what it needs, libucx-cu13, lmcache)
+# may lie as wheels in the folder PDLINK_WHEELS (.whl), which benchmarks/gpu/wheels.sh fills. PDLINK_GPU_SECONDS: end
+# before so much time is over, and leave out what no longer fits. Nothing is written into the source tree but results.
+# Exit: 0 all done and every bar met, 1 something failed, missed its bar or was not measured, 3 no GPU (the build and the
+# CPU checks are done).
 set -u -o pipefail
+PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
 cd "$(dirname "$0")/../.."
 source_tree=$PWD
-results=$(mkdir -p "${1:-benchmarks/results}" && cd "${1:-benchmarks/results}" && pwd) || exit 1
+stages=(gpu-tests benchmarks memcheck racecheck cpu-tests)
 python=${PYTHON:-python3}
+if [[ ${1:-} == --plan ]]; then
+    echo "stages: build ${stages[*]}"
+    PYTHONPATH=$source_tree/packages exec "$python" -m pdlink_bench.gpu.plan
+fi
+results=$(mkdir -p "${1:-benchmarks/results}" && cd "${1:-benchmarks/results}" && pwd) || exit 1
+shift || true
+(($#)) && stages=("$@")
 work=${TMPDIR:-/tmp}/pdlink-gpu-$(id -u)
 tree=$work/tree
 wheels=${PDLINK_WHEELS:-.whl}
-failed=()
+seconds=${PDLINK_GPU_SECONDS:-3600}
+json=$results/$(date -u +%Y-%m-%d)-gpu.json
+outcomes=$work/stages
+log=$results/gpu.log
+mkdir -p "$work" && : > "$log" && : > "$outcomes" || exit 1
 
-step() { # NAME SECONDS COMMAND...
-    local name=$1 seconds=$2
+note() { # NAME OUTCOME SECONDS
+    printf '%s\t%s\t%s\n' "$1" "$2" "$3" >> "$outcomes"
+    [[ $2 == ok ]] || echo "== $1: $2" | tee -a "$log"
+}
+
+step() { # NAME SECONDS COMMAND...: run, write down how it ended; its status
+    local name=$1 limit=$2 left=$((seconds - SECONDS - 10)) start=$SECONDS rc=0
     shift 2
-    echo "== $name"
-    timeout "$seconds" "$@" || {
-        echo "== $name FAILED ($?)"
-        failed+=("$name")
+    if ((left < 10)); then
+        note "$name" "not run: out of time" 0
         return 1
-    }
+    fi
+    echo "== $name" | tee -a "$log"
+    timeout --kill-after=5 "$((limit < left ? limit : left))" "$@" 2>&1 | tee -a "$log" || rc=$?
+    case $rc in
+        0) note "$name" ok $((SECONDS - start)) ;;
+        124 | 137) note "$name" "FAILED: out of time" $((SECONDS - start)) ;;
+        *) note "$name" "FAILED ($rc)" $((SECONDS - start)) ;;
+    esac
+    return "$rc"
 }
 
 build() {
-    mkdir -p "$work" || return
     rm -rf "$tree" && mkdir "$tree" || return
     cp -a pdlink proxy benchmarks packages tests csrc pyproject.toml CMakeLists.txt "$tree" || return
-    rm -f "$tree"/pdlink/*.so
+    rm -f "$tree"/pdlink/*.so "$tree"/benchmarks/*.so
+    cd "$tree" || return
     "$python" -m cmake --version > /dev/null 2>&1 && cmake=("$python" -m cmake) || cmake=(cmake)
-    "${cmake[@]}" -S "$tree" -B "$work/build" -DCMAKE_BUILD_TYPE=Release \
+    "${cmake[@]}" -S . -B "$work/build" -DCMAKE_BUILD_TYPE=Release \
         -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" || return
     "${cmake[@]}" --build "$work/build" -j "$(nproc)" --target _copy _cuda _tcp || return
     "${cmake[@]}" --build "$work/build" -j "$(nproc)" --target _ucx || echo "built without UCX"
@@ -44,17 +71,17 @@ build() {
 }
 
 export PYTHONPATH=$tree:$tree/packages:$work/site PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-if compgen -G "$wheels/*.whl" > /dev/null; then
-    step "carried wheels" 120 "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade \
-        --target "$work/site" "$wheels"/*.whl
-fi
 export -f build
 export python work tree
+if compgen -G "$wheels/*.whl" > /dev/null; then
+    step "carried wheels" 120 "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
+        --disable-pip-version-check --target "$work/site" "$wheels"/*.whl
+fi
 step build 400 bash -c build || exit 1
-cd "$tree" || exit 1
-# Settings of pytest plugins that are not here are no error.
-pytest=("$python" -m pytest -p no:cacheprovider -p no:randomly -W ignore::pytest.PytestConfigWarning)
-step "kernels on the CPU, driver calls on a test double" 300 "${pytest[@]}" tests/cuda -m "not gpu"
+cd "$tree" || exit 1 # "python -c" finds modules in the working directory first
+# Warnings of versions that nobody chose here are no failures, nor are settings of pytest plugins that are not here.
+pytest=("$python" -m pytest -p no:cacheprovider -p no:randomly -p no:benchmark -W default
+    -W ignore::pytest.PytestConfigWarning --timeout 120)
 
 find_gpu='
 import sys
@@ -65,27 +92,32 @@ try:
     device.open()
 except PdlinkError as error:
     sys.exit(f"== {error}")
-print("GPU:", device.name)
+print("GPU:", device.name, "- driver for CUDA", device.driver.version)
 '
-if ! "$python" -c "$find_gpu"; then
-    echo "== NO GPU: the build and the CPU checks above are all that was done. ${failed[*]:+Failed: ${failed[*]}}"
+cpu_tests() { step "CPU checks: kernels as loops, driver calls on a test double" 240 "${pytest[@]}" tests/cuda -m "not gpu"; }
+if ! "$python" -c "$find_gpu" 2>&1 | tee -a "$log"; then
+    cpu_tests
+    echo "== NO GPU: only the build and the CPU checks above were done, nothing was measured"
     exit 3
 fi
-step "correctness on the GPU" 300 "${pytest[@]}" tests/cuda -m gpu
-if command -v compute-sanitizer > /dev/null; then
-    for tool in memcheck racecheck; do
-        step "compute-sanitizer $tool" 300 compute-sanitizer --tool "$tool" --error-exitcode 9 \
-            "$python" -m pdlink_bench.gpu.sanitize
-    done
-else
-    failed+=("compute-sanitizer is not here")
-fi
-date=$(date -u +%Y-%m-%d)
-json=$results/$date-gpu.json
-step benchmarks 540 "$python" -m pdlink_bench.gpu.bench --out "$json"
+for stage in "${stages[@]}"; do
+    case $stage in
+        gpu-tests) step "checks on the GPU" 260 "${pytest[@]}" tests/cuda -m gpu ;;
+        benchmarks) step benchmarks 330 "$python" -m pdlink_bench.gpu.bench --out "$json" ;;
+        memcheck | racecheck)
+            if command -v compute-sanitizer > /dev/null; then
+                # What the driver answers is looked at by our own code, and torch asks it for things it may not have.
+                step "compute-sanitizer $stage" 150 compute-sanitizer --tool "$stage" --error-exitcode 9 \
+                    --report-api-errors no "$python" -m pdlink_bench.gpu.sanitize
+            else
+                note "compute-sanitizer $stage" "not run: it is not here" 0
+            fi
+            ;;
+        cpu-tests) cpu_tests ;;
+        *) note "$stage" "FAILED: there is no such stage" 0 ;;
+    esac
+done
+"$python" -m pdlink_bench.gpu.bench --show "$json" --stages "$outcomes" | tee -a "$log"
+rc=$?
 echo "results: ${json#"$source_tree"/}"
-if ((${#failed[@]})); then
-    printf 'FAILED: %s\n' "${failed[@]}"
-    exit 1
-fi
-echo "all checks passed and every bar was met"
+exit "$rc"

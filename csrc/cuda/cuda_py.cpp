@@ -4,7 +4,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#include <sys/eventfd.h>
 
 #include <cstdint>
 #include <stdexcept>
@@ -16,7 +15,9 @@
 #include "copy/descriptor.h"
 #include "cuda/fatbin.h"
 #include "cuda/launches.h"
+#include "cuda/puts.h"
 #include "gate.h"
+#include "native_py.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -81,9 +82,23 @@ GateWriter* open_gate(std::int64_t pid, const File& file) {
     return new GateWriter(opened.get());
 }
 
-// A host function for a CUDA stream (CUhostFn): makes an eventfd readable. Runs on the driver's thread, where no call
-// into CUDA or Python is allowed.
-void ring(void* fd) { ::eventfd_write(static_cast<int>(reinterpret_cast<std::intptr_t>(fd)), 1); }
+using Extents = std::vector<std::tuple<std::uint64_t, std::uint64_t>>;
+
+std::vector<Extent> extents_of(const Extents& given) {
+    std::vector<Extent> extents;
+    extents.reserve(given.size());
+    for (const auto& [base, nbytes] : given) extents.push_back({base, nbytes});
+    return extents;
+}
+
+RowQueue* make_rows(const std::vector<PyPiece>& pieces, const Extents& local, const Extents& remote) {
+    return new RowQueue(plan_puts(views_of(pieces), extents_of(local), extents_of(remote)));
+}
+
+// What failed, and the driver's number for it; "" and 0 if nothing did.
+std::tuple<const char*, int> told(const Failure& failure) {
+    return {failure.call ? failure.call : "", failure.number};
+}
 
 }  // namespace
 }  // namespace pdlink::cuda
@@ -134,5 +149,28 @@ NB_MODULE(_cuda, m) {
         .def("enter", &GateWriter::enter)
         .def("leave", &GateWriter::leave)
         .def("shut", &GateWriter::shut);
-    m.def("ring_function", [] { return reinterpret_cast<std::uintptr_t>(&ring); });
+
+    nb::class_<RowQueue>(m, "RowQueue")
+        .def(nb::new_(&make_rows), "pieces"_a.noconvert(), "local"_a, "remote"_a)
+        .def_prop_ro("empty", &RowQueue::empty)
+        .def_prop_ro("nbytes", &RowQueue::nbytes);
+    nb::class_<Launcher>(m, "Launcher")
+        .def(nb::init<const std::string&, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t>(),
+             "library"_a, "context"_a, "kernel"_a, "work"_a, "bell"_a)
+        .def(
+            "put",
+            [](const Launcher& launcher, RowQueue& rows, std::uint64_t slice_nbytes, std::uintptr_t host,
+               std::uint64_t device, std::uint64_t nbytes, std::uintptr_t event) {
+                const SlotMemory slot{reinterpret_cast<Row*>(host), device, nbytes / sizeof(Row)};
+                const nb::gil_scoped_release release;
+                return told(launcher.put(rows, slice_nbytes, slot, event));
+            },
+            "rows"_a, "slice_nbytes"_a, "host"_a, "device"_a, "nbytes"_a, "event"_a)
+        .def(
+            "ring_after",
+            [](const Launcher& launcher, std::uintptr_t event, int fd) {
+                const nb::gil_scoped_release release;
+                return told(launcher.ring_after(event, fd));
+            },
+            "event"_a, "fd"_a);
 }

@@ -47,11 +47,12 @@ PDLINK_HD void copy_share(const RunList& job, std::uint32_t share, std::uint32_t
     const std::uint32_t run = job.segments.divide(share);
     const std::uint64_t start = (share - run * job.segments.divisor()) * job.segment_nbytes;
     const std::uint64_t entry = job.runs + std::uint64_t{run} * 24;
+    // All three before any is looked at: the list may lie in host memory, a microsecond away.
+    const std::uint64_t src = static_cast<std::uint64_t>(load_int64(entry)) + start;
+    const std::uint64_t dst = static_cast<std::uint64_t>(load_int64(entry + 8)) + start;
     const std::uint64_t left = static_cast<std::uint64_t>(load_int64(entry + 16)) - start;
     if (static_cast<std::int64_t>(left) <= 0) return;
     const std::uint64_t nbytes = left < job.segment_nbytes ? left : job.segment_nbytes;
-    const std::uint64_t src = static_cast<std::uint64_t>(load_int64(entry)) + start;
-    const std::uint64_t dst = static_cast<std::uint64_t>(load_int64(entry + 8)) + start;
     const std::uint64_t both = src | dst;
     if (both % 16 == 0)
         copy_words<16>(src, dst, nbytes, lane);

@@ -61,7 +61,7 @@ class Driver:
             self._library = ctypes.CDLL(path)
         except OSError as error:
             raise CudaUnavailable(f"no CUDA driver: {error}") from None
-        self.pid = os.getpid()
+        self.path, self.pid = path, os.getpid()
         self.call("cuInit", c_uint(0))
         version = c_int()
         self.call("cuDriverGetVersion", byref(version))
@@ -274,11 +274,6 @@ class Stream:
         """What is put into the stream from now on begins after what `event` stands for."""
         with self._device.current() as driver:
             driver.call("cuStreamWaitEvent", c_void_p(self.handle), c_void_p(event.handle), c_uint(0))
-
-    def call(self, function: int, argument: int) -> None:
-        """Run a C function on a thread of the driver when all before it is done. Not run after a failure."""
-        with self._device.current() as driver:
-            driver.call("cuLaunchHostFunc", c_void_p(self.handle), c_void_p(function), c_void_p(argument))
 
     def synchronize(self) -> None:
         with self._device.current() as driver:

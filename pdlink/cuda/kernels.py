@@ -26,7 +26,7 @@ class Kernels:
             )
         self._device = device
         self._module = c_void_p()
-        self._functions: dict[str, c_void_p] = {}
+        self._functions: dict[str, int] = {}
         self._lock = threading.Lock()
         with device.current() as driver:
             driver.call("cuModuleLoadData", byref(self._module), ctypes.c_char_p(image))
@@ -39,12 +39,22 @@ class Kernels:
         with self._device.current() as driver:
             driver.call(
                 "cuLaunchKernel",
-                self._function(launch.kernel),
+                c_void_p(self.function(launch.kernel)),
                 *(c_uint(n) for n in (blocks_x, blocks_y, 1, _cuda.THREADS, 1, 1, 0)),
                 c_void_p(stream),
                 arguments,
                 c_void_p(),
             )
+
+    def function(self, name: str) -> int:
+        """The driver's handle of a kernel. Its code is loaded by the first call, which takes its time."""
+        with self._lock:
+            if name not in self._functions:
+                function = c_void_p()
+                with self._device.current() as driver:
+                    driver.call("cuModuleGetFunction", byref(function), self._module, name.encode())
+                self._functions[name] = function.value or 0
+            return self._functions[name]
 
     def close(self) -> None:
         """Safe to call twice."""
@@ -52,15 +62,6 @@ class Kernels:
         if module.value:
             with self._device.current() as driver:
                 driver.call("cuModuleUnload", module)
-
-    def _function(self, name: str) -> c_void_p:
-        with self._lock:
-            function = self._functions.get(name)
-            if function is None:
-                function = c_void_p()
-                self._device.driver.call("cuModuleGetFunction", byref(function), self._module, name.encode())
-                self._functions[name] = function
-            return function
 
 
 @lru_cache(maxsize=64)

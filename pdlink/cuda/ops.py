@@ -35,7 +35,31 @@ _CONVERSIONS: dict[tuple[torch.dtype, torch.dtype], Conversion] = {
 }
 
 
+# No argument of the operator has a default: torch 2.11 drops such ones, and then fails to count changes of `refused`.
 @torch.library.custom_op("pdlink::reshape", mutates_args=("dst", "refused"))
+def _reshape(
+    src: Sequence[Tensor],
+    dst: Sequence[Tensor],
+    src_slots: Tensor | None,
+    dst_slots: Tensor | None,
+    scales: Tensor | None,
+    refused: Tensor | None,
+) -> None:
+    _run(src, dst, src_slots, dst_slots, scales, refused)
+
+
+@_reshape.register_fake
+def _(
+    src: Sequence[Tensor],
+    dst: Sequence[Tensor],
+    src_slots: Tensor | None,
+    dst_slots: Tensor | None,
+    scales: Tensor | None,
+    refused: Tensor | None,
+) -> None:
+    _check(src, dst, src_slots, dst_slots, scales, refused)
+
+
 def reshape(
     src: Sequence[Tensor],
     dst: Sequence[Tensor],
@@ -56,19 +80,7 @@ def reshape(
     made when such a list is first seen: call once before capturing a graph.
     Raises ValueError for shapes, dtypes and devices that do not fit.
     """
-    _run(src, dst, src_slots, dst_slots, scales, refused)
-
-
-@reshape.register_fake
-def _(
-    src: Sequence[Tensor],
-    dst: Sequence[Tensor],
-    src_slots: Tensor | None = None,
-    dst_slots: Tensor | None = None,
-    scales: Tensor | None = None,
-    refused: Tensor | None = None,
-) -> None:
-    _check(src, dst, src_slots, dst_slots, scales, refused)
+    _reshape(src, dst, src_slots, dst_slots, scales, refused)
 
 
 def gather(planes: Sequence[Tensor], slots: Tensor, scales: Tensor | None = None) -> Tensor:

@@ -13,15 +13,23 @@ from rich.table import Table
 
 from pdlink import __version__
 from pdlink.transport.choice import probes
+from pdlink.transport.choice_cuda import device_probes
 
 if TYPE_CHECKING:
     from pdlink.config import WorkerConfig
 
 
 def check(config: WorkerConfig) -> int:
-    """Print the report; 1 if the configured transport (with auto: every one) cannot work here, else 0."""
+    """Print the report; 1 if the configured transport (with auto: every one) cannot work here, else 0.
+
+    Which of them count is up to where the KV is: `engine.device`.
+    """
     console = Console()
-    found = probes(config.transport)
+    kind, _, index = config.engine.device.partition(":")
+    usable, on_device = probes(config.transport), device_probes(config.transport, int(index or 0))
+    found = usable + [probe for probe in on_device if probe.transport not in {one.transport for one in usable}]
+    if kind != "cpu":
+        usable = on_device
     table = Table(title="transports", title_justify="left")
     for column in ("transport", "usable", "what"):
         table.add_column(column, overflow="fold")
@@ -33,12 +41,13 @@ def check(config: WorkerConfig) -> int:
     for name, value in _machine().items():
         machine.add_row(name, value)
     console.print(machine)
-    wanted = [probe for probe in found if config.transport.kind in ("auto", probe.transport)]
+    wanted = [probe for probe in usable if config.transport.kind in ("auto", probe.transport.removesuffix("-cuda"))]
+    chosen = f"transport.kind = {config.transport.kind}, engine.device = {config.engine.device}"
     if any(probe.ok for probe in wanted):
-        usable = next(probe.transport for probe in wanted if probe.ok)
-        console.print(f"transport.kind = {config.transport.kind}: [green]usable[/green], {usable} comes first")
+        first = next(probe.transport for probe in wanted if probe.ok)
+        console.print(f"{chosen}: [green]usable[/green], {first} comes first")
         return 0
-    console.print(f"transport.kind = {config.transport.kind}: [red]not usable here[/red]")
+    console.print(f"{chosen}: [red]not usable here[/red]")
     for probe in wanted:
         console.print(f"  {probe.transport}: {probe.reason}")
     return 1

@@ -6,17 +6,26 @@ import logging
 from typing import TYPE_CHECKING
 
 from pdlink.errors import TransportUnavailable
-from pdlink.transport.mapped_cuda import MappedCudaTransport
-from pdlink.transport.ucx import UcxTransport
+from pdlink.transport.mapped_cuda import MappedCudaTransport, probe_mapped_cuda
+from pdlink.transport.ucx import UcxTransport, probe_ucx
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdlink.config import TransportConfig
     from pdlink.cuda.buffers import DeviceBuffer
-    from pdlink.transport.base import Transport
+    from pdlink.transport.base import Probe, Transport
 
 log = logging.getLogger(__name__)
+
+
+def device_probes(config: TransportConfig, device_index: int = 0) -> list[Probe]:
+    """What the transports that move device memory say about this machine, the preferred one first.
+
+    That UCX works does not say that it has a lane for device memory: that is seen when memory is registered.
+    """
+    found = [probe_mapped_cuda(device_index), probe_ucx(config.ucx_library)]
+    return sorted(found, key=lambda probe: probe.transport.removesuffix("-cuda") != config.prefer)
 
 
 def open_device_transports(

@@ -1,16 +1,18 @@
-"""The thread that puts batches of runs into peers' device memory, one kernel launch each.
+"""What puts batches of runs into peers' device memory, one kernel launch each, and the thread that sees them end.
 
 It is what `csrc/copy/copier.h` is for host memory, with two differences. A copy is not done when the call returns: a
 launch is *in flight* until the event behind it is reached, and a kernel cannot be called off. And the data moves by
-itself, so the thread has time to be Python.
+itself, so the thread has time to be Python. Whoever submits launches at once while a slot is free: one native call
+(csrc/cuda/puts.h), no change of threads. What is left is launched by the thread when a slot has become free.
 
 Order. A batch is cut into slices, a launch each: one slice unless a batch is larger than any layer. The gate of the
 destination (csrc/gate.h) is entered before a launch and left when its event is reached, so the owner's PeerClosed
 comes after the last store of the last kernel. All launches share one stream, so they end in the order they began.
-A host function behind each makes an eventfd readable; nothing polls while nothing happens.
+A host function behind the oldest one in flight, on a stream of its own, makes an eventfd readable, and the thread
+collects all that have ended. Nothing polls while nothing happens.
 
-Credits. A launch holds a slot: pinned and device memory for its list of runs, and an event. There are few, so what is
-in flight, and what has to be waited for when a peer is closed, is bounded. Peers take turns, a slice each.
+Credits. A launch holds a slot: pinned memory for its list of runs, and an event. Their number bounds what is in
+flight, and what has to be waited for when a peer is closed. Peers take turns, a slice each.
 
 Faults. After a failure in a kernel the context is dead, and with it every peer of this transport; whether the stores
 of that kernel have ended is not known then, so those gates stay entered until this process ends (a dead writer is
@@ -30,19 +32,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from pdlink import _cuda
-from pdlink.cuda.driver import CudaFailure, Stream
+from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Stream
 from pdlink.errors import TransportFailure
 from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Status
-from pdlink.transport.gpu_batches import Batch, Slot, cut
+from pdlink.transport.gpu_batches import Batch, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pdlink.cuda.driver import Device
     from pdlink.cuda.kernels import Kernels
-    from pdlink.transport.gpu_batches import PeerMemory, Runs
+    from pdlink.transport.gpu_batches import PeerMemory
 
-NUM_SLOTS: Final = 8
+NUM_SLOTS: Final = 32
+"""A push of as many layers waits for none of them."""
 SLICE_NBYTES: Final = 256 << 20
 """Longer than a layer of any model, so that a layer is one launch. How long one takes is not measured."""
 
@@ -86,8 +89,8 @@ class GpuCopier:
     """Callers of any thread put work into tables under one lock and wake the thread; only `close` waits for it."""
 
     def __init__(self, device: Device, kernels: Kernels, slice_nbytes: int = SLICE_NBYTES) -> None:
-        """Makes the stream and the slots and starts the thread. Raises CudaFailure, OSError."""
-        self._device, self._kernels, self._slice_nbytes = device, kernels, slice_nbytes
+        """Makes the streams and the slots and starts the thread. Raises CudaFailure, CudaUnavailable, OSError."""
+        self._device, self._slice_nbytes = device, slice_nbytes
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
@@ -112,12 +115,20 @@ class GpuCopier:
             self._epoll.register(self._wake, select.EPOLLIN)
             self._stream = Stream(device)
             made.callback(self._stream.close)
+            self._bell = Stream(device)
+            made.callback(self._bell.close)
             self._all_slots: list[Slot] = []
             for _ in range(NUM_SLOTS):
                 slot = Slot(device)
                 made.callback(slot.close)
                 self._all_slots.append(slot)
             self._slots = list(self._all_slots)
+            handles = (device.context, kernels.function("pdlink_runs"), self._stream.handle, self._bell.handle)
+            try:
+                self._launcher = _cuda.Launcher(device.driver.path, *handles)
+            except RuntimeError as error:
+                raise CudaUnavailable(str(error)) from None
+            self._bell_is_set = False
             made.pop_all()
         weakref.finalize(self, os.close, self._told)  # what was not fetched before `close` can be fetched after it
         self._thread = threading.Thread(target=self._run, name="pdlink-gpu-copy", daemon=True)
@@ -150,21 +161,25 @@ class GpuCopier:
         with self._usable():
             return self._writable(name).regions
 
-    def submit(self, name: str, runs: Runs, timeout_s: float) -> int:
-        """The runs are inside `regions(name)`, are not empty, and belong to the copier from now on."""
+    def submit(self, name: str, rows: _cuda.RowQueue, timeout_s: float) -> int:
+        """The rows are inside `regions(name)` and belong to the copier from now on.
+
+        While others are in flight the deadline is looked at every quarter of a second.
+        """
         submitted_s = time.monotonic()
-        runs, cuts = cut(runs, self._slice_nbytes)
         with self._usable():
             self._writable(name)
             peer = self._peers[name]
-            deadline_s = time.monotonic() + timeout_s
-            batch = Batch(self._next_ticket, submitted_s, deadline_s, int(runs[:, 2].sum()), runs, cuts)
+            asleep = not self._in_flight
+            batch = Batch(self._next_ticket, submitted_s, submitted_s + timeout_s, rows.nbytes, rows)
             self._next_ticket += 1
             peer.queue.append(batch)
             peer.open[batch.ticket] = batch
             if peer not in self._turns:
                 self._turns.append(peer)
-            self._kick()
+            self._go_on(look=not self._slots)
+            if asleep or self._broken:
+                self._kick()
             return batch.ticket
 
     def connected(self, name: str) -> bool:
@@ -215,9 +230,11 @@ class GpuCopier:
             _ABANDONED.append(self._all_slots)
             return False
         with contextlib.suppress(CudaFailure):  # of a dead context: nothing of it can be freed, or is left
-            self._stream.synchronize()  # the last host function may not have rung yet
+            self._stream.synchronize()
+            self._bell.synchronize()  # the last host function may not have rung yet
             for slot in self._all_slots:
                 slot.close()
+            self._bell.close()
             self._stream.close()
         self._epoll.close()
         os.close(self._wake)
@@ -268,12 +285,8 @@ class GpuCopier:
     def _run(self) -> None:
         while True:
             with self._lock:
-                try:
-                    self._collect()
-                    self._expire()
-                    self._launch()
-                except (CudaFailure, OSError) as failure:
-                    self._break(str(failure))
+                self._go_on(look=True)
+                self._expire()
                 self._advance_closing()
                 now = time.monotonic()
                 if self._give_up_s is not None and (not self._peers or now >= self._give_up_s):
@@ -282,9 +295,28 @@ class GpuCopier:
             for fd, _ in self._epoll.poll(wait_s):
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
+                    self._bell_is_set = False  # whoever else rang; set twice it does no harm
                 else:
                     with self._lock:
                         self._on_death(fd)
+
+    def _go_on(self, *, look: bool) -> None:
+        """See what has run, if `look`, launch what can be, and have the oldest launch in flight ring at its end."""
+        try:
+            if look:
+                self._collect()
+            self._launch()
+            slot = next((launch.slot for launch in self._in_flight if launch.slot is not None), None)
+            if slot is not None and not self._bell_is_set:
+                self._check(self._launcher.ring_after(slot.event.handle, self._wake))
+                self._bell_is_set = True
+        except (CudaFailure, OSError) as failure:
+            self._break(str(failure))
+
+    def _check(self, answer: tuple[str, int]) -> None:
+        call, number = answer
+        if number:
+            raise self._device.driver.failure(call, number)
 
     def _next_look_s(self, now: float) -> float | None:
         """Seconds to sleep at most; None until something happens."""
@@ -327,33 +359,26 @@ class GpuCopier:
             if memory is None or peer.closing or not peer.queue:
                 continue
             batch = peer.queue[0]
-            slot = None
-            if batch.cuts:
+            slot, answer = None, ("", 0)
+            if not batch.rows.empty:
                 if not memory.gate.enter():
                     self._fail(peer, "peer closed", Status.CANCELLED)
                     continue
                 slot = self._slots.pop()
-                try:
-                    self._launch_slice(batch.next_slice(), slot)
-                except BaseException:
+                answer = self._launcher.put(batch.rows, self._slice_nbytes, *slot.place, slot.event.handle)
+                if answer[0] not in ("", "cuEventRecord"):  # nothing is on its way
                     memory.gate.leave()
-                    raise
-            batch.launched = not batch.cuts
+                    self._check(answer)
+            batch.launched = batch.rows.empty
             memory.in_flight += 1
             self._in_flight.append(_Launch(peer, batch, memory, slot, last=batch.launched))
             if batch.launched:
                 peer.queue.popleft()
             if peer.queue:
                 self._turns.append(peer)
+            self._check(answer)
             if slot is None:
                 self._kick()  # nobody else will
-            else:
-                slot.event.record(self._stream.handle)
-                self._stream.call(_cuda.ring_function(), self._wake)
-
-    def _launch_slice(self, runs: Runs, slot: Slot) -> None:
-        address = slot.upload(runs, self._stream)
-        self._kernels.launch(_cuda.plan_runs(address, len(runs), int(runs[:, 2].max())), self._stream.handle)
 
     def _on_death(self, life_fd: int) -> None:
         peer = self._lives.get(life_fd)

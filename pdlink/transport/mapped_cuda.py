@@ -23,7 +23,6 @@ import weakref
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
-import numpy as np
 
 from pdlink import _cuda
 from pdlink.cuda.buffers import DeviceBuffer, Export, PeerBuffer
@@ -40,10 +39,10 @@ if TYPE_CHECKING:
 
     from pdlink.kv.layout import Piece
     from pdlink.memory.buffers import Buffer
-    from pdlink.transport.gpu_batches import Runs
 
 _MAX_INVITATION_NBYTES = 1 << 20
 _CLOSE_GRACE_S = 1.0
+_PROBE_NBYTES = 2 << 20
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -96,17 +95,7 @@ class MappedCudaTransport(Transport):
 
     @classmethod
     def probe(cls) -> Probe:
-        """Initialises the driver and holds the context of device 0 for a moment."""
-        device = Device(0)
-        try:
-            device.open()
-            facts = {"device": device.name, "driver": device.driver.version}
-            device.close()
-        except (CudaUnavailable, CudaFailure) as error:
-            return Probe(cls.name, ok=False, reason=str(error))
-        if not _cuda.fatbin():
-            return Probe(cls.name, ok=False, reason="pdlink was built without nvcc", facts=facts)
-        return Probe(cls.name, ok=True, facts=facts)
+        return probe_mapped_cuda()
 
     def open(self) -> None:
         if self._closed:
@@ -168,10 +157,8 @@ class MappedCudaTransport(Transport):
 
     def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
         copier = self._open_copier()
-        targets = copier.regions(peer)
-        parts = [self._resolve(piece, targets) for piece in pieces]
-        runs: Runs = np.concatenate(parts) if parts else np.empty((0, 3), dtype=np.uint64)
-        return copier.submit(peer, runs, timeout_s)
+        given = [(p.src_region, p.src_base, p.dst_region, p.dst_base, p.runs) for p in pieces]
+        return copier.submit(peer, _cuda.RowQueue(given, self._sources, copier.regions(peer)), timeout_s)
 
     def poll(self) -> list[Occurrence]:
         return [] if self._copier is None else self._copier.poll()
@@ -240,30 +227,26 @@ class MappedCudaTransport(Transport):
             made.pop_all()
         return PeerMemory(there.pid, life_fd, gate, regions, mapped)
 
-    def _resolve(self, piece: Piece, targets: list[tuple[int, int]]) -> Runs:
-        """Absolute addresses. Raises ValueError for a run outside its region on either side."""
-        runs = piece.runs
-        if runs.dtype != np.int64 or runs.ndim != 2 or runs.shape[1] != 3:
-            raise ValueError("pieces need int64 runs [n, 3]")
-        absolute = np.empty(runs.shape, dtype=np.uint64)
-        absolute[:, 2] = runs[:, 2].astype(np.uint64)
-        for side, column, index, base, regions in (
-            ("source", 0, piece.src_region, piece.src_base, self._sources),
-            ("destination", 1, piece.dst_region, piece.dst_base, targets),
-        ):
-            if not 0 <= index < len(regions):
-                raise ValueError(f"there is no {side} region {index}")
-            address, nbytes = regions[index]
-            if not 0 <= base <= nbytes:
-                raise ValueError(f"base {base} is outside {side} region {index} of {nbytes} bytes")
-            offsets, lengths, limit = runs[:, column], runs[:, 2], nbytes - base
-            inside = (offsets >= 0) & (offsets <= limit) & (lengths >= 0)
-            inside &= lengths <= limit - np.where(inside, offsets, 0)
-            if not inside.all():
-                bad = runs[int(np.argmin(inside))].tolist()
-                raise ValueError(f"run {bad} is outside {side} region {index} of {nbytes} bytes, from {base} on")
-            absolute[:, column] = offsets.astype(np.uint64) + np.uint64(address + base)
-        return absolute[absolute[:, 2] > 0]
+
+def probe_mapped_cuda(device_index: int = 0, library: str = LIBRARY, image: bytes | None = None) -> Probe:
+    """`MappedCudaTransport.probe()` of one GPU: holds its context for a moment, loads the kernels, exports memory.
+
+    The reason of a refusal begins with the code of its error: `cuda_unavailable` where there is no driver, GPU of
+    that number or kernel in this build, `cuda_failure` where the driver refuses (an old GPU; no CUDA IPC, as on WSL).
+    """
+    device = Device(device_index, library)
+    facts: dict[str, str] = {}
+    with contextlib.ExitStack() as made:
+        try:
+            device.open()
+            made.callback(device.close)
+            facts = {"device": device.name, "driver": device.driver.version}
+            made.callback(Kernels(device, image).close)
+            with DeviceBuffer(device, _PROBE_NBYTES) as buffer:
+                buffer.export()
+        except (CudaUnavailable, CudaFailure) as error:
+            return Probe(MappedCudaTransport.name, ok=False, reason=f"{error.code}: {error}", facts=facts)
+    return Probe(MappedCudaTransport.name, ok=True, facts=facts)
 
 
 _OPEN_HERE: weakref.WeakSet[MappedCudaTransport] = weakref.WeakSet()

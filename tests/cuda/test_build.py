@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -15,8 +17,16 @@ from pdlink import _cuda
 
 TARGETS = ("80", "90")
 CSRC = Path(__file__).parents[2] / "csrc"
-NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-CUOBJDUMP = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")
+WHEELS = Path(sysconfig.get_path("platlib")) / "nvidia/cu13/bin"
+"""Where nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm and nvidia-cuda-nvcc put their programs."""
+
+
+def program(name: str) -> str | None:
+    places = (None, "/usr/local/cuda/bin", str(WHEELS))
+    return next((found for place in places if (found := shutil.which(name, path=place))), None)
+
+
+NVCC, CUOBJDUMP = program("nvcc"), program("cuobjdump")
 
 with_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc")
 with_cuobjdump = pytest.mark.skipif(CUOBJDUMP is None or NVCC is None, reason="no cuobjdump")
@@ -24,7 +34,9 @@ if_built_with_nvcc = pytest.mark.skipif(not _cuda.fatbin(), reason="this build h
 
 
 def run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    # cuobjdump looks for nvdisasm on the path.
+    environment = {**os.environ, "PATH": f"{os.environ['PATH']}:{WHEELS}"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

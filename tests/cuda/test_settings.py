@@ -12,7 +12,12 @@ from pdlink.cuda.buffers import DeviceBuffer
 from pdlink.cuda.driver import Device
 from pdlink.engine.models import load_model
 from pdlink.errors import ConfigError, TransportUnavailable
+from pdlink.serve.check import check
+from pdlink.transport import choice_cuda
+from pdlink.transport.base import Probe
 from pdlink.transport.choice_cuda import open_device_transports
+from pdlink.transport.mapped_cuda import probe_mapped_cuda
+from tests.cuda.fake import IMAGE, Fake
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -56,3 +61,70 @@ def test_each_transport_says_why_it_cannot_move_device_memory(device: Device) ->
             open_device_transports(TransportConfig(), buffer)
         with pytest.raises(TransportUnavailable, match="tcp: it cannot move device memory"):
             open_device_transports(TransportConfig(kind="tcp"), buffer)
+
+
+def test_a_lane_can_be_demanded_by_name() -> None:
+    config = settings(engine__device="cuda", transport__kind="mapped", transport__require="mapped-cuda")
+    assert (config.transport.kind, config.transport.require) == ("mapped", "mapped-cuda")
+
+
+def test_a_probe_loads_the_kernels_and_exports_memory(double: Fake) -> None:
+    probe = probe_mapped_cuda(0, double.path, IMAGE)
+    assert (probe.transport, probe.ok, probe.facts) == (
+        "mapped-cuda",
+        True,
+        {"device": "test double", "driver": "13.0"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ("cuDevicePrimaryCtxRetain", "cuda_failure: cuDevicePrimaryCtxRetain failed with CUDA_ERROR_NO_DEVICE"),
+        ("cuModuleLoadData", "cuda_failure: cuModuleLoadData failed with CUDA_ERROR_NO_DEVICE"),
+        ("cuIpcGetMemHandle", "cuda_failure: cuIpcGetMemHandle failed with CUDA_ERROR_NO_DEVICE"),
+    ],
+)
+def test_a_probe_says_what_is_missing(call: str, reason: str, double: Fake) -> None:
+    double.fail(call, 100)
+    probe = probe_mapped_cuda(0, double.path, IMAGE)
+    assert not probe.ok
+    assert probe.reason.startswith(reason)
+
+
+def test_a_probe_names_what_is_not_there(double: Fake) -> None:
+    assert probe_mapped_cuda(0, "no-such-library.so").reason.startswith("cuda_unavailable: no CUDA driver")
+    assert probe_mapped_cuda(7, double.path).reason.startswith("cuda_unavailable: there is no CUDA device 7")
+    built_without = probe_mapped_cuda(0, double.path, b"")
+    assert built_without.reason.startswith("cuda_unavailable: pdlink was built without nvcc")
+
+
+def probes_of(config: WorkerConfig, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    status = check(config)
+    return status, " ".join(capsys.readouterr().out.split())
+
+
+@without_gpu
+def test_check_lists_the_transports_of_device_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They count only where the KV is on a GPU."""
+    monkeypatch.setenv("COLUMNS", "200")
+    status, said = probes_of(settings(), capsys)
+    assert status == 0
+    assert "mapped-cuda │ no │ cuda_unavailable: no CUDA driver" in said
+    on_gpu = settings(engine__device="cuda", transport__kind="mapped")
+    status, said = probes_of(on_gpu, capsys)
+    assert status == 1
+    assert "transport.kind = mapped, engine.device = cuda: not usable here mapped-cuda: cuda_unavailable" in said
+
+
+def test_check_with_a_gpu_takes_its_transport_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = Probe("mapped-cuda", ok=True, facts={"device": "some GPU"})
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(choice_cuda, "probe_mapped_cuda", lambda index: good)
+    status, said = probes_of(settings(engine__device="cuda:1", transport__kind="mapped"), capsys)
+    assert status == 0
+    assert "engine.device = cuda:1: usable, mapped-cuda comes first" in said

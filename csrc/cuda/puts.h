@@ -1,0 +1,96 @@
+// A batch of runs on its way into a kernel's list, and what one launch asks of the driver, in one native call.
+//
+// A push of 32 layers is 32 launches. Made from Python call by call they cost more than the bytes: each call gives
+// the interpreter's lock away and waits for it again. Here a launch is one call, which copies the list into the
+// memory of its slot, launches, and records the slot's event.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "../runs.h"  // not the kernel beside this file
+
+namespace pdlink::cuda {
+
+// As the kernel reads it.
+struct Row {
+    std::uint64_t src, dst, nbytes;
+};
+static_assert(sizeof(Row) == 24);
+
+// What has not been launched of a batch.
+class RowQueue {
+  public:
+    explicit RowQueue(std::span<const Put> puts);
+
+    bool empty() const { return at_ == rows_.size(); }
+    std::uint64_t nbytes() const { return nbytes_; }  // of the whole batch
+
+    // Rows for one launch, copied to `to`: at most `most_rows` of them and about `slice_nbytes` bytes, the last cut
+    // if need be. They are taken off by `take`, once they are launched.
+    struct Slice {
+        std::size_t num_rows = 0;
+        std::uint64_t longest_nbytes = 0;
+        std::uint64_t cut_nbytes = 0;  // of the last row, if only a part of it is in the slice
+    };
+    Slice copy_next(std::span<Row> to, std::uint64_t slice_nbytes) const;
+    void take(const Slice& slice);
+
+  private:
+    std::vector<Row> rows_;
+    std::size_t at_ = 0;
+    std::uint64_t nbytes_ = 0;
+};
+
+// A call into the driver that failed. `call` is null if none did.
+struct Failure {
+    const char* call = nullptr;
+    int number = 0;
+};
+
+// Where one launch keeps its list until it has run: pinned memory, read by the kernel where it is.
+struct SlotMemory {
+    Row* host = nullptr;
+    std::uint64_t device = 0;  // the same memory, for kernels
+    std::size_t num_rows = 0;
+};
+
+// The calls of the driver in `library`, for one context, one kernel and two streams. Any thread may call.
+class Launcher {
+  public:
+    // All are handles of the driver. work: where launches go, one after the other; bell: another stream.
+    // Throws std::runtime_error if the library cannot be loaded or lacks a call.
+    Launcher(const std::string& library, std::uintptr_t context, std::uintptr_t kernel, std::uintptr_t work,
+             std::uintptr_t bell);
+    ~Launcher();
+    Launcher(const Launcher&) = delete;
+    Launcher& operator=(const Launcher&) = delete;
+
+    // Launch the next slice of `rows` and record `event` behind it. If "cuLaunchKernel" or a call before it failed,
+    // nothing was launched and `rows` is as it was.
+    Failure put(RowQueue& rows, std::uint64_t slice_nbytes, const SlotMemory& slot, std::uintptr_t event) const;
+
+    // Make an eventfd readable once `event` is reached. Over the bell stream: on the other one, the next launch would
+    // have to wait for the host.
+    Failure ring_after(std::uintptr_t event, int fd) const;
+
+  private:
+    using Handle = void*;
+    struct Calls {
+        int (*push)(Handle);
+        int (*pop)(Handle*);
+        int (*launch)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**,
+                      void**);
+        int (*record)(Handle, Handle);
+        int (*wait)(Handle, Handle, unsigned);
+        int (*host)(Handle, void (*)(void*), void*);
+    };
+    void* library_;
+    Calls calls_;
+    Handle context_, kernel_, work_, bell_;
+};
+
+}  // namespace pdlink::cuda

@@ -1,0 +1,119 @@
+"""The report of `make gpu`: a row for every bar, whatever was measured, and nothing lost by a case that fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdlink_bench.gpu import bench
+from pdlink_bench.gpu.figures import Figure, Run, table
+from pdlink_bench.gpu.plan import BARS, CASES, LMCACHE, MAPPED, UCX
+
+ROOT = Path(__file__).parents[2]
+
+
+def figure(run: Run, name: str) -> Figure:
+    return next(one for one in run.complete() if one.name == name)
+
+
+def test_every_bar_has_a_row_although_nothing_was_measured() -> None:
+    run = Run(failures=dict.fromkeys(CASES, "not run"))
+    shown = table(run.complete())
+    for bar in BARS:
+        (row,) = [line for line in shown.splitlines() if line.startswith(bar.figure)]
+        assert f"{bar.ratio:g}" in row
+        assert "not measured" in row
+        assert "not run" in row
+    assert {bar.case for bar in BARS} <= CASES.keys()
+
+
+def test_a_ratio_is_judged_by_its_bar() -> None:
+    assert Figure("NHD to HND", 1.0, ratio=0.75).verdict == "met"
+    assert Figure("NHD to HND", 1.0, ratio=0.749).verdict == "MISSED"
+    assert Figure("exposed transfer time", 1.0, ratio=2 / 32).verdict == "met"
+    assert Figure("exposed transfer time", 1.0, ratio=0.063).verdict == "MISSED"
+    assert Figure("something else", 1.0, ratio=0.1).verdict == ""
+
+
+def test_two_processes_are_compared_across_cases() -> None:
+    run = Run(figures=[Figure(MAPPED, 0.001, 268.0), Figure(UCX, 0.003), Figure(LMCACHE, 0.0015)])
+    assert figure(run, "mapped-cuda against UCX").ratio == pytest.approx(3.0)
+    assert figure(run, "mapped-cuda against LMCache").verdict == "MISSED"
+
+
+def test_what_is_not_present_is_said_in_the_row_of_its_bar() -> None:
+    run = Run(figures=[Figure(MAPPED, 0.001), Figure(LMCACHE, None, note="not present: no wheel")])
+    one = figure(run, "mapped-cuda against LMCache")
+    assert (one.verdict, one.note) == ("not measured", "not present: no wheel")
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    run = Run({"device": "some GPU"}, [], [Figure("NHD to HND", 0.5, 3.0, "copy", 0.8)], {"ucx": "hung"})
+    run.write(path)
+    again = Run.read(path)
+    assert again == run
+    content = json.loads(path.read_text())
+    assert content["machine"]["device"] == "some GPU"
+    assert {one["name"] for one in content["figures"]} >= {bar.figure for bar in BARS}
+    assert Run.read(tmp_path / "none") == Run()
+
+
+def test_a_case_that_fails_is_told_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_case(case: str) -> tuple[dict[str, object], str]:
+        if case == "kernels":
+            return {}, "ended with -11: nothing said"
+        return {"machine": {"device": "some GPU"}, "figures": [{"name": case, "seconds": 1.0}]}, ""
+
+    monkeypatch.setattr(bench, "_run_case", run_case)
+    path = tmp_path / "gpu.json"
+    assert bench.main(["--out", str(path)]) == 1
+    run = Run.read(path)
+    assert [one.name for one in run.figures] == [case for case in CASES if case != "kernels"]
+    assert run.failures == {"kernels": "ended with -11: nothing said"}
+    stages = tmp_path / "stages"
+    stages.write_text("build\tok\t30\nmemcheck\tnot run: out of time\t0\n")
+    assert bench.main(["--show", str(path), "--stages", str(stages)]) == 1
+    said = capsys.readouterr().out
+    assert "not run: out of time  memcheck" in said
+    assert "ended with -11" in said
+    assert Run.read(path).stages[1]["outcome"] == "not run: out of time"
+
+
+def test_a_run_is_good_only_with_every_bar_met(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    best = [Figure(bar.figure, 1.0, ratio=0.0 if bar.at_most else 9.0) for bar in BARS]
+    links = [Figure(MAPPED, 1.0), Figure(UCX, 9.0), Figure(LMCACHE, 9.0)]
+    Run(figures=[*best, *links]).write(path)
+    assert bench.main(["--show", str(path)]) == 0
+    Run(figures=[*best[1:], *links]).write(path)
+    assert bench.main(["--show", str(path)]) == 1
+
+
+def test_a_case_ends_with_its_own_process(tmp_path: Path) -> None:
+    """On a machine without a GPU every case fails, says why, and nothing hangs."""
+    part, failure = bench._run_case("kernels")
+    if not failure:
+        pytest.skip("there is a GPU")
+    assert part == {}
+    assert failure.startswith("ended with 1: ")
+
+
+def test_the_plan_is_shown_without_torch_or_a_gpu() -> None:
+    """By the script people run; `-S` hides every installed package."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "pdlink_bench.gpu.plan"],
+        env={"PYTHONPATH": str(ROOT / "packages")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(bar.figure in done.stdout for bar in BARS)
