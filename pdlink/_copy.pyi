@@ -23,10 +23,10 @@ class NameTaken(ValueError):
     """The name stands for a connection already."""
 
 class Copier:
-    """One native thread that copies. Usable from any thread; a forked child is refused."""
+    """A native thread that copies, or two. Usable from any thread; a forked child is refused."""
 
-    def __init__(self) -> None:
-        """Start the thread. Raises OSError."""
+    def __init__(self, num_threads: int = 1) -> None:
+        """Start them. Raises OSError, ValueError if it is not 1 or 2."""
 
     def add_region(self, ptr: int, nbytes: int) -> int:
         """Memory of this process, as source; returns its index. It must stay mapped until `close()`."""
@@ -47,6 +47,12 @@ class Copier:
         The runs are checked and copied without the GIL. Raises ValueError, PeerUnusable.
         """
 
+    def computing(self, on: bool) -> None:
+        """While on, the second thread begins nothing."""
+
+    def slices_taken(self) -> tuple[int, int]:
+        """Slices of a quarter megabyte that the first and the second thread have copied or begun to."""
+
     def connected(self, peer: str) -> bool: ...
     def poll(self) -> list[_Report]:
         """What happened since the last call; what is left can still be fetched after `close()`."""
@@ -56,7 +62,7 @@ class Copier:
 
     def close_peer(self, peer: str) -> None: ...
     def close(self, grace_s: float) -> None:
-        """Close every peer, wait at most `grace_s` for writers that are in the middle of a slice, end the thread."""
+        """Close every peer, wait at most `grace_s` for writers that are in the middle of a slice, end the threads."""
 
 def memcpy_runs(dst: _Bytes, src: _Bytes, runs: _Runs) -> None:
     """Copy every run with memcpy in the calling thread, without the GIL. Raises ValueError for a run outside."""

@@ -1,4 +1,4 @@
-// One batch of byte runs and how far it has come.
+// One batch of byte runs, the slices it is copied in, and how far it has come.
 #pragma once
 
 #include <cstddef>
@@ -15,6 +15,15 @@ struct Run {
     std::size_t nbytes;
 };
 
+// Neighbouring runs of a batch, of which the first and the last may be in part. One thread copies it.
+struct Slice {
+    std::size_t first;
+    std::size_t first_done;  // bytes of it that belong to slices before
+    std::size_t last;        // the first run that is not copied in full
+    std::size_t last_done;   // bytes of it that are
+    std::uint64_t nbytes;
+};
+
 class Batch {
   public:
     std::uint64_t ticket = 0;
@@ -23,34 +32,61 @@ class Batch {
     std::vector<Run> runs;
     std::uint64_t nbytes = 0;
 
-    bool finished() const { return next_ == runs.size(); }
+    // An empty batch has one slice, like any other short one.
+    bool all_taken() const { return begun_ && next_ == runs.size(); }
+    bool landed() const { return all_taken() && num_open_ == 0; }
 
-    // Copy about `budget_nbytes` more. The time between two looks at the gate, the deadline and the other peers is
-    // bounded by this, so long runs are cut and short ones cost at least a cache line each.
-    void copy_some(std::size_t budget_nbytes) {
-        while (!finished() && budget_nbytes > 0) {
-            const Run& run = runs[next_];
-            if (done_ == 0 && next_ + kPrefetchAhead < runs.size()) {
-                const Run& ahead = runs[next_ + kPrefetchAhead];
+    // The next slice, about `budget_nbytes` long. The time between two looks at the gate, the deadline and the other
+    // peers is bounded by this, so long runs are cut and short ones cost at least a cache line each.
+    Slice take(std::size_t budget_nbytes) {
+        Slice slice{next_, done_, 0, 0, 0};
+        begun_ = true;
+        ++num_open_;
+        const auto cost = [](std::size_t nbytes) { return nbytes < kLeastCostNbytes ? kLeastCostNbytes : nbytes; };
+        const Run* run = runs.data() + next_;
+        const Run* const end = runs.data() + runs.size();
+        std::size_t left = run == end ? 0 : run->nbytes - done_;
+        while (run != end && cost(left) <= budget_nbytes) {
+            budget_nbytes -= cost(left);
+            slice.nbytes += left;
+            done_ = 0;
+            if (++run != end) left = run->nbytes;
+        }
+        next_ = static_cast<std::size_t>(run - runs.data());
+        if (run != end && left > budget_nbytes) {
+            slice.nbytes += budget_nbytes;
+            done_ += budget_nbytes;
+        }
+        slice.last = next_;
+        slice.last_done = done_;
+        return slice;
+    }
+
+    // Touches nothing that `take` changes, so both may be called at once.
+    void copy(const Slice& slice) const {
+        std::size_t at = slice.first_done;
+        for (std::size_t i = slice.first; i < slice.last; ++i, at = 0) {
+            if (i + kPrefetchAhead < runs.size()) {
+                const Run& ahead = runs[i + kPrefetchAhead];
                 prefetch_run(ahead.src, ahead.nbytes);
             }
-            const std::size_t left = run.nbytes - done_;
-            const std::size_t part = left < budget_nbytes ? left : budget_nbytes;
-            copy_run(run.dst + done_, run.src + done_, part);
-            done_ += part;
-            if (done_ == run.nbytes) {
-                ++next_;
-                done_ = 0;
-            }
-            const std::size_t cost = part < kLeastCostNbytes ? kLeastCostNbytes : part;
-            budget_nbytes -= cost < budget_nbytes ? cost : budget_nbytes;
+            copy_run(runs[i].dst + at, runs[i].src + at, runs[i].nbytes - at);
+        }
+        if (slice.last_done > at) {
+            const Run& run = runs[slice.last];
+            copy_run(run.dst + at, run.src + at, slice.last_done - at);
         }
     }
 
+    // A slice that was taken has been copied, and is visible.
+    void slice_landed() { --num_open_; }
+
   private:
     static constexpr std::size_t kLeastCostNbytes = 64;
-    std::size_t next_ = 0;  // first run that is not copied in full
+    std::size_t next_ = 0;  // first run that is not taken in full
     std::size_t done_ = 0;  // bytes of it that are
+    std::size_t num_open_ = 0;
+    bool begun_ = false;
 };
 
 }  // namespace pdlink

@@ -20,6 +20,8 @@ constexpr double kWatchPeriod_s = 0.001;
 // How often it looks whether a closed gate is quiet: at once, then rarer.
 constexpr double kFirstQuietLook_s = 0.0002;
 constexpr double kLastQuietLook_s = 0.01;
+// From how much on the second thread is woken, which takes as long as copying half of it.
+constexpr std::uint64_t kWakeSecondNbytes = std::uint64_t{1} << 20;
 
 Batch resolve(const std::vector<Piece>& pieces, const std::vector<Extent>& local, const std::vector<Extent>& remote) {
     Batch batch;
@@ -41,20 +43,33 @@ Batch resolve(const std::vector<Piece>& pieces, const std::vector<Extent>& local
 
 }  // namespace
 
-Copier::Copier() : epoll_(::epoll_create1(EPOLL_CLOEXEC)), wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+Copier::Copier(int num_threads)
+    : epoll_(::epoll_create1(EPOLL_CLOEXEC)), wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    if (num_threads != 1 && num_threads != 2)
+        throw std::invalid_argument("a copier has 1 or 2 threads, not " + std::to_string(num_threads));
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.ptr = nullptr;  // the wake-up; a peer's life carries the peer
     if (epoll_.get() < 0 || wake_.get() < 0 || ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0)
         throw std::system_error(errno, std::generic_category(), "epoll of the copier");
-    {
-        const SignalsBlocked blocked;
-        thread_ = new std::thread([this] { run(); });
-    }
+    if (num_threads == 2) second_ = std::make_unique<Second>();
+    const SignalsBlocked blocked;
+    thread_ = new std::thread([this] { run(); });
     pthread_setname_np(thread_->native_handle(), "pdlink-copy");
+    if (!second_) return;
+    try {
+        second_->thread = std::thread([this] { run_second(); });
+    } catch (...) {
+        close(0);
+        throw;
+    }
+    pthread_setname_np(second_->thread.native_handle(), "pdlink-copy-2");
 }
 
-Copier::~Copier() { close(0); }
+Copier::~Copier() {
+    close(0);
+    if (forked()) (void)second_.release();
+}
 
 void Copier::refuse_fork() const {
     if (forked()) throw PeerUnusable("this transport belongs to the parent of this forked process; open one here");
@@ -141,10 +156,16 @@ std::uint64_t Copier::submit(const std::string& name, const std::vector<Piece>& 
     batch.ticket = next_ticket_++;
     const std::uint64_t ticket = batch.ticket;
     peer.earliest_deadline_s = std::min(peer.earliest_deadline_s, batch.deadline_s);
+    peer.waiting_nbytes += batch.nbytes;
     peer.queue.push_back(std::move(batch));
     take_turn(peer);
     kick();
     return ticket;
+}
+
+std::array<std::uint64_t, 2> Copier::slices_taken() {
+    const std::lock_guard lock(mutex_);
+    return slices_taken_;
 }
 
 bool Copier::connected(const std::string& name) {
@@ -184,9 +205,11 @@ void Copier::close(double grace_s) {
         give_up_s_ = now_s() + grace_s;
         for (auto& [name, peer] : peers_) begin_closing(*peer);
         kick();
+        if (second_) second_->much_to_copy.notify_one();
     }
     thread_->join();
     delete std::exchange(thread_, nullptr);
+    if (second_ && second_->thread.joinable()) second_->thread.join();
 }
 
 void Copier::kick() { ::eventfd_write(wake_.get(), 1); }
@@ -194,12 +217,16 @@ void Copier::kick() { ::eventfd_write(wake_.get(), 1); }
 void Copier::take_turn(Peer& peer) {
     if (std::exchange(peer.in_turn, true)) return;
     turns_.push_back(&peer);
+    if (second_ && second_->sleeps && peer.prepared && peer.waiting_nbytes >= kWakeSecondNbytes && !computing_) {
+        second_->sleeps = false;
+        second_->much_to_copy.notify_one();
+    }
 }
 
-// ---- the copier's thread ----------------------------------------------------------------------------------------
+// ---- the first thread -------------------------------------------------------------------------------------------
 
 void Copier::run() {
-    std::unique_lock lock(mutex_);
+    Lock lock(mutex_);
     double watched_s = 0;
     while (true) {
         advance_closing(lock);
@@ -223,7 +250,7 @@ void Copier::run() {
 }
 
 // Wait for a wake-up or the end of a peer process.
-void Copier::wait(std::unique_lock<std::mutex>& lock, int timeout_ms) {
+void Copier::wait(Lock& lock, int timeout_ms) {
     epoll_event events[16];
     lock.unlock();
     const int count = ::epoll_wait(epoll_.get(), events, 16, timeout_ms);
@@ -241,53 +268,37 @@ void Copier::wait(std::unique_lock<std::mutex>& lock, int timeout_ms) {
     }
 }
 
-// One turn: prepare some of the peer's pages, or copy one slice of its oldest batch.
-void Copier::serve(Peer& peer, std::unique_lock<std::mutex>& lock) {
+// One turn: prepare some of the peer's pages, or copy one slice.
+void Copier::serve(Peer& peer, Lock& lock) {
     if (!peer.memory || peer.closing) return;
-    if (peer.earliest_deadline_s <= now_s()) {
+    if (peer.refused) {
+        fail(peer, "peer closed", Outcome::kCancelled, lock);
+    } else if (peer.earliest_deadline_s <= now_s()) {
         fail(peer, "batch deadline passed", Outcome::kTimeout, lock);
-        return;
-    }
-    const std::shared_ptr<PeerMemory> memory = peer.memory;
-    if (!peer.prepared) {
+    } else if (!peer.prepared) {
+        const std::shared_ptr<PeerMemory> memory = peer.memory;
         lock.unlock();
         const bool more = memory->prepare_some();
         lock.lock();
         peer.prepared = !more;
-    } else if (!peer.queue.empty()) {
-        Batch& batch = peer.queue.front();  // others only push behind it
-        lock.unlock();
-        const bool entered = memory->gate().enter();
-        if (entered) {
-            batch.copy_some(kSliceNbytes);
-            store_fence();
-            memory->gate().leave();
-        }
-        lock.lock();
-        if (!entered) {
-            if (!peer.closing) fail(peer, "peer closed", Outcome::kCancelled, lock);
-            return;
-        }
-        if (batch.finished()) {
-            outbox_.put({Report::Kind::kBatchDone, peer.name, batch.ticket, Outcome::kOk, batch.nbytes,
-                         batch.submitted_s, now_s()});
-            const bool was_earliest = batch.deadline_s <= peer.earliest_deadline_s;
-            peer.queue.pop_front();
-            if (was_earliest) {
-                peer.earliest_deadline_s = std::numeric_limits<double>::infinity();
-                for (const Batch& other : peer.queue)
-                    peer.earliest_deadline_s = std::min(peer.earliest_deadline_s, other.deadline_s);
-            }
-        }
+        if (more || !peer.queue.empty()) take_turn(peer);
+    } else if (!peer.queue.empty() && !peer.queue.back().all_taken()) {
+        copy_slice(peer, kFirst, lock);
     }
-    if (!peer.prepared || !peer.queue.empty()) take_turn(peer);
 }
 
-void Copier::fail(Peer& peer, const std::string& reason, Outcome outcome, std::unique_lock<std::mutex>& lock) {
+void Copier::fail(Peer& peer, const std::string& reason, Outcome outcome, Lock& lock) {
     peer.failure = reason;
+    settle(peer, lock);
     outbox_.put({Report::Kind::kPeerFailed, peer.name, 0, outcome, 0, 0, now_s(), reason});
     finish_batches(peer, outcome, reason);
     drop_memory(peer, lock);
+}
+
+// No slice is taken any more of a peer that has failed or is closing; wait for the one that the second thread may be
+// copying. Afterwards nothing changes the peer's queue but this thread.
+void Copier::settle(Peer& peer, Lock& lock) {
+    if (second_) second_->slice_ended.wait(lock, [&] { return peer.num_copying == 0; });
 }
 
 // Report every open batch. Where a deadline was missed, only those that missed theirs are TIMEOUT.
@@ -299,11 +310,12 @@ void Copier::finish_batches(Peer& peer, Outcome outcome, const std::string& deta
                      batch.nbytes, batch.submitted_s, now, detail});
     }
     peer.queue.clear();
+    peer.waiting_nbytes = 0;
     peer.earliest_deadline_s = std::numeric_limits<double>::infinity();
 }
 
 // Unmapping gigabytes takes milliseconds, so it is done without the mutex.
-void Copier::drop_memory(Peer& peer, std::unique_lock<std::mutex>& lock) {
+void Copier::drop_memory(Peer& peer, Lock& lock) {
     std::shared_ptr<PeerMemory> memory = std::move(peer.memory);
     if (!memory) return;
     ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, memory->life_fd(), nullptr);
@@ -312,14 +324,15 @@ void Copier::drop_memory(Peer& peer, std::unique_lock<std::mutex>& lock) {
     lock.lock();
 }
 
-// Between slices nothing of ours is being written, so a closing peer's batches can be cancelled here; then it stays
-// until its own writes into our memory have ended.
-void Copier::advance_closing(std::unique_lock<std::mutex>& lock) {
+// A closing peer's batches are cancelled as soon as none of its slices is in progress; then it stays until its own
+// writes into our memory have ended.
+void Copier::advance_closing(Lock& lock) {
     if (closing_.empty() || now_s() < next_quiet_look_s_) return;
     next_quiet_look_s_ = now_s() + quiet_look_period_s_;
     quiet_look_period_s_ = std::min(quiet_look_period_s_ * 2, kLastQuietLook_s);
     for (std::size_t i = 0; i < closing_.size();) {
         Peer& peer = *closing_[i];
+        settle(peer, lock);
         finish_batches(peer, Outcome::kCancelled, "closed by this side");
         drop_memory(peer, lock);  // others may append to closing_ meanwhile
         if (peer.gate && !peer.gate->quiet()) {
@@ -331,6 +344,80 @@ void Copier::advance_closing(std::unique_lock<std::mutex>& lock) {
         std::erase(turns_, &peer);
         peers_.erase(std::string(peer.name));
     }
+}
+
+// ---- both threads -----------------------------------------------------------------------------------------------
+
+// Copy the next slice of a peer that has one.
+void Copier::copy_slice(Peer& peer, Who who, Lock& lock) {
+    Batch& batch = *std::ranges::find_if(peer.queue, [](const Batch& one) { return !one.all_taken(); });
+    const Slice slice = batch.take(kSliceNbytes);
+    const std::shared_ptr<PeerMemory> memory = peer.memory;
+    peer.waiting_nbytes -= slice.nbytes;
+    ++peer.num_copying;
+    ++slices_taken_[who];
+    if (!peer.queue.back().all_taken()) take_turn(peer);  // now, for the other thread
+    lock.unlock();
+    const bool entered = memory->gate().enter();
+    if (entered) {
+        batch.copy(slice);  // a deque's others may go and new ones come, this one stays where it is
+        store_fence();
+        memory->gate().leave();
+    }
+    lock.lock();
+    --peer.num_copying;
+    if (who == kSecond) second_->slice_ended.notify_one();
+    if (entered) {
+        batch.slice_landed();
+        report_landed(peer);
+    } else {
+        peer.refused = true;
+        take_turn(peer);
+        kick();
+    }
+}
+
+void Copier::report_landed(Peer& peer) {
+    while (!peer.queue.empty() && peer.queue.front().landed()) {
+        const Batch& batch = peer.queue.front();
+        outbox_.put({Report::Kind::kBatchDone, peer.name, batch.ticket, Outcome::kOk, batch.nbytes, batch.submitted_s,
+                     now_s()});
+        const bool was_earliest = batch.deadline_s <= peer.earliest_deadline_s;
+        peer.queue.pop_front();
+        if (was_earliest) {
+            peer.earliest_deadline_s = std::numeric_limits<double>::infinity();
+            for (const Batch& other : peer.queue)
+                peer.earliest_deadline_s = std::min(peer.earliest_deadline_s, other.deadline_s);
+        }
+    }
+}
+
+// ---- the second thread ------------------------------------------------------------------------------------------
+
+void Copier::run_second() {
+    Lock lock(mutex_);
+    while (!std::isfinite(give_up_s_)) {
+        if (Peer* peer = computing_ ? nullptr : next_to_copy()) {
+            copy_slice(*peer, kSecond, lock);
+        } else {
+            second_->sleeps = true;
+            second_->much_to_copy.wait(lock);
+        }
+    }
+}
+
+// Whose turn it is among the peers that have a slice and need no other attention.
+Copier::Peer* Copier::next_to_copy() {
+    const double now = now_s();
+    const auto at = std::ranges::find_if(turns_, [now](const Peer* peer) {
+        return peer->memory && peer->prepared && !peer->closing && !peer->refused && peer->failure.empty() &&
+               peer->earliest_deadline_s > now && !peer->queue.empty() && !peer->queue.back().all_taken();
+    });
+    if (at == turns_.end()) return nullptr;
+    Peer* peer = *at;
+    turns_.erase(at);
+    peer->in_turn = false;
+    return peer;
 }
 
 }  // namespace pdlink

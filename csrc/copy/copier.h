@@ -1,5 +1,5 @@
-// `Copier`: one native thread that copies batches of runs into memory that peers on this host have opened to us, and
-// that shuts peers out of the memory we have opened to them.
+// `Copier`: a native thread that copies batches of runs into memory that peers on this host have opened to us, and
+// that shuts peers out of the memory we have opened to them; and perhaps a second one that only copies.
 //
 // Threads. Callers of any thread put work into tables under one mutex and wake the copier through an eventfd; they
 // never wait for it, except `close`. The copier takes the mutex only to choose work and to record what became of it,
@@ -10,15 +10,23 @@
 // descriptors of the peers' lives and at the other peers, which take turns. So one slice is all that can happen
 // after anything has gone wrong, and one slice is what another peer waits for.
 //
+// The second thread takes slices like the first, under the same mutex and through the same gate, of whatever peer is
+// next in turn. It is woken for much at once, and sleeps while `computing` says that a core is needed for something
+// better. Deadlines, failures and ends are the first one's alone: it marks the peer, so that no slice of it is taken
+// any more, and waits for the one that the second may be copying before it reports, unmaps or forgets anything.
+// Whoever lands the last slice reports the batch, in the order in which batches were submitted.
+//
 // Peers. A peer is invited (it may write here: we own a gate), connected (we write there) or both. It fails as a
 // whole; the memory of a failed peer is unmapped at once, so that a dead process's pool is given back, and what
 // remains is a tombstone until `close_peer`. A peer leaves the table only on the copier's thread, after its gate is
 // quiet; that is also the only place that says PeerClosed.
 //
-// Fork. A child has no copier thread. There, every call is refused and the destructor joins nothing.
+// Fork. A child has no copier threads. There, every call is refused and the destructor joins nothing.
 #pragma once
 
+#include <array>
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <limits>
@@ -52,7 +60,8 @@ struct NameTaken : std::invalid_argument {
 
 class Copier {
   public:
-    Copier();   // starts the thread; throws std::system_error
+    // Starts the thread, or both. Throws std::system_error, std::invalid_argument for another number of them.
+    explicit Copier(int num_threads);
     ~Copier();  // close(), without waiting for writers
     Copier(const Copier&) = delete;
     Copier& operator=(const Copier&) = delete;
@@ -70,6 +79,11 @@ class Copier {
     // Queue one batch and return its ticket. Throws std::invalid_argument for a run outside its region.
     std::uint64_t submit(const std::string& peer, const std::vector<Piece>& pieces, double timeout_s);
 
+    // While on, the second thread takes no slice. Costs one store; from any thread.
+    void computing(bool on) { computing_ = on; }
+    // Slices that the first and the second thread have taken.
+    std::array<std::uint64_t, 2> slices_taken();
+
     bool connected(const std::string& peer);
     void close_peer(const std::string& peer);
 
@@ -77,30 +91,48 @@ class Copier {
     std::vector<Report> poll();
     int fd() const { return outbox_.fd(); }
 
-    // Close every peer, wait up to `grace_s` for writers that are in the middle of a slice, and end the thread.
+    // Close every peer, wait up to `grace_s` for writers that are in the middle of a slice, and end the threads.
     void close(double grace_s);
 
   private:
+    using Lock = std::unique_lock<std::mutex>;
+    enum Who { kFirst, kSecond };
     struct Peer {
         explicit Peer(std::string peer_name) : name(std::move(peer_name)) {}
         std::string name;
         std::unique_ptr<GateOwner> gate;     // invited
-        std::shared_ptr<PeerMemory> memory;  // connected and not failed; shared with the slice in progress
-        std::deque<Batch> queue;
+        std::shared_ptr<PeerMemory> memory;  // connected and not failed; shared with the slices in progress
+        std::deque<Batch> queue;             // slices are taken, and batches reported, in its order
+        std::uint64_t waiting_nbytes = 0;    // of the queue, in no slice yet
+        std::size_t num_copying = 0;         // slices in progress
         double earliest_deadline_s = std::numeric_limits<double>::infinity();
         std::string failure;  // not empty: failed
         bool prepared = false;
+        bool refused = false;  // the gate was shut
         bool in_turn = false;  // is in turns_
         bool closing = false;
     };
 
+    // The second thread, and what it and the first one wait for.
+    struct Second {
+        std::thread thread;
+        bool sleeps = false;
+        std::condition_variable much_to_copy;
+        std::condition_variable slice_ended;
+    };
+
     void run();
-    void wait(std::unique_lock<std::mutex>& lock, int timeout_ms);
-    void serve(Peer& peer, std::unique_lock<std::mutex>& lock);
-    void fail(Peer& peer, const std::string& reason, Outcome outcome, std::unique_lock<std::mutex>& lock);
+    void run_second();
+    void wait(Lock& lock, int timeout_ms);
+    void serve(Peer& peer, Lock& lock);
+    Peer* next_to_copy();
+    void copy_slice(Peer& peer, Who who, Lock& lock);
+    void report_landed(Peer& peer);
+    void fail(Peer& peer, const std::string& reason, Outcome outcome, Lock& lock);
+    void settle(Peer& peer, Lock& lock);
     void finish_batches(Peer& peer, Outcome outcome, const std::string& detail);
-    void drop_memory(Peer& peer, std::unique_lock<std::mutex>& lock);
-    void advance_closing(std::unique_lock<std::mutex>& lock);
+    void drop_memory(Peer& peer, Lock& lock);
+    void advance_closing(Lock& lock);
     void begin_closing(Peer& peer);
     void take_turn(Peer& peer);
     Peer& peer_for(const std::string& name);
@@ -113,6 +145,7 @@ class Copier {
     Outbox outbox_;
     Descriptor epoll_;
     Descriptor wake_;
+    std::atomic<bool> computing_ = false;
 
     std::mutex mutex_;  // guards everything below; may be held while taking the outbox's
     std::vector<Extent> regions_;
@@ -123,9 +156,12 @@ class Copier {
     double quiet_look_period_s_ = 0;
     double give_up_s_ = std::numeric_limits<double>::infinity();  // finite once closing down
     std::uint64_t next_ticket_ = 1;
+    std::array<std::uint64_t, 2> slices_taken_{};
 
     std::mutex join_mutex_;
-    std::thread* thread_ = nullptr;  // leaked in a forked child, where it cannot be joined
+    // Leaked in a forked child, where threads cannot be joined and condition variables wait for them for ever.
+    std::thread* thread_ = nullptr;
+    std::unique_ptr<Second> second_;
 };
 
 }  // namespace pdlink

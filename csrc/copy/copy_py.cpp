@@ -85,7 +85,7 @@ NB_MODULE(_copy, m) {
     add_errors<PeerUnusable, NameTaken>(m);
 
     nb::class_<Copier>(m, "Copier")
-        .def(nb::init<>())
+        .def(nb::init<int>(), "num_threads"_a = 1)
         .def(
             "add_region",
             [](Copier& copier, std::uintptr_t ptr, std::size_t nbytes) {
@@ -95,6 +95,12 @@ NB_MODULE(_copy, m) {
         .def("invite", &invite, "peer"_a)
         .def("connect", &connect, "peer"_a, "pid"_a, "regions"_a, "gate"_a)
         .def("submit", &submit<Copier>, "peer"_a, "pieces"_a.noconvert(), "timeout_s"_a)
+        .def("computing", &Copier::computing, "on"_a)
+        .def("slices_taken",
+             [](Copier& copier) {
+                 const auto taken = copier.slices_taken();
+                 return nb::make_tuple(taken[0], taken[1]);
+             })
         .def("connected", &Copier::connected, "peer"_a)
         .def("poll", &poll<Copier>)
         .def("fileno", &Copier::fd)

@@ -217,6 +217,8 @@ class Engine:
             for work in batch
             if work.start < work.sequence.num_prompt
         )
+        if prompts:
+            self._listener.prefilling(on=True)
         try:
             logits = self._model.logits(
                 self._cache,
@@ -233,6 +235,9 @@ class Engine:
             for work in batch:
                 self._end(work.sequence, EngineFailure(f"a forward pass of {len(tokens)} tokens failed: {error}"))
             return
+        finally:
+            if prompts:
+                self._listener.prefilling(on=False)
         for work in batch:
             self._scheduler.computed(work.sequence, work.end)
         for sequence, row_logits in zip(sampling, logits, strict=True):

@@ -80,6 +80,9 @@ class EngineListener(Protocol):
         `external_kv`. Called again if the request starts anew after `kv_failed(recompute=True)`.
         """
 
+    def prefilling(self, on: bool) -> None:
+        """A forward pass with prompt tokens in it begins (on), or has ended."""
+
     def layer_written(self, layer: int, spans: Sequence[tuple[str, int, int]]) -> None:
         """The KV of prompt tokens [start, end) of each (request_id, start, end) is now in the pool for `layer`.
 

@@ -131,8 +131,9 @@ class Transport(ABC):
     def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
         """Copy every run of every piece from our memory into the peer's; returns the ticket of the batch.
 
-        One native call whatever the number of runs. The runs are copied before it returns. A batch that is not
-        done within `timeout_s` fails the peer. Raises ValueError for a run outside its region on either side
+        One native call whatever the number of runs. The runs are copied before it returns. Bytes land in any order:
+        of runs that meet at the destination, in one batch or in two open ones, either may be the last. A batch that
+        is not done within `timeout_s` fails the peer. Raises ValueError for a run outside its region on either side
         (checked before anything is written) and TransportFailure if the peer is failed, closed or unknown.
         """
 
@@ -147,6 +148,9 @@ class Transport(ABC):
     @abstractmethod
     def lane(self, peer: str) -> str:
         """How bytes to this peer really travel ("mapped", "cma", "tcp", "rc_mlx5"); "" while not yet known."""
+
+    def computing(self, on: bool) -> None:  # noqa: B027  (most have nothing to do)
+        """This process begins (on) or has ended to compute a prefill; meanwhile no other core is used. Cheap."""
 
     @abstractmethod
     def close_peer(self, peer: str) -> None:

@@ -42,7 +42,7 @@ def open_transports(
     if devices == "auto":
         devices = "lo" if this_host_only else ""
     make: dict[str, Callable[[], Transport]] = {
-        "mapped": MappedTransport,
+        "mapped": lambda: MappedTransport(config.mapped_threads),
         "ucx": lambda: UcxTransport(
             config.ucx_tls, config.ucx_library, devices, stage_below_lanes(config.staging.table, config.staging.ucx)
         ),

@@ -2,7 +2,9 @@
 
 The invitation names the peer's memory files by their descriptor numbers; the writer opens them through
 `/proc/PID/fd`, maps them, and its native copier (`csrc/copy`) stores into them. The owner's CPU takes no part: a
-transfer lands although the owner is busy, or stopped. What a connection would give has to be made by hand:
+transfer lands although the owner is busy, or stopped. One core's stores do not fill the memory bus, so a second
+thread helps with more than a megabyte at once, unless this process computes a prefill meanwhile. What a connection
+would give has to be made by hand:
 
 - who is alive: the writer watches the owner's pidfd, since storing into a dead process's memory succeeds silently;
 - who may still write: a gate page per peer (`csrc/gate.h`), which the owner shuts in `close_peer`. PeerClosed comes
@@ -69,7 +71,9 @@ class MappedTransport(Transport):
 
     name: ClassVar[str] = "mapped"
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 2) -> None:
+        """threads: 2 to have a second one help with much at once while this process computes no prefill, or 1."""
+        self._threads = threads
         self._copier: _copy.Copier | None = None
         self._closed = False
         self._buffers: list[Buffer] = []
@@ -100,7 +104,7 @@ class MappedTransport(Transport):
             probe = self.probe()
             if not probe.ok:
                 raise TransportUnavailable(f"mapped memory does not work here: {probe.reason}")
-            self._copier = _copy.Copier()
+            self._copier = _copy.Copier(self._threads)
 
     def register(self, buffer: Buffer) -> int:
         with self._registering:
@@ -170,6 +174,15 @@ class MappedTransport(Transport):
 
     def lane(self, peer: str) -> str:
         return self.name if self._copier is not None and self._copier.connected(peer) else ""
+
+    def computing(self, on: bool) -> None:
+        """As in the contract: while on, one thread copies."""
+        if self._copier is not None:
+            self._copier.computing(on)
+
+    def slices_taken(self) -> tuple[int, int]:
+        """Slices of a quarter megabyte that the first and the second thread have copied or begun to."""
+        return self._open_copier().slices_taken()
 
     def close_peer(self, peer: str) -> None:
         if self._copier is not None:

@@ -60,6 +60,7 @@ class Recorder:
     pool: BlockPool
     tables: dict[str, tuple[int, ...]] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
+    prefilling_said: list[bool] = field(default_factory=list)
     layers: list[tuple[int, tuple[tuple[str, int, int], ...]]] = field(default_factory=list)
     outputs: dict[str, list[TokenOutput]] = field(default_factory=dict)
     errors: dict[str, PdlinkError | None] = field(default_factory=dict)
@@ -73,7 +74,12 @@ class Recorder:
         self.cached[request_id] = num_cached_tokens
         self.order.append(request_id)
 
+    def prefilling(self, on: bool) -> None:
+        assert on != (self.prefilling_said or [False])[-1]
+        self.prefilling_said.append(on)
+
     def layer_written(self, layer: int, spans: Sequence[tuple[str, int, int]]) -> None:
+        assert self.prefilling_said[-1]
         self.layers.append((layer, tuple(spans)))
 
     def output(self, output: TokenOutput) -> None:

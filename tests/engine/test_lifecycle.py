@@ -236,6 +236,21 @@ def test_failing_pass_ends_its_requests_and_no_others(monkeypatch: pytest.Monkey
     assert worker.pool.num_held == 0
 
 
+def test_the_listener_hears_of_prefill_and_of_its_end_also_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = rig(max_batched_tokens=4)
+    worker.generate(prompt_of(8), 5)
+    assert worker.heard.prefilling_said == [True, False] * 2, "of two chunks; decoding is no prefill"
+    monkeypatch.setattr(worker.cache, "update", _out_of_memory)
+    worker.submit("bad", prompt_of(3), 4)
+    worker.run()
+    assert isinstance(worker.heard.errors["bad"], EngineFailure)
+    assert worker.heard.prefilling_said == [True, False] * 3
+
+
+def _out_of_memory(*_: object, **__: object) -> None:
+    raise RuntimeError("out of memory")
+
+
 def test_numbers_that_are_none_end_the_request_and_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = rig(share_prefixes=True)
     prompt = prompt_of(3 * BLOCK)

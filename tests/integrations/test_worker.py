@@ -238,6 +238,22 @@ def test_a_preempted_prompt_is_sent_from_its_new_blocks(pair: Pair, servers: tup
     assert np.array_equal(pair.decode.rows(DST, 16, 0), rows[:, :16]), "landed before the preemption, and right"
 
 
+def test_transports_hear_when_a_prompt_is_computed_for_others(
+    pair: Pair, servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = servers
+    (transport,) = prefill.node.endpoint.transports
+    said: list[bool] = []
+    monkeypatch.setattr(transport, "computing", said.append)
+    ask(prefill, decode)
+    prefill.step()
+    assert not said
+    prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)])
+    prefill.step([Scheduled("p", tuple(SRC[4:]), False, 16, 14)])
+    prefill.step()
+    assert said == [True, False] * 2
+
+
 def test_a_preemption_waits_for_pushes_in_flight(pair: Pair, servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
     ask(prefill, decode)

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +20,17 @@ import pytest
 
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.memory.buffers import Buffer
+from pdlink.transport.base import BatchDone
 from pdlink.transport.mapped import MappedTransport
 from tests.conformance.transports.other_process import OtherProcess
-from tests.conformance.transports.side import Side, join, piece
+from tests.conformance.transports.side import PATIENCE_S, Side, join, piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 POOL_NBYTES = 1 << 20
+SLICE_NBYTES = 256 << 10
+"""`kSliceNbytes` of csrc/copy/copier.cpp."""
 GATE_WORDS = struct.Struct("=IIqQ")
 """closed, busy, writer_pid, writer_born: `GateWords` of csrc/gate.h."""
 
@@ -181,13 +185,17 @@ def test_inviting_to_nothing_is_refused() -> None:
         transport.open()
 
 
-def test_batches_to_one_peer_land_and_are_reported_in_order(pair: tuple[Side, Side]) -> None:
+def test_batches_to_one_peer_land_and_are_reported_in_the_order_of_submits(pair: tuple[Side, Side]) -> None:
     writer, owner = pair
     join(writer, owner)
-    tickets = [writer.submit("owner", piece([[64 * index, 0, 600_000]])) for index in range(50)]
+    lengths = [600_000, 5, 300_000] * 20
+    tickets = [
+        writer.submit("owner", piece([[64 * index, 0, nbytes], [index * 4096, 700_000 + index * 4096, 4096]]))
+        for index, nbytes in enumerate(lengths)
+    ]
     writer.wait_batch(tickets[-1])
-    assert [one.ticket for ticket in tickets for one in writer.done(ticket)] == tickets
-    assert np.array_equal(owner.buffers[0].array[:600_000], writer.buffers[0].array[64 * 49 :][:600_000])
+    assert [one.ticket for one in writer.happened if isinstance(one, BatchDone)] == tickets
+    assert np.array_equal(owner.buffers[0].array[700_000:][: 60 * 4096], writer.buffers[0].array[: 60 * 4096])
 
 
 def test_connections_come_and_go_without_growth(pair: tuple[Side, Side]) -> None:
@@ -220,7 +228,10 @@ def test_the_memory_of_a_dead_peer_is_given_back_before_anybody_asks(pair: tuple
         assert (open_files(), mappings()) > before
         other.kill()
         writer.wait_failed("other")
-        writer.wait_until(lambda: open_files() <= before[0] and mappings() <= before[1], "the mapping to go")
+        deadline = time.monotonic() + PATIENCE_S
+        while open_files() > before[0] or mappings() > before[1]:  # right behind the report
+            assert time.monotonic() < deadline, "the mapping does not go"
+            time.sleep(0.001)
     finally:
         other.end()
 
@@ -295,16 +306,157 @@ def test_a_close_with_batches_queued_reports_each_once(pair: tuple[Side, Side]) 
     assert writer.transport.poll() == []
 
 
+MANY_NBYTES = 32 << 20
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[Side, Side]]:
+    """A writer that copies with two threads, and an owner whose pages are prepared."""
+    with contextlib.ExitStack() as stack:
+        writer, owner = (Side(MappedTransport(threads=2)) for _ in range(2))
+        for seed, side in enumerate((writer, owner)):
+            stack.callback(side.close)
+            side.add_buffer(MANY_NBYTES, seed)
+        join(writer, owner)
+        assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
+        yield writer, owner
+
+
+def slices_taken(side: Side) -> tuple[int, int]:
+    assert isinstance(side.transport, MappedTransport)
+    return side.transport.slices_taken()
+
+
+def submit_many(writer: Side, shift: int) -> int:
+    """The whole of the first buffer, rotated by so many eighths: enough to wake the second thread for."""
+    part = MANY_NBYTES // 8
+    return writer.submit("owner", piece([[(index + shift) % 8 * part, index * part, part] for index in range(8)]))
+
+
+def assert_rotated(writer: Side, owner: Side, shift: int) -> None:
+    rotated = np.roll(writer.buffers[0].array, -shift * MANY_NBYTES // 8)
+    assert np.array_equal(owner.buffers[0].array, rotated)
+
+
+def until_second(writer: Side, num_slices: int) -> None:
+    """Return when the second thread has taken more than so many slices."""
+    deadline = time.monotonic() + PATIENCE_S
+    while slices_taken(writer)[1] <= num_slices:
+        assert time.monotonic() < deadline, "the second thread does nothing"
+        time.sleep(0.0005)
+
+
+def both_at_work(writer: Side, num_slices: int = 0) -> list[int]:
+    """Batches in the middle of which both threads are; the second one has taken more than so many slices of them."""
+    already = slices_taken(writer)[1]
+    tickets = [writer.submit_long("owner") for _ in range(3)]
+    until_second(writer, already + num_slices)
+    return tickets
+
+
+def test_two_threads_share_a_batch_and_each_slice_is_taken_once(two: tuple[Side, Side]) -> None:
+    writer, owner = two
+    deadline = time.monotonic() + PATIENCE_S
+    shift = 0
+    while not slices_taken(writer)[1]:  # it may be woken too late for some
+        assert time.monotonic() < deadline, "the second thread does nothing"
+        shift += 1
+        before = sum(slices_taken(writer))
+        assert writer.wait_batch(submit_many(writer, shift)) == "ok"
+        assert sum(slices_taken(writer)) - before == MANY_NBYTES // SLICE_NBYTES
+        assert_rotated(writer, owner, shift)
+
+
+def test_the_second_thread_rests_while_a_prefill_is_computed(two: tuple[Side, Side]) -> None:
+    writer, owner = two
+    writer.transport.computing(on=True)
+    assert writer.wait_batch(submit_many(writer, 1)) == "ok"
+    assert slices_taken(writer)[1] == 0
+    deadline = time.monotonic() + PATIENCE_S
+    taken = rounds = 0
+    while rounds < 5 or not taken:  # it may be woken too late in some
+        assert time.monotonic() < deadline, "the second thread does nothing"
+        writer.transport.computing(on=False)
+        tickets = [submit_many(writer, 1) for _ in range(4)]
+        writer.transport.computing(on=True)
+        tickets.append(submit_many(writer, 1))
+        taken = slices_taken(writer)[1]  # one that did not see the flag was taken before that submit
+        assert [writer.wait_batch(ticket) for ticket in tickets] == ["ok"] * 5
+        assert slices_taken(writer)[1] == taken
+        rounds += 1
+    assert_rotated(writer, owner, 1)
+
+
+def test_little_at_once_wakes_nobody(two: tuple[Side, Side]) -> None:
+    writer, _ = two
+    for _ in range(50):
+        assert writer.wait_batch(writer.submit_block("owner", 0, SLICE_NBYTES)) == "ok"
+    assert slices_taken(writer)[1] == 0
+
+
+def test_one_thread_copies_everything_if_told_to() -> None:
+    with contextlib.closing(MappedTransport(threads=3)) as transport, pytest.raises(ValueError, match="not 3"):
+        transport.open()
+    with contextlib.closing(MappedTransport(threads=1)) as transport:
+        before = _thread_names()
+        transport.open()
+        assert sorted(_thread_names()) == sorted([*before, "pdlink-copy"])
+
+
+@pytest.mark.parametrize("num_slices", [0, 1, 7, 50])
+@pytest.mark.parametrize("closing", ["writer", "owner"])
+def test_both_threads_have_stopped_when_the_peer_is_closed(
+    two: tuple[Side, Side], closing: str, num_slices: int
+) -> None:
+    writer, owner = two
+    tickets = both_at_work(writer, num_slices)
+    side, peer = (writer, "owner") if closing == "writer" else (owner, "writer")
+    side.close_peer(peer)
+    side.wait_closed(peer)
+    at_the_end = owner.snapshot()
+    assert [writer.wait_batch(ticket) for ticket in tickets] == ["cancelled"] * 3
+    writer.close_peer("owner")
+    writer.wait_closed("owner")
+    assert [len(writer.done(ticket)) for ticket in tickets] == [1] * 3
+    assert owner.snapshot() == at_the_end
+
+
+def test_no_thread_is_left_and_nothing_changes_after_close_in_the_middle_of_a_batch(two: tuple[Side, Side]) -> None:
+    writer, owner = two
+    tickets = both_at_work(writer)
+    assert _thread_names().count("pdlink-copy-2") == 2
+    writer.transport.close()
+    at_the_end = owner.snapshot()
+    assert _thread_names().count("pdlink-copy-2") == 1, "the owner's"
+    writer.poll()
+    assert [one.status.value for ticket in tickets for one in writer.done(ticket)] == ["cancelled"] * 3
+    assert owner.snapshot() == at_the_end
+
+
+def _thread_names() -> list[str]:
+    return [path.read_text(encoding="ascii").strip() for path in Path("/proc/self/task").glob("*/comm")]
+
+
+def test_a_deadline_is_kept_while_both_threads_copy(two: tuple[Side, Side]) -> None:
+    writer, _ = two
+    in_time = both_at_work(writer)
+    late = writer.submit_long("owner", timeout_s=0.02)
+    assert writer.wait_batch(late) == "timeout"
+    assert [writer.wait_batch(ticket) for ticket in in_time] == ["peer_failed"] * 3
+    writer.wait_failed("owner")
+
+
 FORK = """
 import os, sys, warnings
 from pdlink.errors import TransportFailure
 from pdlink.transport.mapped import MappedTransport
-from tests.conformance.transports.side import Side, join
+from tests.conformance.transports.side import Side, join, piece
 warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons dislike any fork of a threaded process
 writer, owner = Side(MappedTransport()), Side(MappedTransport())
 for side in (writer, owner):
     side.add_buffer(1 << 20, seed=1)
 join(writer, owner)
+long = writer.submit("owner", piece([[0, 0, 1 << 20]] * 2000))
 child = os.fork()
 if child == 0:
     try:
@@ -318,6 +470,7 @@ if child == 0:
         sys.exit(7)
     sys.exit(1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert writer.wait_batch(long) == "ok"
 assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
 writer.close()
 owner.close()
