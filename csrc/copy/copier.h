@@ -4,6 +4,7 @@
 // Threads. Callers of any thread put work into tables under one mutex and wake the copier through an eventfd; they
 // never wait for it, except `close`. The copier takes the mutex only to choose work and to record what became of it,
 // never while it copies, maps or unmaps. It never calls into Python, so it needs no GIL and may be joined under it.
+// A small batch that nothing is before is copied by its caller, with the mutex: the thread would not be up by then.
 //
 // Order. A batch is copied in slices of a quarter megabyte. Around every slice stands the gate of the destination
 // (csrc/gate.h): enter, copy, fence, leave. Between slices the copier looks at deadlines, at closed gates, at the
@@ -127,6 +128,7 @@ class Copier {
     void serve(Peer& peer, Lock& lock);
     Peer* next_to_copy();
     void copy_slice(Peer& peer, Who who, Lock& lock);
+    bool landed_at_once(Peer& peer);
     void report_landed(Peer& peer);
     void fail(Peer& peer, const std::string& reason, Outcome outcome, Lock& lock);
     void settle(Peer& peer, Lock& lock);

@@ -198,6 +198,20 @@ def test_batches_to_one_peer_land_and_are_reported_in_the_order_of_submits(pair:
     assert np.array_equal(owner.buffers[0].array[700_000:][: 60 * 4096], writer.buffers[0].array[: 60 * 4096])
 
 
+def test_a_small_batch_has_landed_when_its_submit_returns(pair: tuple[Side, Side]) -> None:
+    writer, owner = pair
+    join(writer, owner)
+    assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"  # so the owner's pages are mapped
+    rows = [[at, at + 512, 256] for at in range(1024, POOL_NBYTES // 2, 2048)]  # 65,280 bytes in short runs
+    ticket = writer.submit("owner", piece(rows))
+    for src, dst, nbytes in rows:
+        assert (
+            owner.buffers[0].array[dst : dst + nbytes].tobytes()
+            == writer.buffers[0].array[src : src + nbytes].tobytes()
+        )
+    assert writer.wait_batch(ticket) == "ok"
+
+
 def test_connections_come_and_go_without_growth(pair: tuple[Side, Side]) -> None:
     writer, owner = pair
 
