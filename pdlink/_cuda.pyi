@@ -1,7 +1,7 @@
 """Kernels that reshape paged KV, and what a writer on a GPU needs of the gate (`csrc/cuda`).
 
-Nothing here but `Launcher` calls CUDA: launches are planned, and run by loops on this CPU if asked. Addresses are taken
-on trust, as a kernel does; `pdlink.cuda.ops` and `pdlink.transport.mapped_cuda` are the checked ways in.
+Nothing here but `Launcher` calls CUDA: launches are planned, and run by loops on this CPU if asked. Addresses are
+taken on trust, as a kernel does; `pdlink.cuda.ops` and `pdlink.transport.mapped_cuda` are the checked ways in.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
+from pdlink.endpoint import driver
 from pdlink.endpoint.peer import PeerState
 from pdlink.protocol import messages
 
@@ -48,6 +51,26 @@ def test_a_frame_holds_what_was_said_in_one_turn_in_that_order(pair: Pair, monke
     said = [body for envelope in sent for body in envelope.bodies if isinstance(body, messages.Expect)]
     assert [body.transfer_id for body in said] == [f"t-{number}" for number in range(100)]
     assert len([envelope for envelope in sent if messages.Expect in map(type, envelope.bodies)]) == 1
+
+
+def test_what_was_said_does_not_wait_for_every_callback_of_the_turn(pair: Pair) -> None:
+    connect(pair)
+    heard: list[bool] = []
+
+    def say() -> None:
+        pair.expect("second")
+        until(lambda: time.monotonic() > said_s + 2 * driver._FLUSH_S, "some time has passed")
+
+    def listen() -> None:
+        until(lambda: pair.sender_state("early") == 2, "the other side has heard of it")
+        heard.append(True)
+
+    endpoint = pair.decode.endpoint
+    with endpoint.lock:
+        said_s = time.monotonic()
+        endpoint.defer(say)
+        endpoint.defer(listen)
+    until(lambda: heard == [True], "both callbacks have run")
 
 
 def test_more_than_a_frame_may_hold_goes_in_several(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
