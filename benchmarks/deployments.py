@@ -27,6 +27,9 @@ CPU_ENVIRONMENT = {
 }
 PATIENT = {"peer_s": 30.0, "lease_s": 60.0, "offer_s": 60.0}
 """A process that gets little of a loaded machine is slow, not gone."""
+NIXL_PATIENT = {"kv_lease_duration": 600}
+"""The same for NIXL: its prefill gives KV up after 30 s by itself, and a first handshake may last as long. A decode
+server that registers for a push after that waits for 480 s (vLLM 0.32)."""
 MODEL = "bench"
 START_TIMEOUT_S = 600.0
 WAIT_S = 60.0
@@ -128,7 +131,7 @@ def _start_vllm(deployment: Deployment, options: Options) -> dict[str, Any]:
         args=("--dtype", options.dtype, "--max-model-len", str(max(8192, options.longest)), *args),
         environment=CPU_ENVIRONMENT if options.vllm_args is None else {},
         transfer_config={"kv_buffer_device": "cpu"} if options.vllm_args is None else {},
-        connector_config={"timeouts": PATIENT} if deployment.name == "pdlink" else {},
+        connector_config={"timeouts": PATIENT} if deployment.name == "pdlink" else NIXL_PATIENT,
         on_transfer_failure="fail",  # a request that went another way must not be counted
     )
     log_dir = options.log_dir / deployment.name

@@ -7,6 +7,7 @@ busy, and vLLM steps its engine while a request waits. Every request has a promp
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 import signal
@@ -84,6 +85,8 @@ class Results:
     """System -> prompt tokens -> times."""
     per_s: dict[str, list[float]] = field(default_factory=dict)
     """Requests per second of a batch, by system."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Systems that did not come to the end, and why; their figures are of the turns before."""
 
     def _ratio(self, other: str, column: str) -> float | None:
         longest = self.settings.lengths[-1]
@@ -101,7 +104,7 @@ class Results:
                 lengths[length] = {column: asdict(summarise(samples)) for column, samples in times.items()}
             systems[name] = {"prompt_tokens": lengths, "requests_per_s": asdict(summarise(self.per_s[name]))}
         head = {"engine": self.engine, "machine": self.machine, "settings": asdict(self.settings)}
-        return json.dumps({**head, "seconds": systems, "ratios": self.ratios()}, indent=1)
+        return json.dumps({**head, "failed": self.failed, "seconds": systems, "ratios": self.ratios()}, indent=1)
 
     def ratios(self) -> dict[str, dict[str, float | None]]:
         """pdlink's median overheads at the longest prompt as shares of each other system's; None if that has none."""
@@ -112,7 +115,7 @@ class Results:
 
 
 def measure(deployments: Sequence[Deployment], engine: str, settings: Settings, tick: Callable[[], None]) -> Results:
-    """Turns of all systems. Raises SystemFailed for a server that does not answer right."""
+    """Turns of all systems. One that does not answer right has no more turns, and the others go on."""
     results = Results(engine, settings, machine_facts())
     for deployment in deployments:
         results.by_length[deployment.name] = {length: Measured() for length in settings.lengths}
@@ -122,26 +125,42 @@ def measure(deployments: Sequence[Deployment], engine: str, settings: Settings, 
     for turn in range(settings.rounds):
         shift = turn % len(deployments)
         for deployment in (*deployments[shift:], *deployments[:shift]):
-            deployment.go_on()
-            # Kernels are made for every new shape once; after that a turn only has to make its session again.
-            shapes = settings.lengths if turn == 0 else settings.lengths[:1]
-            for length in shapes * settings.warm_ups:
-                _through(deployment, _prompt(prompts, length), settings)
-            for length in settings.lengths:
-                _one(deployment, prompts, length, settings, results.by_length[deployment.name][length])
-            results.per_s[deployment.name].append(_batch(deployment, prompts, settings))
-            deployment.stop_time()
+            if deployment.name not in results.failed:
+                try:
+                    _turn(deployment, prompts, settings, results, first=turn == 0)
+                except (SystemFailed, BadAnswer, OSError, http.client.HTTPException) as error:
+                    results.failed[deployment.name] = f"turn {turn + 1}: {error}"
+                deployment.stop_time()
             tick()
+    for name in results.failed:
+        if not results.per_s[name]:
+            del results.per_s[name], results.by_length[name]
     return results
 
 
-def _one(deployment: Deployment, prompts: random.Random, length: int, settings: Settings, into: Measured) -> None:
+def _turn(
+    deployment: Deployment, prompts: random.Random, settings: Settings, results: Results, *, first: bool
+) -> None:
+    deployment.go_on()
+    # Kernels are made for every new shape once; after that a turn only has to make its session again.
+    shapes = settings.lengths if first else settings.lengths[:1]
+    for length in shapes * settings.warm_ups:
+        _through(deployment, _prompt(prompts, length), settings)
+    taken = [(length, *_one(deployment, prompts, length, settings)) for length in settings.lengths]
+    per_s = _batch(deployment, prompts, settings)
+    for length, bare_s, streamed in taken:
+        into = results.by_length[deployment.name][length]
+        into.bare.append(bare_s)
+        into.ttft.append(streamed.first_s)
+        into.prefill.append(streamed.prefill_s)
+        into.between_tokens += streamed.gaps_s
+    results.per_s[deployment.name].append(per_s)
+
+
+def _one(deployment: Deployment, prompts: random.Random, length: int, settings: Settings) -> tuple[float, Streamed]:
     body = {"model": deployment.model, "prompt": _prompt(prompts, length), "max_tokens": 1, "temperature": 0}
-    into.bare.append(once(deployment.prefill_url, body))
-    streamed = _through(deployment, _prompt(prompts, length), settings)
-    into.ttft.append(streamed.first_s)
-    into.prefill.append(streamed.prefill_s)
-    into.between_tokens += streamed.gaps_s
+    bare_s = once(deployment.prefill_url, body)
+    return bare_s, _through(deployment, _prompt(prompts, length), settings)
 
 
 def _through(deployment: Deployment, prompt: list[int], settings: Settings) -> Streamed:
@@ -197,7 +216,10 @@ def print_results(results: Results) -> None:
                 f"{summarise(measured.between_tokens).median * _MS:.1f}",
                 f"{summarise(results.per_s[name]).median:.2f}" if first else "",
             )
-    console.print(table)
+    if results.by_length:
+        console.print(table)
+    for name, reason in results.failed.items():
+        console.print(f"[red]{name} failed in {reason}[/]; its figures, if any, are of the turns before")
     for other, shares in results.ratios().items():
         for column, share in shares.items():
             if share is not None:
@@ -268,7 +290,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 1 if a system failed."""
+    """Exit status 1 if a system failed; what the others did is kept."""
     plot.check_can_plot(args.plot)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers that stand still are to be ended, too
     errors = Console(stderr=True)
@@ -294,7 +316,7 @@ def run(args: argparse.Namespace) -> int:
                 progress.update(starting, visible=False)
                 turns = progress.add_task("turns", total=settings.rounds * len(deployments))
                 results = measure(deployments, args.engine, settings, lambda: progress.advance(turns))
-        except (SystemFailed, BadAnswer, OSError) as error:
+        except (SystemFailed, OSError) as error:
             errors.print(f"[red]{error}[/]", highlight=False)
             return 1
         finally:
@@ -304,6 +326,6 @@ def run(args: argparse.Namespace) -> int:
     print_results(results)
     if args.json:
         args.json.write_text(results.to_json() + "\n", encoding="utf-8")
-    if args.plot:
+    if args.plot and results.by_length:
         draw(args.plot, results)
-    return 0
+    return 1 if results.failed else 0

@@ -102,15 +102,15 @@ def plan(config: VllmConfig, num_prefill: int, num_decode: int, *, executable: s
             raise ConfigError(f"vllm.{role}_devices: {len(devices)} entries for {count} {role} servers")
         for index in range(count):
             label = f"{role}-{index}"
-            port = first_port + index if first_port else _free_ports(1)
-            control_port = config.control_port + index * ranks if config.control_port else _free_ports(ranks)
+            port = first_port + index if first_port else free_ports(1)
+            control_port = config.control_port + index * ranks if config.control_port else free_ports(ranks)
             transfer = _transfer_config(config, role, label, control_port)
             dialed = role == "prefill" and config.connector == "pdlink"
             host = transfer["kv_connector_extra_config"].get("advertise_host") or config.host
             more = config.prefill_args if role == "prefill" else config.decode_args
             environment = dict(config.environment)
             if config.connector != "pdlink":
-                environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_free_ports(ranks))
+                environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(ranks))
             if devices:
                 environment["CUDA_VISIBLE_DEVICES"] = devices[index]
             found.append(
@@ -240,7 +240,7 @@ def _die_with_parent(parent: int) -> Any:
     return run
 
 
-def _free_ports(count: int) -> int:
+def free_ports(count: int) -> int:
     """The first of so many consecutive ports that nobody listens on now."""
     for _ in range(100):
         with contextlib.ExitStack() as held:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,33 @@ def test_a_server_that_does_not_start_is_a_failure_with_its_words(
 ) -> None:
     assert serving.run(few(command(tmp_path, fails="RuntimeError: no memory"))) == 1
     assert "no memory" in capsys.readouterr().err
+
+
+class Standing:
+    """A system of which only its name matters."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def stop_time(self) -> None: ...
+
+
+def test_a_system_that_fails_has_no_more_turns_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[str] = []
+
+    def turn(deployment: Standing, _prompts: object, _settings: Settings, results: Results, *, first: bool) -> None:
+        turns.append(deployment.name)
+        if deployment.name == "never" or (deployment.name == "once" and not first):
+            raise BadAnswer("no tokens")
+        results.per_s[deployment.name].append(1.0)
+
+    monkeypatch.setattr(serving, "_turn", turn)
+    systems: list[Any] = [Standing(name) for name in ("always", "once", "never")]
+    results = serving.measure(systems, "vllm", Settings(rounds=3), lambda: None)
+    assert sorted(turns) == ["always"] * 3 + ["never"] + ["once"] * 2
+    assert results.per_s == {"always": [1.0] * 3, "once": [1.0]}
+    assert list(results.by_length) == ["always", "once"]
+    assert results.failed == {"never": "turn 1: no tokens", "once": "turn 2: no tokens"}
 
 
 def test_ratios_are_of_medians_at_the_longest_prompt() -> None:

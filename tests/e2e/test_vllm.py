@@ -8,7 +8,6 @@ Everything is compared in float32 and greedily, with a model whose every token d
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,17 +18,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.e2e.conftest import VLLM_CONCURRENT, VLLM_LENGTHS, Alone  # noqa: E402
-from tests.e2e.vllm_servers import NUM_LAYERS, Pair, Server, post, prompt_of, until  # noqa: E402
+from tests.e2e.conftest import VLLM_CONCURRENT, VLLM_LENGTHS, VLLM_TIGHT, Alone  # noqa: E402
+from tests.e2e.vllm_servers import NUM_LAYERS, Pair, Server, place_of, post, prompt_of, until  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def pair(vllm_folder: Path, alone: Alone) -> Iterator[Pair]:
-    place = vllm_folder / "chunks"
-    place.mkdir()
-    (place / "model").symlink_to(vllm_folder / "model")
+    place = place_of(vllm_folder, "chunks")
     pair = Pair.of(
         place,
         prefill_flags=["--enforce-eager", "--block-size", "128", "--max-num-batched-tokens", "256"],
@@ -62,6 +59,25 @@ def test_cached_prefixes_on_either_side_change_nothing(pair: Pair, alone: Alone)
         assert pair.tokens(prompt) == [alone[tuple(prompt)]]
     assert pair.decode.metric("vllm:prefix_cache_hits_total") > 0
     assert pair.prefill.metric("vllm:prefix_cache_hits_total") > 0
+
+
+def test_what_prefill_has_cached_is_pushed_too(pair: Pair, alone: Alone) -> None:
+    prompt = prompt_of(*VLLM_TIGHT[0])
+    pair.prefill.complete(prompt)
+    cached = pair.prefill.metric("vllm:prefix_cache_hits_total")
+    received = pair.decode.metric("vllm:external_prefix_cache_hits_total")
+    assert pair.tokens(prompt) == [alone[tuple(prompt)]]
+    assert pair.prefill.metric("vllm:prefix_cache_hits_total") == cached + len(prompt) // 128 * 128
+    assert pair.decode.metric("vllm:external_prefix_cache_hits_total") == received + len(prompt) - 1
+
+
+def test_decode_asks_for_what_it_has_not_cached(pair: Pair, alone: Alone) -> None:
+    prompt = prompt_of(*VLLM_TIGHT[1])
+    pair.decode.complete(prompt[:300])
+    received = pair.decode.metric("vllm:external_prefix_cache_hits_total")
+    assert pair.tokens(prompt) == [alone[tuple(prompt)]]
+    got = pair.decode.metric("vllm:external_prefix_cache_hits_total") - received
+    assert got == len(prompt) - 1 - 300 // 32 * 32
 
 
 def test_a_list_of_prompts_makes_a_transfer_each(pair: Pair, alone: Alone) -> None:
@@ -100,23 +116,8 @@ def test_unusable_parameters_do_not_hurt_the_server(pair: Pair, alone: Alone) ->
             assert server.complete(prompt, kv_transfer_params=params).tokens == [alone[tuple(prompt)]]
 
 
-def test_layers_land_before_prefill_has_ended(pair: Pair, vllm_folder: Path) -> None:
-    prompt = prompt_of(3000, 3)
-    with ThreadPoolExecutor(1) as threads:
-        decode = threads.submit(pair.decode_leg, "landing", prompt)
-        until(lambda: pair.decode.metric("vllm:num_requests_waiting") > 0, "decode has offered its blocks")
-        assert pair.prefill_leg("landing", prompt).status == 200
-        assert decode.result().status == 200
-    file = vllm_folder / "chunks" / "timeline-0.json"
-
-    def rows() -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = json.loads(file.read_text())["traceEvents"]
-        last = max((row["tid"] for row in events if row.get("args", {}).get("end") == 3000), default=0)
-        return [row for row in events if last and row["tid"] in (last, last + 1)]
-
-    until(lambda: file.exists() and any("DONE" in row["name"] for row in rows()), "the timeline is written")
-    written = [row["ts"] for row in rows() if row["name"].endswith("written")]
-    landed = [row["ts"] for row in rows() if row["ph"] == "b"]
+def test_layers_land_before_prefill_has_ended(pair: Pair) -> None:
+    written, landed = pair.landings(3000, "landing")
     assert written
     assert len(landed) >= NUM_LAYERS * (3000 // 256)
     assert sum(ts < max(written) for ts in landed) > len(landed) / 2

@@ -15,16 +15,13 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.conftest import VLLM_LONG, Alone  # noqa: E402
-from tests.e2e.vllm_servers import Pair, prompt_of, until  # noqa: E402
+from tests.e2e.vllm_servers import Pair, place_of, prompt_of, until  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def pair(vllm_folder: Path, alone: Alone) -> Iterator[Pair]:
-    place = vllm_folder / "deaths"
-    place.mkdir()
-    (place / "model").symlink_to(vllm_folder / "model")
     plain = [
         "--enforce-eager",
         "--block-size",
@@ -33,7 +30,7 @@ def pair(vllm_folder: Path, alone: Alone) -> Iterator[Pair]:
         "--max-num-batched-tokens",
         "512",
     ]
-    pair = Pair.of(place, prefill_flags=plain, decode_flags=plain, transport="tcp")
+    pair = Pair.of(place_of(vllm_folder, "deaths"), prefill_flags=plain, decode_flags=plain, transport="tcp")
     yield pair
     pair.stop()
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from pdlink.serve.vllm import free_ports
 
 READY_S = 240.0
 """A server takes 20 s to start on two idle cores."""
 NUM_LAYERS = 8
+PEER_S = 15.0
 MODEL = "sensitive"
 _VOCABULARY = 512
 
@@ -42,7 +45,32 @@ def save_model(path: Path) -> None:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    _save(LlamaForCausalLM(config), path)
+
+
+def save_latent_model(path: Path) -> None:
+    """The same with multi-head latent attention, of the one size that vLLM's kernel for CPUs knows: 512 + 64."""
+    config = DeepseekV2Config(
+        vocab_size=_VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        first_k_dense_replace=4,  # no experts
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    _save(DeepseekV2ForCausalLM(config), path)
+
+
+def _save(model: Any, path: Path) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "embed_tokens" in name:
@@ -51,7 +79,7 @@ def save_model(path: Path) -> None:
                 parameter.normal_(0, 0.3)
             elif parameter.ndim == 2:
                 parameter.normal_(0, (2 / parameter.shape[1]) ** 0.5)
-                if "q_proj" in name or "k_proj" in name:
+                if any(word in name for word in ("q_proj", "k_proj", "kv_a_proj")):
                     parameter.mul_(1.5)
     model.save_pretrained(path)
 
@@ -66,10 +94,12 @@ def prompt_of(num_tokens: int, seed: int) -> list[int]:
     return tokens
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def place_of(folder: Path, name: str) -> Path:
+    """A folder for one pair, with the checkpoint in `folder`."""
+    place = folder / name
+    place.mkdir()
+    (place / "model").symlink_to(folder / "model")
+    return place
 
 
 @dataclass
@@ -108,6 +138,15 @@ def body_of(prompt: Any, **fields: Any) -> dict[str, Any]:
     }
 
 
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def _die_with_parent() -> None:
+    """In the child: no server is left behind by tests that are killed. Its engine follows it."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
 @dataclass(eq=False)
 class Server:
     """One `vllm serve` and everything it started; ends with `kill`."""
@@ -118,13 +157,15 @@ class Server:
     flags: list[str]
     connector: dict[str, Any] | None = None
     """`kv_transfer_config` without the names of the connector."""
-    port: int = field(default_factory=free_port)
+    environment: dict[str, str] = field(default_factory=dict)
+    port: int = field(default_factory=lambda: free_ports(1))
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Server:
         command = [str(Path(sys.executable).parent / "vllm"), "serve", str(self.model), "--skip-tokenizer-init"]
         command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--max-model-len", "8192", *self.flags]
+        path = [self.environment.get("PYTHONPATH", ""), *sys.path]
         if self.connector is not None:
             names = {"kv_connector": "PDLinkConnector", "kv_connector_module_path": "pdlink.integrations.vllm"}
             command += ["--kv-transfer-config", json.dumps(names | self.connector)]
@@ -134,11 +175,17 @@ class Server:
             "OMP_NUM_THREADS": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            **self.environment,
+            "PYTHONPATH": os.pathsep.join(place for place in path if place),
         }
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command, env=os.environ | settings, stdout=log, stderr=log, start_new_session=True
+                command,
+                env=os.environ | settings,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
         return self
 
@@ -196,6 +243,9 @@ class Pair:
     decode: Server
     control: tuple[str, ...]
 
+    timeline: Path
+    """What prefill's timeline is kept in."""
+
     @classmethod
     def of(
         cls,
@@ -204,27 +254,38 @@ class Pair:
         prefill_flags: list[str],
         decode_flags: list[str],
         transport: str = "auto",
-        **prefill_extra: Any,
+        shards: int = 1,
+        verify: str = "off",
+        on_failure: str = "recompute",
+        environment: dict[str, str] | None = None,
     ) -> Pair:
-        model, control_port = folder / "model", free_port()
+        """Servers of the checkpoint `model` in this folder, both ready."""
+        model, control_port = folder / "model", free_ports(shards)
         # Patient with a peer that gets no CPU; a killed one is noticed by its connections.
-        timeouts = {"heartbeat_s": 0.5, "peer_s": 15.0, "connect_s": 15.0, "lease_s": 20.0, "request_s": 240.0}
-        common = {"timeouts": timeouts, "transport": {"kind": transport}}
+        timeouts = {"heartbeat_s": 0.5, "peer_s": PEER_S, "connect_s": 15.0, "lease_s": 20.0, "offer_s": 60.0}
+        common: dict[str, Any] = {
+            "timeouts": timeouts | {"request_s": 240.0},
+            "transport": {"kind": transport, "verify": verify},
+        }
+        if shards > 1:
+            common["shards"] = shards
 
         def connector(role: str, **extra: Any) -> dict[str, Any]:
             return {
                 "kv_role": role,
-                "kv_load_failure_policy": "recompute",
+                "kv_load_failure_policy": on_failure,
                 "kv_connector_extra_config": common | extra,
             }
 
         trace = str(folder / "timeline-{rank}.json")
-        prefill = connector("kv_producer", name="prefill", control_port=control_port, timeline=trace, **prefill_extra)
+        prefill = connector("kv_producer", name="prefill", control_port=control_port, timeline=trace)
         decode = connector("kv_consumer", name="decode")
+        more = environment or {}
         pair = cls(
-            Server("prefill", model, folder / "prefill.log", prefill_flags, prefill).start(),
-            Server("decode", model, folder / "decode.log", decode_flags, decode).start(),
-            tuple(f"tcp://127.0.0.1:{control_port + shard}" for shard in range(prefill_extra.get("shards", 1))),
+            Server("prefill", model, folder / "prefill.log", prefill_flags, prefill, more).start(),
+            Server("decode", model, folder / "decode.log", decode_flags, decode, more).start(),
+            tuple(f"tcp://127.0.0.1:{control_port + shard}" for shard in range(shards)),
+            folder / "timeline-0.json",
         )
         try:
             pair.prefill.wait_ready()
@@ -260,6 +321,27 @@ class Pair:
 
     def tokens(self, prompt: Any, **fields: Any) -> list[list[int]]:
         return self.legs(prompt, **fields)[1].tokens
+
+    def landings(self, num_tokens: int, attempt: str) -> tuple[list[float], list[float]]:
+        """When chunks of the last prompt of this many tokens were computed, and when layers of it had landed."""
+        with ThreadPoolExecutor(1) as threads:
+            prompt = prompt_of(num_tokens, num_tokens)
+            decode = threads.submit(self.decode_leg, attempt, prompt)
+            until(lambda: self.decode.metric("vllm:num_requests_waiting") > 0, "decode has offered its blocks")
+            assert self.prefill_leg(attempt, prompt).status == 200
+            assert decode.result().status == 200
+
+        def rows() -> list[dict[str, Any]]:
+            events: list[dict[str, Any]] = json.loads(self.timeline.read_text())["traceEvents"]
+            last = max((row["tid"] for row in events if row.get("args", {}).get("end") == num_tokens), default=0)
+            return [row for row in events if last and row["tid"] in (last, last + 1)]
+
+        until(lambda: self.timeline.exists() and any("DONE" in row["name"] for row in rows()), "a timeline is kept")
+        found = rows()
+        return (
+            [row["ts"] for row in found if row["name"].endswith("written")],
+            [row["ts"] for row in found if row["ph"] == "b"],
+        )
 
 
 def until(condition: Any, what: str, timeout_s: float = 90.0) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pdlink.config import ProxyConfig, TimeoutConfig
 from pdlink.errors import ConfigError
 from pdlink.integrations.vllm_parts import versions
 from pdlink.integrations.vllm_parts.layout import COLUMNS, PACKED, ROWS, UnsupportedCache
@@ -33,6 +34,13 @@ def test_every_shard_listens_on_a_port_and_with_a_key_of_its_own() -> None:
 def test_a_wrong_setting_is_named(extra: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         read(extra)
+
+
+def test_vllm_is_given_longer_to_answer_than_a_worker_and_may_be_given_less() -> None:
+    plain, timeouts = TimeoutConfig(), read({}).timeouts
+    assert (timeouts.peer_s, timeouts.lease_s) > (plain.peer_s, plain.lease_s)
+    assert timeouts.request_s < ProxyConfig().request_timeout_s
+    assert read({"timeouts": {"peer_s": 2}}).timeouts.lease_s == timeouts.lease_s
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.32.0+cpu", "0.33.1.dev3+gabc"])

@@ -6,11 +6,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from pdlink.config import Port, SecurityConfig, TimeoutConfig, TransportConfig, WorkerConfig, is_loopback
+from pdlink.config import Port, Seconds, SecurityConfig, TimeoutConfig, TransportConfig, WorkerConfig, is_loopback
 from pdlink.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+class PatientTimeouts(TimeoutConfig):
+    """The same table with other defaults, because vLLM's processes are many and large.
+
+    Forward passes do not hold the GIL, but the whole process may wait for a core: heartbeats of vLLM's worker were
+    1.3 s late at a load of 16 on 2 cores, those of a small process 0.2 s. A process that has ended is noticed by its
+    connections at once; only a host that vanished or stands still takes `peer_s`, and a false alarm costs a prompt.
+    """
+
+    peer_s: Seconds = 10.0
+    connect_s: Seconds = 10.0
+    lease_s: Seconds = 30.0
 
 
 class ConnectorSettings(BaseModel):
@@ -33,7 +46,7 @@ class ConnectorSettings(BaseModel):
     """Push every layer as soon as it is written. Has vLLM use piecewise graphs, between whose pieces it can tell us;
     off, a step's layers are pushed when the step ends."""
     transport: TransportConfig = TransportConfig()
-    timeouts: TimeoutConfig = TimeoutConfig()
+    timeouts: PatientTimeouts = PatientTimeouts()
     security: SecurityConfig = SecurityConfig()
     """Key files may hold `{shard}`: every shard is a peer of its own and needs its own key."""
     timeline: str | None = None
