@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, str] = {
     "bars": "transfer --bars --peers {peers} --layer-ms 2.5",
     "sizes": "transfer --sweep sizes --peers {peers}",
     "layouts": "transfer --sweep layouts",
+    "bind": "bind",
     "tune": "tune",
     "overlap": "overlap",
     "control": "control",

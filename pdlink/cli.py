@@ -39,6 +39,7 @@ _BENCHMARKS: dict[str, str] = {
     "soak": "very many tiny transfers in a row, and what they leave behind",
     "control": "what the control plane costs: latency, transfers per second, idle CPU",
     "sharing": "many transfers at once over one link: who waits for whom",
+    "bind": "how long the planner takes to turn block lists into byte runs",
     "tune": "how short a run must be for packing it to pay, per transport",
     "figures": "all of them, with JSON and pictures into one directory",
 }

@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from tests.e2e.conftest import VLLM_LONG, Alone  # noqa: E402
 from tests.e2e.vllm_servers import Pair, place_of, prompt_of, until  # noqa: E402
 
-pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

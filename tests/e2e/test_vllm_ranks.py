@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from tests.e2e.conftest import VLLM_TIGHT, Alone  # noqa: E402
 from tests.e2e.vllm_servers import Pair, place_of, prompt_of, until  # noqa: E402
 
-pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 BLOCKS = 42
 """All ten prompts fit, with four blocks each, but only seven with an answer."""
