@@ -92,7 +92,10 @@ std::vector<Extent> extents_of(const Extents& given) {
 }
 
 RowQueue* make_rows(const std::vector<PyPiece>& pieces, const Extents& local, const Extents& remote) {
-    return new RowQueue(plan_puts(views_of(pieces), extents_of(local), extents_of(remote)));
+    const auto views = views_of(pieces);
+    const std::vector<Extent> from = extents_of(local), to = extents_of(remote);
+    const nb::gil_scoped_release release;
+    return new RowQueue(plan_puts(views, from, to));
 }
 
 // What failed, and the driver's number for it; "" and 0 if nothing did.
