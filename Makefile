@@ -57,7 +57,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt tools/vllm_cpu.py $(NATIVE)
 		scikit-build-core nanobind cmake ninja libucx-cu13 pyzmq msgspec numba xxhash pydantic prometheus-client \
 		pyyaml rich aiohttp transformers hypothesis pytest pytest-asyncio pytest-timeout
 	$(VLLM_BIN)/python tools/vllm_cpu.py alias
-	$(VLLM_BIN)/python -m pip install -q --no-deps --no-build-isolation -C build-dir=build/vllm-{wheel_tag} -e .
+	$(VLLM_BIN)/python -m pip install -q --no-deps --no-build-isolation --config-settings build-dir=build/vllm-{wheel_tag} -e .
 	touch $@
 
 clean:  ## remove what the other commands made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -230,7 +231,8 @@ class Server:
     def kill(self) -> None:
         """SIGKILL for the server and all its processes."""
         if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself: its output says why
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(30)
             self.process = None
 
