@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
+"""Between two words of an answer. NIXL's first handshake lasted more than a minute on two cores now and then."""
 _PREFILL = re.compile(r"\bprefill;dur=([0-9.]+)")
 
 
