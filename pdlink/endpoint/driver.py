@@ -171,6 +171,11 @@ class Endpoint:
         """Those this endpoint offers, the preferred one first."""
         return list(self._transports.values())
 
+    def computing(self, on: bool) -> None:
+        """This process begins (on) or has ended to compute a prefill: see `Transport.computing`. From any thread."""
+        for transport in self.transports:
+            transport.computing(on)
+
     def peers(self) -> list[Peer]:
         """Live sessions, for reports."""
         with self.lock:

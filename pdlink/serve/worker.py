@@ -291,8 +291,7 @@ class Worker:
             leg.admitted(block_table, num_cached_tokens)
 
     def prefilling(self, on: bool) -> None:
-        for transport in self.endpoint.transports:
-            transport.computing(on)
+        self.endpoint.computing(on)
 
     def layer_written(self, layer: int, spans: Sequence[tuple[str, int, int]]) -> None:
         for request_id, start, end in spans:

@@ -157,8 +157,7 @@ class MappedCudaTransport(Transport):
 
     def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
         copier = self._open_copier()
-        given = [(p.src_region, p.src_base, p.dst_region, p.dst_base, p.runs) for p in pieces]
-        return copier.submit(peer, _cuda.RowQueue(given, self._sources, copier.regions(peer)), timeout_s)
+        return copier.submit(peer, _cuda.RowQueue(pieces, self._sources, copier.regions(peer)), timeout_s)
 
     def poll(self) -> list[Occurrence]:
         return [] if self._copier is None else self._copier.poll()

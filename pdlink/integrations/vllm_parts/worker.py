@@ -151,7 +151,7 @@ class WorkerHalf:
         if plan.chunks:
             self._chunks = [self._publish(chunk) for chunk in plan.chunks]
             self._unsaved = {name for name, planes in self._cache.planes.items() if planes}
-            self._computing(on=True)
+            self._endpoint.computing(on=True)
         for stop in plan.stops:
             self._stop(stop)
 
@@ -167,7 +167,7 @@ class WorkerHalf:
         """After the forward pass: layers whose hook did not run (a full graph) are ready now, too."""
         if not self._chunks:
             return
-        self._computing(on=False)
+        self._endpoint.computing(on=False)
         for name in self._cache.planes:
             self.layer_saved(name)
         for chunk, _, _ in self._chunks:
@@ -277,10 +277,6 @@ class WorkerHalf:
             self._endpoint.receiver.cancel(stop.transfer_id, stop.reason)
         else:
             self._endpoint.sender.cancel(stop.transfer_id, stop.reason)
-
-    def _computing(self, *, on: bool) -> None:
-        for transport in self._endpoint.transports:
-            transport.computing(on)
 
     def _kernel_blocks(self, blocks: Sequence[int]) -> list[int]:
         ratio = self._ratio
