@@ -43,6 +43,15 @@ Batch resolve(const std::vector<Piece>& pieces, const std::vector<Extent>& local
     return batch;
 }
 
+// Copy a slice through the gate of its destination. False if that was shut.
+bool copied(PeerMemory& memory, const Batch& batch, const Slice& slice) {
+    if (!memory.gate().enter()) return false;
+    batch.copy(slice);
+    store_fence();
+    memory.gate().leave();
+    return true;
+}
+
 }  // namespace
 
 Copier::Copier(int num_threads)
@@ -172,13 +181,10 @@ bool Copier::landed_at_once(Peer& peer) {
     Batch& batch = peer.queue.front();
     if (peer.queue.size() > 1 || batch.nbytes > kAtOnceNbytes || !peer.prepared || batch.deadline_s <= now_s())
         return false;
-    GateWriter& gate = peer.memory->gate();
-    if (!gate.enter()) return false;  // the thread will find out, and say so
     const Slice slice = batch.take(kSliceNbytes);
-    batch.copy(slice);
-    store_fence();
-    gate.leave();
     peer.waiting_nbytes -= slice.nbytes;
+    peer.refused = !copied(*peer.memory, batch, slice);
+    if (peer.refused) return false;
     batch.slice_landed();
     report_landed(peer);
     return peer.queue.empty();
@@ -379,12 +385,7 @@ void Copier::copy_slice(Peer& peer, Who who, Lock& lock) {
     ++slices_taken_[who];
     if (!peer.queue.back().all_taken()) take_turn(peer);  // now, for the other thread
     lock.unlock();
-    const bool entered = memory->gate().enter();
-    if (entered) {
-        batch.copy(slice);  // a deque's others may go and new ones come, this one stays where it is
-        store_fence();
-        memory->gate().leave();
-    }
+    const bool entered = copied(*memory, batch, slice);  // others of the deque may come and go, this one stays
     lock.lock();
     --peer.num_copying;
     if (who == kSecond) second_->slice_ended.notify_one();
