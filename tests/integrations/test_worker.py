@@ -187,6 +187,29 @@ def test_a_prefix_from_the_cache_is_not_read_before_the_step_has_written_it(
     assert same(pair, SRC, DST)
 
 
+def test_decode_goes_on_while_prefill_still_computes_what_follows_the_last_attention(
+    pair: Pair, servers: tuple[Server, Server]
+) -> None:
+    prefill, decode = servers
+    ask(prefill, decode)
+    offer(decode)
+    offered(pair, prefill, decode)
+    prefill.half.begin(prefill.book.step([Scheduled("p", tuple(SRC), True, 0, 30)]))
+    for name in NAMES[:-1]:
+        prefill.half.layer_saved(name)
+    assert decode.step() == Results()
+    prefill.half.layer_saved(NAMES[-1])
+    assert decode.until_reported(received="d").failed == set()
+    assert same(pair, SRC, DST)
+    prefill.half.end()
+    prefill.end("p")
+    prefill.until_reported(sent="p")
+    decode.end("d")
+    decode.step()
+    assert prefill.idle()
+    assert decode.idle()
+
+
 def test_a_prompt_that_decode_has_ends_both_without_a_push(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
     ask(prefill, decode)

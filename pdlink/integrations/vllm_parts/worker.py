@@ -156,12 +156,22 @@ class WorkerHalf:
             self._stop(stop)
 
     def layer_saved(self, name: str) -> None:
-        """In the forward pass: this layer's KV of the step's tokens is in its blocks."""
-        if self._chunks and name in self._unsaved:
-            self._unsaved.discard(name)
-            for plane in self._cache.planes[name]:
-                for chunk, start, end in self._chunks:
-                    self._endpoint.sender.layer_ready(chunk.transfer_id, plane, start, end)
+        """In the forward pass: this layer's KV of the step's tokens is in its blocks.
+
+        With the last layer of its last chunk a prompt is complete. Decode need not wait for what follows that layer's
+        attention here, nor for the sampling of a token that nobody reads.
+        """
+        if not self._chunks or name not in self._unsaved:
+            return
+        self._unsaved.discard(name)
+        sender = self._endpoint.sender
+        for plane in self._cache.planes[name]:
+            for chunk, start, end in self._chunks:
+                sender.layer_ready(chunk.transfer_id, plane, start, end)
+        if not self._unsaved:
+            for chunk, _, _ in self._chunks:
+                if chunk.end == chunk.num_tokens:
+                    sender.finish(chunk.transfer_id, 0, finished=False)
 
     def end(self) -> None:
         """After the forward pass: layers whose hook did not run (a full graph) are ready now, too."""
@@ -170,9 +180,6 @@ class WorkerHalf:
         self._endpoint.computing(on=False)
         for name in self._cache.planes:
             self.layer_saved(name)
-        for chunk, _, _ in self._chunks:
-            if chunk.end == chunk.num_tokens:
-                self._endpoint.sender.finish(chunk.transfer_id, 0, finished=False)
         self._chunks = ()
 
     def results(self, over: Collection[str]) -> Results:
