@@ -15,6 +15,8 @@ from pdlink.config import ProxyConfig, VllmConfig, WorkerConfig
 from pdlink.errors import PdlinkError
 from pdlink.serve import up, vllm
 
+from . import resting
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -56,6 +58,8 @@ class Options:
     vllm_args: tuple[str, ...] | None = None
     """None is CPU_ARGS."""
     dtype: str = "bfloat16"
+    rest: bool = False
+    """Whether threads of vLLM and NIXL that spin while they wait are to sleep (`resting.py`)."""
 
 
 @dataclass(slots=True)
@@ -129,7 +133,10 @@ def _start_vllm(deployment: Deployment, options: Options) -> dict[str, Any]:
         decode_port=0,
         control_port=0,
         args=("--dtype", options.dtype, "--max-model-len", str(max(8192, options.longest)), *args),
-        environment=CPU_ENVIRONMENT if options.vllm_args is None else {},
+        environment={
+            **(CPU_ENVIRONMENT if options.vllm_args is None else {}),
+            **(resting.environment(options.directory) if options.rest else {}),
+        },
         transfer_config={"kv_buffer_device": "cpu"} if options.vllm_args is None else {},
         connector_config={"timeouts": PATIENT} if deployment.name == "pdlink" else NIXL_PATIENT,
         on_transfer_failure="fail",  # a request that went another way must not be counted

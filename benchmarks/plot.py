@@ -187,7 +187,7 @@ def _draw(panels: Sequence[Panel], title: str, notes: str) -> Figure:
             axes.axhline(value, color=colours[name], linestyle="--", linewidth=1.2, label=name)
         if isinstance(panel, Bars) or not panel.log_y:
             top = axes.dataLim.ymax
-            axes.set_ylim(0, top * 1.12 if math.isfinite(top) and top > 0 else 1)
+            axes.set_ylim(_lowest(panel) * 1.25, top * 1.12 if math.isfinite(top) and top > 0 else 1)
         names = axes.get_legend_handles_labels()[1]
         if len(names) > LEGEND_INSIDE:
             if names != beside or number % columns == 1:
@@ -211,11 +211,19 @@ def _colours(panels: Sequence[Panel]) -> dict[str, str]:
     return {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
 
 
+def _lowest(panel: Panel) -> float:
+    """0, or the lowest bar below it; spreads may go out of the picture."""
+    if not isinstance(panel, Bars):
+        return 0.0
+    return min([0.0, *(bar.value for bars in panel.groups.values() for bar in bars)])
+
+
 def _draw_bars(axes: Axes, panel: Bars, colours: Mapping[str, str]) -> None:
     names = list(dict.fromkeys(bar.name for bars in panel.groups.values() for bar in bars))
     single = len(panel.groups) == 1
     width = 0.8 if single else 0.8 / max(1, len(names))
     num_bars = sum(map(len, panel.groups.values()))
+    axes.axhline(0, color="black", linewidth=0.8)
     for group_index, bars in enumerate(panel.groups.values()):
         first = group_index - width * (len(bars) - 1) / 2
         for bar_index, bar in enumerate(bars):
@@ -224,7 +232,7 @@ def _draw_bars(axes: Axes, panel: Bars, colours: Mapping[str, str]) -> None:
             axes.bar(place, bar.value, width * 0.92, color=colours[bar.name])
             axes.vlines(place, low, high, color="black", linewidth=1)
             if num_bars <= LABELLED_BARS:
-                above = max(bar.value, high)
+                above = max(0.0, bar.value, high)
                 axes.annotate(
                     f"{bar.value:.3g}", (place, above), (0, 2), textcoords="offset points", ha="center", fontsize=7
                 )

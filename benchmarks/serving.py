@@ -7,8 +7,10 @@ busy, and vLLM steps its engine while a request waits. Every request has a promp
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
+import os
 import random
 import signal
 import sys
@@ -21,13 +23,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from . import plot
+from . import plot, resting
 from .deployments import Deployment, Options, SystemFailed, launch
 from .http_load import BadAnswer, Streamed, in_parallel, once, stream
 from .measure import Summary, machine_facts, summarise
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Sequence
 
 SYSTEMS = {"vllm": ("pdlink", "nixl", "nixl-push"), "builtin": ("pdlink",)}
@@ -35,6 +36,7 @@ BAR = 1 / 3
 """The overhead over the bare prefill is to be at most this share of NixlConnector's, at the longest prompt."""
 
 _MS = 1e3
+_REST = ", waiting threads rest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class Settings:
     batch: int = 12
     """How many of them, of the shortest length."""
     seed: int = 0
+    rest: bool = False
+    """Whether vLLM's and NIXL's threads that spin while they wait sleep instead (`resting.py`)."""
 
 
 @dataclass(slots=True)
@@ -88,12 +92,13 @@ class Results:
     failed: dict[str, str] = field(default_factory=dict)
     """Systems that did not come to the end, and why; their figures are of the turns before."""
 
+    def overhead_s(self, name: str, column: str) -> float:
+        """A system's median at the longest prompt; column: over_bare or over_prefill."""
+        return summarise(getattr(self.by_length[name][self.settings.lengths[-1]], column)).median
+
     def _ratio(self, other: str, column: str) -> float | None:
-        longest = self.settings.lengths[-1]
-        mine, theirs = (
-            summarise(getattr(self.by_length[name][longest], column)).median for name in ("pdlink", other)
-        )
-        return mine / theirs if theirs > 0 else None
+        theirs_s = self.overhead_s(other, column)
+        return self.overhead_s("pdlink", column) / theirs_s if theirs_s > 0 else None
 
     def to_json(self) -> str:
         systems = {}
@@ -194,7 +199,7 @@ def print_results(results: Results) -> None:
     machine, settings = results.machine, results.settings
     console.print(
         f"[bold]{machine['cpu']}[/], {machine['cores']} cores (load {machine['load_average_1min']:.1f}), engine "
-        f"{results.engine}; medians of {settings.rounds} turns, milliseconds",
+        f"{results.engine}{_REST if settings.rest else ''}; medians of {settings.rounds} turns, milliseconds",
         highlight=False,
     )
     table = Table()
@@ -220,17 +225,25 @@ def print_results(results: Results) -> None:
         console.print(table)
     for name, reason in results.failed.items():
         console.print(f"[red]{name} failed in {reason}[/]; its figures, if any, are of the turns before")
-    for other, shares in results.ratios().items():
-        for column, share in shares.items():
-            if share is not None:
-                words = (
-                    column.replace("_", " ").replace("prefill", "the prefill leg").replace("bare", "a bare prefill")
-                )
-                console.print(
-                    f"{settings.lengths[-1]} tokens: pdlink's overhead {words} is {share:.2f} of {other}'s "
-                    f"(bar {BAR:.2f})",
-                    highlight=False,
-                )
+    for other in results.ratios():
+        for column, words in (("over_bare", "a bare prefill"), ("over_prefill", "the prefill leg")):
+            console.print(_compared(results, other, column, words), highlight=False)
+
+
+def _compared(results: Results, other: str, column: str, words: str) -> str:
+    """One bar, in a sentence."""
+    mine_ms, theirs_ms = (_MS * results.overhead_s(name, column) for name in ("pdlink", other))
+    share = results.ratios()[other][column]
+    said = "no share can be told" if share is None else f"{max(0.0, share):.2f} of it"
+    tokens = results.settings.lengths[-1]
+    return (
+        f"{tokens} tokens: pdlink's first token comes {_when(mine_ms)} {words}, {other}'s {_when(theirs_ms)}: "
+        f"{said} (bar {BAR:.2f})"
+    )
+
+
+def _when(ms: float) -> str:
+    return f"{abs(ms):.0f} ms {'before' if ms < 0 else 'after'}"
 
 
 def _spread(summary: Summary) -> str:
@@ -253,7 +266,9 @@ def draw(path: Path, results: Results) -> None:
         }
         panels.append(plot.Bars(title, "ms", groups))
     machine = results.machine
-    notes = f"{machine['cpu']}, {machine['cores']} cores; medians and p10-p90 of {results.settings.rounds} turns"
+    rest = _REST if results.settings.rest else ""
+    turns = f"medians and p10-p90 of {results.settings.rounds} turns"
+    notes = f"{machine['cpu']}, {machine['cores']} cores{rest}; {turns}"
     plot.write(path, panels, f"Serving through prefill and decode ({results.engine})", notes)
 
 
@@ -285,6 +300,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answer-tokens", type=int, default=how.answer_tokens, help="default %(default)s")
     parser.add_argument("--parallel", type=int, default=how.parallel, help="default %(default)s")
     parser.add_argument("--batch", type=int, default=how.batch, help="requests of each throughput run (%(default)s)")
+    parser.add_argument(
+        "--rest",
+        action=argparse.BooleanOptionalAction,
+        default=(os.cpu_count() or 1) < resting.FEW_CORES,
+        help="let vLLM's and NIXL's threads sleep where they would spin, in all systems alike; the default with "
+        f"fewer than {resting.FEW_CORES} cores, which they would take from the threads that compute",
+    )
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the output of vLLM's servers here")
     plot.add_output_arguments(parser)
 
@@ -300,6 +322,7 @@ def run(args: argparse.Namespace) -> int:
         rounds=args.rounds,
         parallel=args.parallel,
         batch=args.batch,
+        rest=args.rest and args.engine == "vllm",
     )
     names = tuple(args.system or ("pdlink", "nixl")) if args.engine == "vllm" else ("pdlink",)
     longest = settings.lengths[-1] + settings.answer_tokens
@@ -308,6 +331,7 @@ def run(args: argparse.Namespace) -> int:
         options = Options(
             args.engine, Path(directory), args.log_dir or Path(directory), longest, model=args.model, vllm=args.vllm,
             vllm_args=tuple(args.vllm_arg) if args.vllm_arg else None, dtype=args.dtype,
+            rest=settings.rest,
         )  # fmt: skip
         try:
             with Progress(console=errors, transient=True, disable=not sys.stderr.isatty()) as progress:

@@ -48,7 +48,8 @@ def test_systems_take_turns_and_every_sample_is_kept(
             assert len(times["between_tokens"]["samples"]) == 2 * (3 - 1)
         assert len(system["requests_per_s"]["samples"]) == 2
     shown = capsys.readouterr().out
-    assert "pdlink's overhead over a bare prefill is" in shown or result["ratios"]["nixl"]["over_bare"] is None
+    assert "5 tokens: pdlink's first token" not in shown
+    assert "9 tokens: pdlink's first token comes" in " ".join(shown.split())
     logs = {path.relative_to(log_dir): path.read_text() for path in log_dir.rglob("*.log")}
     assert len(logs) == 4
     assert "NixlConnector" in logs[Path("nixl/decode-0.log")]
