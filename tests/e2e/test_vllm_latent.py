@@ -33,19 +33,19 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @pytest.mark.parametrize("length", [16, 17, 33, 513, 2000])
 def test_all_but_the_last_token_arrives_as_it_was_sent(pair: Pair, length: int) -> None:
-    received = pair.decode.metric("vllm:external_prefix_cache_hits_total")
+    received = pair.transferred()
     first, again = (pair.tokens(prompt_of(length, length)) for _ in range(2))
     assert first == again
-    assert pair.decode.metric("vllm:external_prefix_cache_hits_total") == received + 2 * (length - 1)
+    assert pair.transferred() == received + 2 * (length - 1)
     assert pair.decode.metric("vllm:pdlink_failed_total") == 0
 
 
 def test_eight_at_once_all_arrive(pair: Pair) -> None:
     prompts = [prompt_of(33 + 61 * index, index) for index in range(8)]
-    received = pair.decode.metric("vllm:external_prefix_cache_hits_total")
+    received = pair.transferred()
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(pair.tokens, prompts))
     assert [len(tokens) for (tokens,) in answers] == [12] * 8
-    got = pair.decode.metric("vllm:external_prefix_cache_hits_total") - received
+    got = pair.transferred() - received
     assert got == sum(len(prompt) - 1 for prompt in prompts)
     until(pair.prefill.holds_nothing, "prefill holds nothing")

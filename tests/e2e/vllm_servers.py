@@ -324,6 +324,10 @@ class Pair:
     def tokens(self, prompt: Any, **fields: Any) -> list[list[int]]:
         return self.legs(prompt, **fields)[1].tokens
 
+    def transferred(self) -> float:
+        """Prompt tokens whose KV has come to decode from prefill so far, by vLLM's own account."""
+        return self.decode.metric("vllm:external_prefix_cache_hits_total")
+
     def landings(self, num_tokens: int, attempt: str) -> tuple[list[float], list[float]]:
         """When chunks of the last prompt of this many tokens were computed, and when layers of it had landed."""
         with ThreadPoolExecutor(1) as threads:
