@@ -21,6 +21,7 @@ pytest.importorskip("vllm")
 
 from pdlink.config import ProxyConfig, VllmConfig
 from pdlink.serve import up, vllm
+from pdlink_bench import resting
 
 from .deployment import Answer, request, until
 
@@ -81,6 +82,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             "OMP_NUM_THREADS": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            **resting.environment(folder),  # NixlConnector takes minutes on two cores otherwise
         },
         transfer_config={} if connector == "pdlink" else {"kv_buffer_device": "cpu"},
         on_transfer_failure="fail",

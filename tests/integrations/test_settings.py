@@ -79,6 +79,10 @@ def test_a_step_is_read_alike_from_both_model_runners() -> None:
     ]
 
 
+def backend(name: str) -> object:
+    return SimpleNamespace(get_name=lambda: name)
+
+
 @pytest.mark.parametrize(
     ("layer", "form"),
     [
@@ -86,6 +90,10 @@ def test_a_step_is_read_alike_from_both_model_runners() -> None:
         (SimpleNamespace(isa="vec"), COLUMNS),
         (SimpleNamespace(isa="vec16"), COLUMNS),
         (SimpleNamespace(isa="amx"), PACKED),
+        (SimpleNamespace(impl=SimpleNamespace(isa="vec"), attn_backend=backend("CPU_ATTN")), COLUMNS),  # up to 0.28
+        (SimpleNamespace(impl=SimpleNamespace(isa="amx"), attn_backend=backend("CPU_ATTN")), PACKED),
+        (SimpleNamespace(impl=SimpleNamespace(), attn_backend=backend("CPU_ATTN")), PACKED),  # a version to come
+        (SimpleNamespace(impl=SimpleNamespace(), attn_backend=backend("FLASH_ATTN")), ROWS),
         (None, ROWS),
     ],
 )

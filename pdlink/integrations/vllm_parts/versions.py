@@ -155,11 +155,17 @@ def share_log() -> None:
 
 
 def cache_form(layer: Any) -> str:
-    """How an attention layer of vLLM lays out the inside of a block (`layout.COLUMNS`, `PACKED` or `ROWS`)."""
-    isa = getattr(layer, "isa", None)  # set by CPU_ATTN's metadata builder, before the cache is registered
-    if isa is None:
-        return ROWS
-    return COLUMNS if isa in ("vec", "vec16") else PACKED
+    """How an attention layer of vLLM lays out the inside of a block (`layout.COLUMNS`, `PACKED` or `ROWS`).
+
+    CPU_ATTN names its kernel in `isa` before the cache is registered: until 0.28 that of the layer's implementation,
+    since 0.29 that of the layer.
+    """
+    isa = getattr(layer, "isa", None) or getattr(getattr(layer, "impl", None), "isa", None)
+    if isa is not None:
+        return COLUMNS if isa in ("vec", "vec16") else PACKED
+    backend = getattr(layer, "attn_backend", None)
+    # A version that names it elsewhere must not be taken for one without: whole blocks are right whatever is in them.
+    return PACKED if backend is not None and backend.get_name() == "CPU_ATTN" else ROWS
 
 
 def _text(version: tuple[int, int]) -> str:
