@@ -11,11 +11,13 @@ what has ended comes back with its output. This class translates vLLM's objects 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -227,3 +229,8 @@ class PDLinkMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.items():
             self._counters[name].labels(*self.per_engine_labelvalues[engine_idx]).inc(value)
+
+
+with contextlib.suppress(ValueError):  # registered by somebody else
+    # MultiConnector looks the connectors that it is made of up by name, when their statistics reach the API server.
+    KVConnectorFactory.register_connector("PDLinkConnector", __name__, "PDLinkConnector")

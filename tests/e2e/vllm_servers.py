@@ -23,6 +23,7 @@ import torch
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from pdlink.serve.vllm import free_ports
+from pdlink_bench import resting
 
 READY_S = 240.0
 """A server takes 20 s to start on two idle cores."""
@@ -148,6 +149,10 @@ def _die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
+OURS = {"kv_connector": "PDLinkConnector", "kv_connector_module_path": "pdlink.integrations.vllm"}
+"""What vLLM is told to find the connector by."""
+
+
 @dataclass(eq=False)
 class Server:
     """One `vllm serve` and everything it started; ends with `kill`."""
@@ -157,7 +162,7 @@ class Server:
     log: Path
     flags: list[str]
     connector: dict[str, Any] | None = None
-    """`kv_transfer_config` without the names of the connector."""
+    """`kv_transfer_config`; it need not name PDLinkConnector."""
     environment: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=lambda: free_ports(1))
     process: subprocess.Popen[bytes] | None = None
@@ -166,10 +171,11 @@ class Server:
         command = [str(Path(sys.executable).parent / "vllm"), "serve", str(self.model), "--skip-tokenizer-init"]
         command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--max-model-len", "8192", *self.flags]
-        path = [self.environment.get("PYTHONPATH", ""), *sys.path]
+        # Several servers on two cores: threads that spin with sched_yield kept others from running for 15 s.
+        resting_place = resting.environment(self.log.parent)["PYTHONPATH"].split(os.pathsep)[0]
+        path = [self.environment.get("PYTHONPATH", ""), resting_place, *sys.path]
         if self.connector is not None:
-            names = {"kv_connector": "PDLinkConnector", "kv_connector_module_path": "pdlink.integrations.vllm"}
-            command += ["--kv-transfer-config", json.dumps(names | self.connector)]
+            command += ["--kv-transfer-config", json.dumps(OURS | self.connector)]
         settings = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -248,6 +254,9 @@ class Pair:
     timeline: Path
     """What prefill's timeline is kept in."""
 
+    back: tuple[str, ...] = ()
+    """Where the connector of `decode` listens, if it can prefill, too."""
+
     @classmethod
     def of(
         cls,
@@ -259,10 +268,15 @@ class Pair:
         shards: int = 1,
         verify: str = "off",
         on_failure: str = "recompute",
+        both: bool = False,
+        tier: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
     ) -> Pair:
-        """Servers of the checkpoint `model` in this folder, both ready."""
-        model, control_port = folder / "model", free_ports(shards)
+        """Servers of the checkpoint `model` in this folder, both ready.
+
+        both: each can prefill for the other. tier: another connector, which decode asks for KV first.
+        """
+        model, control_port, back_port = folder / "model", free_ports(shards), free_ports(shards) if both else 0
         # Patient with a peer that gets no CPU; a killed one is noticed by its connections.
         timeouts = {"heartbeat_s": 0.5, "peer_s": PEER_S, "connect_s": 15.0, "lease_s": 20.0, "offer_s": 60.0}
         common: dict[str, Any] = {
@@ -280,14 +294,24 @@ class Pair:
             }
 
         trace = str(folder / "timeline-{rank}.json")
-        prefill = connector("kv_producer", name="prefill", control_port=control_port, timeline=trace)
-        decode = connector("kv_consumer", name="decode")
+        listens = {"control_port": control_port, "timeline": trace}
+        prefill = connector("kv_both" if both else "kv_producer", name="prefill", **listens)
+        decode = connector("kv_both" if both else "kv_consumer", name="decode", control_port=back_port)
+        if tier is not None:
+            decode = {
+                "kv_connector": "MultiConnector",
+                "kv_connector_module_path": None,
+                "kv_role": decode["kv_role"],
+                "kv_load_failure_policy": on_failure,
+                "kv_connector_extra_config": {"connectors": [tier, OURS | decode]},
+            }
         more = environment or {}
         pair = cls(
             Server("prefill", model, folder / "prefill.log", prefill_flags, prefill, more).start(),
             Server("decode", model, folder / "decode.log", decode_flags, decode, more).start(),
             tuple(f"tcp://127.0.0.1:{control_port + shard}" for shard in range(shards)),
             folder / "timeline-0.json",
+            tuple(f"tcp://127.0.0.1:{back_port + shard}" for shard in range(shards)) if both else (),
         )
         try:
             pair.prefill.wait_ready()
@@ -296,6 +320,10 @@ class Pair:
             pair.stop()
             raise
         return pair
+
+    def swapped(self) -> Pair:
+        """The same servers, each in the other's place."""
+        return Pair(self.decode, self.prefill, self.back, self.timeline, self.control)
 
     def stop(self) -> None:
         self.prefill.kill()
@@ -309,7 +337,7 @@ class Pair:
 
     def decode_leg(self, attempt: str, prompt: Any, **fields: Any) -> Answer:
         """As the proxy posts it."""
-        there = {"name": "prefill", "control": self.control if len(self.control) > 1 else self.control[0]}
+        there = {"name": self.prefill.name, "control": self.control if len(self.control) > 1 else self.control[0]}
         params = {"transfer_id": attempt, "leg": "decode", "prefill": there}
         return self.decode.complete(prompt, **fields, kv_transfer_params=params)
 

@@ -45,6 +45,10 @@ def test_vllm_finds_the_connector_by_its_module() -> None:
     assert KVConnectorFactory.get_connector_class(config) is PDLinkConnector
 
 
+def test_multi_connector_finds_it_by_its_name() -> None:
+    assert KVConnectorFactory.get_connector_class_by_name("PDLinkConnector") is PDLinkConnector
+
+
 def test_nothing_that_vllm_requires_is_missing() -> None:
     assert not getattr(PDLinkConnector, "__abstractmethods__", None)
     assert not supports_hma(PDLinkConnector), "vLLM then keeps one block table for all layers"
