@@ -15,6 +15,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from pdlink.config import environment_with
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -48,5 +50,5 @@ def environment(folder: Path) -> dict[str, str]:
     (home / "pdlink_resting.py").write_text(_PLUGIN, encoding="utf-8")
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: pdlink-resting\nVersion: 1\n", encoding="utf-8")
     (about / "entry_points.txt").write_text("[vllm.general_plugins]\nresting = pdlink_resting:rest\n", "utf-8")
-    before = os.environ.get("PYTHONPATH")
+    before = environment_with({}).get("PYTHONPATH")
     return {"PYTHONPATH": f"{home}{os.pathsep}{before}" if before else str(home)}
