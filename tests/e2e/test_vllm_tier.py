@@ -32,11 +32,11 @@ def pair(vllm_folder: Path, alone: Alone) -> Iterator[Pair]:
 @pytest.mark.parametrize("length", [1024, 2000])  # at 513 that connector does not find what it has stored (0.32)
 def test_what_the_tier_has_is_not_pushed_again(pair: Pair, alone: Alone, length: int) -> None:
     prompt = prompt_of(length, length)
-    received = pair.decode.metric("vllm:pdlink_received_total")
+    before = pair.prefill.metric("vllm:pdlink_bytes_total")
     assert pair.tokens(prompt) == [alone[tuple(prompt)]]
-    assert pair.decode.metric("vllm:pdlink_received_total") == received + 1
     until(pair.prefill.holds_nothing, "prefill holds nothing")  # and has told all that it pushed
     pushed = pair.prefill.metric("vllm:pdlink_bytes_total")
+    assert pushed > before
     assert pair.tokens(prompt) == [alone[tuple(prompt)]]
     for server in (pair.prefill, pair.decode):
         until(server.holds_nothing, f"{server.name} holds nothing")
