@@ -93,8 +93,10 @@ def offer(decode: Server, computed: int = 0) -> None:
     decode.book.allocated("d", [5, 2], count)
 
 
-def offered(pair: Pair, prefill: Server, decode: Server) -> None:
-    """Steps until the offer is at the sender."""
+def offered(pair: Pair, prefill: Server, decode: Server, computed: int = 0) -> None:
+    """Both legs are here, and steps were made until the offer is at the sender."""
+    ask(prefill, decode)
+    offer(decode, computed)
     prefill.step()
     decode.step()
     until(lambda: pair.sender_state("writing") == 1, "the offer has come")
@@ -173,8 +175,6 @@ def test_a_prefix_from_the_cache_is_not_read_before_the_step_has_written_it(
 ) -> None:
     """vLLM lets a request share blocks that another one computes in the same step."""
     prefill, decode = servers
-    ask(prefill, decode)
-    offer(decode)
     offered(pair, prefill, decode)
     prefill.half.begin(prefill.book.step([Scheduled("p", tuple(SRC), True, 16, 14)]))
     assert not pair.hub.flights
@@ -191,8 +191,6 @@ def test_decode_goes_on_while_prefill_still_computes_what_follows_the_last_atten
     pair: Pair, servers: tuple[Server, Server]
 ) -> None:
     prefill, decode = servers
-    ask(prefill, decode)
-    offer(decode)
     offered(pair, prefill, decode)
     prefill.half.begin(prefill.book.step([Scheduled("p", tuple(SRC), True, 0, 30)]))
     for name in NAMES[:-1]:
@@ -246,8 +244,6 @@ def test_steps_that_are_planned_one_ahead_send_the_same(pair: Pair, servers: tup
 
 def test_a_preempted_prompt_is_sent_from_its_new_blocks(pair: Pair, servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
-    ask(prefill, decode)
-    offer(decode)
     offered(pair, prefill, decode)
     prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)])
     prefill.step(preempted=frozenset({"p"}))
@@ -279,8 +275,6 @@ def test_transports_hear_when_a_prompt_is_computed_for_others(
 
 def test_a_preemption_waits_for_pushes_in_flight(pair: Pair, servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
-    ask(prefill, decode)
-    offer(decode)
     offered(pair, prefill, decode)
     pair.hub.hold = True
     prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)])
@@ -301,8 +295,6 @@ def test_a_preemption_waits_for_pushes_in_flight(pair: Pair, servers: tuple[Serv
 def test_a_preemption_that_waits_too_long_ends_the_transfer(pair: Pair, servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
     prefill.half = WorkerHalf(pair.prefill.endpoint, cache_of(pair.prefill), shard=0, block_ratio=1, preemption_s=0.1)
-    ask(prefill, decode)
-    offer(decode)
     offered(pair, prefill, decode)
     pair.hub.hold = True
     prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)])
@@ -318,9 +310,7 @@ def test_a_failed_load_is_reported_when_nothing_can_write_any_more(
     pair: Pair, servers: tuple[Server, Server]
 ) -> None:
     prefill, decode = servers
-    ask(prefill, decode)
-    offer(decode, 16)
-    offered(pair, prefill, decode)
+    offered(pair, prefill, decode, 16)
     pair.hub.hold = True  # pushes stay in flight
     prefill.step([Scheduled("p", tuple(SRC[:6]), True, 0, 24)])
     prefill.end("p")
