@@ -42,13 +42,19 @@ def rest():
 """
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """What makes a vLLM server rest. Writes the plugin below `folder`, where it must stay while servers start."""
+def plugin(folder: Path) -> Path:
+    """Writes the plugin below `folder`; what is returned goes on PYTHONPATH, and must stay while servers start."""
     home = folder / "resting"
     about = home / "pdlink_resting-1.dist-info"
     about.mkdir(parents=True, exist_ok=True)
     (home / "pdlink_resting.py").write_text(_PLUGIN, encoding="utf-8")
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: pdlink-resting\nVersion: 1\n", encoding="utf-8")
     (about / "entry_points.txt").write_text("[vllm.general_plugins]\nresting = pdlink_resting:rest\n", "utf-8")
+    return home
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """What makes a vLLM server rest that otherwise has this process's environment: `plugin` before its path."""
+    home = plugin(folder)
     before = environment_with({}).get("PYTHONPATH")
     return {"PYTHONPATH": f"{home}{os.pathsep}{before}" if before else str(home)}

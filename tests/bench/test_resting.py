@@ -45,8 +45,7 @@ def served(tmp_path: Path, *, with_nixl: bool) -> str:
     if with_nixl:
         (tmp_path / "nixl").mkdir()
         (tmp_path / "nixl" / "_bindings.py").write_text(NIXL)
-    home = resting.environment(tmp_path)["PYTHONPATH"].split(os.pathsep)[0]
-    path = f"{home}{os.pathsep}{tmp_path}"
+    path = f"{resting.plugin(tmp_path)}{os.pathsep}{tmp_path}"
     command = [sys.executable, "-S", "-c", SERVER]
     ran = subprocess.run(command, env={"PYTHONPATH": path}, capture_output=True, timeout=60)
     assert ran.returncode == 0, ran.stderr.decode()

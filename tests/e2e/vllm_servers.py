@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from pdlink.serve.vllm import free_ports
+from pdlink.serve.vllm import CONNECTORS, free_ports
 from pdlink_bench import resting
 
 READY_S = 240.0
@@ -149,7 +149,7 @@ def _die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
-OURS = {"kv_connector": "PDLinkConnector", "kv_connector_module_path": "pdlink.integrations.vllm"}
+OURS = CONNECTORS["pdlink"][0]
 """What vLLM is told to find the connector by."""
 
 
@@ -172,8 +172,7 @@ class Server:
         command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--max-model-len", "8192", *self.flags]
         # Several servers on two cores: threads that spin with sched_yield kept others from running for 15 s.
-        resting_place = resting.environment(self.log.parent)["PYTHONPATH"].split(os.pathsep)[0]
-        path = [self.environment.get("PYTHONPATH", ""), resting_place, *sys.path]
+        path = [self.environment.get("PYTHONPATH", ""), str(resting.plugin(self.log.parent)), *sys.path]
         if self.connector is not None:
             command += ["--kv-transfer-config", json.dumps(OURS | self.connector)]
         settings = {
