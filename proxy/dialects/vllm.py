@@ -6,7 +6,8 @@ four ways.
 Everything a client gets comes from decode. vLLM's decode always computes the last token of the prompt again and
 samples token 0 itself, and the two engines need not agree on it: rounding differs with the batch, and without a seed
 every sample differs. So a first token of prefill could be followed by the continuation of another one. Prefill's leg
-is therefore asked for one token that nobody reads, in one piece; what that costs is decode's one-token step.
+is therefore asked for one token that nobody reads, in one piece and without the client's sampling; what that costs is
+decode's one-token step.
 
 A request that asks for n answers or holds several prompts is one transfer for pdlink's connector, which tells its
 parts apart. NixlConnector gives the blocks of one prompt to one reader, so there decode serves such a request alone.
@@ -37,31 +38,57 @@ if TYPE_CHECKING:
 _LOST_STATUSES = frozenset({500, 502, 503, 504})
 _NO_KV_STATUS = 500  # a failed load ends in it, as every error inside vLLM does (kv_load_failure_policy: fail)
 
-_NOT_FOR_PREFILL = (
-    *("max_tokens", "max_completion_tokens", "min_tokens"),  # vLLM answers 400 to more min_tokens than max_tokens
-    *("n", "best_of", "stream", "stream_options"),
-    *("logprobs", "top_logprobs", "echo", "return_token_ids"),  # work for an answer that nobody reads
+_NOT_FOR_PREFILL = frozenset(
+    (
+        *("max_tokens", "max_completion_tokens", "min_tokens"),  # vLLM answers 400 to more min_tokens than max_tokens
+        *("n", "best_of", "stream", "stream_options"),
+        *("logprobs", "top_logprobs", "echo", "return_token_ids"),  # work for an answer that nobody reads
+        "seed",  # with a prompt computed in chunks it kills the engine on CPUs (docs/gotchas.md)
+    )
 )
+_SAMPLING = _NOT_FOR_PREFILL | frozenset(
+    (
+        *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+        *("length_penalty", "logit_bias", "allowed_token_ids", "bad_words", "thinking_token_budget"),
+        *(
+            "repetition_detection",
+            "watermarking",
+            "stop",
+            "stop_token_ids",
+            "include_stop_str_in_output",
+            "ignore_eos",
+        ),
+        *("logprob_token_ids", "return_tokens_as_token_ids", "return_token_offsets", "stream_interval"),
+        "routed_experts_prompt_start",
+    )
+)
+"""How a token is chosen and told; nothing of it changes the KV of a prompt. What a chat template may be given stays
+(`tools`, `tool_choice`, `response_format`, `reasoning_effort`, ...): both servers must make the same prompt of it."""
+_GRAMMARS = frozenset(("response_format", "structured_outputs"))
+"""The prompt of a completion does not depend on these, and a request waits until they are compiled."""
 
 
-def _prefill_body(call: Call, params: object) -> bytes:
+def _prefill_body(call: Call, params: object, without: frozenset[str], **more: object) -> bytes:
     """The same prompt, one token, in one piece."""
-    fields: dict[str, Any] = {name: raw for name, raw in call.fields.items() if name not in _NOT_FOR_PREFILL}
+    fields: dict[str, Any] = {name: raw for name, raw in call.fields.items() if name not in without}
     limit = "max_completion_tokens" if call.path == CHAT else "max_tokens"
-    return msgspec.json.encode({**fields, limit: 1, KV_PARAMS: params})
+    return msgspec.json.encode({**fields, **more, limit: 1, KV_PARAMS: params})
 
 
 def _legs(call: Call, attempt: Attempt) -> tuple[bytes, bytes]:
     transfer: dict[str, Any] = {"transfer_id": attempt.transfer_id}
     ranks = {"decode_ranks": attempt.decode_ranks} if attempt.decode_ranks is not None else {}
+    without = _SAMPLING if call.path == CHAT else _SAMPLING | _GRAMMARS
     return (
-        _prefill_body(call, {**transfer, "leg": "prefill", **ranks}),
+        _prefill_body(call, {**transfer, "leg": "prefill", **ranks}, without, temperature=0),
         call.with_params({**transfer, "leg": "decode", "prefill": attempt.prefill}),
     )
 
 
 def _nixl_legs(call: Call, _attempt: Attempt) -> tuple[bytes, bytes]:
-    return _prefill_body(call, {"do_remote_decode": True, "do_remote_prefill": False}), call.body
+    # What vLLM rejects it should reject here: KV that decode does not fetch is held for minutes (480 s in 0.32).
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    return _prefill_body(call, params, _NOT_FOR_PREFILL), call.body
 
 
 def _small(call: Call, name: str) -> Any:

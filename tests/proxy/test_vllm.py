@@ -102,10 +102,14 @@ async def test_the_client_gets_what_decode_alone_would_say(
 @pytest.mark.parametrize(
     ("path", "mine", "theirs"),
     [
-        (COMPLETIONS, {"prompt": [1, 2], "max_tokens": 9, "min_tokens": 5, "n": 3, "logprobs": 1, "top_k": 4},
-         {"prompt": [1, 2], "max_tokens": 1, "top_k": 4}),
-        (CHAT, {"messages": [], "max_tokens": 9, "max_completion_tokens": 8, "tools": [{"a": 1}], "top_logprobs": 1},
-         {"messages": [], "max_completion_tokens": 1, "tools": [{"a": 1}]}),
+        (COMPLETIONS, {"prompt": [1, 2], "max_tokens": 9, "min_tokens": 5, "n": 3, "logprobs": 1, "cache_salt": "x"},
+         {"prompt": [1, 2], "max_tokens": 1, "temperature": 0, "cache_salt": "x"}),
+        (COMPLETIONS, {"prompt": "x", "response_format": {"type": "json_object"}, "structured_outputs": {"json": {}}},
+         {"prompt": "x", "max_tokens": 1, "temperature": 0}),
+        (CHAT, {"messages": [], "max_tokens": 9, "max_completion_tokens": 8, "tools": [{"a": 1}], "top_logprobs": 1,
+                "response_format": {"type": "text"}},
+         {"messages": [], "max_completion_tokens": 1, "temperature": 0, "tools": [{"a": 1}],
+          "response_format": {"type": "text"}}),
     ],
 )  # fmt: skip
 async def test_prefill_is_asked_for_the_same_prompt_and_one_token(
@@ -129,6 +133,46 @@ async def test_prefill_is_asked_for_the_same_prompt_and_one_token(
     assert prefill.body == {"model": "m", **theirs}
     assert decode.body == {"model": "m", **({"prompt": "hello"} if path == COMPLETIONS else {}), **mine}
     assert prefill.headers["X-Request-Id"] == decode.headers["X-Request-Id"], "it makes the id of the answer"
+
+
+SAMPLING: dict[str, Any] = {
+    "seed": 5,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.01,
+    "frequency_penalty": 0.1,
+    "presence_penalty": 0.1,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"5": 1},
+    "allowed_token_ids": [1, 2],
+    "bad_words": ["x"],
+    "stop": ["y"],
+    "stop_token_ids": [3],
+    "ignore_eos": True,
+}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_prefill_is_told_nothing_of_how_tokens_are_chosen(pair: Pair, path: str) -> None:
+    """Nobody reads its token, and a seed kills the engine where the prompt is computed in chunks (vLLM 0.32, CPUs)."""
+    async with pair.proxy(CONCURRENT) as proxy:
+        assert (await said(proxy, path, **SAMPLING))[0] == 200
+        await until(lambda: len(pair.prefill.received) == 1)
+    prefill, decode = pair.prefill.received[0].body, pair.decode.received[0].body
+    assert SAMPLING.items() <= decode.items()
+    assert {name: prefill[name] for name in SAMPLING if name in prefill} == {"temperature": 0}
+
+
+async def test_nixls_prefill_gets_no_seed_and_still_judges_the_rest(pair: Pair) -> None:
+    """KV of a request that only decode rejects would be held until NixlConnector's own deadline."""
+    async with pair.proxy(SEQUENTIAL) as proxy:
+        assert (await said(proxy, **SAMPLING))[0] == 200
+        assert (await said(proxy, temperature=-1))[0] == 400
+    first, rejected = pair.prefill.received
+    assert {name for name, value in SAMPLING.items() if first.body.get(name) != value} == {"seed"}
+    assert rejected.body["temperature"] == -1
+    assert len(pair.decode.received) == 1
 
 
 async def test_with_pdlinks_connector_legs_start_at_once(pair: Pair) -> None:
