@@ -58,6 +58,11 @@ bool Engine::watch(int fd, Ready& ready, std::uint32_t events) {
            (errno == EEXIST && ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event) == 0);
 }
 
+void Engine::end(int fd) {
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+    shut(fd);
+}
+
 std::size_t Engine::add_region(std::byte* base, std::size_t nbytes) {
     refuse_fork();
     const std::lock_guard lock(mutex_);

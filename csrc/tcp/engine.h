@@ -18,7 +18,8 @@
 // is stopped; what then still lies in the owner's own kernel is a matter of the owner's fence.
 //
 // Fork. A child has no progress thread. There, every call is refused, and destructors close descriptors without
-// shutting the parent's connections.
+// shutting the parent's connections. While a child lives it holds a copy of every descriptor, and epoll goes on to
+// report a socket until its last copy is closed: so no socket is closed but by `end`, which takes it out first.
 #pragma once
 
 #include <unistd.h>
@@ -140,15 +141,17 @@ class Engine {
         Ready ready;
         Hello hello{};
         std::size_t nbytes = 0;
-        bool ended = false;
     };
+    // What a stranger has said so far.
+    enum class Heard { kNotAll, kInvited, kNothing };
     using Lock = std::unique_lock<std::mutex>;
 
     void run();
     void wait(Lock& lock, int timeout_ms);
     bool round(Lock& lock);
     bool accept_some();
-    bool listen_to(Stranger& stranger);
+    Heard listen_to(Stranger& stranger);
+    std::list<Stranger>::iterator send_away(std::list<Stranger>::iterator stranger);
     Peer* introduced(const Stranger& stranger);
     bool serve_in(Peer& peer, std::size_t index, Lock& lock);
     bool serve_out(Peer& peer, Outgoing& out, Lock& lock);
@@ -160,6 +163,8 @@ class Engine {
     void quiesce(Peer& peer, Outcome outcome, const std::string& detail);
     // False if the kernel will not; the connection's deadline then says so.
     bool watch(int fd, Ready& ready, std::uint32_t events);
+    // Both ends of a connection say good-bye now, and no event of it comes any more. Then it may be closed.
+    void end(int fd);
     void look_by(double when_s) { look_s_ = when_s < look_s_ ? when_s : look_s_; }
     Peer& peer_for(const std::string& name);
     Peer* find(const std::string& name);

@@ -63,6 +63,7 @@ void Engine::run() {
         for (const auto& in : peer->in) end(in->fd());
         for (const auto& out : peer->out) end(out->fd());
     }
+    for (const Stranger& stranger : strangers_) end(stranger.socket.get());
     peers_.clear();
     sessions_.clear();
     strangers_.clear();
@@ -91,8 +92,13 @@ void Engine::wait(Lock& lock, int timeout_ms) {
 bool Engine::round(Lock& lock) {
     bool more = false;
     if (knocked_.in) more = accept_some();
-    for (auto at = strangers_.begin(); at != strangers_.end();)
-        at = at->ready.in && listen_to(*at) ? strangers_.erase(at) : std::next(at);
+    for (auto at = strangers_.begin(); at != strangers_.end();) {
+        const Heard heard = at->ready.in ? listen_to(*at) : Heard::kNotAll;
+        if (heard == Heard::kNothing)
+            at = send_away(at);
+        else
+            at = heard == Heard::kInvited ? strangers_.erase(at) : std::next(at);
+    }
     for (auto& [name, peer] : peers_) {
         for (std::size_t i = peer->in.size(); i-- > 0;)
             if (i < peer->in.size() && peer->in[i]->has_work()) more |= serve_in(*peer, i, lock);
@@ -118,10 +124,7 @@ bool Engine::accept_some() {
             return false;
         }
         ++accepted;
-        if (strangers_.size() >= kMaxStrangers) {
-            strangers_.pop_front();
-            ++strangers_dropped_;
-        }
+        if (strangers_.size() >= kMaxStrangers) send_away(strangers_.begin());
         Stranger& stranger = strangers_.emplace_back();
         stranger.socket = Descriptor(fd);
         stranger.by_s = now_s() + settings_.hello_timeout_s;
@@ -132,8 +135,14 @@ bool Engine::accept_some() {
     return true;
 }
 
-// True if the stranger is one no more: let in, or sent away.
-bool Engine::listen_to(Stranger& stranger) {
+std::list<Engine::Stranger>::iterator Engine::send_away(std::list<Stranger>::iterator stranger) {
+    end(stranger->socket.get());
+    ++strangers_dropped_;
+    return strangers_.erase(stranger);
+}
+
+// Hear what a stranger says. One that was invited has given its socket to its peer.
+Engine::Heard Engine::listen_to(Stranger& stranger) {
     auto* at = reinterpret_cast<std::byte*>(&stranger.hello);
     while (stranger.nbytes < sizeof stranger.hello) {
         const ssize_t got = ::recv(stranger.socket.get(), at + stranger.nbytes,
@@ -141,26 +150,20 @@ bool Engine::listen_to(Stranger& stranger) {
         if (got < 0 && errno == EINTR) continue;
         if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
             stranger.ready.in = false;
-            return false;
+            return Heard::kNotAll;
         }
-        if (got <= 0) {
-            ++strangers_dropped_;
-            return true;
-        }
+        if (got <= 0) return Heard::kNothing;
         stranger.nbytes += static_cast<std::size_t>(got);
     }
     Peer* peer = introduced(stranger);
-    if (!peer) {
-        ++strangers_dropped_;
-        return true;
-    }
+    if (!peer) return Heard::kNothing;
     peer->streams_taken |= 1U << stranger.hello.stream;
     auto in =
         std::make_unique<Incoming>(std::move(stranger.socket), peer->session, peer->regions, settings_.stage_below);
     in->ready = stranger.ready;
     watch(in->fd(), in->ready, EPOLLIN | EPOLLOUT | EPOLLRDHUP);
     peer->in.push_back(std::move(in));
-    return true;
+    return Heard::kInvited;
 }
 
 // The peer a hello is from, null if it proves nothing.
@@ -265,10 +268,7 @@ void Engine::look_at_deadlines(double now) {
     }
     look_by(accept_again_s_);
     // Each has as much time as any other, so the oldest is first.
-    while (!strangers_.empty() && now >= strangers_.front().by_s) {
-        strangers_.pop_front();
-        ++strangers_dropped_;
-    }
+    while (!strangers_.empty() && now >= strangers_.front().by_s) send_away(strangers_.begin());
     if (!strangers_.empty()) look_by(strangers_.front().by_s);
     for (auto& [name, peer] : peers_) {
         double earliest_s = kForever;
@@ -306,7 +306,7 @@ void Engine::quiesce(Peer& peer, Outcome outcome, const std::string& detail) {
     peer.connect_by_s = kForever;
     for (const auto& in : peer.in) end(in->fd());
     peer.in.clear();
-    std::erase_if(peer.out, [](const auto& out) {
+    std::erase_if(peer.out, [this](const auto& out) {
         if (out->drain()) return false;
         end(out->fd());
         return true;

@@ -129,7 +129,7 @@ bool congestion_usable(const std::string& name) {
     return fd.get() >= 0 && set_congestion(fd.get(), name);
 }
 
-void end(int fd) {
+void shut(int fd) {
     // Not only close: a forked child may hold a copy of the descriptor.
     ::shutdown(fd, SHUT_RDWR);
 }

@@ -39,6 +39,6 @@ std::string congestion_of(int fd);
 bool congestion_usable(const std::string& name);
 
 // Both ends say good-bye now; nothing that is not in our memory yet can get there.
-void end(int fd);
+void shut(int fd);
 
 }  // namespace pdlink::tcp

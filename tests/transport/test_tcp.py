@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -318,6 +319,78 @@ def test_a_forked_child_leaves_the_parents_connections_alone(make_side: Callable
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert writer.wait_batch(writer.submit_block("owner", 1000, 5000)) == "ok"
+
+
+def watched(epoll_fd: int) -> int:
+    """How many descriptors an epoll set has; one that is closed here and open in a child is among them."""
+    return Path(f"/proc/self/fdinfo/{epoll_fd}").read_text(encoding="ascii").count("tfd:")
+
+
+def epoll_sets() -> set[int]:
+    links = {int(path.name): path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    return {fd for fd, path in links.items() if os.readlink(path) == "anon_inode:[eventpoll]"}
+
+
+@contextlib.contextmanager
+def child_that_holds_every_descriptor() -> Iterator[None]:
+    """A forked process that does nothing until the end of the block."""
+    wait, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        os.read(wait, 1)
+        os._exit(0)
+    os.close(wait)
+    try:
+        yield
+    finally:
+        os.close(end)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.usefixtures("steady_descriptors")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # that is what it is about (Python 3.12)
+def test_nothing_is_heard_of_an_ended_connection_while_a_forked_child_holds_a_copy(
+    make_side: Callable[..., Side],
+) -> None:
+    """The kernel reports a socket until its last copy is closed; what the report is written to is gone by then."""
+    before = epoll_sets()
+    writer, owner = make_side(), make_side(hello_timeout_s=0.3)
+    ours = epoll_sets() - before
+    idle = {fd: watched(fd) for fd in ours}
+    there = tcp._decode(owner.transport.invite("nobody"))
+    with contextlib.ExitStack() as stack:
+        for index in range(8):
+            join(writer, owner, f"writer {index}", f"owner {index}")
+            assert writer.wait_batch(writer.submit_block(f"owner {index}", 0, 100)) == "ok"
+        # Strangers of each kind: one says nothing, one says nonsense, and of more than 64 the oldest makes room.
+        strangers = [stack.enter_context(socket.create_connection((there.host, there.port))) for _ in range(70)]
+        deadline = time.monotonic() + PATIENCE_S
+        while transport(owner).strangers_dropped < 6:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        with child_that_holds_every_descriptor():
+            for stranger in strangers[::2]:
+                with contextlib.suppress(ConnectionError):
+                    stranger.sendall(b"x" * 32)
+            for index in range(8):
+                writer.close_peer(f"owner {index}")
+                owner.close_peer(f"writer {index}")
+            for index in range(8):
+                writer.wait_closed(f"owner {index}")
+                owner.wait_closed(f"writer {index}")
+            while transport(owner).strangers_dropped < 70:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            for stranger in strangers:
+                stranger.settimeout(PATIENCE_S)
+                with contextlib.suppress(ConnectionError):
+                    assert stranger.recv(1) == b"", "it hears that it was sent away"
+                with contextlib.suppress(ConnectionError):
+                    stranger.sendall(b"and goes on sending")
+            assert {fd: watched(fd) for fd in ours} == idle
+            join(writer, owner)
+            assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
 
 
 def test_connecting_and_closing_again_and_again_leaks_no_descriptor(make_side: Callable[..., Side]) -> None:
