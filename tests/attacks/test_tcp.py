@@ -11,6 +11,7 @@ import resource
 import select
 import socket
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -360,3 +361,43 @@ def test_an_owner_that_answers_nonsense_is_failed(make_side: Callable[..., Side]
         connection.close()
         writer.close_peer("liar")
         writer.wait_closed("liar")
+
+
+def test_a_batch_is_done_only_when_all_of_it_has_left_whatever_its_owner_answers(
+    make_side: Callable[..., Side],
+) -> None:
+    """Its blocks are free then: what still leaves would be the next request's. The owner answers 32 frames of a
+    megabyte at once, of which the sockets between them hold a few, and then counts those that have come whole.
+    """
+    writer, model = make_side(), make_side()
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        there = msgspec.structs.replace(tcp._decode(model.transport.invite("writer")), port=server.getsockname()[1])
+        writer.transport.connect("liar", msgspec.msgpack.encode(there))
+        connection = server.accept()[0]
+        connection.settimeout(PATIENCE_S)
+        tickets = [writer.submit_block("liar", 0, NBYTES) for _ in range(32)]
+        before = -1
+        while (waiting := _waiting_to_be_sent(connection)) != before or waiting == 0:
+            before = waiting
+            time.sleep(0.05)
+        connection.sendall(b"".join(ANSWER.pack(ANSWER_MAGIC, PLACED, *pair) for pair in enumerate(tickets)))
+        writer.wait_failed("liar")
+        nbytes = -HELLO.size
+        while got := len(connection.recv(1 << 20)):
+            nbytes += got
+        connection.close()
+    statuses = [writer.wait_batch(ticket) for ticket in tickets]
+    assert statuses.count("ok") <= nbytes // (HEADER.size + RUN.size + NBYTES) < len(tickets)
+
+
+def _waiting_to_be_sent(connection: socket.socket) -> int:
+    """Bytes in the sending side's socket of a connection on this host (IPv4)."""
+    port = f":{connection.getpeername()[1]:04X}"
+    for line in Path("/proc/self/net/tcp").read_text(encoding="ascii").splitlines()[1:]:
+        fields = line.split()
+        if fields[1].endswith(port):
+            return int(fields[4].partition(":")[0], 16)
+    raise AssertionError(f"no connection from {port}")

@@ -460,6 +460,22 @@ def test_a_deadline_is_kept_while_both_threads_copy(two: tuple[Side, Side]) -> N
     writer.wait_failed("owner")
 
 
+def test_neither_thread_copies_anything_of_a_batch_that_is_late_already(two: tuple[Side, Side]) -> None:
+    """Both are woken for it, and either may be the first to look."""
+    writer, owner = two
+    before = owner.buffers[0].array.copy()
+    for index in range(30):
+        join(writer, owner, f"writer {index}", f"owner {index}")
+        assert writer.wait_batch(writer.submit(f"owner {index}", piece([]))) == "ok"  # so the pages are mapped
+        taken = slices_taken(writer)
+        late = writer.submit(f"owner {index}", piece([[0, 100, MANY_NBYTES - 100]]), timeout_s=0)
+        assert writer.wait_batch(late) == "timeout"
+        assert slices_taken(writer) == taken
+        writer.close_peer(f"owner {index}")
+        writer.wait_closed(f"owner {index}")
+    assert np.array_equal(owner.buffers[0].array, before)
+
+
 FORK = """
 import os, sys, warnings
 from pdlink.errors import TransportFailure
