@@ -47,6 +47,9 @@ _DIAL_FAILURES = {
 """Why a connection that was made did not become one. Each comes before the event of the connection's end (libzmq
 4.3.5). Where only one side uses keys both hang up, and who is second hears the third."""
 
+_REFUSALS = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+"""Those that a second try does not change. A side that hangs up may be a worker that is being stopped."""
+
 _TURNED_AWAY = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "no proof of a key, or meant for another one",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "left before it proved a key",
@@ -73,6 +76,8 @@ class Disconnected:
     route: str
     reason: str = ""
     """Why the other side did not let us in, or is not who it should be; empty for a plain end of a connection."""
+    refused: bool = False
+    """Whether it will not let us in until somebody has changed a key or a list of keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,8 @@ class Refused:
     reason: str
     host: str = ""
     """Where it came from, if known."""
+    public_key: str = ""
+    """The key that is not allowed, if that was it."""
 
 
 Arrival = Received | Disconnected | Refused
@@ -220,7 +227,7 @@ class Channel:
                 )
             if dialed.monitor in ready:
                 event = next(iter(self._drain_events(dialed.monitor)))
-                arrived.append(Disconnected(route, _DIAL_FAILURES.get(event, "")))
+                arrived.append(Disconnected(route, _DIAL_FAILURES.get(event, ""), event in _REFUSALS))
         return arrived, {fd for fd in ready if isinstance(fd, int)}
 
     def _guard(
@@ -248,7 +255,7 @@ class Channel:
             verdict = (b"200", b"", key.encode()) if allowed else (b"400", b"", b"")
             questions.send_multipart([version, request_id, *verdict, b""], zmq.NOBLOCK)
             if not allowed:
-                yield Refused(f"key {key or 'missing'} is not on the allow-list", host.decode(errors="replace"))
+                yield Refused(f"key {key or 'missing'} is not on the allow-list", host.decode(errors="replace"), key)
 
     @staticmethod
     def _drain_events(monitor: zmq.Socket[bytes], limit: int = 256) -> Iterable[zmq.Event]:

@@ -7,7 +7,8 @@ on the engine: a long forward pass releases the GIL and delays a heartbeat by mi
 
 A peer is one session with one life of a remote worker (`sessions.py`). When it ends its transfers stop at once, the
 transport closes the data connection, and when it reports the fence (`PeerClosed`) the transfers end and their blocks
-go back. There is no blacklist: the next request opens a new session.
+go back. The next request opens a new session. Only a peer that refused the handshake is left alone for a while
+(`refusals.py`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from pdlink.config import ChaosConfig, TimeoutConfig
     from pdlink.endpoint.channel import Arrival
+    from pdlink.endpoint.refusals import RefusedPeer
     from pdlink.memory.checksums import Checksums
     from pdlink.protocol.messages import Body, Identity
     from pdlink.transport.base import Transport
@@ -160,6 +162,7 @@ class Endpoint:
             if self.credentials is None:
                 return
             self.credentials = self._channel.credentials = replace(self.credentials, allowed=allowed)
+            self.sessions.greeter.refusals.forget_keys()
             for peer in self.peers():
                 if allowed.name_of(peer.public_key) is None:
                     self.lose(peer, "its key was taken off the allow-list")
@@ -181,6 +184,11 @@ class Endpoint:
         with self.lock:
             return self.sessions.all()
 
+    def refused(self) -> list[RefusedPeer]:
+        """Peers that this worker does not fit, for reports."""
+        with self.lock:
+            return self.sessions.greeter.refusals.all()
+
     def num_closing(self) -> int:
         """Lost sessions whose fence does not hold yet."""
         return len(self.sessions.closing)
@@ -188,7 +196,10 @@ class Endpoint:
     # -- Link: for sender and receiver, under the lock ---------------------------------------------------------------
 
     def peer_at(self, address: str) -> Peer:
-        """The live session with the worker at this address; opens one if there is none."""
+        """The live session with the worker at this address; opens one if there is none.
+
+        Raises TransferFailed if that worker refused us a moment ago.
+        """
         return self.sessions.at(address)
 
     def send(self, peer: Peer, body: Body) -> None:

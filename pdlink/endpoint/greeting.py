@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.endpoint.channel import Refused
 from pdlink.endpoint.peer import Peer, PeerState
+from pdlink.endpoint.refusals import Refusals
 from pdlink.errors import HandshakeRefused, LayoutMismatch, PdlinkError
 from pdlink.events import MessageDropped, PeerChanged, emit
 from pdlink.kv.plan import template
@@ -45,6 +46,7 @@ class Greeter:
         self._sessions, self._owner = sessions, owner
         self._transports = transports
         self._require_lane = require_lane
+        self.refusals = Refusals(owner.name, owner.now_s)
         self._num_turned_away = 0
         self._told_s = float("-inf")
 
@@ -138,15 +140,25 @@ class Greeter:
             return
         self._sessions.become_ready(peer)
 
-    def on_refuse(self, peer: Peer, refuse: messages.Refuse) -> None:
+    def on_refuse(self, peer: Peer, envelope: Envelope, refuse: messages.Refuse) -> None:
         """The other side says that we do not fit; local and remote are as it sees them."""
-        refused = HandshakeRefused(refuse.factor, local=refuse.remote, remote=refuse.local)
-        self._sessions.lose(peer, f"refused by {peer.name or peer.address}: {refused}")
+        self._end(peer, peer.name or envelope.src, HandshakeRefused(refuse.factor, refuse.remote, refuse.local))
+
+    def on_key_refused(self, peer: Peer, reason: str) -> None:
+        """The connection that we dialed was not let in."""
+        credentials = self._owner.credentials
+        ours = credentials.keys.public if credentials else "none"
+        self._end(peer, "", HandshakeRefused(auth.KEY_FACTOR, ours, f"{peer.address}: {reason}"))
 
     def turned_away(self, item: Refused) -> None:
         """Count who is not let in. The log gets a line a second at most: whoever can connect could fill it."""
         emit(PeerChanged(peer=item.host, state="refused", reason=item.reason))
         self._num_turned_away += 1
+        if item.public_key:
+            refusal = HandshakeRefused(
+                auth.KEY_FACTOR, "not on the allow-list", f"{item.public_key} from {item.host}"
+            )
+            self.refusals.of_dialer(item.public_key, "", refusal, told=True)
         now = self._owner.now_s()
         if now - self._told_s >= 1.0:
             self._told_s = now
@@ -162,4 +174,15 @@ class Greeter:
     def _refuse(self, peer: Peer, refusal: HandshakeRefused) -> None:
         local, remote = refusal.local[: messages.MAX_TEXT], refusal.remote[: messages.MAX_TEXT]
         self._sessions.post(peer, messages.Refuse(refusal.factor, local, remote))
-        self._sessions.lose(peer, str(HandshakeRefused(refusal.factor, local, remote)))
+        self._end(peer, peer.name, HandshakeRefused(refusal.factor, local, remote))
+
+    def _end(self, peer: Peer, name: str, refusal: HandshakeRefused) -> None:
+        """Remember that this peer and we do not fit, and end its session. name: what it calls itself."""
+        credentials = self._owner.credentials
+        if credentials is not None and auth.name_problem(credentials, peer.public_key, name) is not None:
+            name = credentials.allowed.name_of(peer.public_key) or ""
+        if peer.dialed:
+            self.refusals.by_listener(peer.address, name, refusal)
+        else:
+            self.refusals.of_dialer(name or peer.public_key, name, refusal)
+        self._sessions.lose(peer, f"refused: {refusal}")

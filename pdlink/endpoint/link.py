@@ -27,7 +27,10 @@ class Link(Protocol):
     """Reads this worker's KV for transfers that are verified."""
 
     def peer_at(self, address: str) -> Peer:
-        """The live session with the worker at this control address; opens one if there is none."""
+        """The live session with the worker at this control address; opens one if there is none.
+
+        Raises TransferFailed if that worker refused us a moment ago.
+        """
 
     def send(self, peer: Peer, body: Body) -> None:
         """Send at the end of this turn of the loop, or of the handshake. What is for a lost peer vanishes."""
@@ -41,6 +44,12 @@ class Link(Protocol):
 
 _MAX_REASON = 200
 """Characters kept of a reason, which may be a peer's words."""
+
+
+def printable(text: str, max_chars: int) -> str:
+    """A peer's words for a log or a report: one line without control characters, cut."""
+    text = text[:max_chars]
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 class Ended:

@@ -71,7 +71,8 @@ class Receiver:
         """A request whose KV comes from the worker at control address `address` is here.
 
         Connects to it if need be, so that the handshake runs while the request waits for blocks. Raises
-        InvalidRequest if the id is in use or was used, TransferFailed if the sender's side has failed already.
+        InvalidRequest if the id is in use or was used, TransferFailed if the sender's side has failed already or has
+        refused this worker a moment ago.
         """
         with self._link.lock:
             reason = self._ended.get(transfer_id)

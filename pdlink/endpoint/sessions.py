@@ -14,6 +14,7 @@ import logging
 from typing import TYPE_CHECKING, Protocol
 
 from pdlink.endpoint.greeting import Greeter
+from pdlink.endpoint.link import printable
 from pdlink.endpoint.peer import Peer, PeerState, ends_session
 from pdlink.errors import ConfigError, ProtocolError
 from pdlink.events import MessageDropped, PeerChanged, emit
@@ -88,9 +89,13 @@ class Sessions:
     # -- begin and end -----------------------------------------------------------------------------------------------
 
     def at(self, address: str) -> Peer:
-        """The live session with the worker at this address; opens one if there is none."""
+        """The live session with the worker at this address; opens one if there is none.
+
+        Raises TransferFailed if that worker refused us a moment ago.
+        """
         peer = self.dialed.get(address)
         if peer is None:
+            self.greeter.refusals.check(address)
             self._num_dialed += 1
             now = self._owner.now_s()
             peer = Peer("", self._num_dialed, dialed=True, since_s=now, heard_s=now, address=address)
@@ -119,6 +124,7 @@ class Sessions:
         transport = peer.transport.name if peer.transport else ""
         log.info("%s: peer %s ready over %s", self._owner.name, peer.name, transport)
         emit(PeerChanged(peer=peer.name, state="ready", reason=transport))
+        self.greeter.refusals.fits(peer)
         if peer.outbox:
             self.unsent[peer] = None
 
@@ -129,7 +135,7 @@ class Sessions:
         if peer.state is PeerState.CONNECTING:
             peer.outbox.clear()
         peer.state = PeerState.LOST
-        reason = reason[: messages.MAX_TEXT]
+        reason = printable(reason, messages.MAX_TEXT)
         log.info("%s: peer %s lost: %s", self._owner.name, peer.name or peer.address, reason)
         emit(PeerChanged(peer=peer.name or peer.address, state="lost", reason=reason))
         self.dialed.pop(peer.address, None)
@@ -208,7 +214,7 @@ class Sessions:
             case messages.Invite():
                 self.greeter.on_invite(peer, body)
             case messages.Refuse():
-                self.greeter.on_refuse(peer, body)
+                self.greeter.on_refuse(peer, envelope, body)
             case messages.Bye(reason=reason):
                 self.lose(peer, f"closed by {peer.name or peer.address}: {reason}")
             case messages.Hello():
@@ -228,9 +234,13 @@ class Sessions:
     def on_disconnected(self, item: Disconnected) -> None:
         """The connection of a session has ended."""
         peer = self.by_route.get(item.route)
-        if peer is not None:
-            reason = "control connection cut" if peer.epoch else f"cannot connect to {peer.address}"
-            self.lose(peer, f"{reason}: {item.reason}" if item.reason else reason)
+        if peer is None:
+            return
+        if item.refused:
+            self.greeter.on_key_refused(peer, item.reason)
+            return
+        reason = "control connection cut" if peer.epoch else f"cannot connect to {peer.address}"
+        self.lose(peer, f"{reason}: {item.reason}" if item.reason else reason)
 
     # -- out ---------------------------------------------------------------------------------------------------------
 

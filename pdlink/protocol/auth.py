@@ -34,6 +34,8 @@ _SCHEME, _KEY_MARK = "tcp://", "?key="
 
 NAME_FACTOR = "name that goes with the key"
 """What a refusal names if somebody speaks as somebody else."""
+KEY_FACTOR = "key"
+"""What a refusal names if a connection is not let in because of its key."""
 
 
 def is_key(text: str) -> bool:

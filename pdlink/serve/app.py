@@ -199,7 +199,7 @@ def _json(body: object, status: int = 200, headers: dict[str, str] | None = None
 
 
 def _gauges(worker: Worker) -> Gauges:
-    engine, pool = worker.engine, worker.pool
+    engine, pool, refused = worker.engine, worker.pool, worker.endpoint.refused()
     return {
         "sender_transfers": ("Live transfers sent from here, by state", worker.endpoint.sender.states()),
         "push_nbytes": (
@@ -210,6 +210,13 @@ def _gauges(worker: Worker) -> Gauges:
         "peers": (
             "Sessions with other workers",
             {"live": len(worker.endpoint.peers()), "closing": worker.endpoint.num_closing()},
+        ),
+        "refused_peers": (
+            "Workers that do not fit this one (names and reasons: /health): dialed by it, or accepted",
+            {
+                "dialed": sum(bool(entry.address) for entry in refused),
+                "accepted": sum(not entry.address for entry in refused),
+            },
         ),
         "blocks": (
             "Blocks of the KV pool",

@@ -51,6 +51,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+_MAX_PEERS_SHOWN = 256
+"""Sessions listed in /health."""
+
+
 class Draining(LocalError):
     """The worker was told to stop and takes no new requests."""
 
@@ -387,6 +391,28 @@ class Worker:
             "free_blocks": self.pool.num_free,
             "num_blocks": self.pool.num_blocks,
             "block_tokens": self.config.cache.block_tokens,
+            "peers": [
+                {
+                    "peer": peer.name,
+                    "address": peer.address,
+                    "state": peer.state.value,
+                    "transport": peer.transport.name if peer.transport else "",
+                    "lane": peer.lane,
+                }
+                for peer in endpoint.peers()[:_MAX_PEERS_SHOWN]
+            ],
+            "refused": [
+                {
+                    "peer": refused.peer,
+                    "address": refused.address,
+                    "factor": refused.factor,
+                    "local": refused.local,
+                    "remote": refused.remote,
+                    "count": refused.count,
+                    "retry_s": round(refused.retry_s, 3),
+                }
+                for refused in endpoint.refused()
+            ],
         }
 
     def drain(self, timeout_s: float) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from pdlink.config import CacheConfig, ModelConfig, TransportConfig, WorkerConfig
 from pdlink.engine.request import SamplingParams
+from pdlink.serve.openai import PrefillAddress, TransferParams
 from pdlink.serve.worker import Worker
 from pdlink.transport.mapped import MappedTransport
 
@@ -32,3 +33,82 @@ def test_transports_hear_when_a_prefill_is_computed(monkeypatch: pytest.MonkeyPa
 
         assert asyncio.run(tokens()) == 3
     assert said == [True, False]
+
+
+class Two:
+    """A prefill and a decode worker in this process."""
+
+    def __init__(self, **decode_model: Any) -> None:
+        def worker(role: Literal["prefill", "decode"], **model: Any) -> Worker:
+            config = WorkerConfig(
+                role=role,
+                model=ModelConfig(num_layers=1, **model),
+                cache=CacheConfig(num_blocks=8),
+                transport=TransportConfig(kind="tcp"),
+            )
+            return Worker(config, role)
+
+        self.prefill, self.decode = worker("prefill"), worker("decode", **decode_model)
+        self._num_transfers = 0
+
+    def __enter__(self) -> Two:
+        self.prefill.open()
+        self.decode.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.decode.close()
+        self.prefill.close()
+
+    def answer(self) -> list[int]:
+        """The tokens of one request whose KV is to come from prefill."""
+        self._num_transfers += 1
+        transfer_id, sampling = f"t{self._num_transfers}", SamplingParams(max_tokens=3, ignore_eos=True)
+        where = PrefillAddress(name="prefill", control=self.prefill.endpoint.address)
+        prompt = (1, 2, 3)
+
+        async def tokens() -> list[int]:
+            sends = TransferParams(transfer_id=transfer_id, leg="prefill", seed=1, created=1)
+            receives = TransferParams(transfer_id=transfer_id, leg="decode", seed=1, created=1, prefill=where)
+            self.prefill.start(f"prefill-{transfer_id}", prompt, sampling, sends)
+            stream = self.decode.start(f"decode-{transfer_id}", prompt, sampling, receives)
+            return [token.token_id async for token in stream]
+
+        return asyncio.run(tokens())
+
+
+def test_health_of_both_workers_shows_that_they_do_not_fit() -> None:
+    with Two(seed=1) as two:
+        assert len(two.answer()) == len(two.answer()) == 3
+        for worker, other, dialed in ((two.decode, two.prefill, True), (two.prefill, two.decode, False)):
+            ok, health = worker.health()
+            assert ok
+            assert health["status"] == "ok"
+            assert health["peers"] == []
+            refused: Any = health["refused"]
+            assert [entry.pop("retry_s") > 0 for entry in refused] == [dialed]
+            assert refused == [
+                {
+                    "peer": other.name,
+                    "address": other.endpoint.address if dialed else "",
+                    "factor": "revision",
+                    "local": worker.model.revision,
+                    "remote": other.model.revision,
+                    "count": 1,
+                }
+            ]
+
+
+def test_health_shows_every_session_with_the_lane_that_its_bytes_took() -> None:
+    with Two() as two:
+        two.answer()
+        (here,), (there,) = ([*worker.health()[1]["peers"]] for worker in (two.prefill, two.decode))  # type: ignore[misc]
+        assert here == {"peer": "decode", "address": "", "state": "ready", "transport": "tcp", "lane": "tcp"}
+        assert there == {
+            "peer": "prefill",
+            "address": two.prefill.endpoint.address,
+            "state": "ready",
+            "transport": "tcp",
+            "lane": "",
+        }
+        assert two.decode.health()[1]["refused"] == []

@@ -69,7 +69,10 @@ class _Receive:
             self._books.report(self)
 
     def failed(self, reason: str) -> None:
-        log.warning("transfer %s: the KV of request %s will not come: %s", self.transfer_id, self.request_id, reason)
+        level = logging.INFO if reason.startswith("refused: ") else logging.WARNING  # the endpoint has told it once
+        log.log(
+            level, "transfer %s: the KV of request %s will not come: %s", self.transfer_id, self.request_id, reason
+        )
 
     def released(self) -> None:
         with self._books.lock:
