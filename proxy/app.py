@@ -161,10 +161,14 @@ class Router:
 
         Load balancers have no key, so without one the status is all there is: workers and addresses are not shown.
         """
-        sides = [Leg.DECODE] if self.config.on_no_prefill == "decode_only" else list(Leg)
-        missing = [side.value for side in sides if not self.pools.usable(side)]
+        missing = [side.value for side in Leg if not self.pools.usable(side)]
+        alone = missing == [Leg.PREFILL.value] and self.config.on_no_prefill == "decode_only"
+        if alone and any(worker.state is State.UNKNOWN for worker in self.pools.workers[Leg.PREFILL]):
+            alone = False  # it is being asked for the first time
         if self._draining:
             status, reason = "draining", "the proxy is shutting down"
+        elif alone:
+            status, reason = "ok", "no healthy prefill worker: decode computes prompts itself"
         elif missing:
             status, reason = "unavailable", f"no healthy {' and no healthy '.join(missing)} worker"
         else:

@@ -120,6 +120,7 @@ class Exchange:
             first_byte_s=config.first_byte_timeout_s,
             idle_s=config.idle_timeout_s,
             request_s=config.request_timeout_s,
+            decode_alone=config.on_no_prefill == "decode_only",
         )
         self._flow = Flow(limits, self._started_s, shared.dialect.rules)
         self._runs: dict[tuple[int, Leg], _LegRun] = {}
@@ -245,6 +246,8 @@ class Exchange:
                 worker.fault(f"a request's connection failed ({reason})")
             case Loss.STALE:
                 worker.poke.set()  # most likely idle, perhaps gone
+            case int() if action.reason in self._shared.dialect.rules.lost_statuses:
+                worker.poke.set()  # an engine may have died whose HTTP server still answers
 
     def _place(self, action: Place) -> Placed | Unplaced:
         shared, model = self._shared, self._call.model
@@ -257,8 +260,11 @@ class Exchange:
             if shared.config.on_no_prefill == "fail":
                 return Unplaced(f"no healthy prefill worker for model {model!r}; see /health")
             self._count_fallback("decode_only", "no healthy prefill worker")
+        elif action.alone or (prefill.key in action.avoid and shared.config.on_no_prefill == "decode_only"):
+            prefill = None
+            self._count_fallback("decode_only", "this request's prefill was lost")
         if action.why is Why.RETRY:
-            self._count_fallback("retry", "decode leg lost")
+            self._count_fallback("retry", "a leg was lost")
         shared.metrics.attempts.labels(action.why.value).inc()
         self._chosen = (prefill, decode)
         return Placed(prefill.key if prefill else None, decode.key)

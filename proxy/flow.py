@@ -71,6 +71,8 @@ class Limits:
     first_byte_s: float
     idle_s: float
     request_s: float
+    decode_alone: bool = False
+    """Decode may compute a prompt itself where prefill was lost (`on_no_prefill`)."""
 
 
 @dataclass(slots=True)
@@ -228,6 +230,8 @@ class Flow:
         detail = f"{event.leg.value} worker answered {event.status}"
         if 400 <= event.status < 500:
             return self._react(event.leg, News.REJECTED, event.status, answer, detail, now)
+        if event.leg is Leg.PREFILL:  # what its engine says of itself is for its operator, not for a client of decode
+            answer = _failure(PeerLost, detail)
         if event.status in self._rules.lost_statuses:
             return self._react(event.leg, News.LOST, event.status, answer, detail, now)
         if event.status < 400:  # a redirect would send the client's prompt wherever the worker says
@@ -279,8 +283,10 @@ class Flow:
         reaction = before if self.first_leg is None else after
         if reaction is Reaction.RESEND and not self._may_resend:
             reaction = self._rules.reactions[leg, News.LOST][0]
+        alone = False
         if reaction is Reaction.RETRY and self._retries_left == 0:
-            reaction = Reaction.ANSWER
+            alone = leg is Leg.PREFILL and self._limits.decode_alone  # once: this attempt has no prefill leg to lose
+            reaction = Reaction.RETRY if alone else Reaction.ANSWER
         match reaction:
             case Reaction.TELL_DECODE:
                 return [blame, *self._tell_decode(detail, now)]
@@ -288,9 +294,9 @@ class Flow:
                 self._may_resend = False
                 return [blame, *self._again(Why.RESEND, answer)]
             case Reaction.RETRY:
-                self._retries_left -= 1
+                self._retries_left -= not alone
                 self._avoid |= self._to_avoid(leg, reason)
-                return [blame, *self._again(Why.RETRY, answer)]
+                return [blame, *self._again(Why.RETRY, answer, alone=alone)]
             case Reaction.ANSWER:
                 outcome = Outcome.REJECTED if news is News.REJECTED else Outcome.FAILED
                 return [blame, *self._finish(outcome, answer)]
@@ -305,11 +311,11 @@ class Flow:
         decode.since_s = now  # what it does instead takes its own time
         return [TellToStop(self.attempt, Leg.DECODE, reason)]
 
-    def _again(self, why: Why, failure: Respond) -> list[Action]:
+    def _again(self, why: Why, failure: Respond, *, alone: bool = False) -> list[Action]:
         self._last_failure = failure
         actions = self._end_legs()
         self._legs = {}
-        return [*actions, Place(why, self._avoid)]
+        return [*actions, Place(why, self._avoid, alone)]
 
     def _to_avoid(self, leg: Leg, reason: Loss | int) -> frozenset[str]:
         """Workers the next attempt should do without, after this leg was lost."""

@@ -106,10 +106,12 @@ class Why(enum.Enum):
 
 class Place(msgspec.Struct, frozen=True):
     """Choose workers for a new attempt and report Placed or Unplaced. avoid: workers to take only if there are no
-    others."""
+    others, and prefill workers among them only if decode may not serve the request alone."""
 
     why: Why
     avoid: frozenset[str]
+    alone: bool = False
+    """Decode is to serve it alone."""
 
 
 class StartLegs(msgspec.Struct, frozen=True):

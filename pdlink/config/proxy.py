@@ -40,8 +40,9 @@ class ProxyConfig(Section):
     policy: Literal["round_robin", "least_loaded"] = "least_loaded"
     retries: int = Field(default=1, ge=0)
     """New attempts, each with a new transfer id and other workers where there are some, before the first token."""
-    on_no_prefill: Literal["fail", "decode_only"] = "fail"
-    """What to do when no prefill worker is healthy: answer 503, or let decode compute the prompt (counted)."""
+    on_no_prefill: Literal["fail", "decode_only"] = "decode_only"
+    """What to do when no prefill worker is healthy, or a request has lost its own and there is no other: let decode
+    compute the prompt (counted), or answer an error. `fail` is for decode pools that prompts must not slow down."""
     health_interval_s: Seconds = 0.5
     connect_timeout_s: Seconds = 2.0
     first_byte_timeout_s: Seconds = 600.0

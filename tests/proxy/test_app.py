@@ -73,6 +73,27 @@ async def test_health_lists_every_worker_and_asks_none(prefill: FakeWorker, deco
         assert "GET /health" in body["decode"][0]["reason"]
 
 
+async def test_a_proxy_is_not_ready_before_it_has_asked_its_prefill_workers(decode: FakeWorker) -> None:
+    """Else its first requests would be computed by decode, although prefill is there."""
+    asked = asyncio.Event()
+
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()  # and says nothing
+        await reader.read()
+        writer.close()
+
+    slow = await asyncio.start_server(hear, "127.0.0.1", 0)
+    prefill = FakeWorker("prefill", port=slow.sockets[0].getsockname()[1])
+    async with slow, proxy_of([prefill], [decode], settled=False, connect_timeout_s=30) as proxy:
+        await asked.wait()
+        await until(lambda: proxy.router.pools.all[1].state.value == "ok")
+        async with proxy.client.get(f"{proxy.url}/health") as response:
+            assert (response.status, (await response.json())["reason"]) == (503, "no healthy prefill worker")
+        proxy.router.pools.all[0].unreachable("said the test")
+        async with proxy.client.get(f"{proxy.url}/health") as response:
+            assert response.status == 200
+
+
 async def test_health_answers_while_every_worker_connection_is_taken(prefill: FakeWorker, decode: FakeWorker) -> None:
     """Health has connections of its own, so a bounded pool of busy ones makes nobody look dead."""
     decode.gate = asyncio.Event()

@@ -148,7 +148,8 @@ async def test_retries_are_bounded_and_the_last_answer_is_passed_on(
         worker.fail_with = 502
     for worker in prefills:
         worker.gate = asyncio.Event()
-    async with proxy_of(prefills, decodes, retries=2) as proxy, proxy.post(stream=True) as response:
+    more: dict[str, Any] = {"retries": 2, "on_no_prefill": "fail"}
+    async with proxy_of(prefills, decodes, **more) as proxy, proxy.post(stream=True) as response:
         assert response.status == 502
         assert (await error_of(response))["code"] == "code_502"
         assert proxy.counted("attempts_total", why="retry") == 2

@@ -166,7 +166,7 @@ async def test_a_worker_that_says_no_gets_no_new_requests(
 
 async def test_a_worker_in_the_wrong_list_is_named_and_not_used(prefill: FakeWorker, decode: FakeWorker) -> None:
     """Two swapped URLs look like a broken link otherwise (vllm-router#46)."""
-    async with proxy_of([decode], [decode, prefill]) as proxy:
+    async with proxy_of([decode], [decode, prefill], on_no_prefill="fail") as proxy:
         assert states(proxy) == [State.WRONG_ROLE, State.OK, State.WRONG_ROLE]
         async with proxy.client.get(f"{proxy.url}/health") as response:
             assert response.status == 503
@@ -176,11 +176,11 @@ async def test_a_worker_in_the_wrong_list_is_named_and_not_used(prefill: FakeWor
         assert await status_of(proxy) == 503
 
 
-async def test_without_prefill_decode_works_alone_only_if_so_configured(
+async def test_without_prefill_decode_works_alone_unless_that_is_forbidden(
     prefill: FakeWorker, decode: FakeWorker
 ) -> None:
     await prefill.stop()
-    async with proxy_of([prefill], [decode], settled=False) as proxy:
+    async with proxy_of([prefill], [decode], settled=False, on_no_prefill="fail") as proxy:
         await until(lambda: states(proxy) == [State.UNREACHABLE, State.OK])
         async with proxy.post() as response:
             assert response.status == 503
@@ -188,7 +188,7 @@ async def test_without_prefill_decode_works_alone_only_if_so_configured(
             assert (await response.json())["error"]["code"] == "no_worker"
         assert decode.received == []
         assert proxy.counted("requests_total", outcome="unavailable") == 1
-    async with proxy_of([prefill], [decode], settled=False, on_no_prefill="decode_only") as proxy:
+    async with proxy_of([prefill], [decode], settled=False) as proxy:
         await until(lambda: states(proxy) == [State.UNREACHABLE, State.OK])
         async with proxy.post() as response:
             assert response.status == 200
@@ -197,6 +197,8 @@ async def test_without_prefill_decode_works_alone_only_if_so_configured(
         assert proxy.counted("fallbacks_total", kind="decode_only") == 1
         async with proxy.client.get(f"{proxy.url}/health") as response:
             assert response.status == 200
+            body = await response.json()
+        assert (body["status"], body["reason"]) == ("ok", "no healthy prefill worker: decode computes prompts itself")
 
 
 async def test_requests_go_to_workers_of_their_model(prefills: list[FakeWorker], decodes: list[FakeWorker]) -> None:

@@ -155,7 +155,7 @@ SAMPLING: dict[str, Any] = {
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_prefill_is_told_nothing_of_how_tokens_are_chosen(pair: Pair, path: str) -> None:
-    """Nobody reads its token, and a seed kills the engine where the prompt is computed in chunks (vLLM 0.32, CPUs)."""
+    """Nobody reads its token, and a seed kills the engine if the prompt is computed in chunks (vLLM 0.32, CPUs)."""
     async with pair.proxy(CONCURRENT) as proxy:
         assert (await said(proxy, path, **SAMPLING))[0] == 200
         await until(lambda: len(pair.prefill.received) == 1)
@@ -355,13 +355,56 @@ async def test_without_another_prefill_decode_works_alone_if_so_configured(pair:
 
 
 @BOTH
-async def test_without_another_prefill_the_client_is_told_if_so_configured(pair: Pair, dialect: str) -> None:
-    pair.prefill.resets = 1
+@pytest.mark.parametrize("fault", ["500", "reset"])
+async def test_without_another_prefill_the_client_is_told_if_so_configured(
+    pair: Pair, dialect: str, fault: str
+) -> None:
+    """In the proxy's words: prefill's own 500 says "See stack trace (above)"."""
+    if fault == "500":
+        pair.prefill.fail_with = 500
+    else:
+        pair.prefill.resets = 1
     pair.decode.gate = asyncio.Event()
-    async with pair.proxy(dialect, health_interval_s=3600) as proxy:
+    async with pair.proxy(dialect, on_no_prefill="fail", health_interval_s=3600) as proxy:
         status, got = await said(proxy)
     assert status == 502
-    assert msgspec.json.decode(got)["error"]["code"] == "peer_lost"
+    error = msgspec.json.decode(got)["error"]
+    assert error["code"] == "peer_lost"
+    assert "prefill worker" in error["message"]
+
+
+@BOTH
+@pytest.mark.parametrize("retries", [0, 1])
+async def test_a_prefill_that_dies_under_a_request_is_not_asked_again_for_it(
+    pair: Pair, dialect: str, retries: int
+) -> None:
+    """vLLM's engine dies before its API server: first a 500, then no connection, and only then a health check."""
+    pair.prefill.fail_with = 500
+    async with pair.proxy(dialect, on_no_prefill="decode_only", retries=retries, health_interval_s=3600) as proxy:
+        for _ in range(3):
+            status, got = await said(proxy, stream=True)
+            assert (status, got.endswith(DONE)) == (200, True), got
+        assert proxy.counted("fallbacks_total", kind="decode_only") == 3
+    assert len(pair.prefill.received) == 3, "once a request"
+
+
+@BOTH
+async def test_two_dead_prefills_do_not_fail_a_request_that_decode_can_serve(pair: Pair, dialect: str) -> None:
+    """The second one takes the last retry."""
+    for worker in pair.prefills:
+        worker.fail_with = 500
+    async with pair.proxy(dialect, num_prefill=2, on_no_prefill="decode_only", health_interval_s=3600) as proxy:
+        assert (await said(proxy))[0] == 200
+    assert [len(worker.received) for worker in pair.prefills] == [1, 1]
+    assert "kv_transfer_params" not in pair.decode.received[-1].body
+
+
+async def test_a_prefill_that_answers_500_is_asked_for_its_health_at_once(pair: Pair) -> None:
+    pair.prefill.fail_with, pair.prefill.dead = 500, False
+    async with pair.proxy(CONCURRENT, on_no_prefill="decode_only", health_interval_s=3600) as proxy:
+        pair.prefill.dead = True
+        assert (await said(proxy))[0] == 200
+        await until(lambda: side(proxy, Leg.PREFILL) is State.FAILED, "the watcher has asked")
 
 
 @BOTH
@@ -396,7 +439,7 @@ async def test_the_reason_of_a_load_that_failed_reaches_the_client(pair: Pair, d
 
 async def test_a_prefill_answer_that_is_none_is_a_lost_leg(pair: Pair) -> None:
     pair.prefill.answer_override = b"<html>"
-    async with pair.proxy(SEQUENTIAL, retries=0) as proxy:
+    async with pair.proxy(SEQUENTIAL, retries=0, on_no_prefill="fail") as proxy:
         status, got = await said(proxy)
         assert status == 502
         assert msgspec.json.decode(got)["error"]["code"] == "protocol_error"

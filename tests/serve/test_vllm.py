@@ -109,6 +109,17 @@ def test_the_example_files_are_valid(path: Path) -> None:
         assert load(ProxyConfig, path, environment={}).dialect == "vllm"
 
 
+def test_every_way_to_start_a_proxy_lets_decode_work_alone() -> None:
+    """By hand and by each shipped file: a request survives its prefill server however the proxy was started."""
+    assert ProxyConfig().on_no_prefill == "decode_only"
+    for path in Path("configs").rglob("*.yaml"):
+        if path.name.startswith("up"):
+            assert load(UpConfig, path, environment={}).proxy.on_no_prefill == "decode_only", path
+        elif path.name == "proxy.yaml" and path.parent.name != "secure":
+            assert load(ProxyConfig, path, environment={}).on_no_prefill == "decode_only", path
+    assert "on_no_prefill" not in Path("configs/secure/proxy.yaml").read_text()
+
+
 def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> None:
     executable = command(tmp_path, fails="ValueError: no such layout")
     config = VllmConfig(prefill_port=0, decode_port=0, control_port=0)
