@@ -138,8 +138,14 @@ class HandshakeRefused(RemoteError):
     code = "handshake_refused"
     http_status = 502
 
+    _REMEDIES: ClassVar[dict[str, str]] = {
+        "content": "the models have one name and unlike files; load the same config, tokenizer and weights on both",
+    }
+    """By factor, where the two values alone do not say it."""
+
     def __init__(self, factor: str, local: str, remote: str) -> None:
-        super().__init__(f"{factor} differs: local {local}, remote {remote}")
+        remedy = self._REMEDIES.get(factor)
+        super().__init__(f"{factor} differs: local {local}, remote {remote}" + (f"; {remedy}" if remedy else ""))
         self.factor, self.local, self.remote = factor, local, remote
 
 

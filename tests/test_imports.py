@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BASE = {"errors", "config", "events"}
+BASE = {"errors", "config", "content", "events"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "content": {"errors"},
     "events": {"errors"},
     "config": {"errors"},
     "kv": BASE,

@@ -6,13 +6,17 @@ here, at start: after loading, one short forward pass with the paged cache is co
 
 from __future__ import annotations
 
+import hashlib
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.hub import cached_file
 
+from pdlink.content import digest_of
 from pdlink.engine import attention, tiny
 from pdlink.engine.attention import Span
 from pdlink.engine.paged_cache import PagedCache
@@ -32,6 +36,8 @@ class LoadedModel:
     name: str
     revision: str
     """What the weights depend on besides the name: the hub commit where it is known."""
+    content: str
+    """Digest of config, tokenizer and weights: what a name and a revision say, and what is true."""
     dtype: str
     """As torch spells it ("float32"), of weights and KV."""
     num_layers: int
@@ -89,10 +95,10 @@ def load_model(config: ModelConfig, device: str = "cpu") -> LoadedModel:
         )
         model.set_attn_implementation(attention.IMPLEMENTATION)
         revision = f"seed-{config.seed}-layers-{config.num_layers}"
-        return _describe(model.to(where), tiny.build_tokenizer(), config, revision, where)
+        return _describe(model.to(where), tiny.build_tokenizer(), config, revision, _digest_of(model), where)
     model, tokenizer = _from_pretrained(config, dtype)
     revision = getattr(model.config, "_commit_hash", None) or config.revision
-    loaded = _describe(model.to(where), tokenizer, config, revision, where)
+    loaded = _describe(model.to(where), tokenizer, config, revision, digest_of(_directory(config)), where)
     _compare_with_transformers(loaded)
     return loaded
 
@@ -113,7 +119,30 @@ def _from_pretrained(config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]
     return model.eval(), tokenizer
 
 
-def _describe(model: Any, tokenizer: Any, config: ModelConfig, revision: str, device: torch.device) -> LoadedModel:
+def _directory(config: ModelConfig) -> str:
+    """Where the files are that were loaded: a model of the hub lies in a cache of transformers."""
+    assert config.path is not None
+    if os.path.isdir(config.path):
+        return config.path
+    return os.path.dirname(str(cached_file(config.path, "config.json", revision=config.revision)))
+
+
+def _digest_of(model: Any) -> str:
+    """The digest of a model that was built, and so has no files: of its first weights of every kind."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, weight in model.state_dict().items():
+        digest.update(f"{name} {tuple(weight.shape)} ".encode())
+        digest.update(weight.flatten()[:_SAMPLED].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+_SAMPLED = 4096
+"""Numbers of each weight. They come from one sequence, so that everything after a difference differs, too."""
+
+
+def _describe(
+    model: Any, tokenizer: Any, config: ModelConfig, revision: str, content: str, device: torch.device
+) -> LoadedModel:
     text = model.config.get_text_config()
     heads = text.num_attention_heads
     eos = model.generation_config.eos_token_id if model.generation_config is not None else None
@@ -123,6 +152,7 @@ def _describe(model: Any, tokenizer: Any, config: ModelConfig, revision: str, de
         tokenizer=tokenizer,
         name=config.name,
         revision=revision,
+        content=content,
         dtype=config.dtype,
         num_layers=text.num_hidden_layers,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,

@@ -30,6 +30,7 @@ def _factors(identity: Identity) -> dict[str, object]:
         "version": identity.version,
         "model": identity.model,
         "revision": identity.revision,
+        "content": identity.content,
         "num_ranks": identity.num_ranks,
         "dtype": layout.dtype,
         "num_layers": len(layout.layers),

@@ -47,6 +47,8 @@ class Identity(msgspec.Struct, frozen=True):
     layout: KVLayout
     host: Name
     """Boot id and pid namespace: equal strings mean that the two processes can map each other's memory."""
+    content: Name = ""
+    """Digest of config, tokenizer and weights (`pdlink.content`)."""
 
 
 class Hello(_Body, frozen=True, tag="hello"):

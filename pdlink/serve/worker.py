@@ -152,7 +152,10 @@ class Worker:
         )
         warm_up()
         transports, checksums, layer_order = self._attach(self.cache.buffer)
-        identity = Identity(VERSION, self.model.name, self.model.revision, 1, self.cache.layout, host_id())
+        model = self.model
+        identity = Identity(
+            VERSION, model.name, model.revision, 1, self.cache.layout, host_id(), content=model.content
+        )
         self.endpoint = Endpoint(
             self.name,
             identity,

@@ -64,6 +64,8 @@ def test_built_model_is_the_same_for_the_same_seed_and_says_so() -> None:
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
     assert one.revision == same.revision != other.revision
+    assert one.content == same.content != other.content
+    assert one.content == load_model(ModelConfig(num_layers=1, seed=1, max_tokens=64)).content
 
 
 def test_answers_of_the_built_model_are_printable() -> None:

@@ -116,5 +116,5 @@ def test_the_kv_of_a_prompt_depends_on_lora_salt_and_media() -> None:
     request = SimpleNamespace(
         lora_request=SimpleNamespace(lora_name="l"), cache_salt="s", mm_features=[SimpleNamespace(identifier="i")]
     )
-    assert versions.identity(request) == ["lora l", "salt s", "media i"]
+    assert versions.identity(request) == ["lora l ", "salt s", "media i"]
     assert versions.identity(SimpleNamespace(lora_request=None, cache_salt=None, mm_features=None)) == []

@@ -41,6 +41,7 @@ BASE = Identity(VERSION, "m", "main", 1, layout(), "host")
         ("version", msgspec.structs.replace(BASE, version=VERSION + 1)),
         ("model", msgspec.structs.replace(BASE, model="n")),
         ("revision", msgspec.structs.replace(BASE, revision="v2")),
+        ("content", msgspec.structs.replace(BASE, content="0123abcd")),
         ("num_ranks", msgspec.structs.replace(BASE, num_ranks=2)),
         ("dtype", msgspec.structs.replace(BASE, layout=layout(dtype="bfloat16"))),
         ("num_layers", msgspec.structs.replace(BASE, layout=layout(num_layers=3))),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pdlink.config import CacheConfig, ModelConfig, TransportConfig, WorkerConfig
 from pdlink.engine.request import SamplingParams
+from pdlink.serve.checkpoint import write_checkpoint
 from pdlink.serve.openai import PrefillAddress, TransferParams
 from pdlink.serve.worker import Worker
 from pdlink.transport.mapped import MappedTransport
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pytest
 
 
@@ -35,20 +38,23 @@ def test_transports_hear_when_a_prefill_is_computed(monkeypatch: pytest.MonkeyPa
     assert said == [True, False]
 
 
+MODEL = ModelConfig(num_layers=1)
+
+
 class Two:
     """A prefill and a decode worker in this process."""
 
-    def __init__(self, **decode_model: Any) -> None:
-        def worker(role: Literal["prefill", "decode"], **model: Any) -> Worker:
+    def __init__(self, prefill_model: ModelConfig, decode_model: ModelConfig) -> None:
+        def worker(role: Literal["prefill", "decode"], model: ModelConfig) -> Worker:
             config = WorkerConfig(
                 role=role,
-                model=ModelConfig(num_layers=1, **model),
+                model=model,
                 cache=CacheConfig(num_blocks=8),
                 transport=TransportConfig(kind="tcp"),
             )
             return Worker(config, role)
 
-        self.prefill, self.decode = worker("prefill"), worker("decode", **decode_model)
+        self.prefill, self.decode = worker("prefill", prefill_model), worker("decode", decode_model)
         self._num_transfers = 0
 
     def __enter__(self) -> Two:
@@ -78,7 +84,7 @@ class Two:
 
 
 def test_health_of_both_workers_shows_that_they_do_not_fit() -> None:
-    with Two(seed=1) as two:
+    with Two(MODEL, ModelConfig(num_layers=1, seed=1)) as two:
         assert len(two.answer()) == len(two.answer()) == 3
         for worker, other, dialed in ((two.decode, two.prefill, True), (two.prefill, two.decode, False)):
             ok, health = worker.health()
@@ -99,8 +105,28 @@ def test_health_of_both_workers_shows_that_they_do_not_fit() -> None:
             ]
 
 
+def test_two_directories_with_weights_of_one_shape_and_one_name_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rolling update to a new fine-tune: same name, same shapes, other numbers."""
+    models = []
+    for seed in range(2):
+        path = tmp_path / str(seed) / "model"
+        write_checkpoint(path, num_layers=1, seed=seed)
+        models.append(ModelConfig(path=str(path), name="model"))
+    with Two(*models) as two:
+        digests = [worker.model.content for worker in (two.decode, two.prefill)]
+        assert len(two.answer()) == 3
+        refused = cast("list[dict[str, Any]]", two.decode.health()[1]["refused"])[0]
+        assert (refused["factor"], refused["local"], refused["remote"]) == ("content", *digests)
+        told = (
+            f"content differs: local {digests[0]}, remote {digests[1]}; the models have one name and unlike files; "
+        )
+        assert any(told + "load the same config, tokenizer and weights on both" in line for line in caplog.messages)
+
+
 def test_health_shows_every_session_with_the_lane_that_its_bytes_took() -> None:
-    with Two() as two:
+    with Two(MODEL, MODEL) as two:
         two.answer()
         (here,), (there,) = ([*worker.health()[1]["peers"]] for worker in (two.prefill, two.decode))  # type: ignore[misc]
         assert here == {"peer": "decode", "address": "", "state": "ready", "transport": "tcp", "lane": "tcp"}

@@ -150,6 +150,7 @@ class Rank:
             self._num_shards,
             cache.layout,
             host_id(),
+            content=versions.content(self._config),
         )
 
 

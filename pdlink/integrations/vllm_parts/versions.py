@@ -6,12 +6,17 @@ uses is the same from 0.24 to 0.33; what is not is asked for here, by feature wh
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import re
 from typing import Any
 
-from pdlink.errors import LocalError
+from pdlink.content import digest_of
+from pdlink.errors import ConfigError, LocalError
 from pdlink.integrations.vllm_parts.layout import COLUMNS, PACKED, ROWS, UnsupportedCache
+
+log = logging.getLogger(__name__)
 
 OLDEST, NEWEST = (0, 24), (0, 33)
 
@@ -67,7 +72,8 @@ def identity(request: Any) -> list[str]:
     """What the KV of a prompt depends on beside its tokens."""
     words = []
     if request.lora_request is not None:
-        words.append(f"lora {request.lora_request.lora_name}")
+        adapter = request.lora_request
+        words.append(f"lora {adapter.lora_name} {_adapter(getattr(adapter, 'lora_path', ''))}")
     if request.cache_salt:
         words.append(f"salt {request.cache_salt}")
     words += [f"media {feature.identifier}" for feature in request.mm_features or ()]
@@ -121,6 +127,51 @@ def model_shape(vllm_config: Any) -> dict[str, Any]:
     """What makes the KV of two models of one name incomparable."""
     shape = vllm_config.model_config.hf_text_config.to_dict()
     return {key: value for key, value in shape.items() if not key.startswith("_") and key != "transformers_version"}
+
+
+def content(vllm_config: Any) -> str:
+    """Digest of the files that this server loads: a name that both servers serve says nothing about them.
+
+    Where they are not on this host (another load format than files), of their name and commit. Adapters are not in
+    it: requests bring them, and each request's transfer has the adapter in its id (`identity`).
+    """
+    model_config, load = vllm_config.model_config, vllm_config.load_config
+    made_up = str(getattr(load, "load_format", "")) == "dummy"
+    folder = getattr(load, "download_dir", None)
+    model = _on_this_host(model_config.model, model_config.revision, folder)
+    if model is None:
+        commit = getattr(model_config.hf_config, "_commit_hash", None) or model_config.revision or "main"
+        log.warning(
+            "the files of model %r are not here: two servers are compared by this name only", model_config.model
+        )
+        return hashlib.blake2b(f"{model_config.model} {commit}".encode(), digest_size=16).hexdigest()
+    tokenizer = None
+    if model_config.tokenizer and model_config.tokenizer != model_config.model:
+        revision = getattr(model_config, "tokenizer_revision", None)
+        tokenizer = _on_this_host(model_config.tokenizer, revision, folder)
+    return digest_of(model, tokenizer, weights=not made_up)
+
+
+def _adapter(place: str) -> str:
+    """What tells adapters of one name apart: their content, or where that is not here, where they come from."""
+    found = _on_this_host(place, None, None)
+    try:
+        return place if found is None else digest_of(found)
+    except ConfigError as error:  # taken away since; vLLM will say so
+        log.warning("adapter %r: %s", place, error)
+        return place
+
+
+def _on_this_host(place: str, revision: str | None, folder: str | None) -> str | None:
+    """The directory or file of a model given by its path or by its name on the hub; None if it is not here."""
+    if os.path.exists(place):
+        return place
+    try:
+        from huggingface_hub import snapshot_download
+
+        return str(snapshot_download(place, revision=revision, cache_dir=folder, local_files_only=True))
+    except (ImportError, OSError, ValueError):  # not downloaded, or no name of the hub
+        return None
 
 
 def transfer_groups(kv_cache_config: Any) -> tuple[int, ...]:
