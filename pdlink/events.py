@@ -72,6 +72,14 @@ class MessageDropped(Event, frozen=True, kw_only=True, gc=False):
     reason: str
 
 
+class HandlingFailed(Event, frozen=True, kw_only=True, gc=False):
+    """What a peer, a transport or this worker's code gave the endpoint to do raised an unexpected error."""
+
+    what: str
+    """"frame", "message", "push", "occurrence", "transport", "command" or "callback"."""
+    error: str
+
+
 class FallbackUsed(Event, frozen=True, kw_only=True, gc=False):
     """A request took its configured second way: "recompute", "retry" or "decode_only"."""
 

@@ -201,6 +201,10 @@ class Channel:
         """Let `poll` also wait for this descriptor to become readable."""
         self._poller.register(fd, zmq.POLLIN)
 
+    def unwatch(self, fd: int) -> None:
+        """No longer."""
+        self._poller.unregister(fd)
+
     def poll(self, timeout_s: float) -> tuple[list[Arrival], set[int]]:
         """Wait up to `timeout_s`; what arrived, and which watched descriptors are readable."""
         ready = dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))  # up: a wait cut short is a busy one

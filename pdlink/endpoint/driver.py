@@ -9,6 +9,12 @@ A peer is one session with one life of a remote worker (`sessions.py`). When it 
 transport closes the data connection, and when it reports the fence (`PeerClosed`) the transfers end and their blocks
 go back. The next request opens a new session. Only a peer that refused the handshake is left alone for a while
 (`refusals.py`).
+
+Blame. Whatever others can make fail (a frame, a command, a callback, what a transport reports) runs in `_guarded`,
+and if it raises it costs the one it came from: a frame its peer, a command its caller, a callback a line in the log.
+A transport that cannot be asked any more is closed, and its sessions end. What is left to raise is the loop's own:
+its sockets, its clock, its books. That ends the loop, and with it the worker: if giving a peer up fails, nobody knows
+any more which blocks somebody may still write to.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import secrets
 import threading
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pdlink.config import SharingConfig
@@ -29,6 +36,8 @@ from pdlink.endpoint.receiver import Receiver
 from pdlink.endpoint.sender import Sender
 from pdlink.endpoint.sessions import Sessions
 from pdlink.endpoint.tamper import TamperedChannel
+from pdlink.errors import ConfigError, PdlinkError, TransferFailed, TransportUnavailable
+from pdlink.events import HandlingFailed, emit
 from pdlink.protocol import auth, messages
 from pdlink.transport.base import BatchDone, PeerClosed, PeerFailed
 
@@ -40,13 +49,16 @@ if TYPE_CHECKING:
     from pdlink.endpoint.refusals import RefusedPeer
     from pdlink.memory.checksums import Checksums
     from pdlink.protocol.messages import Body, Identity
-    from pdlink.transport.base import Transport
+    from pdlink.transport.base import Occurrence, Transport
 
 log = logging.getLogger(__name__)
 
 _FLUSH_S = 0.0005
 """What was said waits at most about this long for callbacks of the same turn; sending takes 0.02 ms. Were it all of
 them, the other side would have nothing to do for as long as they take, and then this one."""
+
+_TELL_S = 1.0
+"""The log hears of a failure this often at most: whoever can cause one could fill the disk. All are counted."""
 
 
 class Endpoint:
@@ -89,24 +101,31 @@ class Endpoint:
         self.address = ""
         """Control address that peers dial; set by `open`."""
         self._transports = {transport.name: transport for transport in transports}
+        self._opened = list(transports)
+        """Also those that were given up since."""
+        self._watched: dict[str, int] = {}
+        """Descriptors of those in `_transports`, by name."""
         self._timeouts = timeouts
         self.credentials = credentials
         identified = f"{name}@{self.epoch}"
         faulty = chaos if chaos is not None and chaos.enabled else None
         self._channel = channel or (TamperedChannel(identified, name, faulty) if faulty else Channel(identified))
-        self.sender = Sender(self, timeouts, batch_timeout_s, sharing or SharingConfig(), short_of_blocks)
+        self.sender = Sender(self, timeouts, batch_timeout_s, sharing or SharingConfig(), self._short_of_blocks)
         self.receiver = Receiver(self, timeouts)
         self.sessions = Sessions(self, self._channel, self._transports, require_lane)
-        self._commands: deque[Callable[[], None]] = deque()
-        """Socket work asked for by other threads; run under the lock."""
+        self._commands: deque[tuple[Callable[[], None], Callable[[str], None] | None]] = deque()
+        """Socket work asked for by other threads, with what it costs if it fails; run under the lock."""
         self._callbacks: deque[Callable[[], None]] = deque()
         self._wake_fd = -1
         self._asleep = False
         """Whether the loop waits, or is about to, and has to be woken for what was added since."""
         self._thread: threading.Thread | None = None
         self._stopping = False
+        """No new sessions; the loop ends when those there were are fenced."""
+        self._closed = False
         self._next_tick_s = 0.0
-        self._on_death = on_death
+        self._on_death, self._ask_short_of_blocks = on_death, short_of_blocks
+        self._num_failed, self._told_s = 0, float("-inf")
         self.failure = ""
         """Why the loop died; empty while it runs."""
         self.ticked_s = 0.0
@@ -115,35 +134,54 @@ class Endpoint:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def open(self, host: str, port: int, advertise_host: str | None = None) -> None:
-        """Bind the control port (0 takes a free one), publish `address`, start the thread."""
-        bound = self._channel.bind(host, port, self.credentials)
-        public_key = self.credentials.keys.public if self.credentials else ""
-        self.address = str(auth.ControlAddress(advertise_host or host, bound, public_key))
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._channel.watch(self._wake_fd)
-        for transport in self._transports.values():
-            self._channel.watch(transport.fileno())
-        self.ticked_s = self.now_s()
-        self._thread = threading.Thread(target=self._main, name=f"pdlink-endpoint-{self.name}", daemon=True)
-        self._thread.start()
+        """Bind the control port (0 takes a free one), publish `address`, start the thread.
+
+        Raises ConfigError if that cannot be, and what a transport raises that is not open; `close` closes them then.
+        """
+        try:
+            bound = self._channel.bind(host, port, self.credentials)
+            public_key = self.credentials.keys.public if self.credentials else ""
+            self.address = str(auth.ControlAddress(advertise_host or host, bound, public_key))
+            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._channel.watch(self._wake_fd)
+            for name, transport in self._transports.items():
+                self._watched[name] = transport.fileno()
+                self._channel.watch(self._watched[name])
+            self.ticked_s = self.now_s()
+            self._thread = threading.Thread(target=self._main, name=f"pdlink-endpoint-{self.name}", daemon=True)
+            self._thread.start()
+        except (OSError, RuntimeError, PdlinkError) as error:
+            self._thread = None
+            self._hang_up()
+            if isinstance(error, PdlinkError):
+                raise
+            raise ConfigError(f"the endpoint cannot be opened: {error}; see ulimit -n and ulimit -u") from error
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End every session, wait for the fences up to `timeout_s`, stop the thread and close the transports."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
+        """End every session, wait for the fences up to `timeout_s`, stop the thread and close the transports.
 
-        self.leave()
-        thread.join(timeout_s)
-        for transport in self._transports.values():
-            transport.close()
+        Safe to call twice, from any thread but the endpoint's own.
+        """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("close() waits for the endpoint's thread and cannot be called in it")
         with self.lock:
-            self._stopping = True
-            self.sessions.closing.clear()
-            self.wake()
-        thread.join(timeout_s)
-        os.close(self._wake_fd)
+            closed, self._closed = self._closed, True
+        if closed:
+            return
+        thread = self._thread
+        if thread is not None:
+            self.leave()
+            thread.join(timeout_s)
+        for transport in self._opened:
+            transport.close()
+        if thread is not None:
+            with self.lock:
+                self._stopping = True
+                self.sessions.closing.clear()
+                self.wake()
+            thread.join(timeout_s)
         self._transports.clear()  # native engines are freed now, not at the end of the interpreter
+        self._opened.clear()
 
     def leave(self) -> None:
         """End every session; the loop stops when the fences hold. For `close`, and for whoever calls `turn`."""
@@ -198,8 +236,11 @@ class Endpoint:
     def peer_at(self, address: str) -> Peer:
         """The live session with the worker at this address; opens one if there is none.
 
-        Raises TransferFailed if that worker refused us a moment ago.
+        Raises TransferFailed if that worker refused us a moment ago, and if this endpoint is leaving, closed or dead:
+        nobody would dial, and nobody would tell.
         """
+        if self._stopping or self.failure:
+            raise TransferFailed(f"this worker's link is {'down: ' + self.failure if self.failure else 'closed'}")
         return self.sessions.at(address)
 
     def send(self, peer: Peer, body: Body) -> None:
@@ -225,7 +266,16 @@ class Endpoint:
             log.exception("%s: the endpoint's loop has died", self.name)
             self._on_death()
         finally:
-            self._channel.close()
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Close the sockets; nobody is to be woken any more."""
+        with self.lock:
+            self._stopping, self._asleep = True, False
+            wake_fd, self._wake_fd = self._wake_fd, -1
+        self._channel.close()
+        if wake_fd >= 0:
+            os.close(wake_fd)
 
     def _loop(self) -> None:
         while True:
@@ -246,23 +296,23 @@ class Endpoint:
             for item in arrived:
                 match item:
                     case Received():
-                        self.sessions.on_frame(item)
+                        self._guarded("frame", partial(self.sessions.on_frame, item), partial(self._give_up, item))
                     case Disconnected():
                         self.sessions.on_disconnected(item)
                     case Refused():
                         self.sessions.greeter.turned_away(item)
-            for transport in self._transports.values():
-                for occurrence in transport.poll():
-                    self._on_occurrence(transport, occurrence)
+            for transport in self.transports:
+                self._poll(transport)
             while self._commands:
-                self._commands.popleft()()
+                command, cost = self._commands.popleft()
+                self._guarded("command", command, cost)
             self.ticked_s = self.now_s()
             if self.ticked_s >= self._next_tick_s:
                 self._tick(self.ticked_s)
                 self._next_tick_s = self.ticked_s + self._timeouts.heartbeat_s / 2
         flush_s = self.now_s() + _FLUSH_S
         while self._callbacks:
-            self._callbacks.popleft()()
+            self._guarded("callback", self._callbacks.popleft())
             if self.now_s() >= flush_s:
                 self._flush()
                 flush_s = self.now_s() + _FLUSH_S
@@ -270,7 +320,9 @@ class Endpoint:
 
     def _flush(self) -> None:
         with self.lock:
-            self.sessions.flush()
+            while self.sessions.unsent:
+                peer, _ = self.sessions.unsent.popitem()
+                self._guarded("message", partial(self.sessions.flush, peer), partial(self.lose, peer))
 
     def _tick(self, now: float) -> None:
         for peer in self.peers():
@@ -285,23 +337,94 @@ class Endpoint:
         self.sender.tick(now)
         self.receiver.tick(now)
 
-    def _on_occurrence(self, transport: Transport, occurrence: BatchDone | PeerFailed | PeerClosed) -> None:
+    def _short_of_blocks(self) -> bool:
+        short = False
+
+        def ask() -> None:
+            nonlocal short
+            short = self._ask_short_of_blocks()
+
+        self._guarded("callback", ask)
+        return short
+
+    def _poll(self, transport: Transport) -> None:
+        occurrences: list[Occurrence] = []
+        self._guarded(
+            "transport", lambda: occurrences.extend(transport.poll()), partial(self._give_up_transport, transport)
+        )
+        for occurrence in occurrences:
+            self._guarded(
+                "occurrence",
+                partial(self._on_occurrence, transport, occurrence),
+                partial(self._lose_by_key, occurrence.peer),
+            )
+
+    def _on_occurrence(self, transport: Transport, occurrence: Occurrence) -> None:
         match occurrence:
             case BatchDone():
                 self.sender.on_batch(transport, occurrence)
             case PeerFailed(peer=key, reason=reason):
-                for peer in self.peers():
-                    if peer.key == key:
-                        self.lose(peer, reason)
+                self._lose_by_key(key, reason)
             case PeerClosed(peer=key):
                 self.sessions.on_fenced(key)
 
+    # -- blame -------------------------------------------------------------------------------------------------------
+
+    def _guarded(self, what: str, act: Callable[[], object], cost: Callable[[str], None] | None = None) -> None:
+        """Do what somebody else can make fail. If it does, they pay: `cost(reason)`. What that raises is our own."""
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001  see Blame, above
+            reason = f"{what} could not be handled: {type(error).__name__}"
+            self._num_failed += 1
+            now = self.now_s()
+            if now - self._told_s >= _TELL_S:
+                self._told_s = now
+                log.exception("%s: a %s (%d failures so far)", self.name, reason, self._num_failed)
+            emit(HandlingFailed(what=what, error=f"{type(error).__name__}: {error}"))
+            if cost is not None:
+                cost(reason)
+
+    def _give_up(self, item: Received, reason: str) -> None:
+        """A frame could not be handled: end its session. Who has none hears so, if it said who it is."""
+        peer = self.sessions.by_route.get(item.route)
+        if peer is not None and peer.public_key == item.public_key:
+            self.lose(peer, reason)
+        else:
+            self._guarded("frame", partial(self.sessions.disown, item))
+
+    def _lose_by_key(self, key: str, reason: str) -> None:
+        for peer in self.peers():
+            if peer.key == key:
+                self.lose(peer, reason)
+
+    def _give_up_transport(self, transport: Transport, reason: str) -> None:
+        """It cannot be asked any more: close it and end its sessions; others go on over what is left.
+
+        Blocks whose fence it does not tell of now stay quarantined, for nobody else can. If it was the last one this
+        worker is of no use, and its loop ends: whoever runs it starts it again.
+        """
+        log.error("%s: transport %s is given up: %s", self.name, transport.name, reason)
+        del self._transports[transport.name]
+        if transport.name in self._watched:
+            self._channel.unwatch(self._watched.pop(transport.name))
+        self._guarded("transport", transport.close)
+        for peer in self.peers():
+            if peer.transport is transport:
+                self._guarded("transport", partial(self.lose, peer, reason))
+        last: list[Occurrence] = []
+        self._guarded("transport", lambda: last.extend(transport.poll()))
+        for occurrence in last:
+            self._on_occurrence(transport, occurrence)
+        if not self._transports:
+            raise TransportUnavailable(f"transport {transport.name} was the last one: {reason}")
+
     # -- for whatever has to be done in the endpoint's thread --------------------------------------------------------
 
-    def call(self, command: Callable[[], None]) -> None:
-        """Run in the endpoint's thread, under the lock, in order."""
+    def call(self, command: Callable[[], None], cost: Callable[[str], None] | None = None) -> None:
+        """Run in the endpoint's thread, under the lock, in order; `cost(reason)` if it raises."""
         with self.lock:
-            self._commands.append(command)
+            self._commands.append((command, cost))
             self.wake()
 
     def wake(self) -> None:

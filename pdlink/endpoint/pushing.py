@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdlink.endpoint.order import Order, Part
-from pdlink.errors import LayoutMismatch, PdlinkError, TransportFailure
+from pdlink.errors import PdlinkError, TransportFailure
+from pdlink.events import HandlingFailed, emit
 from pdlink.kv.plan import Plan, bind
 from pdlink.transport.base import BatchDone, Status
 
@@ -86,9 +87,12 @@ class Pushes:
         link: Link,
         sharing: SharingConfig,
         batch_timeout_s: float,
-        on_refused: Callable[[Sequence[Flight], PdlinkError | ValueError], None],
+        on_refused: Callable[[Sequence[Flight], Exception], None],
+        on_impossible: Callable[[Sequence[Flight], Exception], None],
     ) -> None:
         """on_refused: a part of these flights of one transfer cannot be handed over; the peer is unusable.
+
+        on_impossible: there is no plan for a part of these flights, so it never was in flight; their transfer fails.
 
         batch_timeout_s: counts from when a part is handed over, not from when it began to wait.
         """
@@ -96,7 +100,7 @@ class Pushes:
         self._token_nbytes = link.layout.token_nbytes  # a sum over all layers
         self._sharing = sharing
         self._batch_timeout_s = batch_timeout_s
-        self._on_refused = on_refused
+        self._on_refused, self._on_impossible = on_refused, on_impossible
         self._orders: dict[str, Order[_Job]] = {}
         """By transport name."""
         self._routes: dict[str, _Route] = {}
@@ -210,6 +214,7 @@ class Pushes:
     def _submit(self, order: Order[_Job], part: Part[_Job]) -> None:
         first = part.job[0].flight
         transport = first.peer.transport
+        in_flight = False
         try:
             if transport is None:
                 raise TransportFailure(f"no data connection to {first.peer.name}")
@@ -218,11 +223,21 @@ class Pushes:
             for flight, start, end, _ in part.job:
                 plan = plans.get((start, end)) or self._bind(flight, start, end)
                 pieces.extend(plan.pieces(flight.push.layer))
+            in_flight = True
             ticket = transport.submit(part.peer, pieces, self._batch_timeout_s)
-        except (TransportFailure, LayoutMismatch, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  a peer's numbers, in the engine's thread: they cost no more than it
             order.ended(part, self._link.now_s())
+            if not isinstance(error, PdlinkError | ValueError):
+                emit(HandlingFailed(what="push", error=f"{type(error).__name__}: {error}"))
             log.warning("transfer %s: cannot push layer %d: %s", part.transfer_id, first.push.layer, error)
-            self._on_refused([piece.flight for piece in part.job], error)
+            flights = [piece.flight for piece in part.job]
+            if in_flight or transport is None:
+                self._on_refused(flights, error)
+            else:
+                for flight in flights:
+                    flight.left -= 1
+                    flight.whole = False
+                self._on_impossible(flights, error)
             return
         self._in_flight[transport.name, ticket] = part
         now_s = self._link.now_s()

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from pdlink.endpoint.link import Link
     from pdlink.endpoint.peer import Peer
     from pdlink.endpoint.pushing import Flight
-    from pdlink.errors import PdlinkError
     from pdlink.transport.base import Transport
 
 log = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class Sender:
         self._early = EarlyInterest()
         self._ended = Ended()
         self._leases = LeaseTable(timeouts.lease_s, timeouts.request_s)
-        self._pushes = Pushes(link, sharing, batch_timeout_s, self._on_refused)
+        self._pushes = Pushes(link, sharing, batch_timeout_s, self._on_refused, self._on_impossible)
         self._landed = threading.Condition(link.lock)
         """A push has ended, or all of a peer's were fenced."""
 
@@ -378,10 +377,18 @@ class Sender:
         for flight in flights:
             self._run(outgoing, machine.lost(flight.push.push_id, reason))
 
-    def _on_refused(self, flights: Sequence[Flight], error: PdlinkError | ValueError) -> None:
+    def _on_refused(self, flights: Sequence[Flight], error: Exception) -> None:
         """Pushes cannot be handed to their transport: that ends the session."""
         self._lost(flights, f"push refused: {error}")
         self._link.lose(flights[0].peer, str(error))
+
+    def _on_impossible(self, flights: Sequence[Flight], error: Exception) -> None:
+        """There is no way to put these bytes where the offer says: that ends the transfer."""
+        machine = flights[0].machine
+        outgoing = self._live[machine.transfer_id]
+        self._run(outgoing, machine.stop(f"push impossible: {error}"))
+        for push_id in {flight.push.push_id for flight in flights if not flight.left}:
+            self._run(outgoing, machine.dropped(push_id))
 
     def _checksum(self, outgoing: _Outgoing, push: Push) -> None:
         """Of what has just landed, if the offer asked for it."""

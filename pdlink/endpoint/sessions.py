@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from pdlink.endpoint.greeting import Greeter
 from pdlink.endpoint.link import printable
 from pdlink.endpoint.peer import Peer, PeerState, ends_session
-from pdlink.errors import ConfigError, ProtocolError
+from pdlink.errors import ConfigError, ProtocolError, TransportFailure
 from pdlink.events import MessageDropped, PeerChanged, emit
 from pdlink.protocol import auth, messages
 
@@ -52,8 +52,8 @@ class Owner(Protocol):
     receiver: Receiver
     now_s: Callable[[], float]
 
-    def call(self, command: Callable[[], None]) -> None:
-        """Run in the endpoint's thread, under the lock, in order."""
+    def call(self, command: Callable[[], None], cost: Callable[[str], None] | None = None) -> None:
+        """Run in the endpoint's thread, under the lock, in order; `cost(reason)` if it raises."""
 
     def wake(self) -> None:
         """Let the loop go round once more."""
@@ -100,7 +100,7 @@ class Sessions:
             now = self._owner.now_s()
             peer = Peer("", self._num_dialed, dialed=True, since_s=now, heard_s=now, address=address)
             self.dialed[address] = peer
-            self._owner.call(lambda: self._dial(peer))
+            self._owner.call(lambda: self._dial(peer), lambda reason: self.lose(peer, reason))
         return peer
 
     def _dial(self, peer: Peer) -> None:
@@ -110,7 +110,7 @@ class Sessions:
             peer.route = self._channel.dial(peer.address)
             if self._owner.credentials is not None:
                 peer.public_key = auth.ControlAddress.parse(peer.address).public_key
-        except ConfigError as error:
+        except (ConfigError, TransportFailure) as error:
             self.lose(peer, str(error))
             return
         self.by_route[peer.route] = peer
@@ -161,7 +161,7 @@ class Sessions:
     def _hang_up(self, peer: Peer, reason: str) -> None:
         self.unsent.pop(peer, None)
         if peer.epoch:
-            self._flush(peer, messages.Bye(reason))
+            self.flush(peer, messages.Bye(reason))
         if self.by_route.get(peer.route) is peer:
             del self.by_route[peer.route]
         self._channel.drop(peer.route)
@@ -224,6 +224,10 @@ class Sessions:
             case _:
                 emit(MessageDropped(reason="before_handshake"))
 
+    def disown(self, item: Received) -> None:
+        """A frame of no session, which could not be handled."""
+        self._disown(item.route, messages.decode(item.frame))
+
     def _disown(self, route: str, envelope: Envelope) -> None:
         """A frame of no session that we know: whoever believes in it shall hear that it is over."""
         emit(MessageDropped(reason="old_session"))
@@ -253,11 +257,6 @@ class Sessions:
             self.unsent[peer] = None
             self._owner.wake()
 
-    def flush(self) -> None:
-        """Send what was said since the last time."""
-        while self.unsent:
-            self._flush(self.unsent.popitem()[0])
-
     def post(self, peer: Peer, *bodies: Body) -> None:
         """Send a frame of this session now, in several if need be; ends the session if that cannot be."""
         frame = messages.encode(self._envelope(peer.epoch, peer.session, peer.num_sent, *bodies))
@@ -270,7 +269,8 @@ class Sessions:
         if not self._channel.send(peer.route, frame) and peer.state is not PeerState.LOST:
             self.lose(peer, "control connection is gone or full")
 
-    def _flush(self, peer: Peer, *last: Body) -> None:
+    def flush(self, peer: Peer, *last: Body) -> None:
+        """Send what was said to it since the last time."""
         bodies, peer.outbox = (*peer.outbox, *last), []
         if bodies:
             self.post(peer, *bodies)

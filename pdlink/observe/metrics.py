@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from pdlink.events import (
     Event,
     FallbackUsed,
+    HandlingFailed,
     LayerLanded,
     MessageDropped,
     PeerChanged,
@@ -59,6 +60,10 @@ class WorkerMetrics:
         self._dropped = Counter(
             "pdlink_messages_dropped", "Control messages not acted upon", ["reason"], registry=self._registry
         )
+        self._failures = Counter(
+            "pdlink_handling_failures", "Unexpected errors in the endpoint, each charged to who caused it", ["what"],
+            registry=self._registry,
+        )  # fmt: skip
         self._fallbacks = Counter(
             "pdlink_fallbacks", "Requests that took their configured second way", ["kind"], registry=self._registry
         )
@@ -86,6 +91,8 @@ class WorkerMetrics:
                 self._peers.labels(event.state).inc()
             case MessageDropped():
                 self._dropped.labels(event.reason).inc()
+            case HandlingFailed():
+                self._failures.labels(event.what).inc()
             case FallbackUsed():
                 self._fallbacks.labels(event.kind).inc()
             case RequestEnded():

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.endpoint.channel import Disconnected, Received
 from pdlink.errors import PdlinkError
-from pdlink.events import Event, MessageDropped, PeerChanged, TransferEnded
+from pdlink.events import Event, HandlingFailed, MessageDropped, PeerChanged, TransferEnded
 from pdlink.protocol import messages
 from pdlink.transport.loopback import LoopbackHub
 
@@ -99,6 +99,8 @@ class World:
             if self._acting.ends[event.transfer_id, event.side] > 1:
                 raise Violation(f"{event.transfer_id}: the {event.side} of {self._acting.name} ended twice")
             self.counts[f"{event.side} {event.state}"] += 1
+        elif isinstance(event, HandlingFailed):
+            raise Violation(f"{self._acting and self._acting.name}: {event.what}: {event.error}")
         elif isinstance(event, MessageDropped):
             self._num_dropped += event.reason in ("old_session", "repeated")
         elif isinstance(event, PeerChanged) and event.state == "lost":
