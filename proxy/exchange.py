@@ -9,6 +9,7 @@ goes to the client takes its place in line (`_order`) at that same moment.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -22,7 +23,10 @@ from pdlink.events import FallbackUsed, emit
 
 from .dialects import Attempt
 from .flow import Flow, Limits
+from .kvpath import HEADER as KV_HEADER
+from .kvpath import TRANSFERRING, UNKNOWN, checked, path_of, recomputed, settled
 from .steps import (
+    Answered,
     Blame,
     CancelLeg,
     ClientLeft,
@@ -49,7 +53,7 @@ from .steps import (
 from .upstream import LegCall, run_leg, tell_to_stop
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Mapping
     from typing import Any
 
     import aiohttp
@@ -127,6 +131,10 @@ class Exchange:
         self._chosen: tuple[Worker | None, Worker] | None = None
         self._transfer_id = ""
         """Of the newest attempt."""
+        self._kv: str | None = None
+        """How the KV of the newest attempt came, once that is known."""
+        self._decode_spoke = asyncio.Event()
+        """Decode of the newest attempt has sent its headers, so that more will not be known of a stream's KV."""
         self._answer_headers = {"X-Request-Id": headers["X-Request-Id"]}
         self._client: web.StreamResponse | None = None
         self._order = asyncio.Lock()
@@ -147,6 +155,8 @@ class Exchange:
                 self._shared.metrics.active_streams.dec()
             outcome = self._flow.outcome or Outcome.FAILED
             self._shared.metrics.requests.labels(outcome.value).inc()
+            if outcome in (Outcome.OK, Outcome.BROKEN):
+                self._shared.metrics.kv.labels(path_of(self._kv_value)).inc()
 
     def shut_down(self) -> None:
         """End it now, telling the client why."""
@@ -186,6 +196,8 @@ class Exchange:
             case Respond(status=status, body=body, content_type=content_type):
                 headers = self._answer_headers
                 self._note_times()
+                if 200 <= status < 300:
+                    headers[KV_HEADER] = self._kv_value
                 if status == 503:
                     headers["Retry-After"] = "1"
                 return web.Response(status=status, body=body, content_type=content_type, headers=headers)
@@ -231,7 +243,7 @@ class Exchange:
                     self._final = action
                 case EndStream(data=data):
                     # The handler's task sends the last words too: a leg's task may be let go before it has.
-                    self._final = EndStream(forward + data)
+                    self._final = EndStream(settled(forward + data, self._kv_value))
                     forward = b""
         if flow.over or flow.deadline_s < self._armed_s:
             self._wake.set()
@@ -252,13 +264,17 @@ class Exchange:
     def _place(self, action: Place) -> Placed | Unplaced:
         shared, model = self._shared, self._call.model
         prefill, decode = shared.pools.choose(model, action.avoid)
+        self._kv = None
+        self._decode_spoke.clear()
         if decode is None:
             return Unplaced(f"no healthy decode worker for model {model!r}; see /health")
         if shared.dialect.whole(self._call):
             prefill = None
+            self._kv = recomputed("prompt_only_decode")
         elif prefill is None:
             if shared.config.on_no_prefill == "fail":
                 return Unplaced(f"no healthy prefill worker for model {model!r}; see /health")
+            self._kv = recomputed("no_prefill")
             self._count_fallback("decode_only", "no healthy prefill worker")
         elif action.alone or (prefill.key in action.avoid and shared.config.on_no_prefill == "decode_only"):
             prefill = None
@@ -302,6 +318,15 @@ class Exchange:
     def _start_leg(self, attempt: int, leg: Leg, worker: Worker, body: bytes) -> None:
         shared = self._shared
         streaming = self._call.streaming and (leg is Leg.DECODE or shared.dialect.prefill_streams)
+        head: Mapping[str, str] = {}
+
+        def on_head(headers: Mapping[str, str]) -> None:
+            nonlocal head
+            head = headers
+            if streaming and leg is Leg.DECODE and attempt == self._flow.attempt:
+                self._note_kv(head, b"")
+                self._decode_spoke.set()
+
         call = LegCall(
             attempt=attempt,
             leg=leg,
@@ -310,9 +335,12 @@ class Exchange:
             headers=self._leg_headers,
             streaming=streaming,
             max_answer_nbytes=shared.config.max_body_nbytes,
+            on_head=on_head,
         )
 
         async def say(event: Event) -> None:
+            if isinstance(event, Answered) and leg is Leg.DECODE and head:
+                self._note_kv(head, event.body)
             forward = self._happen(event)
             if forward:
                 await self._forward(forward)
@@ -333,6 +361,16 @@ class Exchange:
 
         run.task.add_done_callback(ended)
 
+    def _note_kv(self, headers: Mapping[str, str], body: bytes) -> None:
+        if self._kv is None:  # otherwise it is known that there was no transfer
+            self._kv = checked(self._shared.dialect.kv_path(headers, body))
+
+    @property
+    def _kv_value(self) -> str:
+        """What the client is told now."""
+        waiting = self._call.streaming and not self._decode_spoke.is_set()
+        return self._kv or (TRANSFERRING if waiting else UNKNOWN)
+
     async def _tell_to_stop(self, run: _LegRun, reason: str) -> None:
         shared = self._shared
         timeout_s = shared.config.connect_timeout_s
@@ -344,6 +382,8 @@ class Exchange:
     async def _forward(self, data: bytes) -> None:
         try:
             async with self._order:
+                if self._client is None and self._flow.first_leg is Leg.PREFILL:
+                    await self._await_decode()
                 self._writing_since_s = self._loop.time()
                 try:
                     client = self._client or await self._open_client()
@@ -352,6 +392,12 @@ class Exchange:
                     self._writing_since_s = None
         except ConnectionError:
             self._happen(ClientLeft())
+
+    async def _await_decode(self) -> None:
+        """A moment for decode to say what becomes of the KV: the client's headers cannot be taken back."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._shared.config.kv_header_grace_s):
+                await self._decode_spoke.wait()
 
     def _note_times(self) -> None:
         """For people who ask where the time went: what prefill took, and all, in milliseconds."""
@@ -364,6 +410,7 @@ class Exchange:
     async def _open_client(self) -> web.StreamResponse:
         headers = self._answer_headers
         self._note_times()
+        headers[KV_HEADER] = self._kv_value
         headers["Content-Type"] = "text/event-stream; charset=utf-8"
         headers["Cache-Control"] = "no-cache"
         headers["X-Accel-Buffering"] = "no"  # nginx in front would otherwise collect tokens

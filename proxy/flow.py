@@ -173,10 +173,12 @@ class Flow:
             return []  # its only event is here; nothing that follows is of use
         if state.spoke:
             state.since_s = now
-        state.events.feed(data)
         forward = b""
         try:
-            if not state.spoke:
+            if state.spoke:
+                forward = state.events.pass_whole_events(data)
+            else:
+                state.events.feed(data)
                 event = state.events.take_first_data_event()
                 if event is None:
                     return []
@@ -189,8 +191,8 @@ class Flow:
                 if self.first_leg is None:
                     self.first_leg = leg
                     forward = event
-            if leg is Leg.DECODE:
-                forward += state.events.take_whole_events()
+                if leg is Leg.DECODE:
+                    forward += state.events.take_whole_events()
         except EventTooLong as error:
             return self._malformed(leg, str(error), b"", now)
         if not forward:

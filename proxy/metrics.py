@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from .kvpath import PATHS
 from .steps import Leg, Outcome, Why
 
 FALLBACKS = ("retry", "decode_only")
@@ -34,6 +35,12 @@ class Metrics:
         self.first_tokens = Counter(
             f"{name}first_tokens", "Streams by the leg whose first token was sent.", ["leg"], registry=registry
         )
+        self.kv = Counter(
+            f"{name}kv",
+            "Answers with tokens by the way the KV of their prompt took: transferred, or recomputed by decode.",
+            ["path"],
+            registry=registry,
+        )
         self.ttft = Histogram(
             f"{name}ttft_seconds",
             "From the request's arrival to its first token being sent on.",
@@ -53,6 +60,8 @@ class Metrics:
             self.attempts.labels(why.value)
         for kind in FALLBACKS:
             self.fallbacks.labels(kind)
+        for path in PATHS:
+            self.kv.labels(path)
         for leg in Leg:
             self.first_tokens.labels(leg.value)
 

@@ -28,42 +28,62 @@ class EventTooLong(ValueError):
 
 
 class EventBuffer:
-    """Bytes that arrived, given out again in whole events."""
+    """Bytes that arrived, given out again in whole events. Every byte is searched once, however it was cut."""
 
     def __init__(self) -> None:
-        self._held = b""
+        self._held = bytearray()
+        self._searched = 0
+        """Bytes of `_held` that begin no boundary, or one that is not complete."""
 
     def feed(self, data: bytes) -> None:
-        self._held = self._held + data if self._held else data
+        self._held += data
 
     def take_first_data_event(self) -> bytes | None:
         """The first event that carries data, or None while it is incomplete. Comments before it are dropped."""
-        while (end := _BOUNDARY.search(self._held)) is not None:
-            event, self._held = self._held[: end.end()], self._held[end.end() :]
+        while (end := self._first_end()) > 0:
+            event = self._take(end)
             if event.startswith(b"data:") or b"\ndata:" in event:
                 return event
-        self._check_length()
+        self._hold()
         return None
 
     def take_whole_events(self) -> bytes:
         """Everything up to the last event boundary; what follows it is held."""
-        held = self._held
+        held, start = self._held, self._searched
         if held.endswith(b"\n\n"):
-            self._held = b""
-            return held
-        end = max(held.rfind(b"\n\n") + 2, held.rfind(b"\r\n\r\n") + 4, held.rfind(b"\n\r\n") + 3)
-        if end < 5:  # nothing found: -1 + 2, 3 or 4. No event is shorter than "a\n\n", and one that is says nothing.
-            self._check_length()
+            return self._take(len(held))
+        end = max(held.rfind(b"\n\n", start) + 2, held.rfind(b"\n\r\n", start) + 3)
+        if end < 3:  # nothing found: -1 + 2 or 3
+            self._hold()
             return b""
-        self._held = held[end:]
-        return held[:end]
+        return self._take(end)
+
+    def pass_whole_events(self, data: bytes) -> bytes:
+        """The same with newly arrived bytes, which as a rule are whole events and are not copied."""
+        if not self._held and data.endswith(b"\n\n"):
+            return data
+        self.feed(data)
+        return self.take_whole_events()
 
     def take_rest(self) -> bytes:
         """What is held, when no more will come."""
-        rest, self._held = self._held, b""
-        return rest
+        return self._take(len(self._held))
 
-    def _check_length(self) -> None:
+    def _first_end(self) -> int:
+        """Where the first event ends; 0 if it does not yet."""
+        start = self._searched
+        lf = self._held.find(b"\n\n", start)
+        mixed = self._held.find(b"\n\r\n", start, lf if lf >= 0 else len(self._held))
+        return mixed + 3 if mixed >= 0 else lf + 2 if lf >= 0 else 0
+
+    def _take(self, nbytes: int) -> bytes:
+        taken = bytes(self._held[:nbytes])
+        del self._held[:nbytes]
+        self._searched = 0
+        return taken
+
+    def _hold(self) -> None:
+        self._searched = max(0, len(self._held) - 2)  # the longest boundary, as searched for, has three bytes
         if len(self._held) > MAX_EVENT_NBYTES:
             raise EventTooLong(f"an event of more than {MAX_EVENT_NBYTES} bytes")
 
@@ -72,6 +92,14 @@ def is_done(data: bytes) -> bool:
     """Whether whole events end with the marker after which nothing follows."""
     # A JSON line ends in "}", so this cannot be met by generated text.
     return data[-16:].rstrip().endswith(b"[DONE]")
+
+
+def before_done(data: bytes, comment: bytes) -> bytes:
+    """Events that end with that marker, with a comment before it. Others are returned as they are."""
+    if not is_done(data):
+        return data
+    start = data.rfind(b"\n", 0, data.rindex(b"[DONE]")) + 1
+    return data[:start] + comment + data[start:]
 
 
 def has_error(data: bytes) -> bool:

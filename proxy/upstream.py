@@ -98,6 +98,8 @@ class LegCall:
     headers: Mapping[str, str]
     streaming: bool
     max_answer_nbytes: int
+    on_head: Callable[[Mapping[str, str]], None]
+    """Gets the headers of a 2xx answer before anything else of it is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,10 @@ async def run_leg(session: aiohttp.ClientSession, call: LegCall, say: Say) -> No
             trace_request_ctx=trace,
         ) as response:
             head_seen = True
-            if call.streaming and 200 <= response.status < 300:
+            well = 200 <= response.status < 300
+            if well:
+                call.on_head(response.headers)
+            if call.streaming and well:
                 async for data in response.content.iter_any():
                     await say(Chunk(attempt, leg, data))
                 await say(Ended(attempt, leg))

@@ -50,6 +50,9 @@ class ProxyConfig(Section):
     idle_timeout_s: Seconds = 120.0
     """Longest silence inside a stream."""
     request_timeout_s: Seconds = 1200.0
+    kv_header_grace_s: float = Field(default=0.05, ge=0, le=1)
+    """How long prefill's first token of a stream waits for decode to say in its headers whether it has the KV. After
+    that the client's X-Pdlink-KV is `transferring`, and the stream's last comment tells. 0 never waits."""
     max_body_nbytes: int = Field(default=64 * 2**20, ge=1)
     max_connections: int = Field(default=0, ge=0)
     """Open connections to workers; 0 sets no limit."""

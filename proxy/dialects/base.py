@@ -14,7 +14,7 @@ import msgspec
 from ..rules import Rules
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from ..openai import Call
     from ..upstream import Asking
@@ -91,5 +91,9 @@ class Dialect:
     answered in one piece, and all that the client gets is decode's."""
     whole: Callable[[Call], bool] = lambda _: False
     """Requests that decode must serve alone, from prompt to end."""
+    kv_path: Callable[[Mapping[str, str], bytes], str | None] = lambda _headers, _body: None
+    """What decode's answer to a request with a prefill leg says of the way its KV took: a value of `kvpath.py`, or
+    None if it does not say. Asked with the answer's headers and its body; of a stream with the headers alone, when
+    they are here, and an empty body."""
     key_as_bearer: bool = False
     """The secret that proxy and workers share is the engine's API key."""

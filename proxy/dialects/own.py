@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ..kvpath import HEADER
 from ..upstream import ask
 from .base import Attempt, Dialect, Health, Known
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ..openai import Call
     from ..upstream import Asking
 
@@ -38,4 +41,8 @@ async def _look(asking: Asking, _known: Known) -> Health | str:
     return read_health(*await ask(asking, "/health"))
 
 
-PDLINK = Dialect("pdlink", _legs, _look, prefill_streams=True)
+def _kv_path(headers: Mapping[str, str], _body: bytes) -> str | None:
+    return headers.get(HEADER)
+
+
+PDLINK = Dialect("pdlink", _legs, _look, prefill_streams=True, kv_path=_kv_path)

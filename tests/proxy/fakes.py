@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from typing import Protocol as TypingProtocol
@@ -36,6 +37,19 @@ async def until(true: Callable[[], bool], what: str = "condition") -> None:
 
 def event(text: str, **more: Any) -> bytes:
     return b"data: " + msgspec.json.encode({"choices": [{"index": 0, "text": text}], **more}) + b"\n\n"
+
+
+_KV_COMMENT = re.compile(rb": X-Pdlink-KV: ([^\n]*)\n\n(?=data: ?\[DONE\])")
+
+
+def settled(data: bytes) -> tuple[bytes, str]:
+    """A stream without the proxy's closing comment, and what that says of the KV's way."""
+    (value,) = _KV_COMMENT.findall(data)
+    return _KV_COMMENT.sub(b"", data), value.decode()
+
+
+def tokens_of(data: bytes) -> bytes:
+    return settled(data)[0]
 
 
 @dataclass
@@ -86,6 +100,8 @@ class FakeWorker:
     """Waited for before event i."""
     split: int | None = None
     """Write the stream in pieces of this many bytes."""
+    kv: str = "transferred"
+    """Said in X-Pdlink-KV of every answer to a decode leg; empty says nothing."""
     stream_override: bytes | None = None
     """The whole stream, instead of one made from `tokens`."""
     on_stop: Callable[[FakeWorker], None] | None = None
@@ -166,10 +182,12 @@ class FakeWorker:
             return web.json_response({"error": error}, status=self.fail_with, headers=headers)
         params = received.body.get("kv_transfer_params")
         leg = params["leg"] if params else "alone"
+        said = {"X-Pdlink-KV": self.kv} if leg == "decode" and self.kv else {}
         if not received.body.get("stream"):
             text = "".join(self.tokens)
-            return web.json_response({"id": "cmpl-x", "choices": [{"text": text}], "worker": self.name, "leg": leg})
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            body = {"id": "cmpl-x", "choices": [{"text": text}], "worker": self.name, "leg": leg}
+            return web.json_response(body, headers=said)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **said})
         await response.prepare(request)
         if self.stream_override is not None:
             await self._write(response, self.stream_override)
@@ -218,11 +236,11 @@ class Proxy:
         return self.client.post(self.url + path, json={"model": "m", **needed, **body})
 
     async def stream(self, **body: Any) -> bytes:
-        """The whole body of a streamed completion."""
+        """The whole body of a streamed completion, without the proxy's closing comment."""
         async with self.post(stream=True, **body) as response:
             data: bytes = await response.read()
             assert response.status == 200, data
-            return data
+            return tokens_of(data)
 
     def counted(self, name: str, **labels: str) -> float:
         """A sample of the proxy's own metrics; 0 if it does not exist yet."""

@@ -17,7 +17,7 @@ from pdlink_proxy.openai import CHAT, COMPLETIONS, parse
 from pdlink_proxy.pools import State
 from pdlink_proxy.steps import Leg
 from tests.proxy.fake_vllm import HELD, FakeVllm
-from tests.proxy.fakes import DONE, Proxy, proxy_of, until
+from tests.proxy.fakes import DONE, Proxy, proxy_of, tokens_of, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -57,10 +57,12 @@ async def pair() -> AsyncIterator[Pair]:
 
 
 async def said(proxy: Proxy, path: str = COMPLETIONS, **body: Any) -> tuple[int, bytes]:
+    """The status and the body, of a stream without the proxy's own comment."""
     if "chat" in path:
         body = {"messages": [{"role": "user", "content": "hello"}], **body}
     async with proxy.post(path, **body) as response:
-        return response.status, await response.read()
+        data = await response.read()
+        return response.status, tokens_of(data) if data.endswith(DONE) else data
 
 
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
