@@ -61,6 +61,8 @@ class Sample:
     threads: int
     held: int
     """Entries of live transfers on both sides; the ended ones are remembered in bounded tables."""
+    absence_s: float
+    """Longest time since the last sample for which one of the two loops could not go round."""
 
 
 class _Side:
@@ -125,6 +127,7 @@ def _sample(transfers: int, sides: tuple[_Side, _Side]) -> Sample:
         len(os.listdir("/proc/self/fd")),
         int(fields["Threads"]),
         held,
+        max(side.endpoint.take_longest_absence_s() for side in sides),
     )
 
 
@@ -157,17 +160,20 @@ def run(args: argparse.Namespace) -> int:
             side.close()
     took_s = time.monotonic() - started_s
     table = Table(title=f"{args.transfers} transfers over {args.transport}, {args.transfers / took_s:.0f} per second")
-    for column in ("transfers", "RSS MiB", "descriptors", "threads", "held"):
+    for column in ("transfers", "RSS MiB", "descriptors", "threads", "held", "absence ms"):
         table.add_column(column, justify="right")
     for sample in samples:
         rss = f"{sample.rss_kib / 1024:.1f}"
-        table.add_row(*map(str, (sample.transfers, rss, sample.descriptors, sample.threads, sample.held)))
+        absence = f"{sample.absence_s * 1e3:.1f}"
+        table.add_row(*map(str, (sample.transfers, rss, sample.descriptors, sample.threads, sample.held, absence)))
     console.print(table)
     first, last = samples[0], samples[-1]
     grown = [name for name in ("descriptors", "threads", "held") if getattr(last, name) > getattr(first, name)]
+    longest_s = max(sample.absence_s for sample in samples)
     slope = (last.rss_kib - first.rss_kib) * 1024 / max(1, last.transfers - first.transfers)
     console.print(
-        f"memory: {slope:.1f} bytes per transfer after the first tenth; grown: {', '.join(grown) or 'nothing'}"
+        f"memory: {slope:.1f} bytes per transfer after the first tenth; grown: {', '.join(grown) or 'nothing'}; "
+        f"longest absence of a loop: {longest_s * 1e3:.1f} ms"
     )
     if args.json:
         result = {
@@ -175,6 +181,7 @@ def run(args: argparse.Namespace) -> int:
             "transport": args.transport,
             "per_s": args.transfers / took_s,
             "rss_bytes_per_transfer": slope,
+            "longest_absence_s": longest_s,
             "samples": [asdict(sample) for sample in samples],
         }
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")

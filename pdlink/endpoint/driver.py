@@ -130,6 +130,10 @@ class Endpoint:
         """Why the loop died; empty while it runs."""
         self.ticked_s = 0.0
         """When the loop last went round (time.monotonic): the local data path is healthy while this moves."""
+        self._turned_s, self._awake_s = clock(), 0.0
+        """When the last turn began, and how long the loop had been running then."""
+        self.longest_absence_s = 0.0
+        """Longest time for which the loop could not go round although it was its turn, since this was last taken."""
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -147,7 +151,7 @@ class Endpoint:
             for name, transport in self._transports.items():
                 self._watched[name] = transport.fileno()
                 self._channel.watch(self._watched[name])
-            self.ticked_s = self.now_s()
+            self.ticked_s = self._turned_s = self.now_s()
             self._thread = threading.Thread(target=self._main, name=f"pdlink-endpoint-{self.name}", daemon=True)
             self._thread.start()
         except (OSError, RuntimeError, PdlinkError) as error:
@@ -217,6 +221,11 @@ class Endpoint:
         for transport in self.transports:
             transport.computing(on)
 
+    def take_longest_absence_s(self) -> float:
+        """`longest_absence_s`, and begin it anew."""
+        absence_s, self.longest_absence_s = self.longest_absence_s, 0.0
+        return absence_s
+
     def peers(self) -> list[Peer]:
         """Live sessions, for reports."""
         with self.lock:
@@ -232,6 +241,14 @@ class Endpoint:
         return len(self.sessions.closing)
 
     # -- Link: for sender and receiver, under the lock ---------------------------------------------------------------
+
+    def awake_s(self) -> float:
+        """A clock that stands still while the loop does: silence and leases are measured by it.
+
+        From one turn to the next it goes on by a heartbeat at most, which is twice as long as the loop ever waits.
+        What came during an absence waits to be read, so an absence says nothing about others.
+        """
+        return self._awake_s + min(self.now_s() - self._turned_s, self._timeouts.heartbeat_s)
 
     def peer_at(self, address: str) -> Peer:
         """The live session with the worker at this address; opens one if there is none.
@@ -278,13 +295,20 @@ class Endpoint:
             os.close(wake_fd)
 
     def _loop(self) -> None:
+        returned_s = self.now_s()
         while True:
             with self.lock:
                 self._asleep = not (self._commands or self._callbacks or self.sessions.unsent)
                 if self._asleep and self._stopping and not self.sessions.closing:
                     self._asleep = False
                     return
-            arrived, ready = self._channel.poll(max(0.0, self._next_tick_s - self.now_s()) if self._asleep else 0)
+            polled_s = self.now_s()
+            wait_s = max(0.0, self._next_tick_s - polled_s) if self._asleep else 0.0
+            absence_s = polled_s - returned_s
+            arrived, ready = self._channel.poll(wait_s)
+            returned_s = self.now_s()
+            absence_s += max(0.0, returned_s - polled_s - wait_s)
+            self.longest_absence_s = max(self.longest_absence_s, absence_s)
             self._asleep = False
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
@@ -293,6 +317,7 @@ class Endpoint:
     def turn(self, arrived: Sequence[Arrival]) -> None:
         """Once round the loop, without waiting: what arrived, what the transports report, what is due; then send."""
         with self.lock:
+            self._awake_s, self._turned_s = self.awake_s(), self.now_s()
             for item in arrived:
                 match item:
                     case Received():
@@ -325,17 +350,18 @@ class Endpoint:
                 self._guarded("message", partial(self.sessions.flush, peer), partial(self.lose, peer))
 
     def _tick(self, now: float) -> None:
+        awake_s = self.awake_s()
         for peer in self.peers():
             if peer.state is PeerState.CONNECTING:
-                if now - peer.since_s > self._timeouts.connect_s:
+                if awake_s - peer.since_s > self._timeouts.connect_s:
                     self.lose(peer, f"no answer to the handshake within {self._timeouts.connect_s} s")
-            elif now - peer.heard_s > self._timeouts.peer_s:
+            elif awake_s - peer.heard_s > self._timeouts.peer_s:
                 self.lose(peer, f"silent for {self._timeouts.peer_s} s")
             elif now - peer.beat_s >= self._timeouts.heartbeat_s:
                 peer.beat_s = now
                 self.send(peer, messages.Heartbeat())
-        self.sender.tick(now)
-        self.receiver.tick(now)
+        self.sender.tick(awake_s)
+        self.receiver.tick(awake_s)
 
     def _short_of_blocks(self) -> bool:
         short = False

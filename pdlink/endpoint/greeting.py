@@ -56,7 +56,7 @@ class Greeter:
 
     def on_hello(self, item: Received, envelope: Envelope, hello: messages.Hello) -> None:
         """The listener's half: same factors, a common transport, a plan between the layouts; then Welcome."""
-        sessions, owner, now = self._sessions, self._owner, self._owner.now_s()
+        sessions, owner, now = self._sessions, self._owner, self._owner.awake_s()
         peer = Peer(item.route, envelope.session, dialed=False, since_s=now, heard_s=now, public_key=item.public_key)
         peer.introduce(hello.name, envelope.src_epoch, hello.identity)
         peer.num_taken = envelope.number + 1

@@ -23,6 +23,8 @@ class Link(Protocol):
     layout: KVLayout
     now_s: Callable[[], float]
     """The one clock of the endpoint: monotonic."""
+    awake_s: Callable[[], float]
+    """As `now_s`, but it stands still while the endpoint's loop does. For every deadline that a peer's word moves."""
     checksums: Checksums | None
     """Reads this worker's KV for transfers that are verified."""
 

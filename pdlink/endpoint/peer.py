@@ -34,7 +34,7 @@ class Peer:
     """True on the side that opened the connection, which receives KV; False on the side that sends it."""
     since_s: float
     heard_s: float
-    """When the last frame came."""
+    """When the last frame came; both on the clock of an awake loop (`Endpoint.awake_s`)."""
     beat_s: float = 0.0
     """When we last sent a heartbeat."""
     address: str = ""

@@ -80,12 +80,11 @@ class Receiver:
                 raise TransferFailed(f"transfer {transfer_id} was stopped before it began: {reason}")
             if reason is not None or transfer_id in self._live:
                 raise InvalidRequest(f"transfer_id {transfer_id!r} was used before; every attempt needs a new one")
-            now = self._link.now_s()
             machine = Receiving(transfer_id, self._num_layers, self._token_nbytes, quiet_s=self._timeouts.peer_s)
             peer = self._link.peer_at(address)
-            incoming = _Incoming(machine, peer, handler, now)
+            incoming = _Incoming(machine, peer, handler, self._link.now_s())
             self._live[transfer_id] = incoming
-            self._leases.grant(transfer_id, now)
+            self._leases.grant(transfer_id, self._link.awake_s())
             peer.transfers.add(transfer_id)
             self._run(incoming, machine.expect())
 
@@ -118,7 +117,7 @@ class Receiver:
         with self._link.lock:
             incoming = self._live.get(transfer_id)
             if incoming is not None:
-                self._run(incoming, incoming.machine.stop(reason, self._link.now_s()))
+                self._run(incoming, incoming.machine.stop(reason, self._link.awake_s()))
             elif self._ended.get(transfer_id) is None:
                 self._ended.add(transfer_id, reason)
 
@@ -170,9 +169,9 @@ class Receiver:
                 machine.landed(layer, end)
                 self._changed.notify_all()
             case messages.Done():
-                self._run(incoming, machine.done(body, self._link.now_s(), self._mismatch(machine, body)))
+                self._run(incoming, machine.done(body, self._link.awake_s(), self._mismatch(machine, body)))
             case messages.Stop(reason=reason):
-                self._run(incoming, machine.stopped(reason, self._link.now_s()))
+                self._run(incoming, machine.stopped(reason, self._link.awake_s()))
             case messages.Quiet():
                 self._run(incoming, machine.quiet())
             case _:
@@ -182,16 +181,16 @@ class Receiver:
         """The session is over: its requests fall back now, their blocks wait for the fence."""
         for transfer_id in list(peer.transfers):
             incoming = self._live[transfer_id]
-            self._run(incoming, incoming.machine.stopped(reason, self._link.now_s()))
+            self._run(incoming, incoming.machine.stopped(reason, self._link.awake_s()))
 
     def on_fenced(self, peer: Peer) -> None:
         """The peer cannot reach our pages any more."""
         for transfer_id in list(peer.transfers):
             incoming = self._live[transfer_id]
-            self._run(incoming, incoming.machine.fenced("peer_lost", self._link.now_s()))
+            self._run(incoming, incoming.machine.fenced("peer_lost", self._link.awake_s()))
 
     def tick(self, now: float) -> None:
-        """End what has run out."""
+        """End what has run out. now: `Link.awake_s`, as for every deadline here."""
         for transfer_id, reason in self._leases.expired(now):
             self._leases.drop(transfer_id)
             incoming = self._live[transfer_id]

@@ -50,7 +50,7 @@ class _Outgoing:
     checksums: list[messages.Checksum] = field(default_factory=list)
     first_landed_s: float | None = None
     finished_s: float | None = None
-    """When prefill ended."""
+    """When prefill ended, on the clock of an awake loop."""
 
 
 class Sender:
@@ -93,11 +93,10 @@ class Sender:
                     + (f"has ended already: {old or 'sent'}" if old is not None else "is in use")
                     + "; every attempt needs a new one"
                 )
-            now = self._link.now_s()
             machine = Sending(transfer_id, self._num_layers, self._token_nbytes)
-            outgoing = _Outgoing(machine, on_failed, on_end, now)
+            outgoing = _Outgoing(machine, on_failed, on_end, self._link.now_s())
             self._live[transfer_id] = outgoing
-            self._leases.grant(transfer_id, now)
+            self._leases.grant(transfer_id, self._link.awake_s())
             early = self._early.pop(transfer_id)
             if early is not None:
                 self._take(outgoing, early.peer, early.offer)
@@ -152,7 +151,7 @@ class Sender:
         with self._link.lock:
             outgoing = self._live.get(transfer_id)
             if outgoing is not None:
-                outgoing.finished_s = self._link.now_s()
+                outgoing.finished_s = self._link.awake_s()
                 self._run(outgoing, outgoing.machine.finish(first_token, finished=finished))
 
     def cancel(self, transfer_id: str, reason: str) -> None:
@@ -263,7 +262,7 @@ class Sender:
         self._leases.heard(peer.key, now)
 
     def tick(self, now: float) -> None:
-        """End what has run out, and what others wait for without need."""
+        """End what has run out, and what others wait for without need. now: `Link.awake_s`."""
         self._pushes.release()
         if self._short_of_blocks():
             for outgoing in list(self._live.values()):
@@ -301,7 +300,7 @@ class Sender:
                 self._link.send(peer, messages.Stop(transfer_id, refusal))
                 self._link.send(peer, messages.Quiet(transfer_id))
             elif not known:
-                self._leases.grant(transfer_id, self._link.now_s())
+                self._leases.grant(transfer_id, self._link.awake_s())
 
     def _may_stop_early(self, peer: Peer, transfer_id: str) -> bool:
         """Whether this peer may end a transfer whose request has not come: not if another one waits for it."""
@@ -319,7 +318,7 @@ class Sender:
         if outgoing.peer is None:
             outgoing.peer = peer
             peer.transfers.add(machine.transfer_id)
-            self._leases.assign(machine.transfer_id, peer.key, self._link.now_s())
+            self._leases.assign(machine.transfer_id, peer.key, self._link.awake_s())
         elif outgoing.peer is not peer:
             self._link.send(peer, messages.Stop(machine.transfer_id, "taken_by_another_receiver"))
             self._link.send(peer, messages.Quiet(machine.transfer_id))

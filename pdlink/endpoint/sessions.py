@@ -51,6 +51,7 @@ class Owner(Protocol):
     sender: Sender
     receiver: Receiver
     now_s: Callable[[], float]
+    awake_s: Callable[[], float]
 
     def call(self, command: Callable[[], None], cost: Callable[[str], None] | None = None) -> None:
         """Run in the endpoint's thread, under the lock, in order; `cost(reason)` if it raises."""
@@ -97,7 +98,7 @@ class Sessions:
         if peer is None:
             self.greeter.refusals.check(address)
             self._num_dialed += 1
-            now = self._owner.now_s()
+            now = self._owner.awake_s()
             peer = Peer("", self._num_dialed, dialed=True, since_s=now, heard_s=now, address=address)
             self.dialed[address] = peer
             self._owner.call(lambda: self._dial(peer), lambda reason: self.lose(peer, reason))
@@ -197,7 +198,7 @@ class Sessions:
         if not bodies:
             emit(MessageDropped(reason="repeated"))
             return
-        peer.heard_s = self._owner.now_s()
+        peer.heard_s = self._owner.awake_s()
         half = self._half(peer)
         for body in bodies:
             if peer.state is PeerState.READY and not isinstance(body, _ABOUT_THE_SESSION):

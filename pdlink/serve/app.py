@@ -218,6 +218,10 @@ def _gauges(worker: Worker) -> Gauges:
                 "accepted": sum(not entry.address for entry in refused),
             },
         ),
+        "endpoint_longest_absence_seconds": (
+            "Longest time since the last scrape for which the endpoint's loop could not go round",
+            {"loop": worker.endpoint.take_longest_absence_s()},
+        ),
         "blocks": (
             "Blocks of the KV pool",
             {"free": pool.num_free, "held": pool.num_held, "total": pool.num_blocks},

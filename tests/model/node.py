@@ -311,7 +311,7 @@ class Node:
 
     def check_timely(self) -> None:
         """Right after a turn: what has run out is gone, and no transfer goes on with a session that has ended."""
-        now = self.clock()
+        now = self.endpoint.awake_s()
         for half in (self.endpoint.sender, self.endpoint.receiver):
             table = half._leases
             for transfer_id, lease in table._leases.items():
