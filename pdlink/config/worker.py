@@ -21,7 +21,7 @@ class WorkerConfig(Section):
 
     role: Role = "both"
     name: str | None = None
-    """Unique in the deployment; None takes role and HTTP port."""
+    """Unique in the deployment; None takes role, host and HTTP port, or with keys the name of the key."""
     host: str = "127.0.0.1"
     port: Port = 0
     """HTTP. 0 takes a free one, which is printed and published in /health."""

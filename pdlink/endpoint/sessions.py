@@ -46,6 +46,8 @@ class Owner(Protocol):
 
     name: str
     epoch: str
+    address: str
+    """Control address, with the key."""
     identity: Identity
     credentials: auth.Credentials | None
     sender: Sender
@@ -76,6 +78,7 @@ class Sessions:
         self.closing: dict[str, Peer] = {}
         """Lost sessions whose data connection is not fenced yet, by key."""
         self._num_dialed = 0
+        self._num_sessions = 0
         self.unsent: dict[Peer, None] = {}
         """Those with something in their outbox that may leave."""
 
@@ -99,10 +102,25 @@ class Sessions:
             self.greeter.refusals.check(address)
             self._num_dialed += 1
             now = self._owner.awake_s()
-            peer = Peer("", self._num_dialed, dialed=True, since_s=now, heard_s=now, address=address)
+            number = self.next_number()
+            peer = Peer(number, "", self._num_dialed, dialed=True, since_s=now, heard_s=now, address=address)
             self.dialed[address] = peer
             self._owner.call(lambda: self._dial(peer), lambda reason: self.lose(peer, reason))
         return peer
+
+    def next_number(self) -> int:
+        """Of the next session: no two have one, so transports and leases can tell them apart by it."""
+        self._num_sessions += 1
+        return self._num_sessions
+
+    def answers(self, peer: Peer) -> bool:
+        """Whether a session that somebody opened has its connection still; ends it if not.
+
+        The kernel ends the connections of a process that has died, at once. A host that has vanished is noticed by
+        its silence.
+        """
+        self.post(peer, messages.Heartbeat())
+        return peer.state is not PeerState.LOST
 
     def _dial(self, peer: Peer) -> None:
         if peer.state is PeerState.LOST:

@@ -58,6 +58,8 @@ class Hello(_Body, frozen=True, tag="hello"):
     identity: Identity
     transports: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)]
     """Names of the transports that work here, the preferred one first."""
+    control: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    """Where the dialer can be dialed itself: for people, who may have two workers of one name."""
 
 
 class Welcome(_Body, frozen=True, tag="welcome"):

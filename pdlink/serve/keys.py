@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import ssl
 import stat
 from pathlib import Path
@@ -71,18 +73,27 @@ def load_allow_list(path: str) -> auth.AllowList:
 
 
 def worker_name(config: WorkerConfig, credentials: auth.Credentials | None, port: int) -> str:
-    """What this worker is called: as its key says, as configured, or after role and port.
+    """What this worker is called: as configured, as its key says, or after role, host and port.
 
-    Raises ConfigError if key and configuration disagree: everybody who knows the key would refuse the name.
+    Two hosts with one configuration have two names: of two workers of one name only the first gets sessions. Raises
+    ConfigError for a name that every peer would refuse: because of its characters, or because the key is another's.
     """
+    name = config.name
+    if name is not None and not auth.is_worker_name(name):
+        raise ConfigError(f"name: got {name!r}; a name is {auth.NAME_RULE}")
     if credentials is None:
-        return config.name or f"{config.role}-{port}"
-    if config.name not in (None, credentials.keys.name):
+        return name or f"{config.role}-{as_name(socket.gethostname().partition('.')[0], 32)}-{port}"
+    owner = credentials.keys.name
+    if name is not None and name != owner and not name.startswith(f"{owner}/"):
         raise ConfigError(
-            f"name: {config.name!r}, but security.key_file is the key of {credentials.keys.name!r}; "
-            "leave out `name`, or make a key for it"
+            f"name: {name!r}, but security.key_file is the key of {owner!r}; leave out `name`, or make a key for it"
         )
-    return credentials.keys.name
+    return name or owner
+
+
+def as_name(text: str, max_chars: int = 64) -> str:
+    """A part of a worker's name that is as like `text` as can be."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", text)[:max_chars].lstrip("._-") or "x"
 
 
 def http_key(security: SecurityConfig) -> str | None:

@@ -265,6 +265,7 @@ class Node:
             clock=self.clock,
         )
         self.endpoint.epoch = f"{name}-life-{life}"
+        self.endpoint.sessions.greeter.refusals.jitter = lambda: 0.5
         self.endpoint.address = self.address
         network.listening[self.address] = self.port
         self.alive, self.stopped = True, False

@@ -12,7 +12,7 @@ import pytest
 from pdlink.cli import main
 from pdlink.config import ProxyConfig, SecurityConfig, UpConfig, WorkerConfig, load
 from pdlink.errors import ConfigError
-from pdlink.protocol.auth import parse_allow_list
+from pdlink.protocol.auth import is_worker_name, parse_allow_list
 from pdlink.serve.keys import (
     KeyFileExists,
     http_key,
@@ -121,9 +121,34 @@ def test_worker_is_called_what_its_key_says(tmp_path: Path) -> None:
     credentials = load_credentials(made(tmp_path, "a"))
     assert worker_name(WorkerConfig(), credentials, 80) == "a"
     assert worker_name(WorkerConfig(name="a"), credentials, 80) == "a"
-    assert worker_name(WorkerConfig(role="decode"), None, 80) == "decode-80"
+    assert worker_name(WorkerConfig(name="a/2"), credentials, 80) == "a/2"
     with pytest.raises(ConfigError, match="name: 'b', but security.key_file is the key of 'a'"):
         worker_name(WorkerConfig(name="b"), credentials, 80)
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("node-7", "decode-node-7-80"),
+        ("node-8.rack.example", "decode-node-8-80"),
+        ("a b\n.x", "decode-a-b--80"),
+        ("", "decode-x-80"),
+        ("-", "decode-x-80"),
+        ("n" * 64, f"decode-{'n' * 32}-80"),
+    ],
+)
+def test_two_hosts_with_one_configuration_have_two_names(
+    host: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: host)
+    assert worker_name(WorkerConfig(role="decode"), None, 80) == name
+    assert is_worker_name(name)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a\n", "a@b", "../x", "a//b"])
+def test_name_that_every_peer_would_refuse_stops_the_worker(name: str) -> None:
+    with pytest.raises(ConfigError, match="^name: got .* a name is up to 4 parts"):
+        worker_name(WorkerConfig(name=name), None, 80)
 
 
 @pytest.mark.parametrize("setting", ["host", "control_host", "advertise_host", "transport.tcp_host"])
