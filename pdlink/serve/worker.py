@@ -29,6 +29,7 @@ from pdlink.errors import ConfigError, DeadlineExceeded, InvalidRequest, LocalEr
 from pdlink.events import FallbackUsed, RequestEnded, emit
 from pdlink.kv.plan import warm_up
 from pdlink.memory.blocks import BlockPool
+from pdlink.memory.buffers import available_nbytes
 from pdlink.memory.checksums import Checksums
 from pdlink.memory.host import host_id
 from pdlink.protocol.auth import ControlAddress, check_dial
@@ -106,13 +107,30 @@ class _Running:
         self.finish_reason = ""
 
 
+_BLOCK_OVERHEAD_NBYTES = 64
+"""What a block costs beside its KV: two list entries and an int of the pool (measured: 56 bytes)."""
+
+
 def _num_blocks(config: WorkerConfig, model: LoadedModel) -> int:
-    """As configured; on a GPU perhaps as many as fit into a share of its memory. Raises ConfigError for too few."""
+    """As configured; on a GPU perhaps as many as fit into a share of its memory.
+
+    Raises ConfigError for more than there is host memory for, and for too few. To try would be too late: memory that
+    is not there is found when pages are touched, and then the kernel kills.
+    """
     fraction = config.cache.memory_fraction
-    if fraction is None:
-        return config.cache.num_blocks
     itemsize: int = getattr(torch, model.dtype).itemsize
     token_nbytes = model.num_layers * 2 * model.num_kv_heads * model.head_dim * itemsize
+    if fraction is None:
+        wanted = config.cache.num_blocks
+        on_host = config.cache.block_tokens * token_nbytes if model.device.type == "cpu" else 0
+        block_nbytes, available = on_host + _BLOCK_OVERHEAD_NBYTES, available_nbytes()
+        if wanted * block_nbytes > available:
+            raise ConfigError(
+                f"cache.num_blocks: {wanted} blocks of {config.cache.block_tokens} tokens take "
+                f"{wanted * block_nbytes / 1e9:.1f} GB, and {available / 1e9:.1f} GB of memory are available; "
+                f"at most {available // block_nbytes} fit"
+            )
+        return wanted
     total_nbytes: int = torch.cuda.get_device_properties(model.device).total_memory
     num_blocks = int(total_nbytes * fraction) // (token_nbytes * config.cache.block_tokens)
     if num_blocks < 2:
