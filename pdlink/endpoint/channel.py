@@ -135,7 +135,8 @@ class Channel:
             self._router.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"control_port: cannot bind tcp://{host}:{port}: {error.strerror}") from None
+            reason = zmq.strerror(error.errno)  # error.strerror has the address once more
+            raise ConfigError(f"control_port: cannot bind tcp://{host}:{port}: {reason}") from None
         self._poller.register(self._router, zmq.POLLIN)
         endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         return int(endpoint.rsplit(":", 1)[1])
