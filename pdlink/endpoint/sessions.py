@@ -19,6 +19,7 @@ from pdlink.endpoint.peer import Peer, PeerState, ends_session
 from pdlink.errors import ConfigError, ProtocolError, TransportFailure
 from pdlink.events import MessageDropped, PeerChanged, emit
 from pdlink.protocol import auth, messages
+from pdlink.protocol.messages import MAX_HELLO_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -53,7 +54,9 @@ class Owner(Protocol):
     sender: Sender
     receiver: Receiver
     now_s: Callable[[], float]
-    awake_s: Callable[[], float]
+
+    def awake_s(self) -> float:
+        """See `Link.awake_s`."""
 
     def call(self, command: Callable[[], None], cost: Callable[[str], None] | None = None) -> None:
         """Run in the endpoint's thread, under the lock, in order; `cost(reason)` if it raises."""
@@ -189,6 +192,10 @@ class Sessions:
 
     def on_frame(self, item: Received) -> None:
         """Act upon a frame if it is of a session and the next one of it; count it if not."""
+        known = self.by_route.get(item.route)
+        if len(item.frame) > MAX_HELLO_NBYTES and (known is None or known.public_key != item.public_key):
+            emit(MessageDropped(reason="too_long"))  # undecoded: all that a stranger has to say is hello
+            return
         try:
             envelope = messages.decode(item.frame)
         except ProtocolError as error:
@@ -283,6 +290,9 @@ class Sessions:
             half = len(bodies) // 2
             self.post(peer, *bodies[:half])
             self.post(peer, *bodies[half:])
+            return
+        if isinstance(bodies[0], messages.Hello) and len(frame) > MAX_HELLO_NBYTES:
+            self.lose(peer, f"our hello has {len(frame)} bytes, a listener takes {MAX_HELLO_NBYTES} at most")
             return
         peer.num_sent += 1
         if not self._channel.send(peer.route, frame) and peer.state is not PeerState.LOST:
