@@ -236,18 +236,19 @@ class Worker:
             raise Draining("this worker is shutting down; send the request to another one")
         stream = Stream(request_id, self.config.timeouts.request_s)
         external = params is not None and params.leg == "decode"
+        goes_on = False
         leg: Leg | None = None
         if params is not None:
             if self.config.role not in (params.leg, "both"):
                 raise InvalidRequest(f"this worker has role {self.config.role!r}, the request is a {params.leg} leg")
             if params.leg == "prefill":
-                last = sampling.max_tokens == 1
+                goes_on = sampling.max_tokens > 1
                 sampling = replace(sampling, max_tokens=1)
                 leg = PrefillLeg(
                     request_id,
                     params.transfer_id,
                     len(prompt),
-                    last=last,
+                    last=not goes_on,
                     engine=self.engine,
                     pool=self.pool,
                     sender=self.endpoint.sender,
@@ -255,7 +256,7 @@ class Worker:
             else:
                 leg = self._decode_leg(request_id, params, len(prompt))
                 external = leg is not None
-        request = GenerationRequest(request_id, prompt, sampling, external_kv=external, salt=salt)
+        request = GenerationRequest(request_id, prompt, sampling, external_kv=external, goes_on=goes_on, salt=salt)
         with self._lock:
             self._running[request_id] = _Running(stream, leg, len(prompt))
         try:
