@@ -134,14 +134,14 @@ async def _generate(
         return response
     except asyncio.CancelledError:
         log.info("request %s: the client has gone", request_id)
-        worker.abort(request_id)
+        worker.abort(stream)
         raise
     except ConnectionError:
-        worker.abort(request_id)
+        worker.abort(stream)
         assert response is not None
         return response
     except PdlinkError as error:
-        worker.abort(request_id)
+        worker.abort(stream)
         if response is None:
             raise
         body = error_body(error)

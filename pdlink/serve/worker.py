@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from pdlink.engine.request import SamplingParams, TokenOutput
     from pdlink.memory.buffers import Buffer
     from pdlink.protocol.auth import Credentials
+    from pdlink.serve.legs import Item
     from pdlink.serve.openai import TransferParams
     from pdlink.transport.base import Transport
 
@@ -69,11 +70,13 @@ class Stream:
 
     def __init__(self, request_id: str, timeout_s: float) -> None:
         self.request_id = request_id
+        self.leg: Leg | None = None
+        """The part of its request in a transfer."""
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[TokenOutput | PdlinkError | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[Item] = asyncio.Queue()
 
-    def put(self, item: TokenOutput | PdlinkError | None) -> None:
+    def put(self, item: Item) -> None:
         """From any thread: a token, or the end (None, or the error that ended the request)."""
         try:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
@@ -99,12 +102,16 @@ class Stream:
 class _Running:
     """A request between HTTP and engine."""
 
-    def __init__(self, stream: Stream, leg: Leg | None, num_prompt_tokens: int) -> None:
-        self.stream, self.leg, self.num_prompt_tokens = stream, leg, num_prompt_tokens
+    def __init__(self, stream: Stream, num_prompt_tokens: int) -> None:
+        self.stream, self.leg, self.num_prompt_tokens = stream, stream.leg, num_prompt_tokens
         self.started_s = time.monotonic()
         self.first_token_s: float | None = None
         self.num_tokens = 0
         self.finish_reason = ""
+
+    def put(self, item: Item) -> None:
+        """For the client."""
+        (self.leg if isinstance(self.leg, PrefillLeg) else self.stream).put(item)
 
 
 _BLOCK_OVERHEAD_NBYTES = 64
@@ -249,6 +256,7 @@ class Worker:
                     params.transfer_id,
                     len(prompt),
                     last=not goes_on,
+                    put=stream.put,
                     engine=self.engine,
                     pool=self.pool,
                     sender=self.endpoint.sender,
@@ -256,20 +264,31 @@ class Worker:
             else:
                 leg = self._decode_leg(request_id, params, len(prompt))
                 external = leg is not None
+        stream.leg = leg
         request = GenerationRequest(request_id, prompt, sampling, external_kv=external, goes_on=goes_on, salt=salt)
-        with self._lock:
-            self._running[request_id] = _Running(stream, leg, len(prompt))
         try:
-            self.engine.submit(request)
+            self._submit(request, _Running(stream, len(prompt)))
         except PdlinkError as error:
-            with self._lock:
-                self._running.pop(request_id, None)
             if leg is not None:
                 leg.ended(error)
             raise
         if isinstance(leg, DecodeLeg):
             leg.submitted()
         return stream
+
+    def _submit(self, request: GenerationRequest, running: _Running) -> None:
+        """Hand the request to the engine, whose thread may tell of it at once. Raises what `Engine.submit` raises."""
+        request_id = request.request_id
+        with self._lock:
+            if request_id in self._running:
+                raise InvalidRequest(f"request id {request_id!r} is in use")
+            self._running[request_id] = running
+        try:
+            self.engine.submit(request)
+        except PdlinkError:
+            with self._lock:
+                del self._running[request_id]
+            raise
 
     def _decode_leg(self, request_id: str, params: TransferParams, num_prompt_tokens: int) -> DecodeLeg | None:
         """None if prefill has failed already and the prompt is to be computed here.
@@ -300,9 +319,11 @@ class Worker:
             emit(FallbackUsed(kind="recompute", reason=str(error)))
             return None
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, stream: Stream) -> None:
         """Nobody wants the answer any more. Safe in every state."""
-        self.engine.abort(request_id)
+        self.engine.abort(stream.request_id)
+        if isinstance(stream.leg, PrefillLeg):
+            stream.leg.left()
 
     def stop_transfer(self, transfer_id: str, reason: str) -> None:
         """The proxy says that the other leg of this transfer has failed."""
@@ -336,7 +357,7 @@ class Worker:
         running.finish_reason = output.finish_reason or ""
         if running.leg is not None:
             running.leg.output(output)
-        running.stream.put(output)
+        running.put(output)
 
     def ended(self, request_id: str, error: PdlinkError | None) -> None:
         with self._lock:
@@ -345,11 +366,11 @@ class Worker:
         if running is None:
             return
         leg = running.leg
-        if isinstance(leg, PrefillLeg) and leg.failure and error is not None:
-            error = TransferFailed(f"the KV was not wanted or could not be sent: {leg.failure}")
+        if isinstance(leg, PrefillLeg) and leg.failure is not None and error is not None:
+            error = leg.failure
         if leg is not None:
             leg.ended(error)
-        running.stream.put(error)
+        running.put(error)
         emit(
             RequestEnded(
                 request_id=request_id,

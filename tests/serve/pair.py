@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from pdlink.config import CacheConfig, ModelConfig, TransportConfig, WorkerConfig
@@ -17,10 +18,9 @@ from pdlink.serve.app import build_app
 from pdlink.serve.worker import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping, Sequence
+    from collections.abc import Coroutine, Iterator, Mapping, Sequence
     from typing import Self, TypeVar
 
-    import pytest
     import torch
 
     from pdlink.engine.request import SamplingParams
@@ -50,31 +50,40 @@ class Script:
     allowed: dict[int, threading.Event] = field(default_factory=dict)
     """The engine waits for it before it chooses the first token of this seed."""
     chosen: dict[int, threading.Event] = field(default_factory=dict)
-    """Set when a token of this seed was chosen."""
+    """Set when a token of this seed is chosen."""
+    numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def choose(self, _logits: torch.Tensor, sampling: SamplingParams, index: int) -> int:
-        if index == 0 and sampling.seed in self.allowed:
-            assert self.allowed[sampling.seed].wait(WAIT_S)
         if sampling.seed in self.chosen:
             self.chosen[sampling.seed].set()
+        if index == 0 and sampling.seed in self.allowed:
+            assert self.allowed[sampling.seed].wait(WAIT_S)
         return self.answers[sampling.seed][index]
+
+
+@contextmanager
+def scripted() -> Iterator[Script]:
+    """For all engines of this process."""
+    script = Script()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "choose", script.choose)
+        yield script
 
 
 class WorkerPair:
     """Both workers open; an own asyncio loop, in which `run` does what it is given."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, *, decode: Mapping[str, Any] | None = None) -> None:
-        """decode: more settings of the decode worker."""
-        self.script = Script()
-        patch.setattr(engine_module, "choose", self.script.choose)
+    def __init__(self, script: Script, *, decode: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """more: settings of both workers; decode: of the decode worker."""
+        self.script = script
         settings: dict[str, Any] = {
             "model": ModelConfig(num_layers=1, max_tokens=1024),
             "cache": CacheConfig(num_blocks=64),
             "transport": TransportConfig(kind="tcp"),
+            **more,
         }
         self.prefill = Worker(WorkerConfig(role="prefill", **settings), "prefill")
         self.decode = Worker(WorkerConfig(role="decode", **(settings | dict(decode or {}))), "decode")
-        self._numbers = itertools.count(1)
 
     def __enter__(self) -> Self:
         self._runner = asyncio.Runner()
@@ -98,7 +107,7 @@ class WorkerPair:
 
     def number(self) -> int:
         """A new one: for seeds, salts and transfer ids."""
-        return next(self._numbers)
+        return next(self.script.numbers)
 
     async def post(self, role: str, path: str, body: object) -> Reply:
         async with asyncio.timeout(WAIT_S), self.http[role].post(path, json=body) as response:

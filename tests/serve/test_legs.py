@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from pdlink.config import ModelConfig, TimeoutConfig
 from pdlink.engine.tiny import END_TOKEN_ID, SPECIAL_TOKENS
-from tests.serve.pair import Reply, WorkerPair
+from tests.endpoint.conftest import until
+from tests.serve.pair import WAIT_S, Reply, Script, WorkerPair, scripted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,8 +26,14 @@ NEVER = "\N{SNOWMAN}"
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerPair]:
-    with pytest.MonkeyPatch.context() as patch, WorkerPair(patch) as pair:
+def script() -> Iterator[Script]:
+    with scripted() as script:
+        yield script
+
+
+@pytest.fixture(scope="module")
+def pair(script: Script) -> Iterator[WorkerPair]:
+    with WorkerPair(script) as pair:
         yield pair
 
 
@@ -65,7 +75,7 @@ def _requests(draw: st.DrawFn) -> tuple[str, list[int], dict[str, Any]]:
     path = draw(st.sampled_from([COMPLETIONS, CHAT]))
     prompt = draw(st.sampled_from(["hi", "grüße 🙂", "中", "<|user|>a<|end|>"]))
     fields: dict[str, Any] = {
-        "max_tokens": draw(st.one_of(st.just(1), st.just(2), st.just(len(answer)), st.integers(1, len(answer)))),
+        "max_tokens": draw(st.sampled_from([1, min(2, len(answer)), len(answer)])),
         "stop": draw(_stops(answer)),
         "ignore_eos": draw(st.booleans()),
         "stop_token_ids": draw(st.lists(st.sampled_from(answer), max_size=1)),
@@ -131,3 +141,120 @@ def test_events_of_a_scripted_answer_are_what_the_script_says(pair: WorkerPair) 
     _, decode = pair.run(pair.both(COMPLETIONS, pair.body(seed, prompt="x", max_tokens=3, stream=True)))
     texts = [json.loads(event[6:])["choices"][0]["text"] for event in decode.events[:-1]]
     assert texts == ["", "é", "!", ""]
+
+
+@pytest.fixture(scope="module")
+def patient(script: Script) -> Iterator[WorkerPair]:
+    """Nothing ends by its lease."""
+    with WorkerPair(script, timeouts=TimeoutConfig(lease_s=100.0)) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def unlike(script: Script) -> Iterator[WorkerPair]:
+    """Decode has other weights, so their handshake is refused."""
+    timeouts = TimeoutConfig(heartbeat_s=0.05, peer_s=0.5, lease_s=1.0)
+    decode = {"model": ModelConfig(num_layers=1, seed=1, max_tokens=1024)}
+    with WorkerPair(script, timeouts=timeouts, decode=decode) as pair:
+        yield pair
+
+
+async def _computed(pair: WorkerPair, seed: int) -> None:
+    """The engine of prefill has chosen the token and is through with it, and its HTTP has gone round since."""
+    await asyncio.to_thread(pair.script.chosen[seed].wait, WAIT_S)
+    await asyncio.to_thread(until, lambda: pair.prefill.num_requests == 0, "prefill's engine is through")
+    async with pair.http["prefill"].get("/health") as answer:
+        assert answer.status == 200
+
+
+def _seed_of(pair: WorkerPair, answer: bytes) -> int:
+    """A new seed for this answer."""
+    seed = pair.number()
+    pair.script.answers[seed] = [*answer]
+    pair.script.chosen[seed] = threading.Event()
+    return seed
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_prefills_token_waits_until_decode_has_spoken(patient: WorkerPair, stream: bool) -> None:
+    seed = _seed_of(patient, b"ab")
+    body = patient.body(seed, prompt="x", max_tokens=2, stream=stream)
+    transfer_id = f"waits-{stream}"
+
+    async def ask() -> None:
+        prefill = asyncio.create_task(patient.post("prefill", COMPLETIONS, patient.leg("prefill", transfer_id, body)))
+        await _computed(patient, seed)
+        assert not prefill.done(), "nobody has shown that it wants the KV, or that it fits"
+        decode = await patient.post("decode", COMPLETIONS, patient.leg("decode", transfer_id, body))
+        assert (decode.status, (await prefill).status) == (200, 200)
+
+    patient.run(ask())
+
+
+def test_prefill_with_other_weights_gives_no_token_to_the_client(unlike: WorkerPair) -> None:
+    seed = _seed_of(unlike, b"ab")
+    body = unlike.body(seed, prompt="x", max_tokens=2, stream=True)
+    prefill, decode = unlike.run(unlike.both(COMPLETIONS, body))
+    assert prefill.status == 502
+    assert json.loads(prefill.body)["error"]["code"] == "transfer_failed"
+    assert decode.status == 200
+    assert b'"text":"a"' in decode.events[0]
+
+
+def test_prefill_that_waits_for_decode_hears_that_it_will_not_come(patient: WorkerPair) -> None:
+    seed = _seed_of(patient, b"ab")
+    body = patient.leg("prefill", "told", patient.body(seed, prompt="x", max_tokens=2, stream=True))
+
+    async def ask() -> None:
+        prefill = asyncio.create_task(patient.post("prefill", COMPLETIONS, body))
+        await _computed(patient, seed)
+        async with patient.http["prefill"].post("/pdlink/transfers/told/stop", json={"reason": "gone"}) as answer:
+            assert answer.status == 202
+        reply = await prefill
+        assert (reply.status, json.loads(reply.body)["error"]["code"]) == (502, "transfer_failed")
+        assert "gone" in json.loads(reply.body)["error"]["message"]
+
+    patient.run(ask())
+
+
+def test_client_that_leaves_while_prefills_token_waits_frees_its_blocks(patient: WorkerPair) -> None:
+    seed = _seed_of(patient, b"ab")
+    body = patient.leg("prefill", "left", patient.body(seed, prompt="x", max_tokens=2, stream=True))
+
+    async def ask() -> None:
+        prefill = asyncio.create_task(patient.post("prefill", COMPLETIONS, body))
+        await _computed(patient, seed)
+        assert patient.prefill.pool.num_held > 0
+        prefill.cancel()
+        await asyncio.to_thread(until, lambda: patient.prefill.pool.num_held == 0, "prefill holds nothing")
+
+    patient.run(ask())
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_decode_that_has_the_whole_prompt_lets_prefills_token_through(patient: WorkerPair, max_tokens: int) -> None:
+    seed = _seed_of(patient, b"abc")
+    body = patient.body(seed, prompt="x" * 64, max_tokens=max_tokens, stream=True)
+    first = patient.run(patient.both(COMPLETIONS, body))
+    again = patient.run(patient.both(COMPLETIONS, body))
+    for prefill, decode in (first, again):
+        assert (prefill.status, decode.status) == (200, 200)
+    assert [_hidden(reply) for reply in first] == [_hidden(reply) for reply in again]
+
+
+def test_a_second_request_of_one_id_leaves_the_first_alone(patient: WorkerPair) -> None:
+    seed = _seed_of(patient, b"ab")
+    patient.script.allowed[seed] = threading.Event()
+    body = patient.leg("decode", "twice", patient.body(seed, prompt="x", max_tokens=2))
+
+    async def ask() -> None:
+        async with patient.http["decode"].post("/pdlink/transfers/twice/stop", json={"reason": "gone"}) as answer:
+            assert answer.status == 202
+        first = asyncio.create_task(patient.post("decode", COMPLETIONS, body))
+        await asyncio.to_thread(until, lambda: patient.decode.num_requests == 1, "the first request is in the engine")
+        second = await patient.post("decode", COMPLETIONS, body)
+        assert (second.status, json.loads(second.body)["error"]["code"]) == (400, "invalid_request")
+        patient.script.allowed[seed].set()
+        assert (await first).status == 200
+
+    patient.run(ask())
