@@ -165,6 +165,11 @@ class TransferFailed(RemoteError):
     retryable = True
     http_status = 502
 
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
+        """What is known of the cause, without the frame of the message."""
+
 
 class DeadlineExceeded(RemoteError):
     """A wait ended by its deadline."""

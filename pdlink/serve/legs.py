@@ -7,6 +7,7 @@ has become of the request by then.
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import TYPE_CHECKING, Protocol
 
@@ -89,6 +90,21 @@ class _Gate:
             held, self._held = self._held or [], None
             for item in held:
                 self._put(item)
+
+
+_FACTOR = re.compile(r"refused: (.{1,80}?) differs: ", re.DOTALL)
+_CODE = re.compile(r"([a-z][a-z0-9_]{0,39})(?:: |$)")
+
+
+def recomputed(failure: TransferFailed) -> str:
+    """For a header: the prompt was computed where its KV should have come to, and why: one word of [a-z0-9_:.-]."""
+    if match := _FACTOR.match(failure.reason):
+        code = "refused:" + re.sub(r"[^a-z0-9_.-]+", "_", match[1].lower())
+    elif match := _CODE.match(failure.reason):
+        code = match[1]
+    else:
+        code = failure.code
+    return f"recomputed;reason={code}"
 
 
 class PrefillLeg:
@@ -184,6 +200,8 @@ class DecodeLeg:
         self._hold = _Hold(pool, engine.wake)
         self._fell_back = False
         self._failure: TransferFailed | None = None
+        self.kv_path = ""
+        """How the prompt's KV came here, as `recomputed` writes it; empty while that is open."""
         receiver.expect(transfer_id, address, self)
 
     def submitted(self) -> None:
@@ -217,10 +235,12 @@ class DecodeLeg:
     # -- the endpoint's side: ReceiveHandler -------------------------------------------------------------------------
 
     def ready(self, first_token: int, *, finished: bool) -> None:
+        self.kv_path = "transferred"
         self._engine.kv_arrived(self._request_id, first_token)
 
     def failed(self, reason: str) -> None:
-        self._failure = TransferFailed(f"the KV of transfer {self._transfer_id} did not arrive: {reason}")
+        self._failure = TransferFailed(f"the KV of transfer {self._transfer_id} did not arrive: {reason}", reason)
+        self.kv_path = recomputed(self._failure)
         self._engine.kv_failed(self._request_id, recompute=self._recompute, error=self._failure)
 
     def released(self) -> None:

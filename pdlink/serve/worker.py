@@ -34,7 +34,7 @@ from pdlink.memory.checksums import Checksums
 from pdlink.memory.host import host_id
 from pdlink.protocol.auth import ControlAddress, check_dial
 from pdlink.protocol.messages import VERSION, Identity
-from pdlink.serve.legs import DecodeLeg, Leg, PrefillLeg
+from pdlink.serve.legs import DecodeLeg, Leg, PrefillLeg, recomputed
 from pdlink.transport.choice import open_transports
 from pdlink.transport.choice_cuda import open_device_transports
 
@@ -72,9 +72,18 @@ class Stream:
         self.request_id = request_id
         self.leg: Leg | None = None
         """The part of its request in a transfer."""
+        self.fallback: TransferFailed | None = None
+        """Why a decode leg has no part in its transfer from the start."""
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
+
+    @property
+    def kv_path(self) -> str:
+        """How the KV of a decode leg's prompt came here, for a header; known with its first token. Else empty."""
+        if self.fallback is not None:
+            return recomputed(self.fallback)
+        return self.leg.kv_path if isinstance(self.leg, DecodeLeg) else ""
 
     def put(self, item: Item) -> None:
         """From any thread: a token, or the end (None, or the error that ended the request)."""
@@ -262,8 +271,13 @@ class Worker:
                     sender=self.endpoint.sender,
                 )
             else:
-                leg = self._decode_leg(request_id, params, len(prompt))
-                external = leg is not None
+                try:
+                    leg = self._decode_leg(request_id, params, len(prompt))
+                except TransferFailed as error:
+                    if self.config.on_transfer_failure == "fail":
+                        raise
+                    emit(FallbackUsed(kind="recompute", reason=str(error)))
+                    stream.fallback, external = error, False
         stream.leg = leg
         request = GenerationRequest(request_id, prompt, sampling, external_kv=external, goes_on=goes_on, salt=salt)
         try:
@@ -290,34 +304,25 @@ class Worker:
                 del self._running[request_id]
             raise
 
-    def _decode_leg(self, request_id: str, params: TransferParams, num_prompt_tokens: int) -> DecodeLeg | None:
-        """None if prefill has failed already and the prompt is to be computed here.
-
-        Raises PeerNotAllowed for an address that no request may make this worker dial.
-        """
+    def _decode_leg(self, request_id: str, params: TransferParams, num_prompt_tokens: int) -> DecodeLeg:
+        """Raises TransferFailed if prefill has failed already, PeerNotAllowed for an address that no request may make
+        this worker dial."""
         if params.prefill is None:
             raise InvalidRequest("kv_transfer_params.prefill is missing on a decode leg")
         address = ControlAddress.parse(params.prefill.control)
         check_dial(address, self.endpoint.credentials, insecure=self.config.security.insecure)
-        recompute = self.config.on_transfer_failure == "recompute"
-        try:
-            return DecodeLeg(
-                request_id,
-                params.transfer_id,
-                num_prompt_tokens,
-                params.prefill.control,
-                block_tokens=self.config.cache.block_tokens,
-                verify=self.config.transport.verify,
-                recompute=recompute,
-                engine=self.engine,
-                pool=self.pool,
-                receiver=self.endpoint.receiver,
-            )
-        except TransferFailed as error:
-            if not recompute:
-                raise
-            emit(FallbackUsed(kind="recompute", reason=str(error)))
-            return None
+        return DecodeLeg(
+            request_id,
+            params.transfer_id,
+            num_prompt_tokens,
+            params.prefill.control,
+            block_tokens=self.config.cache.block_tokens,
+            verify=self.config.transport.verify,
+            recompute=self.config.on_transfer_failure == "recompute",
+            engine=self.engine,
+            pool=self.pool,
+            receiver=self.endpoint.receiver,
+        )
 
     def abort(self, stream: Stream) -> None:
         """Nobody wants the answer any more. Safe in every state."""
@@ -327,7 +332,7 @@ class Worker:
 
     def stop_transfer(self, transfer_id: str, reason: str) -> None:
         """The proxy says that the other leg of this transfer has failed."""
-        self.endpoint.receiver.cancel(transfer_id, reason)
+        self.endpoint.receiver.cancel(transfer_id, f"prefill_failed: {reason}")
         self.endpoint.sender.cancel(transfer_id, reason)
 
     # -- EngineListener, in the engine's thread ----------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_news_of_a_transfer_counts_only_from_its_own_sender(pair: Pair, kind: st
         pair.compute("theirs", SRC, TOKENS)
         assert handler.wait() == ["ready 42", "released"]
         false.say(messages.Bye("caught"))
-        assert trap.wait() == ["failed closed by false: caught", "released"]
+        assert trap.wait() == ["failed peer_lost: closed by false: caught", "released"]
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_listener_cannot_turn_the_session_of_its_dialer_around(pair: Pair) -> No
         hello = false.hear(messages.Hello)
         false.say(messages.Hello("false", hello.identity, ("loopback",)), dst_epoch="")
         false.say(messages.Bye("instead"))
-        assert trap.wait() == ["failed closed by " + false.address + ": instead", "released"]
+        assert trap.wait() == ["failed peer_lost: closed by " + false.address + ": instead", "released"]
 
 
 # -- out of order, nonsense, and too much ----------------------------------------------------------------------------

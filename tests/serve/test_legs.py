@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from pdlink.config import ModelConfig, TimeoutConfig
 from pdlink.engine.tiny import END_TOKEN_ID, SPECIAL_TOKENS
+from pdlink.errors import TransferFailed
+from pdlink.serve.legs import recomputed
 from tests.endpoint.conftest import until
 from tests.serve.pair import WAIT_S, Reply, Script, WorkerPair, scripted
 
@@ -258,3 +260,69 @@ def test_a_second_request_of_one_id_leaves_the_first_alone(patient: WorkerPair) 
         assert (await first).status == 200
 
     patient.run(ask())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_decodes_answer_says_how_its_kv_came(pair: WorkerPair, stream: bool) -> None:
+    seed = _seed_of(pair, b"ab")
+    body = pair.body(seed, prompt="x", max_tokens=2, stream=stream)
+    prefill, decode = pair.run(pair.both(COMPLETIONS, body))
+    assert decode.headers["X-Pdlink-KV"] == "transferred"
+    assert "X-Pdlink-KV" not in prefill.headers
+    alone = pair.run(pair.post("decode", COMPLETIONS, body))
+    assert "X-Pdlink-KV" not in alone.headers, "only the proxy knows why"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_decodes_answer_says_that_prefill_failed(patient: WorkerPair, stream: bool) -> None:
+    seed = _seed_of(patient, b"ab")
+    paths = []
+
+    async def ask() -> None:
+        for number, told_first in enumerate((True, False)):
+            name = f"failed-{stream}-{number}"
+            body = patient.leg("decode", name, patient.body(seed, prompt="x", max_tokens=2, stream=stream))
+            told = patient.http["decode"].post(f"/pdlink/transfers/{name}/stop", json={"reason": "it\nis away"})
+            if told_first:
+                assert (await told).status == 202
+                decode = asyncio.create_task(patient.post("decode", COMPLETIONS, body))
+            else:
+                decode = asyncio.create_task(patient.post("decode", COMPLETIONS, body))
+                await asyncio.to_thread(until, lambda: patient.decode.engine.num_awaiting_kv == 1, "decode waits")
+                assert (await told).status == 202
+            paths.append((await decode).headers["X-Pdlink-KV"])
+
+    patient.run(ask())
+    assert paths == ["recomputed;reason=prefill_failed"] * 2
+
+
+def test_decodes_answer_names_the_factor_of_a_refused_handshake(unlike: WorkerPair) -> None:
+    paths = set()
+    for _ in range(2):  # the second is refused out of memory
+        seed = _seed_of(unlike, b"ab")
+        _, decode = unlike.run(unlike.both(COMPLETIONS, unlike.body(seed, prompt="x", max_tokens=2)))
+        paths.add(decode.headers["X-Pdlink-KV"])
+    assert paths <= {"recomputed;reason=refused:revision", "recomputed;reason=refused:content"}
+
+
+def test_decodes_answer_names_a_peer_that_is_not_there(patient: WorkerPair) -> None:
+    seed = _seed_of(patient, b"ab")
+    body = patient.leg("decode", "nobody", patient.body(seed, prompt="x", max_tokens=2), "tcp://127.0.0.1:1")
+    decode = patient.run(patient.post("decode", COMPLETIONS, body))
+    assert decode.headers["X-Pdlink-KV"] == "recomputed;reason=peer_lost"
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        ("lease_expired", "lease_expired"),
+        ("peer_lost: closed by x: \r\nSet-Cookie: a=b", "peer_lost"),
+        ("refused: name that goes with the key differs: local a, remote b", "refused:name_that_goes_with_the_key"),
+        ("refused: a\r\nX: y differs: local", "refused:a_x_y"),
+        ("push refused: no room", "transfer_failed"),
+        ("\r\n", "transfer_failed"),
+        ("x" * 100, "transfer_failed"),
+    ],
+)
+def test_a_reason_in_a_header_is_one_word_whatever_a_peer_says(reason: str, code: str) -> None:
+    assert recomputed(TransferFailed("it did not arrive", reason)) == f"recomputed;reason={code}"
