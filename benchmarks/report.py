@@ -58,10 +58,10 @@ def shape_line(workload: Workload) -> str:
     )
 
 
-def print_results(results: Results, sizes: Iterable[str] = (), *, bars: bool = False) -> None:
-    """Machine, then one table per kind of run: everything about the default workload, speeds over a sweep.
+def print_results(results: Results, sizes: Iterable[str] = ()) -> None:
+    """Machine, then one table per kind of run: everything about the default workload, speeds over a sweep, bars.
 
-    sizes: the cases of a sweep over sizes; the others are layouts. bars: what this project wants to reach, too.
+    sizes: the cases of a sweep over sizes; the others are layouts.
     """
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH_NOT_A_TTY)
     console.print(machine_line(results.machine), highlight=False)
@@ -82,11 +82,7 @@ def print_results(results: Results, sizes: Iterable[str] = (), *, bars: bool = F
         problems |= {"ceilings": case.ceiling} if case.ceiling.problem else {}
     for name, lane in problems.items():
         console.print(f"[{'red' if lane.failed else 'yellow'}]{name}: {escape(lane.problem)}[/]")
-    if bars:
-        _print_bars(console, judge(results))
-
-
-def _print_bars(console: Console, verdicts: list[Verdict]) -> None:
+    verdicts = judge(results)
     if measured := [verdict for verdict in verdicts if verdict.ratio is not None]:
         console.print(_bars_table(measured))
     for verdict in verdicts:

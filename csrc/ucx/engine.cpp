@@ -183,7 +183,7 @@ void Engine::connect(const std::string& peer, Remote remote) {
     }
     try {
         answer_of(std::move(connecting));
-    } catch (const std::runtime_error& error) {
+    } catch (const std::exception& error) {  // also of a gate that is none: std::invalid_argument
         undo(peer, &Seen::connected);
         throw PeerError("cannot connect to " + peer + ": " + error.what());
     }

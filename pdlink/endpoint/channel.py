@@ -12,30 +12,31 @@ is only what the other side chose to call its connection. Who is turned away is 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
-from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from pdlink.errors import ConfigError, InvalidRequest
+from pdlink.errors import ConfigError, InvalidRequest, TransportFailure
 from pdlink.protocol.auth import ControlAddress
 from pdlink.protocol.messages import MAX_FRAME_NBYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from pdlink.protocol.auth import Credentials
 
 _QUEUE_FRAMES = 10_000
 """Frames queued per peer before it counts as not reading."""
 
-_UNREAD_FRAMES = 32
-"""Whole frames of one peer that wait for us; then its socket is not read until we catch up. This times
-MAX_FRAME_NBYTES is what they can make us hold."""
+_UNREAD_FRAMES = 100
+"""Frames of one peer that wait for us; then its socket is not read until we catch up. This times MAX_FRAME_NBYTES is
+what one peer can make us hold."""
 
 _CUT = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 """Monitored on dialed sockets: an established connection ended, or an attempt failed. Seen 6 ms after a SIGKILL."""
@@ -118,7 +119,6 @@ class Channel:
         self._dealers: dict[str, _Dialed] = {}
         self._poller = zmq.Poller()
         self._num_dialed = 0
-        self._num_polls = 0
 
     def bind(self, host: str, port: int, credentials: Credentials | None = None) -> int:
         """Listen on host:port (0 takes a free one); returns the port. Raises ConfigError if that cannot be.
@@ -127,18 +127,17 @@ class Channel:
         """
         self.credentials = credentials
         self._context = zmq.Context()
-        self._router = self._socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if credentials is None:
-            self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        else:  # no handover: it would give a route to whoever calls his connection the same
-            self._guards = self._guard(self._router, credentials)
         try:
+            self._router = self._socket(zmq.ROUTER)
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            if credentials is None:
+                self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            else:  # no handover: it would give a route to whoever calls his connection the same
+                self._guards = self._guard(self._router, credentials)
             self._router.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
             self.close()
-            reason = zmq.strerror(error.errno)  # error.strerror has the address once more
-            raise ConfigError(f"control_port: cannot bind tcp://{host}:{port}: {reason}") from None
+            raise ConfigError(f"control_port: cannot bind tcp://{host}:{port}: {error.strerror}") from None
         self._poller.register(self._router, zmq.POLLIN)
         endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         return int(endpoint.rsplit(":", 1)[1])
@@ -146,7 +145,8 @@ class Channel:
     def dial(self, address: str) -> str:
         """Open a connection to a peer's ROUTER; returns the route. A failure is reported by `poll`.
 
-        Raises ConfigError for what is no control address, and where only one of the two sides has keys.
+        Raises ConfigError for what is no control address, and where only one of the two sides has keys;
+        TransportFailure if no socket or descriptor is left for it.
         """
         try:
             target = ControlAddress.parse(address)
@@ -156,22 +156,31 @@ class Channel:
             raise ConfigError(f"cannot dial {target.endpoint}: only one of the two sides uses keys")
         self._num_dialed += 1
         route = f"dial-{self._num_dialed}"
-        dealer = self._socket(zmq.DEALER)
-        dealer.setsockopt(zmq.IDENTITY, self._identity + b"/%d" % self._num_dialed)
-        dealer.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
-        if self.credentials is not None:
-            keys = self.credentials.keys
-            dealer.setsockopt_string(zmq.CURVE_SERVERKEY, target.public_key)
-            dealer.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
-            dealer.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
-        monitor = dealer.get_monitor_socket(_CUT | _any_of(_DIAL_FAILURES))
-        try:
-            dealer.connect(target.endpoint)
-        except zmq.ZMQError as error:
-            dealer.disable_monitor()
-            monitor.close()
-            dealer.close()
-            raise ConfigError(f"cannot dial {address!r}: {error}") from None
+        with contextlib.ExitStack() as made:
+            try:
+                dealer = self._socket(zmq.DEALER)
+                made.callback(dealer.close)
+                dealer.setsockopt(zmq.IDENTITY, self._identity + b"/%d" % self._num_dialed)
+                dealer.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
+                if self.credentials is not None:
+                    keys = self.credentials.keys
+                    dealer.setsockopt_string(zmq.CURVE_SERVERKEY, target.public_key)
+                    dealer.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
+                    dealer.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
+                monitored = f"inproc://pdlink-{route}"  # not get_monitor_socket(), which keeps half of it if it fails
+                dealer.monitor(monitored, _CUT | _any_of(_DIAL_FAILURES))
+                monitor = self._socket(zmq.PAIR)
+                made.callback(monitor.close)
+                monitor.connect(monitored)
+                dealer.connect(target.endpoint)
+            except zmq.ZMQError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise ConfigError(f"cannot dial {target.endpoint}: {error}") from None
+                raise TransportFailure(
+                    f"cannot dial {target.endpoint}: no socket or descriptor is left ({error.strerror}); "
+                    "raise the limit on open files (ulimit -n)"
+                ) from None
+            made.pop_all()
         self._dealers[route] = _Dialed(dealer, monitor, target.public_key)
         self._poller.register(dealer, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
@@ -208,56 +217,35 @@ class Channel:
         """No longer."""
         self._poller.unregister(fd)
 
-    def poll(self, timeout_s: float) -> tuple[Iterable[Arrival], set[int]]:
-        """Wait up to `timeout_s`; what arrived, and which watched descriptors are readable.
-
-        Frames are read one by one as they are taken: one of every connection before the second one of any. What is
-        not taken before the next `poll` waits where it is.
-        """
+    def poll(self, timeout_s: float) -> tuple[list[Arrival], set[int]]:
+        """Wait up to `timeout_s`; what arrived, and which watched descriptors are readable."""
         ready = dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))  # up: a wait cut short is a busy one
-        return self._arrivals(ready), {fd for fd in ready if isinstance(fd, int)}
-
-    def _arrivals(self, ready: Mapping[Any, int]) -> Iterator[Arrival]:
+        arrived: list[Arrival] = []
         if self._guards is not None:
             questions, monitor = self._guards
             if questions in ready:
-                yield from self._judge(questions)
+                arrived.extend(self._judge(questions))
             if monitor in ready:
-                for event in self._drain_events(monitor):
-                    yield Refused(_TURNED_AWAY[event])
-        sources: deque[tuple[str, _Dialed | None]] = deque()
+                arrived.extend(Refused(_TURNED_AWAY[event]) for event in self._drain_events(monitor))
         if self._router is not None and self._router in ready:
-            sources.append(("", None))  # itself takes from one peer after the other
-        sources.extend(item for item in self._dealers.items() if item[1].socket in ready or item[1].monitor in ready)
-        sources.rotate(-self._num_polls)  # who was first is last the next time
-        self._num_polls += 1
-        while sources:
-            route, dialed = source = sources.popleft()
-            arrival = self._take(route, dialed)
-            if arrival is not None:
-                sources.append(source)
-                yield from arrival
-            elif dialed is not None and dialed.monitor in ready:  # what it said before it was cut has been taken
-                for event in self._drain_events(dialed.monitor, 1):
-                    yield Disconnected(route, _DIAL_FAILURES.get(event, ""), event in _REFUSALS)
-
-    def _take(self, route: str, dialed: _Dialed | None) -> Sequence[Received] | None:
-        """The next frame of this socket, nothing for what is none, and None if there is no more."""
-        socket = dialed.socket if dialed is not None else self._router
-        assert socket is not None
-        try:
-            if dialed is not None:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-                return [Received(route, frames[0], dialed.public_key)] if len(frames) == 1 else []
             if self.credentials is None:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-                return [Received(frames[0].hex(), frames[1])] if len(frames) == 2 else []
-            signed = socket.recv_multipart(zmq.NOBLOCK, copy=False)  # with the key that libzmq keeps beside each
-        except zmq.Again:
-            return None
-        if len(signed) != 2:
-            return []
-        return [Received(signed[0].bytes.hex(), signed[1].bytes, str(signed[1].get("User-Id")))]
+                arrived.extend(
+                    Received(frames[0].hex(), frames[1]) for frames in self._drain(self._router) if len(frames) == 2
+                )
+            else:
+                arrived.extend(self._drain_signed(self._router))
+        for route, dialed in self._dealers.items():
+            if dialed.socket in ready:
+                arrived.extend(
+                    Received(route, frames[0], dialed.public_key)
+                    for frames in self._drain(dialed.socket)
+                    if len(frames) == 1
+                )
+            if dialed.monitor in ready:
+                event = next(iter(self._drain_events(dialed.monitor)), None)
+                if event is not None:  # what woke us may be gone
+                    arrived.append(Disconnected(route, _DIAL_FAILURES.get(event, ""), event in _REFUSALS))
+        return arrived, {fd for fd in ready if isinstance(fd, int)}
 
     def _guard(
         self, router: zmq.Socket[bytes], credentials: Credentials
@@ -296,6 +284,17 @@ class Channel:
                 return
 
     @staticmethod
+    def _drain_signed(router: zmq.Socket[bytes], limit: int = 256) -> Iterable[Received]:
+        """As `_drain`, with the key that libzmq keeps beside every message."""
+        for _ in range(limit):
+            try:
+                frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            if len(frames) == 2:
+                yield Received(frames[0].bytes.hex(), frames[1].bytes, str(frames[1].get("User-Id")))
+
+    @staticmethod
     def _drain(socket: zmq.Socket[bytes], limit: int = 256) -> Iterable[list[bytes]]:
         """Messages waiting now, at most `limit` so that one peer cannot keep the loop to itself."""
         for _ in range(limit):
@@ -326,7 +325,7 @@ class Channel:
             self._router.close()
             self._router = None
         if self._context is not None:
-            self._context.term()
+            self._context.destroy(linger=0)  # also a socket that half of a `bind` has left
             self._context = None
 
 

@@ -274,9 +274,7 @@ class Engine:
             if stopped:
                 reason = "stop"
             elif index + 1 == sampling.max_tokens:
-                reason = "length"
-                if not sequence.request.goes_on:
-                    text += sequence.detokenizer.finish()
+                text, reason = text + sequence.detokenizer.finish(), "length"
         if index == 0:
             self._scheduler.start_decoding(sequence)
         self._listener.output(TokenOutput(sequence.request_id, index, token, text, reason, sequence.num_cached))

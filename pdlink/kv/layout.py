@@ -21,6 +21,9 @@ from pdlink.errors import LayoutMismatch
 MAX_OFFSET = 2**62
 """Layouts that reach further are refused, so that no sum of two offsets can overflow 64 bits."""
 
+MAX_REGIONS = 4096
+"""More buffers than anybody registers; region indices cross into native code."""
+
 RunArray = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 """[n, 3] int64, C-contiguous: source offset, destination offset, nbytes."""
 
@@ -98,7 +101,10 @@ class KVLayout:
         return max(ends, default=0)
 
     def check(self, side: str) -> None:
-        """Refuse a layout whose offsets are negative or do not fit 64 bits: it may have come from a peer.
+        """Refuse a layout whose numbers are negative or do not fit 64 bits: it may have come from a peer.
+
+        The compiled loops step once beyond the end of every axis, so that has to fit too, also where an axis has one
+        element only and its stride is never used.
 
         Raises LayoutMismatch, naming `side` and the layer. Whether it fits the registered buffers is for the
         transport to check.
@@ -112,10 +118,10 @@ class KVLayout:
                 raise LayoutMismatch(f"{side} layer {index} is malformed: it has no parts")
             if min(layer.block_stride, layer.token_stride, layer.head_stride) < 0:
                 raise LayoutMismatch(f"{side} layer {index} is malformed: a stride is negative")
-            reach = self._reach(layer)
+            beyond = self.head_nbytes + sum(count * stride for stride, count in self._axes(layer))
             for part in layer.parts:
-                if min(part.region, part.offset) < 0 or part.offset + reach >= MAX_OFFSET:
-                    raise LayoutMismatch(f"{side} layer {index} is malformed: {part} of {reach} bytes")
+                if not 0 <= part.region < MAX_REGIONS or part.offset < 0 or part.offset + beyond >= MAX_OFFSET:
+                    raise LayoutMismatch(f"{side} layer {index} is malformed: {part} of {beyond} bytes")
 
     def check_writable(self, side: str) -> None:
         """Refuse a destination where one byte would stand for two places: KV would be overwritten silently.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
 
+@functools.cache
 def boot_id() -> str:
-    """Names this boot of this host's kernel."""
+    """Names this boot of this host's kernel. Read once: later there may be no descriptor left for it."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 

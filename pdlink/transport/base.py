@@ -117,14 +117,16 @@ class Transport(ABC):
         """Open our registered buffers to `peer` and return what it must pass to its `connect()`.
 
         peer: unique per connection (name, epoch and session); a name is never used twice.
+        Raises TransportFailure if it cannot be now (no descriptor left), ProtocolError for a name in use.
         """
 
     @abstractmethod
     def connect(self, peer: str, invitation: bytes) -> None:
         """Start connecting to the memory a peer opened to us. Returns at once; batches may be submitted right away.
 
-        Raises ProtocolError for an invitation that cannot be read, TransportFailure for one that cannot work from
-        here (another host, another UCX). A connection that fails later is reported as PeerFailed.
+        Raises ProtocolError for an invitation that cannot be read and for a name in use, TransportFailure for one
+        that cannot work from here (another host, another UCX) or now. Nothing else: an invitation is a stranger's
+        word. A connection that fails later is reported as PeerFailed.
         """
 
     @abstractmethod

@@ -152,9 +152,9 @@ class GpuCopier:
             peer = self._peer_for(name)
             if peer.memory is not None:
                 raise ValueError(f"peer name {name} is used twice")
+            self._epoll.register(memory.life_fd, select.EPOLLIN)  # first: it may fail
             peer.memory = memory
             self._lives[memory.life_fd] = peer
-            self._epoll.register(memory.life_fd, select.EPOLLIN)
 
     def regions(self, name: str) -> list[tuple[int, int]]:
         """Of the peer's memory: (address, nbytes). Raises TransportFailure if it cannot be written."""

@@ -293,7 +293,7 @@ class LoopbackTransport(Transport):
         with self.hub._lock:
             self._require_open()
             if peer in self._in or peer in self._closing:
-                raise ValueError(f"peer name {peer} is used twice")
+                raise ProtocolError(f"peer name {peer} is used twice")
             link = Link(self, peer, tuple(self._regions))
             invitation = b"pdlink-loopback/1:%d" % self.hub._num_invited
             self.hub._num_invited += 1
@@ -310,7 +310,7 @@ class LoopbackTransport(Transport):
             if link is None or link.shut or link.owner._dead:
                 raise TransportFailure("the invitation is not of this hub, used, closed, or its owner is gone")
             if peer in self._out or peer in self._closing:
-                raise ValueError(f"peer name {peer} is used twice")
+                raise ProtocolError(f"peer name {peer} is used twice")
             del self.hub._invitations[invitation]
             link.writer, link.writer_peer = self, peer
             self._out[peer] = link

@@ -16,7 +16,6 @@ pid namespace. Two containers need a shared one (docker `--pid`, Kubernetes `sha
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -28,6 +27,7 @@ from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.memory.buffers import Buffer
 from pdlink.memory.host import boot_id, pid_namespace
 from pdlink.transport.base import Occurrence, Probe, Transport, occurrence
+from pdlink.transport.edge import translated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,45 +117,29 @@ class MappedTransport(Transport):
         copier = self._open_copier()
         if not self._buffers:
             raise TransportUnavailable("register a buffer before inviting a peer to it")
-        try:
-            gate = copier.invite(peer)
-        except _copy.PeerUnusable as error:
-            raise TransportFailure(str(error)) from error
-        return msgspec.msgpack.encode(
-            _Invitation(
-                boot_id=boot_id(),
-                pid_namespace=pid_namespace(),
-                pid=os.getpid(),
-                regions=tuple(_file_of(buffer) for buffer in self._buffers),
-                gate=_File(*gate),
-            )
-        )
+        with translated(f"cannot invite peer {peer}"):
+            regions = tuple(_file_of(buffer) for buffer in self._buffers)
+            boot, namespace = boot_id(), pid_namespace()
+            gate = _File(*copier.invite(peer))  # last: it is not to be made for an invitation that cannot be given
+        return msgspec.msgpack.encode(_Invitation(boot, namespace, os.getpid(), regions, gate))
 
     def connect(self, peer: str, invitation: bytes) -> None:
         copier = self._open_copier()
         there = _decode(invitation)
-        if there.boot_id != boot_id():
-            raise TransportFailure(
-                f"peer {peer} is on another host (boot id here {boot_id()}, there {there.boot_id}); "
-                "mapped memory needs one host, use another transport"
-            )
-        if there.pid_namespace != pid_namespace():
-            raise TransportFailure(
-                f"peer {peer} is in another pid namespace (here {pid_namespace()}, there {there.pid_namespace}); "
-                "run both containers in one (docker --pid, Kubernetes shareProcessNamespace) or use another transport"
-            )
-        try:
+        with translated(f"cannot map the memory of peer {peer}"):
+            boot, namespace = boot_id(), pid_namespace()
+            if there.boot_id != boot:
+                raise TransportFailure(
+                    f"peer {peer} is on another host (boot id here {boot}, there {there.boot_id}); "
+                    "mapped memory needs one host, use another transport"
+                )
+            if there.pid_namespace != namespace:
+                raise TransportFailure(
+                    f"peer {peer} is in another pid namespace (here {namespace}, there {there.pid_namespace}); "
+                    "run both containers in one (docker --pid, Kubernetes shareProcessNamespace) "
+                    "or use another transport"
+                )
             copier.connect(peer, there.pid, [file.as_tuple() for file in there.regions], there.gate.as_tuple())
-        except _copy.NameTaken:
-            raise
-        except ValueError as error:
-            raise ProtocolError(f"invitation of peer {peer}: {error}") from error
-        except OSError as error:
-            denied = error.errno in (errno.EACCES, errno.EPERM)
-            remedy = "; run both processes as the same user" if denied else ""
-            raise TransportFailure(f"cannot map the memory of peer {peer}: {error}{remedy}") from error
-        except _copy.PeerUnusable as error:
-            raise TransportFailure(str(error)) from error
 
     def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
         try:

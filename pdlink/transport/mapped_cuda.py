@@ -31,6 +31,7 @@ from pdlink.cuda.kernels import Kernels
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.memory.host import boot_id, pid_namespace
 from pdlink.transport.base import Occurrence, Probe, Transport
+from pdlink.transport.edge import translated
 from pdlink.transport.gpu_batches import PeerMemory
 from pdlink.transport.gpu_copier import SLICE_NBYTES, GpuCopier
 
@@ -136,24 +137,29 @@ class MappedCudaTransport(Transport):
             regions = tuple(self._regions)
         if not regions:
             raise TransportUnavailable("register a buffer before inviting a peer to it")
-        gate = copier.invite(peer).file()
-        return msgspec.msgpack.encode(_Invitation(boot_id(), pid_namespace(), os.getpid(), regions, gate))
+        with translated(f"cannot invite peer {peer}"):
+            boot, namespace = boot_id(), pid_namespace()
+            gate = copier.invite(peer).file()  # last: it is not to be made for an invitation that cannot be given
+        return msgspec.msgpack.encode(_Invitation(boot, namespace, os.getpid(), regions, gate))
 
     def connect(self, peer: str, invitation: bytes) -> None:
         copier = self._open_copier()
         there = _decode(invitation)
-        for what, ours, theirs in (
-            ("on another host", boot_id(), there.boot_id),
-            ("in another pid namespace", str(pid_namespace()), str(there.pid_namespace)),
-        ):
-            if ours != theirs:
-                raise TransportFailure(f"peer {peer} is {what} (here {ours}, there {theirs}); use another transport")
-        memory = self._map(peer, there)
-        try:
-            copier.connect(peer, memory)
-        except BaseException:
-            memory.close()
-            raise
+        with translated(f"cannot map the device memory of peer {peer}"):
+            for what, ours, theirs in (
+                ("on another host", boot_id(), there.boot_id),
+                ("in another pid namespace", str(pid_namespace()), str(there.pid_namespace)),
+            ):
+                if ours != theirs:
+                    raise TransportFailure(
+                        f"peer {peer} is {what} (here {ours}, there {theirs}); use another transport"
+                    )
+            memory = self._map(peer, there)
+            try:
+                copier.connect(peer, memory)
+            except BaseException:
+                memory.close()
+                raise
 
     def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
         copier = self._open_copier()
@@ -198,31 +204,28 @@ class MappedCudaTransport(Transport):
             raise TransportUnavailable(f"device memory cannot be shared between processes here: {error}") from error
 
     def _map(self, peer: str, there: _Invitation) -> PeerMemory:
-        """Raises ProtocolError, TransportFailure."""
         with contextlib.ExitStack() as made:
-            try:
-                life_fd = os.pidfd_open(there.pid)
-                made.callback(os.close, life_fd)
-                regions, mapped = [], []
-                for index, region in enumerate(there.regions):
-                    if region.export is None:
-                        regions.append((0, 0))
-                    elif there.pid == os.getpid():
-                        # CUDA does not open a handle in the process that made it. Whether the memory is ours is
-                        # looked up: an invitation could name any address.
-                        if not any(transport.holds((region.address, region.nbytes)) for transport in _OPEN_HERE):
-                            raise ProtocolError(f"region {index} of peer {peer} is no device memory of this process")
-                        regions.append((region.address, region.nbytes))
-                    else:
+            life_fd = os.pidfd_open(there.pid)
+            made.callback(os.close, life_fd)
+            regions, mapped = [], []
+            for index, region in enumerate(there.regions):
+                if region.export is None:
+                    regions.append((0, 0))
+                elif there.pid == os.getpid():
+                    # CUDA does not open a handle in the process that made it. Whether the memory is ours is
+                    # looked up: an invitation could name any address.
+                    if not any(transport.holds((region.address, region.nbytes)) for transport in _OPEN_HERE):
+                        raise ProtocolError(f"region {index} of peer {peer} is no device memory of this process")
+                    regions.append((region.address, region.nbytes))
+                else:
+                    try:
                         buffer = PeerBuffer(self._device, region.export)
-                        made.callback(buffer.close)
-                        mapped.append(buffer)
-                        regions.append((buffer.ptr, buffer.nbytes))
-                gate = _cuda.GateWriter(there.pid, there.gate)
-            except ValueError as error:
-                raise ProtocolError(f"invitation of peer {peer}: {error}") from error
-            except (OSError, CudaFailure) as error:
-                raise TransportFailure(f"cannot map the device memory of peer {peer}: {error}") from error
+                    except CudaFailure as error:
+                        raise TransportFailure(f"region {index} of peer {peer}: {error}") from error
+                    made.callback(buffer.close)
+                    mapped.append(buffer)
+                    regions.append((buffer.ptr, buffer.nbytes))
+            gate = _cuda.GateWriter(there.pid, there.gate)
             made.pop_all()
         return PeerMemory(there.pid, life_fd, gate, regions, mapped)
 

@@ -24,6 +24,7 @@ import msgspec
 from pdlink import _tcp
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.transport.base import Occurrence, Probe, Transport, occurrence
+from pdlink.transport.edge import translated
 from pdlink.transport.staging import stage_below
 
 if TYPE_CHECKING:
@@ -143,10 +144,8 @@ class TcpTransport(Transport):
         engine = self._open_engine()
         if not self._buffers:
             raise TransportUnavailable("register a buffer before inviting a peer to it")
-        try:
+        with translated(f"cannot invite peer {peer}"):
             session, token, regions = engine.invite(peer)
-        except _tcp.PeerUnusable as error:
-            raise TransportFailure(str(error)) from error
         return msgspec.msgpack.encode(_Invitation(self._advertised, engine.port(), session, token, tuple(regions)))
 
     def connect(self, peer: str, invitation: bytes) -> None:
@@ -157,14 +156,8 @@ class TcpTransport(Transport):
                 f"peer {peer} is at {there.host}, and this side's data port is for this host only; "
                 "set transport.tcp_host to the address that others reach"
             )
-        try:
+        with translated(f"cannot connect to peer {peer}"):
             engine.connect(peer, there.host, there.port, there.session, there.token, there.regions)
-        except _tcp.NameTaken:
-            raise
-        except OSError as error:
-            raise TransportFailure(f"cannot connect to peer {peer}: {error}") from error
-        except _tcp.PeerUnusable as error:
-            raise TransportFailure(str(error)) from error
 
     def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
         try:
@@ -214,7 +207,8 @@ def _decode(invitation: bytes) -> _Invitation:
         raise ProtocolError(f"invitation has {len(invitation)} bytes, at most {_MAX_INVITATION_NBYTES} are read")
     try:
         decoded = msgspec.msgpack.decode(invitation, type=_Invitation)
-        ipaddress.ip_address(decoded.host)
+        if "%" in str(ipaddress.ip_address(decoded.host)):  # inet_pton knows no interfaces
+            raise ValueError(f"{decoded.host} names an interface of another host")
     except (msgspec.DecodeError, ValueError) as error:
         raise ProtocolError(f"invitation over tcp cannot be read: {error}") from error
     if decoded.session >= 2**64:

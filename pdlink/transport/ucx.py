@@ -24,6 +24,7 @@ from pdlink.cuda.buffers import DeviceBuffer
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.memory.host import host_id
 from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Probe, Status, Transport
+from pdlink.transport.edge import translated
 from pdlink.transport.staging import stage_below_lanes
 
 try:
@@ -218,14 +219,10 @@ class UcxTransport(Transport):
         assert host is not None
         with self._registering:
             regions = list(self._regions)
-        try:
-            address, gate_fd, gate_device, gate_inode, ring = engine.invite(peer)
-        except _ucx.PeerError as error:
-            raise TransportFailure(str(error)) from None
-        except RuntimeError as error:
-            raise TransportUnavailable(f"UCX cannot open a worker for {peer}: {error}") from None
         pid = os.getpid()
-        born = _ucx.process_born(pid)
+        with translated(f"UCX cannot open a worker for peer {peer}"):
+            born = _ucx.process_born(pid)
+            address, gate_fd, gate_device, gate_inode, ring = engine.invite(peer)
         gate = (gate_fd, gate_device, gate_inode)
         return _pack(
             _Invitation(
@@ -260,10 +257,8 @@ class UcxTransport(Transport):
         gate = (remote.gate_fd, remote.gate_device, remote.gate_inode) if visible and not sockets_only else None
         regions = [(region.base, region.nbytes, region.rkey) for region in remote.regions]
         ring = (remote.ring.base, remote.ring.nbytes, remote.ring.rkey)
-        try:
+        with translated("UCX"):  # the engine says which peer
             engine.connect(peer, remote.address, regions, pid, born, gate, ring)
-        except _ucx.PeerError as error:
-            raise TransportFailure(str(error)) from None
 
     def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
         try:

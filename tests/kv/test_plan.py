@@ -395,6 +395,7 @@ def test_layouts_that_hold_other_kv_are_refused_by_factor(change: dict[str, obje
         ("block_stride", 31, "stride 31 is shorter than 32 bytes inside"),
         ("block_stride", -32, "a stride is negative"),
         ("block_stride", MAX_OFFSET, "layer 0 is malformed: Part"),
+        ("parts", (Part(4096, 0), Part(4096, 4)), "layer 0 is malformed: Part"),
         ("parts", (Part(0, 0), Part(0, -4)), "layer 0 is malformed: Part"),
         ("parts", (Part(0, 0), Part(0, MAX_OFFSET)), "layer 0 is malformed: Part"),
         ("parts", (Part(-1, 0), Part(0, 4)), "layer 0 is malformed: Part"),
@@ -407,6 +408,22 @@ def test_a_destination_whose_bytes_overlap_or_overflow_is_refused(field: str, va
     broken = replace(layout, layers=(replace(layout.layers[0], **{field: value}),))  # type: ignore[arg-type]
     with pytest.raises(LayoutMismatch, match=message):
         template(layout, broken)
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+@pytest.mark.parametrize("stride", [MAX_OFFSET, 2**63 - 1, 2**63, 2**64 - 1, 2**100])
+@pytest.mark.parametrize("axis", ["block", "token", "head"])
+def test_a_stride_that_is_never_used_has_to_fit_64_bits_too(axis: str, stride: int, side: str) -> None:
+    """It is multiplied by 0 here, and converted to a machine's number before that."""
+    layer = LayerLayout(
+        (Part(0, 0),), **{"block_stride": 4, "token_stride": 4, "head_stride": 4, f"{axis}_stride": stride}
+    )
+    honest, hostile = (
+        KVLayout("uint8", block_tokens=1, num_blocks=1, num_heads=1, head_nbytes=4, layers=(one,))
+        for one in (LayerLayout((Part(0, 0),), 4, 4, 4), layer)
+    )
+    with pytest.raises(LayoutMismatch, match=f"{side} layer 0 is malformed"):
+        template(*((hostile, honest) if side == "source" else (honest, hostile)))
 
 
 @pytest.mark.parametrize("field", ["block_tokens", "num_blocks"])

@@ -192,11 +192,11 @@ def test_an_invitation_cut_short_or_lengthened_is_refused(make_side: Callable[[]
 
 def test_a_name_in_use_is_refused_and_goes_on_working(make_side: Callable[[], Side]) -> None:
     writer, owner = pair(make_side)
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ProtocolError, match="twice"):
         owner.transport.invite("writer")
     third = make_side()
     third.add_buffer(4096, seed=2)
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ProtocolError, match="twice"):
         writer.transport.connect("owner", third.transport.invite("writer"))
     assert writer.wait_batch(writer.submit_block("owner", 0, 4)) == "ok"
 
