@@ -1,7 +1,8 @@
 """How the KV of an answer's prompt came to the decode worker, as a client reads it in `X-Pdlink-KV`.
 
 An answer is right either way; but a deployment that recomputes every prompt pays for prefill twice, and without this
-it looks healthy. Values: `transferred`; `recomputed;reason=CODE`; `unknown` where decode does not say; and in the
+it looks healthy. Values: `transferred`; `cached` where decode had the whole prompt in its own prefix cache;
+`recomputed;reason=CODE`; `unknown` where decode does not say; and in the
 headers of a stream that began before decode had spoken, `transferring`. The last one is settled at the stream's end,
 in a comment before `data: [DONE]`, which clients of server-sent events skip.
 """
@@ -14,11 +15,12 @@ from .sse import before_done
 
 HEADER = "X-Pdlink-KV"
 
-TRANSFERRED, RECOMPUTED, TRANSFERRING, UNKNOWN = "transferred", "recomputed", "transferring", "unknown"
-PATHS = (TRANSFERRED, RECOMPUTED, TRANSFERRING, UNKNOWN)
+TRANSFERRED, CACHED, RECOMPUTED = "transferred", "cached", "recomputed"
+TRANSFERRING, UNKNOWN = "transferring", "unknown"
+PATHS = (TRANSFERRED, CACHED, RECOMPUTED, TRANSFERRING, UNKNOWN)
 """What a value begins with: the label `path` of the metric. Reasons are made by workers, so they are no label."""
 
-_VALUE = re.compile(r"transferred|unknown|recomputed(;reason=[a-z0-9_:.-]{1,64})?")
+_VALUE = re.compile(r"transferred|cached|unknown|recomputed(;reason=[a-z0-9_:.-]{1,64})?")
 _NOT_IN_CODES = re.compile(r"[^a-z0-9_.-]+")
 
 

@@ -17,6 +17,9 @@ class TimeoutConfig(Section):
     """Handshake, from the first message to the data connection."""
     lease_s: Seconds = 10.0
     """How long a promise about memory holds without a sign of life from the other side."""
+    other_leg_s: Seconds = 10.0
+    """How long a leg whose transfer the other leg has not begun waits for it; `lease_s`, if that is less. Both leave
+    the proxy at once, so what counts is how unlike the two servers' queues in front of the engine are."""
     offer_s: Seconds = 5.0
     """While requests wait for blocks here, a finished prompt whose receiver offers nothing for this long is given up,
     so that two full workers that hold what the other waits for do not stand still; decode falls back."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pdlink.endpoint.peer import Peer
     from pdlink.protocol.messages import Offer
 
@@ -35,6 +37,9 @@ class EarlyInterest:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
 
     def get(self, transfer_id: str) -> Early | None:
         return self._entries.get(transfer_id)

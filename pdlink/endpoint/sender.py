@@ -23,6 +23,7 @@ from pdlink.events import LayerLanded, LayerWritten, MessageDropped, TransferEnd
 from pdlink.protocol import messages
 from pdlink.protocol.actions import Action, End, Fail, Push, Send
 from pdlink.protocol.leases import LeaseTable
+from pdlink.protocol.reasons import OTHER_PROMPT
 from pdlink.protocol.sending import Sending
 from pdlink.protocol.states import SenderState
 from pdlink.transport.base import BatchDone, Status
@@ -71,7 +72,9 @@ class Sender:
         self._live: dict[str, _Outgoing] = {}
         self._early = EarlyInterest()
         self._ended = Ended()
-        self._leases = LeaseTable(timeouts.lease_s, timeouts.request_s)
+        self._leases = LeaseTable(timeouts.lease_s, timeouts.request_s, timeouts.other_leg_s)
+        self._complete = Ended()
+        """Attempts whose transfers have all been announced, with their number."""
         self._pushes = Pushes(link, sharing, batch_timeout_s, self._on_refused, self._on_impossible)
         self._landed = threading.Condition(link.lock)
         """A push has ended, or all of a peer's were fenced."""
@@ -100,6 +103,24 @@ class Sender:
             early = self._early.pop(transfer_id)
             if early is not None:
                 self._take(outgoing, early.peer, early.offer)
+
+    def complete(self, attempt: str, num_transfers: int) -> None:
+        """No other transfer of this attempt (its id, "-", a digest of the prompt) will be announced.
+
+        Whoever expects one computes another prompt, and is told so at once instead of waiting for its announcement.
+        """
+        with self._link.lock:
+            self._complete.add(attempt, str(num_transfers))
+            for transfer_id in [name for name in self._early if _attempt_of(name) == attempt]:
+                early = self._early.get(transfer_id)
+                assert early is not None
+                self._drop_early(transfer_id, OTHER_PROMPT)
+                self._refuse(early.peer, transfer_id, OTHER_PROMPT)
+
+    def stopped(self, transfer_id: str) -> str:
+        """Why this transfer is over; empty if it is not, or was sent."""
+        with self._link.lock:
+            return self._ended.get(transfer_id) or ""
 
     def publish(self, transfer_id: str, blocks: Sequence[int], num_tokens: int, num_cached_tokens: int) -> None:
         """The request's KV will be (its first `num_cached_tokens` tokens: is) in these blocks, from token 0 on.
@@ -278,10 +299,22 @@ class Sender:
                 early = self._early.get(transfer_id)
                 self._drop_early(transfer_id, "no_request")
                 if early is not None:
-                    self._link.send(early.peer, messages.Stop(transfer_id, "no_request"))
-                    self._link.send(early.peer, messages.Quiet(transfer_id))
+                    self._refuse(early.peer, transfer_id, "no_request")
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _refuse(self, peer: Peer, transfer_id: str, reason: str) -> None:
+        """Tell a receiver that nothing will be sent; nothing is in flight either."""
+        self._link.send(peer, messages.Stop(transfer_id, reason))
+        self._link.send(peer, messages.Quiet(transfer_id))
+        if reason == OTHER_PROMPT and self._complete.get(_attempt_of(transfer_id)) == "1":
+            # The one prompt that is computed here is another one, which nobody will ask for.
+            for outgoing in [
+                outgoing
+                for name, outgoing in self._live.items()
+                if outgoing.peer is None and _attempt_of(name) == _attempt_of(transfer_id)
+            ]:
+                self._run(outgoing, outgoing.machine.stop(OTHER_PROMPT))
 
     def _on_interest(self, peer: Peer, transfer_id: str, offer: messages.Offer | None) -> None:
         wrong = self._wrong_blocks(peer, offer) if offer else ""
@@ -295,10 +328,10 @@ class Sender:
             self._link.send(peer, messages.Quiet(transfer_id))
         else:
             known = self._early.get(transfer_id) is not None
-            refusal = wrong or self._early.put(transfer_id, Early(peer, offer))
+            other = "" if self._complete.get(_attempt_of(transfer_id)) is None else OTHER_PROMPT
+            refusal = wrong or other or self._early.put(transfer_id, Early(peer, offer))
             if refusal:
-                self._link.send(peer, messages.Stop(transfer_id, refusal))
-                self._link.send(peer, messages.Quiet(transfer_id))
+                self._refuse(peer, transfer_id, refusal)
             elif not known:
                 self._leases.grant(transfer_id, self._link.awake_s())
 
@@ -423,3 +456,8 @@ class Sender:
             )
         )
         self._link.defer(outgoing.on_end)
+
+
+def _attempt_of(transfer_id: str) -> str:
+    """The attempt of a transfer that is one of several: its id without the digest."""
+    return transfer_id.rpartition("-")[0]

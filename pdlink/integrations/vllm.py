@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
@@ -29,7 +30,7 @@ from pdlink.integrations.vllm_parts import settings as settings_of
 from pdlink.integrations.vllm_parts import versions
 from pdlink.integrations.vllm_parts.rank import Rank
 from pdlink.integrations.vllm_parts.requests import NOTHING, RequestBook, Scheduled, StepPlan
-from pdlink.integrations.vllm_parts.stats import COUNTS
+from pdlink.integrations.vllm_parts.stats import COUNTS, split
 from pdlink.integrations.vllm_parts.worker import Results
 
 if TYPE_CHECKING:
@@ -48,6 +49,16 @@ class PDLinkMetadata(KVConnectorMetadata):  # type: ignore[misc]
     plan: StepPlan
     idle: bool = False
     """The step computes nothing."""
+
+
+@dataclass
+class PDLinkReasons(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Why loads have failed, by request, on its way from a worker to the scheduler."""
+
+    reasons: dict[str, str]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> PDLinkReasons:
+        return PDLinkReasons(other.reasons | self.reasons) if isinstance(other, PDLinkReasons) else self
 
 
 _NOTHING, _IDLE = PDLinkMetadata(NOTHING), PDLinkMetadata(NOTHING, idle=True)
@@ -76,6 +87,8 @@ class PDLinkConnector(KVConnectorBase_V1):  # type: ignore[misc]
             shares_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
         )
         self._failed_blocks: set[int] = set()
+        self._reasons: dict[str, str] = {}
+        """Of failed loads that the scheduler's half has not been told of."""
         self._rank: Rank | None = None
         if role == KVConnectorRole.WORKER:
             self._rank = Rank(vllm_config, kv_cache_config, settings)
@@ -102,10 +115,14 @@ class PDLinkConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return PDLinkMetadata(plan, idle)
 
     def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._book.ended(request.request_id), None
+        path = self._book.path(request.request_id)
+        # vLLM passes it with an answer that is no stream; the proxy takes it out, and tells its client in a header.
+        return self._book.ended(request.request_id), {"pdlink_kv": path} if path else None
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._book.received(connector_output.finished_recving or ())
+        told = connector_output.kv_connector_worker_meta
+        reasons = told.reasons if isinstance(told, PDLinkReasons) else None
+        self._book.received(connector_output.finished_recving or (), reasons)
         self._book.sent(connector_output.finished_sending or ())
 
     # -- worker: in the order of a step ------------------------------------------------------------------------------
@@ -151,7 +168,13 @@ class PDLinkConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if isinstance(metadata, PDLinkMetadata) and metadata.idle and results == Results():
             self._worker.half.pause(_PAUSE_S)
             results = self._worker.half.results(())
+        self._reasons |= results.reasons
         return results
+
+    def build_connector_worker_meta(self) -> PDLinkReasons | None:
+        """Asked for in the step that reports the requests, after their results."""
+        reasons, self._reasons = self._reasons, {}
+        return PDLinkReasons(reasons) if reasons else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Before 0.30: what `get_finished` has told is not there."""
@@ -197,7 +220,7 @@ class PDLinkConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 class PDLinkStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts by the names of `stats.COUNTS`."""
+    """Counts by the names of `stats.COUNTS`, with the value of their label."""
 
     def reset(self) -> None:
         self.data: dict[str, float] = {}
@@ -211,7 +234,11 @@ class PDLinkStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return dict(self.data)
+        shown = {}
+        for key, value in sorted(self.data.items()):
+            name, labels = split(key)
+            shown[f"{name}[{labels[0]}]" if labels else name] = value
+        return shown
 
 
 class PDLinkMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -222,13 +249,16 @@ class PDLinkMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {
-            name: self._counter_cls(name=f"vllm:pdlink_{name}", documentation=text, labelnames=labelnames)
-            for name, text in COUNTS.items()
+            name: self._counter_cls(
+                name=f"vllm:pdlink_{name}", documentation=text, labelnames=[*labelnames, *([label] if label else [])]
+            )
+            for name, (text, label) in COUNTS.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for name, value in transfer_stats_data.items():
-            self._counters[name].labels(*self.per_engine_labelvalues[engine_idx]).inc(value)
+        for key, value in transfer_stats_data.items():
+            name, labels = split(key)
+            self._counters[name].labels(*self.per_engine_labelvalues[engine_idx], *labels).inc(value)
 
 
 with contextlib.suppress(ValueError):  # registered by somebody else

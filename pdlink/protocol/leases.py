@@ -8,6 +8,7 @@ holder is.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -22,9 +23,13 @@ class _Lease:
 class LeaseTable:
     """Leases by key (a transfer id). All have the same length and limit, and `now` never falls from call to call."""
 
-    def __init__(self, length_s: float, limit_s: float) -> None:
-        """length_s: silence after which a lease ends; limit_s: end of every lease, counted from its grant."""
+    def __init__(self, length_s: float, limit_s: float, unheld_s: float = math.inf) -> None:
+        """length_s: silence after which a lease ends; limit_s: end of every lease, counted from its grant.
+
+        unheld_s: end of one that nobody has shown interest in, if that is less than `length_s`.
+        """
         self._length_s = length_s
+        self._unheld_s = min(unheld_s, length_s)
         self._limit_s = limit_s
         self._leases: dict[str, _Lease] = {}
         """In the order of their grants, which is that of their limits."""
@@ -78,8 +83,9 @@ class LeaseTable:
             heard_s = self._heard_s.get(holder)
             if heard_s is not None and now < heard_s + self._length_s:
                 continue
+            length_s = self._length_s if holder else self._unheld_s
             for key, lease in leases.items():
-                if now < lease.from_s + self._length_s:
+                if now < lease.from_s + length_s:
                     break
                 ended.setdefault(key, "lease_expired")
         return list(ended.items())

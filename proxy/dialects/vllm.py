@@ -32,6 +32,8 @@ from ..upstream import ask
 from .base import Attempt, Dialect, Health, Known
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ..openai import Call
     from ..upstream import Asking
 
@@ -80,9 +82,22 @@ def _legs(call: Call, attempt: Attempt) -> tuple[bytes, bytes]:
     ranks = {"decode_ranks": attempt.decode_ranks} if attempt.decode_ranks is not None else {}
     without = _SAMPLING if call.path == CHAT else _SAMPLING | _GRAMMARS
     return (
-        _prefill_body(call, {**transfer, "leg": "prefill", **ranks}, without, temperature=0),
+        _prefill_body(
+            call, {**transfer, "leg": "prefill", "num_prompts": _num_prompts(call), **ranks}, without, temperature=0
+        ),
         call.with_params({**transfer, "leg": "decode", "prefill": attempt.prefill}),
     )
+
+
+def _num_prompts(call: Call) -> int:
+    """Prompts in this request, so that prefill knows when all have come."""
+    prompt = b"" if call.path == CHAT else bytes(call.fields["prompt"])
+    return len(msgspec.json.decode(prompt, type=list[msgspec.Raw])) if _is_list(prompt) else 1
+
+
+def _is_list(prompt: bytes) -> bool:
+    """Whether this JSON is a list of texts or of lists of token ids."""
+    return prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
 
 
 def _nixl_legs(call: Call, _attempt: Attempt) -> tuple[bytes, bytes]:
@@ -124,9 +139,8 @@ def _nixl_whole(call: Call) -> bool:
     answers = _small(call, "n")
     if _whole(call) or (answers is not None and answers != 1):
         return True
-    prompt = bytes(call.fields.get("prompt", b"null"))
-    # A list of texts or of lists of token ids. Even one of them alone: nobody sends that and hopes for speed.
-    return prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
+    # A list, even of one prompt alone: nobody sends that and hopes for speed.
+    return _is_list(bytes(call.fields.get("prompt", b"null")))
 
 
 # ---- answers
@@ -181,6 +195,25 @@ def _merged_object(prefill_answer: bytes, document: bytes) -> bytes:
         details["cached_tokens"] = said.cached_tokens
         fields["usage"] = {**usage, "prompt_tokens_details": details if prefill_answer else None}
     return msgspec.json.encode(fields)
+
+
+class _Params(msgspec.Struct):
+    pdlink_kv: str | None = None
+
+
+class _WithParams(msgspec.Struct):
+    kv_transfer_params: _Params | None = None
+
+
+def _kv_path(_headers: Mapping[str, str], body: bytes) -> str | None:
+    """What decode's connector says in the answer. vLLM puts it into no stream (0.32)."""
+    if _PARAMS_MARK not in body:
+        return None
+    try:
+        params = msgspec.json.decode(body, type=_WithParams).kv_transfer_params
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return params.pdlink_kv if params is not None else None
 
 
 def _merge_answer(prefill_answer: bytes, answer: bytes) -> bytes:
@@ -241,6 +274,7 @@ VLLM = Dialect(
         merge_events=_merge_events,
     ),
     whole=_whole,
+    kv_path=_kv_path,
     key_as_bearer=True,
 )
 """Pairs with PDLinkConnector: both legs at once, under one transfer id."""

@@ -16,7 +16,7 @@ from pdlink.events import PeerChanged
 from pdlink.protocol import messages
 from pdlink.protocol.messages import VERSION
 
-from .conftest import TIMEOUTS, Handler, Node, Pair, layout, until
+from .conftest import TIMEOUTS, WAIT_S, Handler, Node, Pair, layout, until
 
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 
@@ -140,6 +140,47 @@ def test_offer_without_a_request_is_given_up_after_the_lease() -> None:
     pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
     assert handler.wait() == ["failed no_request", "released"]
     pair.close()
+
+
+@pytest.mark.parametrize("prefill_first", [False, True])
+def test_a_leg_waits_for_the_other_one_for_less_than_a_lease(prefill_first: bool) -> None:
+    """`lease_s` is how long somebody who was heard may be silent; a leg that was never heard is another matter."""
+    timeouts = TimeoutConfig(heartbeat_s=0.05, peer_s=WAIT_S, connect_s=5.0, lease_s=4 * WAIT_S, other_leg_s=0.2)
+    pair = Pair(timeouts)
+    if prefill_first:
+        assert pair.announce("t").wait() == ["failed no_receiver", "end"]
+    else:
+        assert pair.expect("t").wait() == ["failed no_request", "released"]
+    assert not any(pair.prefill.endpoint.sender.states().values())
+    pair.close()
+
+
+@pytest.mark.parametrize("expected_first", [False, True])
+def test_an_attempt_that_is_complete_answers_for_its_other_prompts_at_once(pair: Pair, expected_first: bool) -> None:
+    """Two servers that make different tokens of one request waited for each other until the lease had ended."""
+    ours = []
+    if expected_first:
+        ours.append(pair.expect("xfer-1-bbbb"))
+        until(lambda: pair.sender_state("early") == 1, "it waits")
+    log = pair.announce("xfer-1-aaaa")
+    pair.prefill.endpoint.sender.complete("xfer-1", 1)
+    if not expected_first:
+        ours.append(pair.expect("xfer-1-bbbb"))
+    assert ours[0].wait() == ["failed other_prompt", "released"]
+    assert log.wait() == ["failed other_prompt", "end"], "nobody will ask for it"
+    assert not any(pair.prefill.endpoint.sender.states().values())
+
+
+def test_prompts_of_one_list_are_not_taken_for_other_ones(pair: Pair) -> None:
+    first = pair.expect("xfer-1-bbbb"), pair.announce("xfer-1-bbbb")
+    waiting = pair.expect("xfer-1-cccc")
+    stranger = pair.expect("xfer-2-cccc")
+    until(lambda: pair.sender_state("early") == 2, "they wait")
+    pair.announce("xfer-1-cccc")
+    pair.prefill.endpoint.sender.complete("xfer-1", 2)
+    assert pair.expect("xfer-1-dddd").wait() == ["failed other_prompt", "released"]
+    assert [heard.calls for heard in (*first, waiting, stranger)] == [[]] * 4
+    assert pair.sender_state("early") == 1
 
 
 def test_request_without_a_receiver_is_given_up_after_the_lease() -> None:

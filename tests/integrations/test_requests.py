@@ -119,7 +119,9 @@ class TestReceiving:
         requests.arrived("r", DECODE, PROMPT)
         assert requests.missing("r", 99) == (0, False)
         requests.allocated("r", [4, 5, 6, 7], 0)
-        assert requests.step([]).offers == (Offer("r", ID, (4, 5, 6, 7), 99, 99),)
+        plan = requests.step([])
+        assert (plan.offers, plan.stops) == ((), (Stop(ID, "not_needed"),))
+        assert requests.path("r") == "cached"
         assert not requests.ended("r")
         assert requests.step([]) is NOTHING
 
@@ -170,6 +172,53 @@ class TestReceiving:
             requests.arrived(name, DECODE, PROMPT)
         assert requests.missing("1_r", 0) == (0, False)
 
+    def test_where_the_kv_came_from_is_known_when_a_request_ends(self) -> None:
+        requests = book()
+        for name in ("0_r", "1_r"):
+            requests.arrived(name, DECODE, PROMPT)
+        requests.arrived("lost", {**DECODE, "transfer_id": "b"}, PROMPT)
+        for name in ("0_r", "lost"):
+            requests.allocated(name, [1, 2], 99)
+        assert requests.path("0_r") == ""
+        requests.received({"0_r", "lost"}, {"lost": "peer_lost"})
+        assert requests.path("lost") == "recomputed;reason=peer_lost"
+        assert requests.path("0_r") == "transferred"
+        requests.ended("0_r")
+        assert requests.path("1_r") == "transferred", "the others of its samples outlive the first one"
+        assert requests.path("unknown") == ""
+
+
+class TestLists:
+    """How many prompts an HTTP request has, and so when all of them have come."""
+
+    def announced(self, requests: RequestBook, *prompts: list[int], count: int) -> list[str]:
+        for prompt in prompts:
+            name = f"r{requests.num_sending}-{len(prompt)}"
+            requests.arrived(name, {**PREFILL, "num_prompts": count}, prompt)
+        return [announce.last_of for announce in requests.step([]).announces]
+
+    def test_the_announcement_of_the_last_prompt_says_so(self) -> None:
+        assert self.announced(book(), PROMPT, count=1) == ["a"]
+        assert self.announced(book(), PROMPT, [1, 2], [3], count=3) == ["", "", "a"]
+        assert self.announced(book(), PROMPT, [1, 2], count=3) == ["", ""]
+
+    def test_without_a_count_nothing_is_said(self) -> None:
+        assert self.announced(book(), PROMPT, [1, 2], count=0) == ["", ""]
+
+    def test_a_prompt_that_is_there_twice_counts_twice(self) -> None:
+        requests = book()
+        for name, prompt in (("r", PROMPT), ("s", [1]), ("t", PROMPT)):
+            requests.arrived(name, {**PREFILL, "num_prompts": 3}, prompt)
+        first, second, twice = requests.step([]).announces
+        assert (first.last_of, second.last_of) == ("", "")
+        assert (twice.request_id, twice.last_of) == ("", "a")
+
+    def test_lists_that_never_come_whole_are_forgotten(self) -> None:
+        requests = book()
+        for index in range(2000):
+            requests.arrived(f"r{index}", {**PREFILL, "transfer_id": f"a{index}", "num_prompts": 2}, PROMPT)
+        assert len(requests._arrivals) == 1000
+
 
 class TestParameters:
     @pytest.mark.parametrize(
@@ -181,6 +230,11 @@ class TestParameters:
             {"leg": "nonsense", "transfer_id": "a"},
             {"leg": "prefill", "transfer_id": ""},
             {"leg": "prefill", "transfer_id": "x" * 200},
+            {"leg": "prefill", "transfer_id": "x\nWARNING forged"},
+            {"leg": "prefill", "transfer_id": "x\n"},
+            {"leg": "prefill", "transfer_id": "-x"},
+            {"leg": "prefill", "transfer_id": "x\u2028y"},
+            {"leg": "prefill", "transfer_id": "a", "num_prompts": -1},
             {"leg": "decode", "transfer_id": "a", "prefill": {"control": []}},
             {"do_remote_decode": True},
         ],
@@ -191,6 +245,14 @@ class TestParameters:
         assert requests.step([Scheduled("r", (1,), True, 0, 100)]) is NOTHING
         assert requests.missing("r", 0) == (0, False)
         assert not requests.ended("r")
+
+    @pytest.mark.parametrize("field", ["transfer_id", "leg", "request"])
+    def test_nobody_forges_lines_of_the_log(self, caplog: pytest.LogCaptureFixture, field: str) -> None:
+        forged = "x\n" * 100 + "WARNING all is lost\x1b[31m\u2028"
+        params: dict[str, object] = {**PREFILL, field: forged, "prefill": {"control": forged}}
+        book(sends=False).arrived(forged if field == "request" else "r", params, PROMPT)
+        (record,) = caplog.records
+        assert record.getMessage().isprintable()
 
     def test_a_leg_that_the_role_does_not_serve_is_no_transfer(self) -> None:
         requests = book(sends=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -9,9 +10,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from pdlink.events import listen
 from pdlink.integrations.vllm_parts import params
 from pdlink.integrations.vllm_parts.layout import CacheLayout
 from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled, StepPlan
+from pdlink.integrations.vllm_parts.stats import Counts
 from pdlink.integrations.vllm_parts.worker import Results, WorkerHalf
 from tests.endpoint.conftest import WAIT_S, Node, Pair, until
 
@@ -45,7 +48,7 @@ class Server:
         self.half.end()
         over, self.over = self.over, set()
         results = self.half.results(over)
-        self.book.received(results.received)
+        self.book.received(results.received, results.reasons)
         self.book.sent(results.sent)
         return results
 
@@ -220,6 +223,76 @@ def test_a_prompt_that_decode_has_ends_both_without_a_push(servers: tuple[Server
     decode.end("d")
     assert decode.step() == Results(), "a request that was not parked is not reported"
     assert decode.idle()
+
+
+@pytest.mark.parametrize("decode_first", [True, False])
+@pytest.mark.parametrize("aborted", [True, False])
+def test_a_prompt_that_decode_has_is_no_failure_of_anybody(
+    pair: Pair, servers: tuple[Server, Server], caplog: pytest.LogCaptureFixture, decode_first: bool, aborted: bool
+) -> None:
+    """aborted: the proxy has its answer, and closes prefill's leg in the middle of the prompt."""
+    prefill, decode = servers
+    counts = Counts()
+    stop = listen(counts)
+    ask(prefill, decode)
+    decode.book.allocated("d", [5, 2], 0)
+    if decode_first:
+        decode.step()
+        until(lambda: pair.prefill.endpoint.sender.stopped(ID) == "not_needed", "prefill has heard it")
+    prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)])
+    if not decode_first:
+        until(lambda: pair.prefill.endpoint.sender.states()["waiting"] == 1, "it is announced")
+        decode.step()
+        until(lambda: pair.prefill.endpoint.sender.stopped(ID) == "not_needed", "prefill has heard it")
+    if not aborted:
+        prefill.step([Scheduled("p", tuple(SRC[4:]), False, 16, 14)])
+    prefill.end("p")
+    prefill.until_reported(sent="p")
+    decode.end("d")
+    assert decode.step() == Results(), "a request that was not parked is not reported"
+    until(decode.idle, "nothing is left")
+    stop()
+    assert prefill.idle()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert not any(name.startswith("failed") for name in counts.take())
+
+
+def test_another_prompt_under_one_id_is_told_at_once_and_in_words(
+    servers: tuple[Server, Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two chat templates, for example. Both legs waited until a lease of 30 s had ended."""
+    prefill, decode = servers
+    control = {"control": prefill.node.endpoint.address}
+    prefill.book.arrived("p", {"transfer_id": "a", "leg": "prefill", "num_prompts": 1}, [1, *PROMPT])
+    decode.book.arrived("d", {"transfer_id": "a", "leg": "decode", "prefill": control}, PROMPT)
+    offer(decode)
+    prefill.step([Scheduled("p", tuple(SRC), True, 0, 31)])
+    prefill.end("p")
+    started_s = time.monotonic()
+    results = decode.until_reported(received="d")
+    prefill.until_reported(sent="p")
+    assert time.monotonic() - started_s < prefill.node.endpoint._timeouts.peer_s
+    assert (results.failed, results.reasons) == ({"d"}, {"d": "other_prompt"})
+    assert decode.book.path("d") == "recomputed;reason=other_prompt"
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == 2
+    assert all("another prompt" in line and "chat template" in line for line in said)
+
+
+def test_a_peers_words_cannot_forge_lines_of_the_log(
+    servers: tuple[Server, Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = servers
+    ask(prefill, decode)
+    offer(decode)
+    decode.step()
+    prefill.step()
+    until(lambda: prefill.node.endpoint.sender.states()["writing"] == 1, "the offer has come")
+    prefill.node.endpoint.sender.cancel(ID, "x\n" * 100 + "WARNING all is lost\x1b[31m")
+    assert decode.until_reported(received="d").reasons == {"d": "other"}
+    said = [record.getMessage() for record in caplog.records]
+    assert said
+    assert all(line.isprintable() for line in said)
 
 
 def test_steps_that_are_planned_one_ahead_send_the_same(pair: Pair, servers: tuple[Server, Server]) -> None:

@@ -316,7 +316,8 @@ class Node:
             table = half._leases
             for transfer_id, lease in table._leases.items():
                 renewed_s = max(lease.from_s, table._heard_s.get(lease.holder, lease.from_s))
-                if now - min(lease.limit_s, renewed_s + table._length_s) > TIMEOUTS.heartbeat_s:
+                length_s = table._length_s if lease.holder else table._unheld_s
+                if now - min(lease.limit_s, renewed_s + length_s) > TIMEOUTS.heartbeat_s:
                     raise Violation(f"{transfer_id}: a lease of {self.name} has outlived its end")
             for transfer_id, live in half._live.items():
                 if live.peer and live.peer.state is PeerState.LOST and live.machine.state.name != "DRAINING":

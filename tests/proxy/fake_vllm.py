@@ -50,6 +50,8 @@ class FakeVllm:
     """Close the connection in place of this token."""
     wait_at: dict[int, asyncio.Event] = field(default_factory=dict)
     answer_override: bytes | None = None
+    kv_path: str = ""
+    """What decode's PDLinkConnector says of a request with a transfer."""
     keeps_no_kv: bool = False
     """NixlConnector had nothing to hand out."""
     received: list[Received] = field(default_factory=list)
@@ -148,6 +150,7 @@ class _Answer:
         self.chat = "chat" in request.path
         params = body.get("kv_transfer_params") or {}
         self.is_prefill = bool(params.get("do_remote_decode") or params.get("leg") == "prefill")
+        self.is_decode = params.get("leg") == "decode"
         limit = (
             body.get("max_completion_tokens", body.get("max_tokens", 3)) if self.chat else body.get("max_tokens", 3)
         )
@@ -182,7 +185,10 @@ class _Answer:
             said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
             logprobs = {"token_logprobs": [-0.5] * self.limit} if self.logprobs else None
             choices.append({"index": index, **said, "logprobs": logprobs, "finish_reason": "length"})
+        handed: dict[str, Any] | None
         handed = HELD if self.is_prefill and self.server.connector == "nixl" and not self.server.keeps_no_kv else None
+        if self.server.kv_path and self.is_decode:
+            handed = {"pdlink_kv": self.server.kv_path}
         kind = "chat.completion" if self.chat else "text_completion"
         return msgspec.json.encode(
             {**self.head, "object": kind, "choices": choices, "usage": self.usage(), "kv_transfer_params": handed}

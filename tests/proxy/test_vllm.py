@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from pdlink.config import ProxyConfig, load
 from pdlink.errors import ConfigError
-from pdlink_proxy.dialects import DIALECTS
+from pdlink_proxy.dialects import DIALECTS, Attempt, PrefillAddress
 from pdlink_proxy.openai import CHAT, COMPLETIONS, parse
 from pdlink_proxy.pools import State
 from pdlink_proxy.steps import Leg
@@ -126,7 +126,8 @@ async def test_prefill_is_asked_for_the_same_prompt_and_one_token(
         await until(lambda: len(pair.prefill.received) == 1)
     prefill, decode = pair.prefill.received[0], pair.decode.received[0]
     assert prefill.path == decode.path == path
-    assert prefill.body.pop("kv_transfer_params") == {"transfer_id": transfer_id, "leg": "prefill"}
+    params = {"transfer_id": transfer_id, "leg": "prefill", "num_prompts": 1}
+    assert prefill.body.pop("kv_transfer_params") == params
     assert decode.body.pop("kv_transfer_params") == {
         "transfer_id": transfer_id,
         "leg": "decode",
@@ -135,6 +136,26 @@ async def test_prefill_is_asked_for_the_same_prompt_and_one_token(
     assert prefill.body == {"model": "m", **theirs}
     assert decode.body == {"model": "m", **({"prompt": "hello"} if path == COMPLETIONS else {}), **mine}
     assert prefill.headers["X-Request-Id"] == decode.headers["X-Request-Id"], "it makes the id of the answer"
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "count"),
+    [
+        (CHAT, "", 1),
+        (COMPLETIONS, '"text"', 1),
+        (COMPLETIONS, "[1, 2, 3]", 1),
+        (COMPLETIONS, '[ "a", "b"]', 2),
+        (COMPLETIONS, "[[1, 2], [3], [4]]", 3),
+        (COMPLETIONS, '["a", "\\"[x"]', 2),
+    ],
+)
+def test_prefill_is_told_how_many_prompts_will_come(path: str, prompt: str, count: int) -> None:
+    """Only so can it know at once that decode waits for one that is none of them."""
+    content = '"messages":[]' if path == CHAT else f'"prompt":{prompt}'
+    call = parse(path, b'{"model":"m",' + content.encode() + b"}")
+    attempt = Attempt("xfer-1", 1, 2, PrefillAddress("p", CONTROL))
+    prefill = msgspec.json.decode(DIALECTS[CONCURRENT].legs(call, attempt)[0])
+    assert prefill["kv_transfer_params"]["num_prompts"] == count
 
 
 SAMPLING: dict[str, Any] = {
@@ -248,6 +269,24 @@ async def test_cached_tokens_are_those_nobody_computed(pair: Pair, dialect: str,
         "prompt_tokens_details": {"cached_tokens": 2},
     }
     assert b"remote_" not in got
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("said_by_decode", ["transferred", "cached", "recomputed;reason=other_prompt", "", "\n!"])
+async def test_how_the_kv_came_is_told_in_a_header_and_nowhere_else(
+    pair: Pair, path: str, said_by_decode: str
+) -> None:
+    pair.decode.kv_path = said_by_decode
+    more: dict[str, Any] = {"messages": []} if path == CHAT else {"prompt": "x"}
+    async with pair.proxy(CONCURRENT) as proxy:
+        async with proxy.post(path, **more) as response:
+            known = said_by_decode in ("", "\n!")
+            assert response.headers["X-Pdlink-KV"] == ("unknown" if known else said_by_decode)
+            body = await response.read()
+        assert b"pdlink_kv" not in body
+        assert msgspec.json.decode(body)["kv_transfer_params"] is None
+        async with proxy.post(path, stream=True, **more) as response:
+            assert response.headers["X-Pdlink-KV"] == "unknown", "vLLM tells it in no stream"
 
 
 async def test_cached_tokens_that_are_not_known_yet_are_not_told(pair: Pair) -> None:

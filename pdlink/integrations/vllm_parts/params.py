@@ -18,7 +18,8 @@ from pdlink.errors import InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-_Id = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
+_Id = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,99}\Z")]
+"""It stands in logs and on the control connection of two servers, so nothing but what an id needs."""
 _Address = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 _DIGEST_NBYTES = 8
 """It tells the prompts of one HTTP request apart; whoever made two of them collide would only hurt himself."""
@@ -40,6 +41,8 @@ class PrefillParams(msgspec.Struct, frozen=True, tag_field="leg", tag="prefill")
     """This server computes the prompt and pushes its KV."""
 
     transfer_id: _Id
+    num_prompts: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Prompts of the HTTP request; 0 if that is not known."""
 
 
 class DecodeParams(msgspec.Struct, frozen=True, tag_field="leg", tag="decode"):

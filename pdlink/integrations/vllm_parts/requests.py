@@ -15,16 +15,30 @@ prefix cache, or, where there is none, compute the prompt.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pdlink.endpoint.link import printable
 from pdlink.errors import InvalidRequest
 from pdlink.integrations.vllm_parts import params as legs
+from pdlink.protocol.reasons import NOT_NEEDED
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
 log = logging.getLogger(__name__)
+
+TRANSFERRED, CACHED = "transferred", "cached"
+"""Values of X-Pdlink-KV beside `recomputed;reason=CODE`. Cached: decode had the whole prompt already."""
+
+_MAX_LISTS = 1000
+"""Attempts with several prompts that are counted at one time."""
+
+
+def shown(text: str) -> str:
+    """What others chose (ids, reasons of a peer) for a log: one line, cut."""
+    return printable(text, 300)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +48,10 @@ class Announce:
     request_id: str
     transfer_id: str
     num_tokens: int
+    last_of: str = ""
+    """The attempt, if no other prompt of it will be announced: every other one that decode asks for is none of it."""
+    num_prompts: int = 0
+    """Of that attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +143,13 @@ class _Sending:
 
 
 @dataclass(slots=True)
+class _Path:
+    """Where the KV of a prompt came from, once that is known; as the proxy tells its clients in X-Pdlink-KV."""
+
+    said: str = ""
+
+
+@dataclass(slots=True)
 class _Receiving:
     transfer_id: str
     num_tokens: int
@@ -133,6 +158,8 @@ class _Receiving:
     """vLLM has reserved blocks; it is asked for KV once."""
     over: bool = False
     """Its KV is here, or will not come."""
+    path: _Path = field(default_factory=_Path)
+    """Shared by all requests of this transfer."""
 
 
 @dataclass(slots=True)
@@ -151,6 +178,8 @@ class RequestBook:
     _expects: list[Expect] = field(default_factory=list)
     _offers: list[Offer] = field(default_factory=list)
     _stops: list[Stop] = field(default_factory=list)
+    _arrivals: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    """By attempt: prompts that have come, of those with several. Bounded: see `_is_last`."""
     _tried: set[str] = field(default_factory=set)
     """Requests for which vLLM looks for blocks in this step and has found none yet."""
 
@@ -173,17 +202,36 @@ class RequestBook:
             if not (self.sends if isinstance(leg, legs.PrefillParams) else self.receives):
                 raise InvalidRequest("this server's kv_role has no part in this leg")
         except InvalidRequest as error:
-            log.warning("request %s is served without a transfer: %s", request_id, error)
+            log.warning("request %s is served without a transfer: %s", shown(request_id), shown(str(error)))
             return
         transfer_id = legs.transfer_id(leg.transfer_id, prompt, identity)
         owner = self._in_use.setdefault(transfer_id, request_id)
         if isinstance(leg, legs.DecodeParams):
-            self._receiving[request_id] = _Receiving(transfer_id, len(prompt), leads=owner == request_id)
+            receiving = self._receiving[request_id] = _Receiving(transfer_id, len(prompt), leads=owner == request_id)
+            leader = self._receiving.get(owner)
+            if leader is not None:
+                receiving.path = leader.path
             if owner == request_id:
                 self._expects.append(Expect(request_id, transfer_id, leg.prefill.addresses))
-        elif owner == request_id:
-            self._sending[request_id] = _Sending(transfer_id, len(prompt))
-            self._announces.append(Announce(request_id, transfer_id, len(prompt)))
+        else:
+            last_of = leg.transfer_id if self._is_last(leg) else ""
+            if owner == request_id:
+                self._sending[request_id] = _Sending(transfer_id, len(prompt))
+                self._announces.append(Announce(request_id, transfer_id, len(prompt), last_of, leg.num_prompts))
+            elif last_of:  # the same prompt twice in one list, at its end
+                self._announces.append(Announce("", transfer_id, len(prompt), last_of, leg.num_prompts))
+
+    def _is_last(self, leg: legs.PrefillParams) -> bool:
+        """Whether all prompts of this attempt have come. Of several that never all come the oldest are forgotten."""
+        if leg.num_prompts <= 1:
+            return leg.num_prompts == 1
+        count = self._arrivals.pop(leg.transfer_id, 0) + 1
+        if count >= leg.num_prompts:
+            return True
+        self._arrivals[leg.transfer_id] = count
+        if len(self._arrivals) > _MAX_LISTS:
+            self._arrivals.popitem(last=False)
+        return False
 
     def missing(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
         """How many tokens after the first `num_computed` come from elsewhere, and whether to park the request.
@@ -210,9 +258,11 @@ class RequestBook:
         if request is None or request.asked:
             return
         request.asked = True
-        if request.leads:
+        if request.leads and num_external == 0:
+            request.over, request.path.said = True, CACHED
+            self._stops.append(Stop(request.transfer_id, NOT_NEEDED))
+        elif request.leads:
             end = request.num_tokens - 1
-            request.over = num_external == 0  # all of it is cached here: the sender is told that nothing is missing
             self._offers.append(Offer(request_id, request.transfer_id, tuple(blocks), end - num_external, end))
 
     def step(self, scheduled: Iterable[Scheduled], preempted: Collection[str] = ()) -> StepPlan:
@@ -257,6 +307,11 @@ class RequestBook:
             chunks.append(Chunk(request.transfer_id, part.blocks, part.whole, start, end, request.num_tokens))
         return tuple(chunks)
 
+    def path(self, request_id: str) -> str:
+        """Where the KV of this request's prompt came from; empty if it is in no transfer, or that is not known."""
+        receiving = self._receiving.get(request_id)
+        return receiving.path.said if receiving is not None else ""
+
     def ended(self, request_id: str) -> bool:
         """A request has ended, however it did. True: its blocks are read until `sent`."""
         sending = self._sending.get(request_id)
@@ -273,12 +328,17 @@ class RequestBook:
 
     # -- what the workers report -------------------------------------------------------------------------------------
 
-    def received(self, request_ids: Iterable[str]) -> None:
-        """These requests' KV has come, or will not."""
+    def received(self, request_ids: Iterable[str], reasons: Mapping[str, str] | None = None) -> None:
+        """These requests' KV has come or, with a reason (a code), will not."""
+        for request_id, code in (reasons or {}).items():
+            request = self._receiving.get(request_id)
+            if request is not None:
+                request.path.said = f"recomputed;reason={code}"
         for request_id in request_ids:
             request = self._receiving.get(request_id)
             if request is not None:
                 request.over = True
+                request.path.said = request.path.said or TRANSFERRED
 
     def sent(self, request_ids: Iterable[str]) -> None:
         """Nothing reads these requests' blocks any more, on any rank."""

@@ -66,6 +66,7 @@ class Shards:
             self._received.update(results.received)
             self._failed |= results.failed
             merged.failed_blocks |= results.failed_blocks
+            merged.reasons = results.reasons | merged.reasons
         for counts, done in ((self._sent, merged.sent), (self._received, merged.received)):
             done.update(request_id for request_id, count in counts.items() if count == len(self._halves))
             for request_id in done:

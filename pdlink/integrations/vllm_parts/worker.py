@@ -17,7 +17,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdlink.errors import InvalidRequest, PdlinkError
+from pdlink.events import TransferEnded, emit
+from pdlink.integrations.vllm_parts.requests import shown
 from pdlink.protocol.auth import ControlAddress, check_dial
+from pdlink.protocol.reasons import NOT_NEEDED, code_of, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -27,6 +30,16 @@ if TYPE_CHECKING:
     from pdlink.integrations.vllm_parts.requests import Announce, Chunk, Expect, Offer, StepPlan, Stop
 
 log = logging.getLogger(__name__)
+
+
+def _tell(text: str, transfer_id: str, request_id: str, reason: str) -> None:
+    """A transfer that failed, for people: at the level that the reason deserves, in words, on one line."""
+    level = logging.WARNING
+    if reason == NOT_NEEDED:
+        level = logging.DEBUG  # all is well
+    elif reason == "aborted" or reason.startswith("refused: "):
+        level = logging.INFO  # clients leave all the time; the endpoint has told once that it was refused
+    log.log(level, text, shown(transfer_id), shown(request_id), shown(in_words(reason)))
 
 
 @dataclass(slots=True)
@@ -39,6 +52,8 @@ class Results:
     """Those of `received` whose KV is not there."""
     failed_blocks: set[int] = field(default_factory=set)
     """Blocks of `failed` that hold nothing."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Why, as a code (`pdlink.protocol.reasons`), for each of `failed`."""
 
 
 @dataclass(slots=True)
@@ -62,6 +77,8 @@ class _Receive:
         self.arrived = False
         self.over = False
         """Nothing can write to the blocks any more."""
+        self.reason = ""
+        """Code of why it failed."""
 
     def ready(self, first_token: int, *, finished: bool) -> None:
         with self._books.lock:
@@ -69,10 +86,8 @@ class _Receive:
             self._books.report(self)
 
     def failed(self, reason: str) -> None:
-        level = logging.INFO if reason.startswith("refused: ") else logging.WARNING  # the endpoint has told it once
-        log.log(
-            level, "transfer %s: the KV of request %s will not come: %s", self.transfer_id, self.request_id, reason
-        )
+        self.reason = code_of(reason)
+        _tell("transfer %s: the KV of request %s will not come: %s", self.transfer_id, self.request_id, reason)
 
     def released(self) -> None:
         with self._books.lock:
@@ -101,6 +116,7 @@ class _Books:
             if not receive.arrived:
                 self.results.failed.add(receive.request_id)
                 self.results.failed_blocks.update(receive.parked)
+                self.results.reasons[receive.request_id] = receive.reason
             receive.parked = None
         if receive.over and receive.asked:
             self.receives.pop(receive.transfer_id, None)
@@ -210,12 +226,18 @@ class WorkerHalf:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _announce(self, announce: Announce) -> None:
+        if announce.request_id:
+            self._announce_one(announce)
+        if announce.last_of:
+            self._endpoint.sender.complete(announce.last_of, announce.num_prompts)
+
+    def _announce_one(self, announce: Announce) -> None:
         request_id, send = announce.request_id, _Send(announce.transfer_id)
         with self._books.lock:
             self._books.sends[request_id] = send
 
         def failed(reason: str) -> None:
-            log.warning("transfer %s: the KV of request %s is not sent: %s", send.transfer_id, request_id, reason)
+            _tell("transfer %s: the KV of request %s is not sent: %s", send.transfer_id, request_id, reason)
 
         def quiet() -> None:
             with self._books.lock:
@@ -225,8 +247,26 @@ class WorkerHalf:
         try:
             self._endpoint.sender.announce(announce.transfer_id, failed, quiet)
         except InvalidRequest as error:
-            failed(str(error))
+            reason = self._endpoint.sender.stopped(announce.transfer_id) or str(error)
+            if reason != NOT_NEEDED:
+                self._count("sender", announce.transfer_id, reason)
+            failed(reason)
             quiet()
+
+    def _count(self, side: str, transfer_id: str, reason: str) -> None:
+        """A transfer that failed before the endpoint knew it."""
+        emit(
+            TransferEnded(
+                transfer_id=transfer_id,
+                side=side,
+                peer="",
+                state="FAILED",
+                reason=reason,
+                nbytes=0,
+                transport="",
+                started_s=self._endpoint.now_s(),
+            )
+        )
 
     def _report(self, request_id: str, send: _Send) -> None:
         """Tell vLLM, once, that it can have the blocks. Under the books' lock."""
@@ -255,6 +295,7 @@ class WorkerHalf:
             check_dial(ControlAddress.parse(address), self._endpoint.credentials, insecure=self._insecure)
             self._endpoint.receiver.expect(expect.transfer_id, address, receive)
         except PdlinkError as error:
+            self._count("receiver", expect.transfer_id, str(error))
             receive.failed(str(error))
             receive.released()
 

@@ -1,0 +1,68 @@
+"""Why a transfer did not happen: as a code for counters and headers, and in words for people.
+
+Where a transfer is stopped, the reason is one of the codes below or a sentence with numbers in it; either may be a
+peer's words. A code is one of a fixed few, whatever the reason says, so it can be a label.
+"""
+
+from __future__ import annotations
+
+import re
+
+OTHER_PROMPT = "other_prompt"
+"""Prefill computes another prompt under this attempt's id."""
+NOT_NEEDED = "not_needed"
+"""The receiver has all of it in its own prefix cache: no failure."""
+OTHER = "other"
+"""A reason that is none of the known ones."""
+
+_WORDS = {
+    "aborted": "the request was aborted, its client has left or the other leg has failed",
+    "already_sent": "it was sent before; every attempt needs an id of its own",
+    "deadline": "it was not over within timeouts.request_s",
+    "lease_expired": "the other side gave no sign of life within timeouts.lease_s",
+    "no_offer": "decode had no blocks for it within timeouts.offer_s, and others wait for those it holds here",
+    "no_receiver": "no decode server asked for it within timeouts.other_leg_s",
+    "no_request": "prefill was sent no request with this id within timeouts.other_leg_s",
+    NOT_NEEDED: "decode has the whole prompt in its own prefix cache",
+    OTHER_PROMPT: "prefill computes another prompt under this id: the two servers make different tokens of one "
+    "request (chat template, tokenizer), or it names another adapter, cache salt or image there",
+    "peer_lost": "the other server is gone",
+    "preempted": "prefill took its blocks away before they were sent",
+    "shutdown": "the other server shuts down",
+    "taken_by_another_receiver": "another decode server asked for it first",
+    "too_many_early_blocks": "too many offers wait at prefill for their requests",
+    "too_many_early_offers": "too many offers wait at prefill for their requests",
+}
+"""Reasons that are codes already."""
+
+_SENTENCES = (
+    (re.compile(r"cannot connect|cannot dial|no answer to the handshake"), "not_connected"),
+    (re.compile(r"silent for|closed by|.* was restarted|lost frame|replaced by|control connection"), "peer_lost"),
+    (re.compile(r"its key was taken off|the key of the prefill worker|the prefill worker at .* uses"), "refused:key"),
+    (re.compile(r"incomplete: "), "incomplete"),
+    (re.compile(r"checksum"), "checksum"),
+    (re.compile(r"push "), "push_failed"),
+    (re.compile(r"offer (of|names) "), "bad_offer"),
+    (re.compile(r"preempted"), "preempted"),
+    (re.compile(r".*(connection|socket|process|reset by peer)"), "peer_lost"),
+)
+"""How sentences begin, and their codes."""
+
+_FACTOR = re.compile(r"refused: (.{1,80}?) differs")
+_LEFT_OVER = re.compile(r"[^a-z0-9]+")
+
+
+def code_of(reason: str) -> str:
+    """One token of [a-z0-9_:]; the same few for every reason, but for the factor after `refused:`."""
+    if reason in _WORDS:
+        return reason
+    refused = _FACTOR.match(reason)
+    if refused:
+        return "refused:" + _LEFT_OVER.sub("_", refused[1].lower()).strip("_")[:40]
+    return next((code for pattern, code in _SENTENCES if pattern.match(reason)), OTHER)
+
+
+def in_words(reason: str) -> str:
+    """A sentence for a log, with the code in it where there is one. A peer's words are passed as they are."""
+    words = _WORDS.get(reason)
+    return reason if words is None else f"{words} ({reason})"
