@@ -58,10 +58,10 @@ def shape_line(workload: Workload) -> str:
     )
 
 
-def print_results(results: Results, sizes: Iterable[str] = ()) -> None:
-    """Machine, then one table per kind of run: everything about the default workload, speeds over a sweep, bars.
+def print_results(results: Results, sizes: Iterable[str] = (), *, bars: bool = False) -> None:
+    """Machine, then one table per kind of run: everything about the default workload, speeds over a sweep.
 
-    sizes: the cases of a sweep over sizes; the others are layouts.
+    sizes: the cases of a sweep over sizes; the others are layouts. bars: what this project wants to reach, too.
     """
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH_NOT_A_TTY)
     console.print(machine_line(results.machine), highlight=False)
@@ -82,7 +82,11 @@ def print_results(results: Results, sizes: Iterable[str] = ()) -> None:
         problems |= {"ceilings": case.ceiling} if case.ceiling.problem else {}
     for name, lane in problems.items():
         console.print(f"[{'red' if lane.failed else 'yellow'}]{name}: {escape(lane.problem)}[/]")
-    verdicts = judge(results)
+    if bars:
+        _print_bars(console, judge(results))
+
+
+def _print_bars(console: Console, verdicts: list[Verdict]) -> None:
     if measured := [verdict for verdict in verdicts if verdict.ratio is not None]:
         console.print(_bars_table(measured))
     for verdict in verdicts:

@@ -245,7 +245,7 @@ def run(args: argparse.Namespace) -> int:
     with progress:
         tell = partial(errors.print, highlight=False) if progress.disable else lambda _text: None
         results = measure(cases, contestants, settings, progress, stages, tell)
-    print_results(results, sizes)
+    print_results(results, sizes, bars=args.bars)
     if args.json:
         args.json.write_text(to_json(results) + "\n", encoding="utf-8")
     if args.plot:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import difflib
 import importlib
 import logging
+import os
+import re
 import sys
-from typing import TYPE_CHECKING, Any
-
-import yaml
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pdlink import __version__
-from pdlink.config import ProxyConfig, UpConfig, WorkerConfig, load, read_secrets
+from pdlink.config import ProxyConfig, UpConfig, WorkerConfig, load, parse_assignments, read_secrets
 from pdlink.errors import ConfigError, PdlinkError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pdlink.serve.process import Parent
+
+log = logging.getLogger(__name__)
 
 _SETTINGS_HELP = """\
 settings come from the defaults, then --config FILE (YAML), then the environment
@@ -46,37 +52,83 @@ _BENCHMARKS: dict[str, str] = {
 """Modules of `pdlink_bench`, each with `add_arguments(parser)` and `run(args)`."""
 
 
+_LEVELS = ("debug", "info", "warning", "error")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong usage or settings."""
     argv = sys.argv[1:] if argv is None else argv
-    args = _parser(argv).parse_args(argv)
-    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    parser = _parser(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        args.parser.refuse(unknown)
+    who = f"{label} " if (label := getattr(args, "label", None)) else ""
+    form = f"%(asctime)s %(levelname)s {who}%(name)s: %(message)s"
+    logging.basicConfig(level=(args.log_level or "warning").upper(), format=form)
     run: Callable[[argparse.Namespace], int | None] = args.run
     try:
-        return run(args) or 0
+        status = run(args) or 0
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
     except ConfigError as error:
         print(f"pdlink: {error}", file=sys.stderr)
         return 2
     except PdlinkError as error:
         print(f"pdlink: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # `pdlink check | head -1`: nobody is interested in the rest
+        _silence_stdout()
+        return 1
+    except OSError as error:  # the machine's word about a file, a port or memory that no command has translated
+        log.debug("the command failed", exc_info=True)
+        _silence_stdout()
+        print(f"pdlink: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    """argparse that takes no abbreviations, and says what was probably meant."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+        self.commands: list[str] = []
+        """Words that may stand here, for the one that is wrong."""
+        self.set_defaults(parser=self)
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.match(r"argument (COMMAND|BENCHMARK): invalid choice: '(.*?)' \(", message)
+        if wrong is None:
+            super().error(message)
+        kind, word = wrong.group(1).lower(), wrong.group(2)
+        near = difflib.get_close_matches(word, self.commands, n=1, cutoff=0.5)
+        hint = f"did you mean `{self.prog} {near[0]}`?" if near else f"there are {', '.join(self.commands)}"
+        self.exit(2, f"pdlink: no {kind} {word!r}; {hint}\n")
+
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """End with what is said about arguments that nobody takes."""
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        hints = []
+        for word in words:
+            near = difflib.get_close_matches(word.partition("=")[0], flags, n=1, cutoff=0.6)
+            hints.append(f"{word} (did you mean {near[0]}?)" if near and word.startswith("-") else word)
+        self.error(f"unrecognized arguments: {' '.join(hints)}")
+
+
+def _parser(argv: Sequence[str]) -> _Parser:
+    parser = _Parser(
         prog="pdlink",
         description="Moves the KV cache of an LLM from prefill servers to decode servers.",
         epilog="Begin with `pdlink up`: a whole deployment on this machine, no download, no GPU.",
     )
-    parser.add_argument("--version", action="version", version=f"pdlink {__version__}")
-    parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.add_argument("-V", "--version", action="version", version=f"pdlink {__version__}")
+    parser.add_argument("--log-level", choices=_LEVELS, help="least important line that is logged (warning)")
+    parser.set_defaults(run=lambda _: _no_command(parser))
+    commands = parser.add_subparsers(metavar="COMMAND")
 
-    def add(
-        name: str, text: str, run: Callable[[argparse.Namespace], int | None], flags: Sequence[str]
-    ) -> argparse.ArgumentParser:
+    def add(name: str, text: str, run: Callable[[argparse.Namespace], int | None], flags: Sequence[str]) -> _Parser:
         command = commands.add_parser(
             name,
             help=text,
@@ -85,6 +137,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(run=run)
+        _add_level(command)
         if flags:
             command.add_argument("--config", metavar="FILE", help="YAML file of settings; see configs/")
             command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting")
@@ -103,7 +156,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         }
         worker = add(role, text.get(role, "a worker that takes either leg of a request"), _worker, tuple(_FLAGS))
         worker.set_defaults(role=role)
-        worker.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
+        _add_parent(worker)
     proxy = add("proxy", "the router in front of the workers", _proxy, ("--host", "--port"))
     proxy.add_argument("--prefill", action="append", metavar="URL", help="base URL of a prefill worker; repeatable")
     proxy.add_argument("--decode", action="append", metavar="URL", help="base URL of a decode worker; repeatable")
@@ -116,19 +169,21 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         help="where the connector of the vLLM prefill server URL listens: tcp://HOST:PORT, or one for each rank with "
         "commas between; repeatable",
     )
-    proxy.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
+    _add_parent(proxy)
     add("check", "what works on this machine, and why the rest does not", _check, ("--transport",))
 
     timeline = commands.add_parser(
         "timeline",
         help="the last transfers of a worker as a trace for ui.perfetto.dev",
         description="Fetch the last transfers of a running worker: when each layer was written, pushed and visible. "
-        "Open the file at ui.perfetto.dev or chrome://tracing.",
+        "Open the file at ui.perfetto.dev. A prefill worker knows of every layer, a decode worker only when a "
+        "transfer ended.",
     )
-    timeline.add_argument("url", help="base URL of a prefill worker")
+    timeline.add_argument("url", help="base URL of a worker, not of the proxy; http:// may be left out")
     timeline.add_argument("--key-file", metavar="FILE", help="the worker's security.http_key_file")
     timeline.add_argument("-o", "--output", default="timeline.json", metavar="FILE")
     timeline.set_defaults(run=_timeline)
+    _add_level(timeline)
 
     keygen = commands.add_parser(
         "keygen",
@@ -137,20 +192,25 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         "goes into security.allow_file of every worker it has to do with. An existing key is never overwritten.",
     )
     keygen.add_argument("name", metavar="NAME", help="the worker's name")
-    keygen.add_argument("-d", "--directory", default=".", metavar="DIR", help="where to (.)")
+    text = "where to (.); made if it is not there, for this user only"
+    keygen.add_argument("-d", "--directory", default=".", metavar="DIR", help=text)
     keygen.set_defaults(run=_keygen)
+    _add_level(keygen)
 
-    bench = commands.add_parser("bench", help="measure this machine and this link").add_subparsers(
-        required=True, metavar="BENCHMARK"
-    )
+    bench = commands.add_parser("bench", help="measure this machine and this link")
+    bench.set_defaults(run=lambda _: _no_command(bench))
+    bench.commands = list(_BENCHMARKS)
+    benchmarks = bench.add_subparsers(metavar="BENCHMARK")
     for title, help_text in _BENCHMARKS.items():
-        benchmark = bench.add_parser(title, help=help_text)
+        benchmark = benchmarks.add_parser(title, help=help_text)
+        _add_level(benchmark)
         if "bench" in argv and title in argv:  # its options need the planner; no other command pays for that
             module = importlib.import_module(f"pdlink_bench.{title}")
             module.add_arguments(benchmark)
             benchmark.set_defaults(run=module.run)
 
     chaos = commands.add_parser("chaos", help="break a deployment on purpose, and judge what its clients see")
+    _add_level(chaos)
     if "chaos" in argv:
         from pdlink.chaos import command
 
@@ -158,19 +218,44 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         chaos.formatter_class = argparse.RawDescriptionHelpFormatter
         command.add_arguments(chaos)
         chaos.set_defaults(run=command.run, words=list(argv))
+
+    parser.commands = list(commands.choices)
+    topic = commands.add_parser("help", description="What a command does, and its options.")
+    topic.add_argument("words", nargs="*", metavar="COMMAND")
+    topic.set_defaults(run=lambda args: main([*args.words, "--help"]))
+    commands.add_parser("version").set_defaults(run=lambda _: _say(f"pdlink {__version__}"))
     return parser
+
+
+def _no_command(parser: argparse.ArgumentParser) -> int:
+    parser.print_help(sys.stderr)
+    return 2
+
+
+def _add_level(command: argparse.ArgumentParser) -> None:
+    """`--log-level` behind the command too; there it is not looked for first, but where people write it."""
+    command.add_argument(
+        "--log-level",
+        choices=_LEVELS,
+        default=argparse.SUPPRESS,
+        help="least important line that is logged (warning)",
+    )
+
+
+def _add_parent(command: argparse.ArgumentParser) -> None:
+    """What `pdlink up` starts its children with."""
+    command.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
+    command.add_argument("--label", help=argparse.SUPPRESS)
 
 
 def _settings(args: argparse.Namespace, *flags: str) -> dict[str, Any]:
     """The flags that were given, by dotted key; `--set` last."""
     given = {_FLAGS[flag][0]: getattr(args, _FLAGS[flag][0], None) for flag in flags}
-    settings = {key: yaml.safe_load(value) if isinstance(value, str) else value for key, value in given.items()}
-    for item in args.set:
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise ConfigError(f"--set takes KEY=VALUE, got {item!r}")
-        settings[key] = yaml.safe_load(value)
-    return settings
+    return _given(given) | parse_assignments(args.set)
+
+
+def _given(flags: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in flags.items() if value is not None}
 
 
 def _address_of(text: str) -> tuple[str, list[str]]:
@@ -181,47 +266,80 @@ def _address_of(text: str) -> tuple[str, list[str]]:
 
 
 def _say(text: str) -> None:
+    """For commands whose output is their purpose: raises OSError if it cannot be written."""
     print(text, flush=True)
 
 
+def _mention(text: str) -> None:
+    """For processes that go on: a terminal that has gone or a full disk must not end them, nor keep them from their
+    drain."""
+    try:
+        _say(text)
+    except OSError as error:
+        log.warning("standard output cannot be written: %s; nothing more goes there", error.strerror)
+        _silence_stdout()
+
+
+def _silence_stdout() -> None:
+    """What is written from now on, and what is still in the buffer, goes nowhere, so that no flush fails at exit."""
+    if sys.stdout is None:
+        return
+    with contextlib.suppress(OSError, ValueError):  # ValueError: no descriptor under it, or closed
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
 def _up(args: argparse.Namespace) -> None:
-    from pdlink.serve.up import up
+    from pdlink.serve import up
 
-    settings = _settings(args)
-    settings |= {"proxy.host": args.host, "proxy.port": args.port and int(args.port)}
-    for side in ("prefill", "decode"):
-        settings |= {
-            f"{side}.model.path": getattr(args, "model.path"),
-            f"{side}.transport.kind": getattr(args, "transport.kind"),
-        }
-    settings |= {"num_prefill": args.prefill, "num_decode": args.decode, "engine": args.engine}
-    settings |= {"vllm.model": getattr(args, "model.path")}
-    up(load(UpConfig, args.config, flags=settings), _say)
+    up.log.setLevel((args.log_level or "info").upper())  # a deployment that starts and changes is not silent
+    flags = {"proxy.host": args.host, "proxy.port": args.port, "engine": args.engine}
+    flags |= {"num_prefill": args.prefill, "num_decode": args.decode}
+    model, transport = getattr(args, "model.path"), getattr(args, "transport.kind")
+    flags |= {"model": model, "prefill.transport.kind": transport, "decode.transport.kind": transport}
+    up.up(load(UpConfig, args.config, flags=_given(flags) | parse_assignments(args.set)), _mention)
 
 
-def _worker(args: argparse.Namespace) -> None:
-    from pdlink.serve.process import Parent
+def _worker(args: argparse.Namespace) -> int | None:
     from pdlink.serve.roles import run_worker
 
     if args.parent_fd is not None:
-        parent = Parent(args.parent_fd)
-        run_worker(WorkerConfig.model_validate(parent.settings()), parent, lambda _: None)
-        return
-    config = load(WorkerConfig, args.config, flags={"role": args.role} | _settings(args, *_FLAGS))
-    run_worker(config, None, _say)
+        with _reporting(args.parent_fd) as parent:
+            run_worker(WorkerConfig.model_validate(parent.settings()), parent, lambda _: None)
+        return parent.status
+    config = load(WorkerConfig, args.config, flags=_settings(args, *_FLAGS), defaults={"role": args.role})
+    if config.role != args.role:
+        raise ConfigError(f"role: the settings say {config.role!r}; use `pdlink {config.role}`, or leave `role` out")
+    run_worker(config, None, _mention)
+    return None
 
 
-def _proxy(args: argparse.Namespace) -> None:
-    from pdlink.serve.process import Parent
+def _proxy(args: argparse.Namespace) -> int | None:
     from pdlink.serve.roles import run_proxy
 
     if args.parent_fd is not None:
-        parent = Parent(args.parent_fd)
-        run_proxy(ProxyConfig.model_validate(parent.settings()), parent, lambda _: None)
-        return
-    settings = _settings(args, "--host", "--port") | {"prefill": args.prefill, "decode": args.decode}
-    settings |= {"dialect": args.dialect, "control": dict(args.control) if args.control else None}
-    run_proxy(load(ProxyConfig, args.config, flags=settings), None, _say)
+        with _reporting(args.parent_fd) as parent:
+            run_proxy(ProxyConfig.model_validate(parent.settings()), parent, lambda _: None)
+        return parent.status
+    flags = {"prefill": args.prefill, "decode": args.decode, "dialect": args.dialect}
+    flags |= {"control": dict(args.control) if args.control else None}
+    settings = _given(flags) | _settings(args, "--host", "--port")
+    run_proxy(load(ProxyConfig, args.config, flags=settings), None, _mention)
+    return None
+
+
+@contextlib.contextmanager
+def _reporting(fd: int) -> Iterator[Parent]:
+    """The life of a child: an error before it is ready is its parent's to tell, so that it is told once."""
+    from pdlink.serve.process import Parent
+
+    parent = Parent(fd)
+    try:
+        yield parent
+    except (PdlinkError, OSError) as error:
+        if not parent.failed(str(error), 2 if isinstance(error, ConfigError) else 1):
+            raise
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -241,6 +359,9 @@ def _timeline(args: argparse.Namespace) -> int:
 def _keygen(args: argparse.Namespace) -> None:
     from pdlink.serve.keys import keygen
 
+    missing = not os.path.isdir(args.directory)
     path, line = keygen(args.name, args.directory)
+    if missing:
+        print(f"# {args.directory} is new; only this user can enter it", file=sys.stderr)
     print(f"# {path} is secret; this line is not, it goes into allow-lists:", file=sys.stderr)
     _say(line)

@@ -140,6 +140,7 @@ class HandshakeRefused(RemoteError):
 
     _REMEDIES: ClassVar[dict[str, str]] = {
         "content": "the models have one name and unlike files; load the same config, tokenizer and weights on both",
+        "name_in_use": "give one of the two workers another `name`, or a key of its own",
     }
     """By factor, where the two values alone do not say it."""
 
@@ -163,6 +164,11 @@ class TransferFailed(RemoteError):
     code = "transfer_failed"
     retryable = True
     http_status = 502
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
+        """What is known of the cause, without the frame of the message."""
 
 
 class DeadlineExceeded(RemoteError):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pdlink.chaos.ledger import Process, port_of, process
 from pdlink.chaos.schedule import PROXY, Fault, Kind
 from pdlink.config import ProxyConfig
+from pdlink.serve.keeper import delay_s
 from pdlink.serve.up import Child, ChildFailed, start, stop, wait_ready
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 READY_S = 120.0
 _TICK_S = 0.1
+_MAX_STARTS = 5
+"""Tries to start a process again; each that fails is a finding."""
 _DRAIN_SLACK_S = 8.0
 """A process that was told to stop may take this much longer than its drain time."""
 
@@ -221,12 +224,18 @@ class LocalDeployment:
         old = slot.child
         old.link.close()
         ports: dict[str, Any] = {key: old.facts[key] for key in ("port", "control_port") if key in old.facts}
-        slot.child = start(label, old.role, {**old.settings, **ports})
-        slot.child.facts = old.facts
-        try:
-            await asyncio.to_thread(wait_ready, slot.child, READY_S)
-        except ChildFailed as error:
-            self.findings.append(f"{label} could not be started again: {error}")
+        for num_failures in range(_MAX_STARTS):
+            await asyncio.sleep(delay_s(num_failures))
+            slot.child = start(label, old.role, {**old.settings, **ports})
+            slot.child.facts = old.facts
+            try:
+                await asyncio.to_thread(wait_ready, slot.child, READY_S)
+                break
+            except ChildFailed as error:
+                self.findings.append(f"{label} could not be started again: {error}")
+                await asyncio.to_thread(slot.child.kill)
+                slot.child.close()
+        else:
             return
         self.last_ready_s = time.monotonic()
         slot.up = True

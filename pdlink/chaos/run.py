@@ -202,7 +202,7 @@ class _Run:
                 at_s = time.monotonic() - self._started_s
                 text = report.line(at_s, self._states(), self._load.tally, self._load.running)
                 self._console.print(text, highlight=False)
-        with Live(console=self._console, auto_refresh=False) as live:
+        with Live(console=self._console, auto_refresh=False, transient=True) as live:  # the verdict stands alone
             while True:
                 table = report.live(
                     f"pdlink chaos, {time.monotonic() - self._started_s:.0f} s",

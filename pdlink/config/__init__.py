@@ -11,11 +11,18 @@ from __future__ import annotations
 from pdlink.config.cache import CacheConfig
 from pdlink.config.chaos import ChaosConfig
 from pdlink.config.engine import EngineConfig
-from pdlink.config.loading import ENVIRONMENT_PREFIX, environment_with, load
+from pdlink.config.loading import (
+    ENVIRONMENT_PREFIX,
+    environment_with,
+    load,
+    parse_assignments,
+    parse_value,
+    settings_of,
+)
 from pdlink.config.model import ModelConfig
 from pdlink.config.proxy import ProxyConfig
-from pdlink.config.section import Port, Role, Seconds, is_loopback
-from pdlink.config.security import SecurityConfig, read_secrets
+from pdlink.config.section import Port, Role, Seconds, Section, is_loopback
+from pdlink.config.security import SecurityConfig, check_private, read_private, read_secrets
 from pdlink.config.timeouts import TimeoutConfig
 from pdlink.config.transport import SharingConfig, StagingConfig, TransportConfig
 from pdlink.config.up import UpConfig
@@ -32,6 +39,7 @@ __all__ = [
     "ProxyConfig",
     "Role",
     "Seconds",
+    "Section",
     "SecurityConfig",
     "SharingConfig",
     "StagingConfig",
@@ -40,8 +48,13 @@ __all__ = [
     "UpConfig",
     "VllmConfig",
     "WorkerConfig",
+    "check_private",
     "environment_with",
     "is_loopback",
     "load",
+    "parse_assignments",
+    "parse_value",
+    "read_private",
     "read_secrets",
+    "settings_of",
 ]

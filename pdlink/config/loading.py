@@ -1,11 +1,17 @@
-"""Where values come from: defaults, a file, the environment, flags. The one place that reads the environment."""
+"""Where values come from: defaults, a file, the environment, flags. The one place that reads the environment.
+
+What is given is used or refused, never dropped. One exception: variables of the environment that are of another role,
+or that Kubernetes makes for a Service called pdlink, are not meant for this process.
+"""
 
 from __future__ import annotations
 
 import difflib
+import logging
 import os
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -16,10 +22,28 @@ from pdlink.config.worker import WorkerConfig
 from pdlink.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from pydantic.fields import FieldInfo
 
 ENVIRONMENT_PREFIX = "PDLINK_"
 _Config = TypeVar("_Config", WorkerConfig, ProxyConfig, UpConfig)
+
+_KINDS: dict[type[BaseModel], str] = {
+    WorkerConfig: "a worker's settings",
+    ProxyConfig: "the proxy's settings",
+    UpConfig: "the settings of `pdlink up`",
+}
+
+_LINK = re.compile(
+    r"PDLINK(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+"""Variables that Kubernetes gives to every container beside a Service called `pdlink` or `pdlink-ANYTHING`; see
+"Accessing the Service" in its documentation of Services."""
+_LINK_PORT = re.compile(r"(tcp|udp|sctp)://")
+"""Value of the one variable of a Service, NAME_PORT, whose name can also be a setting's: PDLINK_PORT."""
+
+_MAX_SHOWN_CHARS = 80
 
 
 def load(
@@ -28,24 +52,55 @@ def load(
     *,
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> _Config:
     """The settings of one role: defaults < file < environment < flags.
 
-    flags: dotted keys ("cache.num_blocks") to values; None values are left out.
+    flags, defaults: dotted keys ("cache.num_blocks") to values. None is a value.
     Raises ConfigError that names the key, the value and what would be valid.
     """
     data: dict[str, Any] = {}
+    for dotted, value in (defaults or {}).items():
+        _put(kind, data, dotted.split("."), value)
     if path is not None:
-        data = _read_file(Path(path))
-    for key, value in _from_environment(kind, os.environ if environment is None else environment):
-        _put(data, key, value)
+        for key, value in _read_file(kind, Path(path)).items():
+            _put(kind, data, [key], value)
+    for parts, value in _from_environment(kind, os.environ if environment is None else environment):
+        _put(kind, data, parts, value)
     for dotted, value in (flags or {}).items():
-        if value is not None:
-            _put(data, dotted.split("."), value)
+        _put(kind, data, dotted.split("."), value)
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(kind, item) for item in error.errors())) from None
+
+
+def parse_value(text: str, where: str) -> Any:
+    """A value as people type it, which is YAML. Raises ConfigError that names `where` it was typed."""
+    try:
+        return yaml.load(text, _Strict)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not valid YAML: {_one_line(error)}") from None
+
+
+def parse_assignments(items: Sequence[str]) -> dict[str, Any]:
+    """The dotted keys and values of `--set KEY=VALUE`. Raises ConfigError for what is none."""
+    found = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise ConfigError(f"--set takes KEY=VALUE, got {item!r}")
+        found[key] = parse_value(text, f"--set {key}")
+    return found
+
+
+def settings_of(kind: type[BaseModel], above: str = "") -> dict[str, FieldInfo]:
+    """Every setting below `kind`, by dotted key; sections themselves are not among them."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in kind.model_fields.items():
+        section = _section_of(field)
+        found |= {above + name: field} if section is None else settings_of(section, f"{above}{name}.")
+    return found
 
 
 def environment_with(more: Mapping[str, str]) -> dict[str, str]:
@@ -53,58 +108,206 @@ def environment_with(more: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **more}
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+class _Strict(yaml.SafeLoader):
+    """YAML that refuses a key given twice; others take the last one, and the first is a setting that lies."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key_node.value!r} is there twice", key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _read_file(kind: type[BaseModel], path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(), _Strict)
     except OSError as error:
         raise ConfigError(f"cannot read config file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"config file {path} is not text") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
+        raise ConfigError(f"config file {path} is not valid YAML: {_one_line(error)}") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"config file {path} must hold keys and values, got a {type(data).__name__}")
+    data = {str(key): value for key, value in data.items()}
+    if not _fits(kind, data):
+        for other, what in _KINDS.items():
+            if _fits(other, data):
+                command = {ProxyConfig: "proxy", UpConfig: "up"}.get(other) or data.get("role", "prefill")
+                raise ConfigError(f"config file {path} holds {what}; use `pdlink {command} --config {path}`")
     return data
 
 
-def _from_environment(kind: type[BaseModel], environment: Mapping[str, str]) -> list[tuple[list[str], Any]]:
-    found = []
+def _fits(kind: type[BaseModel], data: Mapping[str, Any]) -> bool:
+    """Whether the first level of a file is of this kind."""
+    for name, value in data.items():
+        field = kind.model_fields.get(name)
+        if field is None:
+            return False
+        if value is not None and isinstance(value, dict) != (_section_of(field) is not None or _holds_keys(field)):
+            return False
+    return True
+
+
+def _from_environment(kind: type[BaseModel], environment: Mapping[str, str]) -> Iterator[tuple[list[str], Any]]:
+    log = logging.getLogger(__name__)
     for name, text in sorted(environment.items()):
-        if not name.startswith(ENVIRONMENT_PREFIX):
+        if not name.startswith(ENVIRONMENT_PREFIX) or _LINK.fullmatch(name):
+            continue
+        if name.endswith("_PORT") and _LINK_PORT.match(text):
             continue
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
-        found.append((key, yaml.safe_load(text) if text else text))
-    return found
+        value = parse_value(text, name) if text else text
+        if _takes(kind, key, value):
+            yield key, value
+            continue
+        other = next((other for other in _KINDS if other is not kind and _takes(other, key, value)), None)
+        if other is not None:
+            # `up` starts workers, so somebody may well expect that it takes a worker's settings.
+            level = logging.WARNING if kind is UpConfig else logging.INFO
+            near = [dotted for dotted in settings_of(kind) if dotted.endswith("." + ".".join(key))]
+            use = f"; `pdlink up` takes {' and '.join(map(_variable, near))}" if near else ""
+            log.log(level, "%s is of %s, and not used here%s", name, _KINDS[other], use)
+        elif _takes(kind, key, {}):
+            yield key, value  # for the error that says what a section is
+        else:
+            raise ConfigError(f"{name} in the environment: {_unknown(kind, key, _variable)}")
 
 
-def _put(data: dict[str, Any], key: list[str], value: Any) -> None:
-    for part in key[:-1]:
-        below = data.setdefault(part, {})
-        if not isinstance(below, dict):
-            raise ConfigError(f"{'.'.join(key)}: {part} is a single value, not a section")
-        data = below
-    data[key[-1]] = value
+def _variable(dotted: str) -> str:
+    return ENVIRONMENT_PREFIX + dotted.upper().replace(".", "__")
+
+
+def _takes(kind: type[BaseModel], key: Sequence[str], value: Any) -> bool:
+    """Whether such a setting is there, or a section for which `value` holds settings."""
+    for index, part in enumerate(key):
+        field = kind.model_fields.get(part)
+        if field is None:
+            return False
+        section = _section_of(field)
+        if section is None:
+            return index == len(key) - 1 or _holds_keys(field)
+        kind = section
+    return isinstance(value, dict)
+
+
+def _put(kind: type[BaseModel] | None, data: dict[str, Any], key: Sequence[str], value: Any) -> None:
+    """Set one value. What a section holds already stays, but for what `value` says anew."""
+    name, *below = key
+    field = kind.model_fields.get(name) if kind is not None else None
+    section = _section_of(field) if field is not None else None
+    if section is not None and value is None and not below:
+        value = {}  # "cache:" in a file, with nothing or only comments under it
+    if below or (section is not None and isinstance(value, dict)):
+        inner = data.get(name)
+        if inner is None:
+            inner = data[name] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{'.'.join(key)}: {name} is a single value, not a section")
+        if below:
+            _put(section, inner, below, value)
+        else:
+            for part, held in value.items():
+                _put(section, inner, [str(part)], held)
+        return
+    data[name] = value
 
 
 def _explain(kind: type[BaseModel], item: Any) -> str:
     """One line of help for one pydantic error."""
     where = [str(part) for part in item["loc"]]
     name = ".".join(where) or kind.__name__
-    if item["type"] == "extra_forbidden":
-        section: type[BaseModel] = kind
-        for part in where[:-1]:
-            section = _section_at(section, part)
-        near = difflib.get_close_matches(where[-1], section.model_fields, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(section.model_fields)}"
-        return f"unknown setting {name!r}; {hint}"
-    if item["type"] == "value_error":  # one of ours, which names the setting itself
+    what, got = item["type"], item.get("input")
+    if what == "extra_forbidden":
+        return _unknown(kind, where)
+    if what == "value_error":  # one of ours, which names the setting itself
         return str(item["ctx"]["error"])
-    return f"{name}: {item['msg']}, got {item.get('input')!r}"
+    if what in ("model_type", "model_attributes_type", "dataclass_type"):
+        section = _at(kind, where)
+        keys = ", ".join(f"{name}.{key}" for key in section.model_fields) if section is not None else ""
+        return f"{name}: is a section, got {_shown(kind, where, got)}; its settings are {keys}"
+    must = _MUST.get(what) or item["msg"].replace("Input should be ", "must be ").replace("String should", "must")
+    if isinstance(got, dict) and what not in ("dict_type",):
+        inside = [f"{name}.{key}" for key in got]
+        near = [dotted for dotted in settings_of(kind) if any(dotted.endswith(f".{key}") for key in inside)]
+        hint = f"; did you mean {' or '.join(map(repr, near[:2]))}?" if near else ""
+        return f"{name}: takes one value and {must}, got a section with {', '.join(map(str, got))}{hint}"
+    if what == "string_type" and isinstance(got, bool | int | float):
+        must += " (write it in quotes)"
+    return f"{name}: {must}, got {_shown(kind, where, got)}"
 
 
-def _section_at(section: type[BaseModel], part: str) -> type[BaseModel]:
-    annotation = section.model_fields[part].annotation
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return section
+_MUST = {
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be text",
+    "tuple_type": "must be a list",
+    "dict_type": "must be keys with values",
+}
+"""pydantic's kinds of errors, in the words of people who write YAML."""
+
+
+def _shown(kind: type[BaseModel], where: Sequence[str], got: Any) -> str:
+    """A value for an error's text; secrets are not shown."""
+    field = kind.model_fields.get(where[0]) if where else None
+    if field is not None and field.repr is False:
+        return "a value that is not shown here"
+    text = repr(got)
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}…"
+
+
+def _unknown(kind: type[BaseModel], key: Sequence[str], spell: Callable[[str], str] = repr) -> str:
+    """What to say about a setting that is not there: the one that was probably meant, or all there are."""
+    above, last = key[:-1], key[-1]
+    section = _at(kind, above)
+    here = {name: ".".join([*above, name]) for name in section.model_fields} if section is not None else {}
+    everywhere = list(settings_of(kind))
+
+    def beside(cutoff: float) -> list[str]:
+        return [here[name] for name in difflib.get_close_matches(last, here, n=1, cutoff=cutoff)]
+
+    near = beside(0.75)
+    near = near or [dotted for dotted in everywhere if dotted.rsplit(".", 1)[-1] == last][:2]
+    near = near or difflib.get_close_matches(".".join(key), [*everywhere, *here.values()], n=1, cutoff=0.75)
+    near = near or beside(0.5)
+    if near:
+        hint = f"did you mean {' or '.join(spell(dotted) for dotted in near)}?"
+    else:
+        hint = f"valid keys: {', '.join(here.values() or kind.model_fields)}"
+    return f"unknown setting {'.'.join(key)!r}; {hint}"
+
+
+def _at(kind: type[BaseModel], key: Sequence[str]) -> type[BaseModel] | None:
+    """The section with this dotted key; None if it is none."""
+    found: type[BaseModel] | None = kind
+    for part in key:
+        field = found.model_fields.get(part) if found is not None else None
+        found = _section_of(field) if field is not None else None
+    return found
+
+
+def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+    annotation: Any = field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _holds_keys(field: FieldInfo) -> bool:
+    """Whether the setting's value is a mapping, whose keys are not settings."""
+    return any(get_origin(part) is dict for part in (field.annotation, *get_args(field.annotation)))

@@ -6,14 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pdlink.config.section import Port, Seconds, Section, in_pairs
+from pdlink.config.section import Port, Seconds, Section, in_pairs, no_use
 
 
 class ProxyConfig(Section):
     """The router in front of the two pools."""
 
     host: str = "127.0.0.1"
+    """Address to serve HTTP on."""
     port: Port = 8000
+    """HTTP. 0 takes a free one, which is printed."""
     api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), repr=False)
     """Clients must send one of these as `Authorization: Bearer KEY`. None here and no `api_key_file` lets all in."""
     api_key_file: str | None = None
@@ -21,6 +23,7 @@ class ProxyConfig(Section):
     tls_cert: str | None = None
     """PEM file of the certificate chain to serve HTTPS with; needs `tls_key`."""
     tls_key: str | None = None
+    """PEM file of its private key, which only this user can read."""
     worker_key_file: str | None = None
     """The workers' `security.http_key_file`: sent to them in X-Pdlink-Key. For vLLM a file with the key that it was
     given as --api-key, sent to it instead of the client's Authorization."""
@@ -38,25 +41,31 @@ class ProxyConfig(Section):
     """Dialect vllm: by base URL of a prefill worker, the address its connector listens on ("tcp://10.0.0.1:8101"), or
     a list with one for each tensor parallel rank. Workers of pdlink's own engine say it themselves."""
     policy: Literal["round_robin", "least_loaded"] = "least_loaded"
+    """Who gets a leg: each worker in turn, or the one with the least to do."""
     retries: int = Field(default=1, ge=0)
     """New attempts, each with a new transfer id and other workers where there are some, before the first token."""
     on_no_prefill: Literal["fail", "decode_only"] = "decode_only"
     """What to do when no prefill worker is healthy, or a request has lost its own and there is no other: let decode
     compute the prompt (counted), or answer an error. `fail` is for decode pools that prompts must not slow down."""
     health_interval_s: Seconds = 0.5
+    """Time between two looks at a worker's /health."""
     connect_timeout_s: Seconds = 2.0
+    """Longest wait for a connection to a worker."""
     first_byte_timeout_s: Seconds = 600.0
     """Longest wait for a leg's answer to begin."""
     idle_timeout_s: Seconds = 120.0
     """Longest silence inside a stream."""
     request_timeout_s: Seconds = 1200.0
+    """One request, all its attempts together; above the workers' `timeouts.request_s`."""
     kv_header_grace_s: float = Field(default=0.05, ge=0, le=1)
     """How long prefill's first token of a stream waits for decode to say in its headers whether it has the KV. After
     that the client's X-Pdlink-KV is `transferring`, and the stream's last comment tells. 0 never waits."""
     max_body_nbytes: int = Field(default=64 * 2**20, ge=1)
+    """Largest body of a client's request."""
     max_connections: int = Field(default=0, ge=0)
     """Open connections to workers; 0 sets no limit."""
     drain_s: Seconds = 10.0
+    """How long a proxy that was told to stop lets running requests finish."""
 
     @field_validator("control", mode="before")
     @classmethod
@@ -68,6 +77,8 @@ class ProxyConfig(Section):
     @model_validator(mode="after")
     def _complete(self) -> ProxyConfig:
         in_pairs(self, "", ("tls_cert", "tls_key"))
+        if self.dialect != "vllm":
+            no_use(self, "", ("control", "decode_ranks"), f"is for dialect: vllm, and dialect is {self.dialect}")
         if self.dialect == "vllm":
             known = {url.rstrip("/") for url in self.control}
             for url in self.prefill:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Seconds = Annotated[float, Field(gt=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -23,7 +26,16 @@ def is_loopback(host: str) -> bool:
 
 
 class Section(BaseModel):
+    """Settings of one part. Each has a description: what it does, and its unit."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def no_use(section: Section, prefix: str, names: Iterable[str], reason: str) -> None:
+    """Refuse settings that nobody would look at, where they are not as they are by default."""
+    for name in names:
+        if getattr(section, name) != type(section).model_fields[name].default:
+            raise ValueError(f"{prefix}{name}: {reason}; leave it out")
 
 
 def in_pairs(section: Section, prefix: str, *pairs: tuple[str, str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 from pydantic import model_validator
@@ -26,6 +28,7 @@ class SecurityConfig(Section):
     tls_cert: str | None = None
     """PEM file of the certificate chain to serve HTTPS with; needs `tls_key`."""
     tls_key: str | None = None
+    """PEM file of its private key, which only this user can read."""
     insecure: bool = False
     """Written out, it lets a worker without keys listen to more than loopback, and dial any address it is told."""
 
@@ -37,16 +40,36 @@ class SecurityConfig(Section):
         return self
 
 
+def check_private(path: str | int, setting: str, *, secret: bool = True, name: str = "") -> None:
+    """Raises ConfigError if every user of this host can change a file or, where it is `secret`, read it.
+
+    path: or an open descriptor, with the file's `name`. Raises OSError if there is no such file.
+    """
+    mode = os.stat(path).st_mode
+    if mode & (stat.S_IWOTH | (stat.S_IROTH if secret else 0)):
+        can, remedy = ("read or change", "chmod 600") if secret else ("change", "chmod o-w")
+        raise ConfigError(f"{setting}: every user of this host can {can} {name or path}; {remedy} it")
+
+
+def read_private(path: str, setting: str, *, secret: bool = True) -> str:
+    """The text of a file that keys are taken from. Raises ConfigError as `check_private`, or if it cannot be read."""
+    try:
+        with Path(path).open() as file:
+            check_private(file.fileno(), setting, secret=secret, name=path)
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{setting}: {path} is not text") from None
+
+
 def read_secrets(path: str, setting: str) -> tuple[str, ...]:
     """The secrets in a file, one a line; empty lines and those that begin with # are skipped.
 
-    Raises ConfigError, which names the setting and never shows a secret, for a file that holds none.
+    Raises ConfigError, which names the setting and never shows a secret, for a file that holds none, or that every
+    user of this host can read or change.
     """
-    try:
-        lines = [line.strip() for line in Path(path).read_text().splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ConfigError(f"{setting}: cannot read {path}: {reason}") from None
+    lines = [line.strip() for line in read_private(path, setting).splitlines()]
     found = tuple(line for line in lines if line and not line.startswith("#"))
     if not found:
         raise ConfigError(f"{setting}: no secret in {path}")

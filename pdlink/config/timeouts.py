@@ -11,6 +11,7 @@ class TimeoutConfig(Section):
     """One table of deadlines: heartbeat < peer < lease < request < proxy, checked at start."""
 
     heartbeat_s: Seconds = 0.25
+    """Time between two signs of life to a peer."""
     peer_s: Seconds = 3.0
     """A peer that has not been heard for this long is lost."""
     connect_s: Seconds = 5.0

@@ -87,6 +87,7 @@ class TransportConfig(Section):
     """What was handed to the transport and has not landed by then fails the peer. UCX itself never reports a stalled
     one."""
     sharing: SharingConfig = SharingConfig()
+    """Who goes first."""
 
     @field_validator("ucx_library", mode="before")
     @classmethod

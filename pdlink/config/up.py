@@ -2,34 +2,98 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from pdlink.config.proxy import ProxyConfig
-from pdlink.config.section import Section
+from pdlink.config.section import Section, no_use
 from pdlink.config.vllm import VllmConfig
 from pdlink.config.worker import WorkerConfig
+
+SIDES = ("prefill", "decode")
 
 
 class UpConfig(Section):
     """`pdlink up`: a whole deployment on this machine."""
 
     engine: Literal["builtin", "vllm"] = "builtin"
-    """What the workers run. With vllm, `vllm` says how, and `prefill` and `decode` here are not used."""
+    """What the workers run: pdlink's own engine as `prefill` and `decode` say, or vLLM as `vllm` says."""
+    model: str | None = None
+    """Local directory or hub id of the model of every worker, in place of `prefill.model.path` and
+    `decode.model.path`, or of `vllm.model`."""
     vllm: VllmConfig = VllmConfig()
+    """vLLM's servers."""
     proxy: ProxyConfig = ProxyConfig()
+    """The proxy. Which workers there are, and what they run, is not asked here: `pdlink up` knows."""
     prefill: WorkerConfig = WorkerConfig(role="prefill")
+    """Every prefill worker. A `name` is for one alone; with several they are prefill-0, prefill-1, ... Ports that are
+    not 0 count up."""
     decode: WorkerConfig = WorkerConfig(role="decode")
+    """Every decode worker, in the same way."""
     num_prefill: int = Field(default=1, ge=1)
+    """Number of prefill workers."""
     num_decode: int = Field(default=1, ge=1)
+    """Number of decode workers."""
+    max_failed_starts: int | None = Field(default=None, ge=1)
+    """A process that has ended is started again until it runs; so many failures in a row end the whole deployment.
+    None tries for ever, at most 30 s apart."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _handed_down(cls, data: Any) -> Any:
+        """A side's workers have its role, unless it is written out; every worker has the `model`."""
+        if not isinstance(data, dict):
+            return data
+        sides = {side: {"role": side, **data[side]} for side in SIDES if isinstance(data.get(side), dict)}
+        data, model = {**data, **sides}, data.get("model")
+        if model is None:
+            return data
+        if data.get("engine") == "vllm":
+            return {**data, "vllm": _with_model(data.get("vllm", {}), "model", "vllm.", model)}
+        for side in SIDES:
+            worker = data.get(side, {"role": side})
+            if isinstance(worker, dict):
+                below = _with_model(worker.get("model", {}), "path", f"{side}.model.", model)
+                data[side] = {**worker, "model": below}
+        return data
 
     @model_validator(mode="after")
-    def _ordered(self) -> UpConfig:
-        for side, worker in (("prefill", self.prefill), ("decode", self.decode)):
-            if worker.timeouts.request_s >= self.proxy.request_timeout_s:
-                raise ValueError(
-                    f"{side}.timeouts.request_s = {worker.timeouts.request_s} s must be below "
-                    f"proxy.request_timeout_s = {self.proxy.request_timeout_s} s"
-                )
+    def _used(self) -> UpConfig:
+        if self.engine == "vllm":
+            for side in SIDES:
+                no_use(self, "", (side,), "is of engine: builtin, and engine is vllm, whose servers `vllm` describes")
+        else:
+            no_use(self, "", ("vllm",), "is of engine: vllm, and engine is builtin")
+        made = ("prefill", "decode", "dialect", "control", "decode_ranks")
+        no_use(self.proxy, "proxy.", made, "is given by the workers that `pdlink up` starts")
+        for side in SIDES:
+            self._fits(side, getattr(self, side), getattr(self, f"num_{side}"))
         return self
+
+    def _fits(self, side: str, worker: WorkerConfig, count: int) -> None:
+        if worker.role not in (side, "both"):
+            raise ValueError(f"{side}.role: must be {side!r} or 'both', got {worker.role!r}")
+        if count > 1:
+            if worker.name is not None:
+                raise ValueError(f"{side}.name: is of one worker, and num_{side} is {count}; leave it out")
+            if worker.timeline is not None and "{name}" not in worker.timeline:
+                raise ValueError(f"{side}.timeline: is one file, and num_{side} is {count}; write {{name}} into it")
+            if worker.security.key_file is not None:
+                raise ValueError(
+                    f"{side}.security.key_file: is the key of one worker, and num_{side} is {count}; "
+                    f"start {side} workers with keys one by one"
+                )
+        if worker.timeouts.request_s >= self.proxy.request_timeout_s:
+            raise ValueError(
+                f"{side}.timeouts.request_s = {worker.timeouts.request_s} s must be below "
+                f"proxy.request_timeout_s = {self.proxy.request_timeout_s} s"
+            )
+
+
+def _with_model(section: Any, name: str, prefix: str, model: Any) -> Any:
+    if not isinstance(section, dict):
+        return section
+    if section.get(name) not in (None, model):
+        raise ValueError(f"{prefix}{name}: {section[name]!r}, and model says {model!r}; leave one of them out")
+    return {**section, name: model}

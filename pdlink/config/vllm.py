@@ -24,12 +24,15 @@ class VllmConfig(Section):
     args: tuple[str, ...] = ()
     """More arguments of `vllm serve`, of every server: ["--dtype", "bfloat16", "--block-size", "128"]."""
     prefill_args: tuple[str, ...] = ()
+    """More arguments of every prefill server, behind `args`."""
     decode_args: tuple[str, ...] = ()
+    """The same for decode servers."""
     environment: dict[str, str] = {}
     """More environment of every server, VLLM_CPU_KVCACHE_SPACE for example."""
     prefill_devices: tuple[str, ...] = ()
     """CUDA_VISIBLE_DEVICES of each prefill server in turn: ["0", "1"], or ["0,1"] for one with two ranks."""
     decode_devices: tuple[str, ...] = ()
+    """The same for decode servers."""
     connector_config: dict[str, Any] = {}
     """`kv_connector_extra_config` of every server; its name and control_port are made here."""
     transfer_config: dict[str, Any] = {}
@@ -39,10 +42,13 @@ class VllmConfig(Section):
     prefill_ranks: int = Field(default=1, ge=1)
     """--tensor-parallel-size of each prefill server."""
     decode_ranks: int = Field(default=1, ge=1)
+    """The same of each decode server."""
     host: str = "127.0.0.1"
+    """Address that servers and their connectors listen on."""
     prefill_port: Port = 8100
     """HTTP port of the first prefill server; the next ones count up. 0 takes free ones."""
     decode_port: Port = 8200
+    """The same for decode servers."""
     control_port: Port = 8500
     """First of the ports that prefill servers listen on for decode servers, one for each rank."""
     start_timeout_s: Seconds = 600.0

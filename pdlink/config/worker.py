@@ -10,7 +10,7 @@ from pdlink.config.cache import CacheConfig
 from pdlink.config.chaos import ChaosConfig
 from pdlink.config.engine import EngineConfig
 from pdlink.config.model import ModelConfig
-from pdlink.config.section import Port, Role, Section, is_loopback
+from pdlink.config.section import Port, Role, Section, is_loopback, no_use
 from pdlink.config.security import SecurityConfig
 from pdlink.config.timeouts import TimeoutConfig
 from pdlink.config.transport import TransportConfig
@@ -20,30 +20,50 @@ class WorkerConfig(Section):
     """A prefill, decode or both-role worker."""
 
     role: Role = "both"
+    """Which leg of a request it takes. `pdlink prefill`, `decode` and `both` set it."""
     name: str | None = None
-    """Unique in the deployment; None takes role and HTTP port."""
+    """Unique in the deployment; None takes role, host and HTTP port, or with keys the name of the key."""
     host: str = "127.0.0.1"
+    """Address to serve HTTP on."""
     port: Port = 0
     """HTTP. 0 takes a free one, which is printed and published in /health."""
     control_host: str = "127.0.0.1"
+    """Address that other workers dial, and that the tcp transport listens on."""
     control_port: Port = 0
-    """ZeroMQ."""
+    """ZeroMQ. 0 takes a free one, which is printed and published in /health."""
     advertise_host: str | None = None
     """Address other hosts reach this worker by; None uses `control_host`."""
     model: ModelConfig = ModelConfig()
+    """Which model."""
     cache: CacheConfig = CacheConfig()
+    """Its KV cache."""
     engine: EngineConfig = EngineConfig()
+    """How requests are batched."""
     transport: TransportConfig = TransportConfig()
+    """How bytes travel."""
     timeouts: TimeoutConfig = TimeoutConfig()
+    """Every deadline."""
     security: SecurityConfig = SecurityConfig()
+    """Who may talk to it."""
     on_transfer_failure: Literal["recompute", "fail"] = "recompute"
     """What decode does when the KV does not arrive: compute the prompt itself, or answer 502."""
     timeline: str | None = None
-    """File that a Perfetto trace of every transfer is written to at exit; None writes none."""
+    """File that a Perfetto trace of the last transfers is written to at exit; {name} in it is the worker's name. None
+    writes none; `pdlink timeline` asks for the same while the worker runs."""
     simulate_layer_s: float = Field(default=0.0, ge=0)
     """Extra seconds per layer of every prefill step; makes a small model as slow as a large one in demonstrations."""
     chaos: ChaosConfig = ChaosConfig()
     """For tests only; see `pdlink chaos`."""
+
+    @model_validator(mode="after")
+    def _used(self) -> WorkerConfig:
+        if self.model.path is None:
+            no_use(self.model, "model.", ("revision",), "is of a model on the hub, and model.path is not set")
+        else:
+            no_use(self.model, "model.", ("seed", "num_layers"), "is of the built model, and model.path is set")
+        if self.cache.memory_fraction is not None:
+            no_use(self.cache, "cache.", ("num_blocks",), "is given by cache.memory_fraction")
+        return self
 
     @model_validator(mode="after")
     def _fits_the_device(self) -> WorkerConfig:

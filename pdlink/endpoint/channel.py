@@ -15,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from zmq.utils import z85
@@ -27,16 +28,16 @@ from pdlink.protocol.auth import ControlAddress
 from pdlink.protocol.messages import MAX_FRAME_NBYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pdlink.protocol.auth import Credentials
 
 _QUEUE_FRAMES = 10_000
 """Frames queued per peer before it counts as not reading."""
 
-_UNREAD_FRAMES = 100
-"""Frames of one peer that wait for us; then its socket is not read until we catch up. This times MAX_FRAME_NBYTES is
-what one peer can make us hold."""
+_UNREAD_FRAMES = 32
+"""Whole frames of one peer that wait for us; then its socket is not read until we catch up. This times
+MAX_FRAME_NBYTES is what they can make us hold."""
 
 _CUT = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 """Monitored on dialed sockets: an established connection ended, or an attempt failed. Seen 6 ms after a SIGKILL."""
@@ -119,6 +120,7 @@ class Channel:
         self._dealers: dict[str, _Dialed] = {}
         self._poller = zmq.Poller()
         self._num_dialed = 0
+        self._num_polls = 0
 
     def bind(self, host: str, port: int, credentials: Credentials | None = None) -> int:
         """Listen on host:port (0 takes a free one); returns the port. Raises ConfigError if that cannot be.
@@ -137,7 +139,8 @@ class Channel:
             self._router.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"control_port: cannot bind tcp://{host}:{port}: {error.strerror}") from None
+            reason = zmq.strerror(error.errno)  # error.strerror has the address once more
+            raise ConfigError(f"control_port: cannot bind tcp://{host}:{port}: {reason}") from None
         self._poller.register(self._router, zmq.POLLIN)
         endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         return int(endpoint.rsplit(":", 1)[1])
@@ -217,35 +220,56 @@ class Channel:
         """No longer."""
         self._poller.unregister(fd)
 
-    def poll(self, timeout_s: float) -> tuple[list[Arrival], set[int]]:
-        """Wait up to `timeout_s`; what arrived, and which watched descriptors are readable."""
+    def poll(self, timeout_s: float) -> tuple[Iterable[Arrival], set[int]]:
+        """Wait up to `timeout_s`; what arrived, and which watched descriptors are readable.
+
+        Frames are read one by one as they are taken: one of every connection before the second one of any. What is
+        not taken before the next `poll` waits where it is.
+        """
         ready = dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))  # up: a wait cut short is a busy one
-        arrived: list[Arrival] = []
+        return self._arrivals(ready), {fd for fd in ready if isinstance(fd, int)}
+
+    def _arrivals(self, ready: Mapping[Any, int]) -> Iterator[Arrival]:
         if self._guards is not None:
             questions, monitor = self._guards
             if questions in ready:
-                arrived.extend(self._judge(questions))
+                yield from self._judge(questions)
             if monitor in ready:
-                arrived.extend(Refused(_TURNED_AWAY[event]) for event in self._drain_events(monitor))
+                for event in self._drain_events(monitor):
+                    yield Refused(_TURNED_AWAY[event])
+        sources: deque[tuple[str, _Dialed | None]] = deque()
         if self._router is not None and self._router in ready:
+            sources.append(("", None))  # itself takes from one peer after the other
+        sources.extend(item for item in self._dealers.items() if item[1].socket in ready or item[1].monitor in ready)
+        sources.rotate(-self._num_polls)  # who was first is last the next time
+        self._num_polls += 1
+        while sources:
+            route, dialed = source = sources.popleft()
+            arrival = self._take(route, dialed)
+            if arrival is not None:
+                sources.append(source)
+                yield from arrival
+            elif dialed is not None and dialed.monitor in ready:  # what it said before it was cut has been taken
+                for event in self._drain_events(dialed.monitor, 1):
+                    yield Disconnected(route, _DIAL_FAILURES.get(event, ""), event in _REFUSALS)
+
+    def _take(self, route: str, dialed: _Dialed | None) -> Sequence[Received] | None:
+        """The next frame of this socket, nothing for what is none, and None if there is no more."""
+        socket = dialed.socket if dialed is not None else self._router
+        assert socket is not None
+        try:
+            if dialed is not None:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+                return [Received(route, frames[0], dialed.public_key)] if len(frames) == 1 else []
             if self.credentials is None:
-                arrived.extend(
-                    Received(frames[0].hex(), frames[1]) for frames in self._drain(self._router) if len(frames) == 2
-                )
-            else:
-                arrived.extend(self._drain_signed(self._router))
-        for route, dialed in self._dealers.items():
-            if dialed.socket in ready:
-                arrived.extend(
-                    Received(route, frames[0], dialed.public_key)
-                    for frames in self._drain(dialed.socket)
-                    if len(frames) == 1
-                )
-            if dialed.monitor in ready:
-                event = next(iter(self._drain_events(dialed.monitor)), None)
-                if event is not None:  # what woke us may be gone
-                    arrived.append(Disconnected(route, _DIAL_FAILURES.get(event, ""), event in _REFUSALS))
-        return arrived, {fd for fd in ready if isinstance(fd, int)}
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+                return [Received(frames[0].hex(), frames[1])] if len(frames) == 2 else []
+            signed = socket.recv_multipart(zmq.NOBLOCK, copy=False)  # with the key that libzmq keeps beside each
+        except zmq.Again:
+            return None
+        if len(signed) != 2:
+            return []
+        return [Received(signed[0].bytes.hex(), signed[1].bytes, str(signed[1].get("User-Id")))]
 
     def _guard(
         self, router: zmq.Socket[bytes], credentials: Credentials
@@ -282,17 +306,6 @@ class Channel:
                 yield zmq.Event(recv_monitor_message(monitor, zmq.NOBLOCK)["event"])
             except zmq.Again:
                 return
-
-    @staticmethod
-    def _drain_signed(router: zmq.Socket[bytes], limit: int = 256) -> Iterable[Received]:
-        """As `_drain`, with the key that libzmq keeps beside every message."""
-        for _ in range(limit):
-            try:
-                frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            if len(frames) == 2:
-                yield Received(frames[0].bytes.hex(), frames[1].bytes, str(frames[1].get("User-Id")))
 
     @staticmethod
     def _drain(socket: zmq.Socket[bytes], limit: int = 256) -> Iterable[list[bytes]]:

@@ -42,7 +42,7 @@ from pdlink.protocol import auth, messages
 from pdlink.transport.base import BatchDone, PeerClosed, PeerFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from pdlink.config import ChaosConfig, TimeoutConfig
     from pdlink.endpoint.channel import Arrival
@@ -56,6 +56,10 @@ log = logging.getLogger(__name__)
 _FLUSH_S = 0.0005
 """What was said waits at most about this long for callbacks of the same turn; sending takes 0.02 ms. Were it all of
 them, the other side would have nothing to do for as long as they take, and then this one."""
+
+_READ_S = 0.005
+"""A turn takes frames for this long; what is left waits for the next one, after the clock and everybody else. One
+frame of a session may take longer: decoding the largest takes 35 ms."""
 
 _TELL_S = 1.0
 """The log hears of a failure this often at most: whoever can cause one could fill the disk. All are counted."""
@@ -314,8 +318,11 @@ class Endpoint:
                 os.eventfd_read(self._wake_fd)
             self.turn(arrived)
 
-    def turn(self, arrived: Sequence[Arrival]) -> None:
-        """Once round the loop, without waiting: what arrived, what the transports report, what is due; then send."""
+    def turn(self, arrived: Iterable[Arrival]) -> None:
+        """Once round the loop, without waiting: what arrived, what the transports report, what is due; then send.
+
+        arrived: taken one by one, no more of them once that has lasted `_READ_S`.
+        """
         with self.lock:
             self._awake_s, self._turned_s = self.awake_s(), self.now_s()
             for item in arrived:
@@ -326,6 +333,8 @@ class Endpoint:
                         self.sessions.on_disconnected(item)
                     case Refused():
                         self.sessions.greeter.turned_away(item)
+                if self.now_s() - self._turned_s >= _READ_S:
+                    break
             for transport in self.transports:
                 self._poll(transport)
             while self._commands:

@@ -15,6 +15,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from pdlink.endpoint.channel import Refused
+from pdlink.endpoint.link import printable
 from pdlink.endpoint.peer import Peer, PeerState
 from pdlink.endpoint.refusals import Refusals
 from pdlink.errors import HandshakeRefused, LayoutMismatch, PdlinkError
@@ -23,7 +24,7 @@ from pdlink.kv.plan import template
 from pdlink.protocol import auth, handshake, messages
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pdlink.endpoint.channel import Received
     from pdlink.endpoint.sessions import Owner, Sessions
@@ -52,17 +53,23 @@ class Greeter:
 
     def hello(self) -> messages.Hello:
         """The first word of a dialer."""
-        return messages.Hello(self._owner.name, self._owner.identity, tuple(self._transports))
+        owner = self._owner
+        return messages.Hello(owner.name, owner.identity, tuple(self._transports), owner.address.partition("?")[0])
 
     def on_hello(self, item: Received, envelope: Envelope, hello: messages.Hello) -> None:
         """The listener's half: same factors, a common transport, a plan between the layouts; then Welcome."""
         sessions, owner, now = self._sessions, self._owner, self._owner.awake_s()
-        peer = Peer(item.route, envelope.session, dialed=False, since_s=now, heard_s=now, public_key=item.public_key)
-        peer.introduce(hello.name, envelope.src_epoch, hello.identity)
+        number, key = sessions.next_number(), item.public_key
+        peer = Peer(number, item.route, envelope.session, dialed=False, since_s=now, heard_s=now, public_key=key)
+        peer.introduce(printable(hello.name, 64), envelope.src_epoch, hello.identity)
+        peer.listens_at = printable(hello.control, 64)
         peer.num_taken = envelope.number + 1
+        if not auth.is_worker_name(hello.name):
+            self._refuse(peer, HandshakeRefused("name", auth.NAME_RULE, peer.name))
+            return
         not_theirs = auth.name_problem(owner.credentials, item.public_key, hello.name)
         if not_theirs is not None:  # before anything is done in that name
-            self.turned_away(Refused(f"the key of {not_theirs[0]} came with the name {hello.name[:64]!r}"))
+            self.turned_away(Refused(f"the key of {not_theirs[0]} came with the name {hello.name!r}"))
             self._refuse(peer, HandshakeRefused(auth.NAME_FACTOR, *not_theirs))
             return
         accepted = sessions.accepted()
@@ -70,8 +77,8 @@ class Greeter:
         if any((old.name, old.epoch) == (peer.name, peer.epoch) and old.session >= peer.session for old in replaced):
             emit(MessageDropped(reason="old_session"))
             return
-        if peer.key in sessions.closing:  # its transfers still wait for the fence under this key
-            emit(MessageDropped(reason="old_session"))
+        if any(old.is_life_of(peer.name, peer.epoch, peer.session) for old in sessions.closing.values()):
+            emit(MessageDropped(reason="old_session"))  # a repeated hello of a session that waits for its fence
             return
         if sum(old.state is PeerState.CONNECTING for old in accepted) >= MAX_HANDSHAKES:
             emit(MessageDropped(reason="too_many_handshakes"))
@@ -83,6 +90,7 @@ class Greeter:
                 hello.transports, tuple(self._transports), same_host=ours.host == hello.identity.host
             )
             peer.template = template(ours.layout, hello.identity.layout)
+            self._check_name_is_free(peer, replaced)
         except HandshakeRefused as refusal:
             self._refuse(peer, refusal)
             return
@@ -95,14 +103,29 @@ class Greeter:
         peer.transport = self._transports[name]
         sessions.post(peer, messages.Welcome(owner.name, ours, name))
 
+    def _check_name_is_free(self, peer: Peer, namesakes: Sequence[Peer]) -> None:
+        """A restarted worker takes the place of its former life. Raises HandshakeRefused while another one lives.
+
+        Two workers of one name would otherwise throw each other out at every request.
+        """
+        for other in namesakes:
+            if other.epoch != peer.epoch and other.route != peer.route and self._sessions.answers(other):
+                emit(PeerChanged(peer=peer.name, state="refused", reason="name_in_use"))
+                held = f"{other.name} is connected already, and listens at {other.listens_at or 'an unknown address'}"
+                raise HandshakeRefused(
+                    "name_in_use", held, f"{peer.name} at {peer.listens_at or 'an unknown address'}"
+                )
+
     def on_welcome(self, peer: Peer, envelope: Envelope, welcome: messages.Welcome) -> None:
         """The dialer's half: check what the listener said, and open our pages to it."""
         if not peer.dialed or peer.state is not PeerState.CONNECTING:
             emit(MessageDropped(reason="unexpected_welcome"))
             return
         owner = self._owner
-        peer.introduce(welcome.name, envelope.src_epoch, welcome.identity)
+        peer.introduce(printable(welcome.name, 64), envelope.src_epoch, welcome.identity)
         try:
+            if not auth.is_worker_name(welcome.name):
+                raise HandshakeRefused("name", auth.NAME_RULE, peer.name)
             not_theirs = auth.name_problem(owner.credentials, peer.public_key, welcome.name)
             if not_theirs is not None:
                 raise HandshakeRefused(auth.NAME_FACTOR, *not_theirs)

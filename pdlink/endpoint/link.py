@@ -23,10 +23,11 @@ class Link(Protocol):
     layout: KVLayout
     now_s: Callable[[], float]
     """The one clock of the endpoint: monotonic."""
-    awake_s: Callable[[], float]
-    """As `now_s`, but it stands still while the endpoint's loop does. For every deadline that a peer's word moves."""
     checksums: Checksums | None
     """Reads this worker's KV for transfers that are verified."""
+
+    def awake_s(self) -> float:
+        """As `now_s`, but it stands still while the endpoint's loop does. For deadlines that a peer's word moves."""
 
     def peer_at(self, address: str) -> Peer:
         """The live session with the worker at this control address; opens one if there is none.

@@ -28,6 +28,8 @@ class PeerState(enum.Enum):
 class Peer:
     """One session. A restarted worker, or a second connection to the same one, is another `Peer`."""
 
+    number: int
+    """Of this session among all of this endpoint's, whoever opened them."""
     route: str
     session: int
     dialed: bool
@@ -38,7 +40,9 @@ class Peer:
     beat_s: float = 0.0
     """When we last sent a heartbeat."""
     address: str = ""
-    """Control address, known on the dialing side."""
+    """Control address that we dialed; empty on the side that was dialed."""
+    listens_at: str = ""
+    """Where it can be dialed itself, as it says; known on the side that was dialed."""
     public_key: str = ""
     """Proven by the other side of this session; empty without credentials."""
     name: str = ""
@@ -67,7 +71,11 @@ class Peer:
     def introduce(self, name: str, epoch: str, identity: Identity) -> None:
         """Now it is known who this is."""
         self.name, self.epoch, self.identity = name, epoch, identity
-        self.key = f"{name}@{epoch}#{self.session}{'<' if self.dialed else '>'}"
+        self.key = f"{name}#{self.number}"
+
+    def is_life_of(self, name: str, epoch: str, session: int) -> bool:
+        """Whether this is the session that a worker opened under this number in this life."""
+        return not self.dialed and (self.name, self.epoch, self.session) == (name, epoch, session)
 
     def is_of(self, envelope: Envelope, epoch: str) -> bool:
         """Whether this frame belongs to this life of both sides and to this session. epoch: ours."""

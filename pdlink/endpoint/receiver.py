@@ -77,7 +77,7 @@ class Receiver:
         with self._link.lock:
             reason = self._ended.get(transfer_id)
             if reason:
-                raise TransferFailed(f"transfer {transfer_id} was stopped before it began: {reason}")
+                raise TransferFailed(f"transfer {transfer_id} was stopped before it began: {reason}", reason)
             if reason is not None or transfer_id in self._live:
                 raise InvalidRequest(f"transfer_id {transfer_id!r} was used before; every attempt needs a new one")
             machine = Receiving(transfer_id, self._num_layers, self._token_nbytes, quiet_s=self._timeouts.peer_s)
@@ -179,6 +179,7 @@ class Receiver:
 
     def on_peer_lost(self, peer: Peer, reason: str) -> None:
         """The session is over: its requests fall back now, their blocks wait for the fence."""
+        reason = reason if reason.startswith("refused: ") else f"peer_lost: {reason}"
         for transfer_id in list(peer.transfers):
             incoming = self._live[transfer_id]
             self._run(incoming, incoming.machine.stopped(reason, self._link.awake_s()))

@@ -79,7 +79,7 @@ class Refusals:
 
     def __init__(self, name: str, now_s: Callable[[], float], jitter: Callable[[], float] = random.random) -> None:
         """name: of this worker, for the log. jitter: numbers in [0, 1)."""
-        self._name, self._now_s, self._jitter = name, now_s, jitter
+        self._name, self._now_s, self.jitter = name, now_s, jitter
         self._dialed: OrderedDict[str, _Entry] = OrderedDict()
         """By control address, the one refused last at the end."""
         self._accepted: OrderedDict[str, _Entry] = OrderedDict()
@@ -90,7 +90,7 @@ class Refusals:
         """The worker at this address and this one do not fit. peer: its name, if known."""
         now = self._now_s()
         entry = self._enter(self._dialed, address, peer, refusal, now)
-        pause_s = min(FIRST_PAUSE_S * 2 ** min(entry.count - 1, 30), LONGEST_PAUSE_S) * (0.75 + 0.5 * self._jitter())
+        pause_s = min(FIRST_PAUSE_S * 2 ** min(entry.count - 1, 30), LONGEST_PAUSE_S) * (0.75 + 0.5 * self.jitter())
         entry.retry_at_s = now + pause_s
         if not entry.told:
             entry.told = True

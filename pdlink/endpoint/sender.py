@@ -45,6 +45,7 @@ class _Outgoing:
     machine: Sending
     on_failed: Callable[[str], None]
     on_end: Callable[[], None]
+    on_receiver: Callable[[], None]
     started_s: float
     peer: Peer | None = None
     nbytes: int = 0
@@ -81,11 +82,18 @@ class Sender:
 
     # -- for the worker ----------------------------------------------------------------------------------------------
 
-    def announce(self, transfer_id: str, on_failed: Callable[[str], None], on_end: Callable[[], None]) -> None:
+    def announce(
+        self,
+        transfer_id: str,
+        on_failed: Callable[[str], None],
+        on_end: Callable[[], None],
+        on_receiver: Callable[[], None] = lambda: None,
+    ) -> None:
         """A request with this transfer id is here; its KV will be published.
 
         on_failed(reason): the transfer will not succeed; prefill for it may stop. on_end(): called exactly once,
-        after success or failure; nothing reads the published blocks any more. Both run in the endpoint's thread.
+        after success or failure; nothing reads the published blocks any more. on_receiver(): called at most once,
+        when the receiver has spoken, in a session whose handshake holds. All run in the endpoint's thread.
         Raises InvalidRequest if the id is in use or was used: an id names one attempt.
         """
         with self._link.lock:
@@ -97,7 +105,7 @@ class Sender:
                     + "; every attempt needs a new one"
                 )
             machine = Sending(transfer_id, self._num_layers, self._token_nbytes)
-            outgoing = _Outgoing(machine, on_failed, on_end, self._link.now_s())
+            outgoing = _Outgoing(machine, on_failed, on_end, on_receiver, self._link.now_s())
             self._live[transfer_id] = outgoing
             self._leases.grant(transfer_id, self._link.awake_s())
             early = self._early.pop(transfer_id)
@@ -352,6 +360,7 @@ class Sender:
             outgoing.peer = peer
             peer.transfers.add(machine.transfer_id)
             self._leases.assign(machine.transfer_id, peer.key, self._link.awake_s())
+            self._link.defer(outgoing.on_receiver)
         elif outgoing.peer is not peer:
             self._link.send(peer, messages.Stop(machine.transfer_id, "taken_by_another_receiver"))
             self._link.send(peer, messages.Quiet(machine.transfer_id))

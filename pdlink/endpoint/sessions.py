@@ -19,6 +19,7 @@ from pdlink.endpoint.peer import Peer, PeerState, ends_session
 from pdlink.errors import ConfigError, ProtocolError, TransportFailure
 from pdlink.events import MessageDropped, PeerChanged, emit
 from pdlink.protocol import auth, messages
+from pdlink.protocol.messages import MAX_HELLO_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,12 +47,16 @@ class Owner(Protocol):
 
     name: str
     epoch: str
+    address: str
+    """Control address, with the key."""
     identity: Identity
     credentials: auth.Credentials | None
     sender: Sender
     receiver: Receiver
     now_s: Callable[[], float]
-    awake_s: Callable[[], float]
+
+    def awake_s(self) -> float:
+        """See `Link.awake_s`."""
 
     def call(self, command: Callable[[], None], cost: Callable[[str], None] | None = None) -> None:
         """Run in the endpoint's thread, under the lock, in order; `cost(reason)` if it raises."""
@@ -76,6 +81,7 @@ class Sessions:
         self.closing: dict[str, Peer] = {}
         """Lost sessions whose data connection is not fenced yet, by key."""
         self._num_dialed = 0
+        self._num_sessions = 0
         self.unsent: dict[Peer, None] = {}
         """Those with something in their outbox that may leave."""
 
@@ -99,10 +105,25 @@ class Sessions:
             self.greeter.refusals.check(address)
             self._num_dialed += 1
             now = self._owner.awake_s()
-            peer = Peer("", self._num_dialed, dialed=True, since_s=now, heard_s=now, address=address)
+            number = self.next_number()
+            peer = Peer(number, "", self._num_dialed, dialed=True, since_s=now, heard_s=now, address=address)
             self.dialed[address] = peer
             self._owner.call(lambda: self._dial(peer), lambda reason: self.lose(peer, reason))
         return peer
+
+    def next_number(self) -> int:
+        """Of the next session: no two have one, so transports and leases can tell them apart by it."""
+        self._num_sessions += 1
+        return self._num_sessions
+
+    def answers(self, peer: Peer) -> bool:
+        """Whether a session that somebody opened has its connection still; ends it if not.
+
+        The kernel ends the connections of a process that has died, at once. A host that has vanished is noticed by
+        its silence.
+        """
+        self.post(peer, messages.Heartbeat())
+        return peer.state is not PeerState.LOST
 
     def _dial(self, peer: Peer) -> None:
         if peer.state is PeerState.LOST:
@@ -171,6 +192,10 @@ class Sessions:
 
     def on_frame(self, item: Received) -> None:
         """Act upon a frame if it is of a session and the next one of it; count it if not."""
+        known = self.by_route.get(item.route)
+        if len(item.frame) > MAX_HELLO_NBYTES and (known is None or known.public_key != item.public_key):
+            emit(MessageDropped(reason="too_long"))  # undecoded: all that a stranger has to say is hello
+            return
         try:
             envelope = messages.decode(item.frame)
         except ProtocolError as error:
@@ -265,6 +290,9 @@ class Sessions:
             half = len(bodies) // 2
             self.post(peer, *bodies[:half])
             self.post(peer, *bodies[half:])
+            return
+        if isinstance(bodies[0], messages.Hello) and len(frame) > MAX_HELLO_NBYTES:
+            self.lose(peer, f"our hello has {len(frame)} bytes, a listener takes {MAX_HELLO_NBYTES} at most")
             return
         peer.num_sent += 1
         if not self._channel.send(peer.route, frame) and peer.state is not PeerState.LOST:

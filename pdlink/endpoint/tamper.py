@@ -15,6 +15,8 @@ from pdlink.endpoint.channel import Channel
 from pdlink.endpoint.link import now_s
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pdlink.config import ChaosConfig
     from pdlink.endpoint.channel import Arrival
 
@@ -65,7 +67,7 @@ class TamperedChannel(Channel):
         self._broken.discard(route)
         super().drop(route)
 
-    def poll(self, timeout_s: float) -> tuple[list[Arrival], set[int]]:
+    def poll(self, timeout_s: float) -> tuple[Iterable[Arrival], set[int]]:
         self._flush()
         if self._held:
             timeout_s = min(timeout_s, self._held[0][0] - now_s())

@@ -274,7 +274,9 @@ class Engine:
             if stopped:
                 reason = "stop"
             elif index + 1 == sampling.max_tokens:
-                text, reason = text + sequence.detokenizer.finish(), "length"
+                reason = "length"
+                if not sequence.request.goes_on:
+                    text += sequence.detokenizer.finish()
         if index == 0:
             self._scheduler.start_decoding(sequence)
         self._listener.output(TokenOutput(sequence.request_id, index, token, text, reason, sequence.num_cached))

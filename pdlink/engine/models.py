@@ -20,6 +20,7 @@ from pdlink.content import digest_of
 from pdlink.engine import attention, tiny
 from pdlink.engine.attention import Span
 from pdlink.engine.paged_cache import PagedCache
+from pdlink.engine.places import find_model
 from pdlink.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,16 +104,20 @@ def load_model(config: ModelConfig, device: str = "cpu") -> LoadedModel:
     return loaded
 
 
+_MAX_REASON_CHARS = 400
+
+
 def _from_pretrained(config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]:
     # No code and no pickles from the hub. Missing weights would be made up at random, so they are an error.
-    options = {"revision": config.revision, "trust_remote_code": False}
+    options = {"revision": config.revision, "trust_remote_code": False, "local_files_only": find_model(config)}
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path, **options)
         model, report = AutoModelForCausalLM.from_pretrained(
             config.path, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"model.path {config.path!r} cannot be loaded: {error}") from error
+        reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]  # transformers explains at length
+        raise ConfigError(f"model.path {config.path!r} cannot be loaded: {reason}") from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise ConfigError(f"model.path {config.path!r} lacks {len(missing)} weights, the first is {missing[0]}")

@@ -52,6 +52,9 @@ class GenerationRequest:
     sampling: SamplingParams
     external_kv: bool = False
     """True: do not compute the prompt. Blocks are reserved, then the engine waits for `kv_arrived` or `kv_failed`."""
+    goes_on: bool = False
+    """True: another process continues the answer after `max_tokens`, from the same prompt and tokens. Text that is
+    held back then is left to it."""
     salt: str = ""
     """Prefixes are shared only between requests of equal salt: keeps tenants apart."""
 

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,7 @@ class Buffer:
         if nbytes <= 0:
             raise ValueError(f"nbytes must be positive, got {nbytes}")
         self.nbytes = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
-        available = _available_nbytes()
+        available = available_nbytes()
         if self.nbytes > available:
             raise OSError(
                 errno.ENOMEM, f"a buffer of {self.nbytes} bytes does not fit into {available} available ones"
@@ -96,9 +97,36 @@ def _fill(mapping: mmap.mmap) -> None:
                 raise
 
 
-def _available_nbytes() -> int:
-    """What the kernel thinks can be allocated without swapping. Limits of a container are not in it."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+def available_nbytes(root: Path = Path("/")) -> int:
+    """What can be allocated without swapping: the kernel's estimate, or less where a container has a limit.
+
+    root: where /proc and /sys are. Raises OSError if the kernel says nothing.
+    """
+    for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+            return min([int(line.split()[1]) * 1024, *_cgroup_nbytes(root)])
     raise OSError(errno.ENODATA, "no MemAvailable in /proc/meminfo")
+
+
+def _cgroup_nbytes(root: Path) -> list[int]:
+    """What is left in each control group (version 2) that this process is in, from its own to the top.
+
+    Pages of files that were not used lately count as free: the kernel takes them back before it kills.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    top, found = root / "sys/fs/cgroup", []
+    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
+    for group in () if own is None else (top / own, *(top / own).parents):
+        try:
+            limit, used = (group / "memory.max").read_text(), int((group / "memory.current").read_text())
+            idle = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+            if limit.strip() != "max":
+                found.append(max(0, int(limit) - used + (int(idle.group(1)) if idle else 0)))
+        except (OSError, ValueError):  # the top one has no such files
+            continue
+        if group == top:
+            break
+    return found

@@ -32,6 +32,11 @@ KEY_CHARS = 40
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SCHEME, _KEY_MARK = "tcp://", "?key="
 
+_WORKER_NAME = re.compile(rf"{_NAME.pattern}(/{_NAME.pattern}){{0,3}}")
+
+NAME_RULE = (
+    "up to 4 parts of up to 64 letters, digits, '.', '_' and '-', each begun by a letter or digit, joined by '/'"
+)
 NAME_FACTOR = "name that goes with the key"
 """What a refusal names if somebody speaks as somebody else."""
 KEY_FACTOR = "key"
@@ -52,8 +57,16 @@ def is_key(text: str) -> bool:
 
 
 def is_name(text: str) -> bool:
-    """Whether a worker may be called this where keys are used. Such a name is also a safe file name."""
+    """Whether a key may be called this. Such a name is also a safe file name."""
     return _NAME.fullmatch(text) is not None
+
+
+def is_worker_name(text: str) -> bool:
+    """Whether a worker may be called this: `NAME`, or `NAME/PART` where several workers share a key or a setting.
+
+    It goes into logs, labels and the names of sessions as it is.
+    """
+    return _WORKER_NAME.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +220,12 @@ def check_dial(address: ControlAddress, credentials: Credentials | None, *, inse
 def name_problem(credentials: Credentials | None, public_key: str, name: str) -> tuple[str, str] | None:
     """None if the peer that proved `public_key` may call itself `name`; else (what it may be called, what it said).
 
-    Without credentials there are no keys, and a name is only what somebody says.
+    The owner of a key may also use names below its own (`owner/dp1`): processes of one server share its key. Without
+    credentials there are no keys, and a name is only what somebody says.
     """
     if credentials is None:
         return None
     owner = credentials.allowed.name_of(public_key)
-    return None if owner == name else (owner or "a key that is not allowed", name)
+    if owner is not None and (name == owner or name.startswith(f"{owner}/")):
+        return None
+    return owner or "a key that is not allowed", name

@@ -22,6 +22,9 @@ VERSION = 1
 MAX_FRAME_NBYTES = 4 * 2**20
 """Larger frames are refused by ZeroMQ before they are read: an offer of 800,000 blocks fits. Frames wait in queues,
 so this times the length of a queue is what one peer can make us hold."""
+MAX_HELLO_NBYTES = 64 * 2**10
+"""Of the frame of a `Hello`, and of any other frame from somebody who has no session: longer ones are not even
+decoded. A layout of 500 layers fits."""
 MAX_BODIES = 1000
 """In one frame: what is read in one go, with a lock held."""
 
@@ -58,6 +61,8 @@ class Hello(_Body, frozen=True, tag="hello"):
     identity: Identity
     transports: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)]
     """Names of the transports that work here, the preferred one first."""
+    control: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    """Where the dialer can be dialed itself: for people, who may have two workers of one name."""
 
 
 class Welcome(_Body, frozen=True, tag="welcome"):

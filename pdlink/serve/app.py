@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from aiohttp.typedefs import Middleware
 
-    from pdlink.serve.worker import Worker
+    from pdlink.serve.worker import Stream, Worker
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,8 @@ _MAX_STOP_NBYTES = 4096
 
 KEY_HEADER = "X-Pdlink-Key"
 """Carries the secret that proxy and workers share; Authorization is the client's own, and passes through."""
+KV_HEADER = "X-Pdlink-KV"
+"""How the KV of a decode leg's prompt came: `transferred`, or `recomputed;reason=CODE`."""
 _OPEN_TO_ALL = frozenset({("GET", "/health"), ("GET", "/metrics")})
 
 
@@ -120,7 +122,7 @@ async def _generate(
             if request.stream:
                 if response is None:
                     response = web.StreamResponse(
-                        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+                        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **_kv_path(stream)}
                     )
                     await response.prepare(http)
                 await response.write(answer.event())
@@ -129,25 +131,30 @@ async def _generate(
             elif params is not None and params.leg == "prefill":
                 return _json(answer.whole())
         if response is None:
-            return _json(answer.whole())
+            return _json(answer.whole(), headers=_kv_path(stream))
         await response.write(answer.last_events())
         return response
     except asyncio.CancelledError:
         log.info("request %s: the client has gone", request_id)
-        worker.abort(request_id)
+        worker.abort(stream)
         raise
     except ConnectionError:
-        worker.abort(request_id)
+        worker.abort(stream)
         assert response is not None
         return response
     except PdlinkError as error:
-        worker.abort(request_id)
+        worker.abort(stream)
         if response is None:
             raise
         body = error_body(error)
         body["error"]["type"] = "stream_error"
         await response.write(b"data: " + msgspec.json.encode(body) + b"\n\ndata: [DONE]\n\n")
         return response
+
+
+def _kv_path(stream: Stream) -> dict[str, str]:
+    """Known once the first token is here."""
+    return {KV_HEADER: stream.kv_path} if stream.kv_path else {}
 
 
 async def _body(request: web.Request) -> bytes:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import ssl
-import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
 
-from pdlink.config import read_secrets
+from pdlink.config import check_private, read_private, read_secrets
 from pdlink.errors import ConfigError, LocalError
 from pdlink.protocol import auth
 
@@ -35,7 +36,7 @@ def keygen(name: str, directory: str) -> tuple[Path, str]:
     keys = auth.KeyPair(name, public, secret)
     path = Path(directory) / f"{name}.key"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # O_EXCL follows no link and takes no file that is there; the mode holds from the first byte on.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
@@ -52,37 +53,44 @@ def load_credentials(security: SecurityConfig) -> auth.Credentials | None:
     if security.key_file is None or security.allow_file is None:
         return None
     setting = "security.key_file"
-    path = Path(security.key_file)
-    keys = auth.parse_key_file(_read(path, setting), f"{setting}: {path}")
-    if path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
-        raise ConfigError(f"{setting}: every user of this host can read or change {path}; chmod 600 it")
+    path = security.key_file
+    keys = auth.parse_key_file(read_private(path, setting), f"{setting}: {path}")
     if zmq.curve_public(keys.secret.encode()).decode() != keys.public:
         raise ConfigError(f"{setting}: the two keys in {path} do not belong together")
     return auth.Credentials(keys, load_allow_list(security.allow_file))
 
 
 def load_allow_list(path: str) -> auth.AllowList:
-    """Raises ConfigError for a file that is none, or allows nobody."""
+    """Raises ConfigError for a file that is none, that every user can change, or that allows nobody."""
     setting = "security.allow_file"
-    allowed = auth.parse_allow_list(_read(Path(path), setting), f"{setting}: {path}")
+    allowed = auth.parse_allow_list(read_private(path, setting, secret=False), f"{setting}: {path}")
     if not len(allowed):
         raise ConfigError(f"{setting}: {path} allows nobody; add the lines that `pdlink keygen` printed")
     return allowed
 
 
 def worker_name(config: WorkerConfig, credentials: auth.Credentials | None, port: int) -> str:
-    """What this worker is called: as its key says, as configured, or after role and port.
+    """What this worker is called: as configured, as its key says, or after role, host and port.
 
-    Raises ConfigError if key and configuration disagree: everybody who knows the key would refuse the name.
+    Two hosts with one configuration have two names: of two workers of one name only the first gets sessions. Raises
+    ConfigError for a name that every peer would refuse: because of its characters, or because the key is another's.
     """
+    name = config.name
+    if name is not None and not auth.is_worker_name(name):
+        raise ConfigError(f"name: got {name!r}; a name is {auth.NAME_RULE}")
     if credentials is None:
-        return config.name or f"{config.role}-{port}"
-    if config.name not in (None, credentials.keys.name):
+        return name or f"{config.role}-{as_name(socket.gethostname().partition('.')[0], 32)}-{port}"
+    owner = credentials.keys.name
+    if name is not None and name != owner and not name.startswith(f"{owner}/"):
         raise ConfigError(
-            f"name: {config.name!r}, but security.key_file is the key of {credentials.keys.name!r}; "
-            "leave out `name`, or make a key for it"
+            f"name: {name!r}, but security.key_file is the key of {owner!r}; leave out `name`, or make a key for it"
         )
-    return credentials.keys.name
+    return name or owner
+
+
+def as_name(text: str, max_chars: int = 64) -> str:
+    """A part of a worker's name that is as like `text` as can be."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", text)[:max_chars].lstrip("._-") or "x"
 
 
 def http_key(security: SecurityConfig) -> str | None:
@@ -98,16 +106,8 @@ def server_tls(cert: str | None, key: str | None) -> ssl.SSLContext | None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
+        check_private(key, "tls_key")
         context.load_cert_chain(cert, key, password="")  # a key with a password is an error, not a question
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"tls_cert, tls_key: cannot use {cert} with {key}: {error}") from None
     return context
-
-
-def _read(path: Path, setting: str) -> str:
-    try:
-        return path.read_text()
-    except OSError as error:
-        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{setting}: {path} is not text") from None

@@ -7,10 +7,11 @@ has become of the request by then.
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import TYPE_CHECKING, Protocol
 
-from pdlink.errors import TransferFailed
+from pdlink.errors import PdlinkError, TransferFailed
 from pdlink.events import FallbackUsed, emit
 
 if TYPE_CHECKING:
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
     from pdlink.endpoint.sender import Sender
     from pdlink.engine.engine import Engine
     from pdlink.engine.request import TokenOutput
-    from pdlink.errors import PdlinkError
     from pdlink.memory.blocks import BlockPool
+
+    Item = TokenOutput | PdlinkError | None
+    """What a client gets: a token, or the end (None, or the error that ended the request)."""
 
 
 class Leg(Protocol):
@@ -60,8 +63,57 @@ class _Hold:
             self._wake()
 
 
+class _Gate:
+    """Holds back what a prefill leg has for its client until the receiver has spoken."""
+
+    def __init__(self, put: Callable[[Item], None]) -> None:
+        self._put = put
+        self._lock = threading.Lock()
+        self._held: list[Item] | None = []
+        """None once it is open."""
+
+    @property
+    def is_open(self) -> bool:
+        return self._held is None
+
+    def put(self, item: Item) -> None:
+        """From any thread: a token, or the end. An error passes, and what is held before it never will."""
+        with self._lock:
+            if self._held is not None and not isinstance(item, PdlinkError):
+                self._held.append(item)
+                return
+            self._held = None
+            self._put(item)
+
+    def open(self) -> None:
+        with self._lock:
+            held, self._held = self._held or [], None
+            for item in held:
+                self._put(item)
+
+
+_FACTOR = re.compile(r"refused: (.{1,80}?) differs: ", re.DOTALL)
+_CODE = re.compile(r"([a-z][a-z0-9_]{0,39})(?:: |$)")
+
+
+def recomputed(failure: TransferFailed) -> str:
+    """For a header: the prompt was computed where its KV should have come to, and why: one word of [a-z0-9_:.-]."""
+    if match := _FACTOR.match(failure.reason):
+        code = "refused:" + re.sub(r"[^a-z0-9_.-]+", "_", match[1].lower())
+    elif match := _CODE.match(failure.reason):
+        code = match[1]
+    else:
+        code = failure.code
+    return f"recomputed;reason={code}"
+
+
 class PrefillLeg:
-    """A request whose prompt is computed here and whose KV goes to another worker."""
+    """A request whose prompt is computed here and whose KV goes to another worker.
+
+    Its token may reach the client before decode says anything, and decode goes on from it. So both must be of one
+    mind about the model, which is what their handshake proves: the token waits until the receiver has spoken in a
+    session whose handshake holds. As a rule it has, long before the prompt is computed.
+    """
 
     def __init__(
         self,
@@ -70,25 +122,38 @@ class PrefillLeg:
         num_prompt_tokens: int,
         *,
         last: bool,
+        put: Callable[[Item], None],
         engine: Engine,
         pool: BlockPool,
         sender: Sender,
     ) -> None:
-        """last: the client wants one token only, so the first is the last.
+        """last: the client wants one token only, so the first is the last. put: takes what goes to the client.
 
         Raises InvalidRequest if the transfer id was used before.
         """
         self._transfer_id, self._sender, self._last = transfer_id, sender, last
         self._num_tokens = num_prompt_tokens
         self._hold = _Hold(pool, engine.wake)
-        self.failure = ""
+        self._gate = _Gate(put)
+        self.failure: TransferFailed | None = None
         """Why the transfer failed, if it did: the request is aborted then, because nobody wants its KV."""
 
         def failed(reason: str) -> None:
-            self.failure = reason
+            self.failure = TransferFailed(f"the KV was not wanted or could not be sent: {reason}")
+            if not self._gate.is_open:
+                self._gate.put(self.failure)
             engine.abort(request_id)
 
-        sender.announce(transfer_id, failed, self._hold.give_back)
+        sender.announce(transfer_id, failed, self._hold.give_back, self._gate.open)
+
+    def put(self, item: Item) -> None:
+        """A token or the end, for the client."""
+        self._gate.put(item)
+
+    def left(self) -> None:
+        """The client has gone. A token that waits for the receiver then has nobody to wait for."""
+        if not self._gate.is_open:
+            self._sender.cancel(self._transfer_id, "aborted")
 
     def admitted(self, block_table: Sequence[int], num_cached_tokens: int) -> None:
         if self._hold.take(block_table):
@@ -135,6 +200,8 @@ class DecodeLeg:
         self._hold = _Hold(pool, engine.wake)
         self._fell_back = False
         self._failure: TransferFailed | None = None
+        self.kv_path = ""
+        """How the prompt's KV came here, as `recomputed` writes it; empty while that is open."""
         receiver.expect(transfer_id, address, self)
 
     def submitted(self) -> None:
@@ -168,10 +235,12 @@ class DecodeLeg:
     # -- the endpoint's side: ReceiveHandler -------------------------------------------------------------------------
 
     def ready(self, first_token: int, *, finished: bool) -> None:
+        self.kv_path = "transferred"
         self._engine.kv_arrived(self._request_id, first_token)
 
     def failed(self, reason: str) -> None:
-        self._failure = TransferFailed(f"the KV of transfer {self._transfer_id} did not arrive: {reason}")
+        self._failure = TransferFailed(f"the KV of transfer {self._transfer_id} did not arrive: {reason}", reason)
+        self.kv_path = recomputed(self._failure)
         self._engine.kv_failed(self._request_id, recompute=self._recompute, error=self._failure)
 
     def released(self) -> None:

@@ -1,13 +1,16 @@
 """The life of one process of a deployment: settings in, bind, say "ready", run until told to stop, drain, leave.
 
 A process may have a parent (`pdlink up`) at the other end of a socket: it reads its settings from there, answers
-with one JSON line when it is ready, and stops when the parent has gone, however the parent went.
+with JSON lines, and stops when the parent has gone, however the parent went. A line says what it does now (`doing`),
+why it cannot start (`failed`), or that it is ready and where (`url` and more). What it warns of before it is ready
+goes along with those: several children warn of the same, and the parent tells it once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 import socket
 from typing import TYPE_CHECKING, Any
@@ -27,7 +30,14 @@ class Parent:
     """The parent's end of life seen from the child."""
 
     def __init__(self, fd: int) -> None:
+        """Holds back warnings until the process is ready or has failed."""
         self._socket = socket.socket(fileno=fd)
+        self._starting = True
+        self._warnings: list[str] = []
+        self.status = 0
+        """How the process is to exit."""
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(self._pass)
 
     def settings(self) -> dict[str, Any]:
         """The JSON object the parent sent, one line."""
@@ -42,8 +52,33 @@ class Parent:
             raise ConfigError("the parent process sent no settings")
         return data
 
+    def doing(self, what: str) -> None:
+        """What the start takes its time for."""
+        self._tell({"doing": what})
+
     def ready(self, facts: dict[str, Any]) -> None:
-        self._socket.sendall(json.dumps(facts).encode() + b"\n")
+        self._starting = False
+        self._tell({**facts, "warnings": self._warnings})
+
+    def failed(self, reason: str, status: int) -> bool:
+        """Whether it is the parent that tells the reason: it waits for nothing else while the process starts."""
+        if not self._starting:
+            return False
+        self._starting, self.status = False, status
+        try:
+            self._tell({"failed": reason, "warnings": self._warnings})
+        except OSError:
+            return False
+        return True
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def _pass(self, record: logging.LogRecord) -> bool:
+        if not self._starting or record.levelno != logging.WARNING:
+            return True
+        self._warnings.append(record.getMessage())
+        return False
 
     async def gone(self) -> None:
         """Returns when the parent has closed its end or died."""
@@ -52,15 +87,20 @@ class Parent:
             pass
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening-to-be TCP socket, so that the port is ours before anybody hears of it."""
+def bind(host: str, port: int, setting: str = "port") -> socket.socket:
+    """A listening-to-be TCP socket, so that the port is ours before anybody hears of it.
+
+    Raises ConfigError that begins with the name of the setting. Another process that sets SO_REUSEADDR can bind the
+    same port until somebody listens: that is how `pdlink up` keeps the ports of children that are away.
+    """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         bound.close()
-        raise ConfigError(f"port: cannot bind {host}:{port}: {error.strerror}; port 0 takes a free one") from None
+        reason = error.strerror if isinstance(error, OSError) else "ports end at 65535"
+        raise ConfigError(f"{setting}: cannot bind {host}:{port}: {reason}; port 0 takes a free one") from None
     return bound
 
 

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from pdlink.config import is_loopback
 from pdlink.errors import ConfigError, EngineFailure
+from pdlink.events import listen
+from pdlink.observe import traces
+from pdlink.observe.timeline import Timeline
 from pdlink.serve.process import bind, serve
 
 if TYPE_CHECKING:
@@ -22,21 +25,31 @@ log = logging.getLogger(__name__)
 
 def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str], None]) -> None:
     """Run one worker until it is told to stop. Raises ConfigError and the like before it is ready."""
+    from pdlink.engine.places import find_model
     from pdlink.protocol.auth import ControlAddress
     from pdlink.serve import keys
-    from pdlink.serve.app import build_app
-    from pdlink.serve.worker import Worker
 
     security = config.security
     credentials, http_key = keys.load_credentials(security), keys.http_key(security)
     tls = keys.server_tls(security.tls_cert, security.tls_key)
     bound = bind(config.host, config.port)
+    find_model(config.model)
+    if parent is not None:
+        parent.doing("loading torch")
+    from pdlink.serve.app import build_app
+    from pdlink.serve.worker import Worker
+
     worker = Worker(config, keys.worker_name(config, credentials, bound.getsockname()[1]), credentials)
     if http_key is None and not is_loopback(config.host):
         log.warning("host %s without security.http_key_file: HTTP is open to anybody who reaches it", config.host)
     if security.insecure:
         log.warning("security.insecure: whoever reaches this worker's ports can read and write its KV cache")
+    trace_path = traces.path_of(config.timeline, worker.name) if config.timeline is not None else None
+    if parent is not None:
+        parent.doing(f"loading the model {config.model.name}")
     worker.open()
+    trace = Timeline(worker.name)
+    stop_tracing = listen(trace) if trace_path is not None else None
 
     def ready(url: str) -> dict[str, Any]:
         control = worker.endpoint.address
@@ -72,6 +85,9 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
         problem = worker.problem()
     finally:
         worker.close()
+        if trace_path is not None and stop_tracing is not None:
+            stop_tracing()
+            traces.write(trace, trace_path)
     if problem:
         raise EngineFailure(f"{worker.name} cannot go on: {problem}")
 
@@ -84,6 +100,15 @@ def run_proxy(config: ProxyConfig, parent: Parent | None, say: Callable[[str], N
     tls = keys.server_tls(config.tls_cert, config.tls_key)
     bound = bind(config.host, config.port)
     app = build_app(config)
+    if not config.decode:
+        log.warning("decode: no decode workers, so every request is answered 503; --decode URL names one")
+    elif not config.prefill:
+        what = (
+            "decode computes every prompt"
+            if config.on_no_prefill == "decode_only"
+            else "every request is answered 503"
+        )
+        log.warning("prefill: no prefill workers, so %s; --prefill URL names one", what)
     if not app[ROUTER].api_keys and not is_loopback(config.host):
         log.warning("host %s without api_keys: the proxy is open to anybody who reaches it", config.host)
 

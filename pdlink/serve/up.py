@@ -2,13 +2,17 @@
 
 Each child of ours gets its settings through a socket and says on it when it is ready; the socket's end is its signal
 to leave, so nothing is left behind even if this process is killed. (vLLM's servers: `serve/vllm.py`.) A worker that
-dies is started again on the same ports, and nothing else is restarted: the others find it by its new epoch.
+dies is started again on the same ports (`serve/keeper.py`), and nothing else is restarted: the others find it by its
+new epoch. The ports are bound here first and stay so, not listened on: one that is taken is found before any model is
+loaded, and nobody else gets one while its worker is away.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
+import logging
 import select
 import signal
 import socket
@@ -16,26 +20,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdlink.errors import LocalError
+from pdlink.serve.keeper import ChildFailed, Keeper, how_it_ended, log
+from pdlink.serve.process import bind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from pdlink.config import UpConfig
+    from pdlink.config import UpConfig, WorkerConfig
     from pdlink.serve.vllm import Server
+
+__all__ = ["START_TIMEOUT_S", "Child", "ChildFailed", "log", "start", "stop", "up", "wait_ready"]
 
 START_TIMEOUT_S = 120.0
 """Longest wait for a child to be ready; loading a large model takes most of it."""
 
-
-class ChildFailed(LocalError):
-    """A process of the deployment could not be started."""
-
-    code = "child_failed"
+_LOOK_S = 0.05
+_WORD_S = 5.0
+"""While children start, what they do is said this often."""
+_MAX_LINE_NBYTES = 1 << 20
+_LAST_WORDS_S = 5.0
+"""How long a child may live on after it closed its link."""
 
 
 @dataclass(slots=True)
@@ -48,16 +56,46 @@ class Child:
     process: subprocess.Popen[bytes]
     link: socket.socket
     facts: dict[str, Any]
+    doing: str = "starting Python"
+    """What it is doing until it is ready."""
+    warnings: list[str] = field(default_factory=list)
+    """What it warned of until it was ready."""
+    _heard: bytes = b""
 
-    def wait_ready(self, timeout_s: float) -> None:
-        wait_ready(self, timeout_s)
+    def look(self) -> bool:
+        """Take in what it has said; True once it is ready, with its `facts`. Raises ChildFailed if it will not be."""
+        while select.select([self.link], [], [], 0)[0]:
+            more = self.link.recv(65536)
+            self._heard += more
+            if not more or len(self._heard) > _MAX_LINE_NBYTES:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(_LAST_WORDS_S)
+                self.kill()  # its link has ended, so nobody can hold it any more
+                how = how_it_ended(self.process.returncode)
+                raise ChildFailed(f"{self.label} ended before it was ready: it {how}")
+            while b"\n" in self._heard:
+                line, _, self._heard = self._heard.partition(b"\n")
+                if self._take(json.loads(line)):
+                    return True
+        return False
+
+    def _take(self, message: dict[str, Any]) -> bool:
+        self.doing = message.get("doing", self.doing)
+        self.warnings = message.pop("warnings", self.warnings)
+        if "failed" in message:
+            raise ChildFailed(f"{self.label}: {message['failed']}")
+        if "url" not in message:
+            return False
+        self.facts = message
+        return True
 
     def again(self) -> None:
         """The same process once more, on the ports it had."""
         self.link.close()
         ports: dict[str, Any] = {key: self.facts[key] for key in ("port", "control_port") if key in self.facts}
         started = start(self.label, self.role, {**self.settings, **ports})
-        self.process, self.link = started.process, started.link
+        self.process, self.link, self.doing = started.process, started.link, started.doing
+        self._heard = b""
 
     def terminate(self) -> None:
         """Ask it to drain and end."""
@@ -73,11 +111,13 @@ class Child:
 
 
 def start(label: str, role: str, settings: dict[str, Any]) -> Child:
-    """Start one child; `wait_ready` tells when it can be used."""
+    """Start one child, which logs at this process's level; `look` and `wait_ready` tell when it can be used."""
     ours, theirs = socket.socketpair()
+    level = logging.getLevelName(logging.getLogger().level).lower()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pdlink", role, "--parent-fd", str(theirs.fileno())],
+            [sys.executable, "-m", "pdlink", role, "--parent-fd", str(theirs.fileno()), "--label", label]
+            + (["--log-level", level] if level in _LEVELS else []),
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C reaches us only; we tell the children, so that they drain in order
         )
@@ -85,19 +125,30 @@ def start(label: str, role: str, settings: dict[str, Any]) -> Child:
     return Child(label, role, settings, process, ours, {})
 
 
+_LEVELS = ("debug", "info", "warning", "error")
+
+
 def wait_ready(child: Child, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Fill in `child.facts`. Raises ChildFailed if it dies or is not ready in time; its own words are on stderr."""
+    """Fill in `child.facts`, and log what it warned of. Raises ChildFailed if it dies or is not ready in time."""
     deadline_s = time.monotonic() + timeout_s
-    text = b""
-    while not text.endswith(b"\n"):
-        readable, _, _ = select.select([child.link], [], [], max(0.0, deadline_s - time.monotonic()))
-        if not readable:
-            raise ChildFailed(f"{child.label} was not ready within {timeout_s:.0f} s")
-        more = child.link.recv(65536)
-        if not more:
-            raise ChildFailed(f"{child.label} ended before it was ready (exit status {child.process.wait(5)})")
-        text += more
-    child.facts = json.loads(text)
+    try:
+        while not child.look():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise ChildFailed(f"{child.label} was not ready within {timeout_s:.0f} s")
+            select.select([child.link], [], [], left_s)
+    finally:
+        _warn_once([child])
+
+
+def _warn_once(children: Iterable[Child | Server]) -> None:
+    """Log what children warned of while they started: the same words once, with all that said them."""
+    said: dict[str, list[str]] = {}
+    for child in children:
+        for text in getattr(child, "warnings", ()):
+            said.setdefault(text, []).append(child.label)
+    for text, labels in said.items():
+        log.warning("%s: %s", ", ".join(labels), text)
 
 
 def stop(children: Sequence[Child | Server], timeout_s: float) -> None:
@@ -109,6 +160,7 @@ def stop(children: Sequence[Child | Server], timeout_s: float) -> None:
         try:
             child.process.wait(max(0.1, deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
+            log.warning("%s did not end within %g s and is killed", child.label, timeout_s)
             child.kill()
         child.close()
 
@@ -118,7 +170,10 @@ class _Told(BaseException):
 
 
 def up(config: UpConfig, say: Callable[[str], None]) -> None:
-    """Run the deployment until SIGINT or SIGTERM."""
+    """Run the deployment until SIGINT or SIGTERM. Raises ConfigError and ChildFailed.
+
+    say: for what people read and copy once all is there; what happens is logged.
+    """
     told = False
 
     def tell(*_: object) -> None:
@@ -129,53 +184,114 @@ def up(config: UpConfig, say: Callable[[str], None]) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, tell)
-    children: list[Child | Server] = []
+    workers: list[Child | Server] = []
+    proxies: list[Child | Server] = []
     started_s = time.monotonic()
-    drain_s = max(config.proxy.drain_s, config.prefill.timeouts.drain_s, config.decode.timeouts.drain_s)
     with contextlib.ExitStack() as held:
         try:
+            proxy_port = _hold(held, config.proxy.host, config.proxy.port, "proxy.port")
+            settings = {**config.proxy.model_dump(mode="json"), "port": proxy_port}
+            timeout_s = START_TIMEOUT_S
             if config.engine == "vllm":
                 timeout_s = config.vllm.start_timeout_s
-                settings = _start_vllm(config, children, held, say)
+                settings |= _start_vllm(config, workers, held)
             else:
-                timeout_s, settings = START_TIMEOUT_S, {}
-                _start_own(config, children)
-            for child in children:
-                say(f"starting {child.label} ...")
-                child.wait_ready(timeout_s)
-            urls = {role: [child.facts["url"] for child in children if child.role == role] for role in _ROLES}
-            proxy = start("proxy", "proxy", {**config.proxy.model_dump(mode="json"), **urls, **settings})
-            children.append(proxy)
-            proxy.wait_ready(START_TIMEOUT_S)
-            say(_picture(config, children, time.monotonic() - started_s))
+                _start_own(config, workers, held)
+            _await_all(workers, timeout_s)
+            settings |= {role: [child.facts["url"] for child in workers if child.role == role] for role in _ROLES}
+            proxies.append(start("proxy", "proxy", settings))
+            _await_all(proxies, START_TIMEOUT_S)
+            say(_picture(config, [*workers, *proxies], time.monotonic() - started_s))
+            kept = [Keeper(child, timeout_s, config.max_failed_starts) for child in workers]
+            kept += [Keeper(child, START_TIMEOUT_S, config.max_failed_starts) for child in proxies]
             while True:
-                for child in children:
-                    if child.process.poll() is not None:
-                        _restart(child, timeout_s, say)
+                for keeper in kept:
+                    keeper.look()
                 time.sleep(0.1)
         except _Told:
             return
         finally:
             told = True
-            say("stopping ...")
-            stop(children, drain_s + 5)
+            # The proxy first: its requests need the workers, and workers that leave would alarm it.
+            if workers:
+                log.info("stopping; running requests have up to %g s", config.proxy.drain_s)
+            stop(proxies, config.proxy.drain_s + 5)
+            stop(workers, max(config.prefill.timeouts.drain_s, config.decode.timeouts.drain_s) + 5)
 
 
 _ROLES = ("prefill", "decode")
 
 
-def _start_own(config: UpConfig, children: list[Child | Server]) -> None:
-    workers = (config.prefill, config.num_prefill), (config.decode, config.num_decode)
-    for role, (worker, count) in zip(_ROLES, workers, strict=True):
-        settings = {**worker.model_dump(mode="json"), "role": role}
-        for index in range(count):
-            label = f"{role}-{index}"
-            children.append(start(label, role, {**settings, "name": label}))
+def _hold(held: contextlib.ExitStack, host: str, port: int, setting: str) -> int:
+    """Bind a port until the end, free or configured, for a child to listen on. Raises ConfigError if it is taken."""
+    bound = bind(host, port, setting)
+    held.callback(bound.close)
+    found: int = bound.getsockname()[1]
+    return found
 
 
-def _start_vllm(
-    config: UpConfig, children: list[Child | Server], held: contextlib.ExitStack, say: Callable[[str], None]
-) -> dict[str, Any]:
+def _is_address(host: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(host))
+    except ValueError:
+        return host == "localhost"
+
+
+def _await_all(children: Sequence[Child | Server], timeout_s: float) -> None:
+    """Return when all are ready, and say meanwhile how far they are. Raises ChildFailed for the first that fails."""
+    began_s = said_s = time.monotonic()
+    log.info("starting %s", ", ".join(child.label for child in children))
+    waiting = list(children)
+    try:
+        while waiting:
+            for child in [child for child in waiting if child.look()]:
+                waiting.remove(child)
+                log.info("%s is ready after %.1f s", child.label, time.monotonic() - began_s)
+            now_s = time.monotonic()
+            if waiting and now_s - began_s > timeout_s:
+                names = ", ".join(f"{child.label} ({child.doing})" for child in waiting)
+                raise ChildFailed(f"not ready within {timeout_s:.0f} s: {names}")
+            if waiting and now_s - said_s > _WORD_S:
+                said_s = now_s
+                doing = "; ".join(f"{child.label}: {child.doing}" for child in waiting)
+                log.info("%.0f s: %s", now_s - began_s, doing)
+            time.sleep(_LOOK_S)
+    finally:
+        _warn_once(children)
+
+
+def worker_settings(side: str, worker: WorkerConfig, count: int) -> dict[str, dict[str, Any]]:
+    """Label to settings of every worker of one side. Ports that are not 0 count up."""
+    settings = worker.model_dump(mode="json")
+    found = {}
+    for index in range(count):
+        label = worker.name or f"{side}-{index}"
+        own: dict[str, Any] = {"name": worker.name if worker.security.key_file else label}
+        own |= {key: settings[key] + index for key in ("port", "control_port") if settings[key]}
+        found[label] = settings | own
+    return found
+
+
+def _start_own(config: UpConfig, children: list[Child | Server], held: contextlib.ExitStack) -> None:
+    from pdlink.engine.places import find_model
+
+    sides = {"prefill": (config.prefill, config.num_prefill), "decode": (config.decode, config.num_decode)}
+    for worker, _ in sides.values():
+        find_model(worker.model)
+    plans = [
+        (label, side, settings)
+        for side, (worker, count) in sides.items()
+        for label, settings in worker_settings(side, worker, count).items()
+    ]
+    for _, side, settings in plans:  # all of them before the first model is loaded
+        settings["port"] = _hold(held, settings["host"], settings["port"], f"{side}.port")
+        if _is_address(settings["control_host"]):
+            port = _hold(held, settings["control_host"], settings["control_port"], f"{side}.control_port")
+            settings["control_port"] = port
+    children.extend(start(label, side, settings) for label, side, settings in plans)
+
+
+def _start_vllm(config: UpConfig, children: list[Child | Server], held: contextlib.ExitStack) -> dict[str, Any]:
     """Start vLLM's servers; returns what the proxy must know of them. held: what lives as long as they do."""
     from pdlink.serve import vllm
 
@@ -185,24 +301,21 @@ def _start_vllm(
     if model is None:
         from pdlink.serve.checkpoint import write_checkpoint
 
+        log.info("writing a small model")
         model = str(directory / "model")
         write_checkpoint(Path(model))
     log_dir = Path(config.vllm.log_dir or directory)
     log_dir.mkdir(parents=True, exist_ok=True)
     plans = vllm.plan(config.vllm, config.num_prefill, config.num_decode, executable=executable, model=model)
-    say(f"vLLM's own output: {log_dir}/*.log")
+    with contextlib.ExitStack() as tried:  # vLLM finds a taken port after it has loaded the model
+        for plan in plans:
+            port = int(plan.url.rsplit(":", 1)[1])
+            _hold(tried, config.vllm.host, port, f"vllm.{plan.role}_port")
+    log.info("vLLM's own output: %s/*.log", log_dir)
     children.extend(
         vllm.Server(plan, log_dir) for plan in plans
     )  # one by one: those started are ended, whatever comes
     return vllm.proxy_settings(config.vllm, plans)
-
-
-def _restart(child: Child | Server, timeout_s: float, say: Callable[[str], None]) -> None:
-    """The same process again, on the ports it had."""
-    say(f"{child.label} ended with status {child.process.returncode}; starting it again on the same ports")
-    child.again()
-    child.wait_ready(timeout_s)
-    say(f"{child.label} is back")
 
 
 def _picture(config: UpConfig, children: list[Child | Server], took_s: float) -> str:

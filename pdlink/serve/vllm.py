@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdlink.config import environment_with
 from pdlink.errors import ConfigError, LocalError
+from pdlink.serve.keeper import ChildFailed, how_it_ended
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,10 +54,8 @@ class VllmMissing(ConfigError):
     code = "vllm_missing"
 
 
-class ServerFailed(LocalError):
+class ServerFailed(ChildFailed):
     """A vLLM server ended, or was not ready in time; the message has the end of its output."""
-
-    code = "child_failed"
 
 
 def find_executable(configured: str | None) -> str:
@@ -163,6 +162,8 @@ def proxy_settings(config: VllmConfig, plans: Sequence[Plan]) -> dict[str, Any]:
 class Server:
     """One running server."""
 
+    doing = "vLLM is loading"
+
     def __init__(self, plan: Plan, log_dir: Path) -> None:
         self.label, self.role = plan.label, plan.role
         self.facts: dict[str, Any] = {"url": plan.url}
@@ -184,21 +185,26 @@ class Server:
                 preexec_fn=_die_with_parent(os.getpid()),
             )
 
+    def look(self) -> bool:
+        """Whether it answers. Raises ServerFailed if it has ended."""
+        if self._answers():
+            return True
+        if self.process.poll() is not None:
+            how = how_it_ended(self.process.returncode)
+            raise ServerFailed(f"{self.label} ended before it was ready: it {how}; {self.tail()}")
+        return False
+
     def wait_ready(self, timeout_s: float) -> None:
         """Raises ServerFailed if it ends, or does not answer in time."""
         deadline_s = time.monotonic() + timeout_s
-        while not self._answers():
-            if self.process.poll() is not None:
-                raise ServerFailed(
-                    f"{self.label} ended before it was ready (exit status {self.process.returncode}); {self.tail()}"
-                )
+        while not self.look():
             if time.monotonic() > deadline_s:
                 raise ServerFailed(f"{self.label} was not ready within {timeout_s:.0f} s; {self.tail()}")
             time.sleep(_POLL_S)
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self._plan.url}/health", timeout=2) as answer:
+            with urllib.request.urlopen(f"{self._plan.url}/health", timeout=1) as answer:
                 return bool(answer.status == 200)
         except (OSError, urllib.error.URLError, ValueError):
             return False

@@ -29,11 +29,12 @@ from pdlink.errors import ConfigError, DeadlineExceeded, InvalidRequest, LocalEr
 from pdlink.events import FallbackUsed, RequestEnded, emit
 from pdlink.kv.plan import warm_up
 from pdlink.memory.blocks import BlockPool
+from pdlink.memory.buffers import available_nbytes
 from pdlink.memory.checksums import Checksums
 from pdlink.memory.host import host_id
 from pdlink.protocol.auth import ControlAddress, check_dial
 from pdlink.protocol.messages import VERSION, Identity
-from pdlink.serve.legs import DecodeLeg, Leg, PrefillLeg
+from pdlink.serve.legs import DecodeLeg, Leg, PrefillLeg, recomputed
 from pdlink.transport.choice import open_transports
 from pdlink.transport.choice_cuda import open_device_transports
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from pdlink.engine.request import SamplingParams, TokenOutput
     from pdlink.memory.buffers import Buffer
     from pdlink.protocol.auth import Credentials
+    from pdlink.serve.legs import Item
     from pdlink.serve.openai import TransferParams
     from pdlink.transport.base import Transport
 
@@ -68,11 +70,22 @@ class Stream:
 
     def __init__(self, request_id: str, timeout_s: float) -> None:
         self.request_id = request_id
+        self.leg: Leg | None = None
+        """The part of its request in a transfer."""
+        self.fallback: TransferFailed | None = None
+        """Why a decode leg has no part in its transfer from the start."""
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[TokenOutput | PdlinkError | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[Item] = asyncio.Queue()
 
-    def put(self, item: TokenOutput | PdlinkError | None) -> None:
+    @property
+    def kv_path(self) -> str:
+        """How the KV of a decode leg's prompt came here, for a header; known with its first token. Else empty."""
+        if self.fallback is not None:
+            return recomputed(self.fallback)
+        return self.leg.kv_path if isinstance(self.leg, DecodeLeg) else ""
+
+    def put(self, item: Item) -> None:
         """From any thread: a token, or the end (None, or the error that ended the request)."""
         try:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
@@ -98,21 +111,42 @@ class Stream:
 class _Running:
     """A request between HTTP and engine."""
 
-    def __init__(self, stream: Stream, leg: Leg | None, num_prompt_tokens: int) -> None:
-        self.stream, self.leg, self.num_prompt_tokens = stream, leg, num_prompt_tokens
+    def __init__(self, stream: Stream, num_prompt_tokens: int) -> None:
+        self.stream, self.leg, self.num_prompt_tokens = stream, stream.leg, num_prompt_tokens
         self.started_s = time.monotonic()
         self.first_token_s: float | None = None
         self.num_tokens = 0
         self.finish_reason = ""
 
+    def put(self, item: Item) -> None:
+        """For the client."""
+        (self.leg if isinstance(self.leg, PrefillLeg) else self.stream).put(item)
+
+
+_BLOCK_OVERHEAD_NBYTES = 64
+"""What a block costs beside its KV: two list entries and an int of the pool (measured: 56 bytes)."""
+
 
 def _num_blocks(config: WorkerConfig, model: LoadedModel) -> int:
-    """As configured; on a GPU perhaps as many as fit into a share of its memory. Raises ConfigError for too few."""
+    """As configured; on a GPU perhaps as many as fit into a share of its memory.
+
+    Raises ConfigError for more than there is host memory for, and for too few. To try would be too late: memory that
+    is not there is found when pages are touched, and then the kernel kills.
+    """
     fraction = config.cache.memory_fraction
-    if fraction is None:
-        return config.cache.num_blocks
     itemsize: int = getattr(torch, model.dtype).itemsize
     token_nbytes = model.num_layers * 2 * model.num_kv_heads * model.head_dim * itemsize
+    if fraction is None:
+        wanted = config.cache.num_blocks
+        on_host = config.cache.block_tokens * token_nbytes if model.device.type == "cpu" else 0
+        block_nbytes, available = on_host + _BLOCK_OVERHEAD_NBYTES, available_nbytes()
+        if wanted * block_nbytes > available:
+            raise ConfigError(
+                f"cache.num_blocks: {wanted} blocks of {config.cache.block_tokens} tokens take "
+                f"{wanted * block_nbytes / 1e9:.1f} GB, and {available / 1e9:.1f} GB of memory are available; "
+                f"at most {available // block_nbytes} fit"
+            )
+        return wanted
     total_nbytes: int = torch.cuda.get_device_properties(model.device).total_memory
     num_blocks = int(total_nbytes * fraction) // (token_nbytes * config.cache.block_tokens)
     if num_blocks < 2:
@@ -218,33 +252,37 @@ class Worker:
             raise Draining("this worker is shutting down; send the request to another one")
         stream = Stream(request_id, self.config.timeouts.request_s)
         external = params is not None and params.leg == "decode"
+        goes_on = False
         leg: Leg | None = None
         if params is not None:
             if self.config.role not in (params.leg, "both"):
                 raise InvalidRequest(f"this worker has role {self.config.role!r}, the request is a {params.leg} leg")
             if params.leg == "prefill":
-                last = sampling.max_tokens == 1
+                goes_on = sampling.max_tokens > 1
                 sampling = replace(sampling, max_tokens=1)
                 leg = PrefillLeg(
                     request_id,
                     params.transfer_id,
                     len(prompt),
-                    last=last,
+                    last=not goes_on,
+                    put=stream.put,
                     engine=self.engine,
                     pool=self.pool,
                     sender=self.endpoint.sender,
                 )
             else:
-                leg = self._decode_leg(request_id, params, len(prompt))
-                external = leg is not None
-        request = GenerationRequest(request_id, prompt, sampling, external_kv=external, salt=salt)
-        with self._lock:
-            self._running[request_id] = _Running(stream, leg, len(prompt))
+                try:
+                    leg = self._decode_leg(request_id, params, len(prompt))
+                except TransferFailed as error:
+                    if self.config.on_transfer_failure == "fail":
+                        raise
+                    emit(FallbackUsed(kind="recompute", reason=str(error)))
+                    stream.fallback, external = error, False
+        stream.leg = leg
+        request = GenerationRequest(request_id, prompt, sampling, external_kv=external, goes_on=goes_on, salt=salt)
         try:
-            self.engine.submit(request)
+            self._submit(request, _Running(stream, len(prompt)))
         except PdlinkError as error:
-            with self._lock:
-                self._running.pop(request_id, None)
             if leg is not None:
                 leg.ended(error)
             raise
@@ -252,42 +290,49 @@ class Worker:
             leg.submitted()
         return stream
 
-    def _decode_leg(self, request_id: str, params: TransferParams, num_prompt_tokens: int) -> DecodeLeg | None:
-        """None if prefill has failed already and the prompt is to be computed here.
+    def _submit(self, request: GenerationRequest, running: _Running) -> None:
+        """Hand the request to the engine, whose thread may tell of it at once. Raises what `Engine.submit` raises."""
+        request_id = request.request_id
+        with self._lock:
+            if request_id in self._running:
+                raise InvalidRequest(f"request id {request_id!r} is in use")
+            self._running[request_id] = running
+        try:
+            self.engine.submit(request)
+        except PdlinkError:
+            with self._lock:
+                del self._running[request_id]
+            raise
 
-        Raises PeerNotAllowed for an address that no request may make this worker dial.
-        """
+    def _decode_leg(self, request_id: str, params: TransferParams, num_prompt_tokens: int) -> DecodeLeg:
+        """Raises TransferFailed if prefill has failed already, PeerNotAllowed for an address that no request may make
+        this worker dial."""
         if params.prefill is None:
             raise InvalidRequest("kv_transfer_params.prefill is missing on a decode leg")
         address = ControlAddress.parse(params.prefill.control)
         check_dial(address, self.endpoint.credentials, insecure=self.config.security.insecure)
-        recompute = self.config.on_transfer_failure == "recompute"
-        try:
-            return DecodeLeg(
-                request_id,
-                params.transfer_id,
-                num_prompt_tokens,
-                params.prefill.control,
-                block_tokens=self.config.cache.block_tokens,
-                verify=self.config.transport.verify,
-                recompute=recompute,
-                engine=self.engine,
-                pool=self.pool,
-                receiver=self.endpoint.receiver,
-            )
-        except TransferFailed as error:
-            if not recompute:
-                raise
-            emit(FallbackUsed(kind="recompute", reason=str(error)))
-            return None
+        return DecodeLeg(
+            request_id,
+            params.transfer_id,
+            num_prompt_tokens,
+            params.prefill.control,
+            block_tokens=self.config.cache.block_tokens,
+            verify=self.config.transport.verify,
+            recompute=self.config.on_transfer_failure == "recompute",
+            engine=self.engine,
+            pool=self.pool,
+            receiver=self.endpoint.receiver,
+        )
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, stream: Stream) -> None:
         """Nobody wants the answer any more. Safe in every state."""
-        self.engine.abort(request_id)
+        self.engine.abort(stream.request_id)
+        if isinstance(stream.leg, PrefillLeg):
+            stream.leg.left()
 
     def stop_transfer(self, transfer_id: str, reason: str) -> None:
         """The proxy says that the other leg of this transfer has failed."""
-        self.endpoint.receiver.cancel(transfer_id, reason)
+        self.endpoint.receiver.cancel(transfer_id, f"prefill_failed: {reason}")
         self.endpoint.sender.cancel(transfer_id, reason)
 
     # -- EngineListener, in the engine's thread ----------------------------------------------------------------------
@@ -317,7 +362,7 @@ class Worker:
         running.finish_reason = output.finish_reason or ""
         if running.leg is not None:
             running.leg.output(output)
-        running.stream.put(output)
+        running.put(output)
 
     def ended(self, request_id: str, error: PdlinkError | None) -> None:
         with self._lock:
@@ -326,11 +371,11 @@ class Worker:
         if running is None:
             return
         leg = running.leg
-        if isinstance(leg, PrefillLeg) and leg.failure and error is not None:
-            error = TransferFailed(f"the KV was not wanted or could not be sent: {leg.failure}")
+        if isinstance(leg, PrefillLeg) and leg.failure is not None and error is not None:
+            error = leg.failure
         if leg is not None:
             leg.ended(error)
-        running.stream.put(error)
+        running.put(error)
         emit(
             RequestEnded(
                 request_id=request_id,

@@ -48,7 +48,8 @@ def open_transports(
         ),
         "tcp": lambda: _tcp(config, host, advertise),
     }
-    opened, problems = [], []
+    opened: list[Transport] = []
+    problems: list[tuple[str, TransportUnavailable]] = []
     for probe in probes(config):
         if config.kind not in ("auto", probe.transport):
             continue
@@ -58,12 +59,14 @@ def open_transports(
                 raise TransportUnavailable(probe.reason)
             transport.open()
         except TransportUnavailable as error:
-            log.warning("transport %s cannot be used: %s", probe.transport, error)
-            problems.append(f"{probe.transport}: {error}")
+            problems.append((probe.transport, error))
         else:
             opened.append(transport)
     if not opened:
-        raise TransportUnavailable(f"transport.kind = {config.kind}: {'; '.join(problems)}")
+        reasons = "; ".join(f"{name}: {error}" for name, error in problems)
+        raise TransportUnavailable(f"transport.kind = {config.kind}: {reasons}")
+    for name, error in problems:  # not before: the error says the same
+        log.warning("transport %s cannot be used: %s", name, error)
     return opened
 
 

@@ -188,7 +188,7 @@ def test_the_command_prints_a_table_and_writes_json_and_a_picture(
     printed = capsys.readouterr().out
     assert "mapped" in printed
     assert "ceilings of one core" in printed
-    assert "mapped to non-temporal stores" in printed
+    assert "bar" not in printed, "what this project wants to reach is nobody's verdict on this machine"
     assert json.loads(target.read_text())["cases"][DEFAULT]["workload"]["dst_block_tokens"] == 4
     assert picture.read_bytes().startswith(b"\x89PNG")
 

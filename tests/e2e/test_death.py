@@ -65,7 +65,7 @@ def test_prefill_killed_after_layer_3_is_recomputed_with_the_same_answer(recompu
     assert answer.text == clean
     until(lambda: deployment.idle("decode"), "decode has all its blocks back")
     deployment.restart("prefill")
-    until(lambda: deployment.health("proxy")["status"] == "ok", "the proxy sees the new prefill")
+    until(lambda: deployment.health("proxy")["reason"] == "", "the proxy sees the new prefill")
     landed = deployment.metric("prefill", "pdlink_layers_landed_total")
     assert deployment.complete(prompt).text == clean
     assert deployment.metric("prefill", "pdlink_layers_landed_total") == landed + 8, "the KV crossed again"
@@ -82,7 +82,7 @@ def test_prefill_killed_after_layer_3_is_a_502_when_so_configured(failing: Deplo
     assert answer.body["error"]["code"] == "transfer_failed"
     until(lambda: deployment.idle("decode"), "decode has all its blocks back")
     deployment.restart("prefill")
-    until(lambda: deployment.health("proxy")["status"] == "ok", "the proxy sees the new prefill")
+    until(lambda: deployment.health("proxy")["reason"] == "", "the proxy sees the new prefill")
     assert deployment.complete(prompt).status == 200
 
 

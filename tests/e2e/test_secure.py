@@ -18,6 +18,7 @@ from pdlink.config import ProxyConfig
 from pdlink.serve.keys import keygen
 from pdlink.serve.up import start, wait_ready
 from tests.certificates import make_certificate
+from tests.private import write_private
 
 from .deployment import READY_S, Deployment, prompt_of, until, worker_settings
 
@@ -60,7 +61,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     lines = {name: keygen(name, str(directory))[1] for name in ("prefill-a", "decode-a", "stranger")}
     allow = directory / "allow"
     allow.write_text("\n".join(lines[name] for name in ("prefill-a", "decode-a")))
-    (directory / "http").write_text(PROXY["X-Pdlink-Key"])
+    write_private(directory / "http", PROXY["X-Pdlink-Key"])
     cert, key = make_certificate(directory)
     workers = {
         f"{role}-a": worker_settings(

@@ -64,7 +64,7 @@ def test_mistyped_setting_is_named_with_the_right_one() -> None:
     command = [sys.executable, "-m", "pdlink", "prefill", "--set", "cache.num_block=5"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2
-    assert result.stderr == "pdlink: unknown setting 'cache.num_block'; did you mean 'num_blocks'?\n"
+    assert result.stderr == "pdlink: unknown setting 'cache.num_block'; did you mean 'cache.num_blocks'?\n"
 
 
 def test_taken_port_is_an_error_that_says_what_to_do() -> None:

@@ -59,7 +59,7 @@ def test_nothing_is_kept_of_a_peer_that_said_bye(pair: Pair) -> None:
     until(lambda: pair.sender_state("early") == 1, "the sender knows of it")
     assert len(pair.prefill.endpoint.sender._leases._heard_s) == 1
     pair.decode.close()
-    assert handler.wait() == ["failed shutdown", "released"]
+    assert handler.wait() == ["failed peer_lost: shutdown", "released"]
     until(lambda: not pair.prefill.endpoint.peers(), "the session has ended")
     assert not pair.prefill.endpoint.sender._leases._heard_s
 
@@ -70,6 +70,6 @@ def test_session_that_breaks_at_the_last_message_of_the_handshake_is_not_called_
     channel = pair.decode.endpoint._channel
     send = channel.send
     monkeypatch.setattr(channel, "send", lambda route, frame: b"invite" not in frame and send(route, frame))
-    assert pair.expect("t").wait() == ["failed control connection is gone or full", "released"]
+    assert pair.expect("t").wait() == ["failed peer_lost: control connection is gone or full", "released"]
     assert not [event for event in pair.events if isinstance(event, PeerChanged) and event.state == "ready"]
     assert not pair.decode.endpoint.peers()

@@ -75,7 +75,7 @@ def test_lost_word_of_the_receiver_fails_its_transfer_at_the_next_frame(
     patient.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
     failed, released = handler.wait()
     assert loss.happened.is_set()
-    assert failed.startswith("failed closed by prefill: lost frame "), failed
+    assert failed.startswith("failed peer_lost: closed by prefill: lost frame "), failed
     assert released == "released"
     assert_over(patient)
 
@@ -86,7 +86,7 @@ def test_lost_done_fails_both_sides_at_the_next_frame(patient: Pair, monkeypatch
     patient.compute("t", SRC, TOKENS)
     failed, released = handler.wait()
     assert loss.happened.is_set()
-    assert failed.startswith("failed lost frame "), failed
+    assert failed.startswith("failed peer_lost: lost frame "), failed
     assert released == "released"
     assert log.wait()[-1] == "end"
     assert_over(patient)

@@ -59,7 +59,7 @@ def test_prefill_that_is_not_there_fails_the_transfer_at_once(pair: Pair) -> Non
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     handler = Handler()
     pair.decode.endpoint.receiver.expect("t", address, handler)
-    assert handler.wait() == [f"failed cannot connect to {address}", "released"]
+    assert handler.wait() == [f"failed peer_lost: cannot connect to {address}", "released"]
 
 
 def test_prefill_that_never_answers_fails_the_transfer_by_the_deadline() -> None:
@@ -71,7 +71,7 @@ def test_prefill_that_never_answers_fails_the_transfer_by_the_deadline() -> None
         handler = Handler()
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         pair.decode.endpoint.receiver.expect("t", address, handler)
-        assert handler.wait() == ["failed no answer to the handshake within 0.3 s", "released"]
+        assert handler.wait() == ["failed peer_lost: no answer to the handshake within 0.3 s", "released"]
     pair.close()
 
 
@@ -79,7 +79,7 @@ def test_prefill_that_never_answers_fails_the_transfer_by_the_deadline() -> None
 def test_address_that_is_none_fails_the_transfer(pair: Pair, address: str) -> None:
     handler = Handler()
     pair.decode.endpoint.receiver.expect("t", address, handler)
-    assert handler.wait()[0].startswith("failed cannot dial")
+    assert handler.wait()[0].startswith("failed peer_lost: cannot dial")
 
 
 def test_closed_prefill_fails_its_transfers_and_its_successor_on_the_same_port_works(pair: Pair) -> None:
@@ -127,10 +127,10 @@ def test_silent_peer_is_lost_and_its_blocks_wait_for_the_fence() -> None:
     pair.hub.stop(pair.prefill.transport)
     with pair.prefill.endpoint.lock:  # its loop stands still: no heartbeats
         until(lambda: bool(handler.calls), "the request falls back")
-        assert handler.calls == ["failed silent for 0.5 s"]
+        assert handler.calls == ["failed peer_lost: silent for 0.5 s"]
         assert pair.receiver_state("quarantined_blocks") == len(DST)
         pair.hub.resume(pair.prefill.transport)
-    assert handler.wait() == ["failed silent for 0.5 s", "released"]
+    assert handler.wait() == ["failed peer_lost: silent for 0.5 s", "released"]
     pair.close()
 
 
@@ -286,4 +286,4 @@ def test_bye_of_a_successor_ends_the_session_with_its_predecessor(pair: Pair) ->
     frame = messages.Envelope(VERSION, "prefill", "a new life", pair.decode.endpoint.epoch, peer.session, 0, (bye,))
     with pair.decode.endpoint.lock:
         pair.decode.endpoint.turn([Received(peer.route, messages.encode(frame))])
-    assert handler.wait() == ["failed prefill was restarted", "released"]
+    assert handler.wait() == ["failed peer_lost: prefill was restarted", "released"]

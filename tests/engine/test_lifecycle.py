@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from pdlink.engine import engine as engine_module
+from pdlink.engine.request import GenerationRequest, SamplingParams
 from pdlink.errors import (
     CapacityExceeded,
     EngineFailure,
@@ -316,3 +318,14 @@ def test_any_schedule_ends_every_request_once_and_leaks_nothing(seed: int) -> No
     for name in complete:
         assert len(worker.heard.tokens(name)) == sizes[name][1]
         assert invents_kv or worker.heard.tokens(name) == oracle(*sizes[name])
+
+
+def test_text_that_is_held_back_is_left_to_the_process_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "choose", lambda _logits, _sampling, _index: ord("E"))
+    worker = rig()
+    for name, goes_on in (("alone", False), ("first", True)):
+        sampling = SamplingParams(max_tokens=1, stop=("END",))
+        worker.engine.submit(GenerationRequest(name, (1, 2, 3), sampling, goes_on=goes_on))
+    worker.run()
+    assert worker.heard.text("alone") == "E"
+    assert worker.heard.text("first") == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from pathlib import Path
 
 import pytest
 
@@ -53,7 +54,7 @@ def test_close_gives_the_descriptor_back_once_and_views_stay_valid() -> None:
 @pytest.mark.usefixtures("steady_descriptors")
 def test_a_buffer_that_does_not_fit_is_refused_before_any_of_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux would fill it until the out-of-memory killer strikes somebody."""
-    monkeypatch.setattr(buffers, "_available_nbytes", lambda: 10 * PAGE_NBYTES)
+    monkeypatch.setattr(buffers, "available_nbytes", lambda: 10 * PAGE_NBYTES)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match=f"{11 * PAGE_NBYTES} bytes does not fit into {10 * PAGE_NBYTES}"):
         Buffer(10 * PAGE_NBYTES + 1)
@@ -64,4 +65,26 @@ def test_a_buffer_that_does_not_fit_is_refused_before_any_of_it_is_made(monkeypa
 
 def test_what_is_available_is_less_than_what_there_is() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * PAGE_NBYTES
-    assert 0 < buffers._available_nbytes() <= total
+    assert 0 < buffers.available_nbytes() <= total
+
+
+def test_a_containers_limit_counts_where_it_is_below_the_machines_memory(tmp_path: Path) -> None:
+    """The kernel kills at the limit, whatever MemAvailable says."""
+    group = tmp_path / "sys/fs/cgroup/pods/worker"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 99 kB\nMemAvailable:   1000 kB\n")
+    assert buffers.available_nbytes(tmp_path) == 1000 * 1024
+    (tmp_path / "proc/self/cgroup").write_text("0::/pods/worker\n")
+    assert buffers.available_nbytes(tmp_path) == 1000 * 1024
+
+    def limit(where: Path, text: str, used: int, idle: int) -> int:
+        (where / "memory.max").write_text(f"{text}\n")
+        (where / "memory.current").write_text(f"{used}\n")
+        (where / "memory.stat").write_text(f"anon 7\ninactive_file {idle}\nactive_file 9\n")
+        return buffers.available_nbytes(tmp_path)
+
+    assert limit(group, "max", 5, 0) == 1000 * 1024
+    assert limit(group, "5000", 3000, 500) == 2500
+    assert limit(group.parent, "4000", 3000, 0) == 1000, "the group above has a limit too"
+    assert limit(group.parent, "4000", 9000, 0) == 0

@@ -152,7 +152,13 @@ class _CheckedSender:
     def __init__(self, node: Node) -> None:
         self._node = node
 
-    def announce(self, transfer_id: str, on_failed: Callable[[str], None], on_end: Callable[[], None]) -> None:
+    def announce(
+        self,
+        transfer_id: str,
+        on_failed: Callable[[str], None],
+        on_end: Callable[[], None],
+        on_receiver: Callable[[], None],
+    ) -> None:
         heard: Counter[str] = Counter()
 
         def failed(reason: str) -> None:
@@ -168,7 +174,7 @@ class _CheckedSender:
             self._node.open_legs.discard((transfer_id, "sender"))
             on_end()
 
-        self._node.endpoint.sender.announce(transfer_id, failed, end)
+        self._node.endpoint.sender.announce(transfer_id, failed, end, on_receiver)
         self._node.open_legs.add((transfer_id, "sender"))
 
     def __getattr__(self, name: str) -> object:
@@ -265,6 +271,7 @@ class Node:
             clock=self.clock,
         )
         self.endpoint.epoch = f"{name}-life-{life}"
+        self.endpoint.sessions.greeter.refusals.jitter = lambda: 0.5
         self.endpoint.address = self.address
         network.listening[self.address] = self.port
         self.alive, self.stopped = True, False
@@ -291,6 +298,7 @@ class Node:
                 request.transfer_id,
                 request.num_tokens,
                 last=False,
+                put=lambda _item: None,
                 engine=cast("RealEngine", self.engine),
                 pool=self.engine.pool,
                 sender=cast("Sender", _CheckedSender(self)),

@@ -15,6 +15,7 @@ from pdlink.protocol.auth import (
     check_dial,
     is_key,
     is_name,
+    is_worker_name,
     name_problem,
     parse_allow_list,
     parse_key_file,
@@ -179,3 +180,23 @@ def test_name_belongs_to_its_key() -> None:
     assert name_problem(KNOWN, PREFILL.public, "prefill-2") == ("prefill-1", "prefill-2")
     assert name_problem(KNOWN, STRANGER.public, "prefill-1") == ("a key that is not allowed", "prefill-1")
     assert name_problem(None, "", "anybody") is None
+
+
+def test_processes_that_share_a_key_have_names_below_its_name() -> None:
+    assert name_problem(KNOWN, PREFILL.public, "prefill-1/dp1") is None
+    assert name_problem(KNOWN, PREFILL.public, "prefill-1/dp1/0") is None
+    assert name_problem(KNOWN, PREFILL.public, "prefill-10") == ("prefill-1", "prefill-10")
+    assert name_problem(KNOWN, PREFILL.public, "prefill-1x/dp1") == ("prefill-1", "prefill-1x/dp1")
+    assert name_problem(KNOWN, PREFILL.public, "other/prefill-1") == ("prefill-1", "other/prefill-1")
+
+
+@pytest.mark.parametrize("name", ["a", "a/dp1", "a/dp1/0", "f81d4fae-7dec-11d0_dp1/3", "x" * 64 + "/0"])
+def test_names_of_workers(name: str) -> None:
+    assert is_worker_name(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "/", "a/", "/a", "a//b", "a@b", "a#1", "a b", "a\n", "\x1b[2J", "n\u00f6", "x" * 65, "a/b/c/d/e"]
+)
+def test_what_would_forge_a_line_or_another_name_is_no_name(name: str) -> None:
+    assert not is_worker_name(name)

@@ -19,6 +19,7 @@ from pdlink_proxy.pools import State
 from pdlink_proxy.steps import Loss
 from pdlink_proxy.upstream import loss_of
 from tests.certificates import make_certificate
+from tests.private import write_private
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
 
 KEY = "sk-open-sesame"
@@ -27,8 +28,8 @@ KEY = "sk-open-sesame"
 @pytest.fixture
 async def proxy(prefill: FakeWorker, decode: FakeWorker, tmp_path: Path) -> AsyncIterator[Proxy]:
     """With one API key in its settings, another in a file, and a secret for its workers."""
-    (tmp_path / "api").write_text("# keys\n\nsk-second\n")
-    (tmp_path / "http").write_text("only-between-us\n")
+    write_private(tmp_path / "api", "# keys\n\nsk-second\n")
+    write_private(tmp_path / "http", "only-between-us\n")
     more: dict[str, Any] = {
         "api_keys": [KEY],
         "api_key_file": str(tmp_path / "api"),
@@ -129,7 +130,7 @@ def test_without_keys_everybody_may_enter() -> None:
 
 @pytest.mark.parametrize("setting", ["api_key_file", "worker_key_file", "worker_ca"])
 def test_files_that_cannot_be_used_are_named(setting: str, tmp_path: Path) -> None:
-    (tmp_path / "empty").write_text("# nothing\n")
+    write_private(tmp_path / "empty", "# nothing\n")
     readers: dict[str, Callable[[ProxyConfig], object]]
     readers = {"api_key_file": api_keys, "worker_key_file": worker_headers, "worker_ca": worker_tls}
     for path in ("no", "empty"):

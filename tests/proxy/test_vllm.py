@@ -16,6 +16,7 @@ from pdlink_proxy.dialects import DIALECTS, Attempt, PrefillAddress
 from pdlink_proxy.openai import CHAT, COMPLETIONS, parse
 from pdlink_proxy.pools import State
 from pdlink_proxy.steps import Leg
+from tests.private import write_private
 from tests.proxy.fake_vllm import HELD, FakeVllm
 from tests.proxy.fakes import DONE, Proxy, proxy_of, tokens_of, until
 
@@ -41,7 +42,7 @@ class Pair:
         prefills, decodes = self.prefills[:num_prefill], self.decodes[:num_decode]
         for worker in (*prefills, *decodes):
             worker.connector = "nixl" if dialect == SEQUENTIAL else "pdlink"
-        control = {worker.url: [CONTROL] for worker in prefills}
+        control = {worker.url: [CONTROL] for worker in prefills} if dialect == CONCURRENT else {}
         async with proxy_of(prefills, decodes, dialect=dialect, control=control, **more) as proxy:
             yield proxy
         for worker in (*prefills, *decodes):
@@ -580,8 +581,8 @@ async def test_a_server_with_a_key_says_which_setting_is_missing(pair: Pair, tmp
     async with pair.proxy(CONCURRENT) as proxy:
         await until(lambda: side(proxy, Leg.DECODE) is State.INVALID)
         assert "worker_key_file" in proxy.router.pools.workers[Leg.DECODE][0].reason
-    (tmp_path / "key").write_text("s3cret\n")
-    async with pair.proxy(CONCURRENT, worker_key_file=str(tmp_path / "key"), api_keys=["client"]) as proxy:
+    key = write_private(tmp_path / "key", "s3cret\n")
+    async with pair.proxy(CONCURRENT, worker_key_file=key, api_keys=["client"]) as proxy:
         await until(lambda: side(proxy, Leg.DECODE) is State.OK)
         body = {"model": "m", "prompt": "hello"}
         headers = {"Authorization": "Bearer client"}

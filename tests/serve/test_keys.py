@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pdlink.cli import main
-from pdlink.config import ProxyConfig, SecurityConfig, UpConfig, WorkerConfig, load
+from pdlink.config import ProxyConfig, SecurityConfig, UpConfig, WorkerConfig, load, read_secrets
 from pdlink.errors import ConfigError
-from pdlink.protocol.auth import parse_allow_list
+from pdlink.protocol.auth import is_worker_name, parse_allow_list
 from pdlink.serve.keys import (
     KeyFileExists,
     http_key,
@@ -22,6 +23,8 @@ from pdlink.serve.keys import (
     server_tls,
     worker_name,
 )
+from tests.certificates import make_certificate
+from tests.private import write_private
 
 
 def made(directory: Path, *names: str) -> SecurityConfig:
@@ -98,6 +101,48 @@ def test_keys_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         load_credentials(security)
 
 
+@pytest.mark.parametrize("mode", [0o604, 0o602])
+def test_no_secret_is_taken_from_a_file_that_every_user_can_read_or_change(tmp_path: Path, mode: int) -> None:
+    keys = made(tmp_path, "a")
+    cert, tls_key = make_certificate(tmp_path)
+    secret = write_private(tmp_path / "http", "s3cret")
+    use: dict[str, tuple[str, Callable[[], object]]] = {
+        "security.key_file": (str(tmp_path / "a.key"), lambda: load_credentials(keys)),
+        "security.http_key_file": (secret, lambda: http_key(SecurityConfig(http_key_file=secret))),
+        "tls_key": (tls_key, lambda: server_tls(cert, tls_key)),
+        "--key-file": (secret, lambda: read_secrets(secret, "--key-file")),
+    }
+    for setting, (path, read) in use.items():
+        Path(path).chmod(0o600)
+        read()
+        Path(path).chmod(mode)
+        with pytest.raises(ConfigError) as error:
+            read()
+        assert str(error.value) == f"{setting}: every user of this host can read or change {path}; chmod 600 it"
+
+
+def test_an_allow_list_that_every_user_can_change_is_refused(tmp_path: Path) -> None:
+    made(tmp_path, "a")
+    path = tmp_path / "allow"
+    path.chmod(0o644)
+    load_allow_list(str(path))
+    path.chmod(0o666)
+    with pytest.raises(ConfigError) as error:
+        load_allow_list(str(path))
+    assert str(error.value) == f"security.allow_file: every user of this host can change {path}; chmod o-w it"
+
+
+def test_keygen_makes_its_directory_for_this_user_only_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "new" / "keys"
+    assert main(["keygen", "a", "-d", str(directory)]) == 0
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert f"{directory} is new; only this user can enter it" in capsys.readouterr().err
+    assert main(["keygen", "b", "-d", str(directory)]) == 0
+    assert "is new" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["", "# nobody\n", "a b\n"])
 def test_allow_list_that_lets_nobody_in_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "allow").write_text(text)
@@ -121,9 +166,34 @@ def test_worker_is_called_what_its_key_says(tmp_path: Path) -> None:
     credentials = load_credentials(made(tmp_path, "a"))
     assert worker_name(WorkerConfig(), credentials, 80) == "a"
     assert worker_name(WorkerConfig(name="a"), credentials, 80) == "a"
-    assert worker_name(WorkerConfig(role="decode"), None, 80) == "decode-80"
+    assert worker_name(WorkerConfig(name="a/2"), credentials, 80) == "a/2"
     with pytest.raises(ConfigError, match="name: 'b', but security.key_file is the key of 'a'"):
         worker_name(WorkerConfig(name="b"), credentials, 80)
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("node-7", "decode-node-7-80"),
+        ("node-8.rack.example", "decode-node-8-80"),
+        ("a b\n.x", "decode-a-b--80"),
+        ("", "decode-x-80"),
+        ("-", "decode-x-80"),
+        ("n" * 64, f"decode-{'n' * 32}-80"),
+    ],
+)
+def test_two_hosts_with_one_configuration_have_two_names(
+    host: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: host)
+    assert worker_name(WorkerConfig(role="decode"), None, 80) == name
+    assert is_worker_name(name)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a\n", "a@b", "../x", "a//b"])
+def test_name_that_every_peer_would_refuse_stops_the_worker(name: str) -> None:
+    with pytest.raises(ConfigError, match="^name: got .* a name is up to 4 parts"):
+        worker_name(WorkerConfig(name=name), None, 80)
 
 
 @pytest.mark.parametrize("setting", ["host", "control_host", "advertise_host", "transport.tcp_host"])
@@ -161,7 +231,7 @@ def test_refusal_to_start_reaches_the_terminal_as_one_line(capsys: pytest.Captur
             {"security.key_file": "k", "security.allow_file": "a", "security.insecure": True},
             "security.insecure: has no effect",
         ),
-        ({"security.insecur": True}, "did you mean 'insecure'"),
+        ({"security.insecur": True}, "did you mean 'security.insecure'"),
     ],
 )
 def test_half_a_lock_is_refused(flags: dict[str, Any], message: str) -> None:

@@ -6,8 +6,13 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import pytest
+
 from pdlink.config import CacheConfig, ModelConfig, TransportConfig, WorkerConfig
+from pdlink.engine.models import load_model
 from pdlink.engine.request import SamplingParams
+from pdlink.errors import ConfigError
+from pdlink.serve import worker as worker_module
 from pdlink.serve.checkpoint import write_checkpoint
 from pdlink.serve.openai import PrefillAddress, TransferParams
 from pdlink.serve.worker import Worker
@@ -15,8 +20,6 @@ from pdlink.transport.mapped import MappedTransport
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def test_transports_hear_when_a_prefill_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,3 +141,28 @@ def test_health_shows_every_session_with_the_lane_that_its_bytes_took() -> None:
             "lane": "",
         }
         assert two.decode.health()[1]["refused"] == []
+
+
+def test_a_pool_that_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without looking first, the process fills the machine until the kernel kills it, without a word."""
+
+    def config_of(num_blocks: int) -> WorkerConfig:
+        return WorkerConfig(
+            model=ModelConfig(num_layers=1),
+            cache=CacheConfig(num_blocks=num_blocks),
+            transport=TransportConfig(kind="mapped"),
+        )
+
+    available = 64 * 2**20
+    monkeypatch.setattr(worker_module, "available_nbytes", lambda: available)
+    worker = Worker(config_of(1_000_000_000), "large")
+    with pytest.raises(ConfigError) as error:
+        worker.open()
+    text = str(error.value)
+    assert text.startswith("cache.num_blocks: 1000000000 blocks of 16 tokens take ")
+    assert "and 0.1 GB of memory are available; at most " in text
+    largest = int(text.split("at most ")[1].split()[0])
+    model = load_model(config_of(2).model)
+    assert worker_module._num_blocks(config_of(largest), model) == largest
+    with pytest.raises(ConfigError, match=f"at most {largest} fit"):
+        worker_module._num_blocks(config_of(largest + 1), model)

@@ -22,7 +22,7 @@ from pdlink.kv.plan import warm_up
 from pdlink.memory.checksums import Checksums
 from pdlink.memory.host import host_id
 from pdlink.protocol.messages import VERSION, Identity
-from pdlink.serve.keys import load_credentials
+from pdlink.serve.keys import as_name, load_credentials
 from pdlink.transport.choice import open_transports
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pdlink.integrations.vllm_parts.layout import CacheLayout
     from pdlink.integrations.vllm_parts.settings import ConnectorSettings
     from pdlink.memory.buffers import Buffer
+    from pdlink.protocol import auth
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class Rank:
             for buffer in buffers:
                 transport.register(buffer)
         credentials = load_credentials(settings.security)
-        name = credentials.keys.name if credentials else f"{self._name}/{shard}"
+        name = self._name_of(shard, credentials)
         endpoint = Endpoint(
             name,
             self._identity(cache),
@@ -137,7 +138,23 @@ class Rank:
 
     @property
     def _name(self) -> str:
-        return self._settings.name or str(self._config.kv_transfer_config.engine_id)
+        """Of this server's engine. vLLM puts the data-parallel rank into the id that it makes up; a name that is
+        configured is that of all ranks."""
+        named = self._settings.name
+        return as_name(str(self._config.kv_transfer_config.engine_id)) if named is None else self._of_engine(named)
+
+    def _of_engine(self, name: str) -> str:
+        index = versions.data_parallel_index(self._config)
+        return f"{name}/dp{index}" if index else name
+
+    def _name_of(self, shard: int, credentials: auth.Credentials | None) -> str:
+        """Every endpoint has a name of its own, also where several share a key: of two of one name a peer refuses
+        the second."""
+        if credentials is None:
+            return f"{self._name}/{shard}"
+        name = self._of_engine(credentials.keys.name)
+        shared = self._num_shards > 1 and "{shard}" not in (self._settings.security.key_file or "")
+        return f"{name}/{shard}" if shared else name
 
     def _identity(self, cache: CacheLayout) -> Identity:
         """What must be equal on both servers beside the layout: model, its shape, the names of its layers."""

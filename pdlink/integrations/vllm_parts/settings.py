@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from pdlink.config import Port, Seconds, SecurityConfig, TimeoutConfig, TransportConfig, WorkerConfig, is_loopback
 from pdlink.errors import ConfigError
+from pdlink.protocol import auth
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +33,8 @@ class ConnectorSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: str | None = None
-    """Unique in the deployment; None takes the engine id that vLLM makes."""
+    """Unique in the deployment; None takes the engine id that vLLM makes. Data-parallel ranks after the first add
+    `/dp1` and so on, shards their number."""
     control_host: str = "127.0.0.1"
     control_port: Port = 0
     """ZeroMQ. Shard s (rank s, unless `shards` says otherwise) listens on `control_port` + s; the proxy tells it to
@@ -56,7 +58,9 @@ class ConnectorSettings(BaseModel):
 
     @model_validator(mode="after")
     def _locked(self) -> ConnectorSettings:
-        """The rules of a worker hold here: who can be reached needs keys."""
+        """The rules of a worker hold here: who can be reached needs keys, and a name has no characters but some."""
+        if self.name is not None and not auth.is_worker_name(f"{self.name}/dp1/0"):
+            raise ValueError(f"name: got {self.name!r}; a name is {auth.NAME_RULE}, of which the last 2 are ours")
         WorkerConfig(
             control_host=self.control_host,
             advertise_host=self.advertise_host,

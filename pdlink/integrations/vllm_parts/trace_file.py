@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdlink.events import listen
+from pdlink.observe import traces
 from pdlink.observe.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ class TraceFile:
     def __init__(self, name: str, path: str) -> None:
         self._timeline, self._path = Timeline(name), Path(path)
         self._changed, self._ended = threading.Event(), threading.Event()
+        self._failed = False
         self._stop_listening = listen(self._on_event)
         self._thread = threading.Thread(target=self._main, name="pdlink-timeline", daemon=True)
         self._thread.start()
@@ -39,10 +39,8 @@ class TraceFile:
             self._write()
 
     def _write(self) -> None:
-        """Whole or not at all, for whoever reads it meanwhile."""
-        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(self._timeline.trace()))
-        partial.replace(self._path)
+        """The first failure is logged, and no later one: a full disk stays full for long."""
+        self._failed = not traces.write(self._timeline, self._path, quiet=self._failed)
 
     def close(self) -> None:
         """Write what there is."""

@@ -129,6 +129,12 @@ def model_shape(vllm_config: Any) -> dict[str, Any]:
     return {key: value for key, value in shape.items() if not key.startswith("_") and key != "transformers_version"}
 
 
+def data_parallel_index(vllm_config: Any) -> int:
+    """Which of a server's data-parallel engines this is. Models without experts hide it from `data_parallel_rank`."""
+    parallel = vllm_config.parallel_config
+    return int(getattr(parallel, "data_parallel_index", 0) or getattr(parallel, "data_parallel_rank", 0))
+
+
 def content(vllm_config: Any) -> str:
     """Digest of the files that this server loads: a name that both servers serve says nothing about them.
 

@@ -1,0 +1,61 @@
+"""What the endpoints of a vLLM server are called: each has a name of its own, whatever they share."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdlink.errors import ConfigError
+from pdlink.integrations.vllm_parts.rank import Rank
+from pdlink.integrations.vllm_parts.settings import read
+from pdlink.protocol.auth import AllowList, Credentials, KeyPair, is_worker_name, name_problem
+
+KEYS = Credentials(KeyPair("decode-1", "k", "s"), AllowList({"k": "decode-1"}))
+
+
+def names(extra: dict[str, Any], credentials: Credentials | None, *, ranks: int = 2, engines: int = 2) -> list[str]:
+    """Of a server with `ranks` tensor-parallel ranks in each of its data-parallel engines."""
+    found = []
+    for engine in range(engines):
+        for rank in range(ranks):
+            parallel = SimpleNamespace(
+                rank=rank, tensor_parallel_size=ranks, data_parallel_rank=0, data_parallel_index=engine
+            )
+            engine_id = f"f81d4fae_dp{engine}" if engine else "f81d4fae"
+            config = SimpleNamespace(
+                parallel_config=parallel, kv_transfer_config=SimpleNamespace(engine_id=engine_id)
+            )
+            found.append(Rank(config, None, read(extra))._name_of(rank, credentials))
+    return found
+
+
+@pytest.mark.parametrize("extra", [{}, {"name": "decode-1"}], ids=["made up", "configured"])
+def test_ranks_without_keys_have_a_name_each(extra: dict[str, Any]) -> None:
+    found = names(extra, None)
+    assert len(set(found)) == 4
+    assert all(map(is_worker_name, found))
+
+
+def test_ranks_that_share_a_key_have_a_name_each_that_goes_with_it() -> None:
+    found = names({}, KEYS)
+    assert found == ["decode-1/0", "decode-1/1", "decode-1/dp1/0", "decode-1/dp1/1"]
+    assert all(name_problem(KEYS, "k", name) is None for name in found)
+
+
+def test_only_rank_of_a_key_has_the_name_of_the_key() -> None:
+    assert names({}, KEYS, ranks=1, engines=1) == ["decode-1"]
+    keyed = {"security": {"key_file": "/x/{shard}.key", "allow_file": "/x/allow"}}
+    assert names(keyed, KEYS, engines=1) == ["decode-1", "decode-1"], "each shard has a key, and its name"
+
+
+def test_engine_id_of_any_characters_makes_a_name() -> None:
+    parallel = SimpleNamespace(rank=0, tensor_parallel_size=1)
+    config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=SimpleNamespace(engine_id="my engine\n#1"))
+    assert Rank(config, None, read({}))._name_of(0, None) == "my-engine--1/0"
+
+
+def test_name_that_no_peer_would_take_stops_the_server() -> None:
+    with pytest.raises(ConfigError, match="a name is up to 4 parts"):
+        read({"name": "a b"})

@@ -1,0 +1,38 @@
+"""Timelines as files."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from pdlink.errors import ConfigError
+from pdlink.events import LayerWritten, emit
+from pdlink.integrations.vllm_parts.trace_file import TraceFile
+from pdlink.observe import traces
+from pdlink.observe.timeline import Timeline
+
+
+def test_a_trace_is_there_whole_and_nothing_beside_it(tmp_path: Path) -> None:
+    path = traces.path_of(str(tmp_path / "{name}.json"), "decode-0")
+    assert traces.write(Timeline("decode-0"), path)
+    assert json.loads(path.read_text())["traceEvents"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["decode-0.json"]
+
+
+@pytest.mark.parametrize("path", ["/nonexistent/a.json", "/proc", "/"])
+def test_a_place_that_takes_no_file_is_found_at_start(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"^timeline: "):
+        traces.path_of(path, "a")
+
+
+def test_a_file_that_cannot_be_written_costs_one_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's worker went on without its trace and ended with an exception, once its disk was full."""
+    file = TraceFile("a", str(tmp_path / "gone" / "a.json"))
+    emit(LayerWritten(transfer_id="t", layer=0, start=0, end=1, at_s=0.0))
+    file._write()
+    file.close()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "timeline: cannot write" in caplog.text
