@@ -58,21 +58,40 @@ def printable(text: str, max_chars: int) -> str:
 class Ended:
     """Ids of transfers that are over, with the reason, so that late or repeated news of them is recognised.
 
-    Bounded: the oldest are forgotten, and then count as unknown.
+    Bounded, in all and for each peer: the oldest are forgotten, and then count as unknown. What one peer ends makes
+    room among its own.
     """
 
-    def __init__(self, capacity: int = 10_000) -> None:
-        self._reasons: OrderedDict[str, str] = OrderedDict()
-        self._capacity = capacity
+    def __init__(self, capacity: int = 40_000, share: int = 5_000) -> None:
+        """share: most of one peer."""
+        self._entries: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        """Reason and peer by id, the oldest first."""
+        self._of: dict[str, OrderedDict[str, None]] = {}
+        self._capacity, self._share = capacity, share
 
-    def add(self, transfer_id: str, reason: str) -> None:
-        self._reasons[transfer_id] = reason[:_MAX_REASON]
-        if len(self._reasons) > self._capacity:
-            self._reasons.popitem(last=False)
+    def add(self, transfer_id: str, reason: str, peer: str = "") -> None:
+        """peer: its name, which outlives sessions; empty for this worker itself."""
+        self._forget(transfer_id)
+        of_peer = self._of.get(peer, {})
+        if len(of_peer) >= self._share:
+            self._forget(next(iter(of_peer)))
+        elif len(self._entries) >= self._capacity:
+            self._forget(next(iter(self._entries)))
+        self._entries[transfer_id] = (reason[:_MAX_REASON], peer)
+        self._of.setdefault(peer, OrderedDict())[transfer_id] = None
 
     def get(self, transfer_id: str) -> str | None:
         """The reason ("" for success), or None if the id is not known."""
-        return self._reasons.get(transfer_id)
+        entry = self._entries.get(transfer_id)
+        return entry[0] if entry is not None else None
+
+    def _forget(self, transfer_id: str) -> None:
+        entry = self._entries.pop(transfer_id, None)
+        if entry is not None:
+            of_peer = self._of[entry[1]]
+            del of_peer[transfer_id]
+            if not of_peer:
+                del self._of[entry[1]]
 
 
 now_s = time.monotonic

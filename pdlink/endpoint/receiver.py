@@ -96,7 +96,7 @@ class Receiver:
         end: int,
         *,
         per_layer: bool = False,
-        verify: str = "off",
+        verify: messages.Verify = "off",
     ) -> None:
         """Offer the blocks that hold the missing tokens [start, end); blocks[0] holds token `start`.
 
@@ -250,7 +250,7 @@ class Receiver:
         del self._live[machine.transfer_id]
         self._draining.pop(machine.transfer_id, None)
         self._leases.drop(machine.transfer_id)
-        self._ended.add(machine.transfer_id, reason)
+        self._ended.add(machine.transfer_id, reason, peer.name or peer.address)
         peer.transfers.discard(machine.transfer_id)
         emit(
             TransferEnded(

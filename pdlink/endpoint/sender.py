@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from pdlink.endpoint.early import Early, EarlyInterest
+from pdlink.endpoint.early import EarlyInterest
 from pdlink.endpoint.link import Ended
 from pdlink.endpoint.pushing import Pushes
 from pdlink.errors import InvalidRequest
@@ -74,7 +74,7 @@ class Sender:
         self._early = EarlyInterest()
         self._ended = Ended()
         self._leases = LeaseTable(timeouts.lease_s, timeouts.request_s, timeouts.other_leg_s)
-        self._complete = Ended()
+        self._complete = Ended(10_000, 10_000)
         """Attempts whose transfers have all been announced, with their number."""
         self._pushes = Pushes(link, sharing, batch_timeout_s, self._on_refused, self._on_impossible)
         self._landed = threading.Condition(link.lock)
@@ -122,7 +122,7 @@ class Sender:
             for transfer_id in [name for name in self._early if _attempt_of(name) == attempt]:
                 early = self._early.get(transfer_id)
                 assert early is not None
-                self._drop_early(transfer_id, OTHER_PROMPT)
+                self._drop_early(transfer_id, OTHER_PROMPT, early.peer)
                 self._refuse(early.peer, transfer_id, OTHER_PROMPT)
 
     def stopped(self, transfer_id: str) -> str:
@@ -199,6 +199,11 @@ class Sender:
             counts["early"] = len(self._early)
             return counts
 
+    def early_nbytes(self) -> int:
+        """Held for transfers whose request has not come."""
+        with self._link.lock:
+            return self._early.nbytes
+
     def push_nbytes(self) -> dict[str, int]:
         """KV bytes `waiting` for room on their transport, and those `in_flight`."""
         with self._link.lock:
@@ -221,7 +226,7 @@ class Sender:
                         outgoing, machine.stop(body.reason) if isinstance(body, messages.Stop) else machine.ack()
                     )
                 elif isinstance(body, messages.Stop) and outgoing is None and self._may_stop_early(peer, transfer_id):
-                    self._drop_early(transfer_id, body.reason)  # the request may still come: it is refused then
+                    self._drop_early(transfer_id, body.reason, peer)  # the request may still come: it is refused then
                     self._link.send(peer, messages.Quiet(transfer_id))
                 else:
                     emit(MessageDropped(reason="unknown_transfer"))
@@ -276,7 +281,7 @@ class Sender:
         for transfer_id in list(peer.transfers):
             self._run(self._live[transfer_id], self._live[transfer_id].machine.stop(reason))
         for transfer_id in self._early.of(peer):
-            self._drop_early(transfer_id, reason)
+            self._drop_early(transfer_id, reason, peer)
         self._leases.forget(peer.key)
 
     def on_fenced(self, peer: Peer) -> None:
@@ -305,8 +310,9 @@ class Sender:
                 self._run(outgoing, outgoing.machine.stop(reason if outgoing.peer else "no_receiver"))
             else:
                 early = self._early.get(transfer_id)
-                self._drop_early(transfer_id, "no_request")
+                self._leases.drop(transfer_id)
                 if early is not None:
+                    self._drop_early(transfer_id, "no_request", early.peer)
                     self._refuse(early.peer, transfer_id, "no_request")
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -337,7 +343,7 @@ class Sender:
         else:
             known = self._early.get(transfer_id) is not None
             other = "" if self._complete.get(_attempt_of(transfer_id)) is None else OTHER_PROMPT
-            refusal = wrong or other or self._early.put(transfer_id, Early(peer, offer))
+            refusal = wrong or other or self._early.put(transfer_id, peer, offer)
             if refusal:
                 self._refuse(peer, transfer_id, refusal)
             elif not known:
@@ -348,10 +354,10 @@ class Sender:
         early = self._early.get(transfer_id)
         return self._ended.get(transfer_id) is None and (early is None or early.peer is peer)
 
-    def _drop_early(self, transfer_id: str, reason: str) -> None:
+    def _drop_early(self, transfer_id: str, reason: str, peer: Peer) -> None:
         self._early.pop(transfer_id)
         self._leases.drop(transfer_id)
-        self._ended.add(transfer_id, reason)
+        self._ended.add(transfer_id, reason, peer.name)
 
     def _take(self, outgoing: _Outgoing, peer: Peer, offer: messages.Offer | None, wrong: str = "") -> None:
         """A receiver has shown interest in a transfer that is announced here. wrong: with its offer."""
@@ -448,7 +454,7 @@ class Sender:
         del self._live[machine.transfer_id]
         self._pushes.drop(machine.transfer_id)
         self._leases.drop(machine.transfer_id)
-        self._ended.add(machine.transfer_id, reason)
+        self._ended.add(machine.transfer_id, reason, peer.name if peer else "")
         if peer is not None:
             peer.transfers.discard(machine.transfer_id)
         emit(

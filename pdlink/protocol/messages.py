@@ -11,7 +11,7 @@ worker that sends KV.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -33,6 +33,7 @@ TransferId = Annotated[str, msgspec.Meta(max_length=128)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 """For people. What we say ourselves is cut to `MAX_TEXT` characters where it may hold a peer's words."""
 MAX_TEXT = 1000
+Verify = Literal["off", "sample", "all"]
 
 
 class _Body(msgspec.Struct, frozen=True, tag_field="type"):
@@ -84,7 +85,7 @@ class Refuse(_Body, frozen=True, tag="refuse"):
 class Invite(_Body, frozen=True, tag="invite"):
     """Dialer to listener: what your transport needs to write into my registered pages."""
 
-    invitation: bytes
+    invitation: Annotated[bytes, msgspec.Meta(max_length=2**20)]
 
 
 class Expect(_Body, frozen=True, tag="expect"):
@@ -103,13 +104,13 @@ class Offer(_Body, frozen=True, tag="offer"):
     transfer_id: TransferId
     start: int
     end: int
-    blocks: tuple[int, ...]
+    blocks: Annotated[tuple[int, ...], msgspec.Meta(max_length=2**20)]
     num_layers: int
     lease_s: float
     """The sender may write until it has heard nothing from the receiver for this long."""
     per_layer: bool = False
     """Send a `Landed` for every layer."""
-    verify: str = "off"
+    verify: Verify = "off"
     """"all": send a checksum of every push with `Done`; "sample": of some; "off": of none."""
 
 
@@ -141,7 +142,7 @@ class Done(_Body, frozen=True, tag="done"):
     first_token: int
     finished: bool
     """True if the first token is also the last one on the sender's side (end of sequence or a stop token)."""
-    checksums: tuple[Checksum, ...] = ()
+    checksums: Annotated[tuple[Checksum, ...], msgspec.Meta(max_length=2**18)] = ()
     """What the offer's `verify` asked for, taken from the source blocks after the push had landed."""
 
 

@@ -58,7 +58,7 @@ class Receiving:
         *,
         lease_s: float,
         per_layer: bool = False,
-        verify: str = "off",
+        verify: messages.Verify = "off",
     ) -> list[Action]:
         """The request's blocks are reserved: offer those that hold the missing tokens [start, end)."""
         if self.state is not ReceiverState.EXPECTED:

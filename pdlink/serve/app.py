@@ -225,6 +225,10 @@ def _gauges(worker: Worker) -> Gauges:
                 "accepted": sum(not entry.address for entry in refused),
             },
         ),
+        "control_nbytes": (
+            "Bytes held for peers: offers whose request has not come",
+            {"early": worker.endpoint.sender.early_nbytes()},
+        ),
         "endpoint_longest_absence_seconds": (
             "Longest time since the last scrape for which the endpoint's loop could not go round",
             {"loop": worker.endpoint.take_longest_absence_s()},

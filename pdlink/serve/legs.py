@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pdlink.engine.engine import Engine
     from pdlink.engine.request import TokenOutput
     from pdlink.memory.blocks import BlockPool
+    from pdlink.protocol.messages import Verify
 
     Item = TokenOutput | PdlinkError | None
     """What a client gets: a token, or the end (None, or the error that ended the request)."""
@@ -183,7 +184,7 @@ class DecodeLeg:
         address: str,
         *,
         block_tokens: int,
-        verify: str,
+        verify: Verify,
         recompute: bool,
         engine: Engine,
         pool: BlockPool,

@@ -512,19 +512,47 @@ def test_hundred_thousand_messages_about_unknown_transfers_neither_grow_nor_dela
         stranger.say(messages.Offer("sync", 0, 1, (99,), 3, 1.0))
         while stranger.hear(messages.Stop).transfer_id != "sync":
             pass
-        assert sender.states()["early"] <= early.MAX_TRANSFERS
+        assert sender.early_nbytes() <= early.MAX_PEER_NBYTES
         assert resident_nbytes() - before < 64 * 2**20
         stranger.say(messages.Bye("enough"))
         until(pair.idle, "nothing is left of it")
 
 
-def test_early_offers_are_bounded_in_blocks_too(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "MAX_BLOCKS", 20)
+def test_early_offers_of_one_peer_are_bounded_in_bytes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "MAX_PEER_NBYTES", 10 * (early.ENTRY_NBYTES + 2 * 8))
     with Stranger(pair).join() as stranger:
         for number in range(11):
             stranger.say(messages.Offer(f"t-{number}", 0, TOKENS, (1, 2), 3, 10.0))
-        assert stranger.hear(messages.Stop).reason == "too_many_early_blocks"
+        assert stranger.hear(messages.Stop).reason == "too_many_early_offers"
         assert pair.sender_state("early") == 10
         stranger.say(messages.Bye("enough"))
         until(pair.idle, "nothing is left of it")
         assert losses(pair) == ["closed by stranger: enough"]
+
+
+def test_offers_of_unknown_transfers_keep_no_text_of_any_length(pair: Pair) -> None:
+    """What is not one of three words is no `verify`: such a frame is malformed."""
+    with Stranger(pair).join() as stranger:
+        offer = messages.Offer("t", 0, 1, (1,), 3, 1.0, verify="x" * 1000)  # type: ignore[arg-type]
+        before = dropped(pair, "malformed")
+        stranger.say(offer)
+        until(lambda: dropped(pair, "malformed") == before + 1, "it is dropped")
+        assert pair.sender_state("early") == 0
+
+
+def test_ten_thousand_early_offers_of_one_peer_do_not_refuse_another(pair: Pair) -> None:
+    with Stranger(pair).join() as stranger:
+        for number in range(40):
+            bodies = tuple(messages.Expect(f"s-{number}-{index}") for index in range(1000))
+            to = stranger.victim.endpoint.epoch
+            frame = Envelope(VERSION, stranger.name, stranger.epoch, to, stranger.session, stranger.num_said, bodies)
+            stranger.raw(messages.encode(frame))
+            stranger.num_said += 1
+        assert stranger.hear(messages.Stop).reason == "too_many_early_offers"
+        handler = pair.expect("theirs")
+        pair.decode.endpoint.receiver.offer("theirs", DST, 0, TOKENS)
+        until(lambda: pair.prefill.endpoint.sender._early.get("theirs") is not None, "it is kept")
+        pair.announce("theirs")
+        pair.compute("theirs", SRC, TOKENS)
+        assert handler.wait() == ["ready 42", "released"]
+        stranger.say(messages.Bye("enough"))

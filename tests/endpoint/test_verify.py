@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from pdlink.protocol.messages import Verify
+
 from .conftest import Handler, Pair, until
 
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 
 
-def begin(pair: Pair, name: str, verify: str, start: int = 0) -> Handler:
+def begin(pair: Pair, name: str, verify: Verify, start: int = 0) -> Handler:
     pair.announce(name)
     handler = pair.expect(name)
     pair.decode.endpoint.receiver.offer(name, DST[start // 8 :], start, TOKENS, verify=verify)
@@ -20,7 +22,7 @@ def begin(pair: Pair, name: str, verify: str, start: int = 0) -> Handler:
 
 @pytest.mark.parametrize("verify", ["sample", "all"])
 @pytest.mark.parametrize("start", [0, 8, 11])
-def test_right_bytes_pass(pair: Pair, verify: str, start: int) -> None:
+def test_right_bytes_pass(pair: Pair, verify: Verify, start: int) -> None:
     assert begin(pair, "t", verify, start).wait() == ["ready 42", "released"]
 
 

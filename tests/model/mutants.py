@@ -151,7 +151,7 @@ def _again_and_again(right: Any) -> Callable[..., Any]:
 
 def _take_it_again(right: Any) -> Callable[..., Any]:
     def announce(self: Sender, transfer_id: str, *args: Any) -> None:
-        self._ended._reasons.pop(transfer_id, None)
+        self._ended._forget(transfer_id)
         self._live.pop(transfer_id, None)
         right(self, transfer_id, *args)
 

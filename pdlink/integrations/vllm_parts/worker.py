@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pdlink.endpoint.driver import Endpoint
     from pdlink.integrations.vllm_parts.layout import CacheLayout
     from pdlink.integrations.vllm_parts.requests import Announce, Chunk, Expect, Offer, StepPlan, Stop
+    from pdlink.protocol.messages import Verify
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class WorkerHalf:
         block_ratio: int,
         preemption_s: float,
         insecure: bool = False,
-        verify: str = "off",
+        verify: Verify = "off",
     ) -> None:
         """block_ratio: blocks of the layout to one block of vLLM's scheduler.
 

@@ -1,0 +1,98 @@
+"""What one peer says about transfers that nobody here knows takes its own share of the tables, not that of others."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from pdlink.endpoint import early
+from pdlink.endpoint.early import EarlyInterest
+from pdlink.endpoint.link import Ended
+from pdlink.endpoint.peer import Peer
+from pdlink.protocol.leases import LeaseTable
+from pdlink.protocol.messages import Offer
+
+
+def peer(name: str) -> Peer:
+    return Peer(1, "", 1, dialed=False, since_s=0.0, heard_s=0.0, name=name)
+
+
+def offer(transfer_id: str, num_blocks: int) -> Offer:
+    return Offer(transfer_id, 0, 16 * num_blocks, tuple(range(1000, 1000 + num_blocks)), 4, 10.0)
+
+
+def test_peer_that_promises_too_much_is_refused_alone() -> None:
+    table, greedy, honest = EarlyInterest(), peer("greedy"), peer("honest")
+    refused = [table.put(f"g-{number}", greedy, None) for number in range(40_000)]
+    assert set(refused) == {"", "too_many_early_offers"}
+    assert table.put("h", honest, None) == ""
+    assert table.put("h", honest, offer("h", 100_000)) == ""
+    assert len(table.of(greedy)) * early.ENTRY_NBYTES <= early.MAX_PEER_NBYTES
+
+
+def test_all_peers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "MAX_NBYTES", 10 * early.ENTRY_NBYTES)
+    table = EarlyInterest()
+    refused = [table.put(f"t-{number}", peer("many"), None) for number in range(11)]
+    assert refused == [""] * 10 + ["too_many_early_offers"]
+    table.pop("t-3")
+    assert table.put("t-10", peer("many"), None) == ""
+
+
+def test_what_is_forgotten_counts_no_more() -> None:
+    table, one = EarlyInterest(), peer("one")
+    for number in range(100):
+        assert table.put(f"t-{number}", one, None) == ""
+        assert table.put(f"t-{number}", one, offer(f"t-{number}", number)) == ""
+    assert table.nbytes == 100 * early.ENTRY_NBYTES + 8 * sum(range(100))
+    for transfer_id in table.of(one):
+        table.pop(transfer_id)
+    assert (len(table), table.nbytes, table._of, table._nbytes_of) == (0, 0, {}, {})
+
+
+def test_offer_comes_out_as_it_went_in() -> None:
+    table, one = EarlyInterest(), peer("one")
+    said = offer("t", 300)
+    table.put("t", one, said)
+    kept = table.pop("t")
+    assert kept is not None
+    assert kept.offer == said
+
+
+def test_bytes_are_counted_as_they_are_taken() -> None:
+    """With the lease of each, and ids as long as they may be."""
+    table, one, leases = EarlyInterest(), peer("one"), LeaseTable(10.0, 600.0)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(2000):
+            transfer_id = f"{number:0128d}"
+            assert table.put(transfer_id, one, offer(transfer_id, 50)) == ""
+            leases.grant(transfer_id, 0.0)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before <= table.nbytes
+
+
+def test_one_peer_flushes_its_own_ended_ids_only() -> None:
+    ended = Ended()
+    for number in range(1000):
+        ended.add(f"h-{number}", "", "honest")
+    for number in range(100_000):
+        ended.add(f"g-{number}", "because I can", "greedy")
+    assert all(ended.get(f"h-{number}") == "" for number in range(1000))
+    assert ended.get("g-0") is None
+    assert ended.get("g-99999") == "because I can"
+
+
+def test_ended_ids_of_all_peers_are_bounded_and_the_oldest_go_first() -> None:
+    ended = Ended(capacity=10, share=4)
+    for number in range(30):
+        ended.add(f"t-{number}", "", f"peer-{number}")
+    assert [number for number in range(30) if ended.get(f"t-{number}") is not None] == list(range(20, 30))
+    assert len(ended._of) == 10
+    ended.add("t-25", "again", "another")
+    assert ended.get("t-25") == "again"
+    assert len(ended._entries) == 10
