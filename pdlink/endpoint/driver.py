@@ -364,6 +364,9 @@ class Endpoint:
             if peer.state is PeerState.CONNECTING:
                 if awake_s - peer.since_s > self._timeouts.connect_s:
                     self.lose(peer, f"no answer to the handshake within {self._timeouts.connect_s} s")
+                elif peer.dialed and peer.opened and now - peer.beat_s >= self._timeouts.heartbeat_s:
+                    peer.beat_s = now
+                    self.sessions.post(peer, messages.Heartbeat())  # shows a lost invitation by the gap before it
             elif awake_s - peer.heard_s > self._timeouts.peer_s:
                 self.lose(peer, f"silent for {self._timeouts.peer_s} s")
             elif now - peer.beat_s >= self._timeouts.heartbeat_s:
@@ -399,9 +402,9 @@ class Endpoint:
             case BatchDone():
                 self.sender.on_batch(transport, occurrence)
             case PeerFailed(peer=key, reason=reason):
-                self._lose_by_key(key, reason)
+                self.sessions.on_failed(key, transport, reason)
             case PeerClosed(peer=key):
-                self.sessions.on_fenced(key)
+                self.sessions.on_fenced(key, transport)
 
     # -- blame -------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,10 @@
     hello, identity, transports ──────►             same factors? a common transport? a plan between the layouts?
                                 ◄────── welcome     same question, same answer
     invite, what writes into us ──────►             connects the transport
+                                ◄────── ready
+
+Where the transport cannot invite or connect, the listener says *welcome* again with the next one that both have,
+until one works or none is left. It remembers what did not work for a life of the dialer.
 
 Each of them is a frame of its own. Either side may say *refuse* instead, with the factor that differs. What is lost
 on the way shows by silence, until `connect_s`: nothing else is said by a side that waits for an answer.
@@ -12,13 +16,14 @@ on the way shows by silence, until `connect_s`: nothing else is said by a side t
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from pdlink.endpoint.channel import Refused
 from pdlink.endpoint.link import printable
 from pdlink.endpoint.peer import Peer, PeerState
 from pdlink.endpoint.refusals import Refusals
-from pdlink.errors import HandshakeRefused, LayoutMismatch, PdlinkError
+from pdlink.errors import HandshakeRefused, LayoutMismatch, PdlinkError, TransportFailure
 from pdlink.events import MessageDropped, PeerChanged, emit
 from pdlink.kv.plan import template
 from pdlink.protocol import auth, handshake, messages
@@ -36,6 +41,9 @@ log = logging.getLogger(__name__)
 MAX_HANDSHAKES = 1_000
 """Accepted connections whose handshake is under way; more have to try again."""
 
+_MAX_UNUSABLE = 1_000
+"""Dialers of which we remember transports that did not connect."""
+
 
 class Greeter:
     """Answers the handshake's messages for one endpoint."""
@@ -48,6 +56,8 @@ class Greeter:
         self._transports = transports
         self._require_lane = require_lane
         self.refusals = Refusals(owner.name, owner.now_s)
+        self._unusable: OrderedDict[tuple[str, str], set[str]] = OrderedDict()
+        """Transports that did not connect, by name and epoch of the dialer: a restart may cure it."""
         self._num_turned_away = 0
         self._told_s = float("-inf")
 
@@ -86,9 +96,7 @@ class Greeter:
         ours = owner.identity
         try:
             handshake.compare(ours, hello.identity)
-            name = handshake.choose_transport(
-                hello.transports, tuple(self._transports), same_host=ours.host == hello.identity.host
-            )
+            peer.untried = self._choice(peer, hello)
             peer.template = template(ours.layout, hello.identity.layout)
             self._check_name_is_free(peer, replaced)
         except HandshakeRefused as refusal:
@@ -100,8 +108,21 @@ class Greeter:
         for old in replaced:  # only now: who is refused takes nobody's place
             sessions.lose(old, "replaced by a new session")
         sessions.by_route[peer.route] = peer
+        self._welcome(peer)
+
+    def _choice(self, peer: Peer, hello: messages.Hello) -> list[str]:
+        """Transports for this session, the first one to be tried first. Raises HandshakeRefused if there is none."""
+        reach = {name: transport.same_host_only for name, transport in self._transports.items()}
+        same_host = self._owner.identity.host == hello.identity.host
+        common = handshake.common_transports(hello.transports, reach, same_host=same_host)
+        unusable = self._unusable.get((peer.name, peer.epoch), set())
+        return [name for name in common if name not in unusable] or common
+
+    def _welcome(self, peer: Peer) -> None:
+        """Let the dialer open its pages to the next transport."""
+        name = peer.untried.pop(0)
         peer.transport = self._transports[name]
-        sessions.post(peer, messages.Welcome(owner.name, ours, name))
+        self._sessions.post(peer, messages.Welcome(self._owner.name, self._owner.identity, name))
 
     def _check_name_is_free(self, peer: Peer, namesakes: Sequence[Peer]) -> None:
         """A restarted worker takes the place of its former life. Raises HandshakeRefused while another one lives.
@@ -121,30 +142,35 @@ class Greeter:
         if not peer.dialed or peer.state is not PeerState.CONNECTING:
             emit(MessageDropped(reason="unexpected_welcome"))
             return
-        owner = self._owner
-        peer.introduce(printable(welcome.name, 64), envelope.src_epoch, welcome.identity)
         try:
-            if not auth.is_worker_name(welcome.name):
-                raise HandshakeRefused("name", auth.NAME_RULE, peer.name)
-            not_theirs = auth.name_problem(owner.credentials, peer.public_key, welcome.name)
-            if not_theirs is not None:
-                raise HandshakeRefused(auth.NAME_FACTOR, *not_theirs)
-            handshake.compare(owner.identity, welcome.identity)
+            if not peer.epoch:
+                self._meet(peer, envelope, welcome)
             transport = self._transports.get(welcome.transport)
-            if transport is None:
+            if transport is None or transport.name in peer.tried:
                 raise HandshakeRefused("transport", ", ".join(self._transports), welcome.transport)
         except HandshakeRefused as refusal:
             self._refuse(peer, refusal)
             return
+        self._sessions.shut(peer)  # it did not work for the listener
         peer.transport = transport
+        peer.tried.add(transport.name)
         try:
-            invitation = transport.invite(peer.key)
+            invite = messages.Invite(transport.invite(peer.key))
+            peer.opened = True
         except PdlinkError as error:  # out of descriptors, for one
-            self._refuse(peer, HandshakeRefused("data connection", str(error), transport.name))
-            return
-        peer.opened = True
-        self._sessions.post(peer, messages.Invite(invitation))
-        self._sessions.become_ready(peer)
+            invite = messages.Invite(b"", str(error)[: messages.MAX_TEXT])
+        self._sessions.post(peer, invite)
+
+    def _meet(self, peer: Peer, envelope: Envelope, welcome: messages.Welcome) -> None:
+        """Now we know who it is that we dialed. Raises HandshakeRefused if we do not fit."""
+        owner = self._owner
+        peer.introduce(printable(welcome.name, 64), envelope.src_epoch, welcome.identity)
+        if not auth.is_worker_name(welcome.name):
+            raise HandshakeRefused("name", auth.NAME_RULE, peer.name)
+        not_theirs = auth.name_problem(owner.credentials, peer.public_key, welcome.name)
+        if not_theirs is not None:
+            raise HandshakeRefused(auth.NAME_FACTOR, *not_theirs)
+        handshake.compare(owner.identity, welcome.identity)
 
     def on_invite(self, peer: Peer, invite: messages.Invite) -> None:
         """The listener may write into the dialer's pages now."""
@@ -152,14 +178,58 @@ class Greeter:
             emit(MessageDropped(reason="unexpected_invite"))
             return
         try:
-            peer.transport.connect(peer.key, invite.invitation)
-            peer.opened = True
-            lane = peer.transport.lane(peer.key)
-            if self._require_lane is not None and lane and lane != self._require_lane:
-                raise HandshakeRefused("transport.require", self._require_lane, lane)
+            self._connect(peer, peer.transport, invite)
+        except HandshakeRefused as refusal:
+            self._try_next(peer, peer.transport, refusal)
+            return
         except PdlinkError as error:
-            log.warning("%s: no data connection to %s: %s", self._owner.name, peer.name, error)
-            self._refuse(peer, HandshakeRefused("data connection", str(error), peer.transport.name))
+            self._try_next(peer, peer.transport, HandshakeRefused("data connection", str(error), peer.transport.name))
+            return
+        self._sessions.post(peer, messages.Ready())
+        self._sessions.become_ready(peer)
+
+    def _connect(self, peer: Peer, transport: Transport, invite: messages.Invite) -> None:
+        if invite.problem:
+            raise TransportFailure(f"{peer.name} cannot invite: {printable(invite.problem, messages.MAX_TEXT)}")
+        transport.connect(peer.key, invite.invitation)
+        peer.opened = True
+        lane = transport.lane(peer.key)
+        if self._require_lane is not None and lane and lane != self._require_lane:
+            raise HandshakeRefused("transport.require", self._require_lane, lane)
+
+    def _try_next(self, peer: Peer, failed: Transport, refusal: HandshakeRefused) -> None:
+        """A transport did not connect: take the next one that both have, or refuse if that was the last."""
+        self._sessions.shut(peer)
+        if not peer.untried:
+            self._refuse(peer, refusal)
+            return
+        self._remember(peer, failed, refusal.local if refusal.factor == "data connection" else str(refusal))
+        self._welcome(peer)
+
+    def on_failed(self, peer: Peer, reason: str) -> None:
+        """The data connection of a session has failed. If no byte ever crossed it, it never was one."""
+        if not peer.dialed and not peer.lane and peer.untried and peer.transport is not None:
+            self._remember(peer, peer.transport, reason)
+
+    def _remember(self, peer: Peer, failed: Transport, reason: str) -> None:
+        unusable = self._unusable.setdefault((peer.name, peer.epoch), set())
+        unusable.add(failed.name)
+        self._unusable.move_to_end((peer.name, peer.epoch))
+        if len(self._unusable) > _MAX_UNUSABLE:
+            self._unusable.popitem(last=False)
+        log.warning(
+            "%s: no %s to %s, which falls back on %s: %s",
+            self._owner.name,
+            failed.name,
+            peer.name,
+            peer.untried[0],
+            printable(reason, messages.MAX_TEXT),
+        )
+
+    def on_ready(self, peer: Peer) -> None:
+        """The listener has connected to our pages."""
+        if not peer.dialed or peer.state is not PeerState.CONNECTING or not peer.opened:
+            emit(MessageDropped(reason="unexpected_ready"))
             return
         self._sessions.become_ready(peer)
 

@@ -53,6 +53,12 @@ class Peer:
     identity: Identity | None = None
     transport: Transport | None = None
     """Carries the bytes of this session; None until chosen, and again after the fence."""
+    untried: list[str] = field(default_factory=list)
+    """Transports left to choose from, should this one not connect; on the side that was dialed."""
+    tried: set[str] = field(default_factory=set)
+    """Those that we were told to use; on the dialing side."""
+    shutting: list[Transport] = field(default_factory=list)
+    """Those that we closed for this session and that have not reported the fence yet."""
     lane: str = ""
     """How bytes to it travel (`Transport.lane`); known, on the sending side, once some have landed."""
     opened: bool = False

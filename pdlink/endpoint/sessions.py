@@ -38,6 +38,7 @@ _ABOUT_THE_SESSION = (
     messages.Hello,
     messages.Welcome,
     messages.Invite,
+    messages.Ready,
     messages.Refuse,
 )
 
@@ -164,18 +165,38 @@ class Sessions:
         self._owner.call(lambda: self._hang_up(peer, reason))
         half = self._half(peer)
         half.on_peer_lost(peer, reason)
-        if peer.transport is None or not peer.opened:  # nothing can be in flight
-            half.on_fenced(peer)
-        else:
+        self.shut(peer)
+        if peer.shutting:
             self.closing[peer.key] = peer
+        else:  # nothing can be in flight
+            half.on_fenced(peer)
+
+    def shut(self, peer: Peer) -> None:
+        """Close the data connection, if the transport knows of one."""
+        if peer.opened and peer.transport is not None:
+            peer.opened = False
+            peer.shutting.append(peer.transport)
             peer.transport.close_peer(peer.key)
 
-    def on_fenced(self, key: str) -> None:
-        """The data connection of a lost session is closed for good."""
-        peer = self.closing.pop(key, None)
-        if peer is not None:
+    def on_fenced(self, key: str, transport: Transport) -> None:
+        """A data connection is closed for good. The last one of a lost session was what its blocks waited for."""
+        peer = self.closing.get(key) or self._live(key)
+        if peer is None or transport not in peer.shutting:
+            return
+        peer.shutting.remove(transport)
+        if not peer.shutting and self.closing.pop(key, None) is not None:
             self._half(peer).on_fenced(peer)
             peer.transport = None
+
+    def on_failed(self, key: str, transport: Transport, reason: str) -> None:
+        """A data connection is unusable. If it is one that a session has given up, nobody minds."""
+        peer = self._live(key)
+        if peer is not None and peer.transport is transport:
+            self.greeter.on_failed(peer, reason)
+            self.lose(peer, reason)
+
+    def _live(self, key: str) -> Peer | None:
+        return next((peer for peer in self.all() if peer.key == key), None)
 
     def _half(self, peer: Peer) -> Sender | Receiver:
         return self._owner.receiver if peer.dialed else self._owner.sender
@@ -239,6 +260,8 @@ class Sessions:
                 self.greeter.on_welcome(peer, envelope, body)
             case messages.Invite():
                 self.greeter.on_invite(peer, body)
+            case messages.Ready():
+                self.greeter.on_ready(peer)
             case messages.Refuse():
                 self.greeter.on_refuse(peer, envelope, body)
             case messages.Bye(reason=reason):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pdlink.errors import HandshakeRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pdlink.protocol.messages import Identity
 
@@ -40,16 +40,16 @@ def _factors(identity: Identity) -> dict[str, object]:
     }
 
 
-SAME_HOST_ONLY = frozenset({"mapped"})
+def common_transports(offered: Sequence[str], available: Mapping[str, bool], *, same_host: bool) -> list[str]:
+    """Those of the dialer's list that the listener has too and that can work between these hosts, in its order.
 
-
-def choose_transport(offered: Sequence[str], available: Sequence[str], *, same_host: bool) -> str:
-    """First transport of the dialer's list that the listener has too and that can work between these hosts.
-
+    available: by name, whether both ends must be on one host.
     Raises HandshakeRefused("transport", listener's, dialer's) if there is none.
     """
-    for name in offered:
-        if name in available and (same_host or name not in SAME_HOST_ONLY):
-            return name
-    where = "same host" if same_host else "different hosts"
-    raise HandshakeRefused("transport", f"{', '.join(available) or 'none'} ({where})", ", ".join(offered) or "none")
+    common = [name for name in dict.fromkeys(offered) if name in available and (same_host or not available[name])]
+    if not common:
+        where = "same host" if same_host else "different hosts"
+        raise HandshakeRefused(
+            "transport", f"{', '.join(available) or 'none'} ({where})", ", ".join(offered) or "none"
+        )
+    return common

@@ -67,7 +67,7 @@ class Hello(_Body, frozen=True, tag="hello"):
 
 
 class Welcome(_Body, frozen=True, tag="welcome"):
-    """Listener to dialer: we fit together; use this transport."""
+    """Listener to dialer: we fit together; use this transport. Again, if that did not work: try this one instead."""
 
     name: Name
     identity: Identity
@@ -86,6 +86,12 @@ class Invite(_Body, frozen=True, tag="invite"):
     """Dialer to listener: what your transport needs to write into my registered pages."""
 
     invitation: Annotated[bytes, msgspec.Meta(max_length=2**20)]
+    problem: Text = ""
+    """Why there is no invitation to this transport; empty if there is one."""
+
+
+class Ready(_Body, frozen=True, tag="ready"):
+    """Listener to dialer: I am connected to your pages; transfers may begin."""
 
 
 class Expect(_Body, frozen=True, tag="expect"):
@@ -175,7 +181,9 @@ class Bye(_Body, frozen=True, tag="bye"):
     reason: Text
 
 
-Body = Hello | Welcome | Refuse | Invite | Expect | Offer | Landed | Done | Ack | Stop | Quiet | Heartbeat | Bye
+Body = (
+    Hello | Welcome | Refuse | Invite | Ready | Expect | Offer | Landed | Done | Ack | Stop | Quiet | Heartbeat | Bye
+)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

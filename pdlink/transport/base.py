@@ -95,6 +95,8 @@ class Transport(ABC):
     """One way to move bytes. A constructor only stores; `open()` acquires; `close()` is safe twice."""
 
     name: ClassVar[str]
+    same_host_only: ClassVar[bool] = False
+    """Whether both ends must be on one host, in one pid namespace."""
 
     @classmethod
     @abstractmethod

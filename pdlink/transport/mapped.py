@@ -70,6 +70,7 @@ class MappedTransport(Transport):
     """Peers on this host, through shared pages. Lane "mapped"."""
 
     name: ClassVar[str] = "mapped"
+    same_host_only: ClassVar[bool] = True
 
     def __init__(self, threads: int = 2) -> None:
         """threads: 2 to have a second one help with much at once while this process computes no prefill, or 1."""

@@ -69,6 +69,7 @@ class MappedCudaTransport(Transport):
     """Peers on this host, through their device memory. Lane "mapped-cuda"."""
 
     name: ClassVar[str] = "mapped-cuda"
+    same_host_only: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -129,3 +129,4 @@ class FalsePrefill:
         self.hear(messages.Hello)
         self.say(messages.Welcome("false", Identity(VERSION, "m", "main", 1, self.layout, "host"), "loopback"))
         self.hear(messages.Invite)
+        self.say(messages.Ready())

@@ -74,8 +74,19 @@ def test_kv_in_device_memory_arrives_by_kernel(require_lane: str | None, pairs: 
     assert 1 <= launches <= 3, "a layer is one launch, or less where several are pushed at once"
 
 
-def test_another_lane_than_the_one_demanded_is_refused(pairs: list[Pair]) -> None:
+def test_lane_that_is_demanded_is_taken_where_another_one_is_preferred(pairs: list[Pair]) -> None:
     pair = DevicePair("mapped-cuda", loopback=True)
+    pairs.append(pair)
+    pair.announce("t")
+    handler = pair.expect("t")
+    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.compute("t", SRC, TOKENS)
+    assert handler.wait() == ["ready 42", "released"]
+    assert [peer.lane for peer in pair.prefill.endpoint.peers()] == ["mapped-cuda"]
+
+
+def test_another_lane_than_the_one_demanded_is_refused(pairs: list[Pair]) -> None:
+    pair = DevicePair("tcp", loopback=True)
     pairs.append(pair)
     pair.announce("t")
     handler = pair.expect("t")
@@ -83,5 +94,5 @@ def test_another_lane_than_the_one_demanded_is_refused(pairs: list[Pair]) -> Non
     first, last = handler.wait()
     assert "transport.require" in first
     assert "mapped-cuda" in first
-    assert "loopback" in first
+    assert "tcp" in first
     assert last == "released"

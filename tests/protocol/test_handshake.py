@@ -5,7 +5,7 @@ import pytest
 
 from pdlink.errors import HandshakeRefused
 from pdlink.kv.layout import KVLayout, paged_layout
-from pdlink.protocol.handshake import choose_transport, compare
+from pdlink.protocol.handshake import common_transports, compare
 from pdlink.protocol.messages import VERSION, Identity
 
 
@@ -63,11 +63,19 @@ def test_block_size_and_axis_order_may_differ() -> None:
     compare(BASE, msgspec.structs.replace(BASE, layout=layout(block_tokens=64, order="BLPHT"), host="other"))
 
 
-def test_first_transport_that_both_have_is_chosen() -> None:
-    assert choose_transport(["mapped", "ucx"], ["ucx", "mapped"], same_host=True) == "mapped"
-    assert choose_transport(["mapped", "ucx"], ["ucx", "mapped"], same_host=False) == "ucx"
+ANYWHERE, HERE = False, True
+
+
+def test_transports_that_both_have_come_in_the_dialers_order() -> None:
+    available = {"ucx": ANYWHERE, "mapped": HERE, "other": ANYWHERE}
+    assert common_transports(["mapped", "tcp", "ucx", "mapped"], available, same_host=True) == ["mapped", "ucx"]
+
+
+def test_transport_of_one_host_is_no_choice_between_two() -> None:
+    available = {"ucx": ANYWHERE, "mapped": HERE, "mapped-cuda": HERE}
+    assert common_transports(["mapped-cuda", "mapped", "ucx"], available, same_host=False) == ["ucx"]
 
 
 def test_no_common_transport_is_refused_with_both_lists() -> None:
     with pytest.raises(HandshakeRefused, match=r"transport differs: local mapped \(different hosts\), remote mapped"):
-        choose_transport(["mapped"], ["mapped"], same_host=False)
+        common_transports(["mapped"], {"mapped": HERE}, same_host=False)

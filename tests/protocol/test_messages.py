@@ -17,6 +17,8 @@ BODIES: list[messages.Body] = [
     messages.Hello("d", messages.Identity(1, "m", "r", 1, LAYOUT, "h"), ("mapped",)),
     messages.Offer("t", 3, 40, (7, 1), 2, 10.0),
     messages.Done("t", 3, 40, 2, 1234, 5, finished=True),
+    messages.Invite(b"", "no descriptors"),
+    messages.Ready(),
     messages.Heartbeat(),
     messages.Bye("shutdown"),
 ]
