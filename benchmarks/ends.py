@@ -147,7 +147,7 @@ class SendingEnd(_End):
         sender.publish(transfer_id, [number % NUM_BLOCKS], BLOCK_TOKENS, 0)
         for layer in range(self._num_layers):
             sender.layer_ready(transfer_id, layer, 0, BLOCK_TOKENS)
-        sender.finish(transfer_id, 1, finished=False)
+        sender.finish(transfer_id, 1)
 
 
 class ReceivingEnd(_End):
@@ -217,7 +217,7 @@ class _Handler:
     def __init__(self) -> None:
         self._ended, self._ready_s, self._problem = threading.Event(), 0.0, ""
 
-    def ready(self, first_token: int, *, finished: bool) -> None:
+    def ready(self, first_token: int) -> None:
         self._ready_s = time.perf_counter()
 
     def failed(self, reason: str) -> None:
@@ -264,7 +264,7 @@ class _Link:
     def __init__(self, counter: _Counter, begin_next: Callable[[], None]) -> None:
         self._counter, self._begin_next = counter, begin_next
 
-    def ready(self, first_token: int, *, finished: bool) -> None: ...
+    def ready(self, first_token: int) -> None: ...
 
     def failed(self, reason: str) -> None:
         self._counter.problem = reason

@@ -87,7 +87,7 @@ class _Handler:
         self._released, self._sent = threading.Event(), threading.Event()
         self.problem = ""
 
-    def ready(self, first_token: int, *, finished: bool) -> None: ...
+    def ready(self, first_token: int) -> None: ...
 
     def failed(self, reason: str) -> None:
         self.problem = reason
@@ -112,7 +112,7 @@ def _transfer(sender: _Side, receiver: _Side, index: int) -> None:
     out.publish(name, [(index * 7) % 64], NUM_TOKENS, 0)
     for layer in range(NUM_LAYERS):
         out.layer_ready(name, layer, 0, NUM_TOKENS)
-    out.finish(name, 1, finished=False)
+    out.finish(name, 1)
     handler.wait()
 
 

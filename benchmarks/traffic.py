@@ -151,7 +151,7 @@ class Prefill(_Side):
             blocks = self._chance.permutation(self.shape.num_blocks)[: -(-num_tokens // BLOCK_TOKENS)].tolist()
             sender.announce(transfer_id, lambda _reason: None, lambda: None)
             sender.publish(transfer_id, blocks, num_tokens, num_tokens)
-            sender.finish(transfer_id, 1, finished=False)
+            sender.finish(transfer_id, 1)
 
 
 class _Ready:
@@ -162,7 +162,7 @@ class _Ready:
         self.at_s = 0.0
         self.problem = ""
 
-    def ready(self, first_token: int, *, finished: bool) -> None:
+    def ready(self, first_token: int) -> None:
         self.at_s = time.monotonic()
 
     def failed(self, reason: str) -> None:

@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 class ReceiveHandler(Protocol):
     """Told about one transfer, in the endpoint's thread."""
 
-    def ready(self, first_token: int, *, finished: bool) -> None:
-        """All KV is in the offered blocks. finished: the first token was also the last one at the sender."""
+    def ready(self, first_token: int) -> None:
+        """All KV is in the offered blocks."""
 
     def failed(self, reason: str) -> None:
         """The KV will not come. Fall back now; the offered blocks stay untouchable until `released`."""
@@ -107,9 +107,7 @@ class Receiver:
         with self._link.lock:
             incoming = self._live.get(transfer_id)
             if incoming is not None:
-                actions = incoming.machine.offer(
-                    blocks, start, end, lease_s=self._timeouts.lease_s, per_layer=per_layer, verify=verify
-                )
+                actions = incoming.machine.offer(blocks, start, end, per_layer=per_layer, verify=verify)
                 self._run(incoming, actions)
 
     def cancel(self, transfer_id: str, reason: str) -> None:
@@ -209,9 +207,9 @@ class Receiver:
             match action:
                 case Send(body=body):
                     self._link.send(incoming.peer, body)
-                case Deliver(first_token=token, finished=finished):
+                case Deliver(first_token=token):
                     self._link.defer(
-                        lambda token=token, finished=finished: handler.ready(token, finished=finished)  # type: ignore[misc]
+                        lambda token=token: handler.ready(token)  # type: ignore[misc]
                     )
                 case Fail(reason=reason):
                     self._link.defer(lambda reason=reason: handler.failed(reason))  # type: ignore[misc]

@@ -175,13 +175,13 @@ class Sender:
                 emit(LayerWritten(transfer_id=transfer_id, layer=layer, start=start, end=end))
                 self._run(outgoing, outgoing.machine.written(layer, start, end))
 
-    def finish(self, transfer_id: str, first_token: int, *, finished: bool) -> None:
-        """Prefill has ended; `first_token` goes to the receiver with the last byte. finished: it is also the last."""
+    def finish(self, transfer_id: str, first_token: int) -> None:
+        """Prefill has ended; `first_token` goes to the receiver with the last byte."""
         with self._link.lock:
             outgoing = self._live.get(transfer_id)
             if outgoing is not None:
                 outgoing.finished_s = self._link.awake_s()
-                self._run(outgoing, outgoing.machine.finish(first_token, finished=finished))
+                self._run(outgoing, outgoing.machine.finish(first_token))
 
     def cancel(self, transfer_id: str, reason: str) -> None:
         """This worker ends the transfer. Unknown and ended ids are ignored."""

@@ -26,7 +26,6 @@ class Deliver(msgspec.Struct, frozen=True):
     """All KV of the transfer is in the offered blocks: the request can run."""
 
     first_token: int
-    finished: bool
 
 
 class Fail(msgspec.Struct, frozen=True):

@@ -112,8 +112,6 @@ class Offer(_Body, frozen=True, tag="offer"):
     end: int
     blocks: Annotated[tuple[int, ...], msgspec.Meta(max_length=2**20)]
     num_layers: int
-    lease_s: float
-    """The sender may write until it has heard nothing from the receiver for this long."""
     per_layer: bool = False
     """Send a `Landed` for every layer."""
     verify: Verify = "off"
@@ -146,8 +144,6 @@ class Done(_Body, frozen=True, tag="done"):
     num_layers: int
     nbytes: int
     first_token: int
-    finished: bool
-    """True if the first token is also the last one on the sender's side (end of sequence or a stop token)."""
     checksums: Annotated[tuple[Checksum, ...], msgspec.Meta(max_length=2**18)] = ()
     """What the offer's `verify` asked for, taken from the source blocks after the push had landed."""
 

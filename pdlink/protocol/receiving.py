@@ -56,7 +56,6 @@ class Receiving:
         start: int,
         end: int,
         *,
-        lease_s: float,
         per_layer: bool = False,
         verify: messages.Verify = "off",
     ) -> list[Action]:
@@ -64,7 +63,7 @@ class Receiving:
         if self.state is not ReceiverState.EXPECTED:
             return []
         self.offered = messages.Offer(
-            self.transfer_id, start, end, tuple(blocks), self._num_layers, lease_s, per_layer, verify
+            self.transfer_id, start, end, tuple(blocks), self._num_layers, per_layer, verify
         )
         self._move(ReceiverEvent.OFFER)
         return [Send(self.offered)]
@@ -106,7 +105,7 @@ class Receiving:
         if mismatch:
             return self._stop(mismatch, now, tell=True)
         self._move(ReceiverEvent.DONE)
-        return [Send(messages.Ack(self.transfer_id)), Deliver(done.first_token, done.finished), End("")]
+        return [Send(messages.Ack(self.transfer_id)), Deliver(done.first_token), End("")]
 
     def stopped(self, reason: str, now: float) -> list[Action]:
         """The sender ends this transfer; it says *quiet* when nothing is in flight."""

@@ -43,7 +43,7 @@ class Sending:
         """Per layer: tokens [offered.start, n) have been handed to the transport."""
         self._in_flight: dict[int, Push] = {}
         self._next_push_id = 0
-        self._first_token: tuple[int, bool] | None = None
+        self._first_token: int | None = None
 
     # -- this worker -------------------------------------------------------------------------------------------------
 
@@ -78,14 +78,14 @@ class Sending:
         self._written[layer] = end
         return self._push_ready((layer,))
 
-    def finish(self, first_token: int, *, finished: bool) -> list[Action]:
+    def finish(self, first_token: int) -> list[Action]:
         """Prefill has ended and sampled `first_token`. Every layer must have been written by now."""
         if self.state not in (SenderState.WAITING, SenderState.WRITING):
             return []
         complete = sum(position >= self.num_tokens for position in self._written)
         if self.blocks is None or complete < self._num_layers:
             return self.stop(f"prefill ended with {complete} of {self._num_layers} layers written")
-        self._first_token = (first_token, finished)
+        self._first_token = first_token
         return self._complete()
 
     # -- the receiver's messages -------------------------------------------------------------------------------------
@@ -196,7 +196,6 @@ class Sending:
             return []
         assert self.offered is not None
         self._move(SenderEvent.COMPLETE)
-        first_token, finished = self._first_token
         tokens = self.offered.end - self.offered.start
         done = messages.Done(
             transfer_id=self.transfer_id,
@@ -204,8 +203,7 @@ class Sending:
             end=self.offered.end,
             num_layers=sum(position >= self.offered.end for position in self._pushed),
             nbytes=tokens * self._token_nbytes,
-            first_token=first_token,
-            finished=finished,
+            first_token=self._first_token,
         )
         return [Send(done)]
 

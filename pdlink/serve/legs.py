@@ -122,17 +122,16 @@ class PrefillLeg:
         transfer_id: str,
         num_prompt_tokens: int,
         *,
-        last: bool,
         put: Callable[[Item], None],
         engine: Engine,
         pool: BlockPool,
         sender: Sender,
     ) -> None:
-        """last: the client wants one token only, so the first is the last. put: takes what goes to the client.
+        """put: takes what goes to the client.
 
         Raises InvalidRequest if the transfer id was used before.
         """
-        self._transfer_id, self._sender, self._last = transfer_id, sender, last
+        self._transfer_id, self._sender = transfer_id, sender
         self._num_tokens = num_prompt_tokens
         self._hold = _Hold(pool, engine.wake)
         self._gate = _Gate(put)
@@ -165,8 +164,7 @@ class PrefillLeg:
 
     def output(self, output: TokenOutput) -> None:
         if output.index == 0:
-            finished = self._last or output.finish_reason == "stop"
-            self._sender.finish(self._transfer_id, output.token_id, finished=finished)
+            self._sender.finish(self._transfer_id, output.token_id)
 
     def ended(self, error: PdlinkError | None) -> None:
         if error is not None:
@@ -235,7 +233,7 @@ class DecodeLeg:
 
     # -- the endpoint's side: ReceiveHandler -------------------------------------------------------------------------
 
-    def ready(self, first_token: int, *, finished: bool) -> None:
+    def ready(self, first_token: int) -> None:
         self.kv_path = "transferred"
         self._engine.kv_arrived(self._request_id, first_token)
 

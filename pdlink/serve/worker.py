@@ -264,7 +264,6 @@ class Worker:
                     request_id,
                     params.transfer_id,
                     len(prompt),
-                    last=not goes_on,
                     put=stream.put,
                     engine=self.engine,
                     pool=self.pool,

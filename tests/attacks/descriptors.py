@@ -87,7 +87,7 @@ def transfer(prefill: Node, decode: Node, transfer_id: str) -> str:
     sender.publish(transfer_id, SRC, TOKENS, 0)
     for layer in range(3):
         sender.layer_ready(transfer_id, layer, 0, TOKENS)
-    sender.finish(transfer_id, 42, finished=False)
+    sender.finish(transfer_id, 42)
     calls = handler.wait()
     if calls[0].startswith("failed"):
         sender.cancel(transfer_id, "the other side has given up")

@@ -31,7 +31,7 @@ def pair() -> Iterator[Pair]:
 
 def large_frame(name: str = "flood", epoch: str = "e" * 16) -> bytes:
     blocks = tuple(range(2**20, 2**20 + 760_000))
-    body = messages.Offer("t", 0, 1, blocks, 3, 1.0)
+    body = messages.Offer("t", 0, 1, blocks, 3)
     return messages.encode(Envelope(VERSION, name, epoch, "d" * 16, 7, 0, (body,)))
 
 

@@ -55,8 +55,8 @@ class Handler:
     calls: list[str] = field(default_factory=list)
     changed: threading.Event = field(default_factory=threading.Event)
 
-    def ready(self, first_token: int, *, finished: bool) -> None:
-        self.calls.append(f"ready {first_token}{' finished' if finished else ''}")
+    def ready(self, first_token: int) -> None:
+        self.calls.append(f"ready {first_token}")
 
     def failed(self, reason: str) -> None:
         self.calls.append(f"failed {reason}")
@@ -193,7 +193,7 @@ class Pair:
         sender.publish(transfer_id, blocks, num_tokens, 0)
         for layer in range(len(self.prefill.layout.layers)):
             sender.layer_ready(transfer_id, layer, 0, num_tokens)
-        sender.finish(transfer_id, first_token, finished=False)
+        sender.finish(transfer_id, first_token)
 
     def sender_state(self, state: str) -> int:
         return self.prefill.endpoint.sender.states()[state]

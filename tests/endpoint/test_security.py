@@ -66,7 +66,7 @@ class Site:
         prefill.sender.publish(name, SRC, TOKENS, 0)
         for layer in range(3):
             prefill.sender.layer_ready(name, layer, 0, TOKENS)
-        prefill.sender.finish(name, 42, finished=False)
+        prefill.sender.finish(name, 42)
         heard = handler.wait()
         prefill.sender.cancel(name, "test over")
         log.wait()

@@ -57,7 +57,7 @@ def begin(
     for layer in range(LAYERS):
         sender.layer_ready(name, layer, 0, num_tokens)
     if finish:
-        sender.finish(name, 42, finished=False)
+        sender.finish(name, 42)
     return log, handler
 
 
@@ -292,7 +292,7 @@ def test_large_push_between_small_ones_is_cut_and_they_share(pair: Pair) -> None
     assert pair.hub._num_submitted == submitted + 4  # three parts of layer 1, and one of the others
     for layer in (0, 2):
         sender.layer_ready("t", layer, 4, BIG_TOKENS)
-    sender.finish("t", 42, finished=False)
+    sender.finish("t", 42)
     assert handler.wait() == ["ready 42", "released"]
     assert log.wait() == ["end"]
     events = [event for event in pair.events if isinstance(event, LayerLanded)]

@@ -85,7 +85,7 @@ def test_single_layers_can_be_waited_for(pair: Pair) -> None:
     receiver.wait("t", WAIT_S, layer=0)
     for layer in (1, 2):
         sender.layer_ready("t", layer, 0, TOKENS)
-    sender.finish("t", 1, finished=True)
+    sender.finish("t", 1)
     receiver.wait("t", WAIT_S)
 
 
@@ -144,7 +144,7 @@ def test_prefill_that_skips_a_layer_fails_the_transfer(pair: Pair) -> None:
     sender.publish("t", SRC, TOKENS, 0)
     sender.layer_ready("t", 0, 0, TOKENS)
     sender.layer_ready("t", 2, 0, TOKENS)
-    sender.finish("t", 42, finished=False)
+    sender.finish("t", 42)
     assert handler.wait() == ["failed prefill ended with 2 of 3 layers written", "released"]
 
 

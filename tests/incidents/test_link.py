@@ -157,14 +157,14 @@ def reference_nobody_knows(pair: Pair) -> None:
 def reference_used_before(pair: Pair) -> None:
     assert transfer(pair, "t2") == ["ready 42", "released"]
     with Stranger(pair).join() as stranger:
-        stranger.say(messages.Offer("t2", 0, TOKENS, (5, 1), 3, 1.0))
+        stranger.say(messages.Offer("t2", 0, TOKENS, (5, 1), 3))
         assert stranger.hear(messages.Stop).reason == "already_sent"
 
 
 def reference_out_of_range(pair: Pair) -> None:
     pair.announce("wide")
     with Stranger(pair).join() as stranger:
-        stranger.say(messages.Offer("wide", 0, TOKENS, (5, 32), 3, 1.0))
+        stranger.say(messages.Offer("wide", 0, TOKENS, (5, 32), 3))
         assert "outside" in stranger.hear(messages.Stop).reason
 
 
@@ -218,7 +218,7 @@ def test_prefill_that_was_refused_cannot_signal_success(pair: Pair) -> None:
     sender = pair.prefill.endpoint.sender
     sender.publish("t", SRC, TOKENS, 0)
     sender.cancel("t", "capacity_exceeded")
-    sender.finish("t", 42, finished=False)
+    sender.finish("t", 42)
     assert handler.wait() == ["failed capacity_exceeded", "released"]
     assert log.wait() == ["failed capacity_exceeded", "end"]
 
@@ -244,7 +244,7 @@ def test_lost_ack_costs_one_lease_and_nothing_else() -> None:
     try:
         with Stranger(pair).join() as stranger:
             log = pair.announce("t")
-            stranger.say(messages.Offer("t", 0, TOKENS, (5, 1), 3, 1.0))
+            stranger.say(messages.Offer("t", 0, TOKENS, (5, 1), 3))
             pair.compute("t", SRC, TOKENS)
             assert stranger.hear(messages.Done).first_token == 42
             assert log.wait()[-1] == "end"
@@ -268,7 +268,7 @@ def test_death_of_one_prefill_is_none_of_the_others_business(pair: Pair) -> None
     sender.publish("well", SRC, TOKENS, 0)
     for layer in range(3):
         sender.layer_ready("well", layer, 0, TOKENS)
-    sender.finish("well", 7, finished=False)
+    sender.finish("well", 7)
     assert handler.wait() == ["ready 7", "released"]
     assert pair.decode.endpoint.failure == ""
     pair.prefill = other
@@ -299,7 +299,7 @@ def test_abort_at_any_moment_ends_each_side_once(pair: Pair, who: str, when: str
         abort()
     for layer in (1, 2):
         sender.layer_ready("t", layer, 0, TOKENS)
-    sender.finish("t", 42, finished=False)
+    sender.finish("t", 42)
     if when == "with the end":
         abort()
     ended = (handler.wait(), log.wait())

@@ -57,10 +57,10 @@ def _landed_if_known(right: Any) -> Callable[..., Any]:
 
 
 def _finish_without_counting_layers(_right: Any) -> Callable[..., Any]:
-    def finish(self: Sending, first_token: int, *, finished: bool) -> Any:
+    def finish(self: Sending, first_token: int) -> Any:
         if self.state not in (SenderState.WAITING, SenderState.WRITING):
             return []
-        self._first_token = (first_token, finished)
+        self._first_token = first_token
         return self._complete()
 
     return finish
@@ -235,7 +235,7 @@ def _from_the_first_block(right: Any) -> Callable[..., Any]:
     def _bind(self: Pushes, flight: Any, start: int, end: int) -> Any:
         offered = flight.machine.offered
         flight.machine.offered = messages.Offer(
-            offered.transfer_id, start, offered.end, offered.blocks, offered.num_layers, offered.lease_s
+            offered.transfer_id, start, offered.end, offered.blocks, offered.num_layers
         )
         try:
             return right(self, flight, start, end)

@@ -205,7 +205,7 @@ class _CheckedDecodeLeg(DecodeLeg):
     def heard(self) -> list[str]:
         return self._heard
 
-    def ready(self, first_token_: int, *, finished: bool) -> None:
+    def ready(self, first_token_: int) -> None:
         self._tell("ready")
         request = self._request
         first = request.num_cached // self._node.layout.block_tokens
@@ -214,7 +214,7 @@ class _CheckedDecodeLeg(DecodeLeg):
             raise Violation(f"{request.transfer_id}: delivered without, or with other, bytes")
         if first_token_ != first_token(request.number):
             raise Violation(f"{request.transfer_id}: delivered with the first token of another")
-        super().ready(first_token_, finished=finished)
+        super().ready(first_token_)
 
     def failed(self, reason: str) -> None:
         self._tell("failed")
@@ -297,7 +297,6 @@ class Node:
                 request.transfer_id,
                 request.transfer_id,
                 request.num_tokens,
-                last=False,
                 put=lambda _item: None,
                 engine=cast("RealEngine", self.engine),
                 pool=self.engine.pool,

@@ -15,8 +15,8 @@ LAYOUT = paged_layout(
 )
 BODIES: list[messages.Body] = [
     messages.Hello("d", messages.Identity(1, "m", "r", 1, LAYOUT, "h"), ("mapped",)),
-    messages.Offer("t", 3, 40, (7, 1), 2, 10.0),
-    messages.Done("t", 3, 40, 2, 1234, 5, finished=True),
+    messages.Offer("t", 3, 40, (7, 1), 2),
+    messages.Done("t", 3, 40, 2, 1234, 5),
     messages.Invite(b"", "no descriptors"),
     messages.Ready(),
     messages.Heartbeat(),

@@ -131,10 +131,10 @@ class World:
             self.run_sender(self.sender.written(layer, start, end))
         if min(self.written) == TOKENS:
             self.finished = True
-            self.run_sender(self.sender.finish(7, finished=False))
+            self.run_sender(self.sender.finish(7))
 
     def offer(self) -> None:
-        self.run_receiver(self.receiver.offer([4, 5, 6], self.start, TOKENS, lease_s=10.0))
+        self.run_receiver(self.receiver.offer([4, 5, 6], self.start, TOKENS))
 
     def receive(self) -> None:
         body = self.to_receiver.popleft()

@@ -15,17 +15,17 @@ TOKEN_NBYTES = 10
 
 def offered(start: int = 2, end: int = 8) -> Receiving:
     machine = Receiving("t", LAYERS, TOKEN_NBYTES, quiet_s=3.0)
-    machine.offer([5, 6], start, end, lease_s=10.0)
+    machine.offer([5, 6], start, end)
     return machine
 
 
 def done(start: int = 2, end: int = 8, num_layers: int = LAYERS, nbytes: int = 60) -> messages.Done:
-    return messages.Done("t", start, end, num_layers, nbytes, 42, finished=False)
+    return messages.Done("t", start, end, num_layers, nbytes, 42)
 
 
 def test_complete_transfer_is_acknowledged_and_delivered_once() -> None:
     machine = offered()
-    assert machine.done(done(), 0.0) == [Send(messages.Ack("t")), Deliver(42, finished=False), End("")]
+    assert machine.done(done(), 0.0) == [Send(messages.Ack("t")), Deliver(42), End("")]
     assert machine.done(done(), 0.0) == []
 
 

@@ -16,7 +16,7 @@ def sending() -> Sending:
 
 
 def offer(start: int, end: int, num_layers: int = LAYERS) -> messages.Offer:
-    return messages.Offer("t", start, end, tuple(range(-(-end // 4) - start // 4)), num_layers, 10.0)
+    return messages.Offer("t", start, end, tuple(range(-(-end // 4) - start // 4)), num_layers)
 
 
 def pushes(actions: list[Action]) -> list[Push]:
@@ -66,9 +66,9 @@ def test_done_is_said_only_when_every_push_has_landed_and_the_first_token_is_kno
     machine.offer(offer(2, 8))
     machine.publish([1, 2], 8, 0)
     ids = [push.push_id for push in pushes(write_all(machine, 8))]
-    assert machine.finish(42, finished=False) == []
+    assert machine.finish(42) == []
     assert [machine.landed(ids[2]), machine.landed(ids[0])] == [[], []]
-    assert machine.landed(ids[1]) == [Send(messages.Done("t", 2, 8, LAYERS, 6 * TOKEN_NBYTES, 42, finished=False))]
+    assert machine.landed(ids[1]) == [Send(messages.Done("t", 2, 8, LAYERS, 6 * TOKEN_NBYTES, 42))]
     assert machine.state is SenderState.SENT
     assert machine.ack() == [End("")]
 
@@ -77,8 +77,8 @@ def test_offer_of_nothing_still_completes() -> None:
     machine = sending()
     machine.publish([1, 2], 8, 0)
     write_all(machine, 8)
-    assert machine.finish(7, finished=True) == []
-    assert machine.offer(offer(8, 8)) == [Send(messages.Done("t", 8, 8, LAYERS, 0, 7, finished=True))]
+    assert machine.finish(7) == []
+    assert machine.offer(offer(8, 8)) == [Send(messages.Done("t", 8, 8, LAYERS, 0, 7))]
 
 
 def test_prefill_that_skipped_a_layer_cannot_say_done() -> None:
@@ -90,7 +90,7 @@ def test_prefill_that_skipped_a_layer_cannot_say_done() -> None:
         for push in pushes(machine.written(layer, 0, 8)):
             machine.landed(push.push_id)
     reason = "prefill ended with 2 of 3 layers written"
-    assert machine.finish(1, finished=False) == [
+    assert machine.finish(1) == [
         Send(messages.Stop("t", reason)),
         Fail(reason),
         Send(messages.Quiet("t")),
@@ -156,7 +156,7 @@ def test_news_after_the_end_changes_nothing() -> None:
         machine.stop("x"),
         machine.fenced(),
         machine.offer(offer(0, 8)),
-        machine.finish(1, finished=False),
+        machine.finish(1),
     ]
     assert after == [[], [], [], [], []]
 

@@ -81,7 +81,7 @@ class _Receive:
         self.reason = ""
         """Code of why it failed."""
 
-    def ready(self, first_token: int, *, finished: bool) -> None:
+    def ready(self, first_token: int) -> None:
         with self._books.lock:
             self.arrived = True
             self._books.report(self)
@@ -191,7 +191,7 @@ class WorkerHalf:
         if not self._unsaved:
             for chunk, _, _ in self._chunks:
                 if chunk.end == chunk.num_tokens:
-                    sender.finish(chunk.transfer_id, 0, finished=False)
+                    sender.finish(chunk.transfer_id, 0)
 
     def end(self) -> None:
         """After the forward pass: layers whose hook did not run (a full graph) are ready now, too."""
