@@ -60,8 +60,8 @@ class ProxyConfig(Section):
     kv_header_grace_s: float = Field(default=0.05, ge=0, le=1)
     """How long prefill's first token of a stream waits for decode to say in its headers whether it has the KV. After
     that the client's X-Pdlink-KV is `transferring`, and the stream's last comment tells. 0 never waits."""
-    max_body_nbytes: int = Field(default=64 * 2**20, ge=1)
-    """Largest body of a client's request."""
+    max_body_nbytes: int = Field(default=16 * 2**20, ge=1)
+    """Largest body of a client's request; pdlink's own workers read 16 MiB."""
     max_connections: int = Field(default=0, ge=0)
     """Open connections to workers; 0 sets no limit."""
     drain_s: Seconds = 10.0

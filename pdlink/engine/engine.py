@@ -359,14 +359,14 @@ class Engine:
         prompt, max_tokens = request.prompt_token_ids, request.sampling.max_tokens
         if not prompt:
             raise InvalidRequest("the prompt is empty; at least one token is needed")
-        for token in (min(prompt), max(prompt)):
-            if not 0 <= token < self._model.vocab_size:
-                raise InvalidRequest(f"token {token} is outside the vocabulary of {self._model.vocab_size}")
         if len(prompt) + max_tokens > self._model.max_tokens:
             raise CapacityExceeded(
                 f"{len(prompt)} prompt tokens and max_tokens {max_tokens} make {len(prompt) + max_tokens}, "
                 f"this worker serves at most {self._model.max_tokens}"
             )
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < self._model.vocab_size:
+                raise InvalidRequest(f"token {token} is outside the vocabulary of {self._model.vocab_size}")
         num_blocks = self._scheduler.blocks_for(request)
         if num_blocks > self._pool.num_blocks:
             raise CapacityExceeded(f"{num_blocks} KV blocks are needed, this worker has {self._pool.num_blocks}")

@@ -46,6 +46,8 @@ class LoadedModel:
     head_dim: int
     vocab_size: int
     """Token ids lie in [0, vocab_size)."""
+    longest_token: int
+    """Characters of the longest token's text, at most."""
     eos_token_ids: frozenset[int]
     max_tokens: int
     """Longest prompt plus answer: the smaller of what is configured and what the model has positions for."""
@@ -162,6 +164,7 @@ def _describe(
         num_layers=text.num_hidden_layers,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        longest_token=max(map(len, tokenizer.get_vocab())),
         vocab_size=model.get_input_embeddings().num_embeddings,
         eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or []),
         max_tokens=min(config.max_tokens, getattr(text, "max_position_embeddings", None) or config.max_tokens),

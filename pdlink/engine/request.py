@@ -29,7 +29,7 @@ class SamplingParams:
     decode the rest, or one process all of them, with the same result."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer; not part of it."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the answer; their text is not part of it."""
     ignore_eos: bool = False
 

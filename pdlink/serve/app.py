@@ -7,12 +7,13 @@ import hmac
 import logging
 import secrets
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
 
-from pdlink.errors import InvalidApiKey, InvalidRequest, PdlinkError
+from pdlink.errors import DeadlineExceeded, InvalidApiKey, InvalidRequest, PdlinkError
 from pdlink.events import listen
 from pdlink.observe.metrics import Gauges, WorkerMetrics
 from pdlink.observe.timeline import Timeline
@@ -21,6 +22,7 @@ from pdlink.serve.openai import (
     Answer,
     ChatRequest,
     CompletionRequest,
+    Generation,
     error_body,
     parse,
 )
@@ -34,8 +36,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_NBYTES = 64 * 2**20
-"""aiohttp's default of 1 MiB answers 413 to a long prompt of token ids."""
+MAX_BODY_NBYTES = 16 * 2**20
+"""Two million token ids; aiohttp's default of 1 MiB answers 413 to a long prompt."""
+
+_LONG_NBYTES = 32 * 1024
+"""Bodies from here on are read and tokenised in a thread: 1 to 3 s a megabyte, for which all others would wait."""
 
 BODY_S = 60.0
 """How long a body may take to arrive; aiohttp waits for ever, so that slow clients could hold every descriptor."""
@@ -50,20 +55,27 @@ KV_HEADER = "X-Pdlink-KV"
 _OPEN_TO_ALL = frozenset({("GET", "/health"), ("GET", "/metrics")})
 
 
+class BodyTooLarge(InvalidRequest):
+    """More than this route reads."""
+
+    http_status = 413
+
+
 def build_app(worker: Worker, http_key: str | None = None) -> web.Application:
     """The routes of one open worker. Cleaning the app up stops listening to events; it does not close the worker.
 
     http_key: what callers must send in X-Pdlink-Key, other than for health and metrics.
     """
-    app = web.Application(client_max_size=MAX_BODY_NBYTES, middlewares=[_errors_as_json, _callers_with(http_key)])
+    app = web.Application(middlewares=[_errors_as_json, _callers_with(http_key)])
     metrics, timeline = WorkerMetrics(lambda: _gauges(worker)), Timeline(worker.name)
     stop = [listen(metrics), listen(timeline)]
+    reader = ThreadPoolExecutor(1, thread_name_prefix="pdlink-long-prompts")
 
     async def completions(request: web.Request) -> web.StreamResponse:
-        return await _generate(worker, CompletionRequest, request)
+        return await _generate(worker, CompletionRequest, request, reader)
 
     async def chat(request: web.Request) -> web.StreamResponse:
-        return await _generate(worker, ChatRequest, request)
+        return await _generate(worker, ChatRequest, request, reader)
 
     async def models(_: web.Request) -> web.Response:
         card = {"id": worker.model.name, "object": "model", "created": 0, "owned_by": "pdlink"}
@@ -75,10 +87,11 @@ def build_app(worker: Worker, http_key: str | None = None) -> web.Application:
 
     async def stop_transfer(request: web.Request) -> web.Response:
         transfer_id = request.match_info["transfer_id"]
-        if len(transfer_id) > MAX_TRANSFER_ID_CHARS or (request.content_length or 0) > _MAX_STOP_NBYTES:
-            raise InvalidRequest(f"no transfer has an id of {len(transfer_id)} characters, or a reason that long")
+        if len(transfer_id) > MAX_TRANSFER_ID_CHARS:
+            raise InvalidRequest(f"transfer id: got {len(transfer_id)} characters, at most {MAX_TRANSFER_ID_CHARS}")
+        body = await _body(request, _MAX_STOP_NBYTES)
         try:
-            told = msgspec.json.decode(await _body(request), type=dict[str, str])
+            told = msgspec.json.decode(body, type=dict[str, str])
         except (msgspec.DecodeError, UnicodeDecodeError):
             told = {}
         worker.stop_transfer(transfer_id, told.get("reason", "prefill failed")[:200])
@@ -93,6 +106,7 @@ def build_app(worker: Worker, http_key: str | None = None) -> web.Application:
     async def cleanup(_: web.Application) -> None:
         for stop_listening in stop:
             stop_listening()
+        reader.shutdown(wait=False, cancel_futures=True)
 
     app.router.add_post("/v1/completions", completions)
     app.router.add_post("/v1/chat/completions", chat)
@@ -106,10 +120,9 @@ def build_app(worker: Worker, http_key: str | None = None) -> web.Application:
 
 
 async def _generate(
-    worker: Worker, kind: type[CompletionRequest] | type[ChatRequest], http: web.Request
+    worker: Worker, kind: type[CompletionRequest] | type[ChatRequest], http: web.Request, reader: ThreadPoolExecutor
 ) -> web.StreamResponse:
-    request = parse(kind, await _body(http), worker.model.name)
-    prompt = request.token_ids(worker.model.tokenizer)
+    request, prompt = await _request(worker, kind, await _body(http), reader)
     params = request.kv_transfer_params
     transfer_id = params.transfer_id if params else secrets.token_hex(16)
     answer = Answer(request, transfer_id, params.created if params else int(time.time()), len(prompt))
@@ -152,18 +165,42 @@ async def _generate(
         return response
 
 
+async def _request(
+    worker: Worker, kind: type[CompletionRequest] | type[ChatRequest], body: bytes, reader: ThreadPoolExecutor
+) -> tuple[Generation, tuple[int, ...]]:
+    """The checked request and its prompt's tokens. reader: where long ones wait their turn."""
+
+    def read() -> tuple[Generation, tuple[int, ...]]:
+        request = parse(kind, body, worker.model.name)
+        return request, request.token_ids(worker.model)
+
+    if len(body) < _LONG_NBYTES:
+        return read()
+    timeout_s = worker.config.timeouts.request_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.get_running_loop().run_in_executor(reader, read)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the prompt was not read within {timeout_s} s") from None
+
+
 def _kv_path(stream: Stream) -> dict[str, str]:
     """Known once the first token is here."""
     return {KV_HEADER: stream.kv_path} if stream.kv_path else {}
 
 
-async def _body(request: web.Request) -> bytes:
-    """The whole body. Raises HTTPRequestTimeout if it takes too long."""
+async def _body(request: web.Request, max_nbytes: int = MAX_BODY_NBYTES) -> bytes:
+    """The whole body. Raises BodyTooLarge, HTTPRequestTimeout if it takes too long."""
+    body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
-            return await request.read()
+            async for part in request.content.iter_any():
+                body += part
+                if len(body) > max_nbytes:
+                    raise BodyTooLarge(f"the body: got more than {max_nbytes} bytes; send a shorter request")
     except TimeoutError:
         raise web.HTTPRequestTimeout(reason="the body did not arrive in time") from None
+    return bytes(body)
 
 
 @web.middleware

@@ -1,19 +1,24 @@
-"""The OpenAI request and response shapes of a worker: parse, check, and write answers."""
+"""The OpenAI request and response shapes of a worker: parse, check, and write answers.
+
+msgspec reads a request because it stops at the first thing that is wrong, in C. A library that collects all of them
+took 170 s for 16 MB of a mixed list, with the interpreter's lock held.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import re
 import secrets
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from msgspec import Meta, Struct
 
 from pdlink.engine.request import SamplingParams
-from pdlink.errors import InvalidRequest, UnknownModel
+from pdlink.errors import CapacityExceeded, InvalidRequest, UnknownModel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from pdlink.engine.models import LoadedModel
     from pdlink.errors import PdlinkError
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -21,25 +26,22 @@ DEFAULT_COMPLETION_TOKENS = 16
 DEFAULT_CHAT_TOKENS = 256
 """The same for chat, where OpenAI sets no limit: all blocks are reserved up front, so there has to be one."""
 
+MAX_STOPS = 4
+"""Stop strings of a request, as OpenAI has it: each is looked for at every token."""
+MAX_STOP_TOKEN_IDS = 1024
 MAX_MESSAGE_CHARS = 2000
 MAX_TRANSFER_ID_CHARS = 128
 
 
-class _Shape(BaseModel):
-    """Unknown fields are ignored, as clients of this interface expect; known ones must have the right type."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-
-class PrefillAddress(_Shape):
+class PrefillAddress(Struct, frozen=True):
     name: str
     control: str
 
 
-class TransferParams(_Shape):
+class TransferParams(Struct, frozen=True, kw_only=True):
     """`kv_transfer_params`, written by the proxy for one leg of one attempt."""
 
-    transfer_id: Annotated[str, Field(min_length=1, max_length=MAX_TRANSFER_ID_CHARS)]
+    transfer_id: Annotated[str, Meta(min_length=1, max_length=MAX_TRANSFER_ID_CHARS)]
     leg: Literal["prefill", "decode"]
     seed: int
     created: int
@@ -47,19 +49,24 @@ class TransferParams(_Shape):
     """Where the KV comes from; on the decode leg."""
 
 
-class _Generation(_Shape):
+_NumTokens = Annotated[int, Meta(ge=1)]
+
+
+class _Generation(Struct, frozen=True, kw_only=True):
+    """Unknown fields are ignored, as clients of this interface expect; known ones must have the right type."""
+
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    max_tokens: _NumTokens | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = 1.0
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     stream: bool | None = False
     stream_options: dict[str, Any] | None = None
-    n: Literal[1] | None = 1
-    logprobs: Literal[False, 0] | None = None
+    n: int | None = 1
+    logprobs: bool | int | None = None
     cache_salt: str = ""
     kv_transfer_params: TransferParams | None = None
 
@@ -67,9 +74,28 @@ class _Generation(_Shape):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.get("include_usage"))
 
+    def check(self) -> None:
+        """What the types above do not say. Raises InvalidRequest."""
+        for name, given, limit in (
+            ("stop", self.stop if isinstance(self.stop, list) else (), MAX_STOPS),
+            ("stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS),
+        ):
+            if len(given) > limit:
+                raise InvalidRequest(f"{name}: got {len(given)}, at most {limit} are looked for; send fewer")
+        if self.n not in (None, 1):
+            raise InvalidRequest(
+                f"n: got {self.n}, one answer per request is served; send the request {self.n} times"
+            )
+        if self.logprobs:
+            raise InvalidRequest(f"logprobs: got {self.logprobs}, this worker computes none; leave it out")
+
     def limit(self) -> int:
         """Tokens to generate."""
         raise AssertionError("every kind of request has its own limit")
+
+    def token_ids(self, model: LoadedModel) -> tuple[int, ...]:
+        """The prompt. Raises InvalidRequest, CapacityExceeded."""
+        raise AssertionError("every kind of request has its own prompt")
 
     def sampling(self) -> SamplingParams:
         """What the engine needs. Without a seed of the client, the proxy's is taken, so that both legs agree."""
@@ -83,82 +109,148 @@ class _Generation(_Shape):
             top_p=1.0 if self.top_p is None else self.top_p,
             seed=seed,
             stop=stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
+            stop_token_ids=frozenset(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
         )
 
 
-class CompletionRequest(_Generation):
-    prompt: str | list[int] | list[str] | list[list[int]]
-    echo: Literal[False] | None = False
-    best_of: Literal[1] | None = 1
-    suffix: Literal[""] | None = None
+class CompletionRequest(_Generation, frozen=True, kw_only=True):
+    prompt: msgspec.Raw
+    """A string or token ids, alone or as the only item of a list: `_the_one`."""
+    echo: bool | None = False
+    best_of: int | None = 1
+    suffix: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        for name, given, usual in (
+            ("echo", self.echo, False),
+            ("best_of", self.best_of, 1),
+            ("suffix", self.suffix, ""),
+        ):
+            if given not in (None, usual):
+                raise InvalidRequest(f"{name}: got {given!r:.100}, only {usual!r} is served; leave it out")
 
     def limit(self) -> int:
         return self.max_tokens or DEFAULT_COMPLETION_TOKENS
 
-    def token_ids(self, tokenizer: Any) -> tuple[int, ...]:
+    def token_ids(self, model: LoadedModel) -> tuple[int, ...]:
         """The one prompt of this request as token ids."""
-        prompt: Any = self.prompt
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-            if len(prompt) != 1:
-                raise InvalidRequest(f"prompt: one prompt per request, got {len(prompt)}; send them one by one")
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            return tuple(tokenizer.encode(prompt))
-        return tuple(prompt)
+        prompt = _the_one(self.prompt)
+        return _tokenized(prompt, model) if isinstance(prompt, str) else prompt
 
 
-class _Message(_Shape):
-    model_config = ConfigDict(strict=True, extra="allow")
-    role: str
-    content: str | None = None
+def _the_one(prompt: msgspec.Raw) -> str | tuple[int, ...]:
+    """A text or token ids; either may come as the only item of a list.
+
+    How it begins tells which, so that what is something else is seen at its first item.
+    """
+    begin = bytes(memoryview(prompt)[:_BEGIN_NBYTES])
+    if begin.startswith(b'"'):
+        return _decoded(prompt, str, "prompt")  # type: ignore[no-any-return]
+    if not begin.startswith(b"["):
+        raise InvalidRequest("prompt: expected a string or a list of token ids")
+    first = begin[1:].lstrip()[:1]
+    if first not in (b'"', b"["):
+        return _decoded(prompt, _Tokens, "prompt")  # type: ignore[no-any-return]
+    try:
+        return _decoded(prompt, _OneText if first == b'"' else _OneTokens, "prompt")[0]  # type: ignore[no-any-return]
+    except InvalidRequest as error:
+        if "of length 1" not in str(error):
+            raise
+        raise InvalidRequest("prompt: got several, one per request is served; send them one by one") from None
 
 
-class ChatRequest(_Generation):
-    messages: Annotated[list[_Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+_BEGIN_NBYTES = 64
+"""Of a JSON value, enough to tell what it is; a list with more white space than this counts as one of token ids."""
+_Tokens = tuple[int, ...]
+_OneText = tuple[str]
+_OneTokens = tuple[_Tokens]
+
+
+class ChatRequest(_Generation, frozen=True, kw_only=True):
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    """Each with its role, and what else the model's chat template makes use of."""
+    max_completion_tokens: _NumTokens | None = None
 
     def limit(self) -> int:
         return self.max_completion_tokens or self.max_tokens or DEFAULT_CHAT_TOKENS
 
-    def token_ids(self, tokenizer: Any) -> tuple[int, ...]:
+    def check(self) -> None:
+        super().check()
+        for index, message in enumerate(self.messages):
+            role, content = message.get("role"), message.get("content")
+            if not isinstance(role, str):
+                raise InvalidRequest(f"messages[{index}].role: expected `str`, got {type(role).__name__}")
+            if not isinstance(content, str | None):
+                raise InvalidRequest(f"messages[{index}].content: expected `str`, got {type(content).__name__}")
+
+    def token_ids(self, model: LoadedModel) -> tuple[int, ...]:
         """The conversation through the model's chat template, as token ids."""
-        if not tokenizer.chat_template:
+        if not model.tokenizer.chat_template:
             raise InvalidRequest("messages: this model has no chat template; use /v1/completions")
-        text = tokenizer.apply_chat_template(
-            [message.model_dump(exclude_none=True) for message in self.messages],
+        _check_length("messages", sum(len(message.get("content") or "") for message in self.messages), model)
+        text = model.tokenizer.apply_chat_template(
+            [{key: value for key, value in message.items() if value is not None} for message in self.messages],
             tokenize=False,
             add_generation_prompt=True,
         )
-        return tuple(tokenizer.encode(text, add_special_tokens=False))
+        return _tokenized(text, model, field="messages", add_special_tokens=False)
 
 
 Generation = CompletionRequest | ChatRequest
 
 
+def _tokenized(text: str, model: LoadedModel, field: str = "prompt", **options: Any) -> tuple[int, ...]:
+    _check_length(field, len(text), model)
+    return tuple(model.tokenizer.encode(text, **options))
+
+
+def _check_length(field: str, num_chars: int, model: LoadedModel) -> None:
+    """Refuse what is too long whatever its tokens are: to find them out takes 1 to 3 s a megabyte."""
+    limit = model.max_tokens * model.longest_token
+    if num_chars > limit:
+        raise CapacityExceeded(
+            f"{field}: got {num_chars} characters; this worker serves at most {model.max_tokens} tokens, "
+            f"which hold no more than {limit} characters; send a shorter text"
+        )
+
+
 def parse(kind: type[CompletionRequest] | type[ChatRequest], body: bytes, model: str) -> Generation:
     """A checked request. Raises InvalidRequest naming the field, UnknownModel if it is for another model."""
-    try:
-        data = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise InvalidRequest(f"the body must be a JSON object, got {type(data).__name__}")
-    try:
-        request = kind.model_validate(data)
-    except ValidationError as error:
-        raise InvalidRequest("; ".join(_explain(item) for item in error.errors()[:3])) from None
+    request: Generation = _decoded(body, kind)
+    request.check()
     if request.model != model:
         raise UnknownModel(f"model {request.model!r} is not served here; this worker holds {model!r}")
     return request
 
 
-def _explain(item: Mapping[str, Any]) -> str:
-    where = ".".join(str(part) for part in item["loc"] if isinstance(part, int) or part.isidentifier())
-    value = item.get("input")
-    shown = f", got {value!r}" if isinstance(value, str | int | float | bool) and len(repr(value)) < 100 else ""
-    return f"{where}: {item['msg']}{shown}"
+_SHOWN_NBYTES = 64 * 1024
+"""JSON up to this is read a second time for the value that was wrong."""
+
+
+def _decoded(data: bytes | msgspec.Raw, kind: Any, field: str = "") -> Any:
+    """The value of this JSON. field: what it is of the request; empty for all of it. Raises InvalidRequest."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(_explain(str(error), data, field)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{field or 'the body'}: not valid JSON: {error}") from None
+
+
+def _explain(problem: str, data: bytes | msgspec.Raw, field: str) -> str:
+    """msgspec's "Expected X - at `$.path`" as "path: Expected X, got VALUE"."""
+    what, _, path = problem.partition(" - at `$")
+    path = path.rstrip("`")
+    shown = ""
+    if path and ", got " not in what and len(memoryview(data)) <= _SHOWN_NBYTES:
+        with contextlib.suppress(msgspec.DecodeError):  # a number that no type holds
+            value = msgspec.json.decode(data)
+            for key in re.findall(r"[^.\[\]]+", path):
+                value = value[int(key)] if isinstance(value, list) else value[key]
+            shown = f", got {value!r}" if isinstance(value, str | int | float) and len(repr(value)) < 100 else ""
+    return f"{(field + path).lstrip('.') or 'the body'}: {what}{shown}"
 
 
 def error_body(error: PdlinkError) -> dict[str, Any]:

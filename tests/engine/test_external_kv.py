@@ -69,7 +69,9 @@ def test_blocks_that_wait_for_kv_are_not_found_by_name() -> None:
 @pytest.mark.parametrize("max_tokens", [1, 3])
 def test_given_first_token_can_end_the_answer(max_tokens: int) -> None:
     worker = rig()
-    worker.submit("r", prompt_of(5), max_tokens, external_kv=True, stop_token_ids=() if max_tokens == 1 else (65,))
+    worker.submit(
+        "r", prompt_of(5), max_tokens, external_kv=True, stop_token_ids=frozenset(() if max_tokens == 1 else (65,))
+    )
     worker.run()
     worker.engine.kv_arrived("r", 65)
     worker.run()

@@ -38,7 +38,7 @@ def test_stop_token_ends_the_answer_and_has_no_text() -> None:
     tokens = oracle(prompt, 8)
     worker = rig()
     end = tokens.index(tokens[5])
-    assert worker.generate(prompt, 8, stop_token_ids=(tokens[5],)) == tokens[: end + 1]
+    assert worker.generate(prompt, 8, stop_token_ids=frozenset([tokens[5]])) == tokens[: end + 1]
     assert worker.heard.outputs["r"][-1].finish_reason == "stop"
     assert worker.heard.text("r") == bytes(tokens[:end]).decode()
 
