@@ -127,12 +127,16 @@ class Worker:
 
     def _become(self, state: State, reason: str) -> None:
         if state is not self.state:
+            back = (
+                state is State.OK and self.state is not State.UNKNOWN
+            )  # who read that it went reads that it is back
             log.log(
-                logging.INFO if state is State.OK else logging.WARNING,
-                "%s worker %s: %s%s",
+                logging.INFO if state is State.OK and not back else logging.WARNING,
+                "%s worker %s: %s%s%s",
                 self.side.value,
                 self.url,
                 state.value,
+                " again" if back else "",
                 f" ({reason})" if reason else "",
             )
             emit(PeerChanged(peer=self.url, state=state.value, reason=reason))

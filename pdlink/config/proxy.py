@@ -87,4 +87,12 @@ class ProxyConfig(Section):
                         f"control: no address for the prefill worker {url}; it is the control_host and control_port "
                         "of its kv_connector_extra_config, as tcp://HOST:PORT"
                     )
+            served = {url.rstrip("/").partition("://")[2]: url for url in (*self.prefill, *self.decode)}
+            for url, addresses in self.control.items():
+                for address in addresses:
+                    if (other := served.get(address.partition("://")[2])) is not None:
+                        raise ValueError(
+                            f"control: {address}, given for {url}, is the HTTP port of {other}; it must be the "
+                            "control_port of that server's kv_connector_extra_config"
+                        )
         return self

@@ -45,7 +45,8 @@ _CUT = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _DIAL_FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not have our key on its allow-list",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "only one of the two sides uses keys",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up: it does not hold the key we were told, or uses none",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up: it does not hold the key we were told, or uses "
+    "none, or is no control port of pdlink at all (an HTTP port, perhaps)",
 }
 """Why a connection that was made did not become one. Each comes before the event of the connection's end (libzmq
 4.3.5). Where only one side uses keys both hang up, and who is second hears the third."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pdlink.errors import ConfigError
+from pdlink_proxy.dialects import Health
 from pdlink_proxy.dialects.own import read_health
 from pdlink_proxy.pools import Pools, State, Worker
 from pdlink_proxy.steps import Leg
@@ -69,6 +70,20 @@ def test_only_an_answer_asked_for_after_the_fault_clears_it() -> None:
     assert state_of(worker) is State.UNREACHABLE
     worker.heard(read_health(200, health()), faults_when_asked=1)
     assert state_of(worker) is State.OK
+
+
+def test_a_worker_is_back_at_the_level_at_which_it_went(caplog: pytest.LogCaptureFixture) -> None:
+    """At the proxy's default level an operator read of every loss, and never that it was over."""
+    worker = Worker("http://a:1", Leg.PREFILL)
+    health = Health("ok", "a", "e", "prefill", "m", "tcp://a:2")
+    worker.heard(health, faults_when_asked=0)
+    assert caplog.records == [], "the first time is no news"
+    worker.fault("reset")
+    worker.heard(health, faults_when_asked=1)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "prefill worker http://a:1: unreachable (reset)"),
+        ("WARNING", "prefill worker http://a:1: ok again"),
+    ]
 
 
 def test_one_late_answer_takes_nobody_out_and_two_do() -> None:

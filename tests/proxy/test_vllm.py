@@ -605,5 +605,13 @@ def test_a_prefill_worker_without_its_control_address_is_refused_at_start() -> N
     flags = {"dialect": "vllm", "prefill": ["http://a:1", "http://b:1"]}
     with pytest.raises(ConfigError, match=r"control: no address for the prefill worker http://b:1"):
         load(ProxyConfig, environment={}, flags={**flags, "control": {"http://a:1/": "tcp://a:2"}})
+    right = {"http://a:1": "tcp://a:2", "http://b:1": "tcp://b:2"}
+    assert load(ProxyConfig, environment={}, flags={**flags, "control": right}).control["http://a:1"] == (
+        "tcp://a:2",
+    )
+    with pytest.raises(
+        ConfigError, match=r"tcp://b:1, given for http://a:1, is the HTTP port of http://b:1.*control_port"
+    ):
+        load(ProxyConfig, environment={}, flags={**flags, "control": {**right, "http://a:1": "tcp://b:1"}})
     config = load(ProxyConfig, environment={}, flags={**flags, "dialect": "vllm-nixl"})
     assert config.control == {}

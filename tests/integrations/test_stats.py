@@ -1,0 +1,75 @@
+"""What vLLM's metrics are told of transfers."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pdlink.events import LayerLanded, TransferEnded
+from pdlink.integrations.vllm_parts.stats import COUNTS, Counts, split
+from pdlink.protocol.reasons import code_of, in_words
+
+
+def ended(side: str, state: str, reason: str = "", transport: str = "cma") -> TransferEnded:
+    return TransferEnded(
+        transfer_id="t", side=side, peer="p", state=state, reason=reason, nbytes=0, transport=transport, started_s=0.0
+    )
+
+
+def test_counts_have_the_lane_or_the_reason() -> None:
+    counts = Counts()
+    landed = LayerLanded(
+        transfer_id="t", layer=0, start=0, end=4, nbytes=100, transport="cma", submitted_s=0.0, asked_s=0.0
+    )
+    for event in (
+        landed,
+        landed,
+        ended("sender", "DONE"),
+        ended("receiver", "READY", transport="ucx"),
+        ended("receiver", "FAILED", "silent for 10.0 s"),
+        ended("receiver", "FAILED", "silent for 3.0 s"),
+        ended("sender", "FAILED", "other_prompt"),
+        ended("receiver", "FAILED", "not_needed"),
+    ):
+        counts(event)
+    assert counts.take() == {
+        "bytes|cma": 200,
+        "pushes|cma": 2,
+        "sent|cma": 1,
+        "received|ucx": 1,
+        "failed|peer_lost": 2,
+        "failed|other_prompt": 1,
+        "unneeded": 1,
+    }
+    assert counts.take() == {}
+
+
+def test_every_key_has_as_many_values_as_its_counter_has_labels() -> None:
+    for key in ("bytes|cma", "failed|refused:content", "unneeded", "sent|none"):
+        name, values = split(key)
+        assert len(values) == bool(COUNTS[name][1])
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        ("no_request", "no_request"),
+        ("refused: content differs: local a, remote b; next try in 1.0 s", "refused:content"),
+        ("refused: parts per layer differs: local (2,), remote (1,)", "refused:parts_per_layer"),
+        ("closed by prefill: shutdown", "peer_lost"),
+        ("cannot connect to tcp://127.0.0.1:1: it hung up", "not_connected"),
+        ("incomplete: bytes 3 of 4", "incomplete"),
+        ("push failed: gone", "push_failed"),
+        ("a peer's own words\n", "other"),
+        ("", "other"),
+    ],
+)
+def test_reasons_have_one_of_a_few_codes(reason: str, code: str) -> None:
+    assert code_of(reason) == code
+    assert re.fullmatch("[a-z0-9_:]+", code)
+
+
+def test_a_code_is_told_in_words_with_the_code() -> None:
+    assert in_words("no_request").endswith("(no_request)")
+    assert in_words("silent for 3 s") == "silent for 3 s"
