@@ -140,7 +140,7 @@ class Channel:
             self._router.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
             self.close()
-            reason = zmq.strerror(error.errno)  # error.strerror has the address once more
+            reason = zmq.strerror(error.errno or 0)  # error.strerror has the address once more
             raise ConfigError(f"control_port: cannot bind tcp://{host}:{port}: {reason}") from None
         self._poller.register(self._router, zmq.POLLIN)
         endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)

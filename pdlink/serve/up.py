@@ -79,6 +79,10 @@ class Child:
                     return True
         return False
 
+    def wait_ready(self, timeout_s: float) -> None:
+        """As the function of this name."""
+        wait_ready(self, timeout_s)
+
     def _take(self, message: dict[str, Any]) -> bool:
         self.doing = message.get("doing", self.doing)
         self.warnings = message.pop("warnings", self.warnings)

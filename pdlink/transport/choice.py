@@ -65,8 +65,8 @@ def open_transports(
     if not opened:
         reasons = "; ".join(f"{name}: {error}" for name, error in problems)
         raise TransportUnavailable(f"transport.kind = {config.kind}: {reasons}")
-    for name, error in problems:  # not before: the error says the same
-        log.warning("transport %s cannot be used: %s", name, error)
+    for name, problem in problems:  # not before: the error says the same
+        log.warning("transport %s cannot be used: %s", name, problem)
     return opened
 
 
