@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from pdlink.protocol.auth import Credentials
 
-_QUEUE_FRAMES = 10_000
-"""Frames queued per peer before it counts as not reading."""
+_QUEUE_FRAMES = 16
+"""Frames that libzmq queues for one peer. What is more waits in `Sessions`, where its bytes are counted."""
 
 _UNREAD_FRAMES = 32
 """Whole frames of one peer that wait for us; then its socket is not read until we catch up. This times
@@ -96,6 +96,10 @@ class Refused:
 
 
 Arrival = Received | Disconnected | Refused
+
+
+class QueueFull(Exception):  # noqa: N818  nothing is wrong: the frame has not been taken, and can be later
+    """What was sent to this peer before has not left yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +195,20 @@ class Channel:
         return route
 
     def send(self, route: str, frame: bytes) -> bool:
-        """Queue one frame. False if the peer is gone or has not read for so long that its queue is full."""
+        """Queue one frame; False if the peer is gone. Raises QueueFull if it has to be tried again later."""
+        try:
+            return self._send(route, frame)
+        except zmq.Again:
+            pass
+        socket = self._dealers[route].socket if route in self._dealers else self._router
+        assert socket is not None
+        socket.getsockopt(zmq.EVENTS)  # what has left meanwhile is noticed once a millisecond only, or here
+        try:
+            return self._send(route, frame)
+        except zmq.Again:
+            raise QueueFull from None
+
+    def _send(self, route: str, frame: bytes) -> bool:
         try:
             if route in self._dealers:
                 self._dealers[route].socket.send(frame, zmq.NOBLOCK)
@@ -199,7 +216,9 @@ class Channel:
                 self._router.send_multipart([bytes.fromhex(route), frame], zmq.NOBLOCK)
             else:
                 return False
-        except (zmq.Again, zmq.ZMQError, ValueError):
+        except zmq.Again:
+            raise
+        except (zmq.ZMQError, ValueError):
             return False
         return True
 

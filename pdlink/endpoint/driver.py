@@ -61,6 +61,9 @@ _READ_S = 0.005
 """A turn takes frames for this long; what is left waits for the next one, after the clock and everybody else. One
 frame of a session may take longer: decoding the largest takes 35 ms."""
 
+_RETRY_S = 0.005
+"""How soon a frame is tried again that a full queue did not take."""
+
 _TELL_S = 1.0
 """The log hears of a failure this often at most: whoever can cause one could fill the disk. All are counted."""
 
@@ -240,6 +243,10 @@ class Endpoint:
         with self.lock:
             return self.sessions.greeter.refusals.all()
 
+    def queued_nbytes(self) -> int:
+        """Of frames that wait for peers to read those before."""
+        return self.sessions.queued_nbytes
+
     def num_closing(self) -> int:
         """Lost sessions whose fence does not hold yet."""
         return len(self.sessions.closing)
@@ -308,6 +315,8 @@ class Endpoint:
                     return
             polled_s = self.now_s()
             wait_s = max(0.0, self._next_tick_s - polled_s) if self._asleep else 0.0
+            if self.sessions.waiting:
+                wait_s = min(wait_s, _RETRY_S)
             absence_s = polled_s - returned_s
             arrived, ready = self._channel.poll(wait_s)
             returned_s = self.now_s()
@@ -357,6 +366,7 @@ class Endpoint:
             while self.sessions.unsent:
                 peer, _ = self.sessions.unsent.popitem()
                 self._guarded("message", partial(self.sessions.flush, peer), partial(self.lose, peer))
+            self.sessions.send_waiting()
 
     def _tick(self, now: float) -> None:
         awake_s = self.awake_s()

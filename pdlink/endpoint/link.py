@@ -72,8 +72,8 @@ class Ended:
     def add(self, transfer_id: str, reason: str, peer: str = "") -> None:
         """peer: its name, which outlives sessions; empty for this worker itself."""
         self._forget(transfer_id)
-        of_peer = self._of.get(peer, {})
-        if len(of_peer) >= self._share:
+        of_peer = self._of.get(peer)
+        if of_peer is not None and len(of_peer) >= self._share:
             self._forget(next(iter(of_peer)))
         elif len(self._entries) >= self._capacity:
             self._forget(next(iter(self._entries)))

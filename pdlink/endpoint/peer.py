@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,9 @@ class Peer:
     """How our pages map to theirs; only on the sending side."""
     outbox: list[Body] = field(default_factory=list)
     """Messages of transfers that leave together at the end of the loop's turn, once READY."""
+    queued: deque[bytes] = field(default_factory=deque)
+    """Frames that leave when it has read some of those before."""
+    queued_nbytes: int = 0
     num_sent: int = 0
     """Frames of this session that we sent: the number of our next one."""
     num_taken: int = 0

@@ -10,9 +10,11 @@ numbered: a repeated one is dropped, a gap ends the session, so that nothing wai
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Protocol
 
+from pdlink.endpoint.channel import QueueFull
 from pdlink.endpoint.greeting import Greeter
 from pdlink.endpoint.link import printable
 from pdlink.endpoint.peer import Peer, PeerState, ends_session
@@ -41,6 +43,14 @@ _ABOUT_THE_SESSION = (
     messages.Ready,
     messages.Refuse,
 )
+
+
+MAX_QUEUED_NBYTES = 256 * 2**20
+MAX_PEER_QUEUED_NBYTES = 16 * 2**20
+"""Of frames that wait for one peer, and for all, to read what was sent before: that peer is lost, or of all the one
+for which most waits. In libzmq wait 16 frames more of each, of `_FRAME_NBYTES` but for single long messages."""
+_FRAME_NBYTES = 64 * 2**10
+"""Of what is said together: longer frames are sent in several."""
 
 
 class Owner(Protocol):
@@ -85,6 +95,10 @@ class Sessions:
         self._num_sessions = 0
         self.unsent: dict[Peer, None] = {}
         """Those with something in their outbox that may leave."""
+        self.waiting: dict[Peer, None] = {}
+        """Those with frames that their connection does not take now."""
+        self.queued_nbytes = 0
+        """Of all of these."""
 
     def all(self) -> list[Peer]:
         """Live sessions."""
@@ -205,6 +219,7 @@ class Sessions:
         self.unsent.pop(peer, None)
         if peer.epoch:
             self.flush(peer, messages.Bye(reason))
+        self._forget_queue(peer)
         if self.by_route.get(peer.route) is peer:
             del self.by_route[peer.route]
         self._channel.drop(peer.route)
@@ -282,7 +297,8 @@ class Sessions:
         emit(MessageDropped(reason="old_session"))
         if not ends_session(envelope):
             bye = self._envelope(envelope.src_epoch, envelope.session, 0, messages.Bye("unknown session"))
-            self._channel.send(route, messages.encode(bye))
+            with contextlib.suppress(QueueFull):
+                self._channel.send(route, messages.encode(bye))
 
     def on_disconnected(self, item: Disconnected) -> None:
         """The connection of a session has ended."""
@@ -309,7 +325,7 @@ class Sessions:
     def post(self, peer: Peer, *bodies: Body) -> None:
         """Send a frame of this session now, in several if need be; ends the session if that cannot be."""
         frame = messages.encode(self._envelope(peer.epoch, peer.session, peer.num_sent, *bodies))
-        if len(bodies) > 1 and (len(frame) > messages.MAX_FRAME_NBYTES or len(bodies) > messages.MAX_BODIES):
+        if len(bodies) > 1 and (len(frame) > _FRAME_NBYTES or len(bodies) > messages.MAX_BODIES):
             half = len(bodies) // 2
             self.post(peer, *bodies[:half])
             self.post(peer, *bodies[half:])
@@ -318,8 +334,50 @@ class Sessions:
             self.lose(peer, f"our hello has {len(frame)} bytes, a listener takes {MAX_HELLO_NBYTES} at most")
             return
         peer.num_sent += 1
-        if not self._channel.send(peer.route, frame) and peer.state is not PeerState.LOST:
-            self.lose(peer, "control connection is gone or full")
+        if peer.queued or not self._try(peer, frame):
+            self._queue(peer, frame)
+
+    def send_waiting(self) -> None:
+        """What waits for peers to read leaves as far as they have."""
+        for peer in list(self.waiting):
+            while peer.queued and self._try(peer, peer.queued[0]):
+                nbytes = len(peer.queued.popleft())
+                peer.queued_nbytes -= nbytes
+                self.queued_nbytes -= nbytes
+            if not peer.queued:
+                del self.waiting[peer]
+
+    def _try(self, peer: Peer, frame: bytes) -> bool:
+        """Whether this frame is on its way, or will never have to be; False if its queue is full."""
+        try:
+            if not self._channel.send(peer.route, frame) and peer.state is not PeerState.LOST:
+                self.lose(peer, "control connection is gone")
+        except QueueFull:
+            return False
+        return True
+
+    def _queue(self, peer: Peer, frame: bytes) -> None:
+        if peer.state is PeerState.LOST:
+            return
+        peer.queued.append(frame)
+        peer.queued_nbytes += len(frame)
+        self.queued_nbytes += len(frame)
+        self.waiting[peer] = None
+        if peer.queued_nbytes > MAX_PEER_QUEUED_NBYTES:
+            self._lose_slow(peer, MAX_PEER_QUEUED_NBYTES)
+        elif self.queued_nbytes > MAX_QUEUED_NBYTES:
+            self._lose_slow(max(self.waiting, key=lambda slow: slow.queued_nbytes), MAX_QUEUED_NBYTES)
+
+    def _lose_slow(self, peer: Peer, limit_nbytes: int) -> None:
+        nbytes = peer.queued_nbytes
+        self._forget_queue(peer)
+        self.lose(peer, f"slow consumer: {nbytes} bytes wait for it to read, limit {limit_nbytes}")
+
+    def _forget_queue(self, peer: Peer) -> None:
+        self.waiting.pop(peer, None)
+        self.queued_nbytes -= peer.queued_nbytes
+        peer.queued.clear()
+        peer.queued_nbytes = 0
 
     def flush(self, peer: Peer, *last: Body) -> None:
         """Send what was said to it since the last time."""

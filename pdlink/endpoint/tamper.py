@@ -6,12 +6,13 @@ from being acted upon: a bug, a full queue, a process that is suspended between 
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import logging
 import random
 from typing import TYPE_CHECKING
 
-from pdlink.endpoint.channel import Channel
+from pdlink.endpoint.channel import Channel, QueueFull
 from pdlink.endpoint.link import now_s
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ _COPY_S = 0.05
 """A repeated frame comes up to this much later, so that others overtake it."""
 
 
+_FULL_S = 0.005
+"""After a full queue nothing is tried for this long."""
+
+
 class TamperedChannel(Channel):
     """A `Channel` whose outgoing frames meet with a seeded fate. Delays keep the order of a route, copies do not."""
 
@@ -37,6 +42,7 @@ class TamperedChannel(Channel):
         self._held: list[tuple[float, int, str, bytes]] = []
         """Heap of (due, number, route, frame)."""
         self._num_held = 0
+        self._full_until_s = 0.0
         self._last_due_s: dict[str, float] = {}
         self._broken: set[str] = set()
         """Routes on which a held frame could not be sent: the next `send` says so."""
@@ -51,7 +57,12 @@ class TamperedChannel(Channel):
         if self._chance.random() < self._chaos.duplicate:
             self._hold(due_s + self._chance.random() * max(_COPY_S, self._chaos.delay_s), route, frame)
         if self._chaos.delay_s == 0.0:
-            return super().send(route, frame)
+            self._flush()  # what a full queue did not take goes first
+            if now_s() >= self._full_until_s:
+                try:
+                    return super().send(route, frame)
+                except QueueFull:
+                    self._full_until_s = now_s() + _FULL_S
         self._last_due_s[route] = due_s
         self._hold(due_s, route, frame)
         return True
@@ -61,8 +72,9 @@ class TamperedChannel(Channel):
         leaving = sorted(item for item in self._held if item[2] == route)
         self._held = [item for item in self._held if item[2] != route]
         heapq.heapify(self._held)
-        for _, _, _, frame in leaving:
-            super().send(route, frame)
+        with contextlib.suppress(QueueFull):
+            for _, _, _, frame in leaving:
+                super().send(route, frame)
         self._last_due_s.pop(route, None)
         self._broken.discard(route)
         super().drop(route)
@@ -70,7 +82,7 @@ class TamperedChannel(Channel):
     def poll(self, timeout_s: float) -> tuple[Iterable[Arrival], set[int]]:
         self._flush()
         if self._held:
-            timeout_s = min(timeout_s, self._held[0][0] - now_s())
+            timeout_s = min(timeout_s, max(self._held[0][0], self._full_until_s) - now_s())
         arrived = super().poll(timeout_s)
         self._flush()
         return arrived
@@ -80,7 +92,11 @@ class TamperedChannel(Channel):
         heapq.heappush(self._held, (due_s, self._num_held, route, frame))
 
     def _flush(self) -> None:
-        while self._held and self._held[0][0] <= now_s():
-            _, _, route, frame = heapq.heappop(self._held)
-            if not super().send(route, frame):
-                self._broken.add(route)
+        while self._held and self._held[0][0] <= now_s() and now_s() >= self._full_until_s:
+            due_s, number, route, frame = heapq.heappop(self._held)
+            try:
+                if not super().send(route, frame):
+                    self._broken.add(route)
+            except QueueFull:  # everybody waits: what is held keeps its order
+                heapq.heappush(self._held, (due_s, number, route, frame))
+                self._full_until_s = now_s() + _FULL_S

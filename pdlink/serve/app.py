@@ -263,8 +263,8 @@ def _gauges(worker: Worker) -> Gauges:
             },
         ),
         "control_nbytes": (
-            "Bytes held for peers: offers whose request has not come",
-            {"early": worker.endpoint.sender.early_nbytes()},
+            "Bytes held for peers: offers whose request has not come, and frames that they do not read",
+            {"early": worker.endpoint.sender.early_nbytes(), "queued": worker.endpoint.queued_nbytes()},
         ),
         "endpoint_longest_absence_seconds": (
             "Longest time since the last scrape for which the endpoint's loop could not go round",

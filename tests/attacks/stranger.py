@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 class Stranger:
     """A dialer of a node's control port. Its layout fits the victim's unless `identity` says otherwise."""
 
-    def __init__(self, pair: Pair, victim: Node | None = None, *, name: str = "stranger", **identity: Any) -> None:
+    def __init__(
+        self, pair: Pair, victim: Node | None = None, *, name: str = "stranger", reads: bool = True, **identity: Any
+    ) -> None:
+        """reads: takes everything, so that it is never taken for one that does not."""
         self.victim = victim or pair.prefill
         self.name, self.epoch, self.session = name, os.urandom(8).hex(), 1
         self.num_said, self._heard = 0, deque[Any]()
@@ -35,7 +38,7 @@ class Stranger:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDTIMEO, int(WAIT_S * 1000))
         self.socket.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
-        self.socket.setsockopt(zmq.RCVHWM, 0)  # it reads everything, so that it is never taken for one that does not
+        self.socket.setsockopt(zmq.RCVHWM, 0 if reads else 1)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.connect(self.victim.endpoint.address)
 

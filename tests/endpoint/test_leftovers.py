@@ -70,6 +70,6 @@ def test_session_that_breaks_at_the_last_message_of_the_handshake_is_not_called_
     channel = pair.decode.endpoint._channel
     send = channel.send
     monkeypatch.setattr(channel, "send", lambda route, frame: b"invite" not in frame and send(route, frame))
-    assert pair.expect("t").wait() == ["failed peer_lost: control connection is gone or full", "released"]
+    assert pair.expect("t").wait() == ["failed peer_lost: control connection is gone", "released"]
     assert not [event for event in pair.events if isinstance(event, PeerChanged) and event.state == "ready"]
     assert not pair.decode.endpoint.peers()

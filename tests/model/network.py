@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from pdlink.endpoint.channel import Channel
+from pdlink.endpoint.channel import Channel, QueueFull
 from pdlink.errors import ConfigError
 
 
@@ -120,7 +120,7 @@ class Port(Channel):
             return False
         if self.full:
             self.full = False
-            return False
+            raise QueueFull
         if self._network.doomed and self._network.doomed in frame:
             self._network.doomed = b""
             return True

@@ -359,6 +359,7 @@ class Node:
         endpoint = self.endpoint
         return {
             "peers": len(endpoint.peers()),
+            "queued": endpoint.queued_nbytes() + len(endpoint.sessions.waiting),
             "routes": len(endpoint.sessions.by_route),
             "dialed": len(endpoint.sessions.dialed),
             "closing": endpoint.num_closing(),
