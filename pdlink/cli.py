@@ -340,6 +340,8 @@ def _reporting(fd: int) -> Iterator[Parent]:
     except (PdlinkError, OSError) as error:
         if not parent.failed(str(error), 2 if isinstance(error, ConfigError) else 1):
             raise
+    finally:
+        parent.close()
 
 
 def _check(args: argparse.Namespace) -> int:

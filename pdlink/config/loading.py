@@ -232,8 +232,8 @@ def _explain(kind: type[BaseModel], item: Any) -> str:
     what, got = item["type"], item.get("input")
     if what == "extra_forbidden":
         return _unknown(kind, where)
-    if what == "value_error":  # one of ours, which names the setting itself
-        return str(item["ctx"]["error"])
+    if what == "value_error":  # one of ours, which names the setting as its role knows it
+        return (f"{where[0]}." if kind is UpConfig and where else "") + str(item["ctx"]["error"])
     if what in ("model_type", "model_attributes_type", "dataclass_type"):
         section = _at(kind, where)
         keys = ", ".join(f"{name}.{key}" for key in section.model_fields) if section is not None else ""

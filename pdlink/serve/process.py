@@ -71,6 +71,12 @@ class Parent:
             return False
         return True
 
+    def close(self) -> None:
+        """Hold nothing back any more, and give the socket back."""
+        for handler in logging.getLogger().handlers:
+            handler.removeFilter(self._pass)
+        self._socket.close()
+
     def _tell(self, message: dict[str, Any]) -> None:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
@@ -104,12 +110,16 @@ def bind(host: str, port: int, setting: str = "port") -> socket.socket:
     return bound
 
 
-async def until_told_to_stop(parent: Parent | None) -> None:
-    """Wait for SIGTERM, SIGINT or the end of the parent."""
+def _stop_signals() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT, from now on."""
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _until(stop: asyncio.Event, parent: Parent | None) -> None:
+    """Wait for the event, or the end of the parent."""
     waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait())]
     if parent is not None:
         waits.append(asyncio.ensure_future(parent.gone()))
@@ -144,11 +154,12 @@ async def serve(
     )
     await runner.setup()
     await web.SockSite(runner, bound, backlog=1024, ssl_context=tls).start()
+    stop = _stop_signals()  # before anybody is told that it is ready, and may tell it to drain
     host, port = bound.getsockname()[:2]
     facts = ready(f"{'https' if tls else 'http'}://{host}:{port}")
     say(facts["line"])
     if parent is not None:
         parent.ready({**facts, "port": port})
-    await until_told_to_stop(parent)
+    await _until(stop, parent)
     await drain()
     await runner.cleanup()

@@ -32,8 +32,8 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
     security = config.security
     credentials, http_key = keys.load_credentials(security), keys.http_key(security)
     tls = keys.server_tls(security.tls_cert, security.tls_key)
-    bound = bind(config.host, config.port)
     find_model(config.model)
+    bound = bind(config.host, config.port)
     if parent is not None:
         parent.doing("loading torch")
     from pdlink.serve.app import build_app

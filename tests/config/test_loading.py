@@ -103,6 +103,7 @@ def test_a_near_miss_in_the_environment_is_refused(kind: Any, name: str, near: s
         (ProxyConfig, {"prefill": "http://a:1"}, "prefill: must be a list, got 'http://a:1'"),
         (WorkerConfig, {"cache.num_blocks": 1}, "cache.num_blocks: must be greater than or equal to 2, got 1"),
         (WorkerConfig, {"transport": "tcp"}, "transport: is a section, got 'tcp'; its settings are transport.kind, "),
+        (UpConfig, {"decode.security.tls_cert": "c"}, "decode.security.tls_key: missing"),
         (
             UpConfig,
             {"engine.max_batched_tokens": 512},

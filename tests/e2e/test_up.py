@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -60,6 +61,42 @@ def test_up_serves_and_leaves_nothing_behind(number: int) -> None:
     assert set(os.listdir("/dev/shm")) <= before
 
 
+def test_a_killed_worker_comes_back_and_traces_are_left_at_the_end(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pdlink",
+        "up",
+        "--port",
+        "0",
+        "--set",
+        f"prefill.timeline={tmp_path}/{{name}}.json",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    text = ""
+
+    def read_until(words: str) -> None:
+        nonlocal text
+        while words not in text:
+            line = process.stdout.readline() if process.stdout else ""
+            assert line, f"pdlink up ended early: {text}"
+            text += line
+
+    try:
+        read_until("Ctrl-C")
+        [decode] = [pid for pid in descendants(process.pid) if "decode-0" in Path(f"/proc/{pid}/cmdline").read_text()]
+        os.kill(decode, signal.SIGKILL)
+        read_until("decode-0 is back after")
+    finally:
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, rest
+    assert "decode-0 was killed by SIGKILL; starting it again on the same ports" in text
+    assert json.loads((tmp_path / "prefill-0.json").read_text())["traceEvents"]
+    assert " WARNING " not in rest, "a normal end looks like one"
+
+
 def test_mistyped_setting_is_named_with_the_right_one() -> None:
     command = [sys.executable, "-m", "pdlink", "prefill", "--set", "cache.num_block=5"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -95,11 +132,11 @@ def test_check_says_what_works_and_fails_when_the_configured_transport_does_not(
     assert "not usable here" in bad.stdout
 
 
-def test_worker_without_ucx_runs_on_mapped_memory_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+def test_worker_without_ucx_runs_on_mapped_memory_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     settings = worker_settings("both", transport={"prefer": "ucx", "ucx_library": "off"})
     with Deployment.launch({"alone": settings}, routed=False) as deployment:
         assert deployment.children["alone"].facts["transports"] == ["mapped", "tcp"]
-    assert "transport ucx cannot be used" in capfd.readouterr().err
+    assert "alone: transport ucx cannot be used" in caplog.text
 
 
 def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones() -> None:

@@ -1,0 +1,324 @@
+"""No setting is ever ignored: each one, given in each way to each command, arrives where it is used, or is refused
+with its name and a reason.
+
+The settings come from the models, so a new one is tested as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from pdlink import cli
+from pdlink.config import ProxyConfig, UpConfig, WorkerConfig, settings_of
+from pdlink.engine import places
+from pdlink.serve import check, checkpoint, roles, up, vllm
+
+ROOT = Path(__file__).parents[2]
+
+VALUES: dict[str, Any] = {
+    # What a generated value cannot be: the end of a dotted key to a value that differs from the default.
+    "host": "127.0.0.2",
+    "control_host": "127.0.0.2",
+    "advertise_host": "127.0.0.2",
+    "tcp_host": "127.0.0.2",
+    "timeline": "/tmp/{name}.json",
+    "engine.device": "cuda:1",
+    "timeouts.heartbeat_s": 0.5,
+    "timeouts.peer_s": 4.0,
+    "timeouts.lease_s": 20.0,
+    "memory_fraction": 0.5,
+    "control": {"http://a:1": ["tcp://a:2"]},
+    "transport.verify": "all",
+    "transport.sharing.part_nbytes": 1024,
+    "transport.sharing.peer_window_nbytes": 8 * 2**20,
+    "request_timeout_s": 2000.0,
+    "vllm.prefill_ranks": 3,
+    "vllm.transfer_config": {"kv_buffer_device": "cpu"},
+    "vllm.environment": {"A": "b"},
+    "vllm.connector_config": {"a": 1},
+}
+TOGETHER: dict[str, dict[str, Any]] = {
+    # What a setting is of no use without.
+    "tls_cert": {"tls_key": "k"},
+    "tls_key": {"tls_cert": "c"},
+    "key_file": {"allow_file": "a"},
+    "allow_file": {"key_file": "k"},
+    "model.revision": {"path": "m"},
+}
+TOGETHER_HERE = {"control": {"dialect": "vllm"}, "decode_ranks": {"dialect": "vllm"}}
+"""The same for settings that are given to the proxy itself."""
+
+
+def other_value(dotted: str, field: FieldInfo) -> Any:
+    """A valid value that is not the default."""
+    for end, value in VALUES.items():
+        if dotted == end or dotted.endswith(f".{end}"):
+            return value
+    default, annotation = field.default, field.annotation
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+    if get_origin(annotation) is Literal:
+        return next(choice for choice in get_args(annotation) if choice != default)
+    kind = annotation if default is not None or not kinds else kinds[0]
+    if kind is bool:
+        return not default
+    if kind is int:
+        return 4321 if dotted.endswith("port") else 2 if not default else default - 1 if default > 1 else default + 1
+    if kind is float:
+        return default * 1.25 if default else 0.25
+    if kind is str:
+        return "other"
+    if get_origin(kind) is tuple:
+        return ["other"]
+    raise AssertionError(f"{dotted}: no value for {annotation}")
+
+
+def beside(dotted: str) -> dict[str, Any]:
+    """More settings that this one needs."""
+    if dotted in TOGETHER_HERE:
+        return dict(TOGETHER_HERE[dotted])
+    for end, more in TOGETHER.items():
+        if dotted == end or dotted.endswith(f".{end}"):
+            above = dotted.rsplit(".", 1)[0] + "." if "." in dotted else ""
+            return {above + name: value for name, value in more.items()}
+    return {}
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for dotted, value in values.items():
+        *above, last = dotted.split(".")
+        inner = found
+        for part in above:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return found
+
+
+def plain(value: Any) -> Any:
+    """As it would be read back from JSON, so that a tuple is a list."""
+    return json.loads(json.dumps(value))
+
+
+def at(data: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        data = data[part]
+    return data
+
+
+Way = Callable[[dict[str, Any], pytest.MonkeyPatch, Path], list[str]]
+
+
+def by_flag(values: dict[str, Any], _: pytest.MonkeyPatch, __: Path) -> list[str]:
+    return [word for dotted, value in values.items() for word in ("--set", f"{dotted}={json.dumps(value)}")]
+
+
+def by_environment(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, _: Path) -> list[str]:
+    for dotted, value in values.items():
+        monkeypatch.setenv("PDLINK_" + dotted.upper().replace(".", "__"), json.dumps(value))
+    return []
+
+
+def by_file(values: dict[str, Any], _: pytest.MonkeyPatch, directory: Path) -> list[str]:
+    (directory / "settings.yaml").write_text(yaml.safe_dump(nested(values)))
+    return ["--config", str(directory / "settings.yaml")]
+
+
+WAYS = pytest.mark.parametrize("way", [by_flag, by_environment, by_file])
+
+
+class Started:
+    """What `pdlink up` would have started."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.children: list[tuple[str, str, dict[str, Any]]] = []
+        self.servers: list[tuple[Any, Path]] = []
+        self.kept: list[tuple[Any, ...]] = []
+        self.waited_s: list[float] = []
+        self.executable: list[str | None] = []
+
+        def start(label: str, role: str, settings: dict[str, Any]) -> Any:
+            self.children.append((label, role, plain(settings)))
+            return SimpleNamespace(label=label, role=role, facts={"url": f"http://{label}"})
+
+        def server(plan: Any, log_dir: Path) -> Any:
+            self.servers.append((asdict(plan), log_dir))
+            return SimpleNamespace(label=plan.label, role=plan.role, facts={"url": plan.url})
+
+        def keeper(*args: Any) -> Any:
+            self.kept.append(args)
+            if len(self.kept) == 3:
+                raise up._Told
+            return None
+
+        def executable(configured: str | None) -> str:
+            self.executable.append(configured)
+            return configured or "vllm"
+
+        monkeypatch.setattr(up, "start", start)
+        monkeypatch.setattr(up, "stop", lambda *_: None)
+        monkeypatch.setattr(up, "Keeper", keeper)
+        monkeypatch.setattr(up, "_picture", lambda *_: "")
+        monkeypatch.setattr(up, "_await_all", lambda _, timeout_s: self.waited_s.append(timeout_s))
+        monkeypatch.setattr(up.signal, "signal", lambda *_: None)
+        monkeypatch.setattr(places, "find_model", lambda _: False)
+        monkeypatch.setattr(vllm, "Server", server)
+        monkeypatch.setattr(vllm, "find_executable", executable)
+        monkeypatch.setattr(vllm, "free_ports", lambda _: 40000)
+        monkeypatch.setattr(up, "_hold", lambda _, host, port, setting: port)
+        monkeypatch.setattr(checkpoint, "write_checkpoint", lambda *_: None)
+        monkeypatch.setattr(up.tempfile, "TemporaryDirectory", lambda **_: contextlib.nullcontext("/tmp/pdlink"))
+        monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
+
+    def of_role(self, role: str) -> list[dict[str, Any]]:
+        return [settings for _, found, settings in self.children if found == role]
+
+    def described(self) -> str:
+        return repr((self.children, self.servers, self.kept, self.waited_s, self.executable))
+
+
+@WAYS
+@pytest.mark.parametrize("command", ["prefill", "decode", "both", "check", "proxy"])
+def test_every_setting_arrives_at_a_role(
+    command: str, way: Way, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrived: list[BaseModel] = []
+    monkeypatch.setattr(roles, "run_worker", lambda config, *_: arrived.append(config))
+    monkeypatch.setattr(roles, "run_proxy", lambda config, *_: arrived.append(config))
+    monkeypatch.setattr(check, "check", lambda config: arrived.append(config) or 0)
+    kind = ProxyConfig if command == "proxy" else WorkerConfig
+    refused = {}
+    for dotted, field in settings_of(kind).items():
+        value = other_value(dotted, field)
+        with monkeypatch.context() as patch:
+            status = cli.main([command, *way({dotted: value, **beside(dotted)}, patch, tmp_path)])
+        if status == 0:
+            assert at(plain(arrived.pop().model_dump(mode="json")), dotted) == plain(value), dotted
+        else:
+            refused[dotted] = capsys.readouterr().err
+        assert arrived == []
+    for dotted, text in refused.items():
+        assert dotted in text, f"{dotted} was refused without being named: {text}"
+    of_a_gpu, of_another_role = {"cache.memory_fraction"}, {"role"}  # the value of `role` is prefill
+    expected = {"proxy": set(), "check": of_a_gpu, "prefill": of_a_gpu}
+    assert set(refused) == expected.get(command, of_a_gpu | of_another_role)
+
+
+@WAYS
+@pytest.mark.parametrize("engine", ["builtin", "vllm"])
+def test_every_setting_of_up_arrives_at_its_processes(
+    engine: str, way: Way, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(values: dict[str, Any]) -> tuple[int, Started]:
+        with monkeypatch.context() as patch:
+            started = Started(patch)
+            return cli.main(["up", "--engine", engine, *way(values, patch, tmp_path)]), started
+
+    _, usual = run({})
+    refused = {}
+    for dotted, field in settings_of(UpConfig).items():
+        if dotted == "engine":
+            continue
+        value = other_value(dotted, field)
+        status, started = run({dotted: value, **beside(dotted)})
+        if status != 0:
+            refused[dotted] = capsys.readouterr().err
+            continue
+        side, _, below = dotted.partition(".")
+        if side in ("prefill", "decode", "proxy"):
+            found = started.of_role(side)
+            assert found or (engine, dotted) == ("vllm", "prefill.role"), dotted  # which it is anyway
+            assert all(at(settings, below) == plain(value) for settings in found), dotted
+        else:
+            assert started.described() != usual.described(), f"{dotted} = {value!r} changes nothing"
+    made = {f"proxy.{name}" for name in ("prefill", "decode", "dialect", "control", "decode_ranks")}
+    if engine == "vllm":
+        others = {dotted for dotted in settings_of(UpConfig) if dotted.startswith(("prefill.", "decode."))}
+        others -= {"prefill.role"}  # it is the role it has anyway
+    else:
+        others = {dotted for dotted in settings_of(UpConfig) if dotted.startswith("vllm.")}
+        others |= {"decode.role", "prefill.cache.memory_fraction", "decode.cache.memory_fraction"}
+    assert set(refused) == made | others
+    for dotted, text in refused.items():
+        assert text.startswith("pdlink: "), text
+        assert dotted in text or dotted.split(".", 1)[0] + ": " in text, f"{dotted} is not named: {text}"
+
+
+def test_a_fraction_of_a_gpus_memory_arrives_with_a_gpu() -> None:
+    config = WorkerConfig.model_validate({"cache": {"memory_fraction": 0.5}, "engine": {"device": "cuda"}})
+    assert config.cache.memory_fraction == 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "role", "dotted", "value"),
+    [
+        (["--port", "0", "--set", "proxy.port=4321"], "proxy", "port", 4321),
+        (["--port", "4321"], "proxy", "port", 4321),
+        (["--host", "127.0.0.2"], "proxy", "host", "127.0.0.2"),
+        (["--model", "m"], "prefill", "model.path", "m"),
+        (["--model", "m"], "decode", "model.path", "m"),
+        (["--set", "prefill.model.path=m"], "prefill", "model.path", "m"),
+        (["--transport", "tcp"], "decode", "transport.kind", "tcp"),
+        (["--transport", "tcp", "--set", "prefill.transport.kind=ucx"], "prefill", "transport.kind", "ucx"),
+        (["--prefill", "2", "--set", "prefill.port=4321"], "prefill", "port", 4321),
+        (["--set", "prefill.name=p"], "prefill", "name", "p"),
+    ],
+)
+def test_flags_of_up_arrive_and_set_comes_last(
+    words: list[str], role: str, dotted: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = Started(monkeypatch)
+    assert cli.main(["up", *words]) == 0
+    assert at(started.of_role(role)[0], dotted) == value
+
+
+def test_workers_of_one_side_get_names_and_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = Started(monkeypatch)
+    assert cli.main(["up", "--decode", "2", "--set", "decode.port=4321", "--set", "decode.control_port=5000"]) == 0
+    found = [(one["name"], one["port"], one["control_port"]) for one in started.of_role("decode")]
+    assert found == [("decode-0", 4321, 5000), ("decode-1", 4322, 5001)]
+
+
+@pytest.mark.parametrize(
+    ("words", "dotted", "value"),
+    [
+        (["--set", "prefill=[http://a:1]"], "prefill", ("http://a:1",)),
+        (["--prefill", "http://a:1", "--prefill", "http://b:1"], "prefill", ("http://a:1", "http://b:1")),
+        (["--set", "dialect=vllm-nixl"], "dialect", "vllm-nixl"),
+        (["--dialect", "vllm", "--set", "decode_ranks=2"], "decode_ranks", 2),
+    ],
+)
+def test_flags_of_the_proxy_arrive_and_set_comes_last(
+    words: list[str], dotted: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived: list[ProxyConfig] = []
+    monkeypatch.setattr(roles, "run_proxy", lambda config, *_: arrived.append(config))
+    assert cli.main(["proxy", *words]) == 0
+    assert getattr(arrived[0], dotted) == value
+
+
+@pytest.mark.parametrize("kind", [WorkerConfig, ProxyConfig, UpConfig])
+def test_every_setting_is_read_by_somebody(kind: type[BaseModel]) -> None:
+    """By name only: it finds a setting that no code outside of the settings knows."""
+    read = {
+        node.attr
+        for folder in ("pdlink", "proxy")
+        for path in (ROOT / folder).rglob("*.py")
+        if "config" not in path.relative_to(ROOT).parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    names = {dotted.rsplit(".", 1)[-1] for dotted in settings_of(kind)}
+    handed_down = {"model"}
+    assert names - read - handed_down == set()

@@ -1,0 +1,215 @@
+"""`pdlink up` before, while and after it has children, without a model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import subprocess
+from typing import Any
+
+import pytest
+
+from pdlink.cli import main
+from pdlink.config import ProxyConfig, UpConfig
+from pdlink.errors import ConfigError
+from pdlink.serve import process, up
+from pdlink.serve.process import bind
+from pdlink.serve.up import Child, ChildFailed, start, stop, wait_ready
+
+
+@contextlib.contextmanager
+def taken() -> Any:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening.getsockname()[1]
+
+
+@pytest.mark.parametrize("setting", ["proxy.port", "prefill.port", "decode.control_port"])
+def test_a_port_in_use_is_found_before_any_process_is_started(
+    setting: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(up, "start", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(up.signal, "signal", lambda *_: None)
+    with taken() as port:
+        ports = {"proxy.port": 0, setting: port}
+        assert main(["up", *(word for key, value in ports.items() for word in ("--set", f"{key}={value}"))]) == 2
+    err = capsys.readouterr().err
+    assert f"pdlink: {setting}: cannot bind 127.0.0.1:{port}: Address already in use; port 0 takes a free one" in err
+
+
+@pytest.mark.parametrize("model", ["/nonexistent", "configs/up.yaml", "configs"])
+def test_a_model_that_is_not_there_is_told_once_and_before_any_process_is_started(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(up, "start", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(up.signal, "signal", lambda *_: None)
+    assert main(["up", "--port", "0", "--model", model]) == 2
+    err = capsys.readouterr().err
+    assert err.count("model.path: ") == 1
+    assert model in err
+
+
+def test_a_port_past_the_last_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^prefill\.port: cannot bind 127\.0\.0\.1:65536: ports end at 65535"):
+        bind("127.0.0.1", 65536, "prefill.port")
+
+
+def test_a_held_port_is_free_for_its_child_and_for_nobody_who_listens() -> None:
+    """So that a worker that is away finds its port again, whatever else starts on this machine meanwhile."""
+    with contextlib.ExitStack() as held:
+        port = up._hold(held, "127.0.0.1", 0, "port")
+        for _ in range(2):  # two lives of the child
+            with bind("127.0.0.1", port) as child:
+                child.listen()
+                socket.create_connection(("127.0.0.1", port), 5).close()
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
+
+
+class Talking:
+    """A child of this process, and its end of the link."""
+
+    def __init__(self, label: str = "decode-0", script: str = "sleep 60") -> None:
+        ours, self.end = socket.socketpair()
+        self.child = Child(label, "decode", {}, subprocess.Popen(["sh", "-c", f"exec {script}"]), ours, {})
+
+    def says(self, **message: Any) -> None:
+        self.end.sendall(json.dumps(message).encode() + b"\n")
+
+    def __enter__(self) -> Talking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.child.kill()
+        self.child.close()
+        self.end.close()
+
+
+def test_a_child_tells_what_it_does_until_it_is_ready() -> None:
+    with Talking() as talking:
+        assert not talking.child.look()
+        talking.end.sendall(b'{"doing": "load')
+        assert not talking.child.look()
+        talking.end.sendall(b'ing"}\n{"doing": "more"}\n{"url"')
+        assert not talking.child.look()
+        assert talking.child.doing == "more"
+        talking.end.sendall(b': "http://a"}\n')
+        assert talking.child.look()
+        assert talking.child.facts["url"] == "http://a"
+
+
+@pytest.mark.parametrize(
+    ("script", "how"), [("sh -c 'exit 3'", "ended with status 3"), ("sh -c 'kill -9 $$'", "was killed by SIGKILL")]
+)
+def test_a_child_that_ends_before_it_is_ready_says_how(script: str, how: str) -> None:
+    with Talking(script=script) as talking:
+        talking.end.close()
+        with pytest.raises(ChildFailed, match=rf"^decode-0 ended before it was ready: it {how}$"):
+            wait_ready(talking.child, 10)
+
+
+def test_the_reason_of_a_child_that_cannot_start_is_its_parents_to_tell() -> None:
+    with Talking() as talking:
+        talking.says(failed="model.path: no such directory: /m", warnings=[])
+        with pytest.raises(ChildFailed, match=r"^decode-0: model\.path: no such directory: /m$"):
+            wait_ready(talking.child, 10)
+
+
+def test_the_same_warning_of_several_children_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with Talking("decode-0") as one, Talking("decode-1") as other:
+        one.says(url="http://a", warnings=["transport ucx cannot be used: no UCX", "own"])
+        other.says(url="http://b", warnings=["transport ucx cannot be used: no UCX"])
+        up._await_all([one.child, other.child], 10)
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        "decode-0, decode-1: transport ucx cannot be used: no UCX",
+        "decode-0: own",
+    ]
+
+
+def test_one_child_that_fails_ends_the_wait_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was not looked at before those in front of it were ready."""
+    with Talking("prefill-0") as silent, Talking("decode-0") as other:
+        other.says(failed="reason")
+        with pytest.raises(ChildFailed, match="decode-0: reason"):
+            up._await_all([silent.child, other.child], 600)
+
+
+def test_a_start_that_takes_long_says_what_takes_so_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(up, "_WORD_S", 0.0)
+    caplog.set_level(logging.INFO)
+    with Talking() as talking:
+        talking.says(doing="loading the model m")
+        with pytest.raises(ChildFailed, match=r"not ready within 0 s: decode-0 \(loading the model m\)"):
+            up._await_all([talking.child], 0.3)
+    assert "0 s: decode-0: loading the model m" in caplog.text
+
+
+def test_warnings_of_a_start_are_held_back_and_later_ones_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = socket.socketpair()
+    handler = logging.StreamHandler()
+    said: list[str] = []
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    root = logging.getLogger()
+    others, root.handlers = root.handlers, [handler]
+    try:
+        parent = process.Parent(theirs.detach())
+        root.warning("early %s", "one")
+        root.error("an error")
+        parent.ready({"url": "http://a"})
+        root.warning("late")
+        parent.close()
+    finally:
+        root.handlers = others
+    with ours:
+        assert json.loads(ours.recv(65536)) == {"url": "http://a", "warnings": ["early one"]}
+    assert said == ["an error", "late"]
+
+
+def test_a_real_child_starts_serves_and_comes_back_on_its_port(capfd: pytest.CaptureFixture[str]) -> None:
+    """And logs at the level of its parent, with its name."""
+    root = logging.getLogger()
+    before = root.level
+    root.setLevel(logging.INFO)
+    try:
+        child = start("proxy", "proxy", ProxyConfig(port=0, decode=("http://127.0.0.1:9",)).model_dump(mode="json"))
+    finally:
+        root.setLevel(before)
+    try:
+        assert child.process.args[-4:] == ["--label", "proxy", "--log-level", "info"]  # type: ignore[index]
+        wait_ready(child, 60)
+        assert any("no prefill workers" in text for text in child.warnings)
+        url = child.facts["url"]
+        child.kill()
+        child.again()
+        wait_ready(child, 60)
+        assert child.facts["url"] == url
+    finally:
+        stop([child], 20)
+    assert child.process.returncode == 0
+    assert " WARNING proxy pdlink.proxy: " in capfd.readouterr().err
+
+
+def test_the_proxy_is_stopped_before_the_workers_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that went first made it log that each of them was lost."""
+    stopped: list[list[str]] = []
+
+    class Ready:
+        def __init__(self, label: str, role: str) -> None:
+            self.label, self.role, self.facts = label, role, {"url": f"http://{label}"}
+
+    def told(*_: object) -> None:
+        raise up._Told
+
+    monkeypatch.setattr(up, "start", lambda label, role, _: Ready(label, role))
+    monkeypatch.setattr(up, "_await_all", lambda *_: None)
+    monkeypatch.setattr(up, "_picture", lambda *_: "")
+    monkeypatch.setattr(up, "Keeper", told)
+    monkeypatch.setattr(up.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(up, "stop", lambda children, _: stopped.append([child.label for child in children]))
+    up.up(UpConfig.model_validate({"proxy": {"port": 0}}), lambda _: None)
+    assert stopped == [["proxy"], ["prefill-0", "decode-0"]]
