@@ -6,6 +6,10 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("long", settings.get_profile("default"))
+"""`--hypothesis-profile=long`: other examples each time, and many more, where a test has a use for them."""
 
 
 @pytest.fixture
