@@ -8,13 +8,12 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from rich.console import Console
 
 from pdlink.chaos import report
 from pdlink.chaos.run import Plan, run_local, run_remote
 from pdlink.chaos.schedule import Kind
-from pdlink.config import WorkerConfig, load
+from pdlink.config import WorkerConfig, load, parse_assignments
 from pdlink.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -87,6 +86,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="no live table")
 
 
+_OF_ITS_OWN: dict[str, tuple[str, object]] = {
+    "--prefill": ("prefill", 1),
+    "--decode": ("decode", 2),
+    "--transport": ("transport", "auto"),
+    "--ucx-tls": ("ucx_tls", None),
+    "--blocks": ("blocks", None),
+    "--drop": ("drop", 0.0),
+    "--duplicate": ("duplicate", 0.0),
+    "--delay": ("delay", 0.0),
+    "--set": ("set", []),
+}
+"""Flags about the deployment that is started, with where they are kept and their defaults."""
+
+
 def run(args: argparse.Namespace) -> int:
     """Run it; 0 if the verdict is ok, 1 if not. Raises ConfigError for flags that do not fit together."""
     seconds = args.minutes * 60 if args.minutes is not None else 60.0 if args.seconds is None else args.seconds
@@ -105,6 +118,9 @@ def run(args: argparse.Namespace) -> int:
     if min(seconds, args.every, args.clean, args.concurrency, args.prefill, args.decode) <= 0:
         raise ConfigError("--seconds, --every, --clean, --concurrency, --prefill and --decode must be above 0")
     if args.url is not None:
+        idle = [flag for flag, (name, default) in _OF_ITS_OWN.items() if getattr(args, name) != default]
+        if idle:
+            raise ConfigError(f"{', '.join(idle)}: of workers that it starts, and with --url it starts none")
         verdict = asyncio.run(run_remote(plan, args.url.rstrip("/"), args.deadline))
     else:
         prefill, decode = (_worker(args, role) for role in ("prefill", "decode"))
@@ -141,9 +157,5 @@ def _worker(args: argparse.Namespace, role: str) -> WorkerConfig:
     flags |= {"chaos.duplicate": args.duplicate, "chaos.delay_s": args.delay}
     if role == "prefill":
         flags["simulate_layer_s"] = PREFILL_LAYER_S
-    for item in args.set:
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise ConfigError(f"--set takes KEY=VALUE, got {item!r}")
-        flags[key] = yaml.safe_load(value)
-    return load(WorkerConfig, flags=flags)
+    given = {key: value for key, value in flags.items() if value is not None}
+    return load(WorkerConfig, flags=given | parse_assignments(args.set))

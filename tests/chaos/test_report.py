@@ -8,10 +8,11 @@ import json
 import pytest
 from rich.console import Console
 
-from pdlink.chaos import report
+from pdlink.chaos import command, report
 from pdlink.chaos.judge import Case, End, Expected, Reply, Tally
 from pdlink.chaos.ledger import Held
 from pdlink.cli import main
+from pdlink.config import WorkerConfig
 
 CASE = Case("/v1/completions", {}, Expected("abc", "length", (1, 3)))
 RIGHT = Reply(end=End.COMPLETE, status=200, text="abc", finish_reason="length", usage=(1, 3), ended_s=1.0)
@@ -77,13 +78,46 @@ def test_the_live_table_shows_every_process() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [["--faults", "kill,nap"], ["--seconds", "0"], ["--every", "-1"], ["--set", "no_equals"]], ids=str
+    "flags",
+    [
+        ["--faults", "kill,nap"],
+        ["--seconds", "0"],
+        ["--every", "-1"],
+        ["--set", "no_equals"],
+        ["--set", "cache.num_blocks=["],
+        ["--url", "http://127.0.0.1:1", "--set", "cache.num_blocks=5"],
+        ["--url", "http://127.0.0.1:1", "--drop", "0.1"],
+    ],
+    ids=str,
 )
 def test_flags_that_make_no_sense_are_refused_before_anything_starts(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["chaos", *flags]) == 2
     assert "pdlink: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_blocks", "ucx_tls"),
+    [
+        ([], 1024, "auto"),
+        (["--blocks", "7", "--ucx-tls", "tcp"], 7, "tcp"),
+        (["--set", "cache.num_blocks=9"], 9, "auto"),
+    ],
+)
+def test_flags_reach_the_workers_it_starts(
+    flags: list[str], num_blocks: int, ucx_tls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[WorkerConfig] = []
+
+    async def run_local(_: object, prefill: WorkerConfig, decode: WorkerConfig, *counts: int) -> report.Verdict:
+        started.extend([prefill, decode])
+        return report.Verdict("command", 0, 1.0)
+
+    monkeypatch.setattr(command, "run_local", run_local)
+    assert main(["chaos", *flags]) == 0
+    assert [worker.role for worker in started] == ["prefill", "decode"]
+    assert {(worker.cache.num_blocks, worker.transport.ucx_tls) for worker in started} == {(num_blocks, ucx_tls)}
 
 
 def test_a_url_without_a_proxy_is_said_to_be_none(capsys: pytest.CaptureFixture[str]) -> None:
