@@ -75,6 +75,13 @@ class Overloaded(LocalError):
     http_status = 503
 
 
+class WorkerKeyRefused(LocalError):
+    """The workers do not let this proxy in: its own key is wrong or missing, which is no fault of a client."""
+
+    code = "worker_key_refused"
+    http_status = 502
+
+
 class NoWorker(LocalError):
     """No healthy worker of a role that the request needs, or this process shuts down; a later try may succeed."""
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import os
 import secrets
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
 
+from pdlink import __version__
 from pdlink.errors import InvalidApiKey, InvalidRequest, NoWorker, UnknownModel
 
 from .access import api_keys, may_enter, worker_headers
@@ -24,7 +28,7 @@ from .metrics import Metrics
 from .openai import CHAT, COMPLETIONS, BadField, Call, error_body, parse
 from .pools import Pools, State, watch
 from .steps import Leg
-from .upstream import open_session
+from .upstream import Asking, open_session
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from pdlink.config import ProxyConfig
 
 _MAX_HEADER_CHARS = 4096
+_TRACE_HEADERS = ("traceparent", "tracestate")  # https://www.w3.org/TR/trace-context
 
 
 class Router:
@@ -65,8 +70,8 @@ class Router:
             sessions = {Leg.PREFILL: prefill, Leg.DECODE: decode}
             self._shared = shared = Shared(config, self.dialect, self.pools, self.metrics, sessions, control)
             for worker in self.pools.all:
-                interval_s = config.health_interval_s
-                shared.spawn(watch(worker, control, self.dialect, interval_s=interval_s, timeout_s=timeout_s))
+                asking = Asking(control, worker.url, timeout_s)
+                shared.spawn(watch(self.pools, worker, asking, self.dialect, config.health_interval_s))
             yield
             for task in shared.tasks:
                 task.cancel()
@@ -75,6 +80,7 @@ class Router:
     async def drain(self) -> None:
         """Take no new request and give running ones `drain_s` to finish, then end them with an error."""
         self._draining = True
+        self.pools.leaving()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_s):
                 await self._idle.wait()
@@ -92,6 +98,9 @@ class Router:
             call.headers.update(headers)
             self.metrics.requests.labels("unavailable" if call.status == 503 else "rejected").inc()
             return call
+        for name in _TRACE_HEADERS:  # else each worker begins a trace of its own
+            if said := _clean(",".join(request.headers.getall(name, ()))):
+                headers[name] = said
         authorization = _clean(request.headers.get("Authorization"))
         if authorization and "Authorization" not in self._worker_headers:
             headers["Authorization"] = authorization
@@ -161,24 +170,56 @@ class Router:
 
         Load balancers have no key, so without one the status is all there is: workers and addresses are not shown.
         """
-        missing = [side.value for side in Leg if not self.pools.usable(side)]
-        alone = missing == [Leg.PREFILL.value] and self.config.on_no_prefill == "decode_only"
-        if alone and any(worker.state is State.UNKNOWN for worker in self.pools.workers[Leg.PREFILL]):
-            alone = False  # it is being asked for the first time
-        if self._draining:
-            status, reason = "draining", "the proxy is shutting down"
-        elif alone:
-            status, reason = "ok", "no healthy prefill worker: decode computes prompts itself"
-        elif missing:
-            status, reason = "unavailable", f"no healthy {' and no healthy '.join(missing)} worker"
-        else:
-            status, reason = "ok", ""
+        status, reason = self._standing()
+        http_status = 200 if status in _SERVING else 503
         if not self._may_enter(request):
-            return _json(200 if status == "ok" else 503, {"status": status})
+            return _json(http_status, {"status": status})
         body: dict[str, Any] = {"status": status, "reason": reason, "active_requests": len(self._exchanges)}
         for side, workers in self.pools.workers.items():
             body[side.value] = [worker.describe() for worker in workers]
-        return _json(200 if status == "ok" else 503, body)
+        body["refused_pairs"] = [pair.describe() for pair in self.pools.refusals]
+        # Another proxy on the same port of this host would answer a load test just as well.
+        body["proxy"] = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": self.started,
+            "version": __version__,
+        }
+        return _json(http_status, body)
+
+    def _standing(self) -> tuple[str, str]:
+        """The status, and the reason of one that is not plainly ok."""
+        if self._draining:
+            return "draining", "the proxy is shutting down"
+        missing = [side for side in Leg if not self.pools.usable(side)]
+        alone = missing == [Leg.PREFILL] and self.config.on_no_prefill == "decode_only"
+        if alone and any(worker.state is State.UNKNOWN for worker in self.pools.workers[Leg.PREFILL]):
+            alone = False  # it is being asked for the first time
+        if missing and not alone:
+            reason = f"no healthy {' and no healthy '.join(side.value for side in missing)} worker"
+            if any(self.pools.barred(side) for side in missing):
+                reason += ": not let in by its workers, see worker_key_file"
+            return "unavailable", reason
+        if len(self.pools.refusals):
+            return "degraded", f"degraded: {'; '.join(map(str, itertools.islice(self.pools.refusals, 8)))}"
+        return "ok", "no healthy prefill worker: decode computes prompts itself" if alone else ""
+
+    async def ready(self, _: web.Request) -> web.Response:
+        """GET /readyz: the status of /health alone. For load balancers."""
+        status, _reason = self._standing()
+        return _json(200 if status in _SERVING else 503, {"status": status})
+
+    async def live(self, _: web.Request) -> web.Response:
+        """GET /livez: 200 while this process answers at all. A proxy without workers needs no restart."""
+        return _json(200, {"status": "ok"})
+
+    async def version(self, request: web.Request) -> web.Response:
+        """GET /version."""
+        return _json(200, {"version": __version__}) if self._may_enter(request) else self._no_entry()
+
+    async def about(self, _: web.Request) -> web.Response:
+        """GET /: what answers here, for people."""
+        return web.Response(text=_ABOUT)
 
     async def exposition(self, request: web.Request) -> web.Response:
         """GET /metrics."""
@@ -192,6 +233,21 @@ class Router:
     async def nowhere(self, request: web.Request) -> web.Response:
         """Every other path or method."""
         return _error(404, f"no such route: {request.method} {request.path}", "not_found")
+
+
+_SERVING = ("ok", "degraded")
+
+_ABOUT = f"""This is the proxy of pdlink: it serves OpenAI's API from separate prefill and decode workers.
+
+POST {COMPLETIONS}
+POST {CHAT}
+GET  /v1/models
+GET  /health     its workers, and which of them do not fit together
+GET  /readyz     200 if a request could be served now
+GET  /livez      200 while the proxy runs
+GET  /metrics    for Prometheus
+GET  /version
+"""
 
 
 ROUTER = web.AppKey("router", Router)
@@ -213,6 +269,10 @@ def build_app(config: ProxyConfig) -> web.Application:
     app.router.add_post(CHAT, router.generate)
     app.router.add_get("/v1/models", router.models)
     app.router.add_get("/health", router.health)
+    app.router.add_get("/readyz", router.ready)
+    app.router.add_get("/livez", router.live)
+    app.router.add_get("/version", router.version)
+    app.router.add_get("/", router.about)
     app.router.add_get("/metrics", router.exposition)
     app.router.add_route("*", "/{path:.*}", router.nowhere)
     return app

@@ -126,7 +126,9 @@ class Exchange:
             request_s=config.request_timeout_s,
             decode_alone=config.on_no_prefill == "decode_only",
         )
-        self._flow = Flow(limits, self._started_s, shared.dialect.rules)
+        request_id = headers["X-Request-Id"]
+        keyed = not (shared.dialect.key_as_bearer and "Authorization" in headers)
+        self._flow = Flow(limits, self._started_s, shared.dialect.rules, request_id=request_id, keyed=keyed)
         self._runs: dict[tuple[int, Leg], _LegRun] = {}
         self._chosen: tuple[Worker | None, Worker] | None = None
         self._transfer_id = ""
@@ -135,7 +137,8 @@ class Exchange:
         """How the KV of the newest attempt came, once that is known."""
         self._decode_spoke = asyncio.Event()
         """Decode of the newest attempt has sent its headers, so that more will not be known of a stream's KV."""
-        self._answer_headers = {"X-Request-Id": headers["X-Request-Id"]}
+        self._request_id = request_id
+        self._answer_headers = {"X-Request-Id": request_id}
         self._client: web.StreamResponse | None = None
         self._order = asyncio.Lock()
         self._writing_since_s: float | None = None
@@ -155,6 +158,9 @@ class Exchange:
                 self._shared.metrics.active_streams.dec()
             outcome = self._flow.outcome or Outcome.FAILED
             self._shared.metrics.requests.labels(outcome.value).inc()
+            if outcome is Outcome.OK:
+                seconds = self._shared.metrics.request_seconds.labels("true" if self._call.streaming else "false")
+                seconds.observe(self._loop.time() - self._started_s)
             if outcome in (Outcome.OK, Outcome.BROKEN):
                 self._shared.metrics.kv.labels(path_of(self._kv_value)).inc()
 
@@ -195,9 +201,13 @@ class Exchange:
         match self._final:
             case Respond(status=status, body=body, content_type=content_type):
                 headers = self._answer_headers
-                self._note_times()
+                self._note_times("total")
                 if 200 <= status < 300:
                     headers[KV_HEADER] = self._kv_value
+                    if self._flow.prefill_spoke_s is not None:
+                        self._shared.metrics.ttft.labels("false").observe(
+                            self._flow.prefill_spoke_s - self._started_s
+                        )
                 if status == 503:
                     headers["Retry-After"] = "1"
                 return web.Response(status=status, body=body, content_type=content_type, headers=headers)
@@ -252,10 +262,22 @@ class Exchange:
     def _blame(self, action: Blame) -> None:
         reason = action.reason.value if isinstance(action.reason, Loss) else str(action.reason)
         self._shared.metrics.leg_failures.labels(action.leg.value, reason).inc()
-        worker = self._runs[action.attempt, action.leg].worker
+        run = self._runs[action.attempt, action.leg]
+        worker = run.worker
+        log.log(
+            _level_of(action.reason),
+            "request %s, transfer %s: %s leg on %s failed (%s: %s); %s",
+            *(self._request_id, run.transfer_id, action.leg.value, worker.url),
+            *(reason, action.detail, action.then),
+        )
         match action.reason:
             case Loss.CONNECT | Loss.RESET:
                 worker.fault(f"a request's connection failed ({reason})")
+            case Loss.BARRED:
+                worker.barred(f"it lets no request in: {self._shared.dialect.key_setting}")
+                worker.poke.set()
+            case Loss.MISPAIRED if self._chosen and self._chosen[0]:
+                self._shared.pools.refusals.note(*self._chosen, "peer_not_allowed")  # type: ignore[arg-type]
             case Loss.STALE:
                 worker.poke.set()  # most likely idle, perhaps gone
             case int() if action.reason in self._shared.dialect.rules.lost_statuses:
@@ -263,21 +285,27 @@ class Exchange:
 
     def _place(self, action: Place) -> Placed | Unplaced:
         shared, model = self._shared, self._call.model
-        prefill, decode = shared.pools.choose(model, action.avoid)
+        prefill, decode, refused = shared.pools.choose(model, action.avoid)
         self._kv = None
         self._decode_spoke.clear()
         if decode is None:
-            return Unplaced(f"no healthy decode worker for model {model!r}; see /health")
+            barred = shared.pools.barred(Leg.DECODE)
+            return Unplaced(f"no healthy decode worker for model {model!r}; see /health", barred)
         if shared.dialect.whole(self._call):
             prefill = None
             self._kv = recomputed("prompt_only_decode")
+        elif refused is not None:
+            self._kv = recomputed("refused", refused.factor)
+            self._count_fallback("decode_only", "no pair of workers fits together")
         elif prefill is None:
             if shared.config.on_no_prefill == "fail":
-                return Unplaced(f"no healthy prefill worker for model {model!r}; see /health")
+                barred = shared.pools.barred(Leg.PREFILL)
+                return Unplaced(f"no healthy prefill worker for model {model!r}; see /health", barred)
             self._kv = recomputed("no_prefill")
             self._count_fallback("decode_only", "no healthy prefill worker")
         elif action.alone or (prefill.key in action.avoid and shared.config.on_no_prefill == "decode_only"):
             prefill = None
+            self._kv = recomputed("prefill_lost")
             self._count_fallback("decode_only", "this request's prefill was lost")
         if action.why is Why.RETRY:
             self._count_fallback("retry", "a leg was lost")
@@ -296,12 +324,12 @@ class Exchange:
         self._transfer_id = f"xfer-{secrets.token_hex(16)}"
         headers = self._answer_headers
         headers["X-Pdlink-Transfer"] = self._transfer_id
-        headers["X-Pdlink-Decode"] = _name(decode)
+        headers["X-Pdlink-Decode"] = decode.label  # not its name, which may tell of hosts
         headers.pop("X-Pdlink-Prefill", None)
         if prefill is None:
             self._start_decode(action.attempt, self._call.body)
             return
-        headers["X-Pdlink-Prefill"] = _name(prefill)
+        headers["X-Pdlink-Prefill"] = prefill.label
         dialect = self._shared.dialect
         ranks = self._shared.config.decode_ranks
         attempt = Attempt(self._transfer_id, int(time.time()), secrets.randbits(32), prefill.address, ranks)
@@ -323,6 +351,8 @@ class Exchange:
         def on_head(headers: Mapping[str, str]) -> None:
             nonlocal head
             head = headers
+            if leg is Leg.DECODE and self._chosen and self._chosen[0] and len(shared.pools.refusals):
+                shared.pools.refusals.fits(self._chosen[0], worker)
             if streaming and leg is Leg.DECODE and attempt == self._flow.attempt:
                 self._note_kv(head, b"")
                 self._decode_spoke.set()
@@ -375,7 +405,8 @@ class Exchange:
         shared = self._shared
         timeout_s = shared.config.connect_timeout_s
         if not await tell_to_stop(shared.control, run.worker.url, run.transfer_id, reason, timeout_s=timeout_s):
-            log.warning("%s could not be told to stop %s", run.worker.url, run.transfer_id)
+            # No error: its own deadline tells it.
+            log.info("request %s: %s could not be told to stop %s", self._request_id, run.worker.url, run.transfer_id)
 
     # ---- the client's side
 
@@ -399,9 +430,10 @@ class Exchange:
             async with asyncio.timeout(self._shared.config.kv_header_grace_s):
                 await self._decode_spoke.wait()
 
-    def _note_times(self) -> None:
-        """For people who ask where the time went: what prefill took, and all, in milliseconds."""
-        times = {"total": self._loop.time()}
+    def _note_times(self, last: str) -> None:
+        """For people who ask where the time went, in milliseconds: what prefill took, and all until now, which is
+        the time to the first token (`ttft`) of a stream and that of the whole answer (`total`) otherwise."""
+        times = {last: self._loop.time()}
         if self._flow.prefill_spoke_s is not None:
             times = {"prefill": self._flow.prefill_spoke_s, **times}
         words = [f"{name};dur={(at_s - self._started_s) * 1000:.1f}" for name, at_s in times.items()]
@@ -409,7 +441,7 @@ class Exchange:
 
     async def _open_client(self) -> web.StreamResponse:
         headers = self._answer_headers
-        self._note_times()
+        self._note_times("ttft")
         headers[KV_HEADER] = self._kv_value
         headers["Content-Type"] = "text/event-stream; charset=utf-8"
         headers["Cache-Control"] = "no-cache"
@@ -419,7 +451,7 @@ class Exchange:
         self._client = client
         metrics = self._shared.metrics
         metrics.active_streams.inc()
-        metrics.ttft.observe(self._loop.time() - self._started_s)
+        metrics.ttft.labels("true").observe(self._loop.time() - self._started_s)
         if self._flow.first_leg is not None:
             metrics.first_tokens.labels(self._flow.first_leg.value).inc()
         return client
@@ -431,5 +463,8 @@ class Exchange:
             self._request.transport.abort()
 
 
-def _name(worker: Worker) -> str:
-    return worker.health.name if worker.health else worker.url
+def _level_of(reason: Loss | int) -> int:
+    """A request that was lost or tried again is told; what a client did wrong, or an idle connection, is not."""
+    if reason is Loss.STALE:
+        return logging.INFO
+    return logging.DEBUG if isinstance(reason, int) and 400 <= reason < 500 else logging.WARNING

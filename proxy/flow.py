@@ -18,11 +18,28 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from pdlink.errors import DeadlineExceeded, NoWorker, Overloaded, PdlinkError, PeerLost, ProtocolError
+from pdlink.errors import (
+    DeadlineExceeded,
+    NoWorker,
+    Overloaded,
+    PdlinkError,
+    PeerLost,
+    PeerNotAllowed,
+    ProtocolError,
+    WorkerKeyRefused,
+)
 
-from .openai import error_body, error_code, stream_error
+from .openai import (
+    error_body,
+    error_code,
+    excerpt,
+    is_rejection,
+    problem_of_answer,
+    rejection,
+    stream_error,
+)
 from .rules import News, Reaction, Rules
-from .sse import EventBuffer, EventTooLong, has_error, is_done, problem_of
+from .sse import ERROR_MARK, EventBuffer, EventTooLong, has_error, is_done, is_error, problem_of, rewritten
 from .steps import (
     Action,
     Answered,
@@ -60,6 +77,20 @@ _ERROR_OF: dict[Loss, type[PdlinkError]] = {
     Loss.TIMEOUT: DeadlineExceeded,
     Loss.MALFORMED: ProtocolError,
     Loss.LOCAL: Overloaded,
+    Loss.ERROR: ProtocolError,
+    Loss.BARRED: WorkerKeyRefused,
+    Loss.MISPAIRED: PeerNotAllowed,
+}
+_OF_THE_DEPLOYMENT = {
+    Loss.BARRED: "the workers do not let this proxy in; its operator has to mend that",
+    Loss.MISPAIRED: "the workers do not let each other in; their operator has to mend that",
+}
+_THEN = {
+    Reaction.ANSWER: "the client is told",
+    Reaction.TELL_DECODE: "decode goes on without it",
+    Reaction.RETRY: "tried again",
+    Reaction.RESEND: "sent again",
+    Reaction.BREAK: "the stream ends with an error",
 }
 
 
@@ -90,7 +121,11 @@ class _LegState:
 class Flow:
     """One client request from Started to over."""
 
-    def __init__(self, limits: Limits, now: float, rules: Rules | None = None) -> None:
+    def __init__(
+        self, limits: Limits, now: float, rules: Rules | None = None, *, request_id: str = "", keyed: bool = True
+    ) -> None:
+        """request_id: for the client's errors, which say nothing of workers. keyed: what the workers see is the
+        proxy's own key, so a 401 is its fault; otherwise they see the client's."""
         self.attempt = 0
         self.first_leg: Leg | None = None
         """Which leg's token 0 the client got; None while nothing was sent."""
@@ -99,6 +134,7 @@ class Flow:
         self.prefill_spoke_s: float | None = None
         """When prefill of the newest attempt had its token."""
         self._limits, self._rules = limits, rules or Rules()
+        self._request_id, self._keyed = request_id, keyed
         self._request_deadline_s = now + limits.request_s
         self._legs: dict[Leg, _LegState] = {}
         self._decode = ""
@@ -147,7 +183,11 @@ class Flow:
             case Unplaced():
                 if self._last_failure is not None:
                     return self._finish(Outcome.FAILED, self._last_failure)
-                return self._finish(Outcome.UNAVAILABLE, _failure(NoWorker, event.message))
+                if event.barred:
+                    return self._finish(
+                        Outcome.FAILED, self._failure(WorkerKeyRefused, _OF_THE_DEPLOYMENT[Loss.BARRED])
+                    )
+                return self._finish(Outcome.UNAVAILABLE, self._failure(NoWorker, event.message))
             case ClientLeft():
                 return self._finish(Outcome.CLIENT_LEFT, None)
             case Tick():
@@ -197,14 +237,33 @@ class Flow:
             return self._malformed(leg, str(error), b"", now)
         if not forward:
             return []
+        blames: list[Action] = []
         if leg is Leg.DECODE:
             if Leg.PREFILL in self._legs:
                 forward = self._rules.merge_events(self._prefill_answer, forward)
-            self._error_passed = self._error_passed or has_error(forward)
+            if has_error(forward):
+                forward, blames = self._in_our_words(forward)
             if is_done(forward):
                 # Not waiting for the end of the HTTP body: a worker that dies now has lost nothing.
-                return [Forward(forward), *self._finish_stream()]
-        return [Forward(forward)]
+                return [*blames, Forward(forward), *self._finish_stream()]
+        return [*blames, Forward(forward)]
+
+    def _in_our_words(self, events: bytes) -> tuple[bytes, list[Action]]:
+        """Decode's events with its errors as a client may see them, and the blame for those."""
+        blames: list[Action] = []
+
+        def rewrite(document: bytes) -> bytes:
+            if not is_error(document):
+                return document
+            blames.append(Blame(self.attempt, Leg.DECODE, Loss.ERROR, excerpt(document), "the client is told"))
+            if is_rejection(document):
+                return rejection(400, document)
+            message = self._with_id("decode worker failed in the middle of its answer")
+            return error_body(message, kind="stream_error", code=error_code(document))
+
+        events = rewritten(events, ERROR_MARK, rewrite)
+        self._error_passed = self._error_passed or bool(blames)
+        return events, blames
 
     def _on_ended(self, leg: Leg, now: float) -> list[Action]:
         state = self._legs[leg]
@@ -221,24 +280,37 @@ class Flow:
     def _on_answered(self, event: Answered, now: float) -> list[Action]:
         state = self._legs[event.leg]
         state.running = False
-        answer = Respond(event.status, event.body, event.content_type)
         if 200 <= event.status < 300:
+            if problem := problem_of_answer(event.content_type, event.body):
+                return self._on_lost(event.leg, Loss.MALFORMED, f"{problem}: {excerpt(event.body)}", now)
             state.spoke = state.ended_well = True
+            answer = Respond(event.status, event.body)
             if event.leg is Leg.PREFILL:
                 return self._on_prefilled(event.body, now)
             if Leg.PREFILL in self._legs:
                 answer = structs.replace(answer, body=self._rules.merge_answer(self._prefill_answer, event.body))
             return self._finish(Outcome.OK, answer)
-        detail = f"{event.leg.value} worker answered {event.status}"
-        if 400 <= event.status < 500:
-            return self._react(event.leg, News.REJECTED, event.status, answer, detail, now)
-        if event.leg is Leg.PREFILL:  # what its engine says of itself is for its operator, not for a client of decode
-            answer = _failure(PeerLost, detail)
-        if event.status in self._rules.lost_statuses:
-            return self._react(event.leg, News.LOST, event.status, answer, detail, now)
-        if event.status < 400:  # a redirect would send the client's prompt wherever the worker says
-            answer = _failure(ProtocolError, detail)
-        return self._react(event.leg, News.FAILED, event.status, answer, detail, now)
+        return self._on_bad_status(event, now)
+
+    def _on_bad_status(self, event: Answered, now: float) -> list[Action]:
+        leg, status, code = event.leg, event.status, error_code(event.body)
+        said = f"{leg.value} worker answered {status}"
+        detail = f"it answered {status}: {excerpt(event.body)}"
+        if status == 403 and code == PeerNotAllowed.code:
+            return self._on_lost(leg, Loss.MISPAIRED, detail, now)
+        if status in (401, 403) and self._keyed:
+            return self._on_lost(leg, Loss.BARRED, detail, now)
+        if 400 <= status < 500:
+            answer = Respond(status, rejection(status, event.body))
+            return self._react(leg, News.REJECTED, status, answer, said, detail, now)
+        if leg is Leg.PREFILL:  # what its engine says of itself is for its operator, not for a client of decode
+            answer = self._failure(PeerLost, said)
+        elif status < 400:  # a redirect would send the client's prompt wherever the worker says
+            answer = self._failure(ProtocolError, said)
+        else:
+            answer = Respond(status, error_body(self._with_id(said), kind="server_error", code=code))
+        news = News.LOST if status in self._rules.lost_statuses else News.FAILED
+        return self._react(leg, news, status, answer, said, detail, now)
 
     def _on_prefilled(self, answer: bytes, now: float) -> list[Action]:
         self._prefill_answer, self.prefill_spoke_s = answer, now
@@ -252,16 +324,18 @@ class Flow:
         return [StartDecode(self.attempt, params)]
 
     def _on_lost(self, leg: Leg, loss: Loss, detail: str, now: float) -> list[Action]:
-        message = f"{leg.value} worker lost ({loss.value}): {detail}"
+        said = _OF_THE_DEPLOYMENT.get(loss, f"{leg.value} worker lost ({loss.value})")
         news = News.STALE if loss is Loss.STALE else News.LOST
-        return self._react(leg, news, loss, _failure(_ERROR_OF[loss], message), message, now)
+        return self._react(leg, news, loss, self._failure(_ERROR_OF[loss], said), said, detail, now)
 
     def _malformed(self, leg: Leg, message: str, document: bytes, now: float) -> list[Action]:
         """A leg that is still running sent something other than tokens."""
         cancel = self._cancel(leg)
-        answer = Respond(ProtocolError.http_status, document) if document else _failure(ProtocolError, message)
-        detail = f"{leg.value} worker: {message}"
-        return [*cancel, *self._react(leg, News.LOST, Loss.MALFORMED, answer, detail, now)]
+        said = f"{leg.value} worker: {message}"
+        code = error_code(document) if document else ProtocolError.code
+        answer = Respond(ProtocolError.http_status, error_body(self._with_id(said), kind="server_error", code=code))
+        detail = f"{message}: {excerpt(document)}" if document else message
+        return [*cancel, *self._react(leg, News.LOST, Loss.MALFORMED, answer, said, detail, now)]
 
     def _on_tick(self, now: float) -> list[Action]:
         if now >= self._request_deadline_s:
@@ -277,10 +351,10 @@ class Flow:
     # ---- reactions
 
     def _react(
-        self, leg: Leg, news: News, reason: Loss | int, answer: Respond, detail: str, now: float
+        self, leg: Leg, news: News, reason: Loss | int, answer: Respond, said: str, detail: str, now: float
     ) -> list[Action]:
-        """answer: what the client gets if this news decides the request."""
-        blame = Blame(self.attempt, leg, reason)
+        """answer: what the client gets if this news decides the request. said: the same in a sentence, if a stream
+        has begun. detail: for the log."""
         before, after = self._rules.reactions[leg, news]
         reaction = before if self.first_leg is None else after
         if reaction is Reaction.RESEND and not self._may_resend:
@@ -289,9 +363,10 @@ class Flow:
         if reaction is Reaction.RETRY and self._retries_left == 0:
             alone = leg is Leg.PREFILL and self._limits.decode_alone  # once: this attempt has no prefill leg to lose
             reaction = Reaction.RETRY if alone else Reaction.ANSWER
+        blame = Blame(self.attempt, leg, reason, detail, _THEN[reaction])
         match reaction:
             case Reaction.TELL_DECODE:
-                return [blame, *self._tell_decode(detail, now)]
+                return [blame, *self._tell_decode(said, now)]
             case Reaction.RESEND:
                 self._may_resend = False
                 return [blame, *self._again(Why.RESEND, answer)]
@@ -304,7 +379,8 @@ class Flow:
                 return [blame, *self._finish(outcome, answer)]
             case Reaction.BREAK:
                 code = error_code(answer.body)
-                return [blame, *self._finish(Outcome.BROKEN, EndStream(stream_error(detail, code=code)))]
+                end = EndStream(stream_error(self._with_id(said), code=code))
+                return [blame, *self._finish(Outcome.BROKEN, end)]
 
     def _tell_decode(self, reason: str, now: float) -> list[Action]:
         decode = self._legs[Leg.DECODE]
@@ -321,6 +397,8 @@ class Flow:
 
     def _to_avoid(self, leg: Leg, reason: Loss | int) -> frozenset[str]:
         """Workers the next attempt should do without, after this leg was lost."""
+        if reason is Loss.MISPAIRED:
+            return frozenset()  # each is well; the pair is not
         if leg is Leg.PREFILL:
             return frozenset({self._legs[leg].worker})
         decode, prefill = self._legs[Leg.DECODE], self._legs.get(Leg.PREFILL)
@@ -347,8 +425,8 @@ class Flow:
 
     def _give_up(self, error: type[PdlinkError], message: str) -> list[Action]:
         if self.first_leg is None:
-            return self._finish(Outcome.FAILED, _failure(error, message))
-        return self._finish(Outcome.BROKEN, EndStream(stream_error(message, code=error.code)))
+            return self._finish(Outcome.FAILED, self._failure(error, message))
+        return self._finish(Outcome.BROKEN, EndStream(stream_error(self._with_id(message), code=error.code)))
 
     def _cancel(self, leg: Leg) -> list[Action]:
         self._legs[leg].running = False
@@ -383,6 +461,12 @@ class Flow:
             return math.inf
         return state.since_s + (self._limits.idle_s if state.spoke else self._limits.first_byte_s)
 
+    def _failure(self, error: type[PdlinkError], said: str) -> Respond:
+        status = (
+            error.http_status if error.http_status >= 500 else 502
+        )  # an error of the deployment is no error of the client
+        return Respond(status, error_body(self._with_id(said), kind="server_error", code=error.code))
 
-def _failure(error: type[PdlinkError], message: str) -> Respond:
-    return Respond(error.http_status, error_body(message, kind="server_error", code=error.code))
+    def _with_id(self, said: str) -> str:
+        """For the client, who can quote it; the log has the details under the same id."""
+        return f"{said} (request {self._request_id[:128]})" if self._request_id else said

@@ -13,6 +13,7 @@ from .steps import Leg, Outcome, Why
 FALLBACKS = ("retry", "decode_only")
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_REQUEST_BUCKETS_S = (*_TTFT_BUCKETS_S, 300, 600, 1200)
 
 
 class Metrics:
@@ -43,8 +44,16 @@ class Metrics:
         )
         self.ttft = Histogram(
             f"{name}ttft_seconds",
-            "From the request's arrival to its first token being sent on.",
+            "From the request's arrival to its first token: sent on, or made by prefill's leg if nothing streams.",
+            ["streaming"],
             buckets=_TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.request_seconds = Histogram(
+            f"{name}request_seconds",
+            "From the request's arrival to the end of its answer, of those answered well.",
+            ["streaming"],
+            buckets=_REQUEST_BUCKETS_S,
             registry=registry,
         )
         self.active_streams = Gauge(f"{name}active_streams", "Streams open to clients.", registry=registry)
@@ -60,6 +69,9 @@ class Metrics:
             self.attempts.labels(why.value)
         for kind in FALLBACKS:
             self.fallbacks.labels(kind)
+        for streaming in ("true", "false"):
+            self.ttft.labels(streaming)
+            self.request_seconds.labels(streaming)
         for path in PATHS:
             self.kv.labels(path)
         for leg in Leg:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from pdlink import errors
 from pdlink.errors import InvalidRequest, PdlinkError
 
 from .sse import DONE
@@ -88,6 +89,9 @@ def error_body(message: str, *, kind: str, code: str, param: str | None = None) 
 
 
 class _Error(msgspec.Struct):
+    message: str = ""
+    type: str | None = None
+    param: str | None = None
     code: str | int | None = None
 
 
@@ -95,13 +99,58 @@ class _ErrorDocument(msgspec.Struct):
     error: _Error
 
 
+_CODES = frozenset(
+    found.code for found in vars(errors).values() if isinstance(found, type) and issubclass(found, PdlinkError)
+)
+_MAX_EXCERPT_NBYTES = 300
+
+
 def error_code(body: bytes) -> str:
-    """The code of a worker's error document, which may be anything at all."""
+    """The code of a worker's error document, which may be anything at all: one that we know, or `internal_error`."""
+    code = _error_of(body).code
+    return code if isinstance(code, str) and code in _CODES else PdlinkError.code
+
+
+def _error_of(body: bytes) -> _Error:
     try:
-        code = msgspec.json.decode(body, type=_ErrorDocument).error.code
+        return msgspec.json.decode(body, type=_ErrorDocument).error
     except (msgspec.DecodeError, RecursionError):
-        code = None
-    return str(code) if code is not None else PdlinkError.code
+        return _Error()
+
+
+def rejection(status: int, body: bytes) -> bytes:
+    """What a client is told whose request a worker rejected: the worker's words, as far as they are an error."""
+    said = _error_of(body)
+    message = said.message[:_MAX_MESSAGE_CHARS] or f"the request was rejected with status {status}"
+    kind = said.type or "invalid_request_error"
+    code = said.code if said.code is not None else InvalidRequest.code
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": said.param, "code": code}})
+
+
+def is_rejection(document: bytes) -> bool:
+    """Whether an error in a stream says, as vLLM's do, that the request is at fault."""
+    code = _error_of(document).code
+    return isinstance(code, int) and 400 <= code < 500
+
+
+class _Answer(msgspec.Struct):
+    choices: list[msgspec.Raw]
+
+
+def problem_of_answer(content_type: str, body: bytes) -> str:
+    """Why a whole answer with status 200 is none; empty if it is one."""
+    if content_type != "application/json":
+        return "the answer's type is not application/json"
+    try:
+        msgspec.json.decode(body, type=_Answer)
+    except (msgspec.DecodeError, RecursionError):
+        return "the answer is not a JSON object with choices"
+    return ""
+
+
+def excerpt(body: bytes) -> str:
+    """The beginning of what a worker sent, for the log: printable, and in one line."""
+    return ascii(body[:_MAX_EXCERPT_NBYTES].decode(errors="replace"))
 
 
 def stream_error(message: str, *, code: str) -> bytes:

@@ -5,6 +5,7 @@ A policy never sees a worker that must not get requests; health and roles are `p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
@@ -44,19 +45,31 @@ def choose_pair(
     *,
     avoid: Set[str],
     turn: int,
+    fits: Callable[[Candidate, Candidate], bool] = lambda _prefill, _decode: True,
 ) -> tuple[Candidate | None, Candidate | None]:
     """One worker for each leg, None where there is no candidate.
 
-    avoid: keys that are taken only where there is no other.
+    avoid: keys that are taken only where there is no other. fits: whether KV goes from the one to the other; where
+    it does for no pair, decode works alone.
     """
     prefill, decode = _others(prefill, avoid), _others(decode, avoid)
-    # With the same turn on both sides two pools of equal size would always pair the same workers, and one bad worker
-    # on each side would spoil every pair. Decode's turn slips by one after each round of prefill.
-    decode_turn = turn + turn // len(prefill) if prefill else turn
-    return (
-        policy(prefill, turn) if prefill else None,
-        policy(decode, decode_turn) if decode else None,
-    )
+    if not decode:
+        return (policy(prefill, turn) if prefill else None, None)
+    fed = [candidate for candidate in decode if any(fits(other, candidate) for other in prefill)] or decode
+    chosen = policy(fed, _decode_turn(turn, len(prefill), len(fed)))
+    feeding = [candidate for candidate in prefill if fits(candidate, chosen)]
+    return (policy(feeding, turn) if feeding else None, chosen)
+
+
+def _decode_turn(turn: int, num_prefill: int, num_decode: int) -> int:
+    """Decode's turn where prefill's is `turn`.
+
+    With the same turn on both sides, two pools of equal size would always pair the same workers, and one bad worker
+    on each side would spoil every pair. So decode slips by one whenever all pairs of the same turn have been.
+    """
+    if num_prefill == 0:
+        return turn
+    return turn + turn // math.lcm(num_prefill, num_decode) % math.gcd(num_prefill, num_decode)
 
 
 def _others(candidates: Sequence[Candidate], avoid: Set[str]) -> Sequence[Candidate]:

@@ -13,27 +13,38 @@ import enum
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import aiohttp
+import msgspec
 
-from pdlink.errors import ConfigError
+from pdlink.errors import ConfigError, WorkerKeyRefused
 from pdlink.events import PeerChanged, emit
 
 from .dialects import Health, Known, PrefillAddress
 from .policies import POLICIES, Candidate, choose_pair
+from .refusals import Refusals
 from .steps import Leg
-from .upstream import Asking, describe
+from .upstream import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Set
+    from collections.abc import Callable, Iterable, Mapping, Set
 
     from .dialects import Dialect
+    from .refusals import RefusedPair
+    from .upstream import Asking
 
 log = logging.getLogger("pdlink.proxy")
 
 _SILENCES_UNTIL_UNREACHABLE = 2
 """One late answer is a busy host; a refused connection needs no second one."""
+
+QUIET_S = 10.0
+"""How long it is no news that a worker cannot be reached: after the proxy's start, when workers may still load their
+models, and after a worker has said that it is leaving."""
+
+_MAX_REASON_CHARS = 400
+_MAX_NAME_CHARS = 256
 
 
 class State(enum.Enum):
@@ -48,6 +59,8 @@ class State(enum.Enum):
     WRONG_ROLE = "wrong role"
     INVALID = "invalid"
     """Something answers there that is not a worker."""
+    BARRED = "refuses our key"
+    """It does not let this proxy in."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +69,8 @@ class Worker:
 
     url: str
     side: Leg
+    label: str = ""
+    """Its place in this proxy's list, which is how clients know it: "prefill-0"."""
     control: tuple[str, ...] = ()
     """Where its control plane listens, rank by rank, if it has to be configured."""
     state: State = State.UNKNOWN
@@ -71,7 +86,11 @@ class Worker:
     """Grows whenever a leg finds the worker gone."""
     poke: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to ask for its health now."""
+    quiet_until_s: float = field(default_factory=lambda: time.monotonic() + QUIET_S)
+    """Until then its absence is expected."""
     _silences: int = 0
+    _warned_s: float | None = None
+    """time.monotonic of the warning that nothing has taken back yet."""
 
     @property
     def key(self) -> str:
@@ -79,11 +98,23 @@ class Worker:
         return f"{self.url}#{self.health.epoch if self.health else ''}"
 
     @property
+    def name(self) -> str:
+        """For people: its own, if that is one."""
+        said = self.health.name if self.health else ""
+        return said if said.isprintable() and 0 < len(said) <= _MAX_NAME_CHARS else self.url
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where its control plane listens, without keys."""
+        said = self.control or (self.health and self.health.control) or ()
+        return tuple(address.partition("?")[0] for address in ((said,) if isinstance(said, str) else said))
+
+    @property
     def address(self) -> PrefillAddress:
         """Where decode finds it. It must have been heard."""
         if self.health is None:
             raise RuntimeError(f"{self.url} has not been heard")
-        control = self.control or self.health.control
+        control = self.control or self.health.control or ""
         return PrefillAddress(self.health.name, control[0] if len(control) == 1 else control)
 
     def heard(self, health: Health | str, *, faults_when_asked: int) -> None:
@@ -98,13 +129,15 @@ class Worker:
             if self.incarnations > 1:
                 log.info("%s worker %s was restarted", self.side.value, self.url)
         self.health = health
-        if health.role not in (self.side.value, "both"):
+        if health.role not in (self.side.value, "both", None):
             self._become(State.WRONG_ROLE, f"listed as a {self.side.value} worker, but its role is {health.role!r}")
         elif health.status == "draining":
+            self.quiet_until_s = max(self.quiet_until_s, self.heard_s + QUIET_S)
             self._become(State.DRAINING, "is draining")
         elif health.status != "ok":
             self._become(State.FAILED, f"reports status {health.status!r}")
         elif self.faults == faults_when_asked:
+            self.quiet_until_s = min(self.quiet_until_s, self.heard_s)
             self._become(State.OK, "")
 
     def silent(self, timeout_s: float) -> None:
@@ -125,34 +158,49 @@ class Worker:
         self._become(State.UNREACHABLE, reason)
         self.poke.set()
 
+    def barred(self, reason: str) -> None:
+        """It does not let this proxy in. Taken back by the next look that it does let in."""
+        self.heard_s = time.monotonic()
+        self._silences = 0
+        self._become(State.BARRED, reason)
+
     def _become(self, state: State, reason: str) -> None:
-        if state is not self.state:
-            back = (
-                state is State.OK and self.state is not State.UNKNOWN
-            )  # who read that it went reads that it is back
-            log.log(
-                logging.INFO if state is State.OK and not back else logging.WARNING,
-                "%s worker %s: %s%s%s",
-                self.side.value,
-                self.url,
-                state.value,
-                " again" if back else "",
-                f" ({reason})" if reason else "",
-            )
-            emit(PeerChanged(peer=self.url, state=state.value, reason=reason))
+        reason = reason[:_MAX_REASON_CHARS]
+        changed = state is not self.state
         self.state, self.reason = state, reason
+        if changed:
+            emit(PeerChanged(peer=self.url, state=state.value, reason=reason))
+        now, warned_s = time.monotonic(), self._warned_s
+        if state is State.OK:
+            self._warned_s = None
+            if changed:  # at the level at which it was missed
+                self._log(*((logging.INFO, "") if warned_s is None else (logging.WARNING, " again")))
+            return
+        expected = state is State.DRAINING or (state is State.UNREACHABLE and now < self.quiet_until_s)
+        if not expected and (changed or warned_s is None):
+            self._warned_s = now if warned_s is None else warned_s
+            self._log(logging.WARNING, f" ({reason})")
+        elif changed:
+            self._log(logging.INFO, f" ({reason})")
+
+    def _log(self, level: int, more: str) -> None:
+        log.log(level, "%s worker %s: %s%s", self.side.value, self.url, self.state.value, more)
 
     def describe(self) -> dict[str, Any]:
         """What GET /health of the proxy says about it."""
         now = time.monotonic()
+        health = msgspec.structs.asdict(self.health) if self.health else None
+        if health is not None and self.control:
+            health["control"] = self.control
         return {
+            "label": self.label,
             "url": self.url,
             "state": self.state.value,
             "reason": self.reason,
             "heard_s_ago": None if self.heard_s is None else round(now - self.heard_s, 3),
             "in_flight": self.in_flight,
             "incarnations": self.incarnations,
-            "health": self.health,
+            "health": health,
         }
 
 
@@ -173,13 +221,19 @@ class Pools:
         """
         where = {url.rstrip("/"): addresses for url, addresses in (control or {}).items()}
         self.workers = {
-            Leg.PREFILL: [Worker(url, Leg.PREFILL, where.pop(url, ())) for url in _base_urls("prefill", prefill)],
-            Leg.DECODE: [Worker(url, Leg.DECODE) for url in _base_urls("decode", decode)],
+            side: [
+                Worker(url, side, f"{side.value}-{index}", where.pop(url, ()))
+                for index, url in enumerate(_base_urls(side.value, urls))
+            ]
+            for side, urls in ((Leg.PREFILL, prefill), (Leg.DECODE, decode))
         }
         if where:
             raise ConfigError(f"control: {', '.join(where)} is not listed under prefill")
         self._policy = POLICIES[policy]
         self._turn = 0
+        self.refusals = Refusals()
+        self._alone: RefusedPair | None = None
+        """Why decode works alone although there is prefill; told once."""
 
     @property
     def all(self) -> list[Worker]:
@@ -202,8 +256,24 @@ class Pools:
         ]
         return sorted({name for health in found for name in (health.model, *health.aliases)})
 
-    def choose(self, model: str, avoid: Set[str]) -> tuple[Worker | None, Worker | None]:
-        """A (prefill, decode) pair for a request, None where no worker of that model may get it."""
+    def heard(self, worker: Worker) -> None:
+        """A worker has said how it is."""
+        other = Leg.DECODE if worker.side is Leg.PREFILL else Leg.PREFILL
+        self.refusals.heard(worker, self.workers[other])
+        if self._alone is not None and self.refusals.known(self._alone.prefill, self._alone.decode) is None:
+            self._tell_alone(None)
+
+    def barred(self, side: Leg) -> bool:
+        """Whether some worker does not let this proxy in."""
+        return any(worker.state is State.BARRED for worker in self.workers[side])
+
+    def leaving(self) -> None:
+        """The proxy ends, and as a rule its workers with it: that is no news."""
+        for worker in self.all:
+            worker.quiet_until_s = float("inf")
+
+    def choose(self, model: str, avoid: Set[str]) -> Choice:
+        """A pair for a request, None where no worker of that model may get it."""
         prefill, decode = self.usable(Leg.PREFILL, model), self.usable(Leg.DECODE, model)
         turn, self._turn = self._turn, self._turn + 1
         chosen = choose_pair(
@@ -212,13 +282,43 @@ class Pools:
             [_candidate(worker) for worker in decode],
             avoid=avoid,
             turn=turn,
+            **({"fits": self._fits(prefill, decode)} if len(self.refusals) else {}),
         )
-        return _of(chosen[0], prefill), _of(chosen[1], decode)
+        choice = Choice(_of(chosen[0], prefill), _of(chosen[1], decode))
+        if not prefill or choice.decode is None:
+            return choice
+        if choice.prefill is not None:
+            if not self.refusals.try_again(choice.prefill, choice.decode):
+                self._tell_alone(None)
+            return choice
+        refused = self.refusals.known(prefill[0], choice.decode)
+        self._tell_alone(refused)
+        return choice._replace(refused=refused)
+
+    def _fits(self, prefill: list[Worker], decode: list[Worker]) -> Callable[[Candidate, Candidate], bool]:
+        workers = {worker.key: worker for worker in (*prefill, *decode)}
+        return lambda one, other: self.refusals.between(workers[one.key], workers[other.key]) is None
+
+    def _tell_alone(self, refused: RefusedPair | None) -> None:
+        if refused is not None and self._alone is None:
+            log.warning("no pair of workers fits together, so decode computes prompts itself: %s", refused)
+        elif refused is None and self._alone is not None:
+            log.warning("a pair of workers fits together again, so prefill computes prompts")
+        self._alone = refused
+
+
+class Choice(NamedTuple):
+    """Workers for a request."""
+
+    prefill: Worker | None
+    decode: Worker | None
+    refused: RefusedPair | None = None
+    """Why there is no prefill although one is well."""
 
 
 def _candidate(worker: Worker) -> Candidate:
     said = worker.health
-    return Candidate(worker.key, worker.in_flight + (said.running + said.waiting if said else 0))
+    return Candidate(worker.key, worker.in_flight + ((said.running or 0) + (said.waiting or 0) if said else 0))
 
 
 def _of(candidate: Candidate | None, workers: list[Worker]) -> Worker | None:
@@ -237,19 +337,19 @@ def _base_urls(side: str, urls: Iterable[str]) -> list[str]:
     return found
 
 
-async def watch(
-    worker: Worker, session: aiohttp.ClientSession, dialect: Dialect, *, interval_s: float, timeout_s: float
-) -> None:
+async def watch(pools: Pools, worker: Worker, asking: Asking, dialect: Dialect, interval_s: float) -> None:
     """Ask a worker for its health, every interval and when poked, until cancelled."""
-    asking = Asking(session, worker.url, timeout_s)
     while True:
         worker.poke.clear()
         faults = worker.faults
         try:
             health = await dialect.look(asking, Known(worker.health, worker.state is State.OK))
             worker.heard(health, faults_when_asked=faults)
+            pools.heard(worker)
+        except WorkerKeyRefused as error:
+            worker.barred(str(error))
         except TimeoutError:
-            worker.silent(timeout_s)
+            worker.silent(asking.timeout_s)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             worker.unreachable(f"GET /health: {describe(error)}")
         try:

@@ -102,22 +102,37 @@ def before_done(data: bytes, comment: bytes) -> bytes:
     return data[:start] + comment + data[start:]
 
 
+ERROR_MARK = b'{"error"'
+
+
 def has_error(data: bytes) -> bool:
-    """Whether whole events hold an error object of the worker. Quotes inside generated text are escaped."""
-    return b'{"error"' in data
+    """Whether whole events may hold an error object of the worker. Quotes inside generated text are escaped."""
+    return ERROR_MARK in data
 
 
 def rewritten(data: bytes, mark: bytes, rewrite: Callable[[bytes], bytes]) -> bytes:
-    """Whole events, those of them that hold `mark` with another payload."""
+    """Whole events, those of them that hold `mark` with another payload if `rewrite` gives one."""
     out, start = b"", 0
     while (end := _BOUNDARY.search(data, start)) is not None:
         event, start = data[start : end.end()], end.end()
-        out += b"data: " + rewrite(_payload(event)) + b"\n\n" if mark in event else event
+        if mark in event:
+            payload = _payload(event)
+            if (new := rewrite(payload)) != payload:
+                event = b"data: " + new + b"\n\n"
+        out += event
     return out + data[start:]
 
 
 def _payload(event: bytes) -> bytes:
     return b"".join(line[5:] for line in event.splitlines() if line.startswith(b"data:")).strip()
+
+
+def is_error(document: bytes) -> bool:
+    """Whether the payload of an event is an error object."""
+    try:
+        return bytes(msgspec.json.decode(document, type=_Peek).error) != b"null"
+    except (msgspec.DecodeError, RecursionError):
+        return False
 
 
 class _Peek(msgspec.Struct):

@@ -25,6 +25,12 @@ class Loss(enum.Enum):
     TIMEOUT = "timeout"
     MALFORMED = "malformed"
     """The worker answered something that is no answer."""
+    ERROR = "error"
+    """It sent an error where a stream should have gone on."""
+    BARRED = "barred"
+    """The worker does not let this proxy in."""
+    MISPAIRED = "mispaired"
+    """Decode must not connect to this prefill worker."""
     LOCAL = "local"
     """This process is out of sockets or ports; the worker is not to blame."""
 
@@ -44,6 +50,8 @@ class Unplaced(msgspec.Struct, frozen=True):
     """No worker can take the request now."""
 
     message: str
+    barred: bool = False
+    """Those that could do not let this proxy in."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -138,12 +146,16 @@ class CancelLeg(msgspec.Struct, frozen=True):
 
 
 class Blame(msgspec.Struct, frozen=True):
-    """Count that the leg failed. Comes before the Place that it leads to."""
+    """Count and log that the leg failed. Comes before the Place that it leads to."""
 
     attempt: int
     leg: Leg
     reason: Loss | int
     """A kind of loss, or the status that its worker answered."""
+    detail: str = ""
+    """For the log; clients are not told what a worker sent."""
+    then: str = ""
+    """What becomes of the request."""
 
 
 class LetGo(msgspec.Struct, frozen=True):

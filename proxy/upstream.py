@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ _KEEPALIVE_OPTIONS = (
     # Tokens are small and each is waited for.
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
+
+_MAX_WORDS_CHARS = 300
 
 MAX_REPLY_NBYTES = 64 * 1024
 """Of an answer to a question about a worker itself."""
@@ -162,8 +165,21 @@ async def run_leg(session: aiohttp.ClientSession, call: LegCall, say: Say) -> No
 
 
 def describe(error: Exception) -> str:
-    """What an exception says, or its name: some of aiohttp's say nothing."""
-    return str(error) or type(error).__name__
+    """What an exception says, or its name: some of aiohttp's say nothing.
+
+    Of a connection that failed the system's words alone: aiohttp's name the address again, and `ssl:default` where
+    nothing is encrypted.
+    """
+    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
+        cause = error.os_error
+        known = cause.errno is not None and cause.errno > 0  # those of name look-ups are not
+        return os.strerror(cause.errno) if known and cause.errno else cause.strerror or str(cause)
+    return printable(str(error)) or type(error).__name__
+
+
+def printable(text: str) -> str:
+    """Words that a worker may have a part in, as they may be in the log: in one line, and not long."""
+    return "".join(char if char.isprintable() else " " for char in text[:_MAX_WORDS_CHARS])
 
 
 async def read_bounded(response: aiohttp.ClientResponse, max_nbytes: int) -> bytes:

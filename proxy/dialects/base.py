@@ -42,20 +42,36 @@ class Attempt:
     """Of the decode worker, if it has another number than the prefill worker."""
 
 
+class Refused(msgspec.Struct, frozen=True):
+    """A worker of the other side that a worker cannot exchange KV with, by its own account."""
+
+    peer: str = ""
+    """Its name; empty if that is not known."""
+    address: str = ""
+    """Its control address, if it was dialed."""
+    factor: str = ""
+    """What differs, and both values."""
+    local: str = ""
+    remote: str = ""
+    retry_s: float = 0.0
+    """Until the next try; 0 if it is due, or not this worker's to make."""
+
+
 class Health(msgspec.Struct, frozen=True):
-    """What a worker says of itself: the body of a pdlink worker's GET /health."""
+    """What a worker says of itself: the body of a pdlink worker's GET /health. None is what it does not say."""
 
     status: str
     name: str
     epoch: str
-    role: str
+    role: str | None
     model: str
-    control: str | tuple[str, ...]
-    running: int = 0
-    waiting: int = 0
-    free_blocks: int = 0
-    num_blocks: int = 0
-    block_tokens: int = 0
+    control: str | tuple[str, ...] | None
+    running: int | None = None
+    waiting: int | None = None
+    free_blocks: int | None = None
+    num_blocks: int | None = None
+    block_tokens: int | None = None
+    refused: tuple[Refused, ...] = ()
     aliases: tuple[str, ...] = ()
     """More names that requests may ask for, of adapters for example."""
 
@@ -84,7 +100,7 @@ class Dialect:
     second is not used: the client's own body is sent, with what that answer says."""
     look: Callable[[Asking, Known], Awaitable[Health | str]]
     """Asks a worker how it is. A text says what is wrong with something that answers, but is no worker of this kind.
-    Raises what `upstream.ask` raises."""
+    Raises what `upstream.ask` raises, and WorkerKeyRefused if the worker does not let this proxy in."""
     rules: Rules = field(default_factory=Rules)
     prefill_streams: bool = False
     """The first event of prefill's stream is output token 0, as it is of decode's. Otherwise prefill's leg is
@@ -97,3 +113,5 @@ class Dialect:
     they are here, and an empty body."""
     key_as_bearer: bool = False
     """The secret that proxy and workers share is the engine's API key."""
+    key_setting: str = "worker_key_file must hold the secret of the worker's security.http_key_file"
+    """What to mend where a worker does not let the proxy in."""

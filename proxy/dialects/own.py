@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdlink.errors import WorkerKeyRefused
+
 from ..kvpath import HEADER
 from ..upstream import ask
 from .base import Attempt, Dialect, Health, Known
@@ -37,8 +39,14 @@ def read_health(status: int, body: bytes) -> Health | str:
     return health
 
 
-async def _look(asking: Asking, _known: Known) -> Health | str:
-    return read_health(*await ask(asking, "/health"))
+async def _look(asking: Asking, known: Known) -> Health | str:
+    health = read_health(*await ask(asking, "/health"))
+    if isinstance(health, Health) and not (known.well and known.last and known.last.epoch == health.epoch):
+        # Anybody may ask for its health, so that says nothing about our key.
+        reply = await ask(asking, "/v1/models")
+        if reply.status in (401, 403):
+            raise WorkerKeyRefused(f"GET /v1/models answered {reply.status}: {PDLINK.key_setting}")
+    return health
 
 
 def _kv_path(headers: Mapping[str, str], _body: bytes) -> str | None:

@@ -25,6 +25,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from pdlink.errors import WorkerKeyRefused
+
 from ..openai import CHAT, KV_PARAMS
 from ..rules import Rules
 from ..sse import rewritten
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from ..openai import Call
     from ..upstream import Asking
 
+_KEY_SETTING = "worker_key_file must hold the key that vLLM was given as --api-key"
 _LOST_STATUSES = frozenset({500, 502, 503, 504})
 _NO_KV_STATUS = 500  # a failed load ends in it, as every error inside vLLM does (kv_load_failure_policy: fail)
 
@@ -249,7 +252,7 @@ async def _look(asking: Asking, known: Known) -> Health | str:
         return known.last
     reply = await ask(asking, "/v1/models")
     if reply.status == 401:
-        return "GET /v1/models answered 401: worker_key_file must hold the key that vLLM was given as --api-key"
+        raise WorkerKeyRefused(f"GET /v1/models answered 401: {_KEY_SETTING}")
     try:
         names = [model.id for model in msgspec.json.decode(reply.body, type=_Models).data]
     except (msgspec.DecodeError, RecursionError) as error:
@@ -259,7 +262,7 @@ async def _look(asking: Asking, known: Known) -> Health | str:
     # vLLM has no name for one life of a process. It is taken to be another one whenever it has been away.
     epoch = str(int(known.last.epoch) + 1) if known.last else "1"
     name = urlsplit(asking.url).netloc
-    return Health("ok", name, epoch, "both", names[0], "", aliases=tuple(names[1:]))
+    return Health("ok", name, epoch, None, names[0], None, aliases=tuple(names[1:]))
 
 
 VLLM = Dialect(
@@ -276,6 +279,7 @@ VLLM = Dialect(
     whole=_whole,
     kv_path=_kv_path,
     key_as_bearer=True,
+    key_setting=_KEY_SETTING,
 )
 """Pairs with PDLinkConnector: both legs at once, under one transfer id."""
 
@@ -293,5 +297,6 @@ VLLM_NIXL = Dialect(
     ),
     whole=_nixl_whole,
     key_as_bearer=True,
+    key_setting=_KEY_SETTING,
 )
 """Pairs with NixlConnector or NixlPushConnector: decode's leg follows prefill's answer and gets its parameters."""

@@ -79,9 +79,22 @@ class FakeWorker:
     epoch: str = "e1"
     status: str = "ok"
     running: int = 0
+    key: str = ""
+    """What callers must send in X-Pdlink-Key, other than for its health."""
+    refused: list[dict[str, Any]] = field(default_factory=list)
+    """Said in its health."""
+    control: str = ""
     tokens: list[str] = field(default_factory=lambda: ["zero", "one", "two"])
     fail_with: int | None = None
     """Answer every generation request with this status."""
+    fail_body: bytes = b""
+    """With this body, instead of an error that names the worker."""
+    fail_legs_only: bool = False
+    """Not the requests that decode is to serve alone."""
+    answer_override: bytes | None = None
+    """The whole answer to a request that does not stream."""
+    content_type: str = "application/json"
+    """Of that answer."""
     redirect_to: str = ""
     """Base URL in the Location header of such an answer."""
     resets: int = 0
@@ -117,6 +130,7 @@ class FakeWorker:
     async def start(self) -> FakeWorker:
         app = web.Application(client_max_size=64 * 2**20)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
         app.router.add_post("/pdlink/transfers/{id}/stop", self._stop)
@@ -140,11 +154,20 @@ class FakeWorker:
             "epoch": self.epoch,
             "role": self.role,
             "model": self.model,
-            "control": f"tcp://127.0.0.1:{self.port + 1}",
+            "control": self.control or f"tcp://127.0.0.1:{self.port + 1}",
+            "refused": self.refused,
             "running": self.running,
             "waiting": 0,
         }
         return web.json_response(body, status=200 if self.status == "ok" else 503)
+
+    def _bars(self, request: web.Request) -> bool:
+        return bool(self.key) and request.headers.get("X-Pdlink-Key") != self.key
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if self._bars(request):
+            return web.json_response({"error": {"code": "invalid_api_key"}}, status=401)
+        return web.json_response({"data": [{"id": self.model}]})
 
     async def _stop(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -166,6 +189,9 @@ class FakeWorker:
         return response
 
     async def _answer(self, request: web.Request, received: Received) -> web.StreamResponse:
+        if self._bars(request):
+            error = {"message": "X-Pdlink-Key is missing or wrong", "type": "x", "param": None}
+            return web.json_response({"error": {**error, "code": "invalid_api_key"}}, status=401)
         if self.silent:
             await asyncio.Event().wait()
         if self.gate is not None:
@@ -176,14 +202,18 @@ class FakeWorker:
         if self.resets:
             self.resets -= 1
             abort(request)
-        if self.fail_with is not None:
+        if self.fail_with is not None and (not self.fail_legs_only or received.body.get("kv_transfer_params")):
             error = {"message": f"no: {self.name}", "type": "x", "param": None, "code": f"code_{self.fail_with}"}
             headers = {"Location": self.redirect_to + request.path} if self.redirect_to else {}
+            if self.fail_body:
+                return web.Response(body=self.fail_body, status=self.fail_with, content_type=self.content_type)
             return web.json_response({"error": error}, status=self.fail_with, headers=headers)
         params = received.body.get("kv_transfer_params")
         leg = params["leg"] if params else "alone"
         said = {"X-Pdlink-KV": self.kv} if leg == "decode" and self.kv else {}
         if not received.body.get("stream"):
+            if self.answer_override is not None:
+                return web.Response(body=self.answer_override, content_type=self.content_type)
             text = "".join(self.tokens)
             body = {"id": "cmpl-x", "choices": [{"text": text}], "worker": self.name, "leg": leg}
             return web.json_response(body, headers=said)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import time
 
 import pytest
 
+from pdlink import __version__
+from pdlink_proxy.pools import State
 from tests.proxy.fakes import DEADLINE_S, DONE, FakeWorker, event, proxy_of, tokens_of, until
 
 
@@ -35,11 +39,40 @@ async def test_a_body_over_the_limit_is_a_413_with_the_limit(prefill: FakeWorker
         assert "1000" in (await response.json())["error"]["message"]
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", "/"), ("GET", "/v1/completions"), ("POST", "/v1/embeddings")])
+@pytest.mark.parametrize(("method", "path"), [("POST", "/"), ("GET", "/v1/completions"), ("POST", "/v1/embeddings")])
 async def test_other_routes_are_a_404_that_clients_can_read(method: str, path: str) -> None:
     async with proxy_of([], []) as proxy, proxy.client.request(method, proxy.url + path) as response:
         assert response.status == 404
         assert (await response.json())["error"]["code"] == "not_found"
+
+
+async def test_the_proxy_says_what_it_is_and_whose(prefill: FakeWorker, decode: FakeWorker) -> None:
+    """A load test of somebody else's proxy on the same port looks just like one of one's own."""
+    async with proxy_of([prefill], [decode]) as proxy:
+        async with proxy.client.get(f"{proxy.url}/") as response:
+            assert response.status == 200
+            assert "pdlink" in await response.text()
+        async with proxy.client.get(f"{proxy.url}/version") as response:
+            assert await response.json() == {"version": __version__}
+        async with proxy.client.get(f"{proxy.url}/health") as response:
+            said = (await response.json())["proxy"]
+        assert said["pid"] == os.getpid()
+        assert 0 <= time.time() - said["started"] < 60
+
+
+async def test_a_proxy_without_workers_is_alive_and_not_ready(decode: FakeWorker) -> None:
+    """A liveness probe on /health would restart the proxy because its workers restart."""
+    async with proxy_of([], [decode], api_keys=["secret"]) as proxy:
+        for status in (200, 503):
+            async with proxy.client.get(f"{proxy.url}/livez") as response:
+                assert response.status == 200
+            async with proxy.client.get(f"{proxy.url}/readyz") as response:
+                assert response.status == status
+                assert list(await response.json()) == ["status"]
+            await decode.stop()
+            await until(lambda: proxy.router.pools.all[0].state is State.UNREACHABLE)
+        async with proxy.client.get(f"{proxy.url}/version") as response:
+            assert response.status == 401
 
 
 @pytest.mark.parametrize("value", ["n\u00f6", "x" * 5000, "a\tb"])
@@ -114,7 +147,7 @@ async def test_metrics_name_workers_and_outcomes(prefill: FakeWorker, decode: Fa
             assert response.content_type == "text/plain"
             text = await response.text()
         assert f'pdlink_proxy_worker_healthy{{leg="decode",worker="{decode.url}"}} 1.0' in text
-        assert proxy.counted("ttft_seconds_count") == 1
+        assert proxy.counted("ttft_seconds_count", streaming="true") == 1
         assert proxy.counted("active_streams") == 0
         for worker, leg in ((prefill, "prefill"), (decode, "decode")):
             await until(lambda w=worker, g=leg: proxy.counted("in_flight", worker=w.url, leg=g) == 0)  # type: ignore[misc]

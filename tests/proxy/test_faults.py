@@ -151,7 +151,7 @@ async def test_retries_are_bounded_and_the_last_answer_is_passed_on(
     more: dict[str, Any] = {"retries": 2, "on_no_prefill": "fail"}
     async with proxy_of(prefills, decodes, **more) as proxy, proxy.post(stream=True) as response:
         assert response.status == 502
-        assert (await error_of(response))["code"] == "code_502"
+        assert (await error_of(response))["code"] == "internal_error"
         assert proxy.counted("attempts_total", why="retry") == 2
     ids = [got.transfer_id for worker in decodes for got in worker.received]
     assert len(ids) == len(set(ids)) == 3
@@ -231,7 +231,7 @@ async def test_a_stream_that_breaks_ends_with_a_typed_error(
                 "reset": "peer_lost",
                 "end": "protocol_error",
                 "silent": "deadline_exceeded",
-                "502": "code_502",
+                "502": "internal_error",
             }[fault]
         )
         assert proxy.counted("requests_total", outcome="broken") == 1
@@ -247,11 +247,17 @@ async def test_half_an_event_never_reaches_the_client(prefill: FakeWorker, decod
     stream_error_of(data)
 
 
-async def test_an_error_event_of_a_worker_passes_and_is_counted(prefill: FakeWorker, decode: FakeWorker) -> None:
-    error = b'data: {"error":{"message":"m","type":"stream_error","param":null,"code":"engine_failure"}}\n\n'
+async def test_an_error_event_of_a_worker_keeps_its_code_and_is_counted(
+    prefill: FakeWorker, decode: FakeWorker
+) -> None:
+    error = b'data: {"error":{"message":"at tcp://10.0.0.1","type":"x","param":null,"code":"engine_failure"}}\n\n'
     decode.stream_override = event("zero") + error + DONE
     async with proxy_of([prefill], [decode]) as proxy:
-        assert await proxy.stream() == event("zero") + error + DONE
+        data = await proxy.stream()
+        assert data.startswith(event("zero"))
+        assert b"10.0.0.1" not in data
+        assert stream_error_of(data)["code"] == "engine_failure"
+        assert proxy.counted("leg_failures_total", leg="decode", reason="error") == 1
         await until(lambda: proxy.counted("requests_total", outcome="broken") == 1)
 
 

@@ -148,8 +148,8 @@ async def test_headers_of_the_client_pass_and_the_request_id_comes_back(
             await response.read()
             assert response.headers["X-Request-Id"] == "mine"
             assert response.headers["X-Pdlink-Transfer"] == decode.received[0].transfer_id
-            assert response.headers["X-Pdlink-Prefill"] == prefill.name
-            assert response.headers["X-Pdlink-Decode"] == decode.name
+            assert response.headers["X-Pdlink-Prefill"] == "prefill-0"
+            assert response.headers["X-Pdlink-Decode"] == "decode-0"
         async with proxy.post() as response:
             made = response.headers["X-Request-Id"]
     for worker in (prefill, decode):

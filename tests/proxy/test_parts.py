@@ -154,7 +154,9 @@ def test_avoided_workers_are_taken_only_without_another() -> None:
     assert choose_pair(round_robin, [], [], avoid=set(), turn=3) == (None, None)
 
 
-@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 1), (2, 2), (2, 4), (3, 3), (4, 2)])
+@pytest.mark.parametrize(
+    ("num_prefill", "num_decode"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (2, 4), (3, 3), (4, 2), (4, 6)]
+)
 def test_round_robin_pairs_everyone_with_everyone_evenly(num_prefill: int, num_decode: int) -> None:
     """In lock step, one bad worker on each side would spoil every pair."""
     pools = candidates(*[0] * num_prefill), candidates(*[0] * num_decode)

@@ -123,7 +123,7 @@ async def test_prefill_is_asked_for_the_same_prompt_and_one_token(
         mine = {**mine, "stream": True, "stream_options": {"include_usage": True}}
     async with pair.proxy(CONCURRENT) as proxy, proxy.post(path, **mine) as response:
         transfer_id = response.headers["X-Pdlink-Transfer"]
-        assert response.headers["X-Pdlink-Prefill"] == f"127.0.0.1:{pair.prefill.port}"
+        assert response.headers["X-Pdlink-Prefill"] == "prefill-0"
         await until(lambda: len(pair.prefill.received) == 1)
     prefill, decode = pair.prefill.received[0], pair.decode.received[0]
     assert prefill.path == decode.path == path
@@ -471,12 +471,14 @@ async def test_a_lost_decode_is_tried_again_elsewhere(pair: Pair, dialect: str, 
 
 
 @BOTH
-async def test_the_reason_of_a_load_that_failed_reaches_the_client(pair: Pair, dialect: str) -> None:
+async def test_a_load_that_failed_is_told_without_vllms_words(pair: Pair, dialect: str) -> None:
     pair.decode.error_at = 0
     async with pair.proxy(dialect, retries=0) as proxy:
         status, got = await said(proxy, stream=True)
     assert status == 502
-    assert msgspec.json.decode(got)["error"]["type"] == "InternalServerError"
+    error = msgspec.json.decode(got)["error"]
+    assert (error["type"], error["code"]) == ("server_error", "internal_error")
+    assert "began with an error" in error["message"]
 
 
 async def test_a_prefill_answer_that_is_none_is_a_lost_leg(pair: Pair) -> None:
@@ -490,14 +492,14 @@ async def test_a_prefill_answer_that_is_none_is_a_lost_leg(pair: Pair) -> None:
 
 
 @BOTH
-async def test_an_error_of_vllm_in_mid_stream_passes_and_is_counted(pair: Pair, dialect: str) -> None:
+async def test_an_error_of_vllm_in_mid_stream_is_told_in_our_words_and_counted(pair: Pair, dialect: str) -> None:
     pair.decode.error_at = 1
     async with pair.proxy(dialect) as proxy:
         status, got = await said(proxy, stream=True)
         assert status == 200
         first, error, done, rest = got.split(b"\n\n")
         assert b"0.0 " in first
-        assert msgspec.json.decode(error.removeprefix(b"data: "))["error"]["code"] == 500
+        assert msgspec.json.decode(error.removeprefix(b"data: "))["error"]["code"] == "internal_error"
         assert (done, rest) == (b"data: [DONE]", b"")
         await until(lambda: proxy.counted("requests_total", outcome="broken") == 1)
 
@@ -566,6 +568,16 @@ async def test_models_are_asked_for_when_a_worker_comes_up_and_not_all_the_time(
         assert proxy.router.pools.models() == ["new"]
 
 
+async def test_what_a_server_does_not_say_is_null_and_not_zero(pair: Pair) -> None:
+    """`free_blocks: 0` reads as full."""
+    async with pair.proxy(CONCURRENT) as proxy, proxy.client.get(f"{proxy.url}/health") as response:
+        body = await response.json()
+    health = body["decode"][0]["health"]
+    unknown = ("role", "control", "running", "waiting", "free_blocks", "num_blocks", "block_tokens")
+    assert {name: health[name] for name in unknown} == dict.fromkeys(unknown)
+    assert body["prefill"][0]["health"]["control"] == [CONTROL], "it is in the settings"
+
+
 async def test_a_dead_engine_takes_its_server_out(pair: Pair) -> None:
     """The API server of vLLM outlives its engine for a moment, and answers 503."""
     async with pair.proxy(CONCURRENT) as proxy:
@@ -579,7 +591,7 @@ async def test_a_dead_engine_takes_its_server_out(pair: Pair) -> None:
 async def test_a_server_with_a_key_says_which_setting_is_missing(pair: Pair, tmp_path: Any) -> None:
     pair.prefill.api_key = pair.decode.api_key = "s3cret"
     async with pair.proxy(CONCURRENT) as proxy:
-        await until(lambda: side(proxy, Leg.DECODE) is State.INVALID)
+        await until(lambda: side(proxy, Leg.DECODE) is State.BARRED)
         assert "worker_key_file" in proxy.router.pools.workers[Leg.DECODE][0].reason
     key = write_private(tmp_path / "key", "s3cret\n")
     async with pair.proxy(CONCURRENT, worker_key_file=key, api_keys=["client"]) as proxy:

@@ -1,0 +1,153 @@
+"""Which workers cannot exchange KV, by their own account, so that no prompt is computed twice for nothing.
+
+A worker's health lists whom it refused, or was refused by, with what differs. A pair in such a list is avoided. When
+the worker that dials says that its next try is due, the pair gets one request, which finds out whether the cause was
+mended; whatever comes of it, the answer is right.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .steps import Leg
+from .upstream import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from .dialects.base import Refused
+    from .pools import Worker
+
+log = logging.getLogger("pdlink.proxy")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
+"""Between two tries of a pair where no worker says when the next one is due; doubled by each."""
+
+
+@dataclass(slots=True)
+class RefusedPair:
+    """A prefill and a decode worker that do not fit together."""
+
+    prefill: Worker
+    decode: Worker
+    factor: str
+    local: str
+    """As decode sees it, if decode has told of it; otherwise as prefill does."""
+    remote: str
+    until_s: float
+    """time.monotonic of the next try."""
+    pause_s: float = FIRST_PAUSE_S
+    """After the next try, if nobody says how long."""
+    lives: tuple[str, str] | None = None
+    """Of the two workers, where only a request has told of the pair."""
+
+    def describe(self) -> dict[str, Any]:
+        """For GET /health."""
+        return {
+            "prefill": self.prefill.name,
+            "decode": self.decode.name,
+            "factor": self.factor,
+            "local": self.local,
+            "remote": self.remote,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.prefill.name} and {self.decode.name} do not fit together: {self.factor} differs"
+
+
+class Refusals:
+    """All such pairs of one proxy."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[str, str], RefusedPair] = {}
+
+    def __iter__(self) -> Iterator[RefusedPair]:
+        return iter(self._pairs.values())
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def heard(self, worker: Worker, others: Sequence[Worker]) -> None:
+        """Take in what a worker, just heard, says about those of the other side."""
+        if not self._pairs and not (worker.health and worker.health.refused):
+            return
+        now = time.monotonic()
+        for other in others:
+            prefill, decode = (worker, other) if worker.side is Leg.PREFILL else (other, worker)
+            known = self._pairs.get(_key(prefill, decode))
+            found = _found(prefill, decode)
+            if found is not None:
+                factor, local, remote = map(printable, (found.factor, found.local, found.remote))
+                pair = RefusedPair(prefill, decode, factor, local, remote, now + FIRST_PAUSE_S)
+                if found.retry_s > 0:
+                    pair.until_s = now + min(found.retry_s, LONGEST_PAUSE_S)
+                elif known is not None:
+                    pair.until_s, pair.pause_s = known.until_s, known.pause_s
+                self._pairs[_key(prefill, decode)] = pair
+                if known is None or known.factor != pair.factor:
+                    _tell(pair)
+            elif known is not None and known.lives != (prefill.key, decode.key):
+                self._forget(known)
+
+    def note(self, prefill: Worker, decode: Worker, factor: str) -> None:
+        """A request has found out that decode will not have this prefill worker."""
+        known = self._pairs.get(_key(prefill, decode))
+        if known is None:
+            until_s = time.monotonic() + FIRST_PAUSE_S
+            lives = (prefill.key, decode.key)
+            pair = RefusedPair(prefill, decode, factor, "", "", until_s, lives=lives)
+            self._pairs[_key(prefill, decode)] = pair
+            _tell(pair)
+
+    def fits(self, prefill: Worker, decode: Worker) -> None:
+        """A request of this pair is answered: what an earlier one has told is not true any more."""
+        known = self._pairs.get(_key(prefill, decode))
+        if known is not None and known.lives is not None:
+            self._forget(known)
+
+    def _forget(self, pair: RefusedPair) -> None:
+        del self._pairs[_key(pair.prefill, pair.decode)]
+        log.warning("%s and %s no longer refuse each other", pair.prefill.name, pair.decode.name)
+
+    def known(self, prefill: Worker, decode: Worker) -> RefusedPair | None:
+        """What is known against this pair."""
+        return self._pairs.get(_key(prefill, decode))
+
+    def between(self, prefill: Worker, decode: Worker) -> RefusedPair | None:
+        """Why this pair is to be avoided now, if it is."""
+        pair = self._pairs.get(_key(prefill, decode))
+        return pair if pair is not None and time.monotonic() < pair.until_s else None
+
+    def try_again(self, prefill: Worker, decode: Worker) -> bool:
+        """The pair gets a request. Whether that is a try of a refused one: no other follows until its time."""
+        pair = self._pairs.get(_key(prefill, decode))
+        if pair is None:
+            return False
+        pair.until_s = time.monotonic() + pair.pause_s
+        pair.pause_s = min(2 * pair.pause_s, LONGEST_PAUSE_S)
+        return True
+
+
+def _key(prefill: Worker, decode: Worker) -> tuple[str, str]:
+    return prefill.url, decode.url
+
+
+def _tell(pair: RefusedPair) -> None:
+    values = f": {pair.local!r} and {pair.remote!r}" if pair.local or pair.remote else ""
+    log.warning("%s%s; requests avoid this pair, and decode recomputes where there is no other", pair, values)
+
+
+def _found(prefill: Worker, decode: Worker) -> Refused | None:
+    """What decode says of prefill, which it dials, and otherwise what prefill says of decode."""
+    for asked, about in ((decode, prefill), (prefill, decode)):
+        if asked.health is None or about.health is None:
+            continue
+        for refused in asked.health.refused:
+            # Without the key, which follows the address.
+            dialed = refused.address.partition("?")[0]
+            if refused.peer == about.health.name or (dialed and dialed in about.addresses):
+                return refused
+    return None
