@@ -200,6 +200,7 @@ class Endpoint:
         def end() -> None:
             for peer in self.peers():
                 self.lose(peer, "shutdown")
+            self.sender.give_up("shutdown")
             self._stopping = True
 
         self.call(end)

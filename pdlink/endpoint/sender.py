@@ -291,6 +291,11 @@ class Sender:
             self._run(self._live[transfer_id], self._live[transfer_id].machine.fenced())
         self._pushes.forget(peer)
 
+    def give_up(self, reason: str) -> None:
+        """No receiver can come any more: end what waits for one."""
+        for outgoing in list(self._live.values()):
+            self._run(outgoing, outgoing.machine.stop(reason))
+
     def on_heard(self, peer: Peer, now: float) -> None:
         """A sign of life."""
         self._leases.heard(peer.key, now)

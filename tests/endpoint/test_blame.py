@@ -20,7 +20,7 @@ from pdlink.protocol.messages import VERSION, Identity
 from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
 from tests.attacks.processes import Holdings
 from tests.attacks.stranger import Stranger
-from tests.endpoint.conftest import TIMEOUTS, Handler, Node, Pair, layout, until
+from tests.endpoint.conftest import TIMEOUTS, Handler, Node, Pair, SenderLog, layout, until
 
 SRC, DST, TOKENS = [3, 0, 9, 4], [5, 1], 13
 
@@ -364,3 +364,12 @@ def test_closing_while_a_callback_is_stuck_neither_hangs_nor_touches_what_the_lo
     assert not thread.is_alive()
     assert node.endpoint.failure == ""
     node.buffer.close()
+
+
+def test_closing_ends_what_waits_for_a_receiver(pair: Pair) -> None:
+    node = Node(pair.hub, "lonely", layout(4), TIMEOUTS).open()
+    log = SenderLog()
+    node.endpoint.sender.announce("t", log.failed, log.end)
+    node.endpoint.sender.publish("t", SRC, TOKENS, 0)
+    node.close()
+    assert log.wait() == ["failed shutdown", "end"]
