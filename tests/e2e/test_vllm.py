@@ -97,6 +97,20 @@ def test_a_request_may_end_with_its_first_token(pair: Pair, alone: Alone) -> Non
     assert pair.tokens(prompt, max_tokens=1) == [alone[tuple(prompt)][:1]]
 
 
+def test_servers_that_make_different_prompts_of_one_request_hear_it_at_once(pair: Pair, alone: Alone) -> None:
+    """As with two chat templates: both waited for a lease, and nobody was told why."""
+    prompt = prompt_of(*VLLM_TIGHT[5])
+    with ThreadPoolExecutor(1) as threads:
+        prefill = threads.submit(pair.prefill_leg, "xfer-unlike", prompt_of(300, 7))
+        answer = pair.decode_leg("xfer-unlike", prompt)
+        assert prefill.result().status == 200
+    assert answer.tokens == [alone[tuple(prompt)]]
+    assert answer.body["kv_transfer_params"] == {"pdlink_kv": "recomputed;reason=other_prompt"}
+    for server in (pair.prefill, pair.decode):
+        until(lambda s=server: s.metric("vllm:pdlink_failed_total", 'reason="other_prompt"') == 1, "it is counted")  # type: ignore[misc]
+        assert "the two servers make different tokens of one request" in server.log.read_text()
+
+
 def test_requests_without_parameters_are_served_alone(pair: Pair, alone: Alone) -> None:
     prompt = prompt_of(255, 255)
     for server in (pair.prefill, pair.decode):

@@ -54,9 +54,12 @@ class Pair:
         return [json.loads(event) for event in events]
 
     def running(self, role: str) -> float:
+        return self.sum_of(role, "vllm:num_requests_running", "vllm:num_requests_waiting{")
+
+    def sum_of(self, role: str, *names: str) -> float:
+        """Over all samples whose name begins so."""
         with urllib.request.urlopen(self.url(role) + "/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
-        names = ("vllm:num_requests_running", "vllm:num_requests_waiting{")
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
 
 
@@ -203,7 +206,25 @@ def test_a_seed_and_a_prompt_in_chunks_leave_prefills_engine_alive(pair: Pair) -
     answers = [pair.ask("proxy", COMPLETIONS, body) for _ in range(2)]
     assert [answer.status for answer in answers] == [200, 200], answers[0].body
     assert answers[0].text == answers[1].text
-    assert request(pair.url("prefill") + "/health").status == 200
+    assert pair.ask("prefill", COMPLETIONS, {"prompt": "x", **GREEDY}).status == 200
+
+
+def test_a_prompt_that_decode_has_cached_is_no_failure(pair: Pair) -> None:
+    """The client hears where its KV came from, and neither server logs or counts what is well."""
+    if pair.connector != "pdlink":
+        pytest.skip("vLLM's own connector does not say")
+    failed = [pair.sum_of(role, "vllm:pdlink_failed_total") for role in ("prefill", "decode")]
+    body = {"prompt": list(prompt(70, 129).encode()), **GREEDY}
+    first, second = (pair.ask("proxy", COMPLETIONS, body) for _ in range(2))
+    assert first.headers["X-Pdlink-KV"] == "transferred"
+    assert second.headers["X-Pdlink-KV"] == "cached", "128 tokens are four blocks, the last one is always computed"
+    assert first.text == second.text
+    assert first.body["kv_transfer_params"] is second.body["kv_transfer_params"] is None
+    until(lambda: pair.sum_of("decode", "vllm:pdlink_unneeded_total") >= 1, "decode has counted it", 60)
+    assert [pair.sum_of(role, "vllm:pdlink_failed_total") for role in ("prefill", "decode")] == failed
+    until(lambda: pair.sum_of("prefill", "vllm:pdlink_sent_total") >= 1, "prefill has counted it", 60)
+    for server in pair.servers:
+        assert "the KV of request" not in server.log_path.read_text(), "no transfer has failed"
 
 
 def test_what_vllm_rejects_is_a_400_and_hurts_nobody(pair: Pair) -> None:

@@ -222,11 +222,11 @@ class Server:
     def complete(self, prompt: Any, **fields: Any) -> Answer:
         return post(f"{self.url}/v1/completions", body_of(prompt, **fields))
 
-    def metric(self, name: str) -> float:
-        """Sum over all samples of this name."""
+    def metric(self, name: str, having: str = "") -> float:
+        """Sum over all samples of this name, with this in their labels."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
             lines = answer.read().decode().splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{") and having in line)
 
     def holds_nothing(self) -> bool:
         """Whether no request runs or waits and no block is held."""
@@ -331,7 +331,8 @@ class Pair:
     def prefill_leg(self, attempt: str, prompt: Any, **fields: Any) -> Answer:
         """As the proxy posts it."""
         alone = {**fields, "max_tokens": 1, "n": 1}
-        params = {"transfer_id": attempt, "leg": "prefill"}
+        count = len(prompt) if isinstance(prompt[0], list) else 1
+        params = {"transfer_id": attempt, "leg": "prefill", "num_prompts": count}
         return self.prefill.complete(prompt, **alone, kv_transfer_params=params)
 
     def decode_leg(self, attempt: str, prompt: Any, **fields: Any) -> Answer:
