@@ -48,6 +48,9 @@ _SENTENCES = (
 )
 """How sentences begin, and their codes."""
 
+_LOST = "peer_lost: "
+"""Before what a receiver says of a session that has ended."""
+
 _FACTOR = re.compile(r"refused: (.{1,80}?) differs")
 _LEFT_OVER = re.compile(r"[^a-z0-9]+")
 
@@ -59,10 +62,12 @@ def code_of(reason: str) -> str:
     refused = _FACTOR.match(reason)
     if refused:
         return "refused:" + _LEFT_OVER.sub("_", refused[1].lower()).strip("_")[:40]
-    return next((code for pattern, code in _SENTENCES if pattern.match(reason)), OTHER)
+    sentence = reason.removeprefix(_LOST)  # which says less than most of the sentences behind it
+    default = "peer_lost" if sentence != reason else OTHER
+    return next((code for pattern, code in _SENTENCES if pattern.match(sentence)), default)
 
 
 def in_words(reason: str) -> str:
     """A sentence for a log, with the code in it where there is one. A peer's words are passed as they are."""
     words = _WORDS.get(reason)
-    return reason if words is None else f"{words} ({reason})"
+    return reason.removeprefix(_LOST) if words is None else f"{words} ({reason})"

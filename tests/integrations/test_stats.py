@@ -59,6 +59,8 @@ def test_every_key_has_as_many_values_as_its_counter_has_labels() -> None:
         ("refused: parts per layer differs: local (2,), remote (1,)", "refused:parts_per_layer"),
         ("closed by prefill: shutdown", "peer_lost"),
         ("cannot connect to tcp://127.0.0.1:1: it hung up", "not_connected"),
+        ("peer_lost: cannot connect to tcp://127.0.0.1:1: it hung up", "not_connected"),
+        ("peer_lost: whatever the transport says", "peer_lost"),
         ("incomplete: bytes 3 of 4", "incomplete"),
         ("push failed: gone", "push_failed"),
         ("a peer's own words\n", "other"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socketserver
 import threading
 import time
 from collections.abc import Iterator
@@ -437,6 +438,31 @@ def test_a_prefill_server_that_cannot_be_reached_fails_the_load(servers: tuple[S
     decode.end("d")
     decode.step()
     assert decode.idle()
+
+
+class _Http(socketserver.BaseRequestHandler):
+    """What an HTTP server says to somebody who speaks ZeroMQ."""
+
+    def handle(self) -> None:
+        self.request.recv(100)
+        self.request.sendall(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\nInvalid HTTP request received.")
+
+
+def test_an_http_port_for_a_control_port_is_told_as_such(
+    servers: tuple[Server, Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The likely slip: the prefill server's own port."""
+    _, decode = servers
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Http) as http:
+        threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
+        control = {"control": f"tcp://127.0.0.1:{http.server_address[1]}"}
+        decode.book.arrived("d", {"transfer_id": "a", "leg": "decode", "prefill": control}, PROMPT)
+        offer(decode)  # with the same step, as vLLM does it
+        results = decode.until_reported(received="d")
+        http.shutdown()
+    assert results.reasons == {"d": "not_connected"}
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "no control port of pdlink" in said
 
 
 def test_an_id_that_was_used_before_is_not_sent_and_still_reported(servers: tuple[Server, Server]) -> None:
