@@ -10,6 +10,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from pdlink.endpoint.driver import Endpoint
+from pdlink.errors import ConfigError
 from pdlink.events import listen
 from pdlink.integrations.vllm_parts import versions
 from pdlink.integrations.vllm_parts.layout import LayerView, describe
@@ -120,7 +121,13 @@ class Rank:
             insecure=settings.security.insecure,
             verify=settings.transport.verify,
         )
-        endpoint.open(settings.control_host, settings.control_port, settings.advertise_host)
+        try:
+            endpoint.open(settings.control_host, settings.control_port, settings.advertise_host)
+        except ConfigError as error:
+            raise ConfigError(
+                f"kv_connector_extra_config: {error}. Shard {shard} listens on control_port + {shard}; give every "
+                "vLLM server of a host a range of its own"
+            ) from None
         self._endpoints.append(endpoint)
         lanes = " or ".join(transport.name for transport in transports)
         log.info("%s listens on %s, KV over %s", name, endpoint.address, lanes)
