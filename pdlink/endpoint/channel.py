@@ -14,23 +14,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from pdlink.endpoint.polling import Poller
 from pdlink.errors import ConfigError, InvalidRequest, TransportFailure
 from pdlink.protocol.auth import ControlAddress
 from pdlink.protocol.messages import MAX_FRAME_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from pdlink.protocol.auth import Credentials
+
+_MAX_SOCKETS = 32_768
+"""A session that we dialed takes three (itself, and the two ends of its monitor); libzmq's default is 1,023 in all.
+Descriptors run out before: it takes five of them, and one more on the other side."""
 
 _QUEUE_FRAMES = 16
 """Frames that libzmq queues for one peer. What is more waits in `Sessions`, where its bytes are counted."""
@@ -123,7 +128,9 @@ class Channel:
         self._guards: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
         """With credentials: libzmq's questions about keys, and the monitor that tells of failed handshakes."""
         self._dealers: dict[str, _Dialed] = {}
-        self._poller = zmq.Poller()
+        self._routes: dict[zmq.Socket[bytes], str] = {}
+        """Of every socket in `_dealers`."""
+        self._poller: Poller | None = None
         self._num_dialed = 0
         self._num_polls = 0
 
@@ -134,7 +141,9 @@ class Channel:
         """
         self.credentials = credentials
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         try:
+            self._poller = Poller()
             self._router = self._socket(zmq.ROUTER)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if credentials is None:
@@ -142,11 +151,11 @@ class Channel:
             else:  # no handover: it would give a route to whoever calls his connection the same
                 self._guards = self._guard(self._router, credentials)
             self._router.bind(f"tcp://{host}:{port or '*'}")
+            self._poller.register(self._router)
         except zmq.ZMQError as error:
             self.close()
             reason = zmq.strerror(error.errno or 0)  # error.strerror has the address once more
             raise ConfigError(f"control_port: cannot bind tcp://{host}:{port}: {reason}") from None
-        self._poller.register(self._router, zmq.POLLIN)
         endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         return int(endpoint.rsplit(":", 1)[1])
 
@@ -162,6 +171,7 @@ class Channel:
             raise ConfigError(f"cannot dial {address!r}: {error}") from None
         if bool(target.public_key) != (self.credentials is not None):
             raise ConfigError(f"cannot dial {target.endpoint}: only one of the two sides uses keys")
+        assert self._poller is not None, "bind() first"
         self._num_dialed += 1
         route = f"dial-{self._num_dialed}"
         with contextlib.ExitStack() as made:
@@ -190,8 +200,9 @@ class Channel:
                 ) from None
             made.pop_all()
         self._dealers[route] = _Dialed(dealer, monitor, target.public_key)
-        self._poller.register(dealer, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
+        for socket in (dealer, monitor):
+            self._routes[socket] = route
+            self._poller.register(socket)
         return route
 
     def send(self, route: str, frame: bytes) -> bool:
@@ -209,13 +220,15 @@ class Channel:
             raise QueueFull from None
 
     def _send(self, route: str, frame: bytes) -> bool:
+        socket = self._dealers[route].socket if route in self._dealers else self._router
+        if socket is None or self._poller is None:
+            return False
+        self._poller.suspect(socket)
         try:
-            if route in self._dealers:
-                self._dealers[route].socket.send(frame, zmq.NOBLOCK)
-            elif self._router is not None:
-                self._router.send_multipart([bytes.fromhex(route), frame], zmq.NOBLOCK)
+            if socket is self._router:
+                socket.send_multipart([bytes.fromhex(route), frame], zmq.NOBLOCK)
             else:
-                return False
+                socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             raise
         except (zmq.ZMQError, ValueError):
@@ -226,19 +239,23 @@ class Channel:
         """Close a dialed connection; what is queued gets 100 ms to leave. Accepted ones are the peer's to close."""
         dialed = self._dealers.pop(route, None)
         if dialed is not None:
-            self._poller.unregister(dialed.socket)
-            self._poller.unregister(dialed.monitor)
+            for socket in (dialed.socket, dialed.monitor):
+                del self._routes[socket]
+                if self._poller is not None:
+                    self._poller.unregister(socket)
             dialed.socket.disable_monitor()
             dialed.monitor.close()
             dialed.socket.close(linger=100)
 
     def watch(self, fd: int) -> None:
         """Let `poll` also wait for this descriptor to become readable."""
-        self._poller.register(fd, zmq.POLLIN)
+        assert self._poller is not None, "bind() first"
+        self._poller.watch(fd)
 
     def unwatch(self, fd: int) -> None:
         """No longer."""
-        self._poller.unregister(fd)
+        if self._poller is not None:
+            self._poller.unwatch(fd)
 
     def poll(self, timeout_s: float) -> tuple[Iterable[Arrival], set[int]]:
         """Wait up to `timeout_s`; what arrived, and which watched descriptors are readable.
@@ -246,10 +263,13 @@ class Channel:
         Frames are read one by one as they are taken: one of every connection before the second one of any. What is
         not taken before the next `poll` waits where it is.
         """
-        ready = dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))  # up: a wait cut short is a busy one
-        return self._arrivals(ready), {fd for fd in ready if isinstance(fd, int)}
+        assert self._poller is not None, "bind() first"
+        ready, fds = self._poller.poll(timeout_s)
+        for socket in ready:
+            self._poller.suspect(socket)  # until it is read to its end
+        return self._arrivals(ready), fds
 
-    def _arrivals(self, ready: Mapping[Any, int]) -> Iterator[Arrival]:
+    def _arrivals(self, ready: AbstractSet[zmq.Socket[bytes]]) -> Iterator[Arrival]:
         if self._guards is not None:
             questions, monitor = self._guards
             if questions in ready:
@@ -258,9 +278,10 @@ class Channel:
                 for event in self._drain_events(monitor):
                     yield Refused(_TURNED_AWAY[event])
         sources: deque[tuple[str, _Dialed | None]] = deque()
-        if self._router is not None and self._router in ready:
+        if self._router in ready:
             sources.append(("", None))  # itself takes from one peer after the other
-        sources.extend(item for item in self._dealers.items() if item[1].socket in ready or item[1].monitor in ready)
+        routes = sorted({self._routes[socket] for socket in ready if socket in self._routes})
+        sources.extend((route, self._dealers[route]) for route in routes)
         sources.rotate(-self._num_polls)  # who was first is last the next time
         self._num_polls += 1
         while sources:
@@ -303,8 +324,9 @@ class Channel:
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody to ask means no, where libzmq's default is yes
         router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         monitor = router.get_monitor_socket(_any_of(_TURNED_AWAY))
-        self._poller.register(questions, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
+        assert self._poller is not None
+        self._poller.register(questions)
+        self._poller.register(monitor)
         return questions, monitor
 
     def _judge(self, questions: zmq.Socket[bytes]) -> Iterable[Refused]:
@@ -357,6 +379,9 @@ class Channel:
                 self._guards = None
             self._router.close()
             self._router = None
+        if self._poller is not None:
+            self._poller.close()
+            self._poller = None
         if self._context is not None:
             self._context.destroy(linger=0)  # also a socket that half of a `bind` has left
             self._context = None

@@ -347,9 +347,12 @@ class Endpoint:
                     break
             for transport in self.transports:
                 self._poll(transport)
+            until_s = self.now_s() + _READ_S
             while self._commands:
                 command, cost = self._commands.popleft()
                 self._guarded("command", command, cost)
+                if self.now_s() >= until_s:  # dialing takes a millisecond; the others are run in the next turns
+                    break
             self.ticked_s = self.now_s()
             if self.ticked_s >= self._next_tick_s:
                 self._tick(self.ticked_s)

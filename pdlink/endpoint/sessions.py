@@ -18,7 +18,7 @@ from pdlink.endpoint.channel import QueueFull
 from pdlink.endpoint.greeting import Greeter
 from pdlink.endpoint.link import printable
 from pdlink.endpoint.peer import Peer, PeerState, ends_session
-from pdlink.errors import ConfigError, ProtocolError, TransportFailure
+from pdlink.errors import ConfigError, ProtocolError, TransferFailed, TransportFailure
 from pdlink.events import MessageDropped, PeerChanged, emit
 from pdlink.protocol import auth, messages
 from pdlink.protocol.messages import MAX_HELLO_NBYTES
@@ -44,6 +44,10 @@ _ABOUT_THE_SESSION = (
     messages.Refuse,
 )
 
+
+MAX_DIALS = 500
+"""Workers that we have called and that have not answered: who may name workers in requests cannot make us call any
+number at once."""
 
 MAX_QUEUED_NBYTES = 256 * 2**20
 MAX_PEER_QUEUED_NBYTES = 16 * 2**20
@@ -113,11 +117,13 @@ class Sessions:
     def at(self, address: str) -> Peer:
         """The live session with the worker at this address; opens one if there is none.
 
-        Raises TransferFailed if that worker refused us a moment ago.
+        Raises TransferFailed if that worker refused us a moment ago, or if too many others have not answered yet.
         """
         peer = self.dialed.get(address)
         if peer is None:
             self.greeter.refusals.check(address)
+            if sum(other.state is PeerState.CONNECTING for other in self.dialed.values()) >= MAX_DIALS:
+                raise TransferFailed(f"too_many_dials: {MAX_DIALS} workers have not answered yet, limit {MAX_DIALS}")
             self._num_dialed += 1
             now = self._owner.awake_s()
             number = self.next_number()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import signal
 import socket
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,22 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 _MAX_SETTINGS_NBYTES = 1 << 20
+
+
+_MAX_DESCRIPTORS = 2**20
+
+
+def raise_descriptor_limit() -> int:
+    """Let this process open as many files as it may (`ulimit -Hn`); returns how many. Most systems begin with 1,024.
+
+    A session with a prefill worker takes six descriptors of a decode worker, and one of the other.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
 
 
 class Parent:

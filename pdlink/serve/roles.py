@@ -11,7 +11,7 @@ from pdlink.errors import ConfigError, EngineFailure
 from pdlink.events import listen
 from pdlink.observe import traces
 from pdlink.observe.timeline import Timeline
-from pdlink.serve.process import bind, serve
+from pdlink.serve.process import bind, raise_descriptor_limit, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +29,7 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
     from pdlink.protocol.auth import ControlAddress
     from pdlink.serve import keys
 
+    raise_descriptor_limit()
     security = config.security
     credentials, http_key = keys.load_credentials(security), keys.http_key(security)
     tls = keys.server_tls(security.tls_cert, security.tls_key)

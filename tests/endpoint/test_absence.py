@@ -97,8 +97,10 @@ def test_handshake_does_not_run_out_while_the_loop_stands_still(world: World) ->
     decode.endpoint.turn([])
     world.deliver(world.network.connections[0], to_listener=True)
     world.advance(LONG_S)
-    decode.endpoint.turn([])
-    world.deliver_all()
+    for _ in range(3):
+        decode.endpoint.turn([])
+        prefill.endpoint.turn([])
+        world.deliver_all()
     assert [peer.state for peer in decode.endpoint.peers()] == [PeerState.READY]
 
 
