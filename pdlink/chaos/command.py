@@ -24,8 +24,9 @@ HELP = "break a deployment on purpose, and judge what its clients see"
 
 DESCRIPTION = """\
 Send requests whose right answers are known, break things meanwhile, and judge every answer. Without --url it starts
-its own deployment on this machine and kills, stops, drains and restarts its processes; with --url it sends its load,
-bad requests, bursts and clients that leave to a proxy that is there already, and kills nothing.
+its own deployment on this machine: it kills, stops, drains and restarts the processes, fills their pools, loses,
+repeats and delays their messages, and slows their link. With --url it sends its load, bad requests, bursts and
+clients that leave to a proxy that is there already, and harms nothing.
 
 The verdict: requests sent, answered right, answered with an explicit error, wrong (must be 0), unsettled at their
 deadline (must be 0), leaked blocks (must be 0), longest silence. Exit status 0 if all is well, 1 if not.
@@ -38,7 +39,7 @@ examples:
   pdlink chaos --seed 7                            the same faults at the same times as before
   pdlink chaos --faults kill --every 2             nothing but SIGKILL
   pdlink chaos --blocks 48                         a pool that is too small for the load
-  pdlink chaos --drop 0.01 --duplicate 0.05 --delay 0.02    a control channel that cannot be trusted
+  pdlink chaos --faults lost,duplicated,late --drop 0.01    nothing but a control channel that cannot be trusted
   pdlink chaos --url http://127.0.0.1:8000         load and bad clients only
 """
 
@@ -51,6 +52,18 @@ TIMEOUTS: dict[str, float] = {
     "drain_s": 4.0,
 }
 """Short, so that a short run sees them all. --set timeouts.KEY=VALUE changes one."""
+
+STEADY: dict[Kind, tuple[str, float]] = {
+    Kind.LOST: ("drop", 0.002),
+    Kind.DUPLICATED: ("duplicate", 0.02),
+    Kind.LATE: ("delay_s", 0.02),
+    Kind.SLOW: ("link_nbytes_per_s", 8 * 2**20),
+}
+"""Setting of `chaos` and its value, for kinds that go on all the time. A link of 8 MiB a second takes half a second
+for the longest prompt of the load."""
+
+FULL_BLOCKS = 192
+"""Blocks in a pool that is to run full: five of the longest requests."""
 
 PREFILL_LAYER_S = 0.005
 """`simulate_layer_s` of prefill: the small model is so quick that hardly a fault would hit a transfer."""
@@ -75,9 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--concurrency", type=int, default=8, metavar="N", help="clients that send one request after the other (8)")
     add("--rate", type=float, metavar="R", help="requests per second at most, over all clients")
     add("--seed", type=int, default=0, metavar="N", help="of faults, requests and lost messages (0)")
-    add("--drop", type=float, default=0.0, metavar="P", help="share of control messages that are lost")
-    add("--duplicate", type=float, default=0.0, metavar="P", help="share of control messages that come twice")
-    add("--delay", type=float, default=0.0, metavar="S", help="most seconds a control message is late")
+    add("--drop", type=float, metavar="P", help="share of control messages that are lost (0.002)")
+    add("--duplicate", type=float, metavar="P", help="share of control messages that come twice (0.02)")
+    add("--delay", type=float, metavar="S", help="most seconds a control message is late (0.02)")
+    add("--link", type=float, metavar="MIB", help="MiB of KV a second that cross a slow link (8)")
     add("--deadline", type=float, default=120.0, metavar="S", help="with --url: a request is settled by then (120)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting of the started workers")
     add("--clean", type=float, default=6.0, metavar="S", help="seconds of load before the first fault (6)")
@@ -92,9 +106,10 @@ _OF_ITS_OWN: dict[str, tuple[str, object]] = {
     "--transport": ("transport", "auto"),
     "--ucx-tls": ("ucx_tls", None),
     "--blocks": ("blocks", None),
-    "--drop": ("drop", 0.0),
-    "--duplicate": ("duplicate", 0.0),
-    "--delay": ("delay", 0.0),
+    "--drop": ("drop", None),
+    "--duplicate": ("duplicate", None),
+    "--delay": ("delay", None),
+    "--link": ("link", None),
     "--set": ("set", []),
 }
 """Flags about the deployment that is started, with where they are kept and their defaults."""
@@ -153,9 +168,15 @@ def _worker(args: argparse.Namespace, role: str) -> WorkerConfig:
     """Settings of one role: short deadlines, the flags, then --set."""
     flags: dict[str, Any] = {"role": role, "transport.kind": args.transport, "transport.ucx_tls": args.ucx_tls}
     flags |= {f"timeouts.{key}": value for key, value in TIMEOUTS.items()}
-    flags |= {"cache.num_blocks": args.blocks, "chaos.seed": args.seed, "chaos.drop": args.drop}
-    flags |= {"chaos.duplicate": args.duplicate, "chaos.delay_s": args.delay}
+    kinds = _kinds(args.faults)
+    blocks = FULL_BLOCKS if args.blocks is None and Kind.FULL in kinds else args.blocks
+    flags |= {"cache.num_blocks": blocks, "chaos.seed": args.seed}
+    given = {"drop": args.drop, "duplicate": args.duplicate, "delay_s": args.delay}
+    given["link_nbytes_per_s"] = None if args.link is None else args.link * 2**20
+    for kind, (setting, usual) in STEADY.items():
+        value = given[setting] if given[setting] is not None else usual
+        flags[f"chaos.{setting}"] = value if kind in kinds or given[setting] is not None else 0.0
     if role == "prefill":
         flags["simulate_layer_s"] = PREFILL_LAYER_S
-    given = {key: value for key, value in flags.items() if value is not None}
-    return load(WorkerConfig, flags=given | parse_assignments(args.set))
+    flags = {key: value for key, value in flags.items() if value is not None}
+    return load(WorkerConfig, flags=flags | parse_assignments(args.set))

@@ -1,7 +1,9 @@
 """Requests with known right answers, sent the way clients do: streaming or not, impatient, in bursts, mistaken.
 
 The catalogue is drawn from the seed. Its lengths lie around the borders of blocks, many prompts begin with the same
-tokens, and half of the answers are sampled with a seed: whatever is mixed up on the way shows in the text.
+tokens, and half of the answers are sampled with a seed: whatever is mixed up on the way shows in the text. Some are
+awkward to put together from two legs: text that is held back after the first token, because a stop string may begin
+there or because it is a part of a character.
 """
 
 from __future__ import annotations
@@ -65,6 +67,66 @@ def catalogue(seed: int, model: str, size: int = 40) -> list[Case]:
             body |= {"temperature": 0.9, "top_p": 0.95, "seed": chance.randrange(2**31)}
         cases.append(Case(COMPLETIONS, body))
     return cases
+
+
+def awkward(seed: int, answered: Sequence[Case]) -> list[Case]:
+    """More valid requests, made of answered ones: with stop strings that begin with the first character, that span
+    tokens, that are never completed; with prompts of many bytes a character."""
+    chance = random.Random(f"awkward/{seed}")
+    cases = []
+    for case in answered:
+        text = case.expected.text if case.expected else ""
+        if len(text) >= _STOPPABLE_CHARS and len(cases) < _STOPS:
+            at = chance.randrange(1, len(text) - 3)
+            stops: list[str] = [text[0] + NEVER, text[:3] + NEVER, text[:2], text[at : at + 3], text[at:] + NEVER]
+            stop = chance.sample(stops, chance.randrange(1, 5))
+            cases.append(replace(case, body=case.body | {"stop": stop}, expected=None))
+    body = {"model": answered[0].body["model"], "max_tokens": 8, "temperature": 0}
+    cases += [Case(COMPLETIONS, {**body, "prompt": text}) for text in ("grüße €", "中文字符 🙂👍🏽", "é" * 40)]
+    return cases
+
+
+def hot(seed: int, model: str) -> list[Case]:
+    """Requests that may begin with any byte at all, so that some begin with a part of a character."""
+    chance = random.Random(f"hot/{seed}")
+    body = {"model": model, "max_tokens": 6, "temperature": 2.0}
+    return [
+        Case(COMPLETIONS, {**body, "prompt": _tokens(chance, 24), "seed": chance.randrange(2**31)})
+        for _ in range(_HOT)
+    ]
+
+
+NEVER = "\N{SNOWMAN}"
+"""No model is expected to say it: what ends with it is a stop string that is never completed."""
+_STOPPABLE_CHARS = 6
+_STOPS = 16
+"""Cases with stop strings."""
+_PARTS = 3
+_HOT = 60
+"""With the built model one in fifteen of them begins with a byte that is no character."""
+
+
+async def all_answers(
+    session: aiohttp.ClientSession, url: str, seed: int, model: str, timeout_s: float
+) -> list[Case]:
+    """Every case of a run with its right answer, as `find_answers` finds them. Raises NoAnswers."""
+    plain = await find_answers(session, url, catalogue(seed, model), timeout_s)
+    more = await find_answers(session, url, awkward(seed, plain), timeout_s)
+    return [*plain, *more, *await parts_of_characters(session, url, seed, model, timeout_s)]
+
+
+async def parts_of_characters(
+    session: aiohttp.ClientSession, url: str, seed: int, model: str, timeout_s: float
+) -> list[Case]:
+    """A few requests whose answers begin with no ASCII character, if the model has such. Raises NoAnswers."""
+    found: list[Case] = []
+    for case in hot(seed, model):
+        (answered,) = await find_answers(session, url, [case], timeout_s)
+        if answered.expected and answered.expected.text[:1] > "~":
+            found.append(answered)
+        if len(found) == _PARTS:
+            break
+    return found
 
 
 def invalid(model: str) -> list[Case]:
@@ -202,6 +264,11 @@ class Load:
         """`count` requests at the same moment; returns when all are settled."""
         await asyncio.gather(*(self._one() for _ in range(count)))
 
+    async def fill(self, count: int) -> None:
+        """`count` of the longest requests at the same moment; returns when all are settled."""
+        longest = max(self._cases, key=lambda case: sum(case.expected.usage) if case.expected else 0)
+        await asyncio.gather(*(self._one(longest) for _ in range(count)))
+
     async def stop(self) -> None:
         """No new requests; returns when the running ones are settled, by their deadline at the latest."""
         self._stopping.set()
@@ -224,12 +291,14 @@ class Load:
                 async with asyncio.timeout(max(0.0, pause_s)):
                     await self._stopping.wait()
 
-    async def _one(self) -> Outcome:
-        chance = self._chance
-        case = chance.choice(self._refused if self._refused and chance.random() < _INVALID else self._cases)
+    async def _one(self, case: Case | None = None) -> Outcome:
+        """case: a request whose KV shall be nowhere; None draws one."""
+        chance, fresh = self._chance, case is not None
+        if case is None:
+            case = chance.choice(self._refused if self._refused and chance.random() < _INVALID else self._cases)
         stream, leaves, slow = chance.random() < 0.5, chance.random() < _LEAVES, chance.random() < _SLOW
         patience_s = chance.random() * 0.8
-        if chance.random() < _FRESH:
+        if chance.random() < _FRESH or fresh:
             case = replace(case, body=case.body | {"cache_salt": f"{chance.getrandbits(64):x}"})
         self.running += 1
         reply = await ask(

@@ -19,7 +19,7 @@ from rich.live import Live
 
 from pdlink.chaos import ledger, report
 from pdlink.chaos.faults import LocalDeployment
-from pdlink.chaos.load import Load, NoAnswers, catalogue, find_answers, invalid
+from pdlink.chaos.load import Load, NoAnswers, all_answers, invalid
 from pdlink.chaos.schedule import LOAD, Fault, Kind, schedule
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ async def run_local(
     try:
         await local.open()
         async with _session() as session:
-            cases = await find_answers(
-                session, local.url_of(local.workers[-1]), catalogue(plan.seed, decode.model.name), _ANSWER_S
+            cases = await all_answers(
+                session, local.url_of(local.workers[-1]), plan.seed, decode.model.name, _ANSWER_S
             )
             load = Load(
                 session,
@@ -92,7 +92,7 @@ async def run_remote(plan: Plan, url: str, deadline_s: float) -> report.Verdict:
             model = next(iter(workers.values()))["health"]["model"]
         except (TimeoutError, aiohttp.ClientError, OSError, KeyError, TypeError, ValueError, StopIteration) as error:
             raise NoAnswers(f"{url}/health does not describe a pdlink proxy with its workers: {error!r}") from None
-        cases = await find_answers(session, url, catalogue(plan.seed, model), _ANSWER_S)
+        cases = await all_answers(session, url, plan.seed, model, _ANSWER_S)
         load = Load(session, url, cases, invalid(model), seed=plan.seed, deadline_s=deadline_s, rate=plan.rate)
         return await _Run(
             plan, session, load, lambda: {name: entry["url"] for name, entry in workers.items()}, None
@@ -173,7 +173,7 @@ class _Run:
         """The schedule, from now on."""
         plan, local = self._plan, self._local
         targets = local.workers if local else ["-"]
-        kinds = plan.kinds if local else [Kind.BURST]
+        kinds = plan.kinds if local else [Kind.BURST, Kind.FULL]
         began_s = time.monotonic()
         async with asyncio.TaskGroup() as bursts:
             for fault in schedule(plan.seed, plan.seconds, plan.every_s, targets, kinds):
@@ -190,7 +190,7 @@ class _Run:
     async def _burst(self, fault: Fault) -> None:
         done = self._local.done if self._local else self._verdict.faults
         done[fault.kind.value] = done.get(fault.kind.value, 0) + 1
-        await self._load.burst(fault.count)
+        await (self._load.fill if fault.kind is Kind.FULL else self._load.burst)(fault.count)
 
     async def _look(self) -> None:
         """The live table, or a line now and then."""

@@ -28,10 +28,19 @@ class Kind(enum.Enum):
     """SIGSTOP for a while, then SIGCONT: alive, silent, and back with old plans."""
     BURST = "burst"
     """Many requests at the same moment."""
+    FULL = "full"
+    """So many long ones that they cannot all have blocks: pools run full, and requests wait for each other."""
+    LOST = "lost"
+    """Control messages are lost. This kind and the next ones go on for the whole run, from the first request."""
+    DUPLICATED = "duplicated"
+    LATE = "late"
+    SLOW = "slow"
+    """KV crosses as over a slow link."""
 
 
-_MIX = {Kind.KILL: 5, Kind.STOP: 3, Kind.TERM: 1, Kind.BURST: 1}
-"""How often each kind is drawn, relative to the others."""
+_MIX = {Kind.KILL: 5, Kind.STOP: 3, Kind.TERM: 1, Kind.BURST: 1, Kind.FULL: 1}
+"""The kinds that happen at a moment, and how often each is drawn, relative to the others."""
+MOMENTARY = tuple(kind for kind in Kind if kind in _MIX)
 
 _STOP_S = (0.5, 20.0)
 """From shorter than a heartbeat's tolerance to much longer than every deadline about peers."""
@@ -41,6 +50,8 @@ _PROXY_SHARE = 0.1
 """Most faults hit workers: a killed proxy takes every running request with it, and hides what workers would do."""
 _BURST = (30, 90)
 """Requests of a burst."""
+_FULL = (16, 32)
+"""Requests that fill the pools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +66,7 @@ class Fault:
     for_s: float = 0.0
     """How long a STOP lasts."""
     count: int = 0
-    """Requests of a BURST."""
+    """Requests of a BURST, or of a FULL."""
 
     def __str__(self) -> str:
         detail = f" for {self.for_s:.1f} s" if self.for_s else f" of {self.count} requests" if self.count else ""
@@ -63,24 +74,29 @@ class Fault:
 
 
 def schedule(
-    seed: int, duration_s: float, every_s: float, workers: Sequence[str], kinds: Sequence[Kind] = tuple(Kind)
+    seed: int, duration_s: float, every_s: float, workers: Sequence[str], kinds: Sequence[Kind] = MOMENTARY
 ) -> tuple[Fault, ...]:
     """The faults of one run, by time: one in every `every_s`, at a random moment of it.
 
-    workers: labels in a fixed order. kinds: what may happen; each keeps its share.
+    workers: labels in a fixed order. kinds: what may happen; each keeps its share. Those that go on
+    for the whole run are not in it.
     """
     chance = random.Random(f"schedule/{seed}")
+    kinds = [kind for kind in kinds if kind in _MIX]
+    if not kinds:
+        return ()
     faults = []
     for index in range(int(duration_s / every_s)):
         at_s = (index + chance.random()) * every_s
         kind = chance.choices(list(kinds), [_MIX[kind] for kind in kinds])[0]
         target = PROXY if chance.random() < _PROXY_SHARE else chance.choice(list(workers))
         length = chance.random()
-        if kind is Kind.BURST:
-            faults.append(Fault(at_s, kind, LOAD, count=_BURST[0] + int(length * (_BURST[1] - _BURST[0]))))
+        if kind in (Kind.BURST, Kind.FULL):
+            low, high = _BURST if kind is Kind.BURST else _FULL
+            faults.append(Fault(at_s, kind, LOAD, count=low + int(length * (high - low))))
         elif kind is Kind.STOP:
-            low, high = _PROXY_STOP_S if target == PROXY else _STOP_S
-            faults.append(Fault(at_s, kind, target, for_s=low * (high / low) ** length))  # short ones are as likely
+            short, long = _PROXY_STOP_S if target == PROXY else _STOP_S
+            faults.append(Fault(at_s, kind, target, for_s=short * (long / short) ** length))  # as likely as long ones
         else:
             faults.append(Fault(at_s, kind, target))
     return tuple(faults)

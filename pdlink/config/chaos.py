@@ -8,7 +8,7 @@ from pdlink.config.section import Section
 
 
 class ChaosConfig(Section):
-    """Faults of the control channel, for tests only: what this worker sends is lost, repeated or late."""
+    """Faults of the links between workers, for tests only: what this worker sends is lost, repeated or late."""
 
     seed: int = 0
     """With the worker's name it decides which frames are hit."""
@@ -18,8 +18,10 @@ class ChaosConfig(Section):
     """Share of control frames that are sent twice, the second time late."""
     delay_s: float = Field(default=0.0, ge=0)
     """Most seconds a control frame is late; the order of a connection stays."""
+    link_nbytes_per_s: float = Field(default=0.0, ge=0)
+    """KV is reported as sent no faster than this, over each transport; 0 slows nothing."""
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is to happen at all."""
+        """Whether anything is to happen to control frames."""
         return bool(self.drop or self.duplicate or self.delay_s)

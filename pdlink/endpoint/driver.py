@@ -35,7 +35,7 @@ from pdlink.endpoint.peer import Peer, PeerState
 from pdlink.endpoint.receiver import Receiver
 from pdlink.endpoint.sender import Sender
 from pdlink.endpoint.sessions import Sessions
-from pdlink.endpoint.tamper import TamperedChannel
+from pdlink.endpoint.tamper import SlowLink, TamperedChannel
 from pdlink.errors import ConfigError, PdlinkError, TransferFailed, TransportUnavailable
 from pdlink.events import HandlingFailed, emit
 from pdlink.protocol import auth, messages
@@ -116,6 +116,7 @@ class Endpoint:
         self.credentials = credentials
         identified = f"{name}@{self.epoch}"
         faulty = chaos if chaos is not None and chaos.enabled else None
+        self._slow = SlowLink(chaos.link_nbytes_per_s) if chaos is not None and chaos.link_nbytes_per_s else None
         self._channel = channel or (TamperedChannel(identified, name, faulty) if faulty else Channel(identified))
         self.sender = Sender(self, timeouts, batch_timeout_s, sharing or SharingConfig(), self._short_of_blocks)
         self.receiver = Receiver(self, timeouts)
@@ -404,6 +405,8 @@ class Endpoint:
         self._guarded(
             "transport", lambda: occurrences.extend(transport.poll()), partial(self._give_up_transport, transport)
         )
+        if self._slow is not None:
+            occurrences = self._slow.passed(transport.name, occurrences)
         for occurrence in occurrences:
             self._guarded(
                 "occurrence",
@@ -464,7 +467,7 @@ class Endpoint:
         for peer in self.peers():
             if peer.transport is transport:
                 self._guarded("transport", partial(self.lose, peer, reason))
-        last: list[Occurrence] = []
+        last: list[Occurrence] = [] if self._slow is None else self._slow.all(transport.name)
         self._guarded("transport", lambda: last.extend(transport.poll()))
         for occurrence in last:
             self._on_occurrence(transport, occurrence)

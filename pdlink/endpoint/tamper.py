@@ -1,4 +1,5 @@
-"""A control channel that loses, repeats and delays what it sends: for tests only, off unless `chaos` is configured.
+"""A control channel that loses, repeats and delays what it sends, and a slow data link: for tests only, off unless
+`chaos` is configured.
 
 ZeroMQ over TCP does none of this inside one connection. What it stands for is everything else that can keep a message
 from being acted upon: a bug, a full queue, a process that is suspended between reading and acting, a slow network.
@@ -10,16 +11,19 @@ import contextlib
 import heapq
 import logging
 import random
+from collections import deque
 from typing import TYPE_CHECKING
 
 from pdlink.endpoint.channel import Channel, QueueFull
 from pdlink.endpoint.link import now_s
+from pdlink.transport.base import BatchDone, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from pdlink.config import ChaosConfig
     from pdlink.endpoint.channel import Arrival
+    from pdlink.transport.base import Occurrence
 
 log = logging.getLogger(__name__)
 
@@ -100,3 +104,39 @@ class TamperedChannel(Channel):
             except QueueFull:  # everybody waits: what is held keeps its order
                 heapq.heappush(self._held, (due_s, number, route, frame))
                 self._full_until_s = now_s() + _FULL_S
+
+
+class SlowLink:
+    """Holds reports of batches back until a link of so many bytes a second would have carried them.
+
+    The bytes are there earlier, which nobody may rely on; what waits for the report (the window, *done*, the blocks)
+    waits as it would on a slow wire. What is due is noticed by the loop's next turn, so within half a heartbeat.
+    """
+
+    def __init__(self, nbytes_per_s: float, clock: Callable[[], float] = now_s) -> None:
+        self._nbytes_per_s, self._clock = nbytes_per_s, clock
+        self._free_s: dict[str, float] = {}
+        """By transport: when its link has carried all that is held."""
+        self._held: dict[str, deque[tuple[float, Occurrence]]] = {}
+        """By transport: (due, report), the first due first."""
+
+    def passed(self, transport: str, occurrences: Sequence[Occurrence]) -> list[Occurrence]:
+        """What is to be acted upon now, in order of happening per peer, now that these have happened too."""
+        now, out = self._clock(), []
+        held = self._held.setdefault(transport, deque())
+        for item in occurrences:
+            if isinstance(item, BatchDone) and item.status is Status.OK:
+                due_s = max(self._free_s.get(transport, 0.0), now) + item.nbytes / self._nbytes_per_s
+                self._free_s[transport] = due_s
+                held.append((due_s, item))
+            else:  # bad news and fences do not wait; what their peer has done before comes before them
+                out += [earlier for _, earlier in held if earlier.peer == item.peer]
+                out.append(item)
+                held = self._held[transport] = deque(entry for entry in held if entry[1].peer != item.peer)
+        while held and held[0][0] <= now:
+            out.append(held.popleft()[1])
+        return out
+
+    def all(self, transport: str) -> list[Occurrence]:
+        """What is held of a transport that will report nothing more."""
+        return [item for _, item in self._held.pop(transport, ())]

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from pdlink.chaos.judge import Case, End, Expected, Outcome
-from pdlink.chaos.load import COMPLETIONS, Load, ask, catalogue, find_answers, invalid
+from pdlink.chaos.load import COMPLETIONS, NEVER, Load, ask, awkward, catalogue, find_answers, hot, invalid
 
 ANSWER = "abcdef"
 DEADLINE_S = 10.0
@@ -27,6 +27,7 @@ class Server:
         self.fault = ""
         self.url = ""
         self.seen = 0
+        self.prompt_lengths: list[int] = []
         self.busy = asyncio.Event()
         """`BUSY` requests have come."""
 
@@ -35,6 +36,7 @@ class Server:
         if self.seen >= BUSY:
             self.busy.set()
         body = await request.json()
+        self.prompt_lengths.append(len(body["prompt"]))
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ANSWER)}
         if self.fault == "error":
             return web.json_response({"error": {"message": "no", "code": "overloaded"}}, status=503)
@@ -155,3 +157,32 @@ def test_the_catalogue_is_the_same_for_the_same_seed_and_shares_prefixes() -> No
     starts = [tuple(prompt[:16]) for prompt in prompts if len(prompt) > 16]
     assert len(set(starts)) < len(starts)
     assert all(case.expected is None for case in invalid("m"))
+
+
+def test_awkward_requests_hold_text_back_in_every_way() -> None:
+    answered = [replace(case, expected=Expected("abcdefgh", "length", (1, 8))) for case in catalogue(1, "m")]
+    cases = awkward(1, answered)
+    assert cases == awkward(1, answered)
+    assert all(case.expected is None for case in cases)
+    stops = [stop for case in cases for stop in case.body.get("stop", ())]
+    assert max(len(case.body.get("stop", ())) for case in cases) == 4, "as many as may be"
+    assert any(stop.startswith("a") and stop.endswith(NEVER) for stop in stops)
+    assert "ab" in stops
+    assert any(len(stop) == 3 and stop in "abcdefgh" for stop in stops)
+    assert any(isinstance(case.body["prompt"], str) and not case.body["prompt"].isascii() for case in cases)
+    assert len({case.body["seed"] for case in hot(1, "m")}) == len(hot(1, "m"))
+
+
+async def test_pools_are_filled_with_the_longest_request(session: aiohttp.ClientSession, server: Server) -> None:
+    long = Case(COMPLETIONS, {"model": "m", "prompt": [65] * 9, "max_tokens": 9}, None)
+    load = Load(
+        session,
+        server.url,
+        [*CASES, replace(long, expected=Expected(ANSWER, "length", (9, 6)))],
+        [],
+        seed=0,
+        deadline_s=DEADLINE_S,
+    )
+    await load.fill(5)
+    assert (server.seen, load.tally.sent) == (5, 5)
+    assert set(server.prompt_lengths) == {9}

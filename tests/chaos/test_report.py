@@ -100,7 +100,8 @@ def test_flags_that_make_no_sense_are_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("flags", "num_blocks", "ucx_tls"),
     [
-        ([], 1024, "auto"),
+        ([], command.FULL_BLOCKS, "auto"),
+        (["--faults", "kill"], 1024, "auto"),
         (["--blocks", "7", "--ucx-tls", "tcp"], 7, "tcp"),
         (["--set", "cache.num_blocks=9"], 9, "auto"),
     ],

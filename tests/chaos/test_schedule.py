@@ -33,9 +33,16 @@ def test_a_longer_run_begins_like_a_shorter_one(seed: int) -> None:
 
 def test_every_kind_hits_every_process_sooner_or_later() -> None:
     hit = {(fault.kind, fault.target) for fault in schedule(0, 10_000, 5, WORKERS)}
-    assert hit == {(kind, label) for kind in Kind if kind is not Kind.BURST for label in (*WORKERS, PROXY)} | {
-        (Kind.BURST, LOAD)
+    of_processes = (Kind.KILL, Kind.STOP, Kind.TERM)
+    assert hit == {(kind, label) for kind in of_processes for label in (*WORKERS, PROXY)} | {
+        (Kind.BURST, LOAD),
+        (Kind.FULL, LOAD),
     }
+
+
+def test_faults_that_go_on_all_the_time_are_not_in_the_schedule() -> None:
+    assert schedule(1, 600, 5, WORKERS, [Kind.LOST, Kind.LATE, Kind.DUPLICATED, Kind.SLOW]) == ()
+    assert schedule(1, 600, 5, WORKERS, tuple(Kind)) == schedule(1, 600, 5, WORKERS)
 
 
 def test_only_the_kinds_asked_for_are_drawn() -> None:

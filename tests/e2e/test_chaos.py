@@ -12,13 +12,13 @@ from pdlink.cli import main
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
-SEED, SECONDS, EVERY_S = 12, 8.0, 2.0
+SEED, SECONDS, EVERY_S = 35, 8.0, 2.0
 WORKERS = ("prefill-0", "decode-0", "decode-1")
 
 
 def test_a_short_run_of_faults_ends_with_right_answers_and_nothing_held(tmp_path: Path) -> None:
     kinds = {fault.kind for fault in schedule(SEED, SECONDS, EVERY_S, WORKERS)}
-    assert kinds >= {Kind.KILL, Kind.STOP}, "this seed kills and stops"
+    assert kinds >= {Kind.KILL, Kind.STOP, Kind.TERM, Kind.FULL}, "and the other kinds go on all the time"
     file = tmp_path / "verdict.json"
     flags = ["--seed", str(SEED), "--seconds", str(SECONDS), "--every", str(EVERY_S), "--calm", "3", "--clean", "2"]
     flags += ["--prefill", "1", "--decode", "2", "--concurrency", "4", "--transport", "mapped", "--quiet"]

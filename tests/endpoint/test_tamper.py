@@ -11,7 +11,8 @@ import pytest
 
 from pdlink.config import ChaosConfig, TimeoutConfig
 from pdlink.endpoint.channel import Channel, Received
-from pdlink.endpoint.tamper import TamperedChannel
+from pdlink.endpoint.tamper import SlowLink, TamperedChannel
+from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Status
 
 from .conftest import Pair, until
 
@@ -123,3 +124,50 @@ def test_whatever_is_lost_repeated_or_late_no_transfer_waits_for_its_deadline() 
     assert any("lost frame" in outcome for outcome in outcomes)
     until(pair.idle, "nothing is held")
     pair.close()
+
+
+def done(ticket: int, peer: str, nbytes: int = 100, status: Status = Status.OK) -> BatchDone:
+    return BatchDone(ticket, peer, status, nbytes, 0.0, 0.0)
+
+
+def test_slow_link_reports_batches_one_after_the_other_as_it_carries_them() -> None:
+    now = 10.0
+    link = SlowLink(100.0, lambda: now)
+    first, second = done(1, "a"), done(2, "b", 50)
+    assert link.passed("tcp", [first, second]) == []
+    assert link.passed("ucx", [done(3, "a", 0)]) == [done(3, "a", 0)], "another link"
+    now = 11.0
+    assert link.passed("tcp", []) == [first]
+    now = 11.6
+    assert link.passed("tcp", []) == [second]
+    third = done(4, "a")
+    assert link.passed("tcp", [third]) == []
+    now = 12.5
+    assert link.passed("tcp", []) == [], "an idle link saves nothing up"
+    now = 12.7
+    assert link.passed("tcp", []) == [third]
+
+
+@pytest.mark.parametrize("news", [PeerFailed("a", "x"), PeerClosed("a"), done(9, "a", status=Status.CANCELLED)])
+def test_slow_link_does_not_hold_up_bad_news_and_keeps_the_order_of_a_peer(news: Occurrence) -> None:
+    link = SlowLink(1.0, lambda: 10.0)
+    mine, other = done(1, "a"), done(2, "b")
+    assert link.passed("tcp", [mine, other, news]) == [mine, news]
+    assert link.all("tcp") == [other]
+    assert link.all("tcp") == []
+
+
+def test_transfer_over_a_slow_link_is_ready_when_the_link_has_carried_it() -> None:
+    nbytes = 21 * 3 * 2 * 2 * 16
+    """Tokens, layers, K and V, heads, bytes of a head."""
+    pair = Pair(chaos=ChaosConfig(link_nbytes_per_s=nbytes / 0.3))
+    try:
+        log, handler = pair.announce("t"), pair.expect("t")
+        began_s = time.monotonic()
+        pair.decode.endpoint.receiver.offer("t", [0, 1, 2], 0, 21)
+        pair.compute("t", [0, 1, 2, 3, 4, 5], 21)
+        assert handler.wait() == ["ready 42", "released"]
+        assert time.monotonic() - began_s >= 0.3
+        assert log.wait() == ["end"]
+    finally:
+        pair.close()
