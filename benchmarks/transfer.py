@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def _mapped(threads: int = 2) -> Transport:
     from pdlink.transport.mapped import MappedTransport
 
-    return MappedTransport(threads)
+    return MappedTransport(threads, within_process=True)  # tests run both ends of a benchmark in one
 
 
 def _tcp() -> Transport:

@@ -7,26 +7,35 @@
 // other: either the writer does not begin, or the owner waits until it has ended. A writer that is dead is quiet.
 //
 // One page per peer, never reused: a late writer can only ever see its own gate, and that stays closed.
+//
+// An invitation is what somebody says: which process, which of its files. So the page holds a random number that the
+// invitation repeats. Whoever finds it in the page knows that the invitation was made by the process it names, which
+// is one of this host, and for this gate; nobody can make us write to memory of a process that has not invited him.
 #pragma once
 
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 
 namespace pdlink {
+
+using GateNonce = std::array<std::uint8_t, 16>;
 
 // What the page holds. Fixed layout: two processes of different builds may share it.
 struct GateWords {
@@ -34,8 +43,9 @@ struct GateWords {
     std::atomic<std::uint32_t> busy;         // copies of the writer that have begun and not ended
     std::atomic<std::int64_t> writer_pid;    // 0 until the writer has mapped the page
     std::atomic<std::uint64_t> writer_born;  // start time of that process in clock ticks since boot
+    GateNonce nonce;                         // set by the owner before anybody is told of the page
 };
-static_assert(sizeof(GateWords) == 24 && std::atomic<std::uint64_t>::is_always_lock_free);
+static_assert(sizeof(GateWords) == 40 && std::atomic<std::uint64_t>::is_always_lock_free);
 
 constexpr std::size_t kGateNbytes = 4096;
 
@@ -75,16 +85,17 @@ inline std::uint64_t process_born(std::int64_t pid) {
     return (state == 'Z' || state == 'X') && threads <= 1 ? 0 : born;
 }
 
-// Throws unless `fd` is an anonymous memory file of at least `nbytes` that nobody can cut shorter. Whoever maps a
-// peer's file checks it first: touching a page beyond the end of a file is SIGBUS, and a file that is no memory file
-// (or a device) is not what an invitation may make us write to.
-inline void require_sealed_memory(int fd, std::uint64_t nbytes) {
+// Throws unless `fd` is an anonymous memory file of `nbytes` that nobody can cut shorter. Whoever maps a peer's file
+// checks it first: touching a page beyond the end of a file is SIGBUS, and a file that is no memory file (or a
+// device) is not what an invitation may make us write to.
+inline void require_sealed_memory(int fd, std::uint64_t nbytes, int wanted_seals = F_SEAL_SHRINK) {
     const int seals = ::fcntl(fd, F_GET_SEALS);
-    if (seals < 0 || (seals & F_SEAL_SHRINK) == 0)
-        throw std::invalid_argument("the file is not an anonymous memory file sealed against shrinking");
+    if (seals < 0 || (seals & wanted_seals) != wanted_seals)
+        throw std::invalid_argument("the file is not an anonymous memory file sealed against " +
+                                    std::string(wanted_seals & F_SEAL_GROW ? "any other size" : "shrinking"));
     struct stat status;
     if (::fstat(fd, &status) != 0) throw std::system_error(errno, std::generic_category(), "fstat of peer file");
-    if (status.st_size < 0 || static_cast<std::uint64_t>(status.st_size) < nbytes)
+    if (status.st_size < 0 || static_cast<std::uint64_t>(status.st_size) != nbytes)
         throw std::invalid_argument("the file has " + std::to_string(status.st_size) + " bytes, not " +
                                     std::to_string(nbytes));
 }
@@ -107,15 +118,35 @@ class GatePage {
     GateWords* words_;
 };
 
+constexpr int kGateSeals = F_SEAL_SHRINK | F_SEAL_GROW;
+
+// A gate as an invitation names it: a file of the inviting process, and what the page holds.
+struct GateName {
+    int fd;
+    std::uint64_t device;
+    std::uint64_t inode;
+    GateNonce nonce;
+};
+
 // The side whose memory is written. Holds the descriptor that the writer opens through /proc.
 class GateOwner {
   public:
-    GateOwner() : fd_(create()), page_(fd_) {}
+    GateOwner() : fd_(create()), page_(fd_) {
+        GateNonce& nonce = page_.words().nonce;
+        struct stat status;
+        if (::getrandom(nonce.data(), nonce.size(), 0) != static_cast<ssize_t>(nonce.size()) ||
+            ::fstat(fd_, &status) != 0) {
+            const int code = errno;
+            ::close(fd_);
+            throw std::system_error(code, std::generic_category(), "gate page");
+        }
+        name_ = {fd_, status.st_dev, status.st_ino, nonce};
+    }
     GateOwner(const GateOwner&) = delete;
     GateOwner& operator=(const GateOwner&) = delete;
     ~GateOwner() { ::close(fd_); }
 
-    int fd() const { return fd_; }
+    const GateName& name() const { return name_; }
 
     // From here on no new copy begins.
     void shut() { page_.words().closed.store(1, std::memory_order_seq_cst); }
@@ -134,7 +165,7 @@ class GateOwner {
     static int create() {
         const int fd = ::memfd_create("pdlink-gate", MFD_CLOEXEC | MFD_ALLOW_SEALING);
         if (fd < 0) throw std::system_error(errno, std::generic_category(), "memfd for gate page");
-        if (::ftruncate(fd, kGateNbytes) != 0 || ::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK) != 0) {
+        if (::ftruncate(fd, kGateNbytes) != 0 || ::fcntl(fd, F_ADD_SEALS, kGateSeals) != 0) {
             const int code = errno;
             ::close(fd);
             throw std::system_error(code, std::generic_category(), "memfd for gate page");
@@ -143,13 +174,20 @@ class GateOwner {
     }
     int fd_;
     GatePage page_;
+    GateName name_;
 };
 
 // The side that writes.
 class GateWriter {
   public:
-    // Throws std::invalid_argument if `fd` cannot be a gate, std::system_error if it cannot be mapped or is taken.
-    explicit GateWriter(int fd) : page_(checked(fd)) {
+    // Throws std::invalid_argument if `fd` is not the gate that was meant, std::system_error if it cannot be mapped.
+    GateWriter(int fd, const GateNonce& nonce) : page_(checked(fd)) {
+        if (page_.words().nonce != nonce)
+            throw std::invalid_argument("the gate is not the one that this invitation was made with");
+    }
+
+    // Become the one writer; before anything else. Throws std::system_error if there was one.
+    void take() {
         const std::uint64_t born = process_born(::getpid());
         if (born == 0 || born == kBornUnknown)
             throw std::system_error(EIO, std::generic_category(), "own start time in /proc/self/stat");
@@ -174,7 +212,7 @@ class GateWriter {
 
   private:
     static int checked(int fd) {
-        require_sealed_memory(fd, kGateNbytes);
+        require_sealed_memory(fd, kGateNbytes, kGateSeals);
         return fd;
     }
     GatePage page_;
@@ -198,6 +236,19 @@ inline int open_peer_file(std::int64_t pid, int peer_fd, std::uint64_t device, s
     ::close(there);
     if (fd < 0) throw std::system_error(code, std::generic_category(), path);
     return fd;
+}
+
+// The gate of an invitation, found to be the one that was meant and not taken yet. Throws as the two above.
+inline std::unique_ptr<GateWriter> open_gate(std::int64_t pid, const GateName& name) {
+    const int fd = open_peer_file(pid, name.fd, name.device, name.inode);
+    try {
+        auto gate = std::make_unique<GateWriter>(fd, name.nonce);
+        ::close(fd);
+        return gate;
+    } catch (...) {
+        ::close(fd);
+        throw;
+    }
 }
 
 }  // namespace pdlink

@@ -12,6 +12,8 @@ _Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 _Runs: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 _File: TypeAlias = tuple[int, int, int, int]
 """Descriptor number in its process, st_dev, st_ino, nbytes."""
+_Gate: TypeAlias = tuple[int, int, int, bytes]
+"""Descriptor number in its process, st_dev, st_ino, the nonce in the page (`csrc/gate.h`)."""
 _Report: TypeAlias = tuple[str, str, int, str, int, float, float, str]
 """Kind ("batch_done", "peer_failed", "peer_closed"), peer, ticket, value of `Status`, nbytes, submitted_s, done_s,
 detail. Times are time.monotonic seconds."""
@@ -31,14 +33,14 @@ class Copier:
     def add_region(self, ptr: int, nbytes: int) -> int:
         """Memory of this process, as source; returns its index. It must stay mapped until `close()`."""
 
-    def invite(self, peer: str) -> _File:
+    def invite(self, peer: str) -> _Gate:
         """Make a gate for a peer that will write here. Raises NameTaken, PeerUnusable, OSError."""
 
-    def connect(self, peer: str, pid: int, regions: Sequence[_File], gate: _File) -> None:
+    def connect(self, peer: str, pid: int, regions: Sequence[_File], gate: _Gate) -> None:
         """Map another process's files. Their pages are entered into our page table in the background.
 
-        Raises OSError if the process or a file is gone or may not be opened, ValueError if a file is not what it
-        is said to be, NameTaken, PeerUnusable.
+        Raises OSError if the process or a file is gone or may not be opened, ValueError if a file or the gate is not
+        what it is said to be, NameTaken, PeerUnusable.
         """
 
     def submit(self, peer: str, pieces: Sequence[tuple[int, int, int, int, _Runs]], timeout_s: float) -> int:

@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-_File = tuple[int, int, int, int]
-"""Descriptor number in its process, st_dev, st_ino, nbytes."""
+_Gate = tuple[int, int, int, bytes]
+"""Descriptor number in its process, st_dev, st_ino, the nonce in the page (`csrc/gate.h`)."""
 
 THREADS: int
 """Of a block, in every kernel."""
@@ -137,7 +137,7 @@ class GateOwner:
     """The gate in front of memory of ours that one peer may write (`csrc/gate.h`)."""
 
     def __init__(self) -> None: ...
-    def file(self) -> _File: ...
+    def name(self) -> _Gate: ...
     def shut(self) -> None:
         """No new copy begins."""
 
@@ -145,8 +145,8 @@ class GateOwner:
         """No copy is under way either; only meaningful after `shut`."""
 
 class GateWriter:
-    def __init__(self, pid: int, file: _File) -> None:
-        """Raises OSError if the gate cannot be opened or has a writer, ValueError if the file is none."""
+    def __init__(self, pid: int, name: _Gate) -> None:
+        """Raises OSError if the gate cannot be opened or has a writer, ValueError if it is another one."""
 
     def enter(self) -> bool:
         """Call before anything is launched that writes there; False means it must not be."""

@@ -91,9 +91,9 @@ class Engine:
         cuda_context: of device memory (a CUcontext), which the progress thread then has for good; 0 for host memory.
         """
 
-    def invite(self, peer: str) -> tuple[bytes, int, int, int, tuple[int, int, bytes]]:
-        """Open a worker for one peer: worker address; descriptor, device and inode of its gate page (csrc/gate.h);
-        address, nbytes and packed key of its ring of slots (csrc/ucx/staging.h)."""
+    def invite(self, peer: str) -> tuple[bytes, tuple[int, int, int, bytes], tuple[int, int, bytes]]:
+        """Open a worker for one peer: worker address; descriptor, device, inode and nonce of its gate page
+        (csrc/gate.h); address, nbytes and packed key of its ring of slots (csrc/ucx/staging.h)."""
 
     def connect(
         self,
@@ -102,13 +102,13 @@ class Engine:
         regions: Sequence[tuple[int, int, bytes]],
         pid: int,
         born: int,
-        gate: tuple[int, int, int] | None,
+        gate: tuple[int, int, int, bytes] | None,
         ring: tuple[int, int, bytes],
     ) -> None:
         """Begin to connect to an invitation's worker address.
 
         regions: base address, nbytes and packed key of each. pid and born: process to watch, 0 if it cannot be seen
-        from here. gate: descriptor in that process, device, inode; None if only sockets or another host are involved.
+        from here. gate: as `invite` says; None if only sockets or another host are involved.
         ring: of slots, as `invite` says.
         Raises PeerError if the process has ended, the gate cannot be opened or UCX refuses.
         """

@@ -107,21 +107,19 @@ Copier::Peer& Copier::peer_for(const std::string& name) {
     return *slot;
 }
 
-PeerFile Copier::invite(const std::string& name) {
+GateName Copier::invite(const std::string& name) {
     refuse_fork();
     auto gate = std::make_unique<GateOwner>();
-    struct stat status;
-    if (::fstat(gate->fd(), &status) != 0) throw std::system_error(errno, std::generic_category(), "fstat of gate");
-    const PeerFile file{gate->fd(), status.st_dev, status.st_ino, kGateNbytes};
+    const GateName gate_name = gate->name();
     const std::lock_guard lock(mutex_);
     Peer& peer = peer_for(name);
     if (peer.gate) throw NameTaken("peer name " + name + " is used twice");
     peer.gate = std::move(gate);
-    return file;
+    return gate_name;
 }
 
 void Copier::connect(const std::string& name, std::int64_t pid, const std::vector<PeerFile>& files,
-                     const PeerFile& gate) {
+                     const GateName& gate) {
     refuse_fork();
     auto memory = std::make_shared<PeerMemory>(pid, files, gate);
     const std::lock_guard lock(mutex_);

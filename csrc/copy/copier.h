@@ -72,10 +72,10 @@ class Copier {
 
     // Make a gate for a peer that will write into our memory. The file is open until the peer is closed.
     // Throws NameTaken.
-    PeerFile invite(const std::string& peer);
+    GateName invite(const std::string& peer);
 
     // Map what a peer has opened to us. Throws what PeerMemory throws, NameTaken.
-    void connect(const std::string& peer, std::int64_t pid, const std::vector<PeerFile>& files, const PeerFile& gate);
+    void connect(const std::string& peer, std::int64_t pid, const std::vector<PeerFile>& files, const GateName& gate);
 
     // Queue one batch and return its ticket. Throws std::invalid_argument for a run outside its region.
     std::uint64_t submit(const std::string& peer, const std::vector<Piece>& pieces, double timeout_s);

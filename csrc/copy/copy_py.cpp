@@ -7,6 +7,7 @@
 
 #include "copy/copier.h"
 #include "copy/stores.h"
+#include "gate_py.h"
 #include "native_py.h"
 
 namespace nb = nanobind;
@@ -24,17 +25,15 @@ PeerFile peer_file(const File& file) {
 }
 
 void connect(Copier& copier, const std::string& peer, std::int64_t pid, const std::vector<File>& regions,
-             const File& gate) {
+             const PyGate& gate) {
     std::vector<PeerFile> files;
     for (const File& region : regions) files.push_back(peer_file(region));
+    const GateName name = gate_name(gate);
     const nb::gil_scoped_release release;
-    copier.connect(peer, pid, files, peer_file(gate));
+    copier.connect(peer, pid, files, name);
 }
 
-File invite(Copier& copier, const std::string& peer) {
-    const PeerFile file = copier.invite(peer);
-    return {file.fd, file.device, file.inode, file.nbytes};
-}
+PyGate invite(Copier& copier, const std::string& peer) { return py_gate(copier.invite(peer)); }
 
 // Copy runs in the calling thread, the way `pdlink bench` measures a ceiling.
 void copy_runs(const WritableBytes& dst, const Bytes& src, const PyRuns& runs, const StoreKind& kind) {

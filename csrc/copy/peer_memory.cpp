@@ -44,13 +44,13 @@ void unmap(const std::vector<Region>& regions) {
 }  // namespace
 
 // The pidfd is opened before the files are checked: if the pid belonged to another process by then, the files of the
-// invitation would not be found there, so the pidfd is that of the process that invited us.
-PeerMemory::PeerMemory(std::int64_t pid, const std::vector<PeerFile>& files, const PeerFile& gate)
-    : pid_(pid), life_(open_life(pid)) {
+// invitation would not be found there, so the pidfd is that of the process that invited us. The gate is looked at
+// first, since it shows that the process has made this invitation, and taken last, since that can be done once.
+PeerMemory::PeerMemory(std::int64_t pid, const std::vector<PeerFile>& files, const GateName& gate)
+    : pid_(pid), life_(open_life(pid)), gate_(open_gate(pid, gate)) {
     try {
         for (const PeerFile& file : files) regions_.push_back(map_file(pid, file));
-        const Descriptor fd(open_peer_file(pid, gate.fd, gate.device, gate.inode));
-        gate_.emplace(fd.get());
+        gate_->take();
     } catch (...) {
         unmap(regions_);
         throw;

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
+#include <memory>
 #include <vector>
 
 #include "copy/descriptor.h"
@@ -28,7 +28,7 @@ class PeerMemory {
   public:
     // Throws std::system_error if the process or a file is gone or may not be opened, std::invalid_argument if a
     // file is not what the invitation says.
-    PeerMemory(std::int64_t pid, const std::vector<PeerFile>& files, const PeerFile& gate);
+    PeerMemory(std::int64_t pid, const std::vector<PeerFile>& files, const GateName& gate);
     PeerMemory(const PeerMemory&) = delete;
     PeerMemory& operator=(const PeerMemory&) = delete;
     ~PeerMemory();
@@ -48,7 +48,7 @@ class PeerMemory {
     std::int64_t pid_;
     Descriptor life_;
     std::vector<Region> regions_;
-    std::optional<GateWriter> gate_;
+    std::unique_ptr<GateWriter> gate_;
     std::size_t prepared_region_ = 0;
     std::size_t prepared_nbytes_ = 0;  // of that region
 };

@@ -6,17 +6,17 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 #include <tuple>
 #include <vector>
 
-#include "copy/descriptor.h"
 #include "cuda/fatbin.h"
 #include "cuda/launches.h"
 #include "cuda/puts.h"
-#include "gate.h"
+#include "gate_py.h"
 #include "native_py.h"
 
 namespace nb = nanobind;
@@ -24,8 +24,6 @@ using namespace nb::literals;
 
 namespace pdlink::cuda {
 namespace {
-
-using File = std::tuple<int, std::uint64_t, std::uint64_t, std::uint64_t>;
 
 Place make_place(std::uint64_t base, std::uint64_t table, std::uint64_t alignment, std::int64_t layer_stride,
                  std::int64_t part_stride, std::int64_t block_stride, std::int64_t token_stride,
@@ -70,16 +68,12 @@ std::vector<Launch> plan(const Place& src, const Place& dst, std::uint64_t num_t
 }
 
 // What the owner of memory holds for one peer that writes there from its GPU's kernels.
-File gate_file(const GateOwner& gate) {
-    struct stat status;
-    if (::fstat(gate.fd(), &status) != 0) throw std::system_error(errno, std::generic_category(), "fstat of gate");
-    return {gate.fd(), status.st_dev, status.st_ino, kGateNbytes};
-}
+PyGate owned_gate(const GateOwner& gate) { return py_gate(gate.name()); }
 
-GateWriter* open_gate(std::int64_t pid, const File& file) {
-    const auto& [fd, device, inode, nbytes] = file;
-    const Descriptor opened(open_peer_file(pid, fd, device, inode));
-    return new GateWriter(opened.get());
+GateWriter* take_gate(std::int64_t pid, const PyGate& gate) {
+    std::unique_ptr<GateWriter> opened = open_gate(pid, gate_name(gate));
+    opened->take();
+    return opened.release();
 }
 
 using Extents = std::vector<std::tuple<std::uint64_t, std::uint64_t>>;
@@ -144,11 +138,11 @@ NB_MODULE(_cuda, m) {
 
     nb::class_<GateOwner>(m, "GateOwner")
         .def(nb::init<>())
-        .def("file", &gate_file)
+        .def("name", &owned_gate)
         .def("shut", &GateOwner::shut)
         .def("quiet", &GateOwner::quiet);
     nb::class_<GateWriter>(m, "GateWriter")
-        .def(nb::new_(&open_gate), "pid"_a, "file"_a)
+        .def(nb::new_(&take_gate), "pid"_a, "name"_a)
         .def("enter", &GateWriter::enter)
         .def("leave", &GateWriter::leave)
         .def("shut", &GateWriter::shut);

@@ -84,14 +84,8 @@ void Outgoing::watch(const Remote& remote) {
 
 void Outgoing::open_gate(const Remote& remote) {
     if (!remote.gate) return;
-    const int fd = open_peer_file(remote.pid, remote.gate->fd, remote.gate->device, remote.gate->inode);
-    try {
-        gate_ = std::make_unique<GateWriter>(fd);
-    } catch (...) {
-        ::close(fd);
-        throw;
-    }
-    ::close(fd);
+    gate_ = pdlink::open_gate(remote.pid, *remote.gate);
+    gate_->take();
 }
 
 void Outgoing::connect(const Remote& remote) {

@@ -39,17 +39,12 @@ struct Remote {
         std::uint64_t nbytes;
         std::string rkey;
     };
-    struct Gate {
-        int fd;
-        std::uint64_t device;
-        std::uint64_t inode;
-    };
     std::string address;
     std::vector<Region> regions;
     Region ring;             // of slots for short runs
     std::int64_t pid = 0;    // process to watch, 0 if it is not visible from here
     std::uint64_t born = 0;  // its start time: the pid may have been given to another process
-    std::optional<Gate> gate;
+    std::optional<GateName> gate;
 };
 
 struct Batch {

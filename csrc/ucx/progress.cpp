@@ -87,20 +87,12 @@ Registered Progress::add_region(std::uintptr_t base, std::uint64_t nbytes, std::
 
 Opening Progress::invite(const std::string& name) {
     auto incoming = std::make_unique<Incoming>(*context_);
-    struct stat status;
-    if (::fstat(incoming->gate().fd(), &status) != 0)
-        throw std::system_error(errno, std::generic_category(), "fstat of gate page");
     Peer& peer = peer_named(name);
     watch(peer.incoming_watch, Watch::Kind::INCOMING, &peer, incoming->fd());
     peer.incoming = std::move(incoming);
     peer.incoming_awake = true;
     const SlotMemory& ring = peer.incoming->unpacking().ring();
-    return {peer.incoming->address(),
-            peer.incoming->gate().fd(),
-            status.st_dev,
-            status.st_ino,
-            ring.base(),
-            kNumSlots * kSlotNbytes,
+    return {peer.incoming->address(), peer.incoming->gate().name(), ring.base(), kNumSlots * kSlotNbytes,
             ring.rkey()};
 }
 

@@ -29,9 +29,7 @@ struct Registered {
 // Our part of an invitation.
 struct Opening {
     std::string address;
-    int gate_fd;
-    std::uint64_t gate_device;
-    std::uint64_t gate_inode;
+    GateName gate;
     std::uint64_t ring_base;
     std::uint64_t ring_nbytes;
     std::string ring_rkey;

@@ -11,6 +11,7 @@
 #include <optional>
 #include <tuple>
 
+#include "gate_py.h"
 #include "ucx/engine.h"
 
 namespace nb = nanobind;
@@ -21,7 +22,6 @@ namespace {
 
 using Runs = nb::ndarray<const std::int64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 using PyRegion = std::tuple<std::uint64_t, std::uint64_t, nb::bytes>;
-using PyGate = std::tuple<int, std::uint64_t, std::uint64_t>;
 using PyPiece = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, nb::object>;
 
 nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
@@ -55,7 +55,7 @@ void connect_peer(Engine& engine, const std::string& peer, const nb::bytes& addr
     Remote remote{.address = to_string(address), .regions = {}, .ring = {}, .pid = pid, .born = born, .gate = {}};
     remote.ring = {std::get<0>(ring), std::get<1>(ring), to_string(std::get<2>(ring))};
     for (const auto& [base, nbytes, rkey] : regions) remote.regions.push_back({base, nbytes, to_string(rkey)});
-    if (gate) remote.gate = Remote::Gate{std::get<0>(*gate), std::get<1>(*gate), std::get<2>(*gate)};
+    if (gate) remote.gate = gate_name(*gate);
     const nb::gil_scoped_release release;
     engine.connect(peer, std::move(remote));
 }
@@ -75,7 +75,7 @@ nb::tuple invite_peer(Engine& engine, const std::string& peer) {
         const nb::gil_scoped_release release;
         opening = engine.invite(peer);
     }
-    return nb::make_tuple(to_bytes(opening.address), opening.gate_fd, opening.gate_device, opening.gate_inode,
+    return nb::make_tuple(to_bytes(opening.address), py_gate(opening.gate),
                           nb::make_tuple(opening.ring_base, opening.ring_nbytes, to_bytes(opening.ring_rkey)));
 }
 

@@ -8,7 +8,9 @@ would give has to be made by hand:
 
 - who is alive: the writer watches the owner's pidfd, since storing into a dead process's memory succeeds silently;
 - who may still write: a gate page per peer (`csrc/gate.h`), which the owner shuts in `close_peer`. PeerClosed comes
-  when the writer is in no slice of a copy any more, or has ended. A writer that is stopped inside one holds it up.
+  when the writer is in no slice of a copy any more, or has ended. A writer that is stopped inside one holds it up;
+- who has invited us: an invitation could name any process of this user. It repeats a random number out of the gate
+  page, so it comes from the process that it names, and never from this one.
 
 Opening another process's descriptors needs the rights of a debugger's reader: the same user (or root) and the same
 pid namespace. Two containers need a shared one (docker `--pid`, Kubernetes `shareProcessNamespace`).
@@ -55,7 +57,20 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.fd, self.device, self.inode, self.nbytes
 
 
-class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="pdlink-mapped/1"):
+class _Gate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The gate page of the invited peer."""
+
+    fd: _Descriptor
+    device: _Number
+    inode: _Number
+    nonce: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    """In the page since it was made, and told to the invited peer only."""
+
+    def as_tuple(self) -> tuple[int, int, int, bytes]:
+        return self.fd, self.device, self.inode, self.nonce
+
+
+class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="pdlink-mapped/2"):
     """The whole of an invitation. The tag carries the version: another one is refused by name."""
 
     boot_id: Annotated[str, msgspec.Meta(max_length=64)]
@@ -63,7 +78,7 @@ class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     pid_namespace: _Number
     pid: _Pid
     regions: Annotated[tuple[_File, ...], msgspec.Meta(min_length=1, max_length=4096)]
-    gate: _File
+    gate: _Gate
 
 
 class MappedTransport(Transport):
@@ -72,9 +87,14 @@ class MappedTransport(Transport):
     name: ClassVar[str] = "mapped"
     same_host_only: ClassVar[bool] = True
 
-    def __init__(self, threads: int = 2) -> None:
-        """threads: 2 to have a second one help with much at once while this process computes no prefill, or 1."""
+    def __init__(self, threads: int = 2, *, within_process: bool = False) -> None:
+        """threads: 2 to have a second one help with much at once while this process computes no prefill, or 1.
+
+        within_process: peers may be in this process too, as in tests. A worker has none there: an invitation that
+        names it was given by itself to a peer, which sends it back to have our memory overwritten by ourselves.
+        """
         self._threads = threads
+        self._within_process = within_process
         self._copier: _copy.Copier | None = None
         self._closed = False
         self._buffers: list[Buffer] = []
@@ -121,7 +141,7 @@ class MappedTransport(Transport):
         with translated(f"cannot invite peer {peer}"):
             regions = tuple(_file_of(buffer) for buffer in self._buffers)
             boot, namespace = boot_id(), pid_namespace()
-            gate = _File(*copier.invite(peer))  # last: it is not to be made for an invitation that cannot be given
+            gate = _Gate(*copier.invite(peer))  # last: it is not to be made for an invitation that cannot be given
         return msgspec.msgpack.encode(_Invitation(boot, namespace, os.getpid(), regions, gate))
 
     def connect(self, peer: str, invitation: bytes) -> None:
@@ -139,6 +159,10 @@ class MappedTransport(Transport):
                     f"peer {peer} is in another pid namespace (here {namespace}, there {there.pid_namespace}); "
                     "run both containers in one (docker --pid, Kubernetes shareProcessNamespace) "
                     "or use another transport"
+                )
+            if there.pid == os.getpid() and not self._within_process:
+                raise ProtocolError(
+                    f"invitation of peer {peer} names this process ({there.pid}) as the one to write to"
                 )
             copier.connect(peer, there.pid, [file.as_tuple() for file in there.regions], there.gate.as_tuple())
 

@@ -57,12 +57,18 @@ class _Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     export: Export | None
 
 
-class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="pdlink-mapped-cuda/1"):
+class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="pdlink-mapped-cuda/2"):
     boot_id: Annotated[str, msgspec.Meta(max_length=64)]
     pid_namespace: _Number
     pid: _Pid
     regions: Annotated[tuple[_Region, ...], msgspec.Meta(min_length=1, max_length=4096)]
-    gate: tuple[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)], _Number, _Number, _Number]
+    gate: tuple[
+        Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)],
+        _Number,
+        _Number,
+        Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)],
+    ]
+    """Descriptor, device, inode, and the nonce in the page, which proves that this process made the invitation."""
 
 
 class MappedCudaTransport(Transport):
@@ -140,7 +146,7 @@ class MappedCudaTransport(Transport):
             raise TransportUnavailable("register a buffer before inviting a peer to it")
         with translated(f"cannot invite peer {peer}"):
             boot, namespace = boot_id(), pid_namespace()
-            gate = copier.invite(peer).file()  # last: it is not to be made for an invitation that cannot be given
+            gate = copier.invite(peer).name()  # last: it is not to be made for an invitation that cannot be given
         return msgspec.msgpack.encode(_Invitation(boot, namespace, os.getpid(), regions, gate))
 
     def connect(self, peer: str, invitation: bytes) -> None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 NEEDED_UCX = (1, 20)
 """Older versions neither put to ordinary memory natively over TCP nor talk to newer ones (csrc/ucx/library.h)."""
 
-_MAGIC = b"PDUX\x02"
+_MAGIC = b"PDUX\x03"
 """The last byte is the version of the form below."""
 _CHECKSUM_NBYTES = 4
 
@@ -66,6 +66,8 @@ class _Invitation(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     gate_fd: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     gate_device: _Count
     gate_inode: _Count
+    gate_nonce: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    """In the gate's page: proves that the process named here made this invitation (`csrc/gate.h`)."""
     address: _Blob
     regions: Annotated[list[_Region], msgspec.Meta(max_length=4096)]
     ring: _Region
@@ -222,8 +224,7 @@ class UcxTransport(Transport):
         pid = os.getpid()
         with translated(f"UCX cannot open a worker for peer {peer}"):
             born = _ucx.process_born(pid)
-            address, gate_fd, gate_device, gate_inode, ring = engine.invite(peer)
-        gate = (gate_fd, gate_device, gate_inode)
+            address, gate, ring = engine.invite(peer)
         return _pack(
             _Invitation(
                 library.version, host, pid, born, *gate, address, regions, _Region(*ring), on_device=self._on_device
@@ -254,7 +255,9 @@ class UcxTransport(Transport):
                 "share the pid namespace or set transport.ucx_tls: tcp"
             )
         pid, born = (remote.pid, remote.born) if visible else (0, 0)
-        gate = (remote.gate_fd, remote.gate_device, remote.gate_inode) if visible and not sockets_only else None
+        gate = None
+        if visible and not sockets_only:
+            gate = (remote.gate_fd, remote.gate_device, remote.gate_inode, remote.gate_nonce)
         regions = [(region.base, region.nbytes, region.rkey) for region in remote.regions]
         ring = (remote.ring.base, remote.ring.nbytes, remote.ring.rkey)
         with translated("UCX"):  # the engine says which peer

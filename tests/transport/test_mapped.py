@@ -39,7 +39,7 @@ GATE_WORDS = struct.Struct("=IIqQ")
 def pair() -> Iterator[tuple[Side, Side]]:
     """A writer and an owner that do not know each other yet."""
     with contextlib.ExitStack() as stack:
-        sides = [Side(MappedTransport()), Side(MappedTransport())]
+        sides = [Side(MappedTransport(within_process=True)) for _ in range(2)]
         for seed, side in enumerate(sides):
             stack.callback(side.close)
             side.add_buffer(POOL_NBYTES, seed)
@@ -89,7 +89,7 @@ LIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "no regions": lambda fields: fields.update(regions=[]),
     "pid 0": lambda fields: fields.update(pid=0),
     "an unknown field": lambda fields: fields.update(extra=1),
-    "another version": lambda fields: fields.update(type="pdlink-mapped/2"),
+    "another version": lambda fields: fields.update(type="pdlink-mapped/1"),
 }
 
 
@@ -327,7 +327,7 @@ MANY_NBYTES = 32 << 20
 def two() -> Iterator[tuple[Side, Side]]:
     """A writer that copies with two threads, and an owner whose pages are prepared."""
     with contextlib.ExitStack() as stack:
-        writer, owner = (Side(MappedTransport(threads=2)) for _ in range(2))
+        writer, owner = (Side(MappedTransport(threads=2, within_process=True)) for _ in range(2))
         for seed, side in enumerate((writer, owner)):
             stack.callback(side.close)
             side.add_buffer(MANY_NBYTES, seed)
@@ -482,7 +482,7 @@ from pdlink.errors import TransportFailure
 from pdlink.transport.mapped import MappedTransport
 from tests.conformance.transports.side import Side, join, piece
 warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons dislike any fork of a threaded process
-writer, owner = Side(MappedTransport()), Side(MappedTransport())
+writer, owner = (Side(MappedTransport(within_process=True)) for _ in range(2))
 for side in (writer, owner):
     side.add_buffer(1 << 20, seed=1)
 join(writer, owner)

@@ -71,8 +71,8 @@ ENTRIES = {
     entry.name: entry
     for entry in (
         Entry("loopback", _loopback_group, LoopbackTransport.probe, between_processes=False, native=False),
-        Entry("mapped", lambda: lambda: MappedTransport(threads=1), MappedTransport.probe),
-        Entry("mapped-2", lambda: lambda: MappedTransport(threads=2), MappedTransport.probe),
+        Entry("mapped", lambda: lambda: MappedTransport(threads=1, within_process=True), MappedTransport.probe),
+        Entry("mapped-2", lambda: lambda: MappedTransport(threads=2, within_process=True), MappedTransport.probe),
         Entry("tcp", lambda: TcpTransport, TcpTransport.probe, needs_peer=True),
         Entry("tcp-2", lambda: lambda: TcpTransport(streams=2), TcpTransport.probe, needs_peer=True),
         _ucx("tcp", needs_peer=True),
