@@ -72,7 +72,14 @@ class _End:
 class Receiver(_End):
     def invite(self) -> bytes:
         self.array(max(workload.dst.extent(0) for workload in self.cases.values()))
-        return self.transport.invite(SENDER)
+        layouts = {workload.dst for workload in self.cases.values()}
+        if len(layouts) > 1:  # only one can be guarded; the others would be written without a check
+            return self.transport.invite(SENDER)
+        layout = layouts.pop()
+        self.transport.guard(layout)
+        invitation = self.transport.invite(SENDER)
+        self.transport.open_blocks(SENDER, range(layout.num_blocks))
+        return invitation
 
     def take_up(self, case: str) -> None:
         """What is received from now on is of this case."""

@@ -6,6 +6,7 @@ from typing import TypeAlias
 import numpy as np
 
 _Runs: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+_Blocks: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 _Report: TypeAlias = tuple[str, str, int, str, int, float, float, str]
 """Kind ("batch_done", "peer_failed", "peer_closed"), peer, ticket, value of `Status`, nbytes, submitted_s, done_s,
 detail. Times are time.monotonic seconds."""
@@ -41,6 +42,19 @@ class Engine:
     def port(self) -> int: ...
     def add_region(self, ptr: int, nbytes: int) -> int:
         """Memory of this process; returns its index. It must stay mapped until `close()`."""
+
+    def guard(self, bands: np.ndarray[tuple[int, int], np.dtype[np.int64]], num_blocks: int) -> None:
+        """From now on peers may write only to blocks that are open to them.
+
+        bands: [n, 4], rows (region, begin, stride, extent) in order, not overlapping: block b has the bytes
+        [begin + b * stride, begin + b * stride + extent) of each. Once, before anybody is invited. Raises ValueError.
+        """
+
+    def open_blocks(self, peer: str, blocks: _Blocks) -> None:
+        """Let a peer write to these. A block is open to one peer at most. Raises ValueError."""
+
+    def close_blocks(self, peer: str, blocks: _Blocks) -> None:
+        """No longer: when this returns nothing of the peer is being placed there. Waits for one recvmsg at most."""
 
     def invite(self, peer: str) -> tuple[int, bytes, list[int]]:
         """Session, token and the sizes of the regions added by now. Raises NameTaken, PeerUnusable, OSError."""

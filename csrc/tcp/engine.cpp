@@ -70,6 +70,30 @@ std::size_t Engine::add_region(std::byte* base, std::size_t nbytes) {
     return regions_.size() - 1;
 }
 
+void Engine::guard(std::vector<Band> bands, std::uint64_t num_blocks) {
+    refuse_fork();
+    auto made = std::make_shared<Guard>(std::move(bands), num_blocks);
+    const std::lock_guard lock(mutex_);
+    if (guard_ || next_number_ > 1) throw std::invalid_argument("blocks are guarded once, before anybody is invited");
+    guard_ = std::move(made);
+}
+
+void Engine::open_blocks(const std::string& name, std::span<const std::int64_t> blocks) {
+    refuse_fork();
+    const std::lock_guard lock(mutex_);
+    const Peer* peer = find(name);
+    if (guard_ && peer && peer->invited && peer->usable()) guard_->open(peer->number, blocks);
+}
+
+void Engine::close_blocks(const std::string& name, std::span<const std::int64_t> blocks) {
+    if (forked()) return;
+    const std::lock_guard lock(mutex_);
+    const Peer* peer = find(name);
+    if (!guard_ || !peer || !peer->invited) return;
+    guard_->close(peer->number, blocks);
+    for (const auto& in : peer->in) in->look_again();
+}
+
 Engine::Peer* Engine::find(const std::string& name) {
     const auto at = peers_.find(name);
     return at == peers_.end() ? nullptr : at->second.get();
@@ -94,6 +118,7 @@ Invitation Engine::invite(const std::string& name) {
     if (peer.invited) throw NameTaken("peer name " + name + " is used twice");
     while (!sessions_.emplace(made.session, &peer).second) ++made.session;
     peer.invited = true;
+    peer.number = next_number_++;
     peer.session = made.session;
     peer.token = made.token;
     peer.regions = std::make_shared<const std::vector<Region>>(regions_);

@@ -10,7 +10,9 @@
 //
 // Who may write here. An invitation is a session number and a secret. A connection is a stranger until it has said
 // both, has little time for it, and the oldest stranger makes room for a new one. A frame is checked against the
-// regions of its session before a byte of it is placed (tcp/wire.h). Any rule broken fails the peer as a whole.
+// regions of its session, and the blocks that are open to its peer (tcp/guard.h), before a byte of it is placed.
+// Blocks may be closed while a frame for them arrives: the rest of it is not placed. Any rule broken fails the peer
+// as a whole.
 //
 // The fence. Owner: PeerClosed is said after the peer's sockets are ended on the thread that places bytes; what was
 // in their buffers is gone. Writer: it sends no more, shuts its side, and says PeerClosed when the owner has ended
@@ -31,6 +33,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -43,6 +46,7 @@
 #include "copy/peer_memory.h"
 #include "native.h"
 #include "runs.h"
+#include "tcp/guard.h"
 #include "tcp/incoming.h"
 #include "tcp/outgoing.h"
 #include "tcp/sockets.h"
@@ -87,6 +91,13 @@ class Engine {
 
     std::uint16_t port() const { return address_.port; }
     std::size_t add_region(std::byte* base, std::size_t nbytes);
+    // From now on peers may write only to blocks that are open to them. Before the first peer is invited, and once;
+    // throws std::invalid_argument otherwise, and as Guard.
+    void guard(std::vector<Band> bands, std::uint64_t num_blocks);
+    // Let a peer write to blocks, and no longer. When `close_blocks` returns nothing of it is being placed there, nor
+    // will be. Both ignore peers that are not there. Throw as Guard.
+    void open_blocks(const std::string& peer, std::span<const std::int64_t> blocks);
+    void close_blocks(const std::string& peer, std::span<const std::int64_t> blocks);
     // Throws NameTaken.
     Invitation invite(const std::string& peer);
     // Throws NameTaken, std::system_error, std::invalid_argument.
@@ -114,6 +125,7 @@ class Engine {
         std::string name;
         // Invited: what the peer must say, and may write to.
         bool invited = false;
+        std::uint32_t number = Guard::kNobody;
         std::uint64_t session = 0;
         Token token{};
         std::uint32_t streams_taken = 0;  // bits
@@ -193,6 +205,8 @@ class Engine {
     double accept_again_s_ = std::numeric_limits<double>::infinity();
     double give_up_s_ = std::numeric_limits<double>::infinity();  // finite once closing down
     std::uint64_t next_ticket_ = 1;
+    std::shared_ptr<Guard> guard_;
+    std::uint32_t next_number_ = 1;  // of invited peers; none is used twice
 
     std::mutex join_mutex_;
     std::thread* thread_ = nullptr;  // leaked in a forked child, where it cannot be joined

@@ -24,6 +24,12 @@ Turn Incoming::receive() {
         if (!ready.in) return Turn::kIdle;
         if (moved >= kMaxFrameNbytes) return Turn::kMore;
 
+        const std::lock_guard placing(placing_);
+        if (!revoked_.empty()) {
+            reason_ = std::exchange(revoked_, {});
+            refuse(Verdict::kOutside);
+            continue;
+        }
         iovec one{};
         msghdr message{};
         message.msg_iov = &one;
@@ -91,6 +97,7 @@ void Incoming::table_complete() {
     const std::span<const PackedRun> runs(table_, header_.num_runs);
     if (const Verdict verdict = check_runs(header_, runs, *regions_, reason_); verdict != Verdict::kPlaced)
         return refuse(verdict);
+    if (guard_ && !guard_->all_open(runs, peer_, reason_)) return refuse(Verdict::kOutside);
     places_.clear();
     next_place_ = 0;
     std::size_t packed_nbytes = 0;
@@ -117,6 +124,13 @@ void Incoming::table_complete() {
         places_.push_back({&header_, sizeof header_});
         part_ = Part::kPayload;
     }
+}
+
+void Incoming::look_again() {
+    const std::lock_guard placing(placing_);
+    std::string why;
+    if (part_ == Part::kPayload && guard_ && !guard_->all_open({table_, header_.num_runs}, peer_, why))
+        revoked_ = why + " any more";
 }
 
 // The table was checked and is our own copy of it: nobody can have changed it since.

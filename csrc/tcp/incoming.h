@@ -5,12 +5,14 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "copy/descriptor.h"
 #include "copy/peer_memory.h"
+#include "tcp/guard.h"
 #include "tcp/wire.h"
 
 namespace pdlink::tcp {
@@ -29,13 +31,19 @@ enum class Turn {
     kBroken,  // it cannot go on; `reason()` says why
 };
 
-// Owned by the progress thread, which alone calls it.
+// Owned by the progress thread, which alone calls it, but for `look_again`.
 class Incoming {
   public:
+    // guard: which blocks are open to the peer of this number; null if all of the regions are.
     // stage_below: shorter runs are received side by side, and put into their places when the frame is complete.
     Incoming(Descriptor socket, std::uint64_t session, std::shared_ptr<const std::vector<Region>> regions,
-             std::uint64_t stage_below)
-        : socket_(std::move(socket)), session_(session), regions_(std::move(regions)), stage_below_(stage_below) {
+             std::shared_ptr<const Guard> guard, std::uint32_t peer, std::uint64_t stage_below)
+        : socket_(std::move(socket)),
+          session_(session),
+          regions_(std::move(regions)),
+          guard_(std::move(guard)),
+          peer_(peer),
+          stage_below_(stage_below) {
         places_.reserve(kMaxRuns + 1);
     }
 
@@ -46,6 +54,10 @@ class Incoming {
 
     // Place about a frame. After a refused frame nothing more is read.
     Turn receive();
+
+    // After blocks were closed: nothing more is placed of a frame that was let in when they were open. Any thread;
+    // waits for one call of recvmsg at most.
+    void look_again();
 
   private:
     enum class Part { kHeader, kTable, kPayload };
@@ -62,8 +74,12 @@ class Incoming {
     Descriptor socket_;
     const std::uint64_t session_;
     const std::shared_ptr<const std::vector<Region>> regions_;
+    const std::shared_ptr<const Guard> guard_;
+    const std::uint32_t peer_;
     const std::uint64_t stage_below_;
 
+    std::mutex placing_;   // a leaf; held while a frame is checked, and while bytes of it are placed
+    std::string revoked_;  // why nothing more of this frame may be placed; guarded by it
     Part part_ = Part::kHeader;
     FrameHeader header_{};
     std::size_t header_nbytes_ = 0;  // received

@@ -158,8 +158,8 @@ Engine::Heard Engine::listen_to(Stranger& stranger) {
     Peer* peer = introduced(stranger);
     if (!peer) return Heard::kNothing;
     peer->streams_taken |= 1U << stranger.hello.stream;
-    auto in =
-        std::make_unique<Incoming>(std::move(stranger.socket), peer->session, peer->regions, settings_.stage_below);
+    auto in = std::make_unique<Incoming>(std::move(stranger.socket), peer->session, peer->regions, guard_,
+                                         peer->number, settings_.stage_below);
     in->ready = stranger.ready;
     watch(in->fd(), in->ready, EPOLLIN | EPOLLOUT | EPOLLRDHUP);
     peer->in.push_back(std::move(in));

@@ -1,5 +1,7 @@
 // Python's view of the tcp engine; `pdlink/_tcp.pyi` is its manual.
 #include <algorithm>
+#include <cstdint>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -28,6 +30,28 @@ void connect(Engine& engine, const std::string& peer, const std::string& host, s
     engine.connect(peer, {host, port}, there);
 }
 
+using Blocks = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bands = nb::ndarray<const std::int64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
+
+void guard(Engine& engine, const Bands& given, std::uint64_t num_blocks) {
+    std::vector<Band> bands;
+    for (std::size_t i = 0; i < given.shape(0); ++i) {
+        const std::int64_t* row = given.data() + 4 * i;
+        if (std::any_of(row, row + 4, [](std::int64_t number) { return number < 0; }))
+            throw std::invalid_argument("a band of blocks has a negative number");
+        bands.push_back({static_cast<std::uint64_t>(row[0]), static_cast<std::uint64_t>(row[1]),
+                         static_cast<std::uint64_t>(row[2]), static_cast<std::uint64_t>(row[3])});
+    }
+    engine.guard(std::move(bands), num_blocks);
+}
+
+template <void (Engine::*change)(const std::string&, std::span<const std::int64_t>)>
+void on_blocks(Engine& engine, const std::string& peer, const Blocks& blocks) {
+    const std::span<const std::int64_t> ids(blocks.data(), blocks.shape(0));
+    const nb::gil_scoped_release release;
+    (engine.*change)(peer, ids);
+}
+
 }  // namespace
 }  // namespace pdlink::tcp
 
@@ -51,6 +75,9 @@ NB_MODULE(_tcp, m) {
                 return engine.add_region(reinterpret_cast<std::byte*>(ptr), nbytes);
             },
             "ptr"_a, "nbytes"_a)
+        .def("guard", &guard, "bands"_a.noconvert(), "num_blocks"_a)
+        .def("open_blocks", &on_blocks<&Engine::open_blocks>, "peer"_a, "blocks"_a.noconvert())
+        .def("close_blocks", &on_blocks<&Engine::close_blocks>, "peer"_a, "blocks"_a.noconvert())
         .def("invite", &invite, "peer"_a)
         .def("connect", &connect, "peer"_a, "host"_a, "port"_a, "session"_a, "token"_a, "regions"_a)
         .def("submit", &pdlink::submit<Engine>, "peer"_a, "pieces"_a.noconvert(), "timeout_s"_a)

@@ -76,7 +76,7 @@ inline Verdict check_header(const FrameHeader& header, std::uint64_t session, st
     return Verdict::kPlaced;
 }
 
-// Whether every byte of a frame may be placed.
+// Whether a frame is one, and every byte of it inside our regions. Whether it may be there: tcp/guard.h.
 inline Verdict check_runs(const FrameHeader& header, std::span<const PackedRun> runs, std::span<const Region> regions,
                           std::string& why) {
     std::uint64_t nbytes = 0;

@@ -108,6 +108,8 @@ class Endpoint:
         self.address = ""
         """Control address that peers dial; set by `open`."""
         self._transports = {transport.name: transport for transport in transports}
+        for transport in transports:
+            transport.guard(identity.layout)
         self._opened = list(transports)
         """Also those that were given up since."""
         self._watched: dict[str, int] = {}

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdlink.protocol.messages import Bye, Refuse
+from pdlink.protocol.messages import Bye, Offer, Refuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,6 +112,13 @@ class Peer:
         if ends_session(envelope):
             return envelope.bodies[-1:]
         return () if envelope.number < self.num_taken else None
+
+    def open_offered(self, bodies: Sequence[Body]) -> None:
+        """Let the peer write to what is offered in messages that are about to leave."""
+        if self.transport is not None and self.opened:
+            for body in bodies:
+                if isinstance(body, Offer):
+                    self.transport.open_blocks(self.key, body.blocks)
 
     def __repr__(self) -> str:
         return f"Peer({self.key or self.address}, {self.state.value}, {len(self.transfers)} transfers)"

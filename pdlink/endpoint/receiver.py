@@ -250,6 +250,8 @@ class Receiver:
         self._leases.drop(machine.transfer_id)
         self._ended.add(machine.transfer_id, reason, peer.name or peer.address)
         peer.transfers.discard(machine.transfer_id)
+        if machine.offered is not None and peer.transport is not None:
+            peer.transport.close_blocks(peer.key, machine.offered.blocks)
         emit(
             TransferEnded(
                 transfer_id=machine.transfer_id,

@@ -389,6 +389,7 @@ class Sessions:
         """Send what was said to it since the last time."""
         bodies, peer.outbox = (*peer.outbox, *last), []
         if bodies:
+            peer.open_offered(bodies)
             self.post(peer, *bodies)
 
     def _envelope(self, dst_epoch: str, session: int, number: int, *bodies: Body) -> Envelope:

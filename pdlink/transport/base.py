@@ -30,6 +30,7 @@ from pdlink.kv.layout import Piece as Piece  # noqa: TC001 (exported from here, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdlink.kv.layout import KVLayout
     from pdlink.memory.buffers import Buffer
 
 
@@ -113,6 +114,19 @@ class Transport(ABC):
 
         The buffer must outlive the transport. Costs page pinning on RDMA: call once per pool, not per request.
         """
+
+    def guard(self, layout: KVLayout) -> None:  # noqa: B027  (see the table in docs/security.md)
+        """From now on a peer may write only to blocks that are open to it, where this transport can hold that.
+
+        layout: of the buffers registered by now. Once, before anybody is invited. Without it, an invited peer may
+        write to all of every region.
+        """
+
+    def open_blocks(self, peer: str, blocks: Sequence[int]) -> None:  # noqa: B027
+        """Let an invited peer write to these blocks. One that is open to somebody else is so no longer."""
+
+    def close_blocks(self, peer: str, blocks: Sequence[int]) -> None:  # noqa: B027
+        """No longer, and when this returns nothing of the peer is being placed there. Unknown peers are ignored."""
 
     @abstractmethod
     def invite(self, peer: str) -> bytes:

@@ -4,8 +4,8 @@ A native thread (`csrc/tcp`) gathers runs with sendmsg and receives them straigh
 short ones are packed before and unpacked after, since the kernel takes as long for one as for a kilobyte.
 An invitation is an address, a session and a secret that is good for one connection (of each stream). Every frame
 names its session and where each of its runs goes, and the owner checks all of that before a byte is placed: a peer
-can write where it was invited to, as long as it is, and nowhere else. An answer to each frame tells the writer that
-its bytes are in the pages.
+can write to the blocks that it is offered, as long as it is, and nowhere else. An answer to each frame tells the
+writer that its bytes are in the pages.
 
 What it does not do is hide anything: bytes, and the secret of an invitation that is being taken up, cross the network
 in the clear. Closing is exact on the owner's side, where it matters: what is in a socket when `close_peer` ends it is
@@ -20,9 +20,11 @@ import threading
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
+import numpy as np
 
 from pdlink import _tcp
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
+from pdlink.kv.bands import bands
 from pdlink.transport.base import Occurrence, Probe, Transport, occurrence
 from pdlink.transport.edge import translated
 from pdlink.transport.staging import stage_below
@@ -30,7 +32,7 @@ from pdlink.transport.staging import stage_below
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.kv.layout import Piece
+    from pdlink.kv.layout import KVLayout, Piece
     from pdlink.memory.buffers import Buffer
 
 CONNECT_TIMEOUT_S = 5.0
@@ -86,6 +88,8 @@ class TcpTransport(Transport):
         self._on_loopback = True
         self._engine: _tcp.Engine | None = None
         self._closed = False
+        self._to_guard: KVLayout | None = None
+        """What the first invitation is to be preceded by: who invites nobody need not have a layout to write to."""
         self._buffers: list[Buffer] = []
         """In the order of their region indices; kept so that the pages stay while the engine may use them."""
         self._registering = threading.Lock()
@@ -139,12 +143,27 @@ class TcpTransport(Transport):
             self._buffers.append(buffer)
         return index
 
+    def guard(self, layout: KVLayout) -> None:
+        """As in the contract, for every byte: a frame for a block that is not open ends its session."""
+        self._to_guard = layout
+
+    def open_blocks(self, peer: str, blocks: Sequence[int]) -> None:
+        self._open_engine().open_blocks(peer, np.array(blocks, dtype=np.int64))
+
+    def close_blocks(self, peer: str, blocks: Sequence[int]) -> None:
+        if self._engine is not None:
+            self._engine.close_blocks(peer, np.array(blocks, dtype=np.int64))
+
     def invite(self, peer: str) -> bytes:
         """An invitation to the buffers registered by now."""
         engine = self._open_engine()
         if not self._buffers:
             raise TransportUnavailable("register a buffer before inviting a peer to it")
         with translated(f"cannot invite peer {peer}"):
+            with self._registering:
+                if self._to_guard is not None:
+                    engine.guard(bands(self._to_guard), self._to_guard.num_blocks)
+                    self._to_guard = None
             session, token, regions = engine.invite(peer)
         return msgspec.msgpack.encode(_Invitation(self._advertised, engine.port(), session, token, tuple(regions)))
 
