@@ -192,8 +192,8 @@ def _parser(argv: Sequence[str]) -> _Parser:
         "goes into security.allow_file of every worker it has to do with. An existing key is never overwritten.",
     )
     keygen.add_argument("name", metavar="NAME", help="the worker's name")
-    text = "where to (.); made if it is not there, for this user only"
-    keygen.add_argument("-d", "--directory", default=".", metavar="DIR", help=text)
+    where = "where to (.); made if it is not there, for this user only"
+    keygen.add_argument("-d", "--directory", default=".", metavar="DIR", help=where)
     keygen.set_defaults(run=_keygen)
     _add_level(keygen)
 

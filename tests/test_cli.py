@@ -93,7 +93,7 @@ def test_the_log_level_may_stand_before_and_behind_the_command(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Any] = []
-    monkeypatch.setattr(cli.logging, "basicConfig", lambda **options: found.append(options["level"]))
+    monkeypatch.setattr("logging.basicConfig", lambda **options: found.append(options["level"]))
     monkeypatch.setattr(roles, "run_proxy", lambda *_: None)
     assert cli.main(words) == 0
     assert found == ["DEBUG"]

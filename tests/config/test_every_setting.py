@@ -171,14 +171,14 @@ class Started:
         monkeypatch.setattr(up, "Keeper", keeper)
         monkeypatch.setattr(up, "_picture", lambda *_: "")
         monkeypatch.setattr(up, "_await_all", lambda _, timeout_s: self.waited_s.append(timeout_s))
-        monkeypatch.setattr(up.signal, "signal", lambda *_: None)
+        monkeypatch.setattr("signal.signal", lambda *_: None)
         monkeypatch.setattr(places, "find_model", lambda _: False)
         monkeypatch.setattr(vllm, "Server", server)
         monkeypatch.setattr(vllm, "find_executable", executable)
         monkeypatch.setattr(vllm, "free_ports", lambda _: 40000)
         monkeypatch.setattr(up, "_hold", lambda _, host, port, setting: port)
         monkeypatch.setattr(checkpoint, "write_checkpoint", lambda *_: None)
-        monkeypatch.setattr(up.tempfile, "TemporaryDirectory", lambda **_: contextlib.nullcontext("/tmp/pdlink"))
+        monkeypatch.setattr("tempfile.TemporaryDirectory", lambda **_: contextlib.nullcontext("/tmp/pdlink"))
         monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
 
     def of_role(self, role: str) -> list[dict[str, Any]]:
@@ -196,7 +196,12 @@ def test_every_setting_arrives_at_a_role(
     arrived: list[BaseModel] = []
     monkeypatch.setattr(roles, "run_worker", lambda config, *_: arrived.append(config))
     monkeypatch.setattr(roles, "run_proxy", lambda config, *_: arrived.append(config))
-    monkeypatch.setattr(check, "check", lambda config: arrived.append(config) or 0)
+
+    def take(config: BaseModel) -> int:
+        arrived.append(config)
+        return 0
+
+    monkeypatch.setattr(check, "check", take)
     kind = ProxyConfig if command == "proxy" else WorkerConfig
     refused = {}
     for dotted, field in settings_of(kind).items():

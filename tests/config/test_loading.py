@@ -159,7 +159,7 @@ def test_what_is_no_yaml_is_refused_in_one_line(text: str, tmp_path: Path) -> No
     (tmp_path / "a.yaml").write_text(text)
     for source in ({"path": tmp_path / "a.yaml", "environment": {}}, {"environment": {"PDLINK_NAME": text}}):
         with pytest.raises(ConfigError, match=r"^[^\n]*not valid YAML[^\n]*$"):
-            load(WorkerConfig, **source)  # type: ignore[arg-type]
+            load(WorkerConfig, **source)
 
 
 def test_a_section_with_nothing_under_it_holds_its_defaults(tmp_path: Path) -> None:

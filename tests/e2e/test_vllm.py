@@ -107,7 +107,7 @@ def test_servers_that_make_different_prompts_of_one_request_hear_it_at_once(pair
     assert answer.tokens == [alone[tuple(prompt)]]
     assert answer.body["kv_transfer_params"] == {"pdlink_kv": "recomputed;reason=other_prompt"}
     for server in (pair.prefill, pair.decode):
-        until(lambda s=server: s.metric("vllm:pdlink_failed_total", 'reason="other_prompt"') == 1, "it is counted")  # type: ignore[misc]
+        until(lambda s=server: s.metric("vllm:pdlink_failed_total", 'reason="other_prompt"') == 1, "it is counted")
         assert "the two servers make different tokens of one request" in server.log.read_text()
 
 

@@ -94,7 +94,7 @@ class Port(Channel):
         self.full = False
         """Whether the next frame finds its queue full."""
         self._network = network
-        self._routes: dict[str, Connection] = {}
+        self._connections: dict[str, Connection] = {}
         self._dials = 0
 
     def dial(self, address: str) -> str:
@@ -103,7 +103,7 @@ class Port(Channel):
         self._dials += 1
         listen_route = f"{self.name}/{self._dials}".encode().hex()
         connection = Connection(self, f"dial-{self._dials}", address, listen_route)
-        self._routes[connection.dial_route] = connection
+        self._connections[connection.dial_route] = connection
         self._network.connections.append(connection)
         if address not in self._network.listening:
             connection.notices += 1
@@ -112,10 +112,10 @@ class Port(Channel):
     def accept(self, connection: Connection) -> None:
         """A frame of this connection is about to arrive here: from now on its route can be answered."""
         connection.known_to.add(self)
-        self._routes[connection.listen_route] = connection
+        self._connections[connection.listen_route] = connection
 
     def send(self, route: str, frame: bytes) -> bool:
-        connection = self._routes.get(route)
+        connection = self._connections.get(route)
         if connection is None:
             return False
         if self.full:
@@ -133,8 +133,8 @@ class Port(Channel):
         return True
 
     def drop(self, route: str) -> None:
-        connection = self._routes.get(route)
+        connection = self._connections.get(route)
         if connection is not None and connection.dialer is self:
-            del self._routes[route]
+            del self._connections[route]
             connection.open = False
             connection.to_dialer.clear()

@@ -366,5 +366,5 @@ class Node:
             "transport.peers": self.transport.num_peers(),
             "heard": len(endpoint.sender._leases._heard_s),
             "orders": sum(len(order._peers) for order in endpoint.sender._pushes._orders.values()),
-            "dials": sum(item.dialer is self.port for item in self.port._routes.values()),
+            "dials": sum(item.dialer is self.port for item in self.port._connections.values()),
         }

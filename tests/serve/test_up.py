@@ -32,7 +32,7 @@ def test_a_port_in_use_is_found_before_any_process_is_started(
     setting: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(up, "start", lambda *_: pytest.fail("a process was started"))
-    monkeypatch.setattr(up.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     with taken() as port:
         ports = {"proxy.port": 0, setting: port}
         assert main(["up", *(word for key, value in ports.items() for word in ("--set", f"{key}={value}"))]) == 2
@@ -45,7 +45,7 @@ def test_a_model_that_is_not_there_is_told_once_and_before_any_process_is_starte
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(up, "start", lambda *_: pytest.fail("a process was started"))
-    monkeypatch.setattr(up.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     assert main(["up", "--port", "0", "--model", model]) == 2
     err = capsys.readouterr().err
     assert err.count("model.path: ") == 1
@@ -209,7 +209,7 @@ def test_the_proxy_is_stopped_before_the_workers_it_needs(monkeypatch: pytest.Mo
     monkeypatch.setattr(up, "_await_all", lambda *_: None)
     monkeypatch.setattr(up, "_picture", lambda *_: "")
     monkeypatch.setattr(up, "Keeper", told)
-    monkeypatch.setattr(up.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(up, "stop", lambda children, _: stopped.append([child.label for child in children]))
     up.up(UpConfig.model_validate({"proxy": {"port": 0}}), lambda _: None)
     assert stopped == [["proxy"], ["prefill-0", "decode-0"]]
