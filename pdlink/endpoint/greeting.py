@@ -183,7 +183,9 @@ class Greeter:
             self._try_next(peer, peer.transport, refusal)
             return
         except PdlinkError as error:
-            self._try_next(peer, peer.transport, HandshakeRefused("data connection", str(error), peer.transport.name))
+            self._try_next(
+                peer, peer.transport, HandshakeRefused(handshake.CONNECTION_FACTOR, str(error), peer.transport.name)
+            )
             return
         self._sessions.post(peer, messages.Ready())
         self._sessions.become_ready(peer)
@@ -203,7 +205,7 @@ class Greeter:
         if not peer.untried:
             self._refuse(peer, refusal)
             return
-        self._remember(peer, failed, refusal.local if refusal.factor == "data connection" else str(refusal))
+        self._remember(peer, failed, refusal.local if refusal.factor == handshake.CONNECTION_FACTOR else str(refusal))
         self._welcome(peer)
 
     def on_failed(self, peer: Peer, reason: str) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.endpoint.link import printable
 from pdlink.errors import HandshakeRefused, TransferFailed
-from pdlink.protocol import auth
+from pdlink.protocol import auth, handshake
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before the second try, and at most; doubled by each refusal, then multiplied by 0.75 to 1.25 at random, so that
 workers that were refused together do not come back together."""
+
+LONGEST_RECONNECT_S = 4.0
+"""The longest pause where only the data connection failed: a lack of descriptors ends by itself, nobody mends it."""
 
 MAX_PEERS = 256
 """Remembered on each of the two sides; the one that tried longest ago goes first."""
@@ -90,14 +93,15 @@ class Refusals:
         """The worker at this address and this one do not fit. peer: its name, if known."""
         now = self._now_s()
         entry = self._enter(self._dialed, address, peer, refusal, now)
-        pause_s = min(FIRST_PAUSE_S * 2 ** min(entry.count - 1, 30), LONGEST_PAUSE_S) * (0.75 + 0.5 * self.jitter())
+        longest_s = LONGEST_RECONNECT_S if refusal.factor == handshake.CONNECTION_FACTOR else LONGEST_PAUSE_S
+        pause_s = min(FIRST_PAUSE_S * 2 ** min(entry.count - 1, 30), longest_s) * (0.75 + 0.5 * self.jitter())
         entry.retry_at_s = now + pause_s
         if not entry.told:
             entry.told = True
             whom = f"{entry.peer} ({address})" if entry.peer else address
             log.warning(
                 "%s: no KV from %s: %s; next try in %.1f s, then in growing steps up to %.0f s",
-                self._name, whom, entry.refusal, pause_s, LONGEST_PAUSE_S,
+                self._name, whom, entry.refusal, pause_s, longest_s,
             )  # fmt: skip
 
     def of_dialer(self, key: str, peer: str, refusal: HandshakeRefused, *, told: bool = False) -> None:

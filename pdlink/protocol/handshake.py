@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from pdlink.protocol.messages import Identity
 
 
+CONNECTION_FACTOR = "data connection"
+"""The two fit together, and no transport between them connected: out of descriptors, a firewall, another user."""
+
+
 def compare(local: Identity, remote: Identity) -> None:
     """Return if KV can go between these two; raise HandshakeRefused(factor, local, remote) if not."""
     ours, theirs = _factors(local), _factors(remote)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pdlink.endpoint.refusals import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_PEERS, Refusals
+from pdlink.endpoint.refusals import FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_RECONNECT_S, MAX_PEERS, Refusals
 from pdlink.errors import HandshakeRefused, TransferFailed
 from pdlink.events import PeerChanged
+from pdlink.protocol.handshake import CONNECTION_FACTOR
 
 from .conftest import TIMEOUTS, Handler, Node, Pair, layout, until
 
@@ -32,9 +33,9 @@ class Book:
     def __post_init__(self) -> None:
         self.refusals = Refusals("decode", self.time, jitter=lambda: 0.5)
 
-    def refused(self, address: str = "tcp://a:1") -> float:
+    def refused(self, address: str = "tcp://a:1", refusal: HandshakeRefused = REFUSAL) -> float:
         """Be refused; how long is the pause?"""
-        self.refusals.by_listener(address, "prefill", REFUSAL)
+        self.refusals.by_listener(address, "prefill", refusal)
         return next(entry.retry_s for entry in self.refusals.all() if entry.address == address)
 
 
@@ -67,6 +68,12 @@ def test_pauses_grow_up_to_a_limit(book: Book) -> None:
     pauses = [book.refused() for _ in range(100)]
     assert pauses[:4] == [FIRST_PAUSE_S * factor for factor in (1, 2, 4, 8)]
     assert pauses[-1] == max(pauses) == LONGEST_PAUSE_S
+
+
+def test_a_connection_that_failed_is_tried_again_soon(book: Book) -> None:
+    """A worker that had no descriptors left has some again, and nobody has to mend anything."""
+    refusal = HandshakeRefused(CONNECTION_FACTOR, "Too many open files", "mapped")
+    assert max(book.refused(refusal=refusal) for _ in range(100)) == LONGEST_RECONNECT_S
 
 
 def test_pauses_differ_between_workers_that_were_refused_together() -> None:
