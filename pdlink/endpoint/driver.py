@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.config import SharingConfig
 from pdlink.endpoint.channel import Channel, Disconnected, Received, Refused
+from pdlink.endpoint.hashing import Hashing
 from pdlink.endpoint.link import now_s
 from pdlink.endpoint.peer import Peer, PeerState
 from pdlink.endpoint.receiver import Receiver
@@ -105,6 +106,7 @@ class Endpoint:
         self.checksums = checksums
         self.lock = threading.RLock()
         self.now_s = clock
+        self.hashing = Hashing(self.call)
         self.address = ""
         """Control address that peers dial; set by `open`."""
         self._transports = {transport.name: transport for transport in transports}
@@ -186,6 +188,7 @@ class Endpoint:
         if thread is not None:
             self.leave()
             thread.join(timeout_s)
+        self.hashing.close()
         for transport in self._opened:
             transport.close()
         if thread is not None:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
+    from pdlink.endpoint.hashing import Hashing
     from pdlink.endpoint.peer import Peer
     from pdlink.kv.layout import KVLayout
     from pdlink.memory.checksums import Checksums
@@ -20,6 +21,8 @@ class Link(Protocol):
     """The driver as its two halves see it. All of it may be used from any thread that holds `lock`."""
 
     lock: threading.RLock
+    hashing: Hashing
+    """Where `checksums` are computed: not in the endpoint's thread, and not under its lock."""
     layout: KVLayout
     now_s: Callable[[], float]
     """The one clock of the endpoint: monotonic."""

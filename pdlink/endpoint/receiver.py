@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pdlink.config import TimeoutConfig
     from pdlink.endpoint.link import Link
     from pdlink.endpoint.peer import Peer
+    from pdlink.memory.checksums import Checksums
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ class _Incoming:
     peer: Peer
     handler: ReceiveHandler
     started_s: float
+    verifying: bool = False
+    """Whether *done* has come, and its checksums are compared."""
 
 
 class Receiver:
@@ -167,7 +170,7 @@ class Receiver:
                 machine.landed(layer, end)
                 self._changed.notify_all()
             case messages.Done():
-                self._run(incoming, machine.done(body, self._link.awake_s(), self._mismatch(machine, body)))
+                self._on_done(incoming, body)
             case messages.Stop(reason=reason):
                 self._run(incoming, machine.stopped(reason, self._link.awake_s()))
             case messages.Quiet():
@@ -223,16 +226,37 @@ class Receiver:
         if actions:
             self._changed.notify_all()
 
-    def _mismatch(self, machine: Receiving, done: messages.Done) -> str:
-        """What is wrong with the bytes that arrived; empty if nothing is, or nothing was to be verified."""
-        offered, checksums = machine.offered, self._link.checksums
-        if offered is None or offered.verify == "off" or machine.state is not ReceiverState.OFFERED:
-            return ""
-        if checksums is None:
-            return "verify was asked for, but this endpoint cannot read its buffers"
+    def _on_done(self, incoming: _Incoming, done: messages.Done) -> None:
+        """Everything is here, they say. What is to be verified is, in another thread, before anybody is told."""
+        machine, checksums = incoming.machine, self._link.checksums
+        offered = machine.offered
+        if machine.state is not ReceiverState.OFFERED or offered is None or offered.verify == "off":
+            self._run(incoming, machine.done(done, self._link.awake_s()))
+        elif checksums is None:
+            self._verified(incoming, done, "verify was asked for, but this endpoint cannot read its buffers")
+        elif not incoming.verifying:
+            incoming.verifying = True
+            self._link.hashing.submit(
+                lambda: self._mismatch(machine, offered, done, checksums),
+                lambda mismatch: self._verified(incoming, done, mismatch),
+                lambda reason: self._verified(incoming, done, reason),
+            )
+
+    def _verified(self, incoming: _Incoming, done: messages.Done, mismatch: str) -> None:
+        """mismatch: what is wrong with the bytes that arrived; empty if nothing is."""
+        if self._live.get(incoming.machine.transfer_id) is incoming:
+            self._run(incoming, incoming.machine.done(done, self._link.awake_s(), mismatch))
+
+    def _mismatch(
+        self, machine: Receiving, offered: messages.Offer, done: messages.Done, checksums: Checksums
+    ) -> str:
+        """In the hashing thread, without the lock. The blocks belong to the transfer; if it ends meanwhile, they may
+        hold anything, and nobody asks for the result."""
         block_tokens, num_layers = self._link.layout.block_tokens, offered.num_layers
         covered = 0
         for told in done.checksums:
+            if machine.state is not ReceiverState.OFFERED or self._link.hashing.closing:
+                return "ended while it was verified"
             if not (0 <= told.layer < num_layers and offered.start <= told.start < told.end <= offered.end):
                 return f"checksum of layer {told.layer}, tokens [{told.start}, {told.end}), which were not offered"
             blocks = offered.blocks[told.start // block_tokens - offered.start // block_tokens :]

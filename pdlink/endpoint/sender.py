@@ -273,8 +273,10 @@ class Sender:
                     asked_s=flight.asked_s,
                 )
             )
-            self._checksum(outgoing, push)
-            self._run(outgoing, machine.landed(push.push_id))
+            if self._is_verified(outgoing, push):
+                self._checksum(outgoing, push)
+            else:
+                self._run(outgoing, machine.landed(push.push_id))
 
     def on_peer_lost(self, peer: Peer, reason: str) -> None:
         """The session is over: stop its transfers; those with pushes in flight wait for the fence."""
@@ -442,17 +444,36 @@ class Sender:
         for push_id in {flight.push.push_id for flight in flights if not flight.left}:
             self._run(outgoing, machine.dropped(push_id))
 
-    def _checksum(self, outgoing: _Outgoing, push: Push) -> None:
-        """Of what has just landed, if the offer asked for it."""
-        machine, checksums = outgoing.machine, self._link.checksums
-        if machine.offered is None or machine.blocks is None or checksums is None:
-            return
-        if machine.offered.verify == "all" or (
+    def _is_verified(self, outgoing: _Outgoing, push: Push) -> bool:
+        """Whether the offer asked for a checksum of this push."""
+        machine = outgoing.machine
+        if machine.offered is None or machine.blocks is None or self._link.checksums is None:
+            return False
+        return machine.offered.verify == "all" or (
             machine.offered.verify == "sample" and (push.push_id + zlib.crc32(machine.transfer_id.encode())) % 8 == 0
-        ):
-            blocks = machine.blocks[push.start // self._link.layout.block_tokens :]
-            value = checksums.of(push.layer, blocks, push.start, push.end)
-            outgoing.checksums.append(messages.Checksum(push.layer, push.start, push.end, value))
+        )
+
+    def _checksum(self, outgoing: _Outgoing, push: Push) -> None:
+        """Of what has just landed, in another thread. Until it is there the push counts as in flight: its blocks are
+        read, and *done* waits for it."""
+        machine, checksums = outgoing.machine, self._link.checksums
+        assert machine.blocks is not None
+        assert checksums is not None
+        blocks = machine.blocks[push.start // self._link.layout.block_tokens :]
+
+        def landed(value: int) -> None:
+            if self._live.get(machine.transfer_id) is outgoing:
+                outgoing.checksums.append(messages.Checksum(push.layer, push.start, push.end, value))
+                self._landed.notify_all()
+                self._run(outgoing, machine.landed(push.push_id))
+
+        def failed(reason: str) -> None:
+            if self._live.get(machine.transfer_id) is outgoing:
+                self._run(outgoing, machine.stop(reason))
+                self._landed.notify_all()
+                self._run(outgoing, machine.landed(push.push_id))
+
+        self._link.hashing.submit(lambda: checksums.of(push.layer, blocks, push.start, push.end), landed, failed)
 
     def _end(self, outgoing: _Outgoing, reason: str) -> None:
         machine, peer = outgoing.machine, outgoing.peer

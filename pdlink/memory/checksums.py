@@ -6,6 +6,7 @@ size, order of axes and place of K and V do not matter, so both sides of a link 
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.memory.buffers import Buffer
+
+
+_SLICE_NBYTES = 4 * 2**20
+"""Gathered and hashed at a time."""
 
 
 class Checksums:
@@ -37,15 +42,25 @@ class Checksums:
         (xxhash 4.1.0), so the gather dominates.
         """
         block_tokens = self._layout.block_tokens
+        token_nbytes = len(self._layout.layers[layer].parts) * self._layout.num_heads * self._layout.head_nbytes
+        step = max(1, _SLICE_NBYTES // (token_nbytes * block_tokens)) * block_tokens
+        edges = [start, *range((start // block_tokens) * block_tokens + step, end, step), end]
+        digest = xxhash.xxh3_64()
+        for first, last in itertools.pairwise(edges):
+            digest.update(self._gathered(layer, blocks[first // block_tokens - start // block_tokens :], first, last))
+        return digest.intdigest()
+
+    def _gathered(self, layer: int, blocks: Sequence[int], start: int, end: int) -> memoryview:
+        block_tokens = self._layout.block_tokens
         dense = range(-(-end // block_tokens) - start // block_tokens)
-        plan = bind(self._template, blocks, list(dense), start, end)
+        plan = bind(self._template, blocks[: len(dense)], list(dense), start, end)
         token_nbytes = plan.layer_nbytes(layer) // (end - start)
         first = start % block_tokens * token_nbytes
         gathered = np.empty(first + plan.layer_nbytes(layer), np.uint8)
         for piece in plan.pieces(layer):
             runs = piece.runs + np.array([piece.src_base, piece.dst_base, 0])
             _copy.memcpy_runs(gathered, self._buffers[piece.src_region].array, runs)
-        return xxhash.xxh3_64_intdigest(gathered[first:].data)
+        return gathered[first:].data
 
 
 def _canonical(layout: KVLayout) -> KVLayout:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+
 import pytest
 
+from pdlink.memory.checksums import Checksums
 from pdlink.protocol.messages import Verify
 
-from .conftest import Handler, Pair, until
+from .conftest import WAIT_S, Handler, Node, Pair, until
 
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 
@@ -53,3 +57,80 @@ def test_without_verify_nobody_would_have_noticed(pair: Pair) -> None:
     for flight in flights:
         pair.hub.report(flight)
     assert handler.wait() == ["ready 42", "released"]
+
+
+class Reading:
+    """Holds up every checksum of a node until it may go on."""
+
+    def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        checksums = node.endpoint.checksums
+        assert checksums is not None
+        of = checksums.of
+
+        def wait(layer: int, blocks: Sequence[int], start: int, end: int) -> int:
+            self.begun.set()
+            assert self.go_on.wait(WAIT_S)
+            return of(layer, blocks, start, end)
+
+        monkeypatch.setattr(checksums, "of", wait)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_nobody_waits_while_checksums_are_computed(pair: Pair, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the loop, not who needs the lock; only the transfer itself."""
+    reading = Reading(pair.prefill if side == "prefill" else pair.decode, monkeypatch)
+    handler = begin(pair, "t", "all")
+    assert reading.begun.wait(WAIT_S)
+    assert begin(pair, "another", "off").wait() == ["ready 42", "released"]
+    assert handler.calls == []
+    assert pair.receiver_state("offered") == 1, "its blocks are kept"
+    assert pair.sender_state("writing" if side == "prefill" else "sent") == 1, "nothing is acknowledged"
+    reading.go_on.set()
+    assert handler.wait() == ["ready 42", "released"]
+    until(pair.idle, "nothing is held")
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_transfer_can_be_cancelled_while_its_checksums_are_computed(
+    pair: Pair, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = Reading(pair.prefill if side == "prefill" else pair.decode, monkeypatch)
+    handler = begin(pair, "t", "all")
+    assert reading.begun.wait(WAIT_S)
+    pair.decode.endpoint.receiver.cancel("t", "enough")
+    if side == "prefill":
+        until(lambda: pair.sender_state("draining") == 1, "it has heard so")
+        assert handler.calls in ([], ["failed enough"]), "its own blocks are read still"
+        reading.go_on.set()
+    assert handler.wait() == ["failed enough", "released"]
+    reading.go_on.set()
+    until(pair.idle, "nothing is held")
+    assert begin(pair, "after", "all").wait() == ["ready 42", "released"]
+
+
+def test_checksum_that_cannot_be_computed_fails_its_transfer_only(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Checksums, layer: int, *_: object) -> int:
+        raise ValueError(f"layer {layer} cannot be read")
+
+    monkeypatch.setattr(Checksums, "of", fail)
+    failed, released = begin(pair, "t", "all").wait()
+    assert "ValueError" in failed
+    assert released == "released"
+    assert begin(pair, "another", "off").wait() == ["ready 42", "released"]
+    until(pair.idle, "nothing is held")
+
+
+def test_endpoint_is_closed_only_when_nothing_reads_its_buffer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = Reading(pair.decode, monkeypatch)
+    begin(pair, "t", "all")
+    assert reading.begun.wait(WAIT_S)
+    closing = threading.Thread(target=pair.decode.endpoint.close)
+    closing.start()
+    until(lambda: pair.decode.endpoint.hashing.closing, "it is being closed")
+    assert closing.is_alive()
+    reading.go_on.set()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()

@@ -8,6 +8,7 @@ import pytest
 from pdlink import _copy
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.kv.plan import bind, template
+from pdlink.memory import checksums
 from pdlink.memory.buffers import Buffer
 from pdlink.memory.checksums import Checksums
 
@@ -53,3 +54,16 @@ def test_one_changed_byte_changes_the_checksum_of_its_layer_only() -> None:
         buffer.array[place.parts[1].offset + 3 * place.block_stride + 2 * place.token_stride + 5] ^= 1
         after = [sums.of(layer, [2, 3], 0, 8) for layer in range(3)]
         assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, True]
+
+
+@pytest.mark.parametrize("start", [0, 3, 8])
+def test_slices_in_which_a_checksum_is_computed_do_not_show(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = layout("LPBTH", 4)
+    with Buffer(kv.extent(0)) as buffer:
+        buffer.array[:] = np.random.default_rng(3).integers(0, 256, buffer.nbytes, np.uint8)
+        sums, blocks = Checksums(kv, [buffer]), [3, 1, 7, 11, 0, 5]
+        whole = sums.of(1, blocks, start, 22)
+        monkeypatch.setattr(checksums, "_SLICE_NBYTES", 600)  # two blocks
+        assert sums.of(1, blocks, start, 22) == whole
+        monkeypatch.setattr(checksums, "_SLICE_NBYTES", 1)
+        assert sums.of(1, blocks, start, 22) == whole
