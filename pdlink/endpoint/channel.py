@@ -22,6 +22,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from pdlink.endpoint.inflow import Inflow
 from pdlink.endpoint.polling import Poller
 from pdlink.errors import ConfigError, InvalidRequest, TransportFailure
 from pdlink.protocol.auth import ControlAddress
@@ -125,8 +126,11 @@ class Channel:
         """Set by `bind`; may be replaced between two polls by some with another allow-list."""
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: zmq.Socket[bytes] | None = None
-        self._guards: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
-        """With credentials: libzmq's questions about keys, and the monitor that tells of failed handshakes."""
+        self._questions: zmq.Socket[bytes] | None = None
+        """With credentials: libzmq's questions about keys."""
+        self._gate: zmq.Socket[bytes] | None = None
+        """The ROUTER's monitor: connections that begin, and with credentials failed handshakes."""
+        self._inflow = Inflow()
         self._dealers: dict[str, _Dialed] = {}
         self._routes: dict[zmq.Socket[bytes], str] = {}
         """Of every socket in `_dealers`."""
@@ -149,7 +153,9 @@ class Channel:
             if credentials is None:
                 self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
             else:  # no handover: it would give a route to whoever calls his connection the same
-                self._guards = self._guard(self._router, credentials)
+                self._questions = self._guard(self._router, credentials)
+            self._gate = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | _any_of(_TURNED_AWAY))
+            self._poller.register(self._gate)
             self._router.bind(f"tcp://{host}:{port or '*'}")
             self._poller.register(self._router)
         except zmq.ZMQError as error:
@@ -186,7 +192,7 @@ class Channel:
                     dealer.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
                     dealer.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
                 monitored = f"inproc://pdlink-{route}"  # not get_monitor_socket(), which keeps half of it if it fails
-                dealer.monitor(monitored, _CUT | _any_of(_DIAL_FAILURES))
+                dealer.monitor(monitored, _CUT | zmq.EVENT_CONNECTED | _any_of(_DIAL_FAILURES))
                 monitor = self._socket(zmq.PAIR)
                 made.callback(monitor.close)
                 monitor.connect(monitored)
@@ -264,18 +270,20 @@ class Channel:
         not taken before the next `poll` waits where it is.
         """
         assert self._poller is not None, "bind() first"
+        self._inflow.look()
         ready, fds = self._poller.poll(timeout_s)
         for socket in ready:
             self._poller.suspect(socket)  # until it is read to its end
         return self._arrivals(ready), fds
 
     def _arrivals(self, ready: AbstractSet[zmq.Socket[bytes]]) -> Iterator[Arrival]:
-        if self._guards is not None:
-            questions, monitor = self._guards
-            if questions in ready:
-                yield from self._judge(questions)
-            if monitor in ready:
-                for event in self._drain_events(monitor):
+        if self._questions is not None and self._questions in ready:
+            yield from self._judge(self._questions)
+        if self._gate is not None and self._gate in ready:
+            for event, value in self._drain_events(self._gate):
+                if event == zmq.EVENT_ACCEPTED:
+                    self._inflow.begun(value)
+                elif self.credentials is not None:
                     yield Refused(_TURNED_AWAY[event])
         sources: deque[tuple[str, _Dialed | None]] = deque()
         if self._router in ready:
@@ -291,30 +299,31 @@ class Channel:
                 sources.append(source)
                 yield from arrival
             elif dialed is not None and dialed.monitor in ready:  # what it said before it was cut has been taken
-                for event in self._drain_events(dialed.monitor, 1):
-                    yield Disconnected(route, _DIAL_FAILURES.get(event, ""), event in _REFUSALS)
+                for event, value in self._drain_events(dialed.monitor, 1):
+                    if event == zmq.EVENT_CONNECTED:
+                        self._inflow.begun(value)
+                    else:
+                        yield Disconnected(route, _DIAL_FAILURES.get(event, ""), event in _REFUSALS)
 
     def _take(self, route: str, dialed: _Dialed | None) -> Sequence[Received] | None:
         """The next frame of this socket, nothing for what is none, and None if there is no more."""
         socket = dialed.socket if dialed is not None else self._router
         assert socket is not None
         try:
-            if dialed is not None:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-                return [Received(route, frames[0], dialed.public_key)] if len(frames) == 1 else []
-            if self.credentials is None:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-                return [Received(frames[0].hex(), frames[1])] if len(frames) == 2 else []
-            signed = socket.recv_multipart(zmq.NOBLOCK, copy=False)  # with the key that libzmq keeps beside each
+            parts = socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        if len(signed) != 2:
+        fd = parts[-1].get(zmq.SRCFD)
+        if isinstance(fd, int):
+            self._inflow.delivered(fd)
+        if dialed is not None:
+            return [Received(route, parts[0].bytes, dialed.public_key)] if len(parts) == 1 else []
+        if len(parts) != 2:
             return []
-        return [Received(signed[0].bytes.hex(), signed[1].bytes, str(signed[1].get("User-Id")))]
+        public_key = str(parts[1].get("User-Id")) if self.credentials is not None else ""  # libzmq's, with each part
+        return [Received(parts[0].bytes.hex(), parts[1].bytes, public_key)]
 
-    def _guard(
-        self, router: zmq.Socket[bytes], credentials: Credentials
-    ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    def _guard(self, router: zmq.Socket[bytes], credentials: Credentials) -> zmq.Socket[bytes]:
         """Let only holders of allowed keys connect to `router`."""
         questions = self._socket(zmq.REP)
         questions.bind(_ZAP)
@@ -323,11 +332,9 @@ class Channel:
         router.setsockopt(zmq.ZAP_DOMAIN, b"pdlink")
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody to ask means no, where libzmq's default is yes
         router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        monitor = router.get_monitor_socket(_any_of(_TURNED_AWAY))
         assert self._poller is not None
         self._poller.register(questions)
-        self._poller.register(monitor)
-        return questions, monitor
+        return questions
 
     def _judge(self, questions: zmq.Socket[bytes]) -> Iterable[Refused]:
         """Answer libzmq's questions whether a client's key may connect; tell who may not."""
@@ -341,13 +348,14 @@ class Channel:
                 yield Refused(f"key {key or 'missing'} is not on the allow-list", host.decode(errors="replace"), key)
 
     @staticmethod
-    def _drain_events(monitor: zmq.Socket[bytes], limit: int = 256) -> Iterable[zmq.Event]:
+    def _drain_events(monitor: zmq.Socket[bytes], limit: int = 256) -> Iterable[tuple[zmq.Event, int]]:
         """What a monitor has to say now. libzmq's I/O thread waits for who does not listen, so listen."""
         for _ in range(limit):
             try:
-                yield zmq.Event(recv_monitor_message(monitor, zmq.NOBLOCK)["event"])
+                message = recv_monitor_message(monitor, zmq.NOBLOCK)
             except zmq.Again:
                 return
+            yield zmq.Event(message["event"]), message["value"]
 
     @staticmethod
     def _drain(socket: zmq.Socket[bytes], limit: int = 256) -> Iterable[list[bytes]]:
@@ -372,11 +380,12 @@ class Channel:
         for route in list(self._dealers):
             self.drop(route)
         if self._router is not None:
-            if self._guards is not None:
+            if self._gate is not None:
                 self._router.disable_monitor()
-                for guard in self._guards:
+            for guard in (self._gate, self._questions):
+                if guard is not None:
                     guard.close()
-                self._guards = None
+            self._gate = self._questions = None
             self._router.close()
             self._router = None
         if self._poller is not None:
