@@ -13,7 +13,7 @@ import pytest
 
 from pdlink.endpoint import inflow
 from pdlink.endpoint.inflow import Inflow
-from pdlink.events import PeerChanged
+from pdlink.events import MessageDropped, PeerChanged
 from tests.endpoint.conftest import WAIT_S, Pair, until
 
 from .test_ports import GREETING, READY
@@ -58,6 +58,16 @@ def test_message_that_never_ends_costs_its_connection_and_no_memory(pair: Pair) 
     assert transfer(pair, "after") == ["ready 42", "released"]
     print(f"{(most - before) >> 20} MiB at most")
     assert not [event for event in pair.events if isinstance(event, PeerChanged) and event.state == "lost"]
+
+
+def test_peer_that_speaks_the_oldest_zeromq_disturbs_nobody(pair: Pair) -> None:
+    """ZMTP 1.0 has no greeting but the length of a name: libzmq takes it, and knows nothing about its connection."""
+    assert transfer(pair, "before") == ["ready 42", "released"]
+    with socket.create_connection(("127.0.0.1", pair.prefill.port), WAIT_S) as old:
+        old.sendall(b"\x01\x00" + b"\x05\x00ouch")
+        until(lambda: any(isinstance(event, MessageDropped) for event in pair.events), "it has been read")
+        assert transfer(pair, "after") == ["ready 42", "released"]
+    assert pair.prefill.endpoint.failure == ""
 
 
 def test_connections_are_forgotten_when_they_end(pair: Pair) -> None:
