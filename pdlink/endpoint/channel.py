@@ -313,9 +313,7 @@ class Channel:
             parts = socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        with contextlib.suppress(
-            zmq.ZMQError
-        ):  # one that speaks a ZeroMQ of before 2013 has none, and is nobody of ours
+        with contextlib.suppress(zmq.ZMQError):  # who speaks a ZeroMQ of before 2013 has none, and is none of ours
             self._inflow.delivered(int(parts[-1].get(zmq.SRCFD)))
         if dialed is not None:
             return [Received(route, parts[0].bytes, dialed.public_key)] if len(parts) == 1 else []

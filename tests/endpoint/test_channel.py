@@ -74,7 +74,7 @@ def test_a_monitor_that_is_readable_without_news_is_no_end_of_a_connection(
         route = channel.dial(f"tcp://127.0.0.1:{port}")
         monitor = channel._dealers[route].monitor
         with monkeypatch.context() as patched:
-            patched.setattr(channel._poller, "poll", lambda _: [(monitor, zmq.POLLIN)])
+            patched.setattr(channel._poller, "poll", lambda _: ({monitor}, set()))
             arrived, _ = channel.poll(0.0)
             assert list(arrived) == []
         assert channel.send(route, b"still there")
