@@ -28,9 +28,8 @@ class PoolMachine(RuleBasedStateMachine):
         """Named blocks nobody holds, least recently used first."""
 
     def _returned(self, blocks: list[int]) -> None:
-        for block in blocks:
-            self.held.remove(block)
         for block in reversed(blocks):
+            self.held.remove(block)
             if block not in self.held and block in self.names.values() and block not in self.unused:
                 self.unused.append(block)
 

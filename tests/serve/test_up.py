@@ -191,7 +191,7 @@ def test_a_real_child_starts_serves_and_comes_back_on_its_port(capfd: pytest.Cap
     finally:
         stop([child], 20)
     assert child.process.returncode == 0
-    assert " WARNING proxy pdlink.proxy: " in capfd.readouterr().err
+    assert " INFO proxy pdlink.proxy: " in capfd.readouterr().err
 
 
 def test_the_proxy_is_stopped_before_the_workers_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
