@@ -22,7 +22,6 @@ from pdlink.memory.buffers import Buffer
 from pdlink.memory.host import host_id
 from pdlink.protocol.messages import VERSION, Identity
 from pdlink.transport.base import Transport
-from pdlink.transport.mapped import MappedTransport
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
 from tests.endpoint.conftest import TIMEOUTS, Handler, SenderLog, layout, until
@@ -34,13 +33,7 @@ QUICK = TIMEOUTS.model_copy(update={"connect_s": 0.5})
 
 
 def transport(kind: str) -> Transport:
-    match kind:
-        case "mapped":
-            return MappedTransport(threads=1)
-        case "tcp":
-            return TcpTransport()
-        case _:
-            return UcxTransport(kind.removeprefix("ucx-"), devices="lo")
+    return TcpTransport() if kind == "tcp" else UcxTransport(kind.removeprefix("ucx-"), devices="lo")
 
 
 class Node:

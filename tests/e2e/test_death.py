@@ -119,8 +119,8 @@ def test_prefill_that_is_stopped_and_wakes_up_later_harms_nobody(recomputing: De
     assert [deployment.complete(prompt).text, deployment.complete(other).text] == clean
 
 
-def test_workers_that_do_not_fit_are_a_502_that_names_the_factor() -> None:
-    """vllm#29503: a mismatch used to show as garbage; here it reaches the client, at once and by name."""
+def test_workers_that_do_not_fit_are_a_502_and_health_names_the_factor() -> None:
+    """vllm#29503: a mismatch used to show as garbage; here an error comes at once, and /health says why."""
     workers = {
         "prefill": worker_settings("prefill", model={"num_layers": 8, "seed": 1}),
         "decode": worker_settings("decode", on_transfer_failure="fail"),
@@ -128,7 +128,12 @@ def test_workers_that_do_not_fit_are_a_502_that_names_the_factor() -> None:
     with Deployment.launch(workers, {"retries": 0}) as deployment:
         answer = deployment.complete(prompt_of(40))
         assert answer.status == 502
-        assert "revision differs: local seed-0-layers-8, remote seed-1-layers-8" in answer.body["error"]["message"]
         assert answer.took_s < ANSWER_S
+        until(lambda: deployment.health("proxy")["refused_pairs"], "the proxy has heard of it")
+        (pair,) = deployment.health("proxy")["refused_pairs"]
+        assert (pair["factor"], {pair["local"], pair["remote"]}) == (
+            "revision",
+            {"seed-0-layers-8", "seed-1-layers-8"},
+        )
         for label in ("prefill", "decode"):
             until(lambda label=label: deployment.idle(label), f"{label} is idle")  # type: ignore[misc]
