@@ -73,7 +73,7 @@ def awkward(seed: int, answered: Sequence[Case]) -> list[Case]:
     """More valid requests, made of answered ones: with stop strings that begin with the first character, that span
     tokens, that are never completed; with prompts of many bytes a character."""
     chance = random.Random(f"awkward/{seed}")
-    cases = []
+    cases: list[Case] = []
     for case in answered:
         text = case.expected.text if case.expected else ""
         if len(text) >= _STOPPABLE_CHARS and len(cases) < _STOPS:
