@@ -23,9 +23,13 @@ bool prefers_system() {
 
 // UCX reads these once, while it is being loaded. What the user has set wins, and the environment is afterwards as it
 // was, so that child processes do not inherit our choices.
+//
+// Other threads may be reading the environment, which setenv would change under their hands. So nothing of it is
+// changed: `environ` points to another list of the same strings meanwhile, with ours behind them. Whoever reads one
+// of the two lists goes on reading it, so neither is ever freed.
 class LoadSettings {
   public:
-    LoadSettings() {
+    LoadSettings() : before_(__atomic_load_n(&environ, __ATOMIC_ACQUIRE)) {
         // The default patches mmap, munmap, brk and others inside libc. Only a registration cache for memory it was
         // never told of needs that; our pools are registered by hand.
         if (!have_infiniband()) set("UCX_MEM_MMAP_HOOK_MODE", "none");
@@ -34,20 +38,27 @@ class LoadSettings {
         set("UCX_WARN_UNUSED_ENV_VARS", "n");
         // A peer that dies is an event of ours, not a line on somebody's terminal.
         set("UCX_LOG_LEVEL", "fatal");
+        auto* all = new std::vector<char*>;
+        for (char** at = before_; at && *at; ++at) all->push_back(*at);
+        all->insert(all->end(), ours_.begin(), ours_.end());
+        all->push_back(nullptr);
+        with_ours_ = all->data();
+        __atomic_store_n(&environ, with_ours_, __ATOMIC_RELEASE);
     }
     ~LoadSettings() {
-        for (const char* name : ours_) ::unsetenv(name);
+        // Somebody who has called setenv meanwhile has made a list of his own, which then stays.
+        __atomic_compare_exchange_n(&environ, &with_ours_, before_, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
     }
     LoadSettings(const LoadSettings&) = delete;
     LoadSettings& operator=(const LoadSettings&) = delete;
 
   private:
     void set(const char* name, const char* value) {
-        if (::getenv(name)) return;
-        ::setenv(name, value, 1);
-        ours_.push_back(name);
+        if (!::getenv(name)) ours_.push_back(::strdup((std::string(name) + "=" + value).c_str()));
     }
-    std::vector<const char*> ours_;
+    char** before_;
+    char** with_ours_;
+    std::vector<char*> ours_;
 };
 
 std::string path_of(void* function) {
@@ -129,9 +140,10 @@ Library load_chosen(const std::string& chosen) {
 
 Library Library::load(const std::string& chosen, const std::string& wheel) {
     if (chosen == "off") throw Unavailable("UCX is switched off by transport.ucx_library: off");
+    if (chosen.empty())
+        if (std::optional<Library> loaded = already_loaded()) return *loaded;
     const LoadSettings settings;
     if (!chosen.empty()) return load_chosen(chosen);
-    if (std::optional<Library> loaded = already_loaded()) return *loaded;
 
     std::vector<std::string> order;
     if (prefers_system() || have_infiniband()) order.emplace_back(kSoname);

@@ -22,10 +22,11 @@ needs_ucx = pytest.mark.skipif(not PROBE.ok, reason=PROBE.reason)
 
 def run_python(program: str, **environment: str) -> str:
     """Output of a Python process that must end well."""
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
         timeout=30,
@@ -136,3 +137,25 @@ def test_a_process_may_end_without_closing(tls: str) -> None:
         print(writer.submit("owner", [Piece(0, 0, 0, 0, runs)], 5.0))
     """
     assert run_python(program) == "1"
+
+
+@needs_ucx
+def test_loading_ucx_changes_nothing_of_the_environment_that_a_thread_may_be_reading() -> None:
+    """`setenv` moves the list and the strings under the hands of whoever reads them without a lock, as libc does."""
+    program = """
+        import ctypes
+        libc = ctypes.CDLL(None)
+        environ = ctypes.POINTER(ctypes.c_void_p).in_dll(libc, "environ")
+        def strings():
+            found = []
+            while environ[len(found)]:
+                found.append((environ[len(found)], ctypes.string_at(environ[len(found)])))
+            return ctypes.addressof(environ.contents), found
+        from pdlink.transport.ucx import UcxTransport
+        before = strings()
+        assert UcxTransport.probe().ok
+        UcxTransport().open()
+        assert strings() == before
+        print("same")
+    """
+    assert run_python(program) == "same"
