@@ -12,11 +12,19 @@ namespace {
 
 // Finding devices and reading their state; on a host with many NICs and GPUs this is slow.
 constexpr std::chrono::seconds kStartLimit{60};
-// A turn of the progress thread takes milliseconds; registering a large pool with an RDMA device takes seconds.
-constexpr std::chrono::seconds kAnswerLimit{60};
+// Registering a large pool with an RDMA device takes seconds. Nobody else waits for it: it is done before any
+// session.
+constexpr std::chrono::seconds kRegisterLimit{60};
+// A turn of the progress thread takes milliseconds. The caller is an endpoint, and all of its sessions wait with it.
+constexpr std::chrono::seconds kPeerLimit{2};
 constexpr std::chrono::milliseconds kCloseLimit{1500};
 constexpr std::chrono::milliseconds kJoinLimit{1900};
 constexpr double kLongestTimeout_s = 1e8;
+
+// The progress thread does something else for too long; what was asked of it may still be done.
+struct NoAnswer : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
 
 }  // namespace
 
@@ -119,10 +127,9 @@ auto Engine::ask(Work work) {
 }
 
 template <class Answer>
-Answer Engine::answer_of(std::future<Answer> answer) {
-    if (answer.wait_for(kAnswerLimit) != std::future_status::ready)
-        throw std::runtime_error("the UCX progress thread did not answer within " +
-                                 std::to_string(kAnswerLimit.count()) + " s");
+Answer Engine::answer_of(std::future<Answer> answer, std::chrono::seconds limit) {
+    if (answer.wait_for(limit) != std::future_status::ready)
+        throw NoAnswer("the UCX progress thread did not answer within " + std::to_string(limit.count()) + " s");
     return answer.get();
 }
 
@@ -145,8 +152,8 @@ void Engine::undo(const std::string& peer, bool Seen::* side) {
 
 Registered Engine::register_memory(std::uintptr_t base, std::uint64_t nbytes, std::uintptr_t cuda_context) {
     require_usable();
-    Registered region =
-        answer_of(ask([=](Progress& progress) { return progress.add_region(base, nbytes, cuda_context); }));
+    Registered region = answer_of(
+        ask([=](Progress& progress) { return progress.add_region(base, nbytes, cuda_context); }), kRegisterLimit);
     const std::lock_guard lock(mutex_);
     if (local_.size() <= region.index) local_.resize(region.index + 1, Extent{0, 0});
     local_[region.index] = {base, nbytes};
@@ -163,7 +170,10 @@ Opening Engine::invite(const std::string& peer) {
         opening = ask([peer](Progress& progress) { return progress.invite(peer); });
     }
     try {
-        return answer_of(std::move(opening));
+        return answer_of(std::move(opening), kPeerLimit);
+    } catch (const NoAnswer&) {
+        close_peer(peer);  // behind the invitation, which may still be made
+        throw;
     } catch (...) {
         undo(peer, &Seen::invited);
         throw;
@@ -182,7 +192,10 @@ void Engine::connect(const std::string& peer, Remote remote) {
         });
     }
     try {
-        answer_of(std::move(connecting));
+        answer_of(std::move(connecting), kPeerLimit);
+    } catch (const NoAnswer& error) {
+        close_peer(peer);
+        throw PeerError("cannot connect to " + peer + ": " + error.what());
     } catch (const std::exception& error) {  // also of a gate that is none: std::invalid_argument
         undo(peer, &Seen::connected);
         throw PeerError("cannot connect to " + peer + ": " + error.what());

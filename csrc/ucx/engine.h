@@ -92,7 +92,7 @@ class Engine {
     template <class Work>
     auto ask(Work work);
     template <class Answer>
-    static Answer answer_of(std::future<Answer> answer);
+    static Answer answer_of(std::future<Answer> answer, std::chrono::seconds limit);
 
     bool forked() const { return ::getpid() != owner_; }
 

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -325,3 +326,50 @@ def test_the_progress_thread_takes_no_signals(make_side: MakeSide) -> None:
         blocked = int((task / "status").read_text().partition("SigBlk:")[2].split()[0], 16)
         assert blocked & 1 << signal.SIGINT - 1
         assert blocked & 1 << signal.SIGTERM - 1
+
+
+STOP_THREAD = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+tid, SEIZE, INTERRUPT, WALL = int(sys.argv[1]), 0x4206, 0x4207, 0x40000000
+if libc.ptrace(SEIZE, tid, None, None) or libc.ptrace(INTERRUPT, tid, None, None):
+    print(os.strerror(ctypes.get_errno()), flush=True)
+    sys.exit()
+os.waitpid(tid, WALL)
+print("stopped", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def standing_still(thread_name: str) -> Iterator[None]:
+    """One thread of this process is stopped, as by a driver that does not come back; the others run."""
+    tasks = Path("/proc/self/task").iterdir()
+    tid = next(task.name for task in tasks if (task / "comm").read_text(encoding="ascii").strip() == thread_name)
+    command = [sys.executable, "-c", STOP_THREAD, tid]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline().strip()
+        if said != "stopped":
+            pytest.skip(f"a thread cannot be stopped here: {said}")
+        yield
+        process.communicate(timeout=PATIENCE_S)  # its end lets the thread go on
+
+
+@needs_ucx
+def test_a_progress_thread_that_stands_still_holds_up_a_handshake_two_seconds_at_most(make_side: MakeSide) -> None:
+    """The endpoint's thread waits there with its lock; afterwards what was asked for is closed again."""
+    owner = make_side("tcp")
+    invitation = owner.transport.invite("somebody")
+    with standing_still("pdlink-ucx"):
+        for ask in (lambda: owner.transport.invite("late"), lambda: owner.transport.connect("later", invitation)):
+            start_s = time.monotonic()
+            with pytest.raises(TransportFailure, match="within 2 s"):
+                ask()
+            assert time.monotonic() - start_s < 10, "60 s once"
+    for name in ("late", "later"):
+        owner.wait_closed(name)
+    writer = make_side("tcp")
+    join(writer, owner)
+    assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
