@@ -6,6 +6,7 @@ import pytest
 import zmq
 
 from pdlink.config import TimeoutConfig
+from pdlink.errors import InvalidRequest
 from pdlink.events import PeerChanged
 from pdlink.protocol import messages
 
@@ -62,6 +63,19 @@ def test_nothing_is_kept_of_a_peer_that_said_bye(pair: Pair) -> None:
     assert handler.wait() == ["failed peer_lost: shutdown", "released"]
     until(lambda: not pair.prefill.endpoint.peers(), "the session has ended")
     assert not pair.prefill.endpoint.sender._leases._heard_s
+
+
+def test_offers_that_came_early_go_with_the_session_of_their_receiver(pair: Pair) -> None:
+    """Kept, an offer would be answered with KV when its request comes: into pages of somebody who is not there."""
+    handler = pair.expect("t")
+    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    until(lambda: pair.sender_state("early") == 1, "the offer waits for its request")
+    pair.decode.close()
+    assert handler.wait() == ["failed peer_lost: shutdown", "released"]
+    until(lambda: not pair.prefill.endpoint.peers(), "the session has ended")
+    assert pair.sender_state("early") == 0
+    with pytest.raises(InvalidRequest, match="has ended already"):
+        pair.prefill.endpoint.sender.announce("t", lambda _: None, lambda: None)
 
 
 def test_session_that_breaks_at_the_last_message_of_the_handshake_is_not_called_ready(
