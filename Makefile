@@ -16,13 +16,16 @@ VLLM_VENV ?= .venv-vllm$(if $(VLLM_PINS),,-$(VLLM_VERSION))
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: up test check format bench vllm test-vllm gpu mutations clean help
+.PHONY: up test sanitize mutations check format bench vllm test-vllm gpu clean help
 
 up: $(STAMP)  ## prefill, decode and proxy on this machine; prints a URL and a curl line
 	$(BIN)/pdlink up --config configs/up.yaml
 
 test: $(STAMP)  ## everything that needs no GPU and no heavy extra
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+sanitize: $(STAMP)  ## the native modules under ASan, UBSan and TSan, with the tests that exercise them; half an hour
+	$(BIN)/python tools/sanitize.py $(SANITIZER) -- $(PYTEST_ARGS)
 
 check: $(STAMP)  ## ruff, ruff format, mypy strict, clang-format
 	$(BIN)/ruff check .

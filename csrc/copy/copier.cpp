@@ -46,8 +46,11 @@ Batch resolve(const std::vector<Piece>& pieces, const std::vector<Extent>& local
 // Copy a slice through the gate of its destination. False if that was shut.
 bool copied(PeerMemory& memory, const Batch& batch, const Slice& slice) {
     if (!memory.gate().enter()) return false;
-    batch.copy(slice);
-    store_fence();
+    {
+        const TouchesPages pages;
+        batch.copy(slice);
+        store_fence();
+    }
     memory.gate().leave();
     return true;
 }

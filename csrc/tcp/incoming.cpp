@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "copy/stores.h"
+#include "native.h"
 
 namespace pdlink::tcp {
 
@@ -43,7 +44,11 @@ Turn Incoming::receive() {
             message.msg_iov = places_.data() + next_place_;
             message.msg_iovlen = places_.size() - next_place_;
         }
-        const ssize_t got = ::recvmsg(socket_.get(), &message, MSG_DONTWAIT);
+        const auto receive_some = [&] {
+            const TouchesPages pages;
+            return ::recvmsg(socket_.get(), &message, MSG_DONTWAIT);
+        };
+        const ssize_t got = receive_some();
         if (got < 0 && errno == EINTR) continue;
         if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
             ready.in = false;
@@ -136,6 +141,7 @@ void Incoming::look_again() {
 // The table was checked and is our own copy of it: nobody can have changed it since.
 void Incoming::unpack() {
     if (unpack_.empty()) return;
+    const TouchesPages pages;
     const std::byte* from = packed_.data();
     for (const PackedRun& run : unpack_) {
         if (run.nbytes >= stage_below_) continue;

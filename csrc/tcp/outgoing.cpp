@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "copy/stores.h"
+#include "native.h"
 
 namespace pdlink::tcp {
 namespace {
@@ -42,7 +43,10 @@ void Outgoing::gather(const std::byte* src, std::uint64_t nbytes, bool pack) {
         return;
     }
     const std::byte* at = packed_.data() + packed_.size();
-    packed_.insert(packed_.end(), src, src + nbytes);
+    {
+        const TouchesPages pages;
+        packed_.insert(packed_.end(), src, src + nbytes);
+    }
     gather(at, nbytes, false);
 }
 
@@ -87,7 +91,11 @@ Turn Outgoing::send() {
         msghdr message{};
         message.msg_iov = pieces_.data() + next_piece_;
         message.msg_iovlen = pieces_.size() - next_piece_;
-        const ssize_t done = ::sendmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        const auto send_some = [&] {
+            const TouchesPages pages;
+            return ::sendmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        };
+        const ssize_t done = send_some();
         if (done < 0 && errno == EINTR) continue;
         if (done < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
             ready.out = false;

@@ -8,6 +8,7 @@
 #include <system_error>
 #include <utility>
 
+#include "native.h"
 #include "ucx/outgoing.h"
 
 namespace pdlink::ucx {
@@ -49,7 +50,10 @@ bool Packing::add(Batch& batch, const Put& put) {
         open_->nbytes = 0;
         open_->runs.clear();
     }
-    std::memcpy(memory_of(*open_) + open_->nbytes, reinterpret_cast<const void*>(put.src), put.nbytes);
+    {
+        const TouchesPages pages;
+        std::memcpy(memory_of(*open_) + open_->nbytes, reinterpret_cast<const void*>(put.src), put.nbytes);
+    }
     append_run(open_->runs, put.dst_region, put.dst - bases_[put.dst_region], put.nbytes);
     open_->nbytes += put.nbytes;
     return true;

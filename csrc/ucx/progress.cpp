@@ -9,6 +9,8 @@
 #include <cstring>
 #include <system_error>
 
+#include "native.h"
+
 namespace pdlink::ucx {
 namespace {
 
@@ -207,6 +209,7 @@ void Progress::refuse(Peer& peer) {
 }
 
 bool Progress::progress_worker(ucp_worker_h worker) {
+    const TouchesPages pages;  // UCX does, by its own hands; our callbacks in there touch what this thread owns
     for (int i = 0; i < kProgressPerTurn; ++i) {
         if (context_->ucx().ucp_worker_progress(worker) == 0) return false;
         worked_ = true;

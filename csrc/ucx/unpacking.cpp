@@ -4,6 +4,7 @@
 #include <span>
 
 #include "copy/stores.h"
+#include "native.h"
 
 namespace pdlink::ucx {
 namespace {
@@ -44,6 +45,7 @@ bool Unpacking::place(const Note& note) {
             "the packed runs have " + std::to_string(nbytes) + " bytes, the note says " + std::to_string(note.nbytes);
         return false;
     }
+    const TouchesPages pages;
     for (const PackedRun& run : runs_) {
         copy_run(reinterpret_cast<std::byte*>(regions_[run.region].base + run.offset), from, run.nbytes);
         from += run.nbytes;

@@ -77,16 +77,16 @@ def test_a_batch_that_misses_its_deadline_fails_its_peer(entry: Entry, make_side
     writer.add_buffer(LONG_NBYTES + 64 * LONG_PASSES, seed=0)
     owner.add_buffer(LONG_NBYTES, seed=1)
     join(writer, owner)
-    first = writer.submit_long("owner", timeout_s=0.02)
-    second = writer.submit_block("owner", 0, 100)
-    assert writer.wait_batch(first) == "timeout"
-    assert writer.wait_batch(second) in ("peer_failed", "cancelled")
+    in_time = writer.submit_long("owner")
+    late = writer.submit_long("owner", timeout_s=0.02)
+    assert writer.wait_batch(late) == "timeout"
+    assert writer.wait_batch(in_time) in ("peer_failed", "cancelled")
     writer.wait_failed("owner")
     with pytest.raises(TransportFailure):
         writer.submit_block("owner", 0, 100)
     writer.close_peer("owner")
     writer.wait_closed("owner")
-    all_reported(writer, [first, second])
+    all_reported(writer, [late, in_time])
 
 
 def test_a_long_batch_to_one_peer_does_not_hold_up_another(busy_pair: tuple[Side, Side, list[int]]) -> None:
