@@ -7,6 +7,8 @@ import json
 import logging
 import socket
 import subprocess
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -183,6 +185,11 @@ def test_a_real_child_starts_serves_and_comes_back_on_its_port(capfd: pytest.Cap
         assert child.process.args[-4:] == ["--label", "proxy", "--log-level", "info"]  # type: ignore[index]
         wait_ready(child, 60)
         assert any("no prefill workers" in text for text in child.warnings)
+        said, deadline_s = "", time.monotonic() + 20
+        while " INFO proxy pdlink.proxy: " not in said:  # its decode worker is not there
+            assert time.monotonic() < deadline_s, said
+            said += capfd.readouterr().err
+            threading.Event().wait(0.02)
         url = child.facts["url"]
         child.kill()
         child.again()
@@ -191,7 +198,6 @@ def test_a_real_child_starts_serves_and_comes_back_on_its_port(capfd: pytest.Cap
     finally:
         stop([child], 20)
     assert child.process.returncode == 0
-    assert " INFO proxy pdlink.proxy: " in capfd.readouterr().err
 
 
 def test_the_proxy_is_stopped_before_the_workers_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
