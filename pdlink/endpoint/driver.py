@@ -454,9 +454,9 @@ class Endpoint:
             self._guarded("frame", partial(self.sessions.disown, item))
 
     def _lose_by_key(self, key: str, reason: str) -> None:
-        for peer in self.peers():
-            if peer.key == key:
-                self.lose(peer, reason)
+        peer = self.sessions.of_key(key)
+        if peer is not None:
+            self.lose(peer, reason)
 
     def _give_up_transport(self, transport: Transport, reason: str) -> None:
         """It cannot be asked any more: close it and end its sessions; others go on over what is left.

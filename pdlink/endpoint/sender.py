@@ -375,8 +375,7 @@ class Sender:
             self._leases.assign(machine.transfer_id, peer.key, self._link.awake_s())
             self._link.defer(outgoing.on_receiver)
         elif outgoing.peer is not peer:
-            self._link.send(peer, messages.Stop(machine.transfer_id, "taken_by_another_receiver"))
-            self._link.send(peer, messages.Quiet(machine.transfer_id))
+            self._refuse(peer, machine.transfer_id, "taken_by_another_receiver")
             return
         if offer is not None:
             self._run(outgoing, machine.stop(wrong) if wrong else machine.offer(offer))

@@ -200,7 +200,7 @@ class Sessions:
 
     def on_fenced(self, key: str, transport: Transport) -> None:
         """A data connection is closed for good. The last one of a lost session was what its blocks waited for."""
-        peer = self.closing.get(key) or self._live(key)
+        peer = self.closing.get(key) or self.of_key(key)
         if peer is None or transport not in peer.shutting:
             return
         peer.shutting.remove(transport)
@@ -210,12 +210,13 @@ class Sessions:
 
     def on_failed(self, key: str, transport: Transport, reason: str) -> None:
         """A data connection is unusable. If it is one that a session has given up, nobody minds."""
-        peer = self._live(key)
+        peer = self.of_key(key)
         if peer is not None and peer.transport is transport:
             self.greeter.on_failed(peer, reason)
             self.lose(peer, reason)
 
-    def _live(self, key: str) -> Peer | None:
+    def of_key(self, key: str) -> Peer | None:
+        """The live session that transports know by this key."""
         return next((peer for peer in self.all() if peer.key == key), None)
 
     def _half(self, peer: Peer) -> Sender | Receiver:
@@ -234,8 +235,8 @@ class Sessions:
 
     def on_frame(self, item: Received) -> None:
         """Act upon a frame if it is of a session and the next one of it; count it if not."""
-        known = self.by_route.get(item.route)
-        if len(item.frame) > MAX_HELLO_NBYTES and (known is None or known.public_key != item.public_key):
+        peer, epoch = self.by_route.get(item.route), self._owner.epoch
+        if len(item.frame) > MAX_HELLO_NBYTES and (peer is None or peer.public_key != item.public_key):
             emit(MessageDropped(reason="too_long"))  # undecoded: all that a stranger has to say is hello
             return
         try:
@@ -244,7 +245,6 @@ class Sessions:
             log.debug("%s: %s", self._owner.name, error)  # counted; a warning each would let anybody fill the disk
             emit(MessageDropped(reason="malformed"))
             return
-        peer, epoch = self.by_route.get(item.route), self._owner.epoch
         if isinstance(envelope.bodies[0], messages.Hello) and (peer is None or not peer.dialed):
             self.greeter.on_hello(item, envelope, envelope.bodies[0])
         elif peer is None or item.public_key != peer.public_key:
