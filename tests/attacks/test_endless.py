@@ -31,17 +31,9 @@ def resident_nbytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def transfer(pair: Pair, transfer_id: str) -> list[str]:
-    pair.announce(transfer_id)
-    handler = pair.expect(transfer_id)
-    pair.decode.endpoint.receiver.offer(transfer_id, DST, 0, TOKENS)
-    pair.compute(transfer_id, SRC, TOKENS)
-    return handler.wait()
-
-
 def test_message_that_never_ends_costs_its_connection_and_no_memory(pair: Pair) -> None:
     """One raw socket without a session took a worker from 112 to 3000 MiB in 9 s."""
-    assert transfer(pair, "before") == ["ready 42", "released"]
+    assert pair.transfer("before", SRC, DST, TOKENS) == ["ready 42", "released"]
     before, most = resident_nbytes(), 0
     for _ in range(5):  # what is freed stays with the allocator, for the next one
         sent = 0
@@ -55,23 +47,23 @@ def test_message_that_never_ends_costs_its_connection_and_no_memory(pair: Pair) 
                     most = max(most, resident_nbytes())
         assert sent < MOST_NBYTES, "nobody has ended it"
         assert most - before < GROWTH_NBYTES, f"{sent} bytes were sent"
-    assert transfer(pair, "after") == ["ready 42", "released"]
+    assert pair.transfer("after", SRC, DST, TOKENS) == ["ready 42", "released"]
     print(f"{(most - before) >> 20} MiB at most")
     assert not [event for event in pair.events if isinstance(event, PeerChanged) and event.state == "lost"]
 
 
 def test_peer_that_speaks_the_oldest_zeromq_disturbs_nobody(pair: Pair) -> None:
     """ZMTP 1.0 has no greeting but the length of a name: libzmq takes it, and knows nothing about its connection."""
-    assert transfer(pair, "before") == ["ready 42", "released"]
+    assert pair.transfer("before", SRC, DST, TOKENS) == ["ready 42", "released"]
     with socket.create_connection(("127.0.0.1", pair.prefill.port), WAIT_S) as old:
         old.sendall(b"\x01\x00" + b"\x05\x00ouch")
         until(lambda: any(isinstance(event, MessageDropped) for event in pair.events), "it has been read")
-        assert transfer(pair, "after") == ["ready 42", "released"]
+        assert pair.transfer("after", SRC, DST, TOKENS) == ["ready 42", "released"]
     assert pair.prefill.endpoint.failure == ""
 
 
 def test_connections_are_forgotten_when_they_end(pair: Pair) -> None:
-    assert transfer(pair, "before") == ["ready 42", "released"]
+    assert pair.transfer("before", SRC, DST, TOKENS) == ["ready 42", "released"]
     watched = pair.prefill.endpoint._channel._inflow
     until(lambda: len(watched) == 1, "the session's is known")
     strangers = [socket.create_connection(("127.0.0.1", pair.prefill.port)) for _ in range(20)]

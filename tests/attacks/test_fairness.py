@@ -35,15 +35,6 @@ def large_frame(name: str = "flood", epoch: str = "e" * 16) -> bytes:
     return messages.encode(Envelope(VERSION, name, epoch, "d" * 16, 7, 0, (body,)))
 
 
-def transfer(pair: Pair, transfer_id: str) -> list[str]:
-    handler = Handler()
-    pair.announce(transfer_id)
-    pair.decode.endpoint.receiver.expect(transfer_id, pair.prefill.endpoint.address, handler)
-    pair.decode.endpoint.receiver.offer(transfer_id, DST, 0, TOKENS)
-    pair.compute(transfer_id, SRC, TOKENS)
-    return handler.wait()
-
-
 def flood(stranger: Stranger, frame: bytes) -> threading.Thread:
     def send() -> None:
         for _ in range(NUM_FRAMES):
@@ -64,10 +55,10 @@ def dropped(pair: Pair, reason: str) -> int:
 
 def test_large_frames_of_a_stranger_are_not_read(pair: Pair) -> None:
     """Nothing but a hello is for somebody who has no session, and that is small."""
-    assert transfer(pair, "before") == ["ready 42", "released"]
+    assert pair.transfer("before", SRC, DST, TOKENS) == ["ready 42", "released"]
     with Stranger(pair) as stranger:
         thread = flood(stranger, large_frame())
-        assert transfer(pair, "meanwhile") == ["ready 42", "released"]
+        assert pair.transfer("meanwhile", SRC, DST, TOKENS) == ["ready 42", "released"]
         thread.join(WAIT_S)
         until(lambda: dropped(pair, "too_long") == NUM_FRAMES, "all have come and were dropped")
     assert losses(pair) == []
@@ -75,14 +66,14 @@ def test_large_frames_of_a_stranger_are_not_read(pair: Pair) -> None:
 
 def test_large_frames_of_one_session_do_not_starve_another(pair: Pair) -> None:
     """Each has to be decoded before it can be dropped; in between the others are heard, and time is looked at."""
-    assert transfer(pair, "before") == ["ready 42", "released"]
+    assert pair.transfer("before", SRC, DST, TOKENS) == ["ready 42", "released"]
     with Stranger(pair).join() as stranger:
         stranger.say(messages.Expect("mine"))
         until(lambda: pair.sender_state("early") == 1, "it is in")
         pair.prefill.endpoint.take_longest_absence_s()
         thread = flood(stranger, large_frame(stranger.name, stranger.epoch))
         for number in range(5):
-            assert transfer(pair, f"meanwhile-{number}") == ["ready 42", "released"]
+            assert pair.transfer(f"meanwhile-{number}", SRC, DST, TOKENS) == ["ready 42", "released"]
         until(lambda: dropped(pair, "old_session") >= 20, "it is being flooded")
         assert losses(pair) in ([], ["silent for 1.5 s"]), "but for the one that floods, who sends no heartbeat"
         assert len([peer for peer in pair.decode.endpoint.peers() if peer.name == "prefill"]) == 1

@@ -195,6 +195,14 @@ class Pair:
             sender.layer_ready(transfer_id, layer, 0, num_tokens)
         sender.finish(transfer_id, first_token)
 
+    def transfer(self, transfer_id: str, src: list[int], dst: list[int], num_tokens: int) -> list[str]:
+        """One transfer from its announcement to its end: what the receiver's handler was told."""
+        self.announce(transfer_id)
+        handler = self.expect(transfer_id)
+        self.decode.endpoint.receiver.offer(transfer_id, dst, 0, num_tokens)
+        self.compute(transfer_id, src, num_tokens)
+        return handler.wait()
+
     def sender_state(self, state: str) -> int:
         return self.prefill.endpoint.sender.states()[state]
 

@@ -39,17 +39,9 @@ def alive(request: pytest.FixtureRequest) -> Iterator[None]:
     pair = request.getfixturevalue("pair") if "pair" in request.fixturenames else None
     yield
     if pair is not None:
-        assert transfer(pair, "the one after") == ["ready 42", "released"]
+        assert pair.transfer("the one after", SRC, DST, TOKENS) == ["ready 42", "released"]
         until(pair.idle, "nothing is held")
         assert (pair.prefill.endpoint.failure, pair.decode.endpoint.failure) == ("", "")
-
-
-def transfer(pair: Pair, transfer_id: str) -> list[str]:
-    pair.announce(transfer_id)
-    handler = pair.expect(transfer_id)
-    pair.decode.endpoint.receiver.offer(transfer_id, DST, 0, TOKENS)
-    pair.compute(transfer_id, SRC, TOKENS)
-    return handler.wait()
 
 
 def failures(pair: Pair) -> list[str]:
@@ -285,13 +277,13 @@ def two() -> Iterator[Pair]:
 def test_a_transport_that_cannot_be_asked_is_closed_and_the_next_one_taken(
     two: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert transfer(two, "over the first") == ["ready 42", "released"]
+    assert two.transfer("over the first", SRC, DST, TOKENS) == ["ready 42", "released"]
     prefill = two.prefill.endpoint
     assert [peer.transport.name for peer in prefill.peers() if peer.transport] == ["loopback"]
     monkeypatch.setattr(two.prefill.transport, "poll", fail)
     until(lambda: [transport.name for transport in prefill.transports] == ["second"], "the first is given up")
     until(lambda: not two.decode.endpoint.peers(), "decode has heard of it")
-    assert transfer(two, "over the second") == ["ready 42", "released"]
+    assert two.transfer("over the second", SRC, DST, TOKENS) == ["ready 42", "released"]
     assert prefill.failure == ""
 
 

@@ -21,14 +21,6 @@ from .conftest import TIMEOUTS, WAIT_S, Handler, Node, Pair, layout, until
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 
 
-def transfer(pair: Pair, name: str) -> list[str]:
-    pair.announce(name)
-    handler = pair.expect(name)
-    pair.decode.endpoint.receiver.offer(name, DST, 0, TOKENS)
-    pair.compute(name, SRC, TOKENS)
-    return handler.wait()
-
-
 @pytest.mark.parametrize(
     ("node", "reason"),
     [
@@ -48,8 +40,8 @@ def test_worker_that_does_not_fit_is_refused_by_name(pair: Pair, node: dict, rea
 
 
 def test_sessions_are_reused(pair: Pair) -> None:
-    assert transfer(pair, "t") == ["ready 42", "released"]
-    assert transfer(pair, "u") == ["ready 42", "released"]
+    assert pair.transfer("t", SRC, DST, TOKENS) == ["ready 42", "released"]
+    assert pair.transfer("u", SRC, DST, TOKENS) == ["ready 42", "released"]
     assert len([event for event in pair.events if isinstance(event, PeerChanged)]) == 2
 
 
@@ -84,7 +76,7 @@ def test_address_that_is_none_fails_the_transfer(pair: Pair, address: str) -> No
 
 def test_closed_prefill_fails_its_transfers_and_its_successor_on_the_same_port_works(pair: Pair) -> None:
     """smg#2503: a worker restarted on the same address is a new one; nobody else is restarted."""
-    assert transfer(pair, "t") == ["ready 42", "released"]
+    assert pair.transfer("t", SRC, DST, TOKENS) == ["ready 42", "released"]
     pair.announce("u")
     handler = pair.expect("u")
     pair.decode.endpoint.receiver.offer("u", DST, 0, TOKENS)
@@ -94,7 +86,7 @@ def test_closed_prefill_fails_its_transfers_and_its_successor_on_the_same_port_w
     assert handler.wait()[0].startswith("failed ")
     until(lambda: pair.decode.endpoint.num_closing() == 0, "the old session is fenced")
     pair.prefill = Node(pair.hub, "prefill", layout(4), TIMEOUTS).open(port)
-    assert transfer(pair, "v") == ["ready 42", "released"]
+    assert pair.transfer("v", SRC, DST, TOKENS) == ["ready 42", "released"]
 
 
 def test_closed_decode_frees_the_senders_blocks_and_its_successor_works(pair: Pair) -> None:
@@ -111,7 +103,7 @@ def test_closed_decode_frees_the_senders_blocks_and_its_successor_works(pair: Pa
     assert not any(pair.prefill.endpoint.sender.states().values())
     pair.hub.hold = False
     pair.decode = Node(pair.hub, "decode", layout(8), TIMEOUTS).open()
-    assert transfer(pair, "u") == ["ready 42", "released"]
+    assert pair.transfer("u", SRC, DST, TOKENS) == ["ready 42", "released"]
 
 
 def test_silent_peer_is_lost_and_its_blocks_wait_for_the_fence() -> None:
@@ -207,7 +199,7 @@ def test_hostile_frames_do_not_disturb_a_running_link(pair: Pair) -> None:
     stray.connect(pair.prefill.endpoint.address)
     for frame in (b"", b"\x80\x04\x95", b"\xdd\xff\xff\xff\xff", b"x" * 100_000):
         stray.send(frame)
-    assert transfer(pair, "t") == ["ready 42", "released"]
+    assert pair.transfer("t", SRC, DST, TOKENS) == ["ready 42", "released"]
     context.destroy(linger=0)
 
 
@@ -238,7 +230,7 @@ def test_a_hundred_restarts_of_either_side_under_load_need_nobody_elses() -> Non
             setattr(pair, side, Node(pair.hub, side, old.layout, TIMEOUTS).open(port))
             if side == "prefill":
                 assert cut.wait()[-1] == "released"
-            assert transfer(pair, f"{name}-new") == ["ready 42", "released"]
+            assert pair.transfer(f"{name}-new", SRC, DST, TOKENS) == ["ready 42", "released"]
     until(pair.idle, "nothing is held")
     assert len(pair.prefill.endpoint.peers()) == len(pair.decode.endpoint.peers()) == 1
     assert pair.prefill.endpoint.num_closing() == pair.decode.endpoint.num_closing() == 0
@@ -248,7 +240,7 @@ def test_a_hundred_restarts_of_either_side_under_load_need_nobody_elses() -> Non
 def test_engine_that_computes_for_long_does_not_cost_the_session() -> None:
     """Heartbeats come from the endpoint's own thread: Python that never waits delays them, but does not stop them."""
     pair = Pair(TimeoutConfig(heartbeat_s=0.05, peer_s=0.6, connect_s=5.0, lease_s=2.0, request_s=60.0))
-    assert transfer(pair, "t") == ["ready 42", "released"]
+    assert pair.transfer("t", SRC, DST, TOKENS) == ["ready 42", "released"]
     end_s = time.monotonic() + 3 * pair.timeouts.peer_s
 
     def compute() -> None:
@@ -258,7 +250,7 @@ def test_engine_that_computes_for_long_does_not_cost_the_session() -> None:
     thread = threading.Thread(target=compute)
     thread.start()
     thread.join()
-    assert transfer(pair, "u") == ["ready 42", "released"]
+    assert pair.transfer("u", SRC, DST, TOKENS) == ["ready 42", "released"]
     assert not [event for event in pair.events if isinstance(event, PeerChanged) and event.state == "lost"]
     pair.close()
 

@@ -23,14 +23,6 @@ def losses(pair: Pair) -> list[str]:
     return [event.reason for event in pair.events if isinstance(event, PeerChanged) and event.state == "lost"]
 
 
-def transfer(pair: Pair, transfer_id: str) -> list[str]:
-    pair.announce(transfer_id)
-    handler = pair.expect(transfer_id)
-    pair.decode.endpoint.receiver.offer(transfer_id, DST, 0, TOKENS)
-    pair.compute(transfer_id, SRC, TOKENS)
-    return handler.wait()
-
-
 class Jam:
     """Lets a node's queues be full, for routes that are chosen."""
 
@@ -69,7 +61,7 @@ def say(pair: Pair, peer: Peer, reason: str, count: int = 1) -> None:
 
 
 def test_frames_that_found_a_full_queue_come_later_and_in_order(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert transfer(pair, "before") == ["ready 42", "released"]
+    assert pair.transfer("before", SRC, DST, TOKENS) == ["ready 42", "released"]
     jam = Jam(pair.prefill, monkeypatch)
     jam.jammed = lambda route: True
     log, handler = pair.announce("t"), pair.expect("t")
@@ -100,7 +92,7 @@ def test_peer_that_reads_nothing_is_lost_as_a_slow_consumer(pair: Pair, monkeypa
         until(lambda: bool(losses(pair)), "it is lost")
         (reason,) = losses(pair)
         assert reason.startswith("slow consumer: "), reason
-        assert transfer(pair, "another") == ["ready 42", "released"]
+        assert pair.transfer("another", SRC, DST, TOKENS) == ["ready 42", "released"]
     assert pair.prefill.endpoint.queued_nbytes() == 0
 
 
