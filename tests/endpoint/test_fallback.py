@@ -71,7 +71,7 @@ class NearPair(Pair):
         )
         return node.open()
 
-    def transfer(self, name: str) -> list[str]:
+    def play(self, name: str) -> list[str]:
         log, handler = self.announce(name), self.expect(name)
         self.decode.endpoint.receiver.offer(name, DST, 0, TOKENS)
         self.compute(name, SRC, TOKENS)
@@ -109,7 +109,7 @@ NOT_THAT_USER = TransportFailure("cannot map the memory of the peer; run both pr
 
 
 def test_the_transport_that_both_like_best_is_taken_where_it_works(near: NearPair) -> None:
-    assert near.transfer("t") == ["ready 42", "released"]
+    assert near.play("t") == ["ready 42", "released"]
     assert near.used() == ["near", "near"]
 
 
@@ -118,7 +118,7 @@ def test_transport_that_does_not_connect_costs_nothing_but_a_line(
 ) -> None:
     """Mapped memory between two users, UCX between pid namespaces."""
     near.near["prefill"].broken = fails("connect", NOT_THAT_USER)
-    assert near.transfer("t") == ["ready 42", "released"]
+    assert near.play("t") == ["ready 42", "released"]
     near.check_bytes()
     assert near.used() == ["loopback", "loopback"]
     assert near.prefill.endpoint.refused() == near.decode.endpoint.refused() == []
@@ -129,7 +129,7 @@ def test_transport_that_does_not_connect_costs_nothing_but_a_line(
 
 def test_transport_that_cannot_invite_is_passed_over(near: NearPair, caplog: pytest.LogCaptureFixture) -> None:
     near.near["decode"].broken = fails("invite", TransportUnavailable("no descriptors are left"))
-    assert near.transfer("t") == ["ready 42", "released"]
+    assert near.play("t") == ["ready 42", "released"]
     near.check_bytes()
     assert near.used() == ["loopback", "loopback"]
     assert (
@@ -141,7 +141,7 @@ def test_transport_that_cannot_invite_is_passed_over(near: NearPair, caplog: pyt
 def test_transport_that_did_not_connect_is_not_tried_again_in_that_life_of_the_peer(near: NearPair) -> None:
     near.near["prefill"].broken = fails("connect", NOT_THAT_USER)
     for number in range(3):
-        assert near.transfer(f"t{number}") == ["ready 42", "released"]
+        assert near.play(f"t{number}") == ["ready 42", "released"]
         for peer in near.decode.endpoint.peers():
             with near.decode.endpoint.lock:
                 near.decode.endpoint.lose(peer, "test")
@@ -150,7 +150,7 @@ def test_transport_that_did_not_connect_is_not_tried_again_in_that_life_of_the_p
     near.decode.close()
     near.near["prefill"].broken = None
     near.decode = near.node("decode")
-    assert near.transfer("new life") == ["ready 42", "released"]
+    assert near.play("new life") == ["ready 42", "released"]
     assert near.used() == ["near", "near"]
 
 
@@ -159,24 +159,24 @@ def test_data_connection_that_never_carried_a_byte_makes_room_for_the_next_trans
 ) -> None:
     """A connection may fail only when it is used: behind a firewall, for one."""
     near.hub.fail_next = 1
-    assert "injected failure" in near.transfer("t")[0]
+    assert "injected failure" in near.play("t")[0]
     assert "no near to decode, which falls back on loopback: injected failure" in caplog.text
-    assert near.transfer("u") == ["ready 42", "released"]
+    assert near.play("u") == ["ready 42", "released"]
     assert near.used() == ["loopback", "loopback"]
 
 
 def test_data_connection_that_worked_keeps_its_transport(near: NearPair) -> None:
-    assert near.transfer("t") == ["ready 42", "released"]
+    assert near.play("t") == ["ready 42", "released"]
     near.hub.fail_next = 1
-    assert "injected failure" in near.transfer("u")[0]
-    assert near.transfer("v") == ["ready 42", "released"]
+    assert "injected failure" in near.play("u")[0]
+    assert near.play("v") == ["ready 42", "released"]
     assert near.used() == ["near", "near"]
 
 
 def test_pair_without_another_transport_is_refused_with_the_reason() -> None:
     pair = NearPair(far=False)
     pair.near["prefill"].broken = fails("connect", NOT_THAT_USER)
-    heard = pair.transfer("t")
+    heard = pair.play("t")
     assert heard[0].startswith("failed refused: data connection differs: ")
     assert str(NOT_THAT_USER) in heard[0]
     assert [entry.factor for entry in pair.decode.endpoint.refused()] == ["data connection"]
@@ -185,7 +185,7 @@ def test_pair_without_another_transport_is_refused_with_the_reason() -> None:
 
 def test_transport_of_one_host_is_not_tried_between_two() -> None:
     pair = NearPair(hosts=("one", "two"))
-    assert pair.transfer("t") == ["ready 42", "released"]
+    assert pair.play("t") == ["ready 42", "released"]
     assert pair.used() == ["loopback", "loopback"]
     assert pair.near["prefill"].num_connects == 0
     pair.close()
