@@ -17,7 +17,7 @@ from pdlink.engine.tiny import END_TOKEN_ID, SPECIAL_TOKENS
 from pdlink.errors import TransferFailed
 from pdlink.serve.legs import recomputed
 from tests.endpoint.conftest import until
-from tests.serve.pair import WAIT_S, Reply, Script, WorkerPair, scripted
+from tests.serve.pair import WAIT_S, Reply, Script, WorkerPair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NEVER = "\N{SNOWMAN}"
 """No generated answer has it."""
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
-    with scripted() as script:
-        yield script
-
-
-@pytest.fixture(scope="module")
-def pair(script: Script) -> Iterator[WorkerPair]:
-    with WorkerPair(script) as pair:
-        yield pair
 
 
 @st.composite

@@ -10,25 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdlink.serve import app as serving
-from tests.serve.pair import WAIT_S, Script, WorkerPair, scripted
+from tests.serve.pair import WAIT_S, WorkerPair
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_TOKENS = 1024
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
-    with scripted() as script:
-        yield script
-
-
-@pytest.fixture(scope="module")
-def pair(script: Script) -> Iterator[WorkerPair]:
-    with WorkerPair(script) as pair:
-        yield pair
 
 
 @pytest.fixture
