@@ -9,8 +9,9 @@
 // One page per peer, never reused: a late writer can only ever see its own gate, and that stays closed.
 //
 // An invitation is what somebody says: which process, which of its files. So the page holds a random number that the
-// invitation repeats. Whoever finds it in the page knows that the invitation was made by the process it names, which
-// is one of this host, and for this gate; nobody can make us write to memory of a process that has not invited him.
+// invitation repeats. A writer that finds it in the page knows that the invitation was made by the process it names,
+// which is one of this host, and for this gate; nobody can make us write to memory of a process that has not invited
+// him.
 #pragma once
 
 #include <fcntl.h>
@@ -85,9 +86,9 @@ inline std::uint64_t process_born(std::int64_t pid) {
     return (state == 'Z' || state == 'X') && threads <= 1 ? 0 : born;
 }
 
-// Throws unless `fd` is an anonymous memory file of `nbytes` that nobody can cut shorter. Whoever maps a peer's file
-// checks it first: touching a page beyond the end of a file is SIGBUS, and a file that is no memory file (or a
-// device) is not what an invitation may make us write to.
+// Throws unless `fd` is an anonymous memory file of `nbytes` that nobody can cut shorter. A process that maps a
+// peer's file checks it first: touching a page beyond the end of a file is SIGBUS, and a file that is no memory file
+// (or a device) is not what an invitation may make us write to.
 inline void require_sealed_memory(int fd, std::uint64_t nbytes, int wanted_seals = F_SEAL_SHRINK) {
     const int seals = ::fcntl(fd, F_GET_SEALS);
     if (seals < 0 || (seals & wanted_seals) != wanted_seals)

@@ -51,7 +51,7 @@ class Unplaced(msgspec.Struct, frozen=True):
 
     message: str
     barred: bool = False
-    """Those that could do not let this proxy in."""
+    """The workers that could serve it do not let this proxy in."""
 
 
 class Chunk(msgspec.Struct, frozen=True):

@@ -30,7 +30,7 @@ Turn Outgoing::broken(std::string reason) {
     return Turn::kBroken;
 }
 
-// Add bytes to the payload. Those that go on where the last ones ended need no entry of their own, and packed ones
+// Add bytes to the payload. Bytes adjacent to the last ones need no entry of their own, and packed ones
 // always do: the kernel takes about as long for an entry as for a kilobyte.
 void Outgoing::gather(const std::byte* src, std::uint64_t nbytes, bool pack) {
     iovec& last = pieces_.back();

@@ -196,7 +196,7 @@ void Engine::connect(const std::string& peer, Remote remote) {
     } catch (const NoAnswer& error) {
         close_peer(peer);
         throw PeerError("cannot connect to " + peer + ": " + error.what());
-    } catch (const std::exception& error) {  // also of a gate that is none: std::invalid_argument
+    } catch (const std::exception& error) {  // std::invalid_argument too: the gate is not valid
         undo(peer, &Seen::connected);
         throw PeerError("cannot connect to " + peer + ": " + error.what());
     }

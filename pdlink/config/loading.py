@@ -84,7 +84,7 @@ def parse_value(text: str, where: str) -> Any:
 
 
 def parse_assignments(items: Sequence[str]) -> dict[str, Any]:
-    """The dotted keys and values of `--set KEY=VALUE`. Raises ConfigError for what is none."""
+    """The dotted keys and values of `--set KEY=VALUE`. Raises ConfigError for any other form."""
     found = {}
     for item in items:
         key, equals, text = item.partition("=")

@@ -58,7 +58,7 @@ _DIAL_FAILURES = {
 4.3.5). Where only one side uses keys both hang up, and who is second hears the third."""
 
 _REFUSALS = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-"""Those that a second try does not change. A side that hangs up may be a worker that is being stopped."""
+"""Failures that a second try does not change. A side that hangs up may be a worker that is being stopped."""
 
 _TURNED_AWAY = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "no proof of a key, or meant for another one",
@@ -306,7 +306,7 @@ class Channel:
                         yield Disconnected(route, _DIAL_FAILURES.get(event, ""), event in _REFUSALS)
 
     def _take(self, route: str, dialed: _Dialed | None) -> Sequence[Received] | None:
-        """The next frame of this socket, nothing for what is none, and None if there is no more."""
+        """The next frame of this socket, nothing for a malformed one, and None if there is no more."""
         socket = dialed.socket if dialed is not None else self._router
         assert socket is not None
         try:

@@ -66,7 +66,7 @@ _RETRY_S = 0.005
 """How soon a frame is tried again that a full queue did not take."""
 
 _TELL_S = 1.0
-"""The log hears of a failure this often at most: whoever can cause one could fill the disk. All are counted."""
+"""The log hears of a failure this often at most: a peer that causes many could fill the disk. All are counted."""
 
 
 class Endpoint:
@@ -113,7 +113,7 @@ class Endpoint:
         for transport in transports:
             transport.guard(identity.layout)
         self._opened = list(transports)
-        """Also those that were given up since."""
+        """All transports, also the ones given up since."""
         self._watched: dict[str, int] = {}
         """Descriptors of those in `_transports`, by name."""
         self._timeouts = timeouts
@@ -462,7 +462,7 @@ class Endpoint:
         """It cannot be asked any more: close it and end its sessions; others go on over what is left.
 
         Blocks whose fence it does not tell of now stay quarantined, for nobody else can. If it was the last one this
-        worker is of no use, and its loop ends: whoever runs it starts it again.
+        worker is of no use, and its loop ends: its supervisor starts it again.
         """
         log.error("%s: transport %s is given up: %s", self.name, transport.name, reason)
         del self._transports[transport.name]

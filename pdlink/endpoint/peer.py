@@ -30,7 +30,7 @@ class Peer:
     """One session. A restarted worker, or a second connection to the same one, is another `Peer`."""
 
     number: int
-    """Of this session among all of this endpoint's, whoever opened them."""
+    """Of this session among all of this endpoint's, dialed and accepted."""
     route: str
     session: int
     dialed: bool
@@ -57,9 +57,9 @@ class Peer:
     untried: list[str] = field(default_factory=list)
     """Transports left to choose from, should this one not connect; on the side that was dialed."""
     tried: set[str] = field(default_factory=set)
-    """Those that we were told to use; on the dialing side."""
+    """Names of transports that the listener told us to use; on the dialing side."""
     shutting: list[Transport] = field(default_factory=list)
-    """Those that we closed for this session and that have not reported the fence yet."""
+    """Transports closed for this session whose fence is not reported yet."""
     lane: str = ""
     """How bytes to it travel (`Transport.lane`); known, on the sending side, once some have landed."""
     opened: bool = False

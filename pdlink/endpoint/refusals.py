@@ -3,7 +3,7 @@
 A refusal has a cause that somebody has to mend: another model, a key that is missing, no common transport. Until then
 every request would dial again, be refused again and compute its prompt twice. So the dialing side remembers whom it
 was refused by, and fails at once what asks for that address before the next try is due. The listening side remembers
-whom it refused, for whoever looks there.
+whom it refused, for its /health.
 
 Both lists are bounded. An entry goes when a session with that peer gets ready, or when nobody has tried for long.
 """
@@ -41,7 +41,7 @@ _FORGET_S = 600.0
 """After a peer's last refusal: it does not run any more, or nobody wants its KV."""
 
 _TOLD_EVERY_S = 1.0
-"""Of peers that connected to us: whoever can connect under many names could fill the log."""
+"""Of peers that connected to us: a process that connects under many names could fill the log."""
 
 _MAX_CHARS = 200
 """Kept of each text: some of it is a peer's words."""

@@ -115,7 +115,7 @@ class Sender:
     def complete(self, attempt: str, num_transfers: int) -> None:
         """No other transfer of this attempt (its id, "-", a digest of the prompt) will be announced.
 
-        Whoever expects one computes another prompt, and is told so at once instead of waiting for its announcement.
+        A receiver that expects one computes another prompt. It is told so at once instead of waiting for its request.
         """
         with self._link.lock:
             self._complete.add(attempt, str(num_transfers))

@@ -1,4 +1,4 @@
-"""Which bytes belong to which block: a layout seen from its memory, for whoever guards it.
+"""Which bytes belong to which block: a layout seen from its memory, for the transport that guards it.
 
 A *band* is a part of a region in which block b has the bytes [begin + b * stride, begin + b * stride + extent).
 Where K and V, or all layers, of a block lie side by side they are one band; axes outside of the blocks (heads in some

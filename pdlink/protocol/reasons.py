@@ -13,7 +13,7 @@ OTHER_PROMPT = "other_prompt"
 NOT_NEEDED = "not_needed"
 """The receiver has all of it in its own prefix cache: no failure."""
 OTHER = "other"
-"""A reason that is none of the known ones."""
+"""Any other reason."""
 
 _WORDS = {
     "aborted": "the request was aborted, its client has left or the other leg has failed",

@@ -1,6 +1,6 @@
 """Processes that end are started again, later after each failure, while all others go on serving.
 
-Nothing here waits: whoever has processes to keep looks after each of them in turn, a few times a second.
+Nothing here waits: the caller looks after each process in turn, a few times a second.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def load_credentials(security: SecurityConfig) -> auth.Credentials | None:
 
 
 def load_allow_list(path: str) -> auth.AllowList:
-    """Raises ConfigError for a file that is none, that every user can change, or that allows nobody."""
+    """Raises ConfigError for a file that is no allow-list, that every user can change, or that allows nobody."""
     setting = "security.allow_file"
     allowed = auth.parse_allow_list(read_private(path, setting, secret=False), f"{setting}: {path}")
     if not len(allowed):
