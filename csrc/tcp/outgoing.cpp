@@ -30,8 +30,8 @@ Turn Outgoing::broken(std::string reason) {
     return Turn::kBroken;
 }
 
-// Add bytes to the payload. Bytes adjacent to the last ones need no entry of their own, and packed ones
-// always do: the kernel takes about as long for an entry as for a kilobyte.
+// Add bytes to the payload. Bytes adjacent to the last ones extend its entry; packed bytes are adjacent to the packed
+// ones before them. The kernel takes about as long for an entry as for a kilobyte.
 void Outgoing::gather(const std::byte* src, std::uint64_t nbytes, bool pack) {
     iovec& last = pieces_.back();
     const bool goes_on = pieces_.size() > 2 && static_cast<const std::byte*>(last.iov_base) + last.iov_len == src;
