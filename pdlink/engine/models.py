@@ -131,7 +131,8 @@ def _directory(config: ModelConfig) -> str:
     assert config.path is not None
     if os.path.isdir(config.path):
         return config.path
-    return os.path.dirname(str(cached_file(config.path, "config.json", revision=config.revision)))
+    found = cached_file(config.path, "config.json", revision=config.revision, local_files_only=True)
+    return os.path.dirname(str(found))
 
 
 def _digest_of(model: Any) -> str:
