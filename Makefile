@@ -24,7 +24,7 @@ up: $(STAMP)  ## prefill, decode and proxy on this machine; prints a URL and a c
 test: $(STAMP)  ## everything that needs no GPU and no heavy extra
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-sanitize: $(STAMP)  ## the native modules under ASan, UBSan and TSan, with the tests that exercise them; half an hour
+sanitize: $(STAMP)  ## the native modules under ASan, UBSan and TSan, with the tests that exercise them; 20 minutes
 	$(BIN)/python tools/sanitize.py $(SANITIZER) -- $(PYTEST_ARGS)
 
 check: $(STAMP)  ## ruff, ruff format, mypy strict, clang-format
@@ -52,7 +52,8 @@ bench: $(STAMP)  ## the transfer benchmark with its default workload
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja libucx-cu13 torch==2.13.0 $(NVCC)
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation \
+		--config-settings=cmake.define.PDLINK_ANCHORS=ON -e '.[dev]'
 	touch $@
 
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt tools/vllm_cpu.py $(NATIVE)

@@ -1,3 +1,57 @@
-"""pdlink moves the KV cache of an LLM from prefill servers to decode servers."""
+"""pdlink moves the KV cache of an LLM from prefill servers to decode servers.
+
+`Node` is the way in; `paged_layout` describes a KV cache. What is named here is imported when it is first used, so
+that `import pdlink` itself costs nothing. All errors are in `pdlink.errors`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from pdlink import errors as errors
+    from pdlink.config import SecurityConfig as SecurityConfig
+    from pdlink.config import SharingConfig as SharingConfig
+    from pdlink.config import TimeoutConfig as TimeoutConfig
+    from pdlink.config import TransportConfig as TransportConfig
+    from pdlink.kv.layout import KVLayout as KVLayout
+    from pdlink.kv.layout import paged_layout as paged_layout
+    from pdlink.memory.blocks import BlockPool as BlockPool
+    from pdlink.node.incoming import Incoming as Incoming
+    from pdlink.node.node import Node as Node
+    from pdlink.node.outgoing import Outgoing as Outgoing
+    from pdlink.serve.keys import load_credentials as load_credentials
+
+_HOMES = {
+    "BlockPool": "pdlink.memory.blocks",
+    "Incoming": "pdlink.node.incoming",
+    "KVLayout": "pdlink.kv.layout",
+    "load_credentials": "pdlink.serve.keys",
+    "Node": "pdlink.node.node",
+    "Outgoing": "pdlink.node.outgoing",
+    "SecurityConfig": "pdlink.config",
+    "SharingConfig": "pdlink.config",
+    "TimeoutConfig": "pdlink.config",
+    "TransportConfig": "pdlink.config",
+    "errors": "",
+    "paged_layout": "pdlink.kv.layout",
+}
+"""Public name to the module it is in; empty for a module."""
+
+__all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pdlink' has no attribute {name!r}")
+    home = _HOMES[name]
+    found = getattr(importlib.import_module(home), name) if home else importlib.import_module(f"pdlink.{name}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

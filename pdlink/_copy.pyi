@@ -13,7 +13,7 @@ _Runs: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 _File: TypeAlias = tuple[int, int, int, int]
 """Descriptor number in its process, st_dev, st_ino, nbytes."""
 _Gate: TypeAlias = tuple[int, int, int, bytes]
-"""Descriptor number in its process, st_dev, st_ino, the nonce in the page (`csrc/gate.h`)."""
+"""Descriptor number in its process, st_dev, st_ino, the nonce in the page (`csrc/common/gate.h`)."""
 _Report: TypeAlias = tuple[str, str, int, str, int, float, float, str]
 """Kind ("batch_done", "peer_failed", "peer_closed"), peer, ticket, value of `Status`, nbytes, submitted_s, done_s,
 detail. Times are time.monotonic seconds."""

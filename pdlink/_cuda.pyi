@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _Gate = tuple[int, int, int, bytes]
-"""Descriptor number in its process, st_dev, st_ino, the nonce in the page (`csrc/gate.h`)."""
+"""Descriptor number in its process, st_dev, st_ino, the nonce in the page (`csrc/common/gate.h`)."""
 
 THREADS: int
 """Of a block, in every kernel."""
@@ -134,7 +134,7 @@ class Launcher:
         """Make an eventfd readable when `event` is reached; not after a fault. Returns as `put` does."""
 
 class GateOwner:
-    """The gate in front of memory of ours that one peer may write (`csrc/gate.h`)."""
+    """The gate in front of memory of ours that one peer may write (`csrc/common/gate.h`)."""
 
     def __init__(self) -> None: ...
     def name(self) -> _Gate: ...

@@ -11,7 +11,7 @@ _Report: TypeAlias = tuple[str, str, int, str, int, float, float, str]
 """Kind ("batch_done", "peer_failed", "peer_closed"), peer, ticket, value of `Status`, nbytes, submitted_s, done_s,
 detail. Times are time.monotonic seconds."""
 
-MAX_STAGE_BELOW: int
+MAX_PACK_BELOW: int
 MAX_STREAMS: int
 TOKEN_NBYTES: int
 
@@ -31,12 +31,12 @@ class Engine:
         congestion: str,
         connect_timeout_s: float,
         hello_timeout_s: float,
-        stage_below: int = 0,
+        pack_below: int = 0,
     ) -> None:
         """Listen on a free port of `host`, a numeric address. Raises OSError, ValueError.
 
         streams: connections to each peer. congestion: "" takes a fast one for peers on this host.
-        stage_below: runs shorter than this many bytes are packed on their way; 0 packs none, most is MAX_STAGE_BELOW.
+        pack_below: runs shorter than this many bytes are packed on their way; 0 packs none, most is MAX_PACK_BELOW.
         """
 
     def port(self) -> int: ...

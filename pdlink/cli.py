@@ -46,8 +46,8 @@ _BENCHMARKS: dict[str, str] = {
     "control": "what the control plane costs: latency, transfers per second, idle CPU",
     "sharing": "many transfers at once over one link: who waits for whom",
     "bind": "how long the planner takes to turn block lists into byte runs",
-    "tune": "how short a run must be for packing it to pay, per transport",
-    "figures": "all of them, with JSON and pictures into one directory",
+    "tune": "how short a run must be for packing it to pay over tcp",
+    "figures": "all of them: a page of tables, and pictures, into one directory",
 }
 """Modules of `pdlink_bench`, each with `add_arguments(parser)` and `run(args)`."""
 

@@ -8,8 +8,30 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from pdlink.serve import up
+
+from .nursery import NURSERY
+
 settings.register_profile("long", settings.get_profile("default"))
 """`--hypothesis-profile=long`: other examples each time, and many more, where a test has a use for them."""
+
+
+_spawn = up.spawn
+
+
+@pytest.fixture
+def real_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children of this test are new processes, and nobody's forks."""
+    monkeypatch.setattr(up, "spawn", _spawn)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nursery() -> Iterator[None]:
+    """Deployments of the tests start within a second a process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(up, "spawn", NURSERY.spawn)
+        yield
+    NURSERY.close()
 
 
 @pytest.fixture

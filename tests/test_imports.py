@@ -18,20 +18,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "events": {"errors"},
     "config": {"errors"},
     "kv": BASE,
-    "memory": BASE | {"kv", "_copy"},
+    "memory": BASE | {"kv", "_copy", "cuda.buffers", "cuda.driver"},
     "cuda": BASE | {"kv", "memory", "_cuda"},
     "transport": BASE | {"kv", "memory", "cuda", "_copy", "_cuda", "_ucx", "_tcp"},
     "protocol": BASE | {"kv"},
     "endpoint": BASE | {"kv", "memory", "transport", "protocol"},
+    "node": BASE | {"kv", "memory", "transport", "protocol", "endpoint"},
     "engine": BASE | {"kv", "memory", "cuda"},
     "observe": BASE,
     "serve": BASE
-    | {"kv", "memory", "cuda", "transport", "protocol", "endpoint", "engine", "observe", "pdlink_proxy"},
+    | {"kv", "memory", "cuda", "transport", "protocol", "endpoint", "node", "engine", "observe", "pdlink_proxy"},
     "chaos": BASE | {"serve"},
-    "integrations": BASE | {"kv", "memory", "transport", "protocol", "endpoint", "observe", "serve.keys"},
-    "pdlink_proxy": BASE | {"kv.hashing", "observe"},
+    "integrations": BASE | {"kv", "memory", "transport", "protocol", "endpoint", "node", "observe", "serve.keys"},
+    "pdlink_proxy": BASE | {"kv.hashing", "observe", "protocol"},
     "pdlink_bench": BASE
-    | {"kv", "memory", "cuda", "transport", "protocol", "endpoint", "engine", "serve"}
+    | {"kv", "memory", "cuda", "transport", "protocol", "endpoint", "node", "engine", "serve"}
     | {"_copy", "_cuda", "_ucx", "_tcp"},
 }
 """Part of pdlink to the parts it may import. `cli` may import everything."""
@@ -41,8 +42,8 @@ FILES = [
         (path.relative_to(ROOT / "pdlink").parts[0].removesuffix(".py"), path)
         for path in (ROOT / "pdlink").rglob("*.py")
     ),
-    *(("pdlink_proxy", path) for path in (ROOT / "proxy").rglob("*.py")),
-    *(("pdlink_bench", path) for path in (ROOT / "benchmarks").rglob("*.py")),
+    *(("pdlink_proxy", path) for path in (ROOT / "proxy/pdlink_proxy").rglob("*.py")),
+    *(("pdlink_bench", path) for path in (ROOT / "benchmarks/pdlink_bench").rglob("*.py")),
 ]
 
 
@@ -90,7 +91,7 @@ def test_only_observe_and_the_proxys_metrics_import_a_metrics_library() -> None:
         for _, path in FILES
         if any(name.startswith("prometheus") for name in imports(path))
     }
-    assert users == {"pdlink/observe/metrics.py", "proxy/metrics.py"}
+    assert users == {"pdlink/observe/metrics.py", "proxy/pdlink_proxy/metrics.py"}
 
 
 def test_protocol_reads_no_clock_and_opens_nothing() -> None:

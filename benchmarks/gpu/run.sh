@@ -7,7 +7,7 @@
 #   benchmarks/gpu/run.sh --plan                          (what would be run, and the bars; needs no GPU)
 #
 # PYTHON (python3, with its headers) must have torch, transformers, numpy, numba, pytest, pytest-timeout, hypothesis and
-# cmake or a cmake beside it; what else is missing (nanobind, msgspec, pydantic and what it needs, libucx-cu13, lmcache)
+# cmake or a cmake beside it; what else is missing (nanobind, msgspec, pydantic and what it needs, libucx-cu13)
 # may lie as wheels in the folder PDLINK_WHEELS (.whl), which benchmarks/gpu/wheels.sh fills. PDLINK_GPU_SECONDS: end
 # before so much time is over, and leave out what no longer fits. Nothing is written into the source tree but results.
 # Exit: 0 all done and every bar met, 1 something failed, missed its bar or was not measured, 3 no GPU (the build and the
@@ -20,7 +20,7 @@ stages=(gpu-tests benchmarks memcheck racecheck cpu-tests)
 python=${PYTHON:-python3}
 if [[ ${1:-} == --plan ]]; then
     echo "stages: build ${stages[*]}"
-    PYTHONPATH=$source_tree/packages exec "$python" -m pdlink_bench.gpu.plan
+    PYTHONPATH=$source_tree/benchmarks exec "$python" -m pdlink_bench.gpu.plan
 fi
 results=$(mkdir -p "${1:-benchmarks/results}" && cd "${1:-benchmarks/results}" && pwd) || exit 1
 shift || true
@@ -58,8 +58,8 @@ step() { # NAME SECONDS COMMAND...: run, write down how it ended; its status
 
 build() {
     rm -rf "$tree" && mkdir "$tree" || return
-    cp -a pdlink proxy benchmarks packages tests csrc pyproject.toml CMakeLists.txt "$tree" || return
-    rm -f "$tree"/pdlink/*.so "$tree"/benchmarks/*.so
+    cp -a pdlink proxy benchmarks tests csrc pyproject.toml CMakeLists.txt "$tree" || return
+    rm -f "$tree"/pdlink/*.so "$tree"/benchmarks/pdlink_bench/*.so
     cd "$tree" || return
     "$python" -m cmake --version > /dev/null 2>&1 && cmake=("$python" -m cmake) || cmake=(cmake)
     "${cmake[@]}" -S . -B "$work/build" -DCMAKE_BUILD_TYPE=Release \
@@ -70,7 +70,7 @@ build() {
     "$python" -c 'from pdlink import _cuda; assert _cuda.fatbin(), "built without nvcc: no GPU kernels"'
 }
 
-export PYTHONPATH=$tree:$tree/packages:$work/site PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH=$tree:$tree/proxy:$tree/benchmarks:$work/site PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export -f build
 export python work tree
 if compgen -G "$wheels/*.whl" > /dev/null; then

@@ -1,11 +1,8 @@
 #!/usr/bin/env bash
 # Fetch, on a machine with a network, the wheels that `make gpu` wants on one without: what a machine that has CUDA and
-# torch usually lacks. The folder PDLINK_WHEELS (.whl) then goes along with the source tree; 60 MiB.
+# torch usually lacks. The folder PDLINK_WHEELS (.whl) then goes along with the source tree.
 #
 #   benchmarks/gpu/wheels.sh [PYTHON_VERSION]     (default 3.12: of the machine with the GPU, whose torch is for CUDA)
-#
-# LMCache's compiled kernels belong to one torch: 0.5.3 loads with torch 2.11, 0.5.6 asks for a later one (its missing
-# symbol says so). Only its extension module is loaded, so nothing of what its package depends on is needed.
 set -eu
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -20,6 +17,6 @@ fetch() {
 version=${1:-3.12}
 folder=${PDLINK_WHEELS:-.whl}
 rm -rf "$folder"
-fetch annotated-types libucx-cu13 msgspec nanobind pydantic pyzmq typing-inspection "lmcache==${LMCACHE:-0.5.3}"
+fetch annotated-types libucx-cu13 msgspec nanobind pydantic pyzmq typing-inspection
 fetch "pydantic-core$(unzip -p "$folder"/pydantic-2*.whl '*/METADATA' | sed -n 's/^Requires-Dist: pydantic-core *//p')"
 du -sh "$folder"

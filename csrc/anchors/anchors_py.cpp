@@ -1,13 +1,9 @@
-// Python's view of the anchors; `benchmarks/_anchors.pyi` is its manual.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/string.h>
-
+// Python's view of the anchors; `benchmarks/pdlink_bench/_anchors.pyi` is its manual.
 #include <string>
-#include <system_error>
 #include <vector>
 
 #include "anchors/sockets.h"
+#include "common/native_py.h"
 #ifdef PDLINK_ANCHORS_UCX
 #include "anchors/puts.h"
 #endif
@@ -18,19 +14,17 @@ using namespace nb::literals;
 namespace pdlink::anchors {
 namespace {
 
-using Runs = nb::ndarray<const std::int64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
-
 template <typename Writer>
-std::uint32_t declare(Writer& writer, const Runs& runs) {
-    std::vector<Run> copied;
-    copied.reserve(runs.shape(0));
+std::uint32_t declare(Writer& writer, const PyRuns& runs) {
+    std::vector<Put> puts;
+    puts.reserve(runs.shape(0));
     for (std::size_t i = 0; i < runs.shape(0); ++i) {
         const std::int64_t* run = runs.data() + 3 * i;
-        copied.push_back({static_cast<std::uint64_t>(run[0]), static_cast<std::uint64_t>(run[1]),
-                          static_cast<std::uint64_t>(run[2])});
+        puts.push_back({static_cast<std::uint64_t>(run[0]), static_cast<std::uint64_t>(run[1]),
+                        static_cast<std::uint64_t>(run[2]), 0, 0});
     }
     const nb::gil_scoped_release release;
-    return writer.declare(copied);
+    return writer.declare(puts);
 }
 
 std::string text(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
@@ -41,16 +35,7 @@ std::string text(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()};
 NB_MODULE(_anchors, m) {
     using namespace pdlink::anchors;
     using Release = nb::call_guard<nb::gil_scoped_release>;
-    nb::register_exception_translator(
-        [](const std::exception_ptr& error, void*) {
-            try {
-                std::rethrow_exception(error);
-            } catch (const std::system_error& failure) {
-                const nb::object args = nb::make_tuple(failure.code().value(), failure.what());
-                PyErr_SetObject(PyExc_OSError, args.ptr());
-            }
-        },
-        nullptr);
+    pdlink::translate_system_errors();
     nb::class_<SocketReader>(m, "SocketReader")
         .def(nb::init<std::uintptr_t, std::uint64_t, std::string>(), "base"_a, "nbytes"_a, "congestion"_a)
         .def_prop_ro("port", &SocketReader::port);

@@ -2,9 +2,10 @@
 
 #include <poll.h>
 
-#include <chrono>
 #include <cstring>
 #include <stdexcept>
+
+#include "common/native.h"
 
 namespace pdlink::anchors {
 namespace {
@@ -13,8 +14,6 @@ namespace {
 constexpr std::uint64_t kWindow = 256;
 constexpr int kNap_ms = 50;
 constexpr double kCloseLimit_s = 2;
-
-double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 }  // namespace
 
@@ -77,11 +76,11 @@ PutSource::~PutSource() {
     while (under_way_ > 0 && now_s() < deadline_s) ucx_.ucp_worker_progress(worker_);
 }
 
-std::uint32_t PutSource::declare(const std::vector<Run>& runs) {
-    for (const Run& run : runs)
-        if (run.src > nbytes_ || run.nbytes > nbytes_ - run.src)
+std::uint32_t PutSource::declare(const std::vector<Put>& puts) {
+    for (const Put& put : puts)
+        if (put.src > nbytes_ || put.nbytes > nbytes_ - put.src)
             throw std::invalid_argument("a run lies outside of the buffer");
-    batches_.push_back(runs);
+    batches_.push_back(puts);
     return static_cast<std::uint32_t>(batches_.size() - 1);
 }
 
@@ -95,10 +94,10 @@ void PutSource::push(std::uint32_t batch, double timeout_s) {
     ucp_request_param_t put = param;
     put.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
     put.memh = context_.regions().front().memh;
-    for (const Run& run : batches_.at(batch)) {
+    for (const Put& each : batches_.at(batch)) {
         if (under_way_ >= kWindow) wait_below(kWindow, deadline_s);
-        started(ucx_.ucp_put_nbx(ep_, reinterpret_cast<const void*>(base_ + run.src), run.nbytes,
-                                 remote_base_ + run.dst, rkey_, &put));
+        started(ucx_.ucp_put_nbx(ep_, reinterpret_cast<const void*>(base_ + each.src), each.nbytes,
+                                 remote_base_ + each.dst, rkey_, &put));
     }
     started(ucx_.ucp_ep_flush_nbx(ep_, &param));
     wait_below(1, deadline_s);

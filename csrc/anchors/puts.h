@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "anchors/sockets.h"
+#include "common/runs.h"
 #include "ucx/context.h"
 
 namespace pdlink::anchors {
@@ -51,7 +51,7 @@ class PutSource : public PutSide {
               const std::string& address, const std::string& rkey, std::uintptr_t remote_base);
     ~PutSource();
 
-    std::uint32_t declare(const std::vector<Run>& runs);
+    std::uint32_t declare(const std::vector<Put>& puts);
     // Put every run and flush. Throws std::runtime_error.
     void push(std::uint32_t batch, double timeout_s);
 
@@ -67,7 +67,7 @@ class PutSource : public PutSide {
     ucp_rkey_h rkey_ = nullptr;
     std::uint64_t under_way_ = 0;
     ucs_status_t problem_ = UCS_OK;
-    std::vector<std::vector<Run>> batches_;
+    std::vector<std::vector<Put>> batches_;
 };
 
 }  // namespace pdlink::anchors

@@ -95,10 +95,6 @@ void set_timeout(int fd, double seconds) {
 
 }  // namespace
 
-Socket::~Socket() {
-    if (fd_ >= 0) ::close(fd_);
-}
-
 SocketReader::SocketReader(std::uintptr_t base, std::uint64_t nbytes, std::string congestion)
     : base_(base), nbytes_(nbytes), congestion_(std::move(congestion)), listener_(tcp_socket()) {
     sockaddr_in address = loopback(0);
@@ -119,7 +115,7 @@ SocketReader::~SocketReader() {
 }
 
 void SocketReader::serve() {
-    const Socket connection(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    const Descriptor connection(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
     if (connection.get() < 0) return;
     connection_ = connection.get();
     try {
@@ -164,16 +160,16 @@ SocketWriter::SocketWriter(std::uintptr_t base, std::uint64_t nbytes, std::uint1
         fail("connecting to 127.0.0.1");
 }
 
-std::uint32_t SocketWriter::declare(const std::vector<Run>& runs) {
+std::uint32_t SocketWriter::declare(const std::vector<Put>& puts) {
     std::vector<Place> places;
     std::vector<iovec> pieces;
-    for (const Run& run : runs) {
-        if (run.src > nbytes_ || run.nbytes > nbytes_ - run.src)
+    for (const Put& put : puts) {
+        if (put.src > nbytes_ || put.nbytes > nbytes_ - put.src)
             throw std::invalid_argument("a run lies outside of the buffer");
-        places.push_back({run.dst, run.nbytes});
-        pieces.push_back({reinterpret_cast<void*>(base_ + run.src), run.nbytes});
+        places.push_back({put.dst, put.nbytes});
+        pieces.push_back({reinterpret_cast<void*>(base_ + put.src), put.nbytes});
     }
-    Header header{static_cast<std::uint32_t>(batches_.size()), static_cast<std::uint32_t>(runs.size())};
+    Header header{static_cast<std::uint32_t>(batches_.size()), static_cast<std::uint32_t>(puts.size())};
     send(socket_.get(), {{&header, sizeof header}, {places.data(), places.size() * sizeof(Place)}});
     batches_.push_back(std::move(pieces));
     return header.batch;
@@ -190,12 +186,6 @@ void SocketWriter::push(std::uint32_t batch, double timeout_s) {
         errno = ECONNRESET;
         fail("the reader has hung up");
     }
-}
-
-std::string SocketWriter::congestion() const {
-    char name[16] = {};
-    socklen_t size = sizeof name - 1;
-    return ::getsockopt(socket_.get(), IPPROTO_TCP, TCP_CONGESTION, name, &size) == 0 ? name : "";
 }
 
 }  // namespace pdlink::anchors

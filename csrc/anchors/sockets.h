@@ -14,25 +14,11 @@
 #include <thread>
 #include <vector>
 
+#include "common/descriptor.h"
+#include "common/runs.h"
+#include "tcp/sockets.h"
+
 namespace pdlink::anchors {
-
-struct Run {
-    std::uint64_t src;
-    std::uint64_t dst;
-    std::uint64_t nbytes;
-};
-
-class Socket {
-  public:
-    explicit Socket(int fd) : fd_(fd) {}
-    ~Socket();
-    Socket(const Socket&) = delete;
-    Socket& operator=(const Socket&) = delete;
-    int get() const { return fd_; }
-
-  private:
-    const int fd_;
-};
 
 class SocketReader {
   public:
@@ -51,7 +37,7 @@ class SocketReader {
     const std::uintptr_t base_;
     const std::uint64_t nbytes_;
     const std::string congestion_;
-    Socket listener_;
+    Descriptor listener_;
     std::uint16_t port_ = 0;
     std::atomic<int> connection_{-1};
     std::atomic<bool> stopping_{false};
@@ -63,16 +49,16 @@ class SocketWriter {
   public:
     SocketWriter(std::uintptr_t base, std::uint64_t nbytes, std::uint16_t port, const std::string& congestion);
 
-    // Tell the reader where these runs go; returns the number of the batch.
-    std::uint32_t declare(const std::vector<Run>& runs);
+    // Tell the reader where these puts go; returns the number of the batch.
+    std::uint32_t declare(const std::vector<Put>& puts);
     // Send a batch and wait until it lies in the reader's memory. Throws std::system_error.
     void push(std::uint32_t batch, double timeout_s);
-    std::string congestion() const;
+    std::string congestion() const { return tcp::congestion_of(socket_.get()); }
 
   private:
     const std::uintptr_t base_;
     const std::uint64_t nbytes_;
-    Socket socket_;
+    Descriptor socket_;
     std::vector<std::vector<iovec>> batches_;
 };
 

@@ -281,7 +281,7 @@ void Copier::run() {
 void Copier::wait(Lock& lock, int timeout_ms) {
     epoll_event events[16];
     lock.unlock();
-    const int count = ::epoll_wait(epoll_.get(), events, 16, timeout_ms);
+    const int count = ::epoll_wait(epoll_.get(), events, std::size(events), timeout_ms);
     lock.lock();
     for (int i = 0; i < count; ++i) {
         if (Peer* peer = static_cast<Peer*>(events[i].data.ptr)) {
@@ -339,7 +339,6 @@ void Copier::finish_batches(Peer& peer, Outcome outcome, const std::string& deta
     }
     peer.queue.clear();
     peer.waiting_nbytes = 0;
-    peer.earliest_deadline_s = std::numeric_limits<double>::infinity();
 }
 
 // Unmapping gigabytes takes milliseconds, so it is done without the mutex.

@@ -7,8 +7,8 @@
 // A small batch that nothing is before is copied by its caller, with the mutex: the thread would not be up by then.
 //
 // Order. A batch is copied in slices of a quarter megabyte. Around every slice stands the gate of the destination
-// (csrc/gate.h): enter, copy, fence, leave. Between slices the copier looks at deadlines, at closed gates, at the
-// descriptors of the peers' lives and at the other peers, which take turns. So one slice is all that can happen
+// (csrc/common/gate.h): enter, copy, fence, leave. Between slices the copier looks at deadlines, at closed gates, at
+// the descriptors of the peers' lives and at the other peers, which take turns. So one slice is all that can happen
 // after anything has gone wrong, and one slice is what another peer waits for.
 //
 // The second thread takes slices like the first, under the same mutex and through the same gate, of whatever peer is
@@ -39,13 +39,13 @@
 #include <unordered_map>
 #include <vector>
 
+#include "common/descriptor.h"
+#include "common/gate.h"
+#include "common/native.h"
+#include "common/outbox.h"
+#include "common/runs.h"
 #include "copy/batch.h"
-#include "copy/descriptor.h"
-#include "copy/outbox.h"
 #include "copy/peer_memory.h"
-#include "gate.h"
-#include "native.h"
-#include "runs.h"
 
 namespace pdlink {
 

@@ -5,10 +5,10 @@
 #include <tuple>
 #include <vector>
 
+#include "common/gate_py.h"
+#include "common/native_py.h"
 #include "copy/copier.h"
 #include "copy/stores.h"
-#include "gate_py.h"
-#include "native_py.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

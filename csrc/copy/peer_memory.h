@@ -6,8 +6,8 @@
 #include <memory>
 #include <vector>
 
-#include "copy/descriptor.h"
-#include "gate.h"
+#include "common/descriptor.h"
+#include "common/gate.h"
 
 namespace pdlink {
 

@@ -13,11 +13,11 @@
 #include <tuple>
 #include <vector>
 
+#include "common/gate_py.h"
+#include "common/native_py.h"
 #include "cuda/fatbin.h"
 #include "cuda/launches.h"
 #include "cuda/puts.h"
-#include "gate_py.h"
-#include "native_py.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "../runs.h"  // not the kernel beside this file
+#include "common/runs.h"
 
 namespace pdlink::cuda {
 

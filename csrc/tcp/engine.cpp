@@ -30,8 +30,8 @@ Engine::Engine(Settings settings)
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     if (settings_.streams < 1 || settings_.streams > kMaxStreams)
         throw std::invalid_argument("streams must be 1 to " + std::to_string(kMaxStreams));
-    if (settings_.stage_below > kMaxStageBelow)
-        throw std::invalid_argument("stage_below must be at most " + std::to_string(kMaxStageBelow));
+    if (settings_.pack_below > kMaxPackBelow)
+        throw std::invalid_argument("pack_below must be at most " + std::to_string(kMaxPackBelow));
     if (!settings_.congestion.empty() && !congestion_usable(settings_.congestion))
         throw std::system_error(errno, std::generic_category(), "congestion control " + settings_.congestion);
     listener_ = listen_on(address_);
@@ -132,7 +132,7 @@ void Engine::connect(const std::string& name, const Address& address, const Invi
     for (std::uint16_t stream = 0; stream < settings_.streams; ++stream) {
         Hello hello{kHelloMagic, kVersion, stream, there.session, {}};
         std::copy(there.token.begin(), there.token.end(), hello.token);
-        out.push_back(std::make_unique<Outgoing>(begin_connect(address), hello, settings_.stage_below));
+        out.push_back(std::make_unique<Outgoing>(begin_connect(address), hello, settings_.pack_below));
     }
     const std::lock_guard lock(mutex_);
     Peer& peer = peer_for(name);

@@ -41,11 +41,11 @@
 #include <utility>
 #include <vector>
 
-#include "copy/descriptor.h"
-#include "copy/outbox.h"
+#include "common/descriptor.h"
+#include "common/native.h"
+#include "common/outbox.h"
+#include "common/runs.h"
 #include "copy/peer_memory.h"
-#include "native.h"
-#include "runs.h"
 #include "tcp/guard.h"
 #include "tcp/incoming.h"
 #include "tcp/outgoing.h"
@@ -78,7 +78,7 @@ struct Settings {
     std::string congestion;  // "": chosen for peers on this host, the kernel's default for others
     double connect_timeout_s;
     double hello_timeout_s;
-    std::uint64_t stage_below;  // runs shorter than this are packed on their way
+    std::uint64_t pack_below;  // runs shorter than this are packed on their way
 };
 
 class Engine {

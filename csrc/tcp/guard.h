@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "packed.h"
+#include "tcp/packed.h"
 
 namespace pdlink::tcp {
 

@@ -7,8 +7,8 @@
 #include <span>
 #include <utility>
 
+#include "common/native.h"
 #include "copy/stores.h"
-#include "native.h"
 
 namespace pdlink::tcp {
 
@@ -107,13 +107,13 @@ void Incoming::table_complete() {
     next_place_ = 0;
     std::size_t packed_nbytes = 0;
     for (const PackedRun& run : runs)
-        if (run.nbytes < stage_below_) packed_nbytes += run.nbytes;
+        if (run.nbytes < pack_below_) packed_nbytes += run.nbytes;
     if (packed_.size() < packed_nbytes) packed_.resize(packed_nbytes);
     unpack_ = packed_nbytes > 0 ? runs : std::span<const PackedRun>();
     std::byte* free = packed_.data();
     for (const PackedRun& run : runs) {
         if (run.nbytes == 0) continue;
-        const bool pack = run.nbytes < stage_below_;
+        const bool pack = run.nbytes < pack_below_;
         std::byte* at = pack ? free : (*regions_)[run.region].base + run.offset;
         if (pack) free += run.nbytes;
         if (pack && !places_.empty() &&
@@ -144,7 +144,7 @@ void Incoming::unpack() {
     const TouchesPages pages;
     const std::byte* from = packed_.data();
     for (const PackedRun& run : unpack_) {
-        if (run.nbytes >= stage_below_) continue;
+        if (run.nbytes >= pack_below_) continue;
         copy_run((*regions_)[run.region].base + run.offset, from, run.nbytes);
         from += run.nbytes;
     }

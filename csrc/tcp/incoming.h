@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "copy/descriptor.h"
+#include "common/descriptor.h"
 #include "copy/peer_memory.h"
 #include "tcp/guard.h"
 #include "tcp/wire.h"
@@ -35,15 +35,15 @@ enum class Turn {
 class Incoming {
   public:
     // guard: which blocks are open to the peer of this number; null if all of the regions are.
-    // stage_below: shorter runs are received side by side, and put into their places when the frame is complete.
+    // pack_below: shorter runs are received side by side, and put into their places when the frame is complete.
     Incoming(Descriptor socket, std::uint64_t session, std::shared_ptr<const std::vector<Region>> regions,
-             std::shared_ptr<const Guard> guard, std::uint32_t peer, std::uint64_t stage_below)
+             std::shared_ptr<const Guard> guard, std::uint32_t peer, std::uint64_t pack_below)
         : socket_(std::move(socket)),
           session_(session),
           regions_(std::move(regions)),
           guard_(std::move(guard)),
           peer_(peer),
-          stage_below_(stage_below) {
+          pack_below_(pack_below) {
         places_.reserve(kMaxRuns + 1);
     }
 
@@ -76,7 +76,7 @@ class Incoming {
     const std::shared_ptr<const std::vector<Region>> regions_;
     const std::shared_ptr<const Guard> guard_;
     const std::uint32_t peer_;
-    const std::uint64_t stage_below_;
+    const std::uint64_t pack_below_;
 
     std::mutex placing_;   // a leaf; held while a frame is checked, and while bytes of it are placed
     std::string revoked_;  // why nothing more of this frame may be placed; guarded by it

@@ -7,8 +7,8 @@
 #include <cstring>
 #include <utility>
 
+#include "common/native.h"
 #include "copy/stores.h"
-#include "native.h"
 
 namespace pdlink::tcp {
 namespace {
@@ -18,8 +18,8 @@ constexpr std::size_t kMaxPackedNbytes = std::size_t{256} << 10;
 
 }  // namespace
 
-Outgoing::Outgoing(Descriptor socket, const Hello& hello, std::uint64_t stage_below)
-    : socket_(std::move(socket)), hello_(hello), stage_below_(stage_below) {
+Outgoing::Outgoing(Descriptor socket, const Hello& hello, std::uint64_t pack_below)
+    : socket_(std::move(socket)), hello_(hello), pack_below_(pack_below) {
     table_.reserve(kMaxRuns);
     pieces_.reserve(kMaxRuns + 2);
     pieces_.push_back({const_cast<Hello*>(&hello_), sizeof hello_});
@@ -65,8 +65,8 @@ void Outgoing::load(Batch& batch) {
             const Put& ahead = batch.puts[batch.next_put + kPrefetchAhead];
             prefetch_run(reinterpret_cast<const std::byte*>(ahead.src), ahead.nbytes);
         }
-        const bool pack = put.nbytes < stage_below_;
-        if (pack && packed_.capacity() == 0) packed_.reserve(kMaxPackedNbytes + kMaxStageBelow);
+        const bool pack = put.nbytes < pack_below_;
+        if (pack && packed_.capacity() == 0) packed_.reserve(kMaxPackedNbytes + kMaxPackBelow);
         const std::uint64_t part = std::min(put.nbytes - batch.next_nbytes, kMaxFrameNbytes - nbytes);
         append_run(table_, put.dst_region, put.dst + batch.next_nbytes, part);
         gather(reinterpret_cast<const std::byte*>(put.src + batch.next_nbytes), part, pack);

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "copy/descriptor.h"
-#include "runs.h"
+#include "common/descriptor.h"
+#include "common/runs.h"
 #include "tcp/incoming.h"
 #include "tcp/wire.h"
 
@@ -34,8 +34,8 @@ struct Batch {
 // Used by whoever holds the engine's mutex, and by the progress thread without it while it is `busy`.
 class Outgoing {
   public:
-    // stage_below: shorter runs are packed before they are sent.
-    Outgoing(Descriptor socket, const Hello& hello, std::uint64_t stage_below);
+    // pack_below: shorter runs are packed before they are sent.
+    Outgoing(Descriptor socket, const Hello& hello, std::uint64_t pack_below);
 
     Ready ready;
     bool busy = false;
@@ -66,7 +66,7 @@ class Outgoing {
 
     Descriptor socket_;
     const Hello hello_;
-    const std::uint64_t stage_below_;
+    const std::uint64_t pack_below_;
     bool connected_ = false;
     bool draining_ = false;
 

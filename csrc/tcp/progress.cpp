@@ -73,7 +73,7 @@ void Engine::run() {
 void Engine::wait(Lock& lock, int timeout_ms) {
     epoll_event events[64];
     lock.unlock();
-    const int count = ::epoll_wait(epoll_.get(), events, 64, timeout_ms);
+    const int count = ::epoll_wait(epoll_.get(), events, std::size(events), timeout_ms);
     lock.lock();
     for (int i = 0; i < count; ++i) {
         // Whoever this belongs to is there: connections are removed on this thread only, and not while events wait.
@@ -159,7 +159,7 @@ Engine::Heard Engine::listen_to(Stranger& stranger) {
     if (!peer) return Heard::kNothing;
     peer->streams_taken |= 1U << stranger.hello.stream;
     auto in = std::make_unique<Incoming>(std::move(stranger.socket), peer->session, peer->regions, guard_,
-                                         peer->number, settings_.stage_below);
+                                         peer->number, settings_.pack_below);
     in->ready = stranger.ready;
     watch(in->fd(), in->ready, EPOLLIN | EPOLLOUT | EPOLLRDHUP);
     peer->in.push_back(std::move(in));

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "copy/descriptor.h"
+#include "common/descriptor.h"
 
 namespace pdlink::tcp {
 

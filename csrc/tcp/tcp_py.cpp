@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "native_py.h"
+#include "common/native_py.h"
 #include "tcp/engine.h"
 #include "tcp/sockets.h"
 
@@ -63,11 +63,11 @@ NB_MODULE(_tcp, m) {
         .def(
             "__init__",
             [](Engine* at, std::string host, std::uint16_t streams, std::string congestion, double connect_timeout_s,
-               double hello_timeout_s, std::uint64_t stage_below) {
+               double hello_timeout_s, std::uint64_t pack_below) {
                 new (at) Engine({std::move(host), streams, std::move(congestion), connect_timeout_s, hello_timeout_s,
-                                 stage_below});
+                                 pack_below});
             },
-            "host"_a, "streams"_a, "congestion"_a, "connect_timeout_s"_a, "hello_timeout_s"_a, "stage_below"_a = 0)
+            "host"_a, "streams"_a, "congestion"_a, "connect_timeout_s"_a, "hello_timeout_s"_a, "pack_below"_a = 0)
         .def("port", &Engine::port)
         .def(
             "add_region",
@@ -90,7 +90,7 @@ NB_MODULE(_tcp, m) {
         .def("close", &Engine::close, "grace_s"_a, nb::call_guard<nb::gil_scoped_release>());
 
     m.def("congestion_usable", &congestion_usable, "name"_a);
-    m.attr("MAX_STAGE_BELOW") = kMaxStageBelow;
+    m.attr("MAX_PACK_BELOW") = kMaxPackBelow;
     m.attr("MAX_STREAMS") = kMaxStreams;
     m.attr("TOKEN_NBYTES") = kTokenNbytes;
 }

@@ -12,7 +12,7 @@
 #include <string>
 
 #include "copy/peer_memory.h"
-#include "packed.h"
+#include "tcp/packed.h"
 
 namespace pdlink::tcp {
 
@@ -29,7 +29,7 @@ constexpr std::uint32_t kMaxRuns = 1023;
 // Other peers wait for one frame at most. At 5 GB/s it takes 0.2 ms, and its header is 1.6 % of it for 1 KiB runs.
 constexpr std::uint64_t kMaxFrameNbytes = std::uint64_t{1} << 20;
 // Runs may be packed on their way if they are shorter than a limit no larger than this.
-constexpr std::uint64_t kMaxStageBelow = std::uint64_t{128} << 10;
+constexpr std::uint64_t kMaxPackBelow = std::uint64_t{128} << 10;
 constexpr std::uint16_t kMaxStreams = 16;
 constexpr std::size_t kTokenNbytes = 16;
 

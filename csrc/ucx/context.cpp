@@ -35,14 +35,13 @@ void check(const Library& ucx, ucs_status_t status, const char* what) {
     if (status != UCS_OK) throw std::runtime_error(std::string(what) + ": " + ucx.ucs_status_string(status));
 }
 
-Context::Context(Library library, const Choice& choice)
-    : library_(std::move(library)), stage_below_(choice.stage_below) {
+Context::Context(Library library, const Choice& choice) : library_(std::move(library)) {
     ucp_config_t* config = nullptr;
     check(library_, library_.ucp_config_read(nullptr, nullptr, &config), "ucp_config_read");
     ucp_params_t params;
     std::memset(&params, 0, sizeof params);
     params.field_mask = UCP_PARAM_FIELD_FEATURES;
-    params.features = UCP_FEATURE_RMA | UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
+    params.features = UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP;
     ucs_status_t status = UCS_OK;
     try {
         configure(library_, config, choice);
@@ -62,18 +61,11 @@ Context::~Context() {
 
 std::uint32_t Context::add_region(std::uintptr_t base, std::uint64_t nbytes, std::uintptr_t cuda_context) {
     if (cuda_context) cuda::make_current(cuda_context);  // UCX's CUDA modules use the thread's
-    std::string rkey;
-    const ucp_mem_h memh = map(base, nbytes, rkey, cuda_context ? UCS_MEMORY_TYPE_CUDA : UCS_MEMORY_TYPE_HOST);
-    regions_.push_back({base, nbytes, memh, std::move(rkey)});
-    return static_cast<std::uint32_t>(regions_.size() - 1);
-}
-
-ucp_mem_h Context::map(std::uintptr_t base, std::uint64_t nbytes, std::string& rkey, ucs_memory_type_t type) const {
     ucp_mem_map_params_t params;
     std::memset(&params, 0, sizeof params);
     params.field_mask =
         UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH | UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE;
-    params.memory_type = type;
+    params.memory_type = cuda_context ? UCS_MEMORY_TYPE_CUDA : UCS_MEMORY_TYPE_HOST;
     params.address = reinterpret_cast<void*>(base);
     params.length = nbytes;
     ucp_mem_h memh = nullptr;
@@ -85,15 +77,9 @@ ucp_mem_h Context::map(std::uintptr_t base, std::uint64_t nbytes, std::string& r
         library_.ucp_mem_unmap(handle_, memh);
         check(library_, status, "ucp_rkey_pack");
     }
-    rkey.assign(static_cast<const char*>(packed), packed_nbytes);
+    regions_.push_back({base, nbytes, memh, std::string(static_cast<const char*>(packed), packed_nbytes)});
     library_.ucp_rkey_buffer_release(packed);
-    return memh;
-}
-
-std::uint64_t Context::stage_below(const std::string& lane) const {
-    auto at = stage_below_.find(lane);
-    if (at == stage_below_.end()) at = stage_below_.find("");
-    return at == stage_below_.end() ? 0 : at->second;
+    return static_cast<std::uint32_t>(regions_.size() - 1);
 }
 
 ucp_worker_h Context::make_worker() const {

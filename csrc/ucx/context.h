@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <deque>
-#include <map>
 #include <string>
 
 #include "ucx/library.h"
@@ -24,8 +23,6 @@ struct Region {
 struct Choice {
     std::string tls;      // "auto" leaves it to UCX, "tcp" and "shm" are ours, anything else is a UCX_TLS list
     std::string devices;  // a UCX_NET_DEVICES list; empty leaves it to UCX, which listens on every interface it finds
-    // Runs shorter than this are packed on their way (staging.h), per lane; "" is for those that are not named.
-    std::map<std::string, std::uint64_t> stage_below{};
 };
 
 // Everything is called from the progress thread, except regions() of indices that the caller was given.
@@ -43,13 +40,6 @@ class Context {
     std::uint32_t add_region(std::uintptr_t base, std::uint64_t nbytes, std::uintptr_t cuda_context = 0);
     const std::deque<Region>& regions() const { return regions_; }
 
-    // Register memory; `rkey` becomes what a peer unpacks to write there. ucp_mem_unmap gives it back.
-    ucp_mem_h map(std::uintptr_t base, std::uint64_t nbytes, std::string& rkey,
-                  ucs_memory_type_t type = UCS_MEMORY_TYPE_HOST) const;
-
-    // Runs shorter than this are packed where puts take this lane.
-    std::uint64_t stage_below(const std::string& lane) const;
-
     // A worker that only one thread may touch.
     ucp_worker_h make_worker() const;
     // The descriptor that becomes readable when an armed worker has something to do.
@@ -57,7 +47,6 @@ class Context {
 
   private:
     const Library library_;
-    const std::map<std::string, std::uint64_t> stage_below_;
     ucp_context_h handle_ = nullptr;
     std::deque<Region> regions_;
 };

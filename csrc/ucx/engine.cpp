@@ -5,7 +5,7 @@
 #include <cmath>
 #include <new>
 
-#include "native.h"
+#include "common/native.h"
 
 namespace pdlink::ucx {
 namespace {
@@ -54,10 +54,6 @@ void CommandQueue::shut() {
 }
 
 Engine::Engine(Library library, Choice choice) : owner_(::getpid()), shared_(std::make_shared<Shared>()) {
-    for (const auto& [lane, nbytes] : choice.stage_below)
-        if (nbytes > kMaxStageBelow)
-            throw std::invalid_argument("runs can be packed below " + std::to_string(kMaxStageBelow) +
-                                        " bytes at most, not " + std::to_string(nbytes));
     auto started = std::make_shared<std::promise<void>>();
     auto finished = std::make_shared<std::promise<void>>();
     std::future<void> start = started->get_future();
@@ -95,7 +91,7 @@ Engine::~Engine() {
 void Engine::run(Shared& shared, const Library& library, const Choice& choice, std::promise<void>& started) {
     std::unique_ptr<Progress> progress;
     try {
-        progress = std::make_unique<Progress>(library, choice, shared.events, shared.commands.bell());
+        progress = std::make_unique<Progress>(library, choice, shared.outbox, shared.commands.bell());
     } catch (...) {
         started.set_exception(std::current_exception());
         return;
@@ -111,8 +107,8 @@ void Engine::run(Shared& shared, const Library& library, const Choice& choice, s
 }
 
 void Engine::require_usable() const {
-    if (forked()) throw PeerError("this transport belongs to the process that forked this one");
-    if (closed_) throw PeerError("this transport is closed");
+    if (forked()) throw PeerUnusable("this transport belongs to the process that forked this one");
+    if (closed_) throw PeerUnusable("this transport is closed");
 }
 
 // Has `work(progress)` done in the progress thread; the answer will be what it returns.
@@ -122,7 +118,7 @@ auto Engine::ask(Work work) {
     auto task = std::make_shared<std::packaged_task<Answer(Progress&)>>(std::move(work));
     std::future<Answer> answer = task->get_future();
     if (!shared_->commands.post([task = std::move(task)](Progress& progress) { (*task)(progress); }))
-        throw PeerError("this transport is closed");
+        throw PeerUnusable("this transport is closed");
     return answer;
 }
 
@@ -133,10 +129,10 @@ Answer Engine::answer_of(std::future<Answer> answer, std::chrono::seconds limit)
     return answer.get();
 }
 
-// The entry of a peer of which one side is being opened. Throws std::invalid_argument if that side is open already.
+// The entry of a peer of which one side is being opened. Throws NameTaken if that side is open already.
 Engine::Seen& Engine::begin(const std::string& peer, bool Seen::* side) {
     Seen& seen = peers_[peer];
-    if (seen.*side || seen.closing) throw std::invalid_argument("peer name " + peer + " is used twice");
+    if (seen.*side || seen.closing) throw NameTaken("peer name " + peer + " is used twice");
     seen.*side = true;
     if (!seen.face) seen.face = std::make_shared<Face>();
     return seen;
@@ -195,10 +191,10 @@ void Engine::connect(const std::string& peer, Remote remote) {
         answer_of(std::move(connecting), kPeerLimit);
     } catch (const NoAnswer& error) {
         close_peer(peer);
-        throw PeerError("cannot connect to " + peer + ": " + error.what());
+        throw PeerUnusable("cannot connect to " + peer + ": " + error.what());
     } catch (const std::exception& error) {  // std::invalid_argument too: the gate is not valid
         undo(peer, &Seen::connected);
-        throw PeerError("cannot connect to " + peer + ": " + error.what());
+        throw PeerUnusable("cannot connect to " + peer + ": " + error.what());
     }
 }
 
@@ -211,10 +207,10 @@ std::uint64_t Engine::submit(const std::string& peer, std::span<const Piece> pie
     {
         const std::lock_guard lock(mutex_);
         const auto found = peers_.find(peer);
-        if (found == peers_.end() || !found->second.connected) throw PeerError("no connection to peer " + peer);
-        if (found->second.closing) throw PeerError("the connection to peer " + peer + " is closed");
+        if (found == peers_.end() || !found->second.connected) throw PeerUnusable("no connection to peer " + peer);
+        if (found->second.closing) throw PeerUnusable("the connection to peer " + peer + " is closed");
         const std::string failure = found->second.face->failure();
-        if (!failure.empty()) throw PeerError("peer " + peer + " has failed: " + failure);
+        if (!failure.empty()) throw PeerUnusable("peer " + peer + " has failed: " + failure);
         local = local_;
         remote = found->second.remote;
     }
@@ -228,26 +224,26 @@ std::uint64_t Engine::submit(const std::string& peer, std::span<const Piece> pie
     const std::lock_guard lock(mutex_);
     const auto found = peers_.find(peer);
     if (found == peers_.end() || found->second.closing)
-        throw PeerError("the connection to peer " + peer + " is closed");
+        throw PeerUnusable("the connection to peer " + peer + " is closed");
     const std::uint64_t ticket = batch->ticket = next_ticket_++;
     // std::function wants to be copyable, a batch is not.
     auto holder = std::make_shared<std::unique_ptr<Batch>>(std::move(batch));
     const bool posted =
         shared_->commands.post([peer, holder](Progress& progress) { progress.submit(peer, std::move(*holder)); });
-    if (!posted) throw PeerError("this transport is closed");
+    if (!posted) throw PeerUnusable("this transport is closed");
     return ticket;
 }
 
-std::vector<Event> Engine::poll() {
+std::vector<Report> Engine::poll() {
     if (forked()) return {};
-    std::vector<Event> events = shared_->events.take();
+    std::vector<Report> reports = shared_->outbox.take_all();
     const std::lock_guard lock(mutex_);
-    for (const Event& event : events)
-        if (event.kind == Event::Kind::PEER_CLOSED) peers_.erase(event.peer);
-    return events;
+    for (const Report& report : reports)
+        if (report.kind == Report::Kind::kPeerClosed) peers_.erase(report.peer);
+    return reports;
 }
 
-int Engine::fileno() const { return shared_->events.fd(); }
+int Engine::fd() const { return shared_->outbox.fd(); }
 
 std::string Engine::lane(const std::string& peer) const {
     if (forked()) return "";

@@ -25,8 +25,13 @@
 namespace pdlink::ucx {
 
 // The peer is failed, closed, unknown, or cannot be connected from here.
-struct PeerError : std::runtime_error {
+struct PeerUnusable : std::runtime_error {
     using std::runtime_error::runtime_error;
+};
+
+// A peer of that name has been invited or connected to.
+struct NameTaken : std::invalid_argument {
+    using std::invalid_argument::invalid_argument;
 };
 
 using Command = std::function<void(Progress&)>;
@@ -62,9 +67,8 @@ class Engine {
     Opening invite(const std::string& peer);
     void connect(const std::string& peer, Remote remote);
     std::uint64_t submit(const std::string& peer, std::span<const Piece> pieces, double timeout_s);
-    std::vector<Event> poll();
-    int fileno() const;
-    std::uint64_t notes_refused() const { return shared_->events.notes_refused(); }
+    std::vector<Report> poll();
+    int fd() const;
     std::string lane(const std::string& peer) const;
     void close_peer(const std::string& peer);
     void close();
@@ -80,7 +84,7 @@ class Engine {
     };
     // What the thread uses. Kept alive by the thread if it must be left behind.
     struct Shared {
-        EventQueue events;
+        Outbox outbox;
         CommandQueue commands;
         bool stopping = false;  // set by a command
     };

@@ -6,12 +6,10 @@
 // our memory directly (cross-memory attach); for that one there is the gate, see gate.h.
 #pragma once
 
-#include <optional>
 #include <string>
 
-#include "gate.h"
+#include "common/gate.h"
 #include "ucx/context.h"
-#include "ucx/unpacking.h"
 
 namespace pdlink::ucx {
 
@@ -24,7 +22,6 @@ class Incoming {
             fd_ = context.worker_fd(worker_);
             check(context.ucx(), context.ucx().ucp_worker_get_address(worker_, &address, &nbytes),
                   "ucp_worker_get_address");
-            unpacking_.emplace(context, worker_);
         } catch (...) {
             if (address) context.ucx().ucp_worker_release_address(worker_, address);
             context.ucx().ucp_worker_destroy(worker_);
@@ -35,15 +32,11 @@ class Incoming {
     }
     Incoming(const Incoming&) = delete;
     Incoming& operator=(const Incoming&) = delete;
-    ~Incoming() {
-        shut();
-        if (!quiet()) unpacking_->leave_behind();
-    }
+    ~Incoming() { shut(); }
 
     const std::string& address() const { return address_; }
     const GateOwner& gate() const { return gate_; }
     int fd() const { return fd_; }
-    const Unpacking& unpacking() const { return *unpacking_; }
     ucp_worker_h worker() const { return worker_; }  // nullptr once shut
 
     // Nothing new gets in from here on; what travels by sockets or RDMA is cut off now.
@@ -61,7 +54,6 @@ class Incoming {
     Context& context_;
     GateOwner gate_;
     ucp_worker_h worker_;
-    std::optional<Unpacking> unpacking_;
     int fd_ = -1;
     std::string address_;
 };

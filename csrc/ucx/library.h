@@ -23,34 +23,32 @@ struct Unavailable : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-#define PDLINK_UCX_FUNCTIONS(X)       \
-    X(ucp_get_version)                \
-    X(ucs_status_string)              \
-    X(ucp_config_read)                \
-    X(ucp_config_modify)              \
-    X(ucp_config_release)             \
-    X(ucp_init_version)               \
-    X(ucp_cleanup)                    \
-    X(ucp_mem_map)                    \
-    X(ucp_mem_unmap)                  \
-    X(ucp_rkey_pack)                  \
-    X(ucp_rkey_buffer_release)        \
-    X(ucp_worker_create)              \
-    X(ucp_worker_destroy)             \
-    X(ucp_worker_get_address)         \
-    X(ucp_worker_release_address)     \
-    X(ucp_worker_get_efd)             \
-    X(ucp_worker_arm)                 \
-    X(ucp_worker_progress)            \
-    X(ucp_worker_set_am_recv_handler) \
-    X(ucp_ep_create)                  \
-    X(ucp_ep_print_info)              \
-    X(ucp_ep_rkey_unpack)             \
-    X(ucp_rkey_destroy)               \
-    X(ucp_put_nbx)                    \
-    X(ucp_am_send_nbx)                \
-    X(ucp_ep_flush_nbx)               \
-    X(ucp_ep_close_nbx)               \
+#define PDLINK_UCX_FUNCTIONS(X)   \
+    X(ucp_get_version)            \
+    X(ucs_status_string)          \
+    X(ucp_config_read)            \
+    X(ucp_config_modify)          \
+    X(ucp_config_release)         \
+    X(ucp_init_version)           \
+    X(ucp_cleanup)                \
+    X(ucp_mem_map)                \
+    X(ucp_mem_unmap)              \
+    X(ucp_rkey_pack)              \
+    X(ucp_rkey_buffer_release)    \
+    X(ucp_worker_create)          \
+    X(ucp_worker_destroy)         \
+    X(ucp_worker_get_address)     \
+    X(ucp_worker_release_address) \
+    X(ucp_worker_get_efd)         \
+    X(ucp_worker_arm)             \
+    X(ucp_worker_progress)        \
+    X(ucp_ep_create)              \
+    X(ucp_ep_print_info)          \
+    X(ucp_ep_rkey_unpack)         \
+    X(ucp_rkey_destroy)           \
+    X(ucp_put_nbx)                \
+    X(ucp_ep_flush_nbx)           \
+    X(ucp_ep_close_nbx)           \
     X(ucp_request_free)
 
 // A loaded UCX. It stays loaded until the process ends: its threads and exit handlers cannot be unloaded safely.

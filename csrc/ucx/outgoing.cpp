@@ -6,8 +6,6 @@
 #include <cstring>
 #include <utility>
 
-#include "copy/stores.h"
-
 namespace pdlink::ucx {
 namespace {
 
@@ -50,13 +48,13 @@ std::vector<std::string> put_lanes(const Library& ucx, ucp_ep_h ep) {
 
 }  // namespace
 
-Outgoing::Outgoing(Context& context, ucp_worker_h worker, std::string peer, EventQueue& events,
+Outgoing::Outgoing(Context& context, ucp_worker_h worker, std::string peer, Outbox& outbox,
                    std::shared_ptr<Face> face)
     : context_(context),
       ucx_(context.ucx()),
       worker_(worker),
       peer_(std::move(peer)),
-      events_(events),
+      outbox_(outbox),
       face_(std::move(face)) {
     for (Op& op : ops_) free_ops_.push_back(&op);
 }
@@ -99,19 +97,12 @@ void Outgoing::connect(const Remote& remote) {
     params.err_handler.cb = &Outgoing::on_error;
     params.err_handler.arg = this;
     check(ucx_, ucx_.ucp_ep_create(worker_, &params, &ep_), "ucp_ep_create");
-    const auto unpack = [this](const Remote::Region& region) {
+    for (const Remote::Region& region : remote.regions) {
         const std::string key = padded(region.rkey);
         ucp_rkey_h rkey = nullptr;
         check(ucx_, ucx_.ucp_ep_rkey_unpack(ep_, key.data(), &rkey), "ucp_ep_rkey_unpack");
         rkeys_.push_back(rkey);
-    };
-    std::vector<std::uint64_t> bases;
-    for (const Remote::Region& region : remote.regions) {
-        unpack(region);
-        bases.push_back(region.base);
     }
-    unpack(remote.ring);
-    packing_ = std::make_unique<Packing>(context_, *this, ep_, rkeys_.back(), remote.ring.base, std::move(bases));
     // The first flush goes there and back: when it is done the lanes are chosen and connected.
     ucp_request_param_t param;
     std::memset(&param, 0, sizeof param);
@@ -132,7 +123,6 @@ void Outgoing::connected() {
     bool sockets_only = true;
     for (const std::string& lane : lanes) sockets_only = sockets_only && lane == "tcp";
     if (sockets_only) gate_.reset();
-    stage_below_ = context_.stage_below(lanes.front());
     link_ = Link::READY;
 }
 
@@ -140,8 +130,8 @@ void Outgoing::submit(std::unique_ptr<Batch> batch) {
     batch->owner = this;
     next_check_ = std::min(next_check_, batch->deadline);
     batches_.push_back(std::move(batch));
-    if (failed_) return report_open(Status::PEER_FAILED, face_->failure());
-    if (closing_) report_open(Status::CANCELLED, "");
+    if (failed_) return report_open(Outcome::kPeerFailed, face_->failure());
+    if (closing_) report_open(Outcome::kCancelled, "");
 }
 
 bool Outgoing::step() {
@@ -154,7 +144,7 @@ bool Outgoing::step() {
     const bool posted = link_ == Link::READY && pump();
     reap();
     if (link_ == Link::DRAINING && batches_.empty()) end();
-    if (link_ == Link::ENDING && closed_ && ops_under_way_ == 0 && (!packing_ || packing_->puts_under_way() == 0)) {
+    if (link_ == Link::ENDING && closed_ && ops_under_way_ == 0) {
         for (const ucp_rkey_h rkey : rkeys_) ucx_.ucp_rkey_destroy(rkey);
         rkeys_.clear();
         link_ = Link::ENDED;
@@ -170,38 +160,18 @@ bool Outgoing::pump() {
     for (; posting_ < batches_.size(); ++posting_) {
         Batch& batch = *batches_[posting_];
         if (!enter_gate(batch)) return true;
-        if (batch.next == 0) begin(batch);
         while (batch.next < batch.puts.size()) {
             if (free_ops_.empty() || nbytes_under_way_ >= kWindowNbytes) return posted > 0;
             if (posted >= kOpsPerStep || nbytes >= kNbytesPerStep || !broken_.empty()) return true;
-            const Put& put = batch.puts[batch.next];
-            nbytes += put.nbytes;
-            if (put.nbytes >= batch.stage_below) {
-                if (packing_->alone()) return posted > 0;
-                post_put(batch);
-                ++posted;
-                continue;
-            }
-            if (batch.next + kPrefetchAhead < batch.puts.size()) {
-                const Put& ahead = batch.puts[batch.next + kPrefetchAhead];
-                prefetch_run(reinterpret_cast<const std::byte*>(ahead.src), ahead.nbytes);
-            }
-            if (!packing_->add(batch, put)) return posted > 0;
-            ++batch.next;
+            nbytes += batch.puts[batch.next].nbytes;
+            post_put(batch);
+            ++posted;
         }
-        if (!packing_->finish()) return posted > 0;
         if (!broken_.empty()) return true;
         post_flush(batch);
         ++posted;
     }
     return posted > 0;
-}
-
-// Whether to pack its short runs.
-void Outgoing::begin(Batch& batch) {
-    const auto is_short = [this](const Put& put) { return put.nbytes < stage_below_; };
-    const bool worth_it = std::count_if(batch.puts.begin(), batch.puts.end(), is_short) >= kWorthStaging;
-    batch.stage_below = worth_it ? stage_below_ : 0;
 }
 
 // False if the owner has shut its gate; the peer is failed then.
@@ -266,13 +236,12 @@ void Outgoing::reap() {
             if (std::exchange(batch->inside_gate, false)) gate_->leave();
     while (!batches_.empty()) {
         Batch& batch = *batches_.front();
-        if (batch.puts_under_way > 0 || batch.requests > 0 || batch.flush == Batch::Flush::POSTED) return;
-        if (batch.slots_under_way > 0 && link_ < Link::ENDING) return;
+        if (batch.puts_under_way > 0 || batch.flush == Batch::Flush::POSTED) return;
         const bool may_land_unseen = batch.next > 0 && link_ < Link::ENDING;
         if (batch.flush == Batch::Flush::NONE && (!batch.reported || may_land_unseen)) return;
         if (!batch.reported) {
             if (!broken_.empty()) return;  // step() fails the peer
-            report(batch, Status::OK, "");
+            report(batch, Outcome::kOk, "");
         }
         if (batch.inside_gate) gate_->leave();
         batches_.pop_front();
@@ -280,21 +249,15 @@ void Outgoing::reap() {
     }
 }
 
-void Outgoing::report(Batch& batch, Status status, const std::string& detail) {
+void Outgoing::report(Batch& batch, Outcome outcome, const std::string& detail) {
     batch.reported = true;
-    events_.push({.kind = Event::Kind::BATCH_DONE,
-                  .peer = peer_,
-                  .ticket = batch.ticket,
-                  .status = status,
-                  .nbytes = batch.nbytes,
-                  .submitted_s = seconds(batch.submitted),
-                  .done_s = seconds(Clock::now()),
-                  .detail = detail});
+    outbox_.put({Report::Kind::kBatchDone, peer_, batch.ticket, outcome, batch.nbytes, seconds(batch.submitted),
+                 seconds(Clock::now()), detail});
 }
 
-void Outgoing::report_open(Status status, const std::string& detail) {
+void Outgoing::report_open(Outcome outcome, const std::string& detail) {
     for (const std::unique_ptr<Batch>& batch : batches_)
-        if (!batch->reported) report(*batch, status, detail);
+        if (!batch->reported) report(*batch, outcome, detail);
 }
 
 Clock::time_point Outgoing::first_deadline() const {
@@ -328,15 +291,16 @@ void Outgoing::fail(const std::string& reason, const Batch* expired) {
     if (failed_) return;
     failed_ = true;
     face_->fail(reason);
-    events_.push({.kind = Event::Kind::PEER_FAILED, .peer = peer_, .detail = reason});
+    outbox_.put({.kind = Report::Kind::kPeerFailed, .peer = peer_, .detail = reason});
     for (const std::unique_ptr<Batch>& batch : batches_)
-        if (!batch->reported) report(*batch, batch.get() == expired ? Status::TIMEOUT : Status::PEER_FAILED, reason);
+        if (!batch->reported)
+            report(*batch, batch.get() == expired ? Outcome::kTimeout : Outcome::kPeerFailed, reason);
 }
 
 void Outgoing::close(bool by_force) {
     reap();
     closing_ = true;
-    report_open(Status::CANCELLED, "");
+    report_open(Outcome::kCancelled, "");
     if (by_force)
         end();
     else

@@ -22,11 +22,11 @@
 #include <string>
 #include <vector>
 
-#include "gate.h"
-#include "runs.h"
+#include "common/gate.h"
+#include "common/outbox.h"
+#include "common/runs.h"
+#include "ucx/bell.h"
 #include "ucx/context.h"
-#include "ucx/events.h"
-#include "ucx/packing.h"
 
 namespace pdlink::ucx {
 
@@ -41,7 +41,6 @@ struct Remote {
     };
     std::string address;
     std::vector<Region> regions;
-    Region ring;             // of slots for short runs
     std::int64_t pid = 0;    // process to watch, 0 if it is not visible from here
     std::uint64_t born = 0;  // its start time: the pid may have been given to another process
     std::optional<GateName> gate;
@@ -55,12 +54,9 @@ struct Batch {
     std::vector<Put> puts;
 
     // The rest belongs to the progress thread.
-    std::uint64_t stage_below = 0;  // shorter puts are packed
     Outgoing* owner = nullptr;
-    std::size_t next = 0;             // first put that is not posted
-    std::size_t puts_under_way = 0;   // posted and not completed
-    std::size_t slots_under_way = 0;  // of packed puts, not answered
-    std::size_t requests = 0;         // about slots, that UCX has
+    std::size_t next = 0;            // first put that is not posted
+    std::size_t puts_under_way = 0;  // posted and not completed
     enum class Flush { NONE, POSTED, DONE } flush = Flush::NONE;
     bool inside_gate = false;
     bool reported = false;
@@ -94,7 +90,7 @@ class Face {
 
 class Outgoing {
   public:
-    Outgoing(Context& context, ucp_worker_h worker, std::string peer, EventQueue& events, std::shared_ptr<Face> face);
+    Outgoing(Context& context, ucp_worker_h worker, std::string peer, Outbox& outbox, std::shared_ptr<Face> face);
     // Only when ended() and not referenced().
     ~Outgoing();
     Outgoing(const Outgoing&) = delete;
@@ -118,11 +114,6 @@ class Outgoing {
     bool ended() const { return link_ == Link::ENDED; }
     // UCX may still call back into this object: a flush may stay behind when its endpoint is closed.
     bool referenced() const { return connecting_ || !batches_.empty(); }
-    // Something may be posted.
-    bool ready() const { return link_ == Link::READY && broken_.empty(); }
-    const Library& ucx() const { return ucx_; }
-    // For answers to notes; null before it is open.
-    Packing* packing() const { return packing_.get(); }
     int pidfd() const { return pidfd_; }  // -1 if the peer's process cannot be watched
 
   private:
@@ -140,9 +131,6 @@ class Outgoing {
     // Puts by cross-memory attach are copies inside the call, 10 us for 32 KiB: not too much before others get a
     // turn.
     static constexpr int kOpsPerStep = 64;
-    // Fewer short runs than this are there sooner by themselves: a slot takes two more messages, and the owner's
-    // time.
-    static constexpr std::ptrdiff_t kWorthStaging = 16;
     static constexpr std::uint64_t kNbytesPerStep = kMaxPutNbytes;
     static constexpr std::chrono::seconds kDrainLimit{2};
     // A host that does not answer. Batches have their own deadlines; this is for a connection nobody uses yet.
@@ -154,14 +142,13 @@ class Outgoing {
     void connected();
     bool pump();
     bool enter_gate(Batch& batch);
-    void begin(Batch& batch);
     void post_put(Batch& batch);
     void post_flush(Batch& batch);
     void completed(Op* op, ucs_status_t status);
     void reap();
     Clock::time_point first_deadline() const;
-    void report(Batch& batch, Status status, const std::string& detail);
-    void report_open(Status status, const std::string& detail);
+    void report(Batch& batch, Outcome outcome, const std::string& detail);
+    void report_open(Outcome outcome, const std::string& detail);
     void fail(const std::string& reason, const Batch* expired);
     void drain();
     void end();
@@ -176,15 +163,13 @@ class Outgoing {
     const Library& ucx_;
     const ucp_worker_h worker_;
     const std::string peer_;
-    EventQueue& events_;
+    Outbox& outbox_;
     const std::shared_ptr<Face> face_;
 
     std::unique_ptr<GateWriter> gate_;
     int pidfd_ = -1;
     ucp_ep_h ep_ = nullptr;
-    std::vector<ucp_rkey_h> rkeys_;  // of the regions, and last of the ring
-    std::unique_ptr<Packing> packing_;
-    std::uint64_t stage_below_ = 0;                               // of the lane
+    std::vector<ucp_rkey_h> rkeys_;                               // of the regions
     Clock::time_point link_deadline_ = Clock::time_point::max();  // of CONNECTING and DRAINING
     Clock::time_point next_check_ = Clock::time_point::max();
 

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <system_error>
 
-#include "native.h"
+#include "common/native.h"
 
 namespace pdlink::ucx {
 namespace {
@@ -28,8 +28,8 @@ constexpr int kFruitlessPause_ms = 2;
 
 }  // namespace
 
-Progress::Progress(const Library& library, const Choice& choice, EventQueue& events, const Bell& bell)
-    : events_(events),
+Progress::Progress(const Library& library, const Choice& choice, Outbox& outbox, const Bell& bell)
+    : outbox_(outbox),
       context_(std::make_unique<Context>(library, choice)),
       writing_(context_->make_worker()),
       bell_(bell) {
@@ -37,7 +37,6 @@ Progress::Progress(const Library& library, const Choice& choice, EventQueue& eve
         epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
         if (epoll_ < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1");
         watch(commands_watch_, Watch::Kind::COMMANDS, nullptr, bell.fd());
-        listen_for_answers();
         watch(writing_watch_, Watch::Kind::WRITING, nullptr, context_->worker_fd(writing_));
     } catch (...) {
         if (epoll_ >= 0) ::close(epoll_);
@@ -93,14 +92,12 @@ Opening Progress::invite(const std::string& name) {
     watch(peer.incoming_watch, Watch::Kind::INCOMING, &peer, incoming->fd());
     peer.incoming = std::move(incoming);
     peer.incoming_awake = true;
-    const SlotMemory& ring = peer.incoming->unpacking().ring();
-    return {peer.incoming->address(), peer.incoming->gate().name(), ring.base(), kNumSlots * kSlotNbytes,
-            ring.rkey()};
+    return {peer.incoming->address(), peer.incoming->gate().name()};
 }
 
 void Progress::connect(const std::string& name, const Remote& remote, std::shared_ptr<Face> face) {
     Peer& peer = peer_named(name);
-    auto outgoing = std::make_unique<Outgoing>(*context_, writing_, name, events_, std::move(face));
+    auto outgoing = std::make_unique<Outgoing>(*context_, writing_, name, outbox_, std::move(face));
     try {
         outgoing->open(remote);
         if (outgoing->pidfd() >= 0) watch(peer.process_watch, Watch::Kind::PROCESS, &peer, outgoing->pidfd());
@@ -117,20 +114,14 @@ void Progress::submit(const std::string& name, std::unique_ptr<Batch> batch) {
     const auto found = peers_.find(name);
     if (found != peers_.end() && found->second->outgoing) return found->second->outgoing->submit(std::move(batch));
     // Submitted by another thread while connect() was failing.
-    events_.push({.kind = Event::Kind::BATCH_DONE,
-                  .peer = name,
-                  .ticket = batch->ticket,
-                  .status = Status::PEER_FAILED,
-                  .nbytes = batch->nbytes,
-                  .submitted_s = seconds(batch->submitted),
-                  .done_s = seconds(Clock::now()),
-                  .detail = "not connected"});
+    outbox_.put({Report::Kind::kBatchDone, name, batch->ticket, Outcome::kPeerFailed, batch->nbytes,
+                 seconds(batch->submitted), seconds(Clock::now()), "not connected"});
 }
 
 void Progress::close_peer(const std::string& name) {
     const auto found = peers_.find(name);
     if (found != peers_.end()) return begin_closing(*found->second, false);
-    events_.push({.kind = Event::Kind::PEER_CLOSED, .peer = name});  // it had failed to open
+    outbox_.put({.kind = Report::Kind::kPeerClosed, .peer = name});  // it had failed to open
 }
 
 void Progress::begin_closing(Peer& peer, bool by_force) {
@@ -158,9 +149,9 @@ void Progress::finish_closing(Clock::time_point now) {
         }
         unwatch(peer.process_watch);
         if (peer.outgoing && peer.outgoing->referenced()) leaving_.push_back(std::move(peer.outgoing));
-        Event closed{.kind = Event::Kind::PEER_CLOSED, .peer = peer.name};
+        Report closed{.kind = Report::Kind::kPeerClosed, .peer = peer.name};
         it = peers_.erase(it);
-        events_.push(std::move(closed));
+        outbox_.put(std::move(closed));
     }
     if (!waiting) {
         next_gate_check_ = Clock::time_point::max();
@@ -168,44 +159,6 @@ void Progress::finish_closing(Clock::time_point now) {
         next_gate_check_ = now + gate_pause_;
         gate_pause_ = std::min(2 * gate_pause_, kGatePauseMax);
     }
-}
-
-void Progress::listen_for_answers() {
-    ucp_am_handler_param_t param;
-    std::memset(&param, 0, sizeof param);
-    param.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
-    param.id = kAnswerId;
-    param.cb = &Progress::on_answer;
-    param.arg = this;
-    check(context_->ucx(), context_->ucx().ucp_worker_set_am_recv_handler(writing_, &param),
-          "ucp_worker_set_am_recv_handler");
-}
-
-// An answer counts for whom it names, by a number that only this peer was told. Late ones find nobody.
-ucs_status_t Progress::on_answer(void* self, const void* header, std::size_t header_nbytes, void*, std::size_t,
-                                 const ucp_am_recv_param_t*) {
-    Answer answer;
-    if (header_nbytes != sizeof answer) return UCS_OK;
-    std::memcpy(&answer, header, sizeof answer);
-    if (answer.magic != kAnswerMagic) return UCS_OK;
-    for (auto& [name, peer] : static_cast<Progress*>(self)->peers_) {
-        Packing* packing = peer->outgoing ? peer->outgoing->packing() : nullptr;
-        if (packing && packing->writer() == answer.writer) packing->answered(answer);
-    }
-    return UCS_OK;
-}
-
-// A peer fails as a whole. Its worker goes at once: nothing more of it is looked at.
-void Progress::refuse(Peer& peer) {
-    peer.refused = true;
-    events_.count_refused_note();  // before the event, so that whoever takes that finds it counted
-    const std::string reason = "refused what it sent: " + peer.incoming->unpacking().problem();
-    unwatch(peer.incoming_watch);
-    peer.incoming->shut();
-    if (peer.outgoing)
-        peer.outgoing->lose(reason);
-    else
-        events_.push({.kind = Event::Kind::PEER_FAILED, .peer = peer.name, .detail = reason});
 }
 
 bool Progress::progress_worker(ucp_worker_h worker) {
@@ -222,9 +175,6 @@ bool Progress::turn() {
     for (auto& [name, peer] : peers_)
         if (peer->incoming_awake && peer->incoming->worker() && progress_worker(peer->incoming->worker()))
             more = true;
-    for (auto& [name, peer] : peers_)
-        if (peer->incoming && !peer->closing && !peer->refused && !peer->incoming->unpacking().problem().empty())
-            refuse(*peer);
     const Clock::time_point now = Clock::now();
     for (auto& [name, peer] : peers_) {
         if (!peer->outgoing) continue;

@@ -14,8 +14,9 @@
 #include <unordered_map>
 #include <vector>
 
+#include "common/outbox.h"
+#include "ucx/bell.h"
 #include "ucx/context.h"
-#include "ucx/events.h"
 #include "ucx/incoming.h"
 #include "ucx/outgoing.h"
 
@@ -30,16 +31,13 @@ struct Registered {
 struct Opening {
     std::string address;
     GateName gate;
-    std::uint64_t ring_base;
-    std::uint64_t ring_nbytes;
-    std::string ring_rkey;
 };
 
 // Made, used and destroyed in one thread.
 class Progress {
   public:
     // bell: readable when there are commands.
-    Progress(const Library& library, const Choice& choice, EventQueue& events, const Bell& bell);
+    Progress(const Library& library, const Choice& choice, Outbox& outbox, const Bell& bell);
     ~Progress();
     Progress(const Progress&) = delete;
     Progress& operator=(const Progress&) = delete;
@@ -72,24 +70,19 @@ class Progress {
         Watch process_watch{};
         bool incoming_awake = false;  // its worker is not armed
         bool closing = false;
-        bool refused = false;  // it has sent what must not be placed
     };
 
     void watch(Watch& watch, Watch::Kind kind, Peer* peer, int fd);
     void unwatch(Watch& watch);
     Peer& peer_named(const std::string& name);
     bool progress_worker(ucp_worker_h worker);
-    void listen_for_answers();
-    static ucs_status_t on_answer(void* self, const void* header, std::size_t header_nbytes, void* data,
-                                  std::size_t nbytes, const ucp_am_recv_param_t* param);
-    void refuse(Peer& peer);
     void pause_if_fruitless();
     bool arm(ucp_worker_h worker);
     void begin_closing(Peer& peer, bool by_force);
     void finish_closing(Clock::time_point now);
     int sleep_ms(Clock::time_point now) const;
 
-    EventQueue& events_;
+    Outbox& outbox_;
     std::unique_ptr<Context> context_;
     ucp_worker_h writing_ = nullptr;
     const Bell& bell_;

@@ -24,7 +24,7 @@ from pdlink.config.proxy import ProxyConfig
 from pdlink.config.section import Port, Role, Seconds, Section, is_loopback
 from pdlink.config.security import SecurityConfig, check_private, read_private, read_secrets
 from pdlink.config.timeouts import TimeoutConfig
-from pdlink.config.transport import SharingConfig, StagingConfig, TransportConfig
+from pdlink.config.transport import SharingConfig, TransportConfig
 from pdlink.config.up import UpConfig
 from pdlink.config.vllm import VllmConfig
 from pdlink.config.worker import WorkerConfig
@@ -42,7 +42,6 @@ __all__ = [
     "Section",
     "SecurityConfig",
     "SharingConfig",
-    "StagingConfig",
     "TimeoutConfig",
     "TransportConfig",
     "UpConfig",

@@ -38,17 +38,6 @@ class SharingConfig(Section):
         return self
 
 
-class StagingConfig(Section):
-    """How short runs are packed on their way; see `pdlink.transport.staging`."""
-
-    table: str | None = None
-    """File of measured lengths, made by `pdlink bench tune --write FILE`; None takes the package's own."""
-    tcp: int | None = Field(default=None, ge=0, le=131072)
-    """Runs shorter than this many bytes are packed over tcp, 0 packs none; None takes the table's."""
-    ucx: int | None = Field(default=None, ge=0, le=131072)
-    """The same over every lane of UCX."""
-
-
 class TransportConfig(Section):
     """How bytes travel."""
 
@@ -76,8 +65,9 @@ class TransportConfig(Section):
     """Connections of the tcp transport to each peer."""
     tcp_congestion: str | None = None
     """Congestion control of those ("cubic", "bbr", …); None takes cubic on one host, else the system's."""
-    staging: StagingConfig = StagingConfig()
-    """When short runs are packed."""
+    tcp_pack_below_nbytes: int = Field(default=1024, ge=0, le=131072)
+    """Shorter runs are packed on their way over tcp, 0 packs none: an entry of sendmsg and recvmsg costs 0.1 us. The
+    default was measured on two cores of an AMD EPYC; `pdlink bench tune` measures it here."""
     ucx_library: str | None = None
     """Path of libucp.so.0 to load instead of the one found; "off" runs without UCX."""
     verify: Literal["off", "sample", "all"] = "off"

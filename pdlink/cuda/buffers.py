@@ -2,17 +2,16 @@
 
 `DeviceBuffer` is a whole allocation of the driver, not a piece of torch's pool: only such a one can be exported, and
 UCX falls off its CUDA lane, silently and by orders of magnitude, for the virtual memory that torch's expandable
-segments are made of. Its export is a CUDA IPC handle, or where the GPU has those and one asks for it a fabric handle.
+segments are made of. Its export is a CUDA IPC handle.
 torch sees it through `__cuda_array_interface__`, without a copy.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
-from pdlink.cuda.fabric import FabricMemory
 from pdlink.cuda.numa import node_of, prefer_node
 from pdlink.memory.buffers import Buffer
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pdlink.cuda.driver import Device
+    from pdlink.memory.buffers import Event
 
 
 class Export(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -29,48 +29,58 @@ class Export(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """UUID of the GPU that holds the memory."""
     nbytes: int
     handle: bytes
-    fabric: bool = False
-    """The handle is a fabric handle, not one of CUDA IPC."""
+    """Of CUDA IPC."""
+    offset: int = 0
+    """Of the buffer's first byte in the allocation that the handle names."""
 
 
-class DeviceBuffer:
-    """A block of device memory. Whoever creates it closes it, after the transports it is registered with."""
+class DeviceMemory:
+    """What `pdlink.memory.buffers.AnyBuffer` asks for, of memory of a GPU."""
 
-    memory_type: ClassVar[str] = "cuda"
-
-    def __init__(self, device: Device, nbytes: int, *, fabric: bool = False) -> None:
-        """Allocate; the contents are undefined. Raises CudaFailure (CUDA_ERROR_OUT_OF_MEMORY, for one).
-
-        fabric: with a fabric handle instead of one of CUDA IPC; nbytes is rounded up to whole pages of the device.
-        """
-        if nbytes <= 0:
-            raise ValueError(f"nbytes must be positive, got {nbytes}")
-        self.device, self.nbytes = device, nbytes
-        self._fabric = FabricMemory.make(device, nbytes) if fabric else None
-        self.ptr = self._fabric.ptr if self._fabric else device.allocate(nbytes)
-        if self._fabric:
-            self.nbytes = self._fabric.nbytes
-        self._closed = False
+    kind: ClassVar[Literal["cuda"]] = "cuda"
+    device: Device
+    ptr: int
+    nbytes: int
 
     def export(self) -> Export:
-        """For a process on this host, or with a fabric handle in this NVLink domain. Raises CudaFailure."""
-        if self._fabric:
-            return Export(self.device.uuid, self.nbytes, self._fabric.export(), fabric=True)
-        return Export(self.device.uuid, self.nbytes, self.device.ipc_export(self.ptr))
+        """For a process on this host. Raises CudaFailure."""
+        raise NotImplementedError
+
+    def make_event(self) -> Event:
+        """As in the contract: torch's, so that it follows the stream that torch computes on."""
+        import torch
+
+        event: Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        return event
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """As uint8 [nbytes]: `torch.as_tensor(buffer, device="cuda")` is a view. It does not keep the buffer open."""
         return _as_bytes(self.ptr, self.nbytes)
 
+
+class DeviceBuffer(DeviceMemory):
+    """A block of device memory. Whoever creates it closes it, after the transports it is registered with."""
+
+    borrowed: ClassVar[bool] = False
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        """Allocate; the contents are undefined. Raises CudaFailure (CUDA_ERROR_OUT_OF_MEMORY, for one)."""
+        if nbytes <= 0:
+            raise ValueError(f"nbytes must be positive, got {nbytes}")
+        self.device, self.nbytes = device, nbytes
+        self.ptr = device.allocate(nbytes)
+        self._closed = False
+
+    def export(self) -> Export:
+        """For a process on this host. Raises CudaFailure."""
+        return Export(self.device.uuid, self.nbytes, self.device.ipc_export(self.ptr))
+
     def close(self) -> None:
         """Free it. Peers that have mapped it must be closed before. Safe to call twice."""
         if not self._closed:
             self._closed = True
-            if self._fabric:
-                self._fabric.close()
-            else:
-                self.device.free(self.ptr)
+            self.device.free(self.ptr)
 
     def __enter__(self) -> DeviceBuffer:
         return self
@@ -82,6 +92,28 @@ class DeviceBuffer:
 
     def __repr__(self) -> str:
         return f"DeviceBuffer({self.nbytes} bytes on {self.device.index}, {'closed' if self._closed else 'open'})"
+
+
+class BorrowedDeviceBuffer(DeviceMemory):
+    """Device memory that somebody else allocated, such as a torch tensor, as a buffer."""
+
+    borrowed: ClassVar[bool] = True
+
+    def __init__(self, device: Device, ptr: int, nbytes: int, owner: object) -> None:
+        """owner: kept, so that the memory stays. Opens the device. Raises CudaUnavailable, CudaFailure."""
+        self.device, self.ptr, self.nbytes = device, ptr, nbytes
+        self.device.open()
+        self._owner = owner
+
+    def export(self) -> Export:
+        """For a process on this host. Raises CudaFailure, for one where torch's expandable segments are switched on:
+        CUDA IPC shares only what `cuMemAlloc` has allocated."""
+        start, _ = self.device.extent(self.ptr)
+        return Export(self.device.uuid, self.nbytes, self.device.ipc_export(start), self.ptr - start)
+
+    def close(self) -> None:
+        """Release the device's context; the memory is not ours. Safe to call twice."""
+        self.device.close()
 
 
 class PeerBuffer:
@@ -96,15 +128,11 @@ class PeerBuffer:
         self.nbytes = export.nbytes
         self._device = device
         self._closed = False
-        self._fabric: FabricMemory | None = None
-        if export.fabric:
-            self._fabric = FabricMemory.open_handle(device, export.handle, export.nbytes)
-            self.ptr = self._fabric.ptr
-            return
-        self.ptr = device.ipc_open(export.handle)
+        self._mapped = device.ipc_open(export.handle)
+        self.ptr = self._mapped + export.offset
         try:
-            start, nbytes = device.extent(self.ptr)
-            if self.ptr + self.nbytes > start + nbytes:
+            start, nbytes = device.extent(self._mapped)
+            if export.offset < 0 or self.ptr + self.nbytes > start + nbytes:
                 raise ValueError(f"the peer's buffer is said to have {self.nbytes} bytes, it has {nbytes}")
         except BaseException:
             self.close()
@@ -119,10 +147,7 @@ class PeerBuffer:
         """Unmap. Nothing may be on its way there. Safe to call twice."""
         if not self._closed:
             self._closed = True
-            if self._fabric:
-                self._fabric.close()
-            else:
-                self._device.ipc_close(self.ptr)
+            self._device.ipc_close(self._mapped)
 
 
 class PinnedBuffer(Buffer):

@@ -166,12 +166,6 @@ class Device:
         self.driver.call("cuDeviceGetPCIBusId", text, c_int(len(text)), self._ordinal)
         return text.value.decode()
 
-    def attribute(self, number: int) -> int:
-        """A CUdevice_attribute."""
-        value = c_int()
-        self.driver.call("cuDeviceGetAttribute", byref(value), c_int(number), self._ordinal)
-        return value.value
-
     def memory(self) -> tuple[int, int]:
         """Free and total bytes."""
         free, total = c_size_t(), c_size_t()

@@ -20,24 +20,23 @@ any more which blocks somebody may still write to.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import threading
-from collections import deque
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from pdlink.config import SharingConfig
 from pdlink.endpoint.channel import Channel, Disconnected, Received, Refused
-from pdlink.endpoint.hashing import Hashing
-from pdlink.endpoint.link import now_s
-from pdlink.endpoint.peer import Peer, PeerState
+from pdlink.endpoint.clock import AwakeClock
+from pdlink.endpoint.peer import Local, PeerState
 from pdlink.endpoint.receiver import Receiver
 from pdlink.endpoint.sender import Sender
-from pdlink.endpoint.sessions import Sessions
+from pdlink.endpoint.sessions import Fenced, Lost, Sessions
 from pdlink.endpoint.tamper import SlowLink, TamperedChannel
-from pdlink.errors import ConfigError, PdlinkError, TransferFailed, TransportUnavailable
+from pdlink.endpoint.verifying import Verifier
+from pdlink.endpoint.work import Work
+from pdlink.errors import ConfigError, PdlinkError, TransportUnavailable
 from pdlink.events import HandlingFailed, emit
 from pdlink.protocol import auth, messages
 from pdlink.transport.base import BatchDone, PeerClosed, PeerFailed
@@ -47,26 +46,28 @@ if TYPE_CHECKING:
 
     from pdlink.config import ChaosConfig, TimeoutConfig
     from pdlink.endpoint.channel import Arrival
+    from pdlink.endpoint.clock import Clock
+    from pdlink.endpoint.peer import Peer
     from pdlink.endpoint.refusals import RefusedPeer
     from pdlink.memory.checksums import Checksums
-    from pdlink.protocol.messages import Body, Identity
+    from pdlink.protocol.messages import Identity
     from pdlink.transport.base import Occurrence, Transport
 
 log = logging.getLogger(__name__)
 
 _FLUSH_S = 0.0005
-"""What was said waits at most about this long for callbacks of the same turn; sending takes 0.02 ms. Were it all of
-them, the other side would have nothing to do for as long as they take, and then this one."""
+"""Send outgoing messages at least this often while callbacks run; sending takes 0.02 ms. Without it a long batch of
+callbacks would hold messages back and leave the peer, and then this worker, idle."""
 
 _READ_S = 0.005
-"""A turn takes frames for this long; what is left waits for the next one, after the clock and everybody else. One
-frame of a session may take longer: decoding the largest takes 35 ms."""
+"""A turn reads frames for this long; the rest waits for the next turn. A single frame may take longer: decoding the
+largest takes 35 ms."""
 
 _RETRY_S = 0.005
-"""How soon a frame is tried again that a full queue did not take."""
+"""How soon a frame is sent again that a full queue did not take."""
 
 _TELL_S = 1.0
-"""The log hears of a failure this often at most: a peer that causes many could fill the disk. All are counted."""
+"""Log a failure this often at most: a peer that causes many could fill the disk. All are counted."""
 
 
 class Endpoint:
@@ -86,7 +87,7 @@ class Endpoint:
         checksums: Checksums | None = None,
         chaos: ChaosConfig | None = None,
         channel: Channel | None = None,
-        clock: Callable[[], float] = now_s,
+        clock: Clock | None = None,
         on_death: Callable[[], None] = lambda: None,
         short_of_blocks: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -96,19 +97,15 @@ class Endpoint:
         credentials: who we are and whom we know; None has sessions with anybody who can reach the control port.
         short_of_blocks: whether requests of this worker wait for blocks.
         on_death: called in the endpoint's thread if its loop dies, which only a bug can do.
-        channel, clock: for whoever calls `turn` himself, without sockets and real time.
+        channel, clock: for a caller of `turn` that has no sockets and no real time.
         """
-        self.name = name
-        self.epoch = secrets.token_hex(8)
-        """Names this life of the worker: a restarted one, on the same port too, is somebody else."""
-        self.identity = identity
-        self.layout = identity.layout
-        self.checksums = checksums
-        self.lock = threading.RLock()
-        self.now_s = clock
-        self.hashing = Hashing(self.call)
-        self.address = ""
-        """Control address that peers dial; set by `open`."""
+        self.name, self.layout = name, identity.layout
+        self.local = Local(name, secrets.token_hex(8), identity, credentials)
+        self.work = Work()
+        self.lock = self.work.lock
+        self.clock = clock or AwakeClock(timeouts.heartbeat_s)  # the loop never waits longer than half of that
+        tokens = self.layout.block_tokens
+        self.verifier = Verifier(checksums, tokens, self.work.call) if checksums is not None else None
         self._transports = {transport.name: transport for transport in transports}
         for transport in transports:
             transport.guard(identity.layout)
@@ -117,20 +114,24 @@ class Endpoint:
         self._watched: dict[str, int] = {}
         """Descriptors of those in `_transports`, by name."""
         self._timeouts = timeouts
-        self.credentials = credentials
-        identified = f"{name}@{self.epoch}"
+        identified = f"{name}@{self.local.epoch}"
         faulty = chaos if chaos is not None and chaos.enabled else None
         self._slow = SlowLink(chaos.link_nbytes_per_s) if chaos is not None and chaos.link_nbytes_per_s else None
         self._channel = channel or (TamperedChannel(identified, name, faulty) if faulty else Channel(identified))
-        self.sender = Sender(self, timeouts, batch_timeout_s, sharing or SharingConfig(), self._short_of_blocks)
-        self.receiver = Receiver(self, timeouts)
-        self.sessions = Sessions(self, self._channel, self._transports, require_lane)
-        self._commands: deque[tuple[Callable[[], None], Callable[[str], None] | None]] = deque()
-        """Socket work asked for by other threads, with what it costs if it fails; run under the lock."""
-        self._callbacks: deque[Callable[[], None]] = deque()
-        self._wake_fd = -1
-        self._asleep = False
-        """Whether the loop waits, or is about to, and has to be woken for what was added since."""
+        work, clock = self.work, self.clock
+        self.sessions = Sessions(self.local, work, clock, self._channel, self._transports, require_lane)
+        self.receiver = Receiver(self.layout, work, clock, self.sessions, self.verifier, timeouts)
+        self.sender = Sender(
+            self.layout,
+            work,
+            clock,
+            self.sessions,
+            self.verifier,
+            timeouts,
+            batch_timeout_s,
+            sharing or SharingConfig(),
+            self._short_of_blocks,
+        )
         self._thread: threading.Thread | None = None
         self._stopping = False
         """No new sessions; the loop ends when those there were are fenced."""
@@ -142,8 +143,6 @@ class Endpoint:
         """Why the loop died; empty while it runs."""
         self.ticked_s = 0.0
         """When the loop last went round (time.monotonic): the local data path is healthy while this moves."""
-        self._turned_s, self._awake_s = clock(), 0.0
-        """When the last turn began, and how long the loop had been running then."""
         self.longest_absence_s = 0.0
         """Longest time for which the loop could not go round although it was its turn, since this was last taken."""
 
@@ -155,15 +154,17 @@ class Endpoint:
         Raises ConfigError if that cannot be, and what a transport raises that is not open; `close` closes them then.
         """
         try:
-            bound = self._channel.bind(host, port, self.credentials)
-            public_key = self.credentials.keys.public if self.credentials else ""
-            self.address = str(auth.ControlAddress(advertise_host or host, bound, public_key))
-            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._channel.watch(self._wake_fd)
+            credentials = self.local.credentials
+            bound = self._channel.bind(host, port, credentials)
+            public_key = credentials.keys.public if credentials else ""
+            self.local.address = str(auth.ControlAddress(advertise_host or host, bound, public_key))
+            self.work.open()
+            self._channel.watch(self.work.wake_fd)
             for name, transport in self._transports.items():
                 self._watched[name] = transport.fileno()
                 self._channel.watch(self._watched[name])
-            self.ticked_s = self._turned_s = self.now_s()
+            self.clock.turn()
+            self.ticked_s = self.clock.now_s()
             self._thread = threading.Thread(target=self._main, name=f"pdlink-endpoint-{self.name}", daemon=True)
             self._thread.start()
         except (OSError, RuntimeError, PdlinkError) as error:
@@ -188,42 +189,64 @@ class Endpoint:
         if thread is not None:
             self.leave()
             thread.join(timeout_s)
-        self.hashing.close()
+        if self.verifier is not None:
+            self.verifier.close()
         for transport in self._opened:
             transport.close()
         if thread is not None:
             with self.lock:
-                self._stopping = True
+                self._stop()
                 self.sessions.closing.clear()
-                self.wake()
+                self.work.wake()
             thread.join(timeout_s)
         self._transports.clear()  # native engines are freed now, not at the end of the interpreter
         self._opened.clear()
 
     def leave(self) -> None:
-        """End every session; the loop stops when the fences hold. For `close`, and for whoever calls `turn`."""
+        """End every session; the loop stops when the fences hold. For `close`, and for callers of `turn`."""
 
         def end() -> None:
             for peer in self.peers():
-                self.lose(peer, "shutdown")
+                self.sessions.lose(peer, "shutdown")
             self.sender.give_up("shutdown")
-            self._stopping = True
+            self._stop()
 
-        self.call(end)
+        self.work.call(end)
 
     def allow(self, allowed: auth.AllowList) -> None:
         """Replace the allow-list. Sessions whose key is not on the new one end; nobody else notices."""
 
         def exchange() -> None:
-            if self.credentials is None:
+            local = self.local
+            if local.credentials is None:
                 return
-            self.credentials = self._channel.credentials = replace(self.credentials, allowed=allowed)
+            local.credentials = self._channel.credentials = replace(local.credentials, allowed=allowed)
             self.sessions.greeter.refusals.forget_keys()
             for peer in self.peers():
                 if allowed.name_of(peer.public_key) is None:
-                    self.lose(peer, "its key was taken off the allow-list")
+                    self.sessions.lose(peer, "its key was taken off the allow-list")
 
-        self.call(exchange)
+        self.work.call(exchange)
+
+    @property
+    def address(self) -> str:
+        """Control address that peers dial; empty before `open`."""
+        return self.local.address
+
+    @property
+    def epoch(self) -> str:
+        """Names this life of the worker."""
+        return self.local.epoch
+
+    @property
+    def identity(self) -> Identity:
+        """What has to fit together with a peer's."""
+        return self.local.identity
+
+    @property
+    def credentials(self) -> auth.Credentials | None:
+        """Our keys and whom we know, as `allow` left them."""
+        return self.local.credentials
 
     @property
     def transports(self) -> list[Transport]:
@@ -258,39 +281,6 @@ class Endpoint:
         """Lost sessions whose fence does not hold yet."""
         return len(self.sessions.closing)
 
-    # -- Link: for sender and receiver, under the lock ---------------------------------------------------------------
-
-    def awake_s(self) -> float:
-        """A clock that stands still while the loop does: silence and leases are measured by it.
-
-        From one turn to the next it goes on by a heartbeat at most, which is twice as long as the loop ever waits.
-        What came during an absence waits to be read, so an absence says nothing about others.
-        """
-        return self._awake_s + min(self.now_s() - self._turned_s, self._timeouts.heartbeat_s)
-
-    def peer_at(self, address: str) -> Peer:
-        """The live session with the worker at this address; opens one if there is none.
-
-        Raises TransferFailed if that worker refused us a moment ago, and if this endpoint is leaving, closed or dead:
-        nobody would dial, and nobody would tell.
-        """
-        if self._stopping or self.failure:
-            raise TransferFailed(f"this worker's link is {'down: ' + self.failure if self.failure else 'closed'}")
-        return self.sessions.at(address)
-
-    def send(self, peer: Peer, body: Body) -> None:
-        """Send at the end of this turn, or keep until the handshake is done; messages to a lost peer vanish."""
-        self.sessions.send(peer, body)
-
-    def lose(self, peer: Peer, reason: str) -> None:
-        """End this session. Its transfers stop now, and end when the data connection is closed."""
-        self.sessions.lose(peer, reason)
-
-    def defer(self, callback: Callable[[], None]) -> None:
-        """Run in the endpoint's thread, without the lock, in order."""
-        self._callbacks.append(callback)
-        self.wake()
-
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
@@ -304,34 +294,37 @@ class Endpoint:
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """Close the sockets; nobody is to be woken any more."""
+        """Close the sockets."""
         with self.lock:
-            self._stopping, self._asleep = True, False
-            wake_fd, self._wake_fd = self._wake_fd, -1
+            self._stop()
         self._channel.close()
-        if wake_fd >= 0:
-            os.close(wake_fd)
+        self.work.close()
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self.sessions.refuses = f"this worker's link is {'down: ' + self.failure if self.failure else 'closed'}"
 
     def _loop(self) -> None:
-        returned_s = self.now_s()
+        returned_s = self.clock.now_s()
         while True:
             with self.lock:
-                self._asleep = not (self._commands or self._callbacks or self.sessions.unsent)
-                if self._asleep and self._stopping and not self.sessions.closing:
-                    self._asleep = False
+                work = self.work
+                work.asleep = not (work.commands or work.callbacks or self.sessions.unsent)
+                if work.asleep and self._stopping and not self.sessions.closing:
+                    work.asleep = False
                     return
-            polled_s = self.now_s()
-            wait_s = max(0.0, self._next_tick_s - polled_s) if self._asleep else 0.0
+            polled_s = self.clock.now_s()
+            wait_s = max(0.0, self._next_tick_s - polled_s) if work.asleep else 0.0
             if self.sessions.waiting:
                 wait_s = min(wait_s, _RETRY_S)
             absence_s = polled_s - returned_s
             arrived, ready = self._channel.poll(wait_s)
-            returned_s = self.now_s()
+            returned_s = self.clock.now_s()
             absence_s += max(0.0, returned_s - polled_s - wait_s)
             self.longest_absence_s = max(self.longest_absence_s, absence_s)
-            self._asleep = False
-            if self._wake_fd in ready:
-                os.eventfd_read(self._wake_fd)
+            work.asleep = False
+            if work.wake_fd in ready:
+                work.woken()
             self.turn(arrived)
 
     def turn(self, arrived: Iterable[Arrival]) -> None:
@@ -340,60 +333,87 @@ class Endpoint:
         arrived: taken one by one, no more of them once that has lasted `_READ_S`.
         """
         with self.lock:
-            self._awake_s, self._turned_s = self.awake_s(), self.now_s()
+            self.clock.turn()
+            until_s = self.clock.now_s() + _READ_S
             for item in arrived:
                 match item:
                     case Received():
-                        self._guarded("frame", partial(self.sessions.on_frame, item), partial(self._give_up, item))
+                        self._guarded("frame", partial(self._on_frame, item), partial(self._give_up, item))
                     case Disconnected():
                         self.sessions.on_disconnected(item)
                     case Refused():
                         self.sessions.greeter.turned_away(item)
-                if self.now_s() - self._turned_s >= _READ_S:
+                self._settle()
+                if self.clock.now_s() >= until_s:
                     break
             for transport in self.transports:
                 self._poll(transport)
-            until_s = self.now_s() + _READ_S
-            while self._commands:
-                command, cost = self._commands.popleft()
+            until_s = self.clock.now_s() + _READ_S
+            commands, callbacks = self.work.commands, self.work.callbacks
+            while commands:
+                command, cost = commands.popleft()
                 self._guarded("command", command, cost)
-                if self.now_s() >= until_s:  # dialing takes a millisecond; the others are run in the next turns
+                self._settle()
+                if self.clock.now_s() >= until_s:  # dialing takes a millisecond; the others are run in the next turns
                     break
-            self.ticked_s = self.now_s()
+            self.ticked_s = self.clock.now_s()
             if self.ticked_s >= self._next_tick_s:
                 self._tick(self.ticked_s)
                 self._next_tick_s = self.ticked_s + self._timeouts.heartbeat_s / 2
-        flush_s = self.now_s() + _FLUSH_S
-        while self._callbacks:
-            self._guarded("callback", self._callbacks.popleft())
-            if self.now_s() >= flush_s:
+        flush_s = self.clock.now_s() + _FLUSH_S
+        while callbacks:
+            self._guarded("callback", callbacks.popleft())
+            if self.clock.now_s() >= flush_s:
                 self._flush()
-                flush_s = self.now_s() + _FLUSH_S
+                flush_s = self.clock.now_s() + _FLUSH_S
         self._flush()  # last, so that what the worker says to what it has just heard leaves with it
 
     def _flush(self) -> None:
         with self.lock:
             while self.sessions.unsent:
                 peer, _ = self.sessions.unsent.popitem()
-                self._guarded("message", partial(self.sessions.flush, peer), partial(self.lose, peer))
+                self._guarded("message", partial(self.sessions.flush, peer), partial(self.sessions.lose, peer))
             self.sessions.send_waiting()
+            self._settle()
+
+    def _on_frame(self, item: Received) -> None:
+        for peer, body in self.sessions.on_frame(item):
+            self._half(peer).on_message(peer, body)
+
+    def _half(self, peer: Peer) -> Sender | Receiver:
+        return self.receiver if peer.dialed else self.sender
+
+    def _settle(self) -> None:
+        """Stop the transfers of sessions that were lost, and end those of sessions that are fenced.
+
+        Not guarded: if this fails, nobody knows any more which blocks a peer may still write to.
+        """
+        ended = self.sessions.ended
+        while ended:
+            match ended.popleft():
+                case Lost(peer, reason):
+                    self._half(peer).on_peer_lost(peer, reason)
+                case Fenced(peer):
+                    self._half(peer).on_fenced(peer)
 
     def _tick(self, now: float) -> None:
-        awake_s = self.awake_s()
+        awake_s = self.clock.awake_s()
         for peer in self.peers():
             if peer.state is PeerState.CONNECTING:
                 if awake_s - peer.since_s > self._timeouts.connect_s:
-                    self.lose(peer, f"no answer to the handshake within {self._timeouts.connect_s} s")
+                    self.sessions.lose(peer, f"no answer to the handshake within {self._timeouts.connect_s} s")
                 elif peer.dialed and peer.opened and now - peer.beat_s >= self._timeouts.heartbeat_s:
                     peer.beat_s = now
                     self.sessions.post(peer, messages.Heartbeat())  # shows a lost invitation by the gap before it
             elif awake_s - peer.heard_s > self._timeouts.peer_s:
-                self.lose(peer, f"silent for {self._timeouts.peer_s} s")
+                self.sessions.lose(peer, f"silent for {self._timeouts.peer_s} s")
             elif now - peer.beat_s >= self._timeouts.heartbeat_s:
                 peer.beat_s = now
-                self.send(peer, messages.Heartbeat())
+                self.sessions.send(peer, messages.Heartbeat())
+        self._settle()
         self.sender.tick(awake_s)
         self.receiver.tick(awake_s)
+        self._settle()
 
     def _short_of_blocks(self) -> bool:
         short = False
@@ -418,6 +438,7 @@ class Endpoint:
                 partial(self._on_occurrence, transport, occurrence),
                 partial(self._lose_by_key, occurrence.peer),
             )
+            self._settle()
 
     def _on_occurrence(self, transport: Transport, occurrence: Occurrence) -> None:
         match occurrence:
@@ -437,7 +458,7 @@ class Endpoint:
         except Exception as error:  # noqa: BLE001  see Blame, above
             reason = f"{what} could not be handled: {type(error).__name__}"
             self._num_failed += 1
-            now = self.now_s()
+            now = self.clock.now_s()
             if now - self._told_s >= _TELL_S:
                 self._told_s = now
                 log.exception("%s: a %s (%d failures so far)", self.name, reason, self._num_failed)
@@ -449,14 +470,14 @@ class Endpoint:
         """A frame could not be handled: end its session. Who has none hears so, if it said who it is."""
         peer = self.sessions.by_route.get(item.route)
         if peer is not None and peer.public_key == item.public_key:
-            self.lose(peer, reason)
+            self.sessions.lose(peer, reason)
         else:
             self._guarded("frame", partial(self.sessions.disown, item))
 
     def _lose_by_key(self, key: str, reason: str) -> None:
         peer = self.sessions.of_key(key)
         if peer is not None:
-            self.lose(peer, reason)
+            self.sessions.lose(peer, reason)
 
     def _give_up_transport(self, transport: Transport, reason: str) -> None:
         """It cannot be asked any more: close it and end its sessions; others go on over what is left.
@@ -471,24 +492,12 @@ class Endpoint:
         self._guarded("transport", transport.close)
         for peer in self.peers():
             if peer.transport is transport:
-                self._guarded("transport", partial(self.lose, peer, reason))
+                self._guarded("transport", partial(self.sessions.lose, peer, reason))
         last: list[Occurrence] = [] if self._slow is None else self._slow.all(transport.name)
         self._guarded("transport", lambda: last.extend(transport.poll()))
+        self._settle()
         for occurrence in last:
             self._on_occurrence(transport, occurrence)
+        self._settle()
         if not self._transports:
             raise TransportUnavailable(f"transport {transport.name} was the last one: {reason}")
-
-    # -- for whatever has to be done in the endpoint's thread --------------------------------------------------------
-
-    def call(self, command: Callable[[], None], cost: Callable[[str], None] | None = None) -> None:
-        """Run in the endpoint's thread, under the lock, in order; `cost(reason)` if it raises."""
-        with self.lock:
-            self._commands.append((command, cost))
-            self.wake()
-
-    def wake(self) -> None:
-        """Under the lock: let the loop go round once more."""
-        if self._asleep:
-            self._asleep = False
-            os.eventfd_write(self._wake_fd, 1)

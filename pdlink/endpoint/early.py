@@ -1,9 +1,9 @@
-"""What receivers said about transfers whose request has not come here yet: bounded in bytes, per peer and in all."""
+"""What receivers sent about transfers whose request has not come here yet: bounded in time, per peer and in all."""
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -16,16 +16,18 @@ if TYPE_CHECKING:
 
 MAX_NBYTES = 256 * 2**20
 MAX_PEER_NBYTES = 32 * 2**20
-"""Of one session: 32,000 transfers, or offers of 4 million blocks, which is 64 million tokens in blocks of 16. So one
-peer that promises too much is refused alone; it takes eight to use up what there is for all."""
+"""Of one session: 32,000 transfers, or offers of 4 million blocks, which is 64 million tokens in blocks of 16. So a
+peer that promises too much is refused alone; it takes eight such peers to use up the room of all."""
 ENTRY_NBYTES = 1024
-"""Of one transfer besides its blocks: the id of up to 128 characters, the entries here and in the table of leases."""
+"""Of one transfer besides its blocks: the id of up to 128 characters and the entries here."""
 _BLOCK_NBYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Early:
     peer: Peer
+    since_s: float
+    """When the receiver first showed interest."""
     _offer: Offer | None
     """Without its blocks."""
     _blocks: array[int]
@@ -33,7 +35,7 @@ class Early:
 
     @property
     def offer(self) -> Offer | None:
-        """None if the receiver said only that it will offer blocks."""
+        """None while the receiver has only announced that it will offer blocks."""
         return replace(self._offer, blocks=tuple(self._blocks)) if self._offer is not None else None
 
     @property
@@ -45,13 +47,20 @@ class Early:
         return ENTRY_NBYTES + _BLOCK_NBYTES * len(self._blocks)
 
 
+@dataclass(slots=True)
+class _Share:
+    """What one peer uses of the table."""
+
+    transfer_ids: dict[str, None] = field(default_factory=dict)
+    nbytes: int = 0
+
+
 class EarlyInterest:
-    """`Early` by transfer id."""
+    """`Early` by transfer id, the oldest first."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Early] = {}
-        self._of: dict[Peer, dict[str, None]] = {}
-        self._nbytes_of: dict[Peer, int] = {}
+        self._shares: dict[Peer, _Share] = {}
         self.nbytes = 0
         """Held in all entries."""
 
@@ -64,8 +73,8 @@ class EarlyInterest:
     def get(self, transfer_id: str) -> Early | None:
         return self._entries.get(transfer_id)
 
-    def put(self, transfer_id: str, peer: Peer, offer: Offer | None) -> str:
-        """Keep what this peer says, or the reason why not. It may add an offer to its own entry, not replace one."""
+    def put(self, transfer_id: str, peer: Peer, offer: Offer | None, now: float) -> str:
+        """Keep what this peer sent, or return why not. A peer may add an offer to its entry, but not replace one."""
         old = self._entries.get(transfer_id)
         if old is not None and old.peer is not peer:
             return "taken_by_another_receiver"
@@ -73,13 +82,17 @@ class EarlyInterest:
             return ""
         num_blocks = len(offer.blocks) if offer is not None else 0
         added = ENTRY_NBYTES + _BLOCK_NBYTES * num_blocks - (old.nbytes if old is not None else 0)
-        of_peer = self._nbytes_of.get(peer, 0) + added
-        if of_peer > MAX_PEER_NBYTES or self.nbytes + added > MAX_NBYTES:
+        used = self._shares[peer].nbytes if peer in self._shares else 0
+        if used + added > MAX_PEER_NBYTES or self.nbytes + added > MAX_NBYTES:
             return "too_many_early_offers"
         blocks = array("q", offer.blocks if offer is not None else ())
-        self._entries[transfer_id] = Early(peer, replace(offer, blocks=()) if offer is not None else None, blocks)
-        self._of.setdefault(peer, {})[transfer_id] = None
-        self._nbytes_of[peer] = of_peer
+        since_s = old.since_s if old is not None else now
+        self._entries[transfer_id] = Early(
+            peer, since_s, replace(offer, blocks=()) if offer is not None else None, blocks
+        )
+        share = self._shares.setdefault(peer, _Share())
+        share.transfer_ids[transfer_id] = None
+        share.nbytes += added
         self.nbytes += added
         return ""
 
@@ -87,14 +100,23 @@ class EarlyInterest:
         """Forget it; None if there is nothing."""
         early = self._entries.pop(transfer_id, None)
         if early is not None:
-            peer = early.peer
+            share = self._shares[early.peer]
             self.nbytes -= early.nbytes
-            self._nbytes_of[peer] -= early.nbytes
-            del self._of[peer][transfer_id]
-            if not self._of[peer]:
-                del self._of[peer], self._nbytes_of[peer]
+            share.nbytes -= early.nbytes
+            del share.transfer_ids[transfer_id]
+            if not share.transfer_ids:
+                del self._shares[early.peer]
         return early
 
     def of(self, peer: Peer) -> list[str]:
-        """Transfer ids this peer spoke about."""
-        return list(self._of.get(peer, ()))
+        """Transfer ids this peer sent something about."""
+        return list(self._shares[peer].transfer_ids) if peer in self._shares else []
+
+    def older_than(self, since_s: float) -> list[str]:
+        """Transfer ids that have been here since then, or longer."""
+        found = []
+        for transfer_id, early in self._entries.items():
+            if early.since_s > since_s:
+                break
+            found.append(transfer_id)
+        return found

@@ -20,8 +20,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from pdlink.endpoint.channel import Refused
-from pdlink.endpoint.link import printable
-from pdlink.endpoint.peer import Peer, PeerState
+from pdlink.endpoint.peer import Peer, PeerState, printable
 from pdlink.endpoint.refusals import Refusals
 from pdlink.errors import HandshakeRefused, LayoutMismatch, PdlinkError, TransportFailure
 from pdlink.events import MessageDropped, PeerChanged, emit
@@ -32,7 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pdlink.endpoint.channel import Received
-    from pdlink.endpoint.sessions import Owner, Sessions
+    from pdlink.endpoint.clock import Clock
+    from pdlink.endpoint.peer import Local
+    from pdlink.endpoint.sessions import Sessions
     from pdlink.protocol.messages import Envelope
     from pdlink.transport.base import Transport
 
@@ -49,13 +50,18 @@ class Greeter:
     """Answers the handshake's messages for one endpoint."""
 
     def __init__(
-        self, sessions: Sessions, owner: Owner, transports: Mapping[str, Transport], require_lane: str | None
+        self,
+        sessions: Sessions,
+        local: Local,
+        clock: Clock,
+        transports: Mapping[str, Transport],
+        require_lane: str | None,
     ) -> None:
         """transports: by name, the preferred one first. require_lane: how bytes must travel, if they must."""
-        self._sessions, self._owner = sessions, owner
+        self._sessions, self._local, self._clock = sessions, local, clock
         self._transports = transports
         self._require_lane = require_lane
-        self.refusals = Refusals(owner.name, owner.now_s)
+        self.refusals = Refusals(local.name, clock.now_s)
         self._unusable: OrderedDict[tuple[str, str], set[str]] = OrderedDict()
         """Transports that did not connect, by name and epoch of the dialer: a restart may cure it."""
         self._num_turned_away = 0
@@ -63,12 +69,13 @@ class Greeter:
 
     def hello(self) -> messages.Hello:
         """The first word of a dialer."""
-        owner = self._owner
-        return messages.Hello(owner.name, owner.identity, tuple(self._transports), owner.address.partition("?")[0])
+        local = self._local
+        names = tuple(name for name, transport in self._transports.items() if not transport.no_invitations)
+        return messages.Hello(local.name, local.identity, names, local.address.partition("?")[0])
 
     def on_hello(self, item: Received, envelope: Envelope, hello: messages.Hello) -> None:
         """The listener's half: same factors, a common transport, a plan between the layouts; then Welcome."""
-        sessions, owner, now = self._sessions, self._owner, self._owner.awake_s()
+        sessions, local, now = self._sessions, self._local, self._clock.awake_s()
         number, key = sessions.next_number(), item.public_key
         peer = Peer(number, item.route, envelope.session, dialed=False, since_s=now, heard_s=now, public_key=key)
         peer.introduce(printable(hello.name, 64), envelope.src_epoch, hello.identity)
@@ -77,7 +84,7 @@ class Greeter:
         if not auth.is_worker_name(hello.name):
             self._refuse(peer, HandshakeRefused("name", auth.NAME_RULE, peer.name))
             return
-        not_theirs = auth.name_problem(owner.credentials, item.public_key, hello.name)
+        not_theirs = auth.name_problem(local.credentials, item.public_key, hello.name)
         if not_theirs is not None:  # before anything is done in that name
             self.turned_away(Refused(f"the key of {not_theirs[0]} came with the name {hello.name!r}"))
             self._refuse(peer, HandshakeRefused(auth.NAME_FACTOR, *not_theirs))
@@ -93,7 +100,7 @@ class Greeter:
         if sum(old.state is PeerState.CONNECTING for old in accepted) >= MAX_HANDSHAKES:
             emit(MessageDropped(reason="too_many_handshakes"))
             return
-        ours = owner.identity
+        ours = local.identity
         try:
             handshake.compare(ours, hello.identity)
             peer.untried = self._choice(peer, hello)
@@ -113,7 +120,7 @@ class Greeter:
     def _choice(self, peer: Peer, hello: messages.Hello) -> list[str]:
         """Transports for this session, the first one to be tried first. Raises HandshakeRefused if there is none."""
         reach = {name: transport.same_host_only for name, transport in self._transports.items()}
-        same_host = self._owner.identity.host == hello.identity.host
+        same_host = self._local.identity.host == hello.identity.host
         common = handshake.common_transports(hello.transports, reach, same_host=same_host)
         unusable = self._unusable.get((peer.name, peer.epoch), set())
         return [name for name in common if name not in unusable] or common
@@ -122,7 +129,7 @@ class Greeter:
         """Let the dialer open its pages to the next transport."""
         name = peer.untried.pop(0)
         peer.transport = self._transports[name]
-        self._sessions.post(peer, messages.Welcome(self._owner.name, self._owner.identity, name))
+        self._sessions.post(peer, messages.Welcome(self._local.name, self._local.identity, name))
 
     def _check_name_is_free(self, peer: Peer, namesakes: Sequence[Peer]) -> None:
         """A restarted worker takes the place of its former life. Raises HandshakeRefused while another one lives.
@@ -163,14 +170,14 @@ class Greeter:
 
     def _meet(self, peer: Peer, envelope: Envelope, welcome: messages.Welcome) -> None:
         """Now we know who it is that we dialed. Raises HandshakeRefused if we do not fit."""
-        owner = self._owner
+        local = self._local
         peer.introduce(printable(welcome.name, 64), envelope.src_epoch, welcome.identity)
         if not auth.is_worker_name(welcome.name):
             raise HandshakeRefused("name", auth.NAME_RULE, peer.name)
-        not_theirs = auth.name_problem(owner.credentials, peer.public_key, welcome.name)
+        not_theirs = auth.name_problem(local.credentials, peer.public_key, welcome.name)
         if not_theirs is not None:
             raise HandshakeRefused(auth.NAME_FACTOR, *not_theirs)
-        handshake.compare(owner.identity, welcome.identity)
+        handshake.compare(local.identity, welcome.identity)
 
     def on_invite(self, peer: Peer, invite: messages.Invite) -> None:
         """The listener may write into the dialer's pages now."""
@@ -221,7 +228,7 @@ class Greeter:
             self._unusable.popitem(last=False)
         log.warning(
             "%s: no %s to %s, which falls back on %s: %s",
-            self._owner.name,
+            self._local.name,
             failed.name,
             peer.name,
             peer.untried[0],
@@ -241,7 +248,7 @@ class Greeter:
 
     def on_key_refused(self, peer: Peer, reason: str) -> None:
         """The connection that we dialed was not let in."""
-        credentials = self._owner.credentials
+        credentials = self._local.credentials
         ours = credentials.keys.public if credentials else "none"
         self._end(peer, "", HandshakeRefused(auth.KEY_FACTOR, ours, f"{peer.address}: {reason}"))
 
@@ -254,13 +261,13 @@ class Greeter:
                 auth.KEY_FACTOR, "not on the allow-list", f"{item.public_key} from {item.host}"
             )
             self.refusals.of_dialer(item.public_key, "", refusal, told=True)
-        now = self._owner.now_s()
+        now = self._clock.now_s()
         if now - self._told_s >= 1.0:
             self._told_s = now
             where = f" from {item.host}" if item.host else ""
             log.warning(
                 "%s: turned away a connection%s: %s (%d so far)",
-                self._owner.name,
+                self._local.name,
                 where,
                 item.reason,
                 self._num_turned_away,
@@ -273,7 +280,7 @@ class Greeter:
 
     def _end(self, peer: Peer, name: str, refusal: HandshakeRefused) -> None:
         """Remember that this peer and we do not fit, and end its session. name: what it calls itself."""
-        credentials = self._owner.credentials
+        credentials = self._local.credentials
         if credentials is not None and auth.name_problem(credentials, peer.public_key, name) is not None:
             name = credentials.allowed.name_of(peer.public_key) or ""
         if peer.dialed:

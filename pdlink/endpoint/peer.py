@@ -1,4 +1,4 @@
-"""Everything known about one remote worker in one session, in one object: forgetting a peer is dropping this."""
+"""The two ends of a session: `Local`, who this worker is, and `Peer`, all that is known of the other one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,26 @@ from pdlink.protocol.messages import Bye, Offer, Refuse
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdlink.endpoint.order import Flow
+    from pdlink.endpoint.pushing import Job
     from pdlink.kv.plan import Template
+    from pdlink.protocol.auth import Credentials
     from pdlink.protocol.messages import Body, Envelope, Identity
     from pdlink.transport.base import Transport
+
+
+@dataclass(slots=True)
+class Local:
+    """Who this worker is, as its peers see it."""
+
+    name: str
+    epoch: str
+    """Names this life of the worker: a restarted worker, on the same port too, is another peer."""
+    identity: Identity
+    credentials: Credentials | None
+    """Our keys and whom we know; None has sessions with everybody who can reach the control port."""
+    address: str = ""
+    """Control address that peers dial, with the key; empty until the port is bound."""
 
 
 class PeerState(enum.Enum):
@@ -27,7 +44,8 @@ class PeerState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One session. A restarted worker, or a second connection to the same one, is another `Peer`."""
+    """One session, in one object: forgetting it is dropping this. A restarted worker, or a second connection to the
+    same one, is another `Peer`."""
 
     number: int
     """Of this session among all of this endpoint's, dialed and accepted."""
@@ -37,7 +55,7 @@ class Peer:
     """True on the side that opened the connection, which receives KV; False on the side that sends it."""
     since_s: float
     heard_s: float
-    """When the last frame came; both on the clock of an awake loop (`Endpoint.awake_s`)."""
+    """When the last frame came, which renews the leases of this peer; both times are of `Clock.awake_s`."""
     beat_s: float = 0.0
     """When we last sent a heartbeat."""
     address: str = ""
@@ -53,7 +71,7 @@ class Peer:
     state: PeerState = PeerState.CONNECTING
     identity: Identity | None = None
     transport: Transport | None = None
-    """Carries the bytes of this session; None until chosen, and again after the fence."""
+    """Carries the bytes of this session; None until chosen."""
     untried: list[str] = field(default_factory=list)
     """Transports left to choose from, should this one not connect; on the side that was dialed."""
     tried: set[str] = field(default_factory=set)
@@ -75,8 +93,8 @@ class Peer:
     """Frames of this session that we sent: the number of our next one."""
     num_taken: int = 0
     """Frames of theirs that we took: the number that their next one must have."""
-    transfers: set[str] = field(default_factory=set)
-    """Live transfers with this peer."""
+    flow: Flow[Job] | None = None
+    """What goes to it, in the order of its transport; only on the sending side, from its first push on."""
 
     def introduce(self, name: str, epoch: str, identity: Identity) -> None:
         """Now it is known who this is."""
@@ -121,7 +139,13 @@ class Peer:
                     self.transport.open_blocks(self.key, body.blocks)
 
     def __repr__(self) -> str:
-        return f"Peer({self.key or self.address}, {self.state.value}, {len(self.transfers)} transfers)"
+        return f"Peer({self.key or self.address}, {self.state.value})"
+
+
+def printable(text: str, max_chars: int) -> str:
+    """A peer's words for a log or a report: one line without control characters, cut."""
+    text = text[:max_chars]
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 def ends_session(envelope: Envelope) -> bool:

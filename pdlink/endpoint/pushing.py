@@ -1,34 +1,33 @@
-"""`Pushes`: makes parts of pushes, hands them to transports in the order of `Order`, and puts their ends together.
+"""`Pusher`: cuts pushes into parts, hands these to one transport in the order of `Order`, and joins their reports.
 
-A push (one layer of some tokens) that is large beside the transport's window goes in several parts; small ones that
-may go at the same moment share one, because each costs a native call and a wake-up. A push has landed when all its
-parts have. Only parts that fit into the window are handed over, so what a transfer that is stopped still has waiting
-is taken back at once: it never was in flight.
+A push (one layer of some tokens) that is large beside the transport's window goes in several parts. Small pushes that
+may go at the same moment share a part, because each part costs a native call and a wake-up. A push has landed when
+all its parts have. Only parts that fit into the window are handed over, so what a stopped transfer has waiting is
+taken back at once: it never was in flight.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdlink.endpoint.order import Order, Part
-from pdlink.errors import PdlinkError, TransportFailure
+from pdlink.errors import PdlinkError
 from pdlink.events import HandlingFailed, emit
-from pdlink.kv.plan import Plan, bind
+from pdlink.kv.plan import bind
 from pdlink.transport.base import BatchDone, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pdlink.config import SharingConfig
-    from pdlink.endpoint.link import Link
+    from pdlink.endpoint.outgoing import Outgoing
     from pdlink.endpoint.peer import Peer
     from pdlink.kv.layout import Piece
-    from pdlink.kv.plan import Template
+    from pdlink.kv.plan import Plan, Template
     from pdlink.protocol.actions import Push
-    from pdlink.protocol.sending import Sending
     from pdlink.transport.base import Transport
 
 log = logging.getLogger(__name__)
@@ -42,19 +41,18 @@ over, up to 0.05 ms, is little (measured, 2 cores)."""
 class Flight:
     """One push on its way."""
 
-    peer: Peer
-    machine: Sending
+    transfer: Outgoing
     push: Push
     asked_s: float
     """When the machine asked for it."""
     left: int = 0
-    """Parts that wait or are in flight. One that was lost counts for ever: only a fence ends it."""
+    """Parts that wait or are in flight. A lost part counts for ever: only a fence ends it."""
     submitted_s: float = 0.0
     """When its first part was handed to the transport."""
     nbytes: int = 0
     """Of the parts that have landed."""
     whole: bool = True
-    """False once waiting parts of it were dropped."""
+    """False once a waiting part of it was taken back."""
 
 
 class _Slice(NamedTuple):
@@ -66,128 +64,95 @@ class _Slice(NamedTuple):
     nbytes: int
 
 
-_Job = list[_Slice]
-"""A part: one slice of a large push, or several small pushes of one transfer."""
+Job = list[_Slice]
+"""What is in a part: one slice of a large push, or several small pushes of one transfer."""
 
 
-@dataclass(slots=True, eq=False)
-class _Route:
-    """What the pushes of one transfer have in common."""
+class NotSent(NamedTuple):
+    """A part that cannot be handed to the transport."""
 
-    order: Order[_Job]
-    plans: dict[tuple[int, int], Plan] = field(default_factory=dict)
-    """Byte runs by token range: every layer of a chunk uses the same."""
+    flights: list[Flight]
+    error: Exception
+    in_flight: bool
+    """False if there is no plan for it, so that nothing of it can have left."""
 
 
-class Pushes:
-    """Every push of this worker. Used under the endpoint's lock."""
+class Pusher:
+    """Every push over one transport. Used under the endpoint's lock."""
 
     def __init__(
-        self,
-        link: Link,
-        sharing: SharingConfig,
-        batch_timeout_s: float,
-        on_refused: Callable[[Sequence[Flight], Exception], None],
-        on_impossible: Callable[[Sequence[Flight], Exception], None],
+        self, transport: Transport, sharing: SharingConfig, batch_timeout_s: float, now_s: Callable[[], float]
     ) -> None:
-        """on_refused: a part of these flights of one transfer cannot be handed over; the peer is unusable.
-
-        on_impossible: there is no plan for a part of these flights, so it never was in flight; their transfer fails.
-
-        batch_timeout_s: counts from when a part is handed over, not from when it began to wait.
-        """
-        self._link = link
-        self._token_nbytes = link.layout.token_nbytes  # a sum over all layers
-        self._sharing = sharing
-        self._batch_timeout_s = batch_timeout_s
-        self._on_refused, self._on_impossible = on_refused, on_impossible
-        self._orders: dict[str, Order[_Job]] = {}
-        """By transport name."""
-        self._routes: dict[str, _Route] = {}
-        """By transfer id."""
-        self._in_flight: dict[tuple[str, int], Part[_Job]] = {}
-        """By transport name and ticket."""
+        """batch_timeout_s: counts from when a part is handed over, not from when it began to wait."""
+        self._transport, self._sharing = transport, sharing
+        self._batch_timeout_s, self._now_s = batch_timeout_s, now_s
+        self.order: Order[Job] = Order(sharing)
+        self._in_flight: dict[int, Part[Job]] = {}
+        """By ticket."""
 
     def __len__(self) -> int:
         return len(self._in_flight)
 
-    @property
-    def nbytes(self) -> dict[str, int]:
-        """Bytes that `wait` here for their turn, and those `in_flight`."""
-        return {
-            "waiting": sum(order.waiting_nbytes for order in self._orders.values()),
-            "in_flight": sum(order.in_flight_nbytes for order in self._orders.values()),
-        }
-
-    def add(self, peer: Peer, machine: Sending, pushes: Sequence[Push]) -> None:
-        """Let these pushes go as soon as it is their turn, which normally is at once."""
-        now_s = self._link.now_s()
-        flights = [Flight(peer, machine, push, now_s) for push in pushes]
-        if peer.transport is None or peer.template is None or machine.offered is None:
-            self._on_refused(flights, TransportFailure(f"no data connection to {peer.name}"))
-            return
-        name, transfer_id = peer.transport.name, machine.transfer_id
-        route = self._routes.get(transfer_id)
-        if route is None:
-            order = self._orders.get(name) or self._orders.setdefault(name, Order(self._sharing))
-            route = self._routes[transfer_id] = _Route(order)
-        total_nbytes = (machine.offered.end - machine.offered.start) * self._token_nbytes
+    def add(self, transfer: Outgoing, peer: Peer, pushes: Sequence[Push]) -> None:
+        """Let these pushes of one transfer go when it is their turn. Call `release` afterwards."""
+        assert peer.template is not None
+        now_s = self._now_s()
+        flights = [Flight(transfer, push, now_s) for push in pushes]
+        backlog = transfer.backlog
+        if backlog is None:
+            if peer.flow is None:
+                peer.flow = self.order.flow()
+            offer, token_nbytes = pushes[0].offer, peer.template.src.token_nbytes
+            backlog = transfer.backlog = self.order.backlog(peer.flow, (offer.end - offer.start) * token_nbytes)
         for nbytes, job in self._jobs(peer.template, flights):
-            route.order.add(Part(transfer_id, peer.key, nbytes, job), total_nbytes)
-        self._release(route.order)
+            self.order.add(Part(backlog, nbytes, job))
 
-    def ended(self, transport: Transport, done: BatchDone) -> list[Flight]:
-        """The flights that a batch was part of; those that it was the last part of have nothing `left`.
+    def release(self) -> Iterator[NotSent]:
+        """Hand over what has room; yields what cannot be. Call after `add` and `ended`, and periodically."""
+        while (part := self.order.next(self._now_s())) is not None:
+            not_sent = self._submit(part)
+            if not_sent is not None:
+                yield not_sent
 
-        All of one transfer; none if the batch is not ours. Call `release` afterwards: there may be room now.
+    def ended(self, done: BatchDone) -> list[Flight]:
+        """The flights that a batch was part of, all of one transfer; those that have ended have nothing `left`.
+
+        None if the batch is not ours. Call `release` afterwards: there may be room now.
         """
-        part = self._in_flight.pop((transport.name, done.ticket), None)
+        part = self._in_flight.pop(done.ticket, None)
         if part is None:
             return []
-        self._orders[transport.name].ended(part, self._link.now_s())
+        self.order.ended(part, self._now_s())
         if done.status is Status.OK:
             for flight, _, _, nbytes in part.job:
                 flight.left -= 1
                 flight.nbytes += nbytes
         return [piece.flight for piece in part.job]
 
-    def release(self) -> None:
-        """Hand over what has room."""
-        for order in self._orders.values():
-            self._release(order)
-
-    def drop(self, transfer_id: str) -> list[int]:
+    def take_back(self, transfer: Outgoing) -> list[int]:
         """Take back what a transfer has waiting, and forget its blocks. Returns the pushes that are over by that.
 
-        Those that have parts in flight end with these, not `whole`.
+        Those with parts in flight end with these, not `whole`.
         """
-        route = self._routes.pop(transfer_id, None)
-        if route is None:
+        if transfer.backlog is None:
             return []
         flights = []
-        for part in route.order.drop(transfer_id):
+        for part in self.order.drop(transfer.backlog):
             for flight, _, _, _ in part.job:
                 flight.left -= 1
                 flight.whole = False
                 flights.append(flight)
+        transfer.backlog = None
+        transfer.plans.clear()
         return list(dict.fromkeys(flight.push.push_id for flight in flights if not flight.left))
-
-    def forget(self, peer: Peer) -> None:
-        """This session is fenced: nothing of it waits or is in flight."""
-        for order in self._orders.values():
-            order.forget(peer.key)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _release(self, order: Order[_Job]) -> None:
-        while (part := order.next(self._link.now_s())) is not None:
-            self._submit(order, part)
-
-    def _jobs(self, template: Template, flights: Sequence[Flight]) -> list[tuple[int, _Job]]:
+    def _jobs(self, template: Template, flights: Sequence[Flight]) -> list[tuple[int, Job]]:
         """Cut what is large, put together what is small; each with its bytes."""
         most_nbytes = min(SHARED_NBYTES, self._sharing.part_nbytes)
-        jobs: list[tuple[int, _Job]] = []
-        shared: _Job = []
+        jobs: list[tuple[int, Job]] = []
+        shared: Job = []
         shared_nbytes = 0
         for flight in flights:
             push = flight.push
@@ -211,51 +176,44 @@ class Pushes:
             jobs.append((shared_nbytes, shared))
         return jobs
 
-    def _submit(self, order: Order[_Job], part: Part[_Job]) -> None:
-        first = part.job[0].flight
-        transport = first.peer.transport
+    def _submit(self, part: Part[Job]) -> NotSent | None:
+        transfer, first = part.job[0].flight.transfer, part.job[0].flight.push
+        peer = transfer.peer
+        assert peer is not None
         in_flight = False
         try:
-            if transport is None:
-                raise TransportFailure(f"no data connection to {first.peer.name}")
-            plans = self._routes[part.transfer_id].plans
+            assert peer.template is not None
             pieces: list[Piece] = []
             for flight, start, end, _ in part.job:
-                plan = plans.get((start, end)) or self._bind(flight, start, end)
+                plan = transfer.plans.get((start, end))
+                if plan is None:
+                    plan = transfer.plans[start, end] = plan_of(peer.template, flight.push, start, end)
                 pieces.extend(plan.pieces(flight.push.layer))
             in_flight = True
-            ticket = transport.submit(part.peer, pieces, self._batch_timeout_s)
+            ticket = self._transport.submit(peer.key, pieces, self._batch_timeout_s)
         except Exception as error:  # noqa: BLE001  a peer's numbers, in the engine's thread: they cost no more than it
-            order.ended(part, self._link.now_s())
+            self.order.ended(part, self._now_s())
             if not isinstance(error, PdlinkError | ValueError):
                 emit(HandlingFailed(what="push", error=f"{type(error).__name__}: {error}"))
-            log.warning("transfer %s: cannot push layer %d: %s", part.transfer_id, first.push.layer, error)
+            log.warning("transfer %s: cannot push layer %d: %s", transfer.transfer_id, first.layer, error)
             flights = [piece.flight for piece in part.job]
-            if in_flight or transport is None:
-                self._on_refused(flights, error)
-            else:
+            if not in_flight:
                 for flight in flights:
                     flight.left -= 1
                     flight.whole = False
-                self._on_impossible(flights, error)
-            return
-        self._in_flight[transport.name, ticket] = part
-        now_s = self._link.now_s()
+            return NotSent(flights, error, in_flight)
+        self._in_flight[ticket] = part
+        now_s = self._now_s()
         for flight, _, _, _ in part.job:
             flight.submitted_s = flight.submitted_s or now_s
+        return None
 
-    def _bind(self, flight: Flight, start: int, end: int) -> Plan:
-        peer, machine = flight.peer, flight.machine
-        assert peer.template is not None
-        assert machine.offered is not None
-        assert machine.blocks is not None
-        src_tokens, dst_tokens = peer.template.src.block_tokens, peer.template.dst.block_tokens
-        first_dst = start // dst_tokens - machine.offered.start // dst_tokens
-        plan = bind(
-            peer.template, machine.blocks[start // src_tokens :], machine.offered.blocks[first_dst:], start, end
-        )
-        self._routes[machine.transfer_id].plans[start, end] = plan
-        return plan
+
+def plan_of(template: Template, push: Push, start: int, end: int) -> Plan:
+    """Byte runs of tokens [start, end) of a push."""
+    src_tokens, dst_tokens = template.src.block_tokens, template.dst.block_tokens
+    first_dst = start // dst_tokens - push.offer.start // dst_tokens
+    return bind(template, push.blocks[start // src_tokens :], push.offer.blocks[first_dst:], start, end)
 
 
 def cut(start: int, end: int, token_nbytes: int, block_tokens: int, part_nbytes: int) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdlink.endpoint.link import printable
+from pdlink.endpoint.peer import printable
 from pdlink.errors import HandshakeRefused, TransferFailed
 from pdlink.protocol import auth, handshake
 

@@ -1,35 +1,39 @@
-"""`Sessions`: whom this worker talks to, from the first word to the fence; and the frames between.
+"""`Sessions`: the peers of this worker, from the first frame to the fence, and the frames between.
 
-A session is a `Peer`. One that we dial is here from the moment somebody asks for it, an accepted one from its hello.
-It ends by `lose`, whatever the reason: its transfers stop at once, the transport closes the data connection, and when
-that is fenced its transfers end, too.
+A session is a `Peer`. One that we dial begins when somebody asks for it, an accepted one with its hello. It ends by
+`lose`, whatever the reason: its transfers stop, the transport closes the data connection, and once that is fenced its
+transfers end.
 
-What is to be said to a peer during one turn of the loop leaves at its end as one frame. Frames of a session are
-numbered: a repeated one is dropped, a gap ends the session, so that nothing waits for a message that was lost.
+This module knows no transfers. `on_frame` yields the messages about them, and `ended` holds the sessions that were
+lost or fenced, for the driver to act upon.
+
+Messages to a peer during one turn of the loop leave at its end as one frame. Frames of a session are numbered: a
+repeated frame is dropped, a gap ends the session, so nothing waits for a lost message.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Protocol
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdlink.endpoint.channel import QueueFull
 from pdlink.endpoint.greeting import Greeter
-from pdlink.endpoint.link import printable
-from pdlink.endpoint.peer import Peer, PeerState, ends_session
+from pdlink.endpoint.peer import Peer, PeerState, ends_session, printable
 from pdlink.errors import ConfigError, ProtocolError, TransferFailed, TransportFailure
 from pdlink.events import MessageDropped, PeerChanged, emit
 from pdlink.protocol import auth, messages
 from pdlink.protocol.messages import MAX_HELLO_NBYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterator, Mapping
 
     from pdlink.endpoint.channel import Channel, Disconnected, Received
-    from pdlink.endpoint.receiver import Receiver
-    from pdlink.endpoint.sender import Sender
-    from pdlink.protocol.messages import Body, Envelope, Identity
+    from pdlink.endpoint.clock import Clock
+    from pdlink.endpoint.peer import Local
+    from pdlink.endpoint.work import Work
+    from pdlink.protocol.messages import Body, Envelope
     from pdlink.transport.base import Transport
 
 log = logging.getLogger(__name__)
@@ -46,49 +50,49 @@ _ABOUT_THE_SESSION = (
 
 
 MAX_DIALS = 500
-"""Workers that we have called and that have not answered: who may name workers in requests cannot make us call any
-number at once."""
+"""Workers that we dialed and that have not answered yet: a client that names workers in requests cannot make us dial
+any number at once."""
 
 MAX_QUEUED_NBYTES = 256 * 2**20
 MAX_PEER_QUEUED_NBYTES = 16 * 2**20
-"""Of frames that wait for one peer, and for all, to read what was sent before: that peer is lost, or of all the one
-for which most waits. In libzmq wait 16 frames more of each, of `_FRAME_NBYTES` but for single long messages."""
+"""Back-pressure: bytes of frames that wait for one peer, and for all, to read what was sent before. Beyond it the
+session of the slow consumer ends; of all, the one for which most waits. libzmq holds 16 frames more of each."""
 _FRAME_NBYTES = 64 * 2**10
-"""Of what is said together: longer frames are sent in several."""
+"""Messages that leave together are split into frames of this size, but for single long ones."""
 
 
-class Owner(Protocol):
-    """The endpoint, as its sessions see it."""
+class Lost(NamedTuple):
+    """This session is over: stop its transfers."""
 
-    name: str
-    epoch: str
-    address: str
-    """Control address, with the key."""
-    identity: Identity
-    credentials: auth.Credentials | None
-    sender: Sender
-    receiver: Receiver
-    now_s: Callable[[], float]
+    peer: Peer
+    reason: str
 
-    def awake_s(self) -> float:
-        """See `Link.awake_s`."""
 
-    def call(self, command: Callable[[], None], cost: Callable[[str], None] | None = None) -> None:
-        """Run in the endpoint's thread, under the lock, in order; `cost(reason)` if it raises."""
+class Fenced(NamedTuple):
+    """The data connection of a lost session is closed for good: end its transfers."""
 
-    def wake(self) -> None:
-        """Let the loop go round once more."""
+    peer: Peer
 
 
 class Sessions:
     """Used under the endpoint's lock; what touches the channel, in its thread."""
 
     def __init__(
-        self, owner: Owner, channel: Channel, transports: Mapping[str, Transport], require_lane: str | None
+        self,
+        local: Local,
+        work: Work,
+        clock: Clock,
+        channel: Channel,
+        transports: Mapping[str, Transport],
+        require_lane: str | None,
     ) -> None:
-        self._owner = owner
+        self._local, self._work, self._clock = local, work, clock
         self._channel = channel
-        self.greeter = Greeter(self, owner, transports, require_lane)
+        self.greeter = Greeter(self, local, clock, transports, require_lane)
+        self.refuses = ""
+        """Why no session is dialed any more; empty while they are."""
+        self.ended: deque[Lost | Fenced] = deque()
+        """For the driver, in order."""
         self.by_route: dict[str, Peer] = {}
         """Live sessions whose connection has been opened."""
         self.dialed: dict[str, Peer] = {}
@@ -117,19 +121,22 @@ class Sessions:
     def at(self, address: str) -> Peer:
         """The live session with the worker at this address; opens one if there is none.
 
-        Raises TransferFailed if that worker refused us a moment ago, or if too many others have not answered yet.
+        Raises TransferFailed if that worker refused us a moment ago, if too many others have not answered yet, and if
+        this endpoint is leaving, closed or dead: nobody would dial.
         """
+        if self.refuses:
+            raise TransferFailed(self.refuses)
         peer = self.dialed.get(address)
         if peer is None:
             self.greeter.refusals.check(address)
             if sum(other.state is PeerState.CONNECTING for other in self.dialed.values()) >= MAX_DIALS:
                 raise TransferFailed(f"too_many_dials: {MAX_DIALS} workers have not answered yet, limit {MAX_DIALS}")
             self._num_dialed += 1
-            now = self._owner.awake_s()
+            now = self._clock.awake_s()
             number = self.next_number()
             peer = Peer(number, "", self._num_dialed, dialed=True, since_s=now, heard_s=now, address=address)
             self.dialed[address] = peer
-            self._owner.call(lambda: self._dial(peer), lambda reason: self.lose(peer, reason))
+            self._work.call(lambda: self._dial(peer), lambda reason: self.lose(peer, reason))
         return peer
 
     def next_number(self) -> int:
@@ -151,7 +158,7 @@ class Sessions:
             return
         try:
             peer.route = self._channel.dial(peer.address)
-            if self._owner.credentials is not None:
+            if self._local.credentials is not None:
                 peer.public_key = auth.ControlAddress.parse(peer.address).public_key
         except (ConfigError, TransportFailure) as error:
             self.lose(peer, str(error))
@@ -165,7 +172,7 @@ class Sessions:
             return
         peer.state = PeerState.READY
         transport = peer.transport.name if peer.transport else ""
-        log.info("%s: peer %s ready over %s", self._owner.name, peer.name, transport)
+        log.info("%s: peer %s ready over %s", self._local.name, peer.name, transport)
         emit(PeerChanged(peer=peer.name, state="ready", reason=transport))
         self.greeter.refusals.fits(peer)
         if peer.outbox:
@@ -179,17 +186,16 @@ class Sessions:
             peer.outbox.clear()
         peer.state = PeerState.LOST
         reason = printable(reason, messages.MAX_TEXT)
-        log.info("%s: peer %s lost: %s", self._owner.name, peer.name or peer.address, reason)
+        log.info("%s: peer %s lost: %s", self._local.name, peer.name or peer.address, reason)
         emit(PeerChanged(peer=peer.name or peer.address, state="lost", reason=reason))
         self.dialed.pop(peer.address, None)
-        self._owner.call(lambda: self._hang_up(peer, reason))
-        half = self._half(peer)
-        half.on_peer_lost(peer, reason)
+        self._work.call(lambda: self._hang_up(peer, reason))
+        self.ended.append(Lost(peer, reason))
         self.shut(peer)
         if peer.shutting:
             self.closing[peer.key] = peer
         else:  # nothing can be in flight
-            half.on_fenced(peer)
+            self.ended.append(Fenced(peer))
 
     def shut(self, peer: Peer) -> None:
         """Close the data connection, if the transport knows of one."""
@@ -205,8 +211,7 @@ class Sessions:
             return
         peer.shutting.remove(transport)
         if not peer.shutting and self.closing.pop(key, None) is not None:
-            self._half(peer).on_fenced(peer)
-            peer.transport = None
+            self.ended.append(Fenced(peer))
 
     def on_failed(self, key: str, transport: Transport, reason: str) -> None:
         """A data connection is unusable. If it is one that a session has given up, nobody minds."""
@@ -219,9 +224,6 @@ class Sessions:
         """The live session that transports know by this key."""
         return next((peer for peer in self.all() if peer.key == key), None)
 
-    def _half(self, peer: Peer) -> Sender | Receiver:
-        return self._owner.receiver if peer.dialed else self._owner.sender
-
     def _hang_up(self, peer: Peer, reason: str) -> None:
         self.unsent.pop(peer, None)
         if peer.epoch:
@@ -233,16 +235,19 @@ class Sessions:
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
-    def on_frame(self, item: Received) -> None:
-        """Act upon a frame if it is of a session and the next one of it; count it if not."""
-        peer, epoch = self.by_route.get(item.route), self._owner.epoch
+    def on_frame(self, item: Received) -> Iterator[tuple[Peer, Body]]:
+        """Act upon a frame if it is the next one of a session, and count it if not.
+
+        Yields its messages about transfers, each to be acted upon before the next is asked for.
+        """
+        peer, epoch = self.by_route.get(item.route), self._local.epoch
         if len(item.frame) > MAX_HELLO_NBYTES and (peer is None or peer.public_key != item.public_key):
             emit(MessageDropped(reason="too_long"))  # undecoded: all that a stranger has to say is hello
             return
         try:
             envelope = messages.decode(item.frame)
         except ProtocolError as error:
-            log.debug("%s: %s", self._owner.name, error)  # counted; a warning each would let anybody fill the disk
+            log.debug("%s: %s", self._local.name, error)  # counted; a warning each would let anybody fill the disk
             emit(MessageDropped(reason="malformed"))
             return
         if isinstance(envelope.bodies[0], messages.Hello) and (peer is None or not peer.dialed):
@@ -254,9 +259,9 @@ class Sessions:
         elif not peer.is_of(envelope, epoch):
             self._disown(item.route, envelope)
         else:
-            self._on_frame_of(peer, envelope)
+            yield from self._on_frame_of(peer, envelope)
 
-    def _on_frame_of(self, peer: Peer, envelope: Envelope) -> None:
+    def _on_frame_of(self, peer: Peer, envelope: Envelope) -> Iterator[tuple[Peer, Body]]:
         bodies = peer.take(envelope)
         if bodies is None:
             who = peer.name or peer.address
@@ -265,15 +270,12 @@ class Sessions:
         if not bodies:
             emit(MessageDropped(reason="repeated"))
             return
-        peer.heard_s = self._owner.awake_s()
-        half = self._half(peer)
+        peer.heard_s = self._clock.awake_s()
         for body in bodies:
             if peer.state is PeerState.READY and not isinstance(body, _ABOUT_THE_SESSION):
-                half.on_message(peer, body)
+                yield peer, body
             elif peer.state is not PeerState.LOST:
                 self._on_session_message(peer, envelope, body)
-        if not peer.dialed and peer.state is not PeerState.LOST:
-            self._owner.sender.on_heard(peer, peer.heard_s)
 
     def _on_session_message(self, peer: Peer, envelope: Envelope, body: Body) -> None:
         match body:
@@ -299,7 +301,7 @@ class Sessions:
         self._disown(item.route, messages.decode(item.frame))
 
     def _disown(self, route: str, envelope: Envelope) -> None:
-        """A frame of no session that we know: whoever believes in it shall hear that it is over."""
+        """A frame of no session that we know: tell its sender that the session is over."""
         emit(MessageDropped(reason="old_session"))
         if not ends_session(envelope):
             bye = self._envelope(envelope.src_epoch, envelope.session, 0, messages.Bye("unknown session"))
@@ -326,7 +328,7 @@ class Sessions:
         peer.outbox.append(body)
         if peer.state is PeerState.READY:
             self.unsent[peer] = None
-            self._owner.wake()
+            self._work.wake()
 
     def post(self, peer: Peer, *bodies: Body) -> None:
         """Send a frame of this session now, in several if need be; ends the session if that cannot be."""
@@ -344,7 +346,7 @@ class Sessions:
             self._queue(peer, frame)
 
     def send_waiting(self) -> None:
-        """What waits for peers to read leaves as far as they have."""
+        """Send queued frames to peers that have read some of those before."""
         for peer in list(self.waiting):
             while peer.queued and self._try(peer, peer.queued[0]):
                 nbytes = len(peer.queued.popleft())
@@ -386,12 +388,12 @@ class Sessions:
         peer.queued_nbytes = 0
 
     def flush(self, peer: Peer, *last: Body) -> None:
-        """Send what was said to it since the last time."""
+        """Send the messages of this turn."""
         bodies, peer.outbox = (*peer.outbox, *last), []
         if bodies:
             peer.open_offered(bodies)
             self.post(peer, *bodies)
 
     def _envelope(self, dst_epoch: str, session: int, number: int, *bodies: Body) -> Envelope:
-        owner = self._owner
-        return messages.Envelope(messages.VERSION, owner.name, owner.epoch, dst_epoch, session, number, bodies)
+        local = self._local
+        return messages.Envelope(messages.VERSION, local.name, local.epoch, dst_epoch, session, number, bodies)

@@ -11,11 +11,11 @@ import contextlib
 import heapq
 import logging
 import random
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
 from pdlink.endpoint.channel import Channel, QueueFull
-from pdlink.endpoint.link import now_s
 from pdlink.transport.base import BatchDone, Status
 
 if TYPE_CHECKING:
@@ -57,16 +57,16 @@ class TamperedChannel(Channel):
         if self._chance.random() < self._chaos.drop:
             log.info("chaos: a frame of %d bytes on %s is lost", len(frame), route)
             return True
-        due_s = max(now_s() + self._chance.random() * self._chaos.delay_s, self._last_due_s.get(route, 0.0))
+        due_s = max(time.monotonic() + self._chance.random() * self._chaos.delay_s, self._last_due_s.get(route, 0.0))
         if self._chance.random() < self._chaos.duplicate:
             self._hold(due_s + self._chance.random() * max(_COPY_S, self._chaos.delay_s), route, frame)
         if self._chaos.delay_s == 0.0:
             self._flush()  # what a full queue did not take goes first
-            if now_s() >= self._full_until_s:
+            if time.monotonic() >= self._full_until_s:
                 try:
                     return super().send(route, frame)
                 except QueueFull:
-                    self._full_until_s = now_s() + _FULL_S
+                    self._full_until_s = time.monotonic() + _FULL_S
         self._last_due_s[route] = due_s
         self._hold(due_s, route, frame)
         return True
@@ -86,7 +86,7 @@ class TamperedChannel(Channel):
     def poll(self, timeout_s: float) -> tuple[Iterable[Arrival], set[int]]:
         self._flush()
         if self._held:
-            timeout_s = min(timeout_s, max(self._held[0][0], self._full_until_s) - now_s())
+            timeout_s = min(timeout_s, max(self._held[0][0], self._full_until_s) - time.monotonic())
         arrived = super().poll(timeout_s)
         self._flush()
         return arrived
@@ -96,14 +96,14 @@ class TamperedChannel(Channel):
         heapq.heappush(self._held, (due_s, self._num_held, route, frame))
 
     def _flush(self) -> None:
-        while self._held and self._held[0][0] <= now_s() and now_s() >= self._full_until_s:
+        while self._held and self._held[0][0] <= time.monotonic() and time.monotonic() >= self._full_until_s:
             due_s, number, route, frame = heapq.heappop(self._held)
             try:
                 if not super().send(route, frame):
                     self._broken.add(route)
             except QueueFull:  # everybody waits: what is held keeps its order
                 heapq.heappush(self._held, (due_s, number, route, frame))
-                self._full_until_s = now_s() + _FULL_S
+                self._full_until_s = time.monotonic() + _FULL_S
 
 
 class SlowLink:
@@ -113,7 +113,7 @@ class SlowLink:
     waits as it would on a slow wire. What is due is noticed by the loop's next turn, so within half a heartbeat.
     """
 
-    def __init__(self, nbytes_per_s: float, clock: Callable[[], float] = now_s) -> None:
+    def __init__(self, nbytes_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._nbytes_per_s, self._clock = nbytes_per_s, clock
         self._free_s: dict[str, float] = {}
         """By transport: when its link has carried all that is held."""

@@ -6,6 +6,10 @@ the set of live request ids, which that lock guards. A step is: do what the inbo
 choose a token for each request whose last token was in it. The listener is called from this thread with no lock
 held, so it may call back into any public method.
 
+KV from elsewhere may arrive layer by layer. When there is nothing else to compute, an *early pass* then begins before
+the last layer is here, and asks for each layer just before it reads it. It has one request and a bounded time to
+wait, so a slow source delays nobody for longer. Its result is kept back until `kv_arrived` confirms all of the KV.
+
 Every accepted request ends exactly once, whatever happens to it: `_end` is the only way out, and when `run` returns,
 by `stop` or by an exception, it ends those that are left.
 """
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,7 +28,7 @@ import torch
 from pdlink.engine.attention import Span
 from pdlink.engine.request import TokenOutput
 from pdlink.engine.sampling import choose
-from pdlink.engine.scheduler import Scheduler, Sequence
+from pdlink.engine.scheduler import EarlyPass, Scheduler, Sequence
 from pdlink.engine.text import Detokenizer
 from pdlink.errors import (
     CapacityExceeded,
@@ -50,8 +55,15 @@ if TYPE_CHECKING:
 _LAYERS_TOLD_S = 30.0
 """How long the last layer of a pass may take to be told after the pass; the GPU is through by then."""
 
+_EARLY_WAIT_S = 0.1
+"""How long one early pass may wait for layers, all together. New requests and aborts wait as long."""
+
 _IDLE_WAIT_S = 1.0
 """Longest sleep of the loop; all that can change its mind wakes it, so this is only a second line."""
+
+
+class _LayerMissing(Exception):
+    """A layer did not come in time: ends an early pass."""
 
 
 class Engine:
@@ -123,19 +135,32 @@ class Engine:
             self._live.add(request.request_id)
             self._post(partial(self._on_submit, request))
 
-    def kv_arrived(self, request_id: str, first_token: int) -> None:
-        """The prompt's KV is complete in the request's blocks, for all layers; `first_token` is output index 0.
+    def kv_arriving(self, request_id: str, first_token: int) -> None:
+        """The KV of the whole prompt is on its way, layer by layer: its first pass may begin.
 
-        Ignored if the request does not wait for KV (any more).
+        The pass asks the listener's `layer_needed`, and its result waits for `kv_arrived` with the same first token.
+        Ignored if the request does not wait for the KV of its whole prompt.
         """
         with self._wakeup:
-            self._post(partial(self._on_kv_arrived, request_id, first_token))
+            self._post(partial(self._on_kv_arriving, request_id, first_token))
+
+    def kv_arrived(self, request_id: str, upto: int, first_token: int | None = None) -> None:
+        """The KV of prompt tokens [0, upto) is in the request's blocks, for all layers.
+
+        May be called several times, with growing `upto`. When it covers the request's external ranges the request
+        goes on: with `first_token`, output index 0, if they are the whole prompt, else by computing the rest.
+        Ends the request with ProtocolError for more tokens than it takes from elsewhere, for a first token outside
+        the vocabulary and for one that is missing. Ignored if the request does not wait for KV (any more).
+        """
+        with self._wakeup:
+            self._post(partial(self._on_kv_arrived, request_id, upto, first_token))
 
     def kv_failed(self, request_id: str, *, recompute: bool, error: PdlinkError) -> None:
-        """The prompt's KV will not come. recompute: compute it here, first in line; otherwise end with `error`.
+        """The rest of the external KV will not come. recompute: compute from where it ends; else end with `error`.
 
-        Either way the engine gives its references to the blocks back; whoever still expects writes to them must hold
-        references too. Ignored if the request does not wait for KV (any more).
+        A recomputed request is first in line and keeps the full blocks that `kv_arrived` has covered. The engine
+        gives all its other references back. A source that may still write to blocks holds references of its own.
+        Ignored if the request does not wait for KV (any more).
         """
         with self._wakeup:
             self._post(partial(self._on_kv_failed, request_id, recompute, error))
@@ -164,7 +189,7 @@ class Engine:
 
     @property
     def num_awaiting_kv(self) -> int:
-        """Requests that have their blocks and wait for somebody else's KV."""
+        """Requests that have their blocks and wait for KV from elsewhere."""
         return len(self._scheduler.awaiting_kv)
 
     @property
@@ -197,9 +222,12 @@ class Engine:
         for sequence in admitted:
             self._listener.admitted(sequence.request_id, tuple(sequence.blocks), sequence.num_cached)
         batch = self._scheduler.next_pass()
+        early = None if batch else self._scheduler.next_early()
         if batch:
             self._run_pass(batch)
-        return bool(num_calls or admitted or batch)
+        elif early is not None:
+            self._run_early(early)
+        return bool(num_calls or admitted or batch or early)
 
     def _run_pass(self, batch: list[Work]) -> None:
         tokens = torch.tensor([token for work in batch for token in work.sequence.tokens[work.start : work.end]])
@@ -241,11 +269,36 @@ class Engine:
         for work in batch:
             self._scheduler.computed(work.sequence, work.end)
         for sequence, row_logits in zip(sampling, logits, strict=True):
-            if not torch.isfinite(row_logits.max()):
-                self._scheduler.forget(sequence)
-                self._end(sequence, EngineFailure(f"the logits of output {sequence.num_output} are not finite"))
-                continue
-            self._append(sequence, choose(row_logits, sequence.request.sampling, sequence.num_output))
+            self._sample(sequence, row_logits)
+
+    def _run_early(self, sequence: Sequence) -> None:
+        """Compute the second token of an answer from the first one, while the prompt's KV arrives."""
+        first_token, sequence.arriving = sequence.arriving, None
+        assert first_token is not None
+        if self._stops(sequence, first_token) or sequence.request.sampling.max_tokens == 1:
+            return  # the answer ends with it
+        span = Span(sequence.table, sequence.num_prompt, sequence.num_prompt + 1)
+        needed = partial(self._wait_for_layer, sequence.request_id, time.monotonic() + _EARLY_WAIT_S)
+        try:
+            logits = self._model.logits(self._cache, torch.tensor([first_token]), [span], [0], layer_needed=needed)
+        except _LayerMissing:
+            return
+        except RuntimeError as error:
+            self._end(sequence, EngineFailure(f"a forward pass of 1 token failed: {error}"))
+            return
+        sequence.early = EarlyPass(first_token, logits[0])
+
+    def _wait_for_layer(self, request_id: str, deadline_s: float, layer: int) -> None:
+        if not self._listener.layer_needed(request_id, layer, max(0.0, deadline_s - time.monotonic())):
+            raise _LayerMissing
+
+    def _sample(self, sequence: Sequence, logits: torch.Tensor) -> None:
+        """Choose the next token of the answer."""
+        if torch.isfinite(logits.max()):
+            self._append(sequence, choose(logits, sequence.request.sampling, sequence.num_output))
+        else:
+            self._scheduler.forget(sequence)
+            self._end(sequence, EngineFailure(f"the logits of output {sequence.num_output} are not finite"))
 
     def _on_layer_written(self, prompts: tuple[tuple[str, int, int], ...], layer: int) -> None:
         tell = partial(self._listener.layer_written, layer, prompts)
@@ -265,9 +318,8 @@ class Engine:
         sampling = sequence.request.sampling
         index = sequence.num_output
         sequence.tokens.append(token)
-        is_eos = token in self._model.eos_token_ids and not sampling.ignore_eos
         reason: str | None = None
-        if is_eos or token in sampling.stop_token_ids:
+        if self._stops(sequence, token):
             text, reason = sequence.detokenizer.finish(), "stop"
         else:
             text, stopped = sequence.detokenizer.add(token)
@@ -282,6 +334,12 @@ class Engine:
         self._listener.output(TokenOutput(sequence.request_id, index, token, text, reason, sequence.num_cached))
         if reason is not None:
             self._end(sequence, None)
+
+    def _stops(self, sequence: Sequence, token: int) -> bool:
+        """Whether this token ends the answer, wherever it stands."""
+        sampling = sequence.request.sampling
+        is_eos = token in self._model.eos_token_ids and not sampling.ignore_eos
+        return is_eos or token in sampling.stop_token_ids
 
     def _end(self, sequence: Sequence, error: PdlinkError | None) -> None:
         self._scheduler.remove(sequence)
@@ -322,26 +380,43 @@ class Engine:
             request=request,
             detokenizer=Detokenizer(self._model.tokenizer, request.prompt_token_ids, request.sampling.stop),
             tokens=list(request.prompt_token_ids),
-            external_kv=request.external_kv,
+            external_end=request.external[-1].end if request.external else 0,
         )
         self._sequences[request.request_id] = sequence
         self._scheduler.waiting.append(sequence)
 
-    def _on_kv_arrived(self, request_id: str, first_token: int) -> None:
+    def _on_kv_arriving(self, request_id: str, first_token: int) -> None:
+        sequence = self._scheduler.awaiting_kv.get(request_id)
+        if sequence is not None and sequence.is_all_external and 0 <= first_token < self._model.vocab_size:
+            sequence.arriving = first_token
+
+    def _on_kv_arrived(self, request_id: str, upto: int, first_token: int | None) -> None:
         sequence = self._scheduler.awaiting_kv.get(request_id)
         if sequence is None:
             return
-        if not 0 <= first_token < self._model.vocab_size:
-            error = ProtocolError(f"first token {first_token} is outside the vocabulary of {self._model.vocab_size}")
-            self._end(sequence, error)
+        if upto > sequence.external_end:
+            error = f"upto: got {upto}, this request takes the KV of {sequence.external_end} tokens from elsewhere"
+            self._end(sequence, ProtocolError(error))
             return
-        self._scheduler.computed(sequence, sequence.num_prompt)
-        self._append(sequence, first_token)
+        self._scheduler.computed(sequence, max(upto, sequence.num_computed))
+        if sequence.num_computed < sequence.external_end:
+            return
+        if not sequence.is_all_external:
+            self._scheduler.start_prefilling(sequence)
+        elif first_token is None or not 0 <= first_token < self._model.vocab_size:
+            error = f"first token: got {first_token}, the vocabulary has {self._model.vocab_size} tokens"
+            self._end(sequence, ProtocolError(error))
+        else:
+            self._append(sequence, first_token)
+            early = sequence.early
+            if early is not None and early.first_token == first_token and request_id in self._sequences:
+                self._scheduler.computed(sequence, sequence.num_prompt + 1)
+                self._sample(sequence, early.logits)
 
     def _on_kv_failed(self, request_id: str, recompute: bool, error: PdlinkError) -> None:
         sequence = self._sequences.get(request_id)
         # Bad news may come before the blocks are reserved: the other leg can fail while this one is in line.
-        if sequence is None or not sequence.external_kv or sequence.num_output > 0:
+        if sequence is None or not sequence.external_end:
             return
         if recompute:
             self._scheduler.start_anew(sequence)
@@ -359,6 +434,14 @@ class Engine:
         prompt, max_tokens = request.prompt_token_ids, request.sampling.max_tokens
         if not prompt:
             raise InvalidRequest("the prompt is empty; at least one token is needed")
+        covered = 0
+        for known in request.external:
+            if known.begin != covered or not covered < known.end <= len(prompt):
+                raise InvalidRequest(
+                    f"external: got tokens [{known.begin}, {known.end}) after {covered} of {len(prompt)} prompt "
+                    f"tokens; ranges must join, from token 0 on: nothing is computed before external KV"
+                )
+            covered = known.end
         if len(prompt) + max_tokens > self._model.max_tokens:
             raise CapacityExceeded(
                 f"{len(prompt)} prompt tokens and max_tokens {max_tokens} make {len(prompt) + max_tokens}, "

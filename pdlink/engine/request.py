@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.errors import PdlinkError
+    from pdlink.kv.sources import TokenRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,10 @@ class GenerationRequest:
     """Unique among the requests the engine has not ended yet."""
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    external_kv: bool = False
-    """True: do not compute the prompt. Blocks are reserved, then the engine waits for `kv_arrived` or `kv_failed`."""
+    external: tuple[TokenRange, ...] = ()
+    """Prompt tokens whose KV comes from elsewhere: ranges that join, from token 0 on. Blocks are reserved, then the
+    engine waits for `kv_arrived` or `kv_failed` and computes the rest. Ranges of the whole prompt leave nothing to
+    compute: then the first token of the answer comes from elsewhere, too."""
     goes_on: bool = False
     """True: another process continues the answer after `max_tokens`, from the same prompt and tokens. Text that is
     held back then is left to it."""
@@ -70,17 +73,24 @@ class TokenOutput:
     finish_reason: str | None
     """None while the answer goes on, then "stop" or "length"."""
     num_cached_tokens: int
-    """Prompt tokens that were found in this worker's own prefix cache."""
+    """Prompt tokens that were in this worker's own cache when the request got its blocks."""
 
 
 class EngineListener(Protocol):
-    """Whoever runs the engine. Called in the engine's thread, between layers too: be quick, and do not raise."""
+    """Told of every request. Called in the engine's thread, between layers too: be quick, and do not raise."""
 
     def admitted(self, request_id: str, block_table: Sequence[int], num_cached_tokens: int) -> None:
         """The request has every block it will ever need (prompt and max_tokens), `block_table`, from token 0 on.
 
         The first `num_cached_tokens` are in the cache for all layers: whole blocks, and less than the prompt unless
-        `external_kv`. Called again if the request starts anew after `kv_failed(recompute=True)`.
+        all of it is `external`. Called again, with another table, after `kv_failed(recompute=True)`.
+        """
+
+    def layer_needed(self, request_id: str, layer: int, timeout_s: float) -> bool:
+        """Whether the request's external KV of `layer` is in its blocks; wait up to `timeout_s` for it.
+
+        Asked after `kv_arriving`, before attention reads the layer. False: this pass is given up, and the request
+        waits for `kv_arrived`.
         """
 
     def prefilling(self, on: bool) -> None:

@@ -36,20 +36,23 @@ class Sequence:
     detokenizer: Detokenizer
     tokens: list[int]
     """Prompt, then answer."""
-    external_kv: bool
-    """Whether somebody else computes the prompt; false again once that has failed."""
+    external_end: int
+    """Prompt tokens [0, external_end) come from elsewhere; 0 once they are here or have failed."""
     num_computed: int = 0
     """Tokens whose KV is in the cache for all layers."""
     num_cached: int = 0
-    """Prompt tokens found in the prefix cache at admission."""
+    """Prompt tokens that were in the cache at admission."""
     blocks: list[int] = field(default_factory=list)
-    """Empty while waiting."""
+    """Empty while waiting, except for those that were complete when the other KV failed."""
     table: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """`blocks` as a tensor."""
     keys: list[bytes] = field(default_factory=list)
     """Names of the full blocks of `tokens`, as far as they were needed."""
     num_named: int = 0
     """Leading blocks whose name the pool has been told."""
+    arriving: int | None = None
+    """First token of the answer, while the prompt's KV arrives layer by layer and no pass has begun on it."""
+    early: EarlyPass | None = None
 
     @property
     def request_id(self) -> str:
@@ -60,8 +63,22 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
+    def is_all_external(self) -> bool:
+        """Whether nothing of the prompt is computed here, nor the first token."""
+        return self.external_end == self.num_prompt
+
+    @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyPass:
+    """A pass that was computed while KV arrived. It counts once `kv_arrived` confirms all of that KV."""
+
+    first_token: int
+    """What it was computed from."""
+    logits: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +134,10 @@ class Scheduler:
             except PoolExhausted:
                 break
             self.waiting.popleft()
-            if sequence.external_kv:
+            if sequence.is_all_external or sequence.num_computed < sequence.external_end:
                 self.awaiting_kv[sequence.request_id] = sequence
             else:
-                self.prefilling.append(sequence)
+                self.start_prefilling(sequence)
             admitted.append(sequence)
         return admitted
 
@@ -144,6 +161,13 @@ class Scheduler:
             budget -= end - sequence.num_computed
         return batch
 
+    def next_early(self) -> Sequence | None:
+        """A request whose first pass may begin while its KV arrives.
+
+        Asked only when there is nothing else to compute: such a pass waits for layers, and nobody waits with it.
+        """
+        return next((sequence for sequence in self.awaiting_kv.values() if sequence.arriving is not None), None)
+
     def computed(self, sequence: Sequence, end: int) -> None:
         """The KV of tokens up to `end` is in the cache for all layers: full blocks get their names."""
         sequence.num_computed = end
@@ -155,15 +179,31 @@ class Scheduler:
             self._pool.name(sequence.blocks[index], sequence.keys[index])
         sequence.num_named = max(sequence.num_named, num_full)
 
-    def start_decoding(self, sequence: Sequence) -> None:
-        """The prompt is computed and the first token chosen."""
+    def start_prefilling(self, sequence: Sequence) -> None:
+        """What comes from elsewhere is here; the rest of the prompt is to be computed."""
         self._leave(sequence)
+        sequence.external_end = 0
+        self.prefilling.append(sequence)
+
+    def start_decoding(self, sequence: Sequence) -> None:
+        """The KV of the prompt is here and the first token known."""
+        self._leave(sequence)
+        sequence.external_end = 0
         self.decoding.append(sequence)
 
     def start_anew(self, sequence: Sequence) -> None:
-        """Nobody else computes the prompt after all: first in line as an ordinary request, with fresh blocks."""
-        self.remove(sequence)
-        sequence.external_kv = False
+        """The rest of the external KV will not come: first in line, to compute from where it ends.
+
+        Full blocks of what has arrived are kept. All others are given back, because the source may still write to
+        them. A request that keeps blocks in line cannot block others for ever: all of these were admitted together
+        with those that run now, so their blocks are enough for all of them, and nobody overtakes.
+        """
+        self._leave(sequence)
+        # Somebody must compute the last prompt token, whose logits give the first answer token.
+        kept = min(sequence.num_computed, sequence.num_prompt - 1) // self._block_tokens
+        self._pool.give_back(sequence.blocks[kept:])
+        sequence.blocks = sequence.blocks[:kept]
+        sequence.external_end, sequence.arriving, sequence.early = 0, None, None
         self.waiting.appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -184,23 +224,25 @@ class Scheduler:
                 queue.remove(sequence)
 
     def _reserve(self, sequence: Sequence) -> None:
-        """All blocks of the sequence, those of a known prefix first. Raises PoolExhausted and holds none."""
+        """All blocks of the sequence, those of a known prefix first. Raises PoolExhausted and takes none."""
+        known = list(sequence.blocks)
         found: list[int] = []
         if self._namespace is not None:
             # Somebody must compute the last prompt token, whose logits give the first answer token.
-            shareable = sequence.num_prompt if sequence.external_kv else sequence.num_prompt - 1
+            shareable = sequence.num_prompt if sequence.is_all_external else sequence.num_prompt - 1
             num_shareable = shareable // self._block_tokens
             self._hash(sequence, num_shareable)
-            found = self._pool.find(sequence.keys[:num_shareable])
+            found = self._pool.find(sequence.keys[len(known) : num_shareable])
         try:
-            fresh = self._pool.take(self.blocks_for(sequence.request) - len(found))
+            fresh = self._pool.take(self.blocks_for(sequence.request) - len(known) - len(found))
         except PoolExhausted:
             self._pool.give_back(found)
             raise
-        sequence.blocks = found + fresh
+        known += found
+        sequence.blocks = known + fresh
         sequence.table = torch.tensor(sequence.blocks)
-        sequence.num_named = len(found)
-        sequence.num_computed = sequence.num_cached = len(found) * self._block_tokens
+        sequence.num_named = len(known)
+        sequence.num_computed = sequence.num_cached = len(known) * self._block_tokens
 
     def _hash(self, sequence: Sequence, num_blocks: int) -> None:
         """Extend `keys` to that many blocks."""

@@ -9,19 +9,50 @@ A block is in exactly one of three states:
 The pool knows numbers, not memory. It is shared between the engine, which holds the blocks of running requests, and
 the endpoint, which holds those that are being sent or that a peer may still write; hence the lock. Every operation
 either happens whole or raises and changes nothing.
+
+Listeners hear which named blocks are stored and evicted, one change after the other, with no lock held. The thread
+that changes a name reports it, unless another thread is reporting: then that one reports this change too.
 """
 
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
-from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Literal
 
 from pdlink.errors import PoolExhausted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChange:
+    """A named block has come or gone."""
+
+    sequence: int
+    """Counts the changes that one listener hears, from 0. A gap means that a change was lost on the way."""
+    kind: Literal["stored", "evicted"]
+    key: bytes
+    block: int
+    """Which block has, or had, the KV named `key`. It may be evicted before a listener hears that it is stored: who
+    wants to read it takes it with `find([key])` first."""
+
+
+class _Listener:
+    def __init__(self, changed: Callable[[BlockChange], None]) -> None:
+        self.changed = changed
+        self.sequence = count()
+
+
+_Report = tuple[tuple[_Listener, ...], Literal["stored", "evicted"], bytes, int]
+"""Who hears it, and what."""
 
 
 class BlockPool:
@@ -39,6 +70,23 @@ class BlockPool:
         """Named blocks nobody holds, least recently used first."""
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self._listeners: tuple[_Listener, ...] = ()
+        self._reports: deque[_Report] = deque()
+        """Changes that nobody has reported yet, oldest first."""
+        self._reporting = False
+        """Whether a thread is reporting them now."""
+
+    def listen(self, changed: Callable[[BlockChange], None]) -> None:
+        """Call `changed` for every named block that is stored or evicted from now on, after all that are stored now.
+
+        It runs in the thread that changed the pool, without the pool's lock: it may call the pool, and should be
+        quick. Calls never overlap and keep the order of the changes. What it raises is logged and lost.
+        """
+        listener = _Listener(changed)
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+            self._reports.extend(((listener,), "stored", key, block) for key, block in self._block_of.items())
+        self._report()
 
     @property
     def num_free(self) -> int:
@@ -68,11 +116,12 @@ class BlockPool:
             blocks = [heapq.heappop(self._free) for _ in range(min(n, len(self._free)))]
             while len(blocks) < n:
                 block, _ = self._cached.popitem(last=False)
-                del self._block_of[self._key_of.pop(block)]
+                self._unname(block)
                 blocks.append(block)
             for block in blocks:
                 self._refs[block] = 1
-            return sorted(blocks)
+        self._report()
+        return sorted(blocks)
 
     def share(self, blocks: Sequence[int]) -> None:
         """One more reference to each of `blocks`. Raises ValueError if one of them is not held by anybody."""
@@ -109,6 +158,8 @@ class BlockPool:
             if block not in self._key_of and key not in self._block_of:
                 self._key_of[block] = key
                 self._block_of[key] = block
+                self._note("stored", key, block)
+        self._report()
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """Blocks of the longest known prefix of `keys`, each held once more by the caller."""
@@ -127,13 +178,13 @@ class BlockPool:
     def forget(self, block: int) -> None:
         """Drop the block's name, if it has one: nobody finds it again."""
         with self._lock:
-            key = self._key_of.pop(block, None)
-            if key is None:
+            if block not in self._key_of:
                 return
-            del self._block_of[key]
+            self._unname(block)
             if self._refs[block] == 0:
                 del self._cached[block]
                 heapq.heappush(self._free, block)
+        self._report()
 
     def check(self) -> None:
         """Raise AssertionError that names the first broken invariant."""
@@ -149,6 +200,38 @@ class BlockPool:
             _require(
                 {key: block for block, key in self._key_of.items()} == self._block_of, "names do not match blocks"
             )
+
+    def _unname(self, block: int) -> None:
+        """Caller holds the lock."""
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        self._note("evicted", key, block)
+
+    def _note(self, kind: Literal["stored", "evicted"], key: bytes, block: int) -> None:
+        """A change to report. Caller holds the lock, and calls `_report` without it."""
+        if self._listeners:
+            self._reports.append((self._listeners, kind, key, block))
+
+    def _report(self) -> None:
+        """Tell the listeners what they have not heard, in order, unless another call of this is doing so."""
+        if not self._reports:  # the usual case costs no lock; what this thread noted is there, or another one has it
+            return
+        while True:
+            with self._lock:
+                if self._reporting or not self._reports:
+                    return
+                self._reporting = True
+                listeners, kind, key, block = self._reports.popleft()
+            try:
+                for listener in listeners:
+                    change = BlockChange(next(listener.sequence), kind, key, block)
+                    try:
+                        listener.changed(change)
+                    except Exception:
+                        log.exception("a listener of the block pool failed at %s", change)
+            finally:
+                with self._lock:
+                    self._reporting = False
 
     def _check_held(self, block: int, count: int) -> None:
         if not 0 <= block < self.num_blocks:

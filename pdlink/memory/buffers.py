@@ -1,4 +1,4 @@
-"""Host memory that KV pages live in: page-aligned, made once, registered once, never leaked.
+"""Memory that KV pages live in: what every kind of it says about itself, and the shared host memory of our own.
 
 A `Buffer` is an anonymous memory file (`memfd_create`), so that a peer process on this host can map it, UCX can
 register it, and torch and numpy can view it. It has no name in any file system: when the last process that holds it
@@ -14,7 +14,7 @@ import mmap
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -27,12 +27,68 @@ _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 """Linux's numbers; Python 3.11 has no name for the second."""
 
 
+class AnyBuffer(Protocol):
+    """Memory that a transport can register: of the host or of a GPU, our own or borrowed."""
+
+    @property
+    def kind(self) -> Literal["host", "cuda"]:
+        """Where it is, which decides who can copy it."""
+
+    @property
+    def ptr(self) -> int:
+        """Address of its first byte, in this process; an address of the device if it is a GPU's."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def borrowed(self) -> bool:
+        """Whether somebody else allocated it, and frees it. It must outlive every transport it is registered with."""
+
+    def make_event(self) -> Event | None:
+        """An event for what is launched on this memory, whose bytes are written when it is reached.
+
+        None for host memory: there a store is visible when it returns.
+        """
+
+    def close(self) -> None:
+        """Free it, unless it is borrowed. Safe to call twice."""
+
+
+class Event(Protocol):
+    """What is needed of `torch.cuda.Event`."""
+
+    def record(self) -> None:
+        """Stand for what this thread has launched on its current stream by now."""
+
+    def synchronize(self) -> None:
+        """Wait for that without the GIL. Raises RuntimeError if it has failed."""
+
+
+class HostBuffer(AnyBuffer, Protocol):
+    """Memory of the host, which this process can read."""
+
+    @property
+    def array(self) -> Bytes:
+        """The whole buffer as uint8 [nbytes]."""
+
+    @property
+    def fd(self) -> int:
+        """Of the shared memory that it is, for processes on this host to map; -1 if it is none."""
+
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
 class Buffer:
     """A shared, page-aligned block of host memory.
 
     Whoever creates it closes it, after the transports it is registered with. The views handed out keep the mapping
     alive; `close()` drops our own reference and the descriptor.
     """
+
+    kind: ClassVar[Literal["host"]] = "host"
+    borrowed: ClassVar[bool] = False
 
     def __init__(self, nbytes: int, *, name: str = "pdlink-kv") -> None:
         """Allocate `nbytes` (rounded up to whole pages), zeroed and touched, so that later stores do not fault.
@@ -58,11 +114,14 @@ class Buffer:
         except BaseException:
             os.close(self.fd)
             raise
-        self.array: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.frombuffer(self._mapping, dtype=np.uint8)
+        self.array: Bytes = np.frombuffer(self._mapping, dtype=np.uint8)
         """The whole buffer as uint8 [nbytes]; writable."""
         self.ptr: int = self.array.ctypes.data
         """Address in this process."""
         self._closed = False
+
+    def make_event(self) -> None:
+        """None: a store is visible when it returns."""
 
     def close(self) -> None:
         """Drop the descriptor; the mapping goes when the last view of it goes. Safe to call twice."""

@@ -19,7 +19,7 @@ from pdlink.kv.plan import bind, template
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.memory.buffers import Buffer
+    from pdlink.memory.buffers import HostBuffer
 
 
 _SLICE_NBYTES = 4 * 2**20
@@ -29,7 +29,7 @@ _SLICE_NBYTES = 4 * 2**20
 class Checksums:
     """Hashes KV that lies in this worker's buffers."""
 
-    def __init__(self, layout: KVLayout, buffers: Sequence[Buffer]) -> None:
+    def __init__(self, layout: KVLayout, buffers: Sequence[HostBuffer]) -> None:
         """buffers: by region index of `layout`."""
         self._layout = layout
         self._buffers = list(buffers)

@@ -4,28 +4,41 @@ from __future__ import annotations
 
 import msgspec
 
-from pdlink.protocol.messages import Body  # noqa: TC001  (msgspec reads the annotation at run time)
+from pdlink.protocol.messages import Body, Offer  # noqa: TC001  (msgspec reads the annotations at run time)
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send this to the peer of the transfer; without one (nobody expected it yet) there is nobody to tell."""
+    """Send this to the peer of the transfer. Before a peer has shown interest there is nobody to send it to."""
 
     body: Body
 
 
 class Push(msgspec.Struct, frozen=True):
-    """Copy tokens [start, end) of one layer; report the end with `landed(push_id)` or `lost(push_id)`."""
+    """Copy tokens [start, end) of one layer; report its end with `landed`, `dropped` or `lost(push_id)`."""
 
     push_id: int
     layer: int
     start: int
     end: int
+    blocks: tuple[int, ...]
+    """The source: block table of the sender, from token 0 on."""
+    offer: Offer
+    """The destination: `offer.blocks[0]` holds token `offer.start`."""
 
 
 class Deliver(msgspec.Struct, frozen=True):
     """All KV of the transfer is in the offered blocks: the request can run."""
 
     first_token: int
+
+
+class DeliverLayer(msgspec.Struct, frozen=True):
+    """The KV of one layer is in the offered blocks, from the first offered token up to token `end`."""
+
+    layer: int
+    end: int
+    first_token: int | None
+    """Of the answer, once the sender has sampled it."""
 
 
 class Fail(msgspec.Struct, frozen=True):
@@ -47,4 +60,4 @@ class End(msgspec.Struct, frozen=True):
     """Empty for success."""
 
 
-Action = Send | Push | Deliver | Fail | FencePeer | End
+Action = Send | Push | Deliver | DeliverLayer | Fail | FencePeer | End

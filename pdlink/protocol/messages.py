@@ -124,6 +124,8 @@ class Landed(_Body, frozen=True, tag="landed"):
     transfer_id: TransferId
     layer: int
     end: int
+    first_token: int | None = None
+    """As in `Done`, once prefill has ended: decode may begin with the layers that are visible."""
 
 
 class Checksum(msgspec.Struct, frozen=True, array_like=True):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from pdlink.errors import PdlinkError
+
 OTHER_PROMPT = "other_prompt"
 """Prefill computes another prompt under this attempt's id."""
 NOT_NEEDED = "not_needed"
@@ -44,6 +46,7 @@ _SENTENCES = (
     (re.compile(r"push "), "push_failed"),
     (re.compile(r"offer (of|names) "), "bad_offer"),
     (re.compile(r"preempted"), "preempted"),
+    (re.compile(r"prefill_failed"), "prefill_failed"),
     (re.compile(r".*(connection|socket|process|reset by peer)"), "peer_lost"),
 )
 """How sentences begin, and their codes."""
@@ -51,20 +54,29 @@ _SENTENCES = (
 _LOST = "peer_lost: "
 """Before what a receiver says of a session that has ended."""
 
-_FACTOR = re.compile(r"refused: (.{1,80}?) differs")
+_FACTOR = re.compile(r"refused: (.{1,80}?) differs", re.DOTALL)
 _LEFT_OVER = re.compile(r"[^a-z0-9]+")
+
+
+def _error_codes(error: type[PdlinkError] = PdlinkError) -> set[str]:
+    return {error.code}.union(*(_error_codes(kind) for kind in error.__subclasses__()))
 
 
 def code_of(reason: str) -> str:
     """One token of [a-z0-9_:]; the same few for every reason, but for the factor after `refused:`."""
-    if reason in _WORDS:
+    if reason in _WORDS or reason in _error_codes():
         return reason
     refused = _FACTOR.match(reason)
     if refused:
-        return "refused:" + _LEFT_OVER.sub("_", refused[1].lower()).strip("_")[:40]
+        return refused_code(refused[1])
     sentence = reason.removeprefix(_LOST)  # which says less than most of the sentences behind it
     default = "peer_lost" if sentence != reason else OTHER
     return next((code for pattern, code in _SENTENCES if pattern.match(sentence)), default)
+
+
+def refused_code(factor: str) -> str:
+    """The code of a pair of workers that do not fit together. factor: what differs."""
+    return "refused:" + _LEFT_OVER.sub("_", factor.lower()).strip("_")[:40]
 
 
 def in_words(reason: str) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdlink.protocol import messages
-from pdlink.protocol.actions import Action, Deliver, End, Fail, FencePeer, Send
+from pdlink.protocol.actions import Action, Deliver, DeliverLayer, End, Fail, FencePeer, Send
 from pdlink.protocol.states import RECEIVER, RECEIVER_ENDS, ReceiverEvent, ReceiverState
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ class Receiving:
         self.state = ReceiverState.EXPECTED
         self.reason = ""
         self.offered: messages.Offer | None = None
-        self.landed_tokens = [0] * num_layers
-        """Per layer: tokens up to here are visible; kept only for offers `per_layer`."""
         self._num_layers = num_layers
         self._token_nbytes = token_nbytes
         self._quiet_s = quiet_s
@@ -81,10 +79,14 @@ class Receiving:
 
     # -- the sender's messages ---------------------------------------------------------------------------------------
 
-    def landed(self, layer: int, end: int) -> None:
-        """Tokens up to `end` of `layer` are visible. Values out of range are ignored: they decide nothing."""
-        if self.state is ReceiverState.OFFERED and 0 <= layer < self._num_layers:
-            self.landed_tokens[layer] = max(self.landed_tokens[layer], end)
+    def landed(self, layer: int, end: int, first_token: int | None = None) -> list[Action]:
+        """The offered tokens before `end` are visible in `layer`. What was not asked for or offered is ignored."""
+        offer = self.offered
+        if self.state is not ReceiverState.OFFERED or offer is None or not offer.per_layer:
+            return []
+        if not 0 <= layer < self._num_layers or not offer.start < end <= offer.end:
+            return []
+        return [DeliverLayer(layer, end, first_token)]
 
     def done(self, done: messages.Done, now: float, mismatch: str = "") -> list[Action]:
         """The sender says that everything is visible. mismatch: what is wrong with the bytes that were verified."""

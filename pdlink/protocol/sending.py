@@ -18,6 +18,8 @@ from pdlink.protocol.states import SENDER, SENDER_ENDS, SenderEvent, SenderState
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdlink.kv.layout import KVLayout
+
 
 class Sending:
     """State of one transfer on the sender.
@@ -125,7 +127,11 @@ class Sending:
             return self._quiet()
         actions: list[Action] = []
         if self.offered is not None and self.offered.per_layer:
-            actions.append(Send(messages.Landed(self.transfer_id, push.layer, push.end)))
+            # Pushes of one layer may land in any order: announce only what has nothing in flight before it.
+            starts = [other.start for other in self._in_flight.values() if other.layer == push.layer]
+            end = min(starts, default=self._pushed[push.layer])
+            if end > push.start:
+                actions.append(Send(messages.Landed(self.transfer_id, push.layer, end, self._first_token)))
         return actions + self._complete()
 
     def dropped(self, push_id: int) -> list[Action]:
@@ -184,7 +190,7 @@ class Sending:
         for layer in layers:
             start, end = self._pushed[layer], min(self._written[layer], self.offered.end)
             if start < end:
-                push = Push(self._next_push_id, layer, start, end)
+                push = Push(self._next_push_id, layer, start, end, self.blocks, self.offered)
                 self._next_push_id += 1
                 self._in_flight[push.push_id] = push
                 self._pushed[layer] = end
@@ -212,3 +218,17 @@ class Sending:
             return []
         self._move(SenderEvent.QUIET)
         return [Send(messages.Quiet(self.transfer_id)), End(self.reason)]
+
+
+def offer_problem(offer: messages.Offer, layout: KVLayout) -> str:
+    """Why nothing can be written to this offer; empty if it can. layout: the receiver's, from its handshake."""
+    if not 0 <= offer.start <= offer.end:
+        return f"offer of tokens [{offer.start}, {offer.end})"
+    needed = layout.blocks_for(offer.end) - offer.start // layout.block_tokens if offer.end > offer.start else 0
+    if len(offer.blocks) != needed:
+        return f"offer of {len(offer.blocks)} blocks, tokens [{offer.start}, {offer.end}) take {needed}"
+    if needed and not 0 <= min(offer.blocks) <= max(offer.blocks) < layout.num_blocks:
+        return f"offer names a block outside 0..{layout.num_blocks - 1}"
+    if len(set(offer.blocks)) != len(offer.blocks):
+        return "offer names a block twice"
+    return ""

@@ -17,6 +17,7 @@ from pdlink.errors import DeadlineExceeded, InvalidApiKey, InvalidRequest, Pdlin
 from pdlink.events import listen
 from pdlink.observe.metrics import Gauges, WorkerMetrics
 from pdlink.observe.timeline import Timeline
+from pdlink.protocol import kv_path
 from pdlink.serve.openai import (
     MAX_TRANSFER_ID_CHARS,
     Answer,
@@ -50,8 +51,6 @@ _MAX_STOP_NBYTES = 4096
 
 KEY_HEADER = "X-Pdlink-Key"
 """Carries the secret that proxy and workers share; Authorization is the client's own, and passes through."""
-KV_HEADER = "X-Pdlink-KV"
-"""How the KV of a decode leg's prompt came: `transferred`, or `recomputed;reason=CODE`."""
 _OPEN_TO_ALL = frozenset({("GET", "/health"), ("GET", "/metrics")})
 
 
@@ -186,7 +185,7 @@ async def _request(
 
 def _kv_path(stream: Stream) -> dict[str, str]:
     """Known once the first token is here."""
-    return {KV_HEADER: stream.kv_path} if stream.kv_path else {}
+    return {kv_path.HEADER: stream.kv_path} if stream.kv_path else {}
 
 
 async def _body(request: web.Request, max_nbytes: int = MAX_BODY_NBYTES) -> bytes:

@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdlink import __version__
-from pdlink.transport.choice import probes
-from pdlink.transport.choice_cuda import device_probes
+from pdlink.transport.choice import device_probes, probes
 
 if TYPE_CHECKING:
     from pdlink.config import WorkerConfig

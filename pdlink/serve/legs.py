@@ -1,28 +1,27 @@
-"""Between engine and endpoint: what each of them says about a request becomes calls to the other.
+"""Between engine and node: what each of them says about a request becomes calls to the other.
 
-The engine does not know that transfers exist, and the endpoint does not know requests. Both hold their own reference
-to the blocks: the endpoint's is given back when nothing reads (prefill) or can still write (decode) them, whatever
-has become of the request by then.
+The engine does not know that transfers exist, and the node does not know requests. Both hold their own reference to
+the blocks: the node's is given back when nothing reads (prefill) or can still write (decode) them, whatever has
+become of the request by then.
 """
 
 from __future__ import annotations
 
-import re
 import threading
 from typing import TYPE_CHECKING, Protocol
 
 from pdlink.errors import PdlinkError, TransferFailed
 from pdlink.events import FallbackUsed, emit
+from pdlink.kv.sources import TokenRange
+from pdlink.node.source import PeerSource
+from pdlink.protocol import kv_path, reasons
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.endpoint.receiver import Receiver
-    from pdlink.endpoint.sender import Sender
     from pdlink.engine.engine import Engine
     from pdlink.engine.request import TokenOutput
-    from pdlink.memory.blocks import BlockPool
-    from pdlink.protocol.messages import Verify
+    from pdlink.node.node import Node
 
     Item = TokenOutput | PdlinkError | None
     """What a client gets: a token, or the end (None, or the error that ended the request)."""
@@ -35,33 +34,6 @@ class Leg(Protocol):
     def layer_written(self, layer: int, start: int, end: int) -> None: ...
     def output(self, output: TokenOutput) -> None: ...
     def ended(self, error: PdlinkError | None) -> None: ...
-
-
-class _Hold:
-    """The endpoint's own reference to a request's blocks: taken at most once, given back at most once."""
-
-    def __init__(self, pool: BlockPool, wake: Callable[[], None]) -> None:
-        self._pool, self._wake = pool, wake
-        self._lock = threading.Lock()
-        self._blocks: list[int] = []
-        self._over = False
-
-    def take(self, blocks: Sequence[int]) -> bool:
-        """Share the blocks; False if the transfer is over already."""
-        with self._lock:
-            if self._over:
-                return False
-            self._pool.share(blocks)
-            self._blocks = list(blocks)
-            return True
-
-    def give_back(self) -> None:
-        with self._lock:
-            self._over = True
-            blocks, self._blocks = self._blocks, []
-        if blocks:
-            self._pool.give_back(blocks)
-            self._wake()
 
 
 class _Gate:
@@ -93,19 +65,10 @@ class _Gate:
                 self._put(item)
 
 
-_FACTOR = re.compile(r"refused: (.{1,80}?) differs: ", re.DOTALL)
-_CODE = re.compile(r"([a-z][a-z0-9_]{0,39})(?:: |$)")
-
-
 def recomputed(failure: TransferFailed) -> str:
-    """For a header: the prompt was computed where its KV should have come to, and why: one word of [a-z0-9_:.-]."""
-    if match := _FACTOR.match(failure.reason):
-        code = "refused:" + re.sub(r"[^a-z0-9_.-]+", "_", match[1].lower())
-    elif match := _CODE.match(failure.reason):
-        code = match[1]
-    else:
-        code = failure.code
-    return f"recomputed;reason={code}"
+    """The value of `X-Pdlink-KV` after this failure."""
+    code = reasons.code_of(failure.reason)
+    return kv_path.recomputed(failure.code if code == reasons.OTHER else code)
 
 
 class PrefillLeg:
@@ -124,27 +87,30 @@ class PrefillLeg:
         *,
         put: Callable[[Item], None],
         engine: Engine,
-        pool: BlockPool,
-        sender: Sender,
+        node: Node,
     ) -> None:
         """put: takes what goes to the client.
 
         Raises InvalidRequest if the transfer id was used before.
         """
-        self._transfer_id, self._sender = transfer_id, sender
+        self._request_id, self._engine = request_id, engine
         self._num_tokens = num_prompt_tokens
-        self._hold = _Hold(pool, engine.wake)
         self._gate = _Gate(put)
         self.failure: TransferFailed | None = None
         """Why the transfer failed, if it did: the request is aborted then, because nobody wants its KV."""
+        self.outgoing = node.send(transfer_id)
+        self.layer_written = self.outgoing.layer_ready
+        self.outgoing.accepted.then(self._gate.open)
+        self.outgoing.done.then(self._on_done)
+        self.outgoing.released.then(engine.wake)
 
-        def failed(reason: str) -> None:
-            self.failure = TransferFailed(f"the KV was not wanted or could not be sent: {reason}")
+    def _on_done(self) -> None:
+        error = self.outgoing.error
+        if error is not None:
+            self.failure = TransferFailed(f"the KV was not wanted or could not be sent: {error.reason}")
             if not self._gate.is_open:
                 self._gate.put(self.failure)
-            engine.abort(request_id)
-
-        sender.announce(transfer_id, failed, self._hold.give_back, self._gate.open)
+            self._engine.abort(self._request_id)
 
     def put(self, item: Item) -> None:
         """A token or the end, for the client."""
@@ -153,22 +119,18 @@ class PrefillLeg:
     def left(self) -> None:
         """The client has gone. A token that waits for the receiver then has nobody to wait for."""
         if not self._gate.is_open:
-            self._sender.cancel(self._transfer_id, "aborted")
+            self.outgoing.cancel()
 
     def admitted(self, block_table: Sequence[int], num_cached_tokens: int) -> None:
-        if self._hold.take(block_table):
-            self._sender.publish(self._transfer_id, block_table, self._num_tokens, num_cached_tokens)
-
-    def layer_written(self, layer: int, start: int, end: int) -> None:
-        self._sender.layer_ready(self._transfer_id, layer, start, end)
+        self.outgoing.publish(block_table, self._num_tokens, num_cached_tokens)
 
     def output(self, output: TokenOutput) -> None:
         if output.index == 0:
-            self._sender.finish(self._transfer_id, output.token_id)
+            self.outgoing.finish(output.token_id)
 
     def ended(self, error: PdlinkError | None) -> None:
         if error is not None:
-            self._sender.cancel(self._transfer_id, error.code)
+            self.outgoing.cancel(error.code)
 
 
 class DecodeLeg:
@@ -181,27 +143,28 @@ class DecodeLeg:
         num_prompt_tokens: int,
         address: str,
         *,
-        block_tokens: int,
-        verify: Verify,
         recompute: bool,
         engine: Engine,
-        pool: BlockPool,
-        receiver: Receiver,
+        node: Node,
     ) -> None:
         """recompute: compute the prompt here if its KV does not come, instead of failing the request.
 
-        Raises InvalidRequest if the transfer id was used before, TransferFailed if prefill has failed already.
+        Raises what `Node.receive` raises.
         """
-        self._request_id, self._transfer_id = request_id, transfer_id
-        self._engine, self._receiver = engine, receiver
-        self._num_tokens, self._block_tokens = num_prompt_tokens, block_tokens
-        self._recompute, self._verify = recompute, verify
-        self._hold = _Hold(pool, engine.wake)
+        self._request_id, self._engine, self._recompute = request_id, engine, recompute
+        self._num_tokens, self._block_tokens = num_prompt_tokens, node.layout.block_tokens
         self._fell_back = False
         self._failure: TransferFailed | None = None
         self.kv_path = ""
         """How the prompt's KV came here, as `recomputed` writes it; empty while that is open."""
-        receiver.expect(transfer_id, address, self)
+        # An engine that runs other requests does not begin before all layers are here: it saves the announcements.
+        self.incoming = node.receive(transfer_id, address, by_layer=engine.num_running == 0)
+        self._source = PeerSource(self.incoming, num_prompt_tokens)
+        self.external = self._source.lookup(())
+        """What the engine need not compute."""
+        self.incoming.sampled.then(self._on_sampled)
+        self.incoming.done.then(self._on_done)
+        self.incoming.released.then(engine.wake)
 
     def submitted(self) -> None:
         """The engine has the request now. A failure that came before it was lost on the engine: say it again."""
@@ -219,8 +182,15 @@ class DecodeLeg:
         first = num_cached_tokens // self._block_tokens
         last = -(-self._num_tokens // self._block_tokens)
         blocks = list(block_table[first:last]) if num_cached_tokens < self._num_tokens else []
-        if self._hold.take(blocks):
-            self._receiver.offer(self._transfer_id, blocks, num_cached_tokens, self._num_tokens, verify=self._verify)
+        self._source.load(TokenRange(num_cached_tokens, self._num_tokens, self._source), blocks)
+
+    def layer_needed(self, layer: int, timeout_s: float) -> bool:
+        """Whether the prompt's KV of `layer` is here; waits for it."""
+        try:
+            self.incoming.wait_layer(layer, timeout_s)
+        except PdlinkError:  # too late, or never: `_on_done` says so to the engine
+            return False
+        return True
 
     def layer_written(self, layer: int, start: int, end: int) -> None:
         """Prompt tokens computed here after a failure: nobody else wants them."""
@@ -229,18 +199,18 @@ class DecodeLeg:
         """The answer goes to the client only."""
 
     def ended(self, error: PdlinkError | None) -> None:
-        self._receiver.cancel(self._transfer_id, error.code if error else "request_ended")
+        self.incoming.cancel(error.code if error else "request_ended")
 
-    # -- the endpoint's side: ReceiveHandler -------------------------------------------------------------------------
+    def _on_sampled(self) -> None:
+        token = self.incoming.first_token
+        if token is not None and not self.incoming.done.is_set():
+            self._engine.kv_arriving(self._request_id, token)
 
-    def ready(self, first_token: int) -> None:
-        self.kv_path = "transferred"
-        self._engine.kv_arrived(self._request_id, first_token)
-
-    def failed(self, reason: str) -> None:
-        self._failure = TransferFailed(f"the KV of transfer {self._transfer_id} did not arrive: {reason}", reason)
-        self.kv_path = recomputed(self._failure)
-        self._engine.kv_failed(self._request_id, recompute=self._recompute, error=self._failure)
-
-    def released(self) -> None:
-        self._hold.give_back()
+    def _on_done(self) -> None:
+        error = self.incoming.error
+        if error is None:
+            self.kv_path = kv_path.TRANSFERRED
+            self._engine.kv_arrived(self._request_id, self._num_tokens, self.incoming.first_token)
+        else:
+            self._failure, self.kv_path = error, recomputed(error)
+            self._engine.kv_failed(self._request_id, recompute=self._recompute, error=error)

@@ -119,17 +119,22 @@ def start(label: str, role: str, settings: dict[str, Any]) -> Child:
     ours, theirs = socket.socketpair()
     level = logging.getLevelName(logging.getLogger().level).lower()
     with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pdlink", role, "--parent-fd", str(theirs.fileno()), "--label", label]
-            + (["--log-level", level] if level in _LEVELS else []),
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C reaches us only; we tell the children, so that they drain in order
-        )
+        arguments = [role, "--label", label] + (["--log-level", level] if level in _LEVELS else [])
+        process = spawn(arguments, theirs)
     ours.sendall(json.dumps(settings).encode() + b"\n")
     return Child(label, role, settings, process, ours, {})
 
 
 _LEVELS = ("debug", "info", "warning", "error")
+
+
+def spawn(arguments: Sequence[str], link: socket.socket) -> subprocess.Popen[bytes]:
+    """Run `pdlink` with these arguments, as a child with this end of a link to us."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "pdlink", *arguments, "--parent-fd", str(link.fileno())],
+        pass_fds=[link.fileno()],
+        start_new_session=True,  # Ctrl-C reaches us only; we tell the children, so that they drain in order
+    )
 
 
 def wait_ready(child: Child, timeout_s: float = START_TIMEOUT_S) -> None:

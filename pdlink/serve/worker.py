@@ -13,13 +13,10 @@ import signal
 import threading
 import time
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from pdlink.cuda.buffers import DeviceBuffer
-from pdlink.endpoint.driver import Endpoint
 from pdlink.engine.engine import Engine
 from pdlink.engine.layer_order import LayerOrder
 from pdlink.engine.models import load_model
@@ -27,16 +24,10 @@ from pdlink.engine.paged_cache import PagedCache
 from pdlink.engine.request import GenerationRequest
 from pdlink.errors import ConfigError, DeadlineExceeded, InvalidRequest, LocalError, PdlinkError, TransferFailed
 from pdlink.events import FallbackUsed, RequestEnded, emit
-from pdlink.kv.plan import warm_up
 from pdlink.memory.blocks import BlockPool
 from pdlink.memory.buffers import available_nbytes
-from pdlink.memory.checksums import Checksums
-from pdlink.memory.host import host_id
-from pdlink.protocol.auth import ControlAddress, check_dial
-from pdlink.protocol.messages import VERSION, Identity
+from pdlink.node.node import Node
 from pdlink.serve.legs import DecodeLeg, Leg, PrefillLeg, recomputed
-from pdlink.transport.choice import open_transports
-from pdlink.transport.choice_cuda import open_device_transports
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -44,11 +35,10 @@ if TYPE_CHECKING:
     from pdlink.config import WorkerConfig
     from pdlink.engine.models import LoadedModel
     from pdlink.engine.request import SamplingParams, TokenOutput
-    from pdlink.memory.buffers import Buffer
+    from pdlink.kv.sources import TokenRange
     from pdlink.protocol.auth import Credentials
     from pdlink.serve.legs import Item
     from pdlink.serve.openai import TransferParams
-    from pdlink.transport.base import Transport
 
 log = logging.getLogger(__name__)
 
@@ -184,26 +174,6 @@ class Worker:
             block_tokens=config.cache.block_tokens,
             order=config.cache.order,
         )
-        warm_up()
-        transports, checksums, layer_order = self._attach(self.cache.buffer)
-        model = self.model
-        identity = Identity(
-            VERSION, model.name, model.revision, 1, self.cache.layout, host_id(), content=model.content
-        )
-        self.endpoint = Endpoint(
-            self.name,
-            identity,
-            transports,
-            config.timeouts,
-            batch_timeout_s=config.transport.batch_timeout_s,
-            sharing=config.transport.sharing,
-            require_lane=config.transport.require,
-            credentials=self._credentials,
-            chaos=config.chaos,
-            checksums=checksums,
-            on_death=self._die,
-            short_of_blocks=lambda: self.engine.num_waiting > 0,
-        )
         self.engine = Engine(
             self.model,
             self.pool,
@@ -213,24 +183,31 @@ class Worker:
             block_tokens=config.cache.block_tokens,
             share_prefixes=config.cache.share_prefixes,
             layer_delay_s=config.simulate_layer_s,
-            layer_order=layer_order,
+            layer_order=LayerOrder(self.cache.buffer.make_event) if self.cache.buffer.kind == "cuda" else None,
         )
-        self.endpoint.open(config.control_host, config.control_port, config.advertise_host)
+        self.node = Node(
+            self.name,
+            self.cache.layout,
+            [self.cache.buffer],
+            host=config.control_host,
+            port=config.control_port,
+            advertise_host=config.advertise_host,
+            model=self.model.name,
+            revision=self.model.revision,
+            content=self.model.content,
+            pool=self.pool,
+            transport=config.transport,
+            timeouts=config.timeouts,
+            credentials=self._credentials,
+            insecure=config.security.insecure,
+            chaos=config.chaos,
+            layers_come_written=True,
+            short_of_blocks=lambda: self.engine.num_waiting > 0,
+            on_death=self._die,
+        )
+        self.endpoint = self.node.endpoint
         self._thread = threading.Thread(target=self._run_engine, name=f"pdlink-engine-{self.name}", daemon=True)
         self._thread.start()
-
-    def _attach(self, buffer: Buffer | DeviceBuffer) -> tuple[list[Transport], Checksums | None, LayerOrder | None]:
-        """What the place of the KV decides: who can move it, who can read it, and when a layer is written."""
-        config, this_host_only = self.config, not self.config.reachable
-        if isinstance(buffer, DeviceBuffer):
-            transports = open_device_transports(config.transport, buffer, this_host_only=this_host_only)
-            return transports, None, LayerOrder(partial(torch.cuda.Event, blocking=True))
-        transports = open_transports(
-            config.transport, config.control_host, config.advertise_host, this_host_only=this_host_only
-        )
-        for transport in transports:
-            transport.register(buffer)
-        return transports, Checksums(self.cache.layout, [buffer]), None
 
     # -- requests, from the asyncio loop -----------------------------------------------------------------------------
 
@@ -251,7 +228,7 @@ class Worker:
         if self._draining:
             raise Draining("this worker is shutting down; send the request to another one")
         stream = Stream(request_id, self.config.timeouts.request_s)
-        external = params is not None and params.leg == "decode"
+        external: tuple[TokenRange, ...] = ()
         goes_on = False
         leg: Leg | None = None
         if params is not None:
@@ -266,19 +243,19 @@ class Worker:
                     len(prompt),
                     put=stream.put,
                     engine=self.engine,
-                    pool=self.pool,
-                    sender=self.endpoint.sender,
+                    node=self.node,
                 )
             else:
                 try:
                     leg = self._decode_leg(request_id, params, len(prompt))
+                    external = leg.external
                 except TransferFailed as error:
                     if self.config.on_transfer_failure == "fail":
                         raise
                     emit(FallbackUsed(kind="recompute", reason=str(error)))
-                    stream.fallback, external = error, False
+                    stream.fallback = error
         stream.leg = leg
-        request = GenerationRequest(request_id, prompt, sampling, external_kv=external, goes_on=goes_on, salt=salt)
+        request = GenerationRequest(request_id, prompt, sampling, external=external, goes_on=goes_on, salt=salt)
         try:
             self._submit(request, _Running(stream, len(prompt)))
         except PdlinkError as error:
@@ -308,19 +285,14 @@ class Worker:
         this worker dial."""
         if params.prefill is None:
             raise InvalidRequest("kv_transfer_params.prefill is missing on a decode leg")
-        address = ControlAddress.parse(params.prefill.control)
-        check_dial(address, self.endpoint.credentials, insecure=self.config.security.insecure)
         return DecodeLeg(
             request_id,
             params.transfer_id,
             num_prompt_tokens,
             params.prefill.control,
-            block_tokens=self.config.cache.block_tokens,
-            verify=self.config.transport.verify,
             recompute=self.config.on_transfer_failure == "recompute",
             engine=self.engine,
-            pool=self.pool,
-            receiver=self.endpoint.receiver,
+            node=self.node,
         )
 
     def abort(self, stream: Stream) -> None:
@@ -342,7 +314,11 @@ class Worker:
             leg.admitted(block_table, num_cached_tokens)
 
     def prefilling(self, on: bool) -> None:
-        self.endpoint.computing(on)
+        self.node.prefilling(on)
+
+    def layer_needed(self, request_id: str, layer: int, timeout_s: float) -> bool:
+        leg = self._leg(request_id)
+        return isinstance(leg, DecodeLeg) and leg.layer_needed(layer, timeout_s)
 
     def layer_written(self, layer: int, spans: Sequence[tuple[str, int, int]]) -> None:
         for request_id, start, end in spans:
@@ -485,5 +461,5 @@ class Worker:
             self.engine.abort(request_id)
         self.engine.stop()
         self._thread.join(5.0)
-        self.endpoint.close()
+        self.node.close()
         self.cache.close()

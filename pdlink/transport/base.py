@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.kv.layout import KVLayout
-    from pdlink.memory.buffers import Buffer
+    from pdlink.memory.buffers import AnyBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ Occurrence = BatchDone | PeerFailed | PeerClosed
 def occurrence(
     kind: str, peer: str, ticket: int, status: str, nbytes: int, submitted_s: float, done_s: float, detail: str
 ) -> Occurrence:
-    """The occurrence of one report of a native engine (`csrc/copy/outbox.h`)."""
+    """The occurrence of one report of a native engine (`csrc/common/outbox.h`)."""
     if kind == "batch_done":
         return BatchDone(ticket, peer, Status(status), nbytes, submitted_s, done_s, detail)
     return PeerFailed(peer, detail) if kind == "peer_failed" else PeerClosed(peer)
@@ -106,14 +106,23 @@ class Transport(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Acquire threads and descriptors. Raises TransportUnavailable with the reason of `probe()`."""
+        """Acquire threads and descriptors.
+
+        Raises TransportUnavailable with the reason of `probe()`, and for a transport that was closed.
+        """
 
     @abstractmethod
-    def register(self, buffer: Buffer) -> int:
+    def register(self, buffer: AnyBuffer) -> int:
         """Make a buffer usable as source and, for invited peers, as destination; returns its region index (0, 1, …).
 
         The buffer must outlive the transport. Costs page pinning on RDMA: call once per pool, not per request.
+        Raises TransportUnavailable for memory that it cannot move.
         """
+
+    @property
+    def no_invitations(self) -> str:
+        """Why no peer can be invited to write into what is registered; empty if one can. Sending is not affected."""
+        return ""
 
     def guard(self, layout: KVLayout) -> None:  # noqa: B027  (see the table in docs/security.md)
         """From now on a peer may write only to blocks that are open to it, where this transport can hold that.
@@ -133,7 +142,8 @@ class Transport(ABC):
         """Open our registered buffers to `peer` and return what it must pass to its `connect()`.
 
         peer: unique per connection (name, epoch and session); a name is never used twice.
-        Raises TransportFailure if it cannot be now (no descriptor left), ProtocolError for a name in use.
+        Raises TransportFailure if it cannot be now (no descriptor left), ProtocolError for a name in use,
+        TransportUnavailable if no buffer is registered.
         """
 
     @abstractmethod

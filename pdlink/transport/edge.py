@@ -35,5 +35,5 @@ def translated(what: str) -> Iterator[None]:
     except OSError as error:
         remedy = REMEDIES.get(error.errno or 0, "")
         raise TransportFailure(f"{what}: {error}{'; ' + remedy if remedy else ''}") from error
-    except RuntimeError as error:  # also a peer that has failed: `PeerUnusable` and `PeerError` are RuntimeErrors
+    except RuntimeError as error:  # also of a peer that has failed: `PeerUnusable` is one
         raise TransportFailure(f"{what}: {error}") from error

@@ -6,7 +6,7 @@ itself, so the thread has time to be Python. Whoever submits launches at once wh
 (csrc/cuda/puts.h), no change of threads. What is left is launched by the thread when a slot has become free.
 
 Order. A batch is cut into slices, a launch each: one slice unless a batch is larger than any layer. The gate of the
-destination (csrc/gate.h) is entered before a launch and left when its event is reached, so the owner's PeerClosed
+destination (csrc/common/gate.h) is entered before a launch and left when its event is reached: the owner's PeerClosed
 comes after the last store of the last kernel. All launches share one stream, so they end in the order they began.
 A host function behind the oldest one in flight, on a stream of its own, makes an eventfd readable, and the thread
 collects all that have ended. Nothing polls while nothing happens.

@@ -10,18 +10,18 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
 
-from pdlink.errors import ProtocolError, TransportFailure
+from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Probe, Status, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.kv.layout import Piece, RunArray
-    from pdlink.memory.buffers import Buffer
+    from pdlink.memory.buffers import AnyBuffer, HostBuffer
 
 _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -280,18 +280,20 @@ class LoopbackTransport(Transport):
     def open(self) -> None:
         with self.hub._lock:
             if self._state == "closed":
-                raise TransportFailure("the loopback transport was closed; make a new one")
+                raise TransportUnavailable("the loopback transport was closed; make a new one")
             self._state = "open"
 
-    def register(self, buffer: Buffer) -> int:
+    def register(self, buffer: AnyBuffer) -> int:
         with self.hub._lock:
             self._require_open()
-            self._regions.append(buffer.array)
+            self._regions.append(cast("HostBuffer", buffer).array)
             return len(self._regions) - 1
 
     def invite(self, peer: str) -> bytes:
         with self.hub._lock:
             self._require_open()
+            if not self._regions:
+                raise TransportUnavailable("register a buffer before inviting a peer to it")
             if peer in self._in or peer in self._closing:
                 raise ProtocolError(f"peer name {peer} is used twice")
             link = Link(self, peer, tuple(self._regions))

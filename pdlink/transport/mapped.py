@@ -7,8 +7,8 @@ thread helps with more than a megabyte at once, unless this process computes a p
 would give has to be made by hand:
 
 - who is alive: the writer watches the owner's pidfd, since storing into a dead process's memory succeeds silently;
-- who may still write: a gate page per peer (`csrc/gate.h`), which the owner shuts in `close_peer`. PeerClosed comes
-  when the writer is in no slice of a copy any more, or has ended. A writer that is stopped inside one holds it up;
+- who may still write: a gate page per peer (`csrc/common/gate.h`), which the owner shuts in `close_peer`. PeerClosed
+  comes when the writer is in no slice of a copy any more, or has ended. A writer stopped inside one holds it up;
 - who has invited us: an invitation could name any process of this user. It repeats a random number out of the gate
   page, so it comes from the process that it names, and never from this one.
 
@@ -19,8 +19,7 @@ pid namespace. Two containers need a shared one (docker `--pid`, Kubernetes `sha
 from __future__ import annotations
 
 import os
-import threading
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
 import msgspec
 
@@ -28,13 +27,12 @@ from pdlink import _copy
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.memory.buffers import Buffer
 from pdlink.memory.host import boot_id, pid_namespace
-from pdlink.transport.base import Occurrence, Probe, Transport, occurrence
+from pdlink.transport.base import Probe
 from pdlink.transport.edge import translated
+from pdlink.transport.native import NativeTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pdlink.kv.layout import Piece
+    from pdlink.memory.buffers import AnyBuffer, HostBuffer
 
 _MAX_INVITATION_NBYTES = 1 << 20
 _CLOSE_GRACE_S = 1.0
@@ -81,7 +79,7 @@ class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     gate: _Gate
 
 
-class MappedTransport(Transport):
+class MappedTransport(NativeTransport[_copy.Copier, "HostBuffer"]):
     """Peers on this host, through shared pages. Lane "mapped"."""
 
     name: ClassVar[str] = "mapped"
@@ -93,13 +91,9 @@ class MappedTransport(Transport):
         within_process: peers may be in this process too, as in tests. A worker has none there: an invitation that
         names it was given by itself to a peer, which sends it back to have our memory overwritten by ourselves.
         """
+        super().__init__()
         self._threads = threads
         self._within_process = within_process
-        self._copier: _copy.Copier | None = None
-        self._closed = False
-        self._buffers: list[Buffer] = []
-        """In the order of their region indices; kept so that the pages stay mapped while the copier may read them."""
-        self._registering = threading.Lock()
 
     @classmethod
     def probe(cls) -> Probe:
@@ -121,23 +115,38 @@ class MappedTransport(Transport):
     def open(self) -> None:
         if self._closed:
             raise TransportUnavailable("the mapped transport was closed; make a new one")
-        if self._copier is None:
+        if self._native is None:
             probe = self.probe()
             if not probe.ok:
                 raise TransportUnavailable(f"mapped memory does not work here: {probe.reason}")
-            self._copier = _copy.Copier(self._threads)
+            self._native = _copy.Copier(self._threads)
 
-    def register(self, buffer: Buffer) -> int:
+    def register(self, buffer: AnyBuffer) -> int:
+        """As in the contract. What is no shared memory can only be sent from: see `no_invitations`."""
+        if buffer.kind != "host":
+            raise TransportUnavailable(f"buffer: got {buffer.kind} memory; mapped memory moves host memory only")
         with self._registering:
-            index = self._open_copier().add_region(buffer.ptr, buffer.nbytes)
-            self._buffers.append(buffer)
+            index = self._engine.add_region(buffer.ptr, buffer.nbytes)
+            self._buffers.append(cast("HostBuffer", buffer))
         return index
+
+    @property
+    def no_invitations(self) -> str:
+        heap = next((index for index, buffer in enumerate(self._buffers) if buffer.fd < 0), None)
+        if heap is None:
+            return ""
+        return (
+            f"mapped: region {heap} is borrowed memory, which no other process can map; receive over tcp or ucx "
+            '(transport.kind "auto"), or into shared memory (pdlink.memory.buffers.Buffer)'
+        )
 
     def invite(self, peer: str) -> bytes:
         """An invitation to the buffers registered by now."""
-        copier = self._open_copier()
+        copier = self._engine
         if not self._buffers:
             raise TransportUnavailable("register a buffer before inviting a peer to it")
+        if self.no_invitations:
+            raise TransportFailure(self.no_invitations)
         with translated(f"cannot invite peer {peer}"):
             regions = tuple(_file_of(buffer) for buffer in self._buffers)
             boot, namespace = boot_id(), pid_namespace()
@@ -145,7 +154,7 @@ class MappedTransport(Transport):
         return msgspec.msgpack.encode(_Invitation(boot, namespace, os.getpid(), regions, gate))
 
     def connect(self, peer: str, invitation: bytes) -> None:
-        copier = self._open_copier()
+        copier = self._engine
         there = _decode(invitation)
         with translated(f"cannot map the memory of peer {peer}"):
             boot, namespace = boot_id(), pid_namespace()
@@ -166,49 +175,25 @@ class MappedTransport(Transport):
                 )
             copier.connect(peer, there.pid, [file.as_tuple() for file in there.regions], there.gate.as_tuple())
 
-    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
-        try:
-            return self._open_copier().submit(peer, pieces, timeout_s)
-        except _copy.PeerUnusable as error:
-            raise TransportFailure(str(error)) from error
-        except TypeError as error:
-            raise ValueError(f"pieces need 64-bit numbers and C-contiguous int64 runs [n, 3]: {error}") from error
-
-    def poll(self) -> list[Occurrence]:
-        """As in the contract; what was not fetched before `close()` can still be fetched after it."""
-        return [] if self._copier is None else [occurrence(*report) for report in self._copier.poll()]
-
-    def fileno(self) -> int:
-        return self._open_copier().fileno()
-
     def lane(self, peer: str) -> str:
-        return self.name if self._copier is not None and self._copier.connected(peer) else ""
+        return self.name if self._native is not None and self._native.connected(peer) else ""
 
     def computing(self, on: bool) -> None:
         """As in the contract: while on, one thread copies."""
-        if self._copier is not None:
-            self._copier.computing(on)
+        if self._native is not None:
+            self._native.computing(on)
 
     def slices_taken(self) -> tuple[int, int]:
         """Slices of a quarter megabyte that the first and the second thread have copied or begun to."""
-        return self._open_copier().slices_taken()
-
-    def close_peer(self, peer: str) -> None:
-        if self._copier is not None:
-            self._copier.close_peer(peer)
+        return self._engine.slices_taken()
 
     def close(self) -> None:
         """As in the contract. A writer that is stopped in the middle of a slice is not waited for beyond one second,
         and no PeerClosed is reported for it: its stores can only reach the memory files, which live as long as it.
         """
         self._closed = True
-        if self._copier is not None:
-            self._copier.close(_CLOSE_GRACE_S)
-
-    def _open_copier(self) -> _copy.Copier:
-        if self._copier is None or self._closed:
-            raise TransportFailure(f"the mapped transport is {'closed' if self._closed else 'not open'}")
-        return self._copier
+        if self._native is not None:
+            self._native.close(_CLOSE_GRACE_S)
 
 
 def _decode(invitation: bytes) -> _Invitation:
@@ -220,6 +205,6 @@ def _decode(invitation: bytes) -> _Invitation:
         raise ProtocolError(f"invitation for mapped memory cannot be read: {error}") from error
 
 
-def _file_of(buffer: Buffer) -> _File:
+def _file_of(buffer: HostBuffer) -> _File:
     status = os.fstat(buffer.fd)
     return _File(buffer.fd, status.st_dev, status.st_ino, buffer.nbytes)

@@ -8,10 +8,10 @@ What orders a write: `submit` means that the source bytes are there. Whoever mak
 event is reached (`pdlink.engine.layer_order`), so this transport needs to know no stream but its own. What orders a
 read: `BatchDone` follows the event behind the kernel, whose stores are visible to every kernel launched after it.
 
-The fence is the gate of `csrc/gate.h`, which stays entered while a kernel is in flight: see `gpu_copier`. If the
-writer is killed the driver tears its contexts down before the process is a zombie, which is what "a dead writer is
-quiet" rests on here (reasoned from the order of the kernel's do_exit, not measured). A writer can store anywhere in
-the regions it was invited to: as with host memory, invite only peers that are trusted with the whole pool.
+The fence is the gate of `csrc/common/gate.h`, which stays entered while a kernel is in flight: see `gpu_copier`. If
+the writer is killed the driver tears its contexts down before the process is a zombie, which is what "a dead writer
+is quiet" rests on here (reasoned from the order of the kernel's do_exit, not measured). A writer can store anywhere
+in the regions it was invited to: as with host memory, invite only peers that are trusted with the whole pool.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import contextlib
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
 import msgspec
 
@@ -38,8 +38,9 @@ from pdlink.transport.gpu_copier import SLICE_NBYTES, GpuCopier
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdlink.cuda.buffers import DeviceMemory
     from pdlink.kv.layout import Piece
-    from pdlink.memory.buffers import Buffer
+    from pdlink.memory.buffers import AnyBuffer
 
 _MAX_INVITATION_NBYTES = 1 << 20
 _CLOSE_GRACE_S = 1.0
@@ -57,7 +58,7 @@ class _Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     export: Export | None
 
 
-class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="pdlink-mapped-cuda/2"):
+class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="pdlink-mapped-cuda/3"):
     boot_id: Annotated[str, msgspec.Meta(max_length=64)]
     pid_namespace: _Number
     pid: _Pid
@@ -123,12 +124,12 @@ class MappedCudaTransport(Transport):
             made.pop_all()
         _OPEN_HERE.add(self)
 
-    def register(self, buffer: Buffer | DeviceBuffer) -> int:
-        """A `DeviceBuffer` as source and destination, a `PinnedBuffer` as source only: kernels read it in place."""
+    def register(self, buffer: AnyBuffer) -> int:
+        """Device memory as source and destination, a `PinnedBuffer` as source only: kernels read it in place."""
         self._open_copier()
         ptr: int | None = getattr(buffer, "device_ptr", None)
-        if isinstance(buffer, DeviceBuffer):
-            region, ptr = _Region(buffer.ptr, buffer.nbytes, self._export(buffer)), buffer.ptr
+        if buffer.kind == "cuda":
+            region, ptr = _Region(buffer.ptr, buffer.nbytes, self._export(cast("DeviceMemory", buffer))), buffer.ptr
         elif ptr is not None:
             region = _Region(0, 0, None)
         else:
@@ -204,7 +205,7 @@ class MappedCudaTransport(Transport):
             raise TransportFailure(f"the mapped-cuda transport is {'closed' if self._closed else 'not open'}")
         return self._copier
 
-    def _export(self, buffer: DeviceBuffer) -> Export:
+    def _export(self, buffer: DeviceMemory) -> Export:
         try:
             return buffer.export()
         except CudaFailure as error:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-import threading
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
@@ -25,15 +24,15 @@ import numpy as np
 from pdlink import _tcp
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.kv.bands import bands
-from pdlink.transport.base import Occurrence, Probe, Transport, occurrence
+from pdlink.transport.base import Probe
 from pdlink.transport.edge import translated
-from pdlink.transport.staging import stage_below
+from pdlink.transport.native import NativeTransport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.kv.layout import KVLayout, Piece
-    from pdlink.memory.buffers import Buffer
+    from pdlink.kv.layout import KVLayout
+    from pdlink.memory.buffers import AnyBuffer
 
 CONNECT_TIMEOUT_S = 5.0
 HELLO_TIMEOUT_S = 5.0
@@ -58,7 +57,7 @@ class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """Sizes."""
 
 
-class TcpTransport(Transport):
+class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
     """Peers anywhere, through sockets. Lane "tcp"."""
 
     name: ClassVar[str] = "tcp"
@@ -70,29 +69,25 @@ class TcpTransport(Transport):
         congestion: str | None = None,
         advertise: str | None = None,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
-        stage_below_nbytes: int | None = None,
+        pack_below_nbytes: int = 1024,
     ) -> None:
         """host: address or name to listen on; advertise: the one that peers are told, `host` if None.
 
         streams: connections to each peer. congestion: of the connections made here; None takes cubic (or reno, where
         that is not allowed) for peers on this host and the system's default for others.
-        stage_below_nbytes: shorter runs are packed on their way; None takes what was measured (`staging`).
+        pack_below_nbytes: shorter runs are packed on their way, 0 packs none.
         """
+        super().__init__()
         self._host = host
         self._advertise = advertise
         self._streams = streams
         self._congestion = congestion
         self._hello_timeout_s = hello_timeout_s
-        self._stage_below = stage_below(self.name) if stage_below_nbytes is None else stage_below_nbytes
+        self._pack_below = pack_below_nbytes
         self._advertised = ""
         self._on_loopback = True
-        self._engine: _tcp.Engine | None = None
-        self._closed = False
         self._to_guard: KVLayout | None = None
         """What the first invitation is to be preceded by: who invites nobody need not have a layout to write to."""
-        self._buffers: list[Buffer] = []
-        """In the order of their region indices; kept so that the pages stay while the engine may use them."""
-        self._registering = threading.Lock()
 
     @classmethod
     def probe(cls) -> Probe:
@@ -104,13 +99,13 @@ class TcpTransport(Transport):
         """As in the contract; looks up the names it was given."""
         if self._closed:
             raise TransportUnavailable("the tcp transport was closed; make a new one")
-        if self._engine is not None:
+        if self._native is not None:
             return
         if not 1 <= self._streams <= _tcp.MAX_STREAMS:
             raise TransportUnavailable(f"tcp: {self._streams} streams, possible are 1 to {_tcp.MAX_STREAMS}")
-        if not 0 <= self._stage_below <= _tcp.MAX_STAGE_BELOW:
+        if not 0 <= self._pack_below <= _tcp.MAX_PACK_BELOW:
             raise TransportUnavailable(
-                f"tcp: runs are packed below {self._stage_below} bytes, possible are 0 to {_tcp.MAX_STAGE_BELOW}"
+                f"tcp: runs are packed below {self._pack_below} bytes, possible are 0 to {_tcp.MAX_PACK_BELOW}"
             )
         if self._congestion is not None and not _tcp.congestion_usable(self._congestion):
             raise TransportUnavailable(
@@ -123,21 +118,23 @@ class TcpTransport(Transport):
             raise TransportUnavailable(f"tcp: nobody can connect to {self._advertised}; set advertise_host")
         self._on_loopback = ipaddress.ip_address(listen).is_loopback
         try:
-            self._engine = _tcp.Engine(
+            self._native = _tcp.Engine(
                 listen,
                 self._streams,
                 self._congestion or "",
                 CONNECT_TIMEOUT_S,
                 self._hello_timeout_s,
-                self._stage_below,
+                self._pack_below,
             )
         except OSError as error:
             raise TransportUnavailable(f"tcp: {error}") from error
 
-    def register(self, buffer: Buffer) -> int:
+    def register(self, buffer: AnyBuffer) -> int:
+        if buffer.kind != "host":
+            raise TransportUnavailable(f"buffer: got {buffer.kind} memory; tcp moves host memory only")
         with self._registering:
             try:
-                index = self._open_engine().add_region(buffer.ptr, buffer.nbytes)
+                index = self._engine.add_region(buffer.ptr, buffer.nbytes)
             except _tcp.PeerUnusable as error:
                 raise TransportFailure(str(error)) from error
             self._buffers.append(buffer)
@@ -148,15 +145,15 @@ class TcpTransport(Transport):
         self._to_guard = layout
 
     def open_blocks(self, peer: str, blocks: Sequence[int]) -> None:
-        self._open_engine().open_blocks(peer, np.array(blocks, dtype=np.int64))
+        self._engine.open_blocks(peer, np.array(blocks, dtype=np.int64))
 
     def close_blocks(self, peer: str, blocks: Sequence[int]) -> None:
-        if self._engine is not None:
-            self._engine.close_blocks(peer, np.array(blocks, dtype=np.int64))
+        if self._native is not None:
+            self._native.close_blocks(peer, np.array(blocks, dtype=np.int64))
 
     def invite(self, peer: str) -> bytes:
         """An invitation to the buffers registered by now."""
-        engine = self._open_engine()
+        engine = self._engine
         if not self._buffers:
             raise TransportUnavailable("register a buffer before inviting a peer to it")
         with translated(f"cannot invite peer {peer}"):
@@ -168,7 +165,7 @@ class TcpTransport(Transport):
         return msgspec.msgpack.encode(_Invitation(self._advertised, engine.port(), session, token, tuple(regions)))
 
     def connect(self, peer: str, invitation: bytes) -> None:
-        engine = self._open_engine()
+        engine = self._engine
         there = _decode(invitation)
         if self._on_loopback and not ipaddress.ip_address(there.host).is_loopback:
             raise TransportFailure(
@@ -178,47 +175,23 @@ class TcpTransport(Transport):
         with translated(f"cannot connect to peer {peer}"):
             engine.connect(peer, there.host, there.port, there.session, there.token, there.regions)
 
-    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
-        try:
-            return self._open_engine().submit(peer, pieces, timeout_s)
-        except _tcp.PeerUnusable as error:
-            raise TransportFailure(str(error)) from error
-        except TypeError as error:
-            raise ValueError(f"pieces need 64-bit numbers and C-contiguous int64 runs [n, 3]: {error}") from error
-
-    def poll(self) -> list[Occurrence]:
-        """As in the contract; what was not fetched before `close()` can still be fetched after it."""
-        return [] if self._engine is None else [occurrence(*report) for report in self._engine.poll()]
-
-    def fileno(self) -> int:
-        return self._open_engine().fileno()
-
     def lane(self, peer: str) -> str:
-        return self.name if self._engine is not None and self._engine.connected(peer) else ""
+        return self.name if self._native is not None and self._native.connected(peer) else ""
 
     def details(self, peer: str) -> dict[str, str]:
         """How the bytes to a peer travel, for reports."""
-        used = [] if self._engine is None else self._engine.congestion(peer)
+        used = [] if self._native is None else self._native.congestion(peer)
         return {"streams": str(len(used)), "congestion": ", ".join(sorted(set(used)))}
 
     @property
     def strangers_dropped(self) -> int:
         """Connections that were ended because they did not prove to be invited."""
-        return 0 if self._engine is None else self._engine.strangers_dropped()
-
-    def close_peer(self, peer: str) -> None:
-        if self._engine is not None:
-            self._engine.close_peer(peer)
+        return 0 if self._native is None else self._native.strangers_dropped()
 
     def close(self) -> None:
         self._closed = True
-        if self._engine is not None:
-            self._engine.close(_CLOSE_GRACE_S)
-
-    def _open_engine(self) -> _tcp.Engine:
-        if self._engine is None or self._closed:
-            raise TransportFailure(f"the tcp transport is {'closed' if self._closed else 'not open'}")
-        return self._engine
+        if self._native is not None:
+            self._native.close(_CLOSE_GRACE_S)
 
 
 def _decode(invitation: bytes) -> _Invitation:

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import threading
 import weakref
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
 import msgspec
 
-from pdlink.cuda.buffers import DeviceBuffer
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.memory.host import host_id
-from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Probe, Status, Transport
+from pdlink.transport.base import Probe
 from pdlink.transport.edge import translated
-from pdlink.transport.staging import stage_below_lanes
+from pdlink.transport.native import NativeTransport
 
 try:
     from pdlink import _ucx
@@ -33,15 +31,13 @@ except ImportError:  # a build without UCX headers; probe() says so
     _ucx = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from pdlink.kv.layout import Piece
-    from pdlink.memory.buffers import Buffer
+    from pdlink.cuda.buffers import DeviceMemory
+    from pdlink.memory.buffers import AnyBuffer
 
 NEEDED_UCX = (1, 20)
 """Older versions neither put to ordinary memory natively over TCP nor talk to newer ones (csrc/ucx/library.h)."""
 
-_MAGIC = b"PDUX\x03"
+_MAGIC = b"PDUX\x04"
 """The last byte is the version of the form below."""
 _CHECKSUM_NBYTES = 4
 
@@ -67,13 +63,9 @@ class _Invitation(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     gate_device: _Count
     gate_inode: _Count
     gate_nonce: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    """In the gate's page: proves that the process named here made this invitation (`csrc/gate.h`)."""
+    """In the gate's page: proves that the process named here made this invitation (`csrc/common/gate.h`)."""
     address: _Blob
     regions: Annotated[list[_Region], msgspec.Meta(max_length=4096)]
-    ring: _Region
-    """Where packed runs are put, to be unpacked there (`csrc/ucx/staging.h`)."""
-    on_device: bool
-    """Regions are device memory, into which nothing can be unpacked."""
 
 
 def _pack(invitation: _Invitation) -> bytes:
@@ -96,8 +88,6 @@ def _unpack(packed: bytes) -> _Invitation:
     for index, region in enumerate(invitation.regions):
         if not 0 < region.base < region.base + region.nbytes < 2**64:
             raise ProtocolError(f"UCX invitation: region {index} has {region.nbytes} bytes at {region.base:#x}")
-    if invitation.ring.nbytes != _ucx.RING_NBYTES or invitation.ring.base + _ucx.RING_NBYTES >= 2**64:
-        raise ProtocolError(f"UCX invitation: slots of {invitation.ring.nbytes} bytes at {invitation.ring.base:#x}")
     return invitation
 
 
@@ -137,52 +127,39 @@ def probe_ucx(library: str | None = None) -> Probe:
     return Probe("ucx", ok=True, facts={"version": loaded.version, "library": loaded.path})
 
 
-class UcxTransport(Transport):
+class UcxTransport(NativeTransport["_ucx.Engine", "AnyBuffer"]):
     """Puts through UCX, on whatever lane it finds; `lane(peer)` tells which."""
 
     name: ClassVar[str] = "ucx"
 
-    def __init__(
-        self,
-        tls: str = "auto",
-        library: str | None = None,
-        devices: str = "",
-        stage_below_nbytes: Mapping[str, int] | None = None,
-    ) -> None:
+    def __init__(self, tls: str = "auto", library: str | None = None, devices: str = "") -> None:
         """tls: "auto", "tcp", "shm" (cross-memory attach, one host only) or a UCX_TLS list.
 
         library: path of libucp.so.0, "off", or None to look for one (see `_ucx.Library.load`).
         devices: a UCX_NET_DEVICES list; empty lets UCX listen on every interface it finds.
-        stage_below_nbytes: shorter runs are packed on their way, per lane ("" for those that are not named); None
-        takes what was measured (`staging`).
         """
+        super().__init__()
         self._tls, self._devices = tls, devices
         self._library_choice = library
-        self._stage_below = stage_below_lanes() if stage_below_nbytes is None else stage_below_nbytes
         self._library: _ucx.Library | None = None
-        self._native: _ucx.Engine | None = None
         self._finalizer: weakref.finalize[[], UcxTransport] | None = None
         self._host: str | None = None
-        self._registering = threading.Lock()
         self._regions: list[_Region] = []
         """What invitations tell of our buffers, by region index."""
-        self._buffers: list[Buffer | DeviceBuffer] = []
-        self._on_device = False
-        """Some of them are device memory."""
 
     @classmethod
     def probe(cls) -> Probe:
         return probe_ucx()
 
     def open(self) -> None:
+        if self._finalizer is not None and not self._finalizer.alive:
+            raise TransportUnavailable("the ucx transport was closed; make a new one")
         if self._native is not None:
             return
         self._library = _load(self._library_choice)
         self._host = host_id()
         try:
-            self._native = _ucx.Engine(self._library, self._tls, self._devices, self._stage_below)
-        except ValueError as error:
-            raise TransportUnavailable(f"ucx: {error}") from None
+            self._native = _ucx.Engine(self._library, self._tls, self._devices)
         except RuntimeError as error:
             raise TransportUnavailable(
                 f"UCX {self._library.version} ({self._library.path}) with transports {self._tls!r}"
@@ -192,27 +169,18 @@ class UcxTransport(Transport):
         # Also at interpreter exit: UCX's own exit handlers must not find the thread at work.
         self._finalizer = weakref.finalize(self, self._native.close)
 
-    @property
-    def _engine(self) -> _ucx.Engine:
-        if self._native is None:
-            raise TransportFailure("the ucx transport is not open")
-        return self._native
-
-    def register(self, buffer: Buffer | DeviceBuffer) -> int:
-        """Device memory is registered as such, with its context, and its runs are never packed: that is CPU work."""
-        context = buffer.device.context if isinstance(buffer, DeviceBuffer) else 0
-        if context and any(self._stage_below.values()):
-            raise TransportUnavailable("runs of device memory cannot be packed; stage_below_nbytes must be empty")
+    def register(self, buffer: AnyBuffer) -> int:
+        """Device memory is registered as such, with its context."""
+        context = cast("DeviceMemory", buffer).device.context if buffer.kind == "cuda" else 0
         with self._registering:
             try:
                 index, rkey = self._engine.register_memory(buffer.ptr, buffer.nbytes, context)
-            except _ucx.PeerError as error:
+            except _ucx.PeerUnusable as error:
                 raise TransportFailure(str(error)) from None
             except RuntimeError as error:
                 raise TransportUnavailable(f"UCX cannot register {buffer.nbytes} bytes: {error}") from None
             self._regions.append(_Region(buffer.ptr, buffer.nbytes, rkey))
             self._buffers.append(buffer)
-            self._on_device = self._on_device or bool(context)
             return index
 
     def invite(self, peer: str) -> bytes:
@@ -221,15 +189,13 @@ class UcxTransport(Transport):
         assert host is not None
         with self._registering:
             regions = list(self._regions)
+        if not regions:
+            raise TransportUnavailable("register a buffer before inviting a peer to it")
         pid = os.getpid()
         with translated(f"UCX cannot open a worker for peer {peer}"):
             born = _ucx.process_born(pid)
-            address, gate, ring = engine.invite(peer)
-        return _pack(
-            _Invitation(
-                library.version, host, pid, born, *gate, address, regions, _Region(*ring), on_device=self._on_device
-            )
-        )
+            address, gate = engine.invite(peer)
+        return _pack(_Invitation(library.version, host, pid, born, *gate, address, regions))
 
     def connect(self, peer: str, invitation: bytes) -> None:
         engine, host = self._engine, self._host
@@ -243,11 +209,6 @@ class UcxTransport(Transport):
         sockets_only = self._tls == "tcp"
         if self._tls == "shm" and not same_host:
             raise TransportFailure(f"peer {peer} is on another host, and ucx_tls is shm")
-        if remote.on_device and any(self._stage_below.values()):
-            raise TransportFailure(
-                f"peer {peer} has device memory, into which runs cannot be unpacked; "
-                "stage_below_nbytes must be empty here"
-            )
         if same_host and not visible and not sockets_only:
             # UCX would write straight into its memory, and it could not keep us out of it again.
             raise TransportFailure(
@@ -259,44 +220,14 @@ class UcxTransport(Transport):
         if visible and not sockets_only:
             gate = (remote.gate_fd, remote.gate_device, remote.gate_inode, remote.gate_nonce)
         regions = [(region.base, region.nbytes, region.rkey) for region in remote.regions]
-        ring = (remote.ring.base, remote.ring.nbytes, remote.ring.rkey)
         with translated("UCX"):  # the engine says which peer
-            engine.connect(peer, remote.address, regions, pid, born, gate, ring)
-
-    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
-        try:
-            return self._engine.submit(peer, pieces, timeout_s)
-        except _ucx.PeerError as error:
-            raise TransportFailure(str(error)) from None
-
-    def poll(self) -> list[Occurrence]:
-        return [_occurrence(event) for event in self._engine.poll()]
-
-    def fileno(self) -> int:
-        return self._engine.fileno()
+            engine.connect(peer, remote.address, regions, pid, born, gate)
 
     def lane(self, peer: str) -> str:
-        return self._engine.lane(peer)
-
-    @property
-    def notes_refused(self) -> int:
-        """Notes about packed runs that made no sense (`csrc/ucx/staging.h`); each has failed its peer."""
-        return 0 if self._native is None else self._native.notes_refused()
-
-    def close_peer(self, peer: str) -> None:
-        if self._native is not None:
-            self._native.close_peer(peer)
+        return "" if self._native is None else self._native.lane(peer)
 
     def close(self) -> None:
+        self._closed = True
         if self._finalizer is not None:
             self._finalizer()
             self._buffers.clear()
-
-
-def _occurrence(event: _ucx.Event) -> Occurrence:
-    if event.kind is _ucx.Event.Kind.PEER_FAILED:
-        return PeerFailed(event.peer, event.detail)
-    if event.kind is _ucx.Event.Kind.PEER_CLOSED:
-        return PeerClosed(event.peer)
-    status = Status[event.status.name]
-    return BatchDone(event.ticket, event.peer, status, event.nbytes, event.submitted_s, event.done_s, event.detail)

@@ -79,7 +79,7 @@ class Node:
             credentials=credentials,
             channel=self.line,
         )
-        self.endpoint.address = address_of(name, credentials.keys.public if credentials else "")
+        self.endpoint.local.address = address_of(name, credentials.keys.public if credentials else "")
 
     def turn(self, *arrived: Received) -> None:
         self.endpoint.turn(arrived)
@@ -199,7 +199,7 @@ class Bench:
             for peer in node.endpoint.peers():
                 if peer not in self.honest:
                     with node.endpoint.lock:
-                        node.endpoint.lose(peer, "the example is over")
+                        node.endpoint.sessions.lose(peer, "the example is over")
             node.endpoint.sessions.greeter.refusals._dialed.clear()
         self.step()
         self.until(

@@ -15,12 +15,10 @@ import threading
 
 import numpy as np
 
-from pdlink.endpoint.driver import Endpoint
+import pdlink
+from pdlink.config import TransportConfig
 from pdlink.events import HandlingFailed, listen
 from pdlink.kv.plan import warm_up
-from pdlink.memory.buffers import Buffer
-from pdlink.memory.host import host_id
-from pdlink.protocol.messages import VERSION, Identity
 from pdlink.transport.base import Transport
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
@@ -38,18 +36,14 @@ def transport(kind: str) -> Transport:
 
 class Node:
     def __init__(self, kind: str, name: str, block_tokens: int) -> None:
-        self.layout = layout(block_tokens)
-        self.buffer = Buffer(self.layout.extent(0))
-        self.transport = transport(kind)
-        self.transport.open()
-        self.transport.register(self.buffer)
-        identity = Identity(VERSION, "m", "main", 1, self.layout, host_id())
-        self.endpoint = Endpoint(name, identity, [self.transport], QUICK, batch_timeout_s=5.0)
-        self.endpoint.open("127.0.0.1", 0)
+        config = TransportConfig(batch_timeout_s=5.0)
+        self.node = pdlink.Node(
+            name, layout(block_tokens), transports=[transport(kind)], transport=config, timeouts=QUICK
+        )
+        self.endpoint = self.node.endpoint
 
     def close(self) -> None:
-        self.endpoint.close()
-        self.buffer.close()
+        self.node.close()
 
 
 class Descriptors:
@@ -94,11 +88,11 @@ def hang_up(node: Node) -> None:
 
     def end() -> None:
         for peer in node.endpoint.peers():
-            node.endpoint.lose(peer, "again, please")
+            node.endpoint.sessions.lose(peer, "again, please")
         node.endpoint.sessions.greeter.refusals._dialed.clear()
         ended.set()
 
-    node.endpoint.call(end)
+    node.endpoint.work.call(end)
     until(lambda: ended.is_set() and not node.endpoint.num_closing(), "the sessions are over")
 
 
@@ -107,7 +101,8 @@ def main(kind: str) -> int:
     failures: list[HandlingFailed] = []
     listen(lambda event: failures.append(event) if isinstance(event, HandlingFailed) else None)
     prefill, honest, late = Node(kind, "prefill", 4), Node(kind, "honest", 8), Node(kind, "late", 8)
-    prefill.buffer.array[:] = np.random.default_rng(7).integers(0, 256, prefill.buffer.nbytes, np.uint8)
+    pages = prefill.node.pages(0)
+    pages[:] = np.random.default_rng(7).integers(0, 256, pages.shape, np.uint8)
     assert transfer(prefill, honest, "first") == "ready"
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 40, highest + 40))

@@ -139,6 +139,17 @@ def test_whole_messages_let_a_connection_go_on_for_ever(wires: list[Wire]) -> No
     assert wire.is_open
 
 
+def test_connection_that_once_sent_a_whole_message_is_ended_all_the_same(wires: list[Wire]) -> None:
+    watched, wire = Inflow(), wires[0]
+    watched.begun(wire.near.fileno())
+    wire.receive(100)
+    watched.delivered(wire.near.fileno())
+    assert watched.look() == 0
+    wire.receive(11_000)
+    assert [watched.look(), watched.look()] == [0, 1]
+    assert not wire.is_open
+
+
 def test_of_many_connections_that_hold_a_little_the_worst_is_ended(wires: list[Wire]) -> None:
     watched = Inflow()
     for number, wire in enumerate(wires):

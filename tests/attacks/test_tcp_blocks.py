@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdlink.endpoint.driver import Endpoint
+import pdlink
+from pdlink.config import TransportConfig
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.kv.plan import warm_up
 from pdlink.memory.buffers import Buffer
-from pdlink.protocol.messages import VERSION, Identity
 from pdlink.transport.tcp import TcpTransport
 from tests.conformance.transports.side import Side, join, piece
 from tests.endpoint.conftest import TIMEOUTS, Handler, until
@@ -127,6 +127,18 @@ def test_a_close_of_blocks_that_are_another_peers_by_now_leaves_them_open(
     owner.wait_failed("first")
 
 
+@pytest.mark.parametrize("block", [NUM_BLOCKS, -1, 2**62])
+def test_a_block_that_does_not_exist_is_refused_and_nothing_is_opened(
+    owner: Side, attack: Callable[[bytes], Attacker], block: int
+) -> None:
+    liar = attack(owner.transport.invite("liar"))
+    for change in (owner.transport.open_blocks, owner.transport.close_blocks):
+        with pytest.raises(ValueError, match=f"no block {block} among {NUM_BLOCKS}"):
+            change("liar", [3, block])
+    liar.frame([(0, at(3), 4)], b"evil")
+    assert "offered" in owner.wait_failed("liar")
+
+
 @pytest.mark.parametrize("page", [BLOCK_NBYTES, 256], ids=["long runs", "packed runs"])
 def test_nothing_more_of_a_frame_is_placed_when_its_block_is_closed(
     owner: Side, attack: Callable[[bytes], Attacker], page: int
@@ -215,15 +227,15 @@ class Worker:
     def __init__(self, name: str, layout: KVLayout, fill: int) -> None:
         self.buffer = Buffer(layout.extent(0))
         self.buffer.array[:] = fill
+        config = TransportConfig(batch_timeout_s=5.0)
         self.transport = TcpTransport()
-        self.transport.open()
-        self.transport.register(self.buffer)
-        identity = Identity(VERSION, "m", "main", 1, layout, "host")
-        self.endpoint = Endpoint(name, identity, [self.transport], TIMEOUTS, batch_timeout_s=5.0)
-        self.endpoint.open("127.0.0.1", 0)
+        self.node = pdlink.Node(
+            name, layout, [self.buffer], transports=[self.transport], transport=config, timeouts=TIMEOUTS
+        )
+        self.endpoint = self.node.endpoint
 
     def close(self) -> None:
-        self.endpoint.close()
+        self.node.close()
         self.buffer.close()
 
     def transfer_to(

@@ -198,7 +198,9 @@ def test_nothing_that_a_listener_says_costs_more_than_its_session(bench: tuple[s
         offered = data.draw(st.booleans())
         if offered:
             verify: messages.Verify = data.draw(st.sampled_from(("off", "all", "sample")))
-            receiver.offer(transfer_id, [11, 3], 0, TOKENS, per_layer=data.draw(st.booleans()), verify=verify)
+            landed: list[tuple[int, int]] = []
+            by_layer = (lambda layer, end, _: landed.append((layer, end))) if data.draw(st.booleans()) else None
+            receiver.offer(transfer_id, [11, 3], 0, TOKENS, on_landed=by_layer, verify=verify)
         speak(data, false, messages.Welcome(false.name, data.draw(identities(bench_)), bench_.spare.transport.name))
         for honest in data.draw(st.lists(st.sampled_from(about(transfer_id)), max_size=4)):
             speak(data, false, honest)

@@ -30,15 +30,21 @@ def test_one_that_fails_does_not_stop_the_others(
 
     def run(words: list[str], *, check: bool) -> subprocess.CompletedProcess[str]:
         ran.append(words[4:])
+        if "overlap" in words:
+            Path(words[words.index("--markdown") + 1]).write_text("| tcp | 1.00 |\n")
         return subprocess.CompletedProcess(words, 1 if "layouts" in words else 0)
 
     monkeypatch.setattr(subprocess, "run", run)
     assert figures.run(options("--only", "layouts", "overlap", "-d", str(tmp_path), "--peers", "nixl")) == 1
     stem = tmp_path / datetime.now(UTC).date().isoformat()
     assert ran == [
-        ["transfer", "--sweep", "layouts", "--json", f"{stem}-layouts.json", "--plot", f"{stem}-layouts.png"],
-        ["overlap", "--json", f"{stem}-overlap.json", "--plot", f"{stem}-overlap.png"],
+        ["transfer", "--sweep", "layouts", "--markdown", f"{stem}-layouts.md", "--plot", f"{stem}-layouts.png"],
+        ["overlap", "--markdown", f"{stem}-overlap.md", "--plot", f"{stem}-overlap.png"],
     ]
+    assert [path.name for path in tmp_path.iterdir()] == [f"{stem.name}.md"]
+    page = stem.with_suffix(".md").read_text()
+    assert page.endswith("## overlap\n\n`pdlink bench overlap`\n\n| tcp | 1.00 |\n")
+    assert "layouts" not in page
     printed = capsys.readouterr().out
     assert "layouts: exit status 1" in printed
     assert "overlap: done" in printed

@@ -107,7 +107,9 @@ def test_a_missing_permission_is_said_and_not_a_failure(
 
     def refuse(lanes: list[Lane], *_: object) -> None:
         for lane in lanes:
-            lane.problem = "tcp sender: LinkUnavailable: a network namespace needs CAP_SYS_ADMIN (root): unshare"
+            lane.measured.problem = (
+                "tcp sender: LinkUnavailable: a network namespace needs CAP_SYS_ADMIN (root): unshare"
+            )
 
     monkeypatch.setattr(overlap, "check_tools", lambda: None)
     monkeypatch.setattr(overlap, "measure", refuse)

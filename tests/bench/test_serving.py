@@ -15,7 +15,7 @@ import pytest
 
 from pdlink_bench import serving
 from pdlink_bench.http_load import BadAnswer, once, stream
-from pdlink_bench.serving import Measured, Results, Settings
+from pdlink_bench.serving import Results, Settings, Times
 from tests.proxy.fake_vllm import command
 
 
@@ -92,11 +92,11 @@ def test_a_system_that_fails_has_no_more_turns_and_the_others_go_on(monkeypatch:
 
 
 def test_ratios_are_of_medians_at_the_longest_prompt() -> None:
-    def measured(*overheads: float) -> dict[int, Measured]:
-        long = Measured([1.0] * 3, [1.5] * 3, [1.0 + over for over in overheads], [0.1])
-        return {5: Measured([9.0], [9.0], [9.0], [9.0]), 9: long}
+    def measured(*overheads: float) -> dict[int, Times]:
+        long = Times([1.0] * 3, [1.5] * 3, [1.0 + over for over in overheads], [0.1])
+        return {5: Times([9.0], [9.0], [9.0], [9.0]), 9: long}
 
-    results = Results("vllm", Settings(lengths=(5, 9)), {})
+    results = Results("vllm", Settings(lengths=(5, 9)))
     results.by_length = {"nixl": measured(0.9, 1.0, 5.0)}
     assert results.ratios() == {}, "nothing to compare with"
     results.by_length |= {"pdlink": measured(0.7, 0.1, 0.6), "nixl-push": measured(0.4, 0.4, 0.4)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -11,7 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
@@ -22,16 +23,17 @@ from pdlink.transport.mapped import MappedTransport
 from pdlink_bench import fitting, transfer
 from pdlink_bench.bars import judge
 from pdlink_bench.cases import sizes
-from pdlink_bench.measure import available_memory_nbytes, machine_facts, median_ratio, summarise
-from pdlink_bench.report import to_json
-from pdlink_bench.rounds import DEFAULT, Case, Contestant, Measured, Results, Settings, Stage, measure
-from pdlink_bench.transfer import TRANSPORTS, main
+from pdlink_bench.harness import Table
+from pdlink_bench.measure import Measured, available_memory_nbytes, machine_facts, median_ratio, summarise
+from pdlink_bench.report import report
+from pdlink_bench.rounds import DEFAULT, Case, Contestant, Results, Settings, Stage, measure
+from pdlink_bench.transfer import TRANSPORTS
 from pdlink_bench.workload import Workload, check_and_clear, fill_source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.memory.buffers import Buffer
+    from pdlink.memory.buffers import AnyBuffer, HostBuffer
     from pdlink.transport.base import Piece
 
 SMALL = Workload(
@@ -48,11 +50,18 @@ REPEATING = replace(SMALL, source_tokens=16)
 QUICK = Settings(layer_ms=(0.1,), rounds=2, warm_ups=1, timeout_s=3.0)
 
 
+def main(words: list[str]) -> int:
+    """`pdlink bench transfer` with these options."""
+    parser = argparse.ArgumentParser()
+    transfer.add_arguments(parser)
+    return transfer.run(parser.parse_args(words))
+
+
 class Corrupting(MappedTransport):
     """Changes one bit of one byte of what it was told to copy."""
 
-    def register(self, buffer: Buffer) -> int:
-        self.buffer = buffer
+    def register(self, buffer: AnyBuffer) -> int:
+        self.buffer = cast("HostBuffer", buffer)
         return super().register(buffer)
 
     def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
@@ -116,24 +125,24 @@ def default(results: Results) -> Case:
 def test_a_good_transport_is_measured_in_every_mode_whatever_the_others_do(results: Results, case: str) -> None:
     good = results.cases[case].transports["good"]
     assert (good.problem, good.lane) == ("", "mapped")
-    assert {name: len(samples) for name, samples in good.samples_s.items()} == {
+    assert {name: len(samples) for name, samples in good.samples.items()} == {
         "whole": 2,
         "layers": 2,
         "prefill 0.1": 2,
     }
-    assert all(seconds > 0 for samples in good.samples_s.values() for seconds in samples)
+    assert all(seconds > 0 for samples in good.samples.values() for seconds in samples)
 
 
 def test_a_contestant_takes_part_in_its_cases_only_and_a_blocking_one_in_no_prefill(results: Results) -> None:
     assert "blocking" not in results.cases[DEFAULT].transports
-    assert set(results.cases["latent"].transports["blocking"].samples_s) == {"whole", "layers"}
+    assert set(results.cases["latent"].transports["blocking"].samples) == {"whole", "layers"}
 
 
 @pytest.mark.parametrize("case", [DEFAULT, "latent"])
 def test_ceilings_copy_the_same_bytes_in_the_same_run(results: Results, case: str) -> None:
     ceiling = results.cases[case].ceiling
     assert ceiling.problem == ""
-    assert {name: len(samples) for name, samples in ceiling.samples_s.items()} == {"memcpy": 2, "nt": 2}
+    assert {name: len(samples) for name, samples in ceiling.samples.items()} == {"memcpy": 2, "nt": 2}
 
 
 @pytest.mark.parametrize(
@@ -157,39 +166,38 @@ def test_a_transport_that_cannot_work_here_is_skipped_with_its_own_reason(defaul
     assert (measured.failed, measured.problem) == (False, "needs a device that is not here")
 
 
-def test_json_holds_every_sample_and_the_machine(results: Results, default: Case) -> None:
-    kept = json.loads(to_json(results))
-    case = kept["cases"][DEFAULT]
-    assert case["transports"]["good"]["seconds"]["whole"]["samples"] == default.transports["good"].samples_s["whole"]
-    assert case["transports"]["dying"] == {
-        "lane": "",
-        "problem": default.transports["dying"].problem,
-        "gb_per_s": {},
-        "seconds": {},
-        "ratios": {"of_memcpy": None, "of_nt": None, "exposed at 0.1 ms": None},
-    }
-    assert case["transports"]["good"]["ratios"]["of_nt"] == default.ceiling.share(
-        "nt", default.transports["good"], "whole"
-    )
+def test_every_sample_and_ratio_is_kept_and_a_failure_has_its_row(results: Results, default: Case) -> None:
+    found = report(results)
+    case = found.kept["cases"][DEFAULT]
+    assert case["transports"] is default.transports
+    assert case["ratios"]["dying"] == {"of_memcpy": None, "of_nt": None, "exposed at 0.1 ms": None}
+    assert case["ratios"]["good"]["of_nt"] == default.ceiling.share("nt", default.transports["good"], "whole")
     assert case["workload"]["nbytes"] == 3 * 2 * 37 * 2 * 12 * 2
-    assert kept["cases"]["latent"]["workload"]["nbytes"] == 2 * 21 * 36 * 2
-    assert kept["machine"]["cores"] >= 1
+    assert found.kept["cases"]["latent"]["workload"]["nbytes"] == 2 * 21 * 36 * 2
+    assert set(found.problems) == {"corrupting", "dying", "silent", "unavailable"}
+    rows = {row[0]: row[1] for row in found.shown[2].rows if row} if isinstance(found.shown[2], Table) else {}
+    assert (rows["good"], rows["dying"], rows["unavailable"]) == ("mapped", "failed", "unavailable")
 
 
 def test_the_command_prints_a_table_and_writes_json_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target, picture = tmp_path / "transfer.json", tmp_path / "transfer.png"
+    target, picture, page = (tmp_path / f"transfer{suffix}" for suffix in (".json", ".png", ".md"))
     options = (
         "--layers 2 --heads 1 --head-dim 8 --tokens 20 --rounds 1 --warm-ups 1 --layer-ms 0.1 --transport mapped"
     )
-    outputs = ["--json", str(target), "--plot", str(picture)]
+    outputs = ["--json", str(target), "--plot", str(picture), "--markdown", str(page)]
     assert main([*options.split(), "--transport", "mapped", "--dst-block-tokens", "4", *outputs]) == 0
     printed = capsys.readouterr().out
     assert "mapped" in printed
     assert "ceilings of one core" in printed
     assert "bar" not in printed, "what this project wants to reach is nobody's verdict on this machine"
-    assert json.loads(target.read_text())["cases"][DEFAULT]["workload"]["dst_block_tokens"] == 4
+    assert "| transport | lane | whole GB/s | of memcpy | of NT | layer by layer GB/s |" in page.read_text()
+    assert "\n| mapped | mapped | " in page.read_text()
+    kept = json.loads(target.read_text())
+    assert kept["cases"][DEFAULT]["workload"]["dst_block_tokens"] == 4
+    assert len(kept["cases"][DEFAULT]["transports"]["mapped"]["measured"]["whole"]["samples"]) == 1
+    assert kept["machine"]["cores"] >= 1
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -200,7 +208,7 @@ def test_a_sweep_goes_through_layouts_in_one_run(tmp_path: Path, capsys: pytest.
     assert main([*options.split(), "--transport", "mapped", *outputs]) == 0
     kept = json.loads(target.read_text())
     assert list(kept["cases"]) == [DEFAULT, "NHD to HND", "blocks 16 to 128", "both", "MLA latent"]
-    assert all(case["transports"]["mapped"]["gb_per_s"]["whole"] > 0 for case in kept["cases"].values())
+    assert all(case["transports"]["mapped"]["measured"]["whole"]["median"] > 0 for case in kept["cases"].values())
     judged = {bar["what"]: bar["ratio"] for bar in kept["bars"] if bar["ratio"] is not None}
     assert set(judged) == {
         "mapped to non-temporal stores",
@@ -268,7 +276,7 @@ def test_each_size_goes_through_its_own_rounds_and_one_that_fails_leaves_the_oth
     result = measure(found, contestants, QUICK, Progress(disable=True), stages, told.append)
     for name, rounds in (("small", 3), ("large", 2)):
         case = result.cases[name]
-        assert len(case.ceiling.samples_s["nt"]) == len(case.transports["good"].samples_s["whole"]) == rounds
+        assert len(case.ceiling.samples["nt"]) == len(case.transports["good"].samples["whole"]) == rounds
     assert result.cases["small"].transports["failing"].summary("whole") is not None
     failing = result.cases["large"].transports["failing"]
     assert failing.summary("whole") is None
@@ -304,7 +312,7 @@ def test_peers_are_spared_cases_of_very_many_runs(
 
 
 def measured(**seconds: float) -> Measured:
-    return Measured(samples_s={name: [value, value] for name, value in seconds.items()})
+    return Measured(samples={name: [value, value] for name, value in seconds.items()})
 
 
 def test_bars_compare_speeds_and_say_what_is_missing() -> None:
@@ -319,7 +327,7 @@ def test_bars_compare_speeds_and_say_what_is_missing() -> None:
             "bare-sockets": measured(whole=1.5),
         },
     )
-    verdicts = {bar.what: bar for bar in judge(Results(QUICK, {}, {DEFAULT: case}))}
+    verdicts = {bar.what: bar for bar in judge(Results(QUICK, {DEFAULT: case}))}
     by_layer = verdicts["mapped by layer to nixl-shm whole"]
     assert (by_layer.ratio, by_layer.met) == (4.0, True)
     assert by_layer.at_best == pytest.approx(8.0 / 0.9)

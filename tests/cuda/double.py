@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdlink.cuda.buffers import DeviceBuffer
 from pdlink.cuda.driver import Device
-from pdlink.memory.buffers import Buffer
+from pdlink.memory.buffers import AnyBuffer, Buffer
 from pdlink.transport.mapped_cuda import MappedCudaTransport
 from tests.cuda.fake import IMAGE, fake
 
@@ -15,7 +15,6 @@ class LentBuffer(DeviceBuffer):
     def __init__(self, device: Device, buffer: Buffer) -> None:
         fake().lend(buffer.ptr, buffer.nbytes, buffer.fd)
         self.device, self.ptr, self.nbytes = device, buffer.ptr, buffer.nbytes
-        self._fabric = None
         self._closed = True  # not ours to free
 
 
@@ -24,8 +23,8 @@ class DoubleTransport(MappedCudaTransport):
         super().__init__(library=fake().path, image=IMAGE, slice_nbytes=slice_nbytes)
         self._lent: list[Buffer] = []
 
-    def register(self, buffer: Buffer | DeviceBuffer) -> int:
-        if isinstance(buffer, DeviceBuffer) or hasattr(buffer, "device_ptr"):
+    def register(self, buffer: AnyBuffer) -> int:
+        if not isinstance(buffer, Buffer) or hasattr(buffer, "device_ptr"):
             return super().register(buffer)
         self._lent.append(buffer)
         return super().register(LentBuffer(self._device, buffer))

@@ -30,7 +30,6 @@ class Counts(NamedTuple):
     modules: int = 0
     contexts: int = 0
     depth: int = 0
-    fabric: int = 0
 
 
 class Fake:
@@ -63,7 +62,7 @@ class Fake:
         return [(line[:-2], line.endswith("+")) for line in text.value.decode().splitlines()]
 
     def counts(self) -> Counts:
-        counts = (ctypes.c_int * 9)()
+        counts = (ctypes.c_int * 8)()
         self._library.fake_count(counts)
         return Counts(*counts)
 

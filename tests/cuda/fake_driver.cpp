@@ -131,7 +131,6 @@ struct World {
     std::map<void*, std::unique_ptr<Stream>> streams;
     std::set<Event*> events;
     int modules = 0, contexts = 0;
-    std::atomic<int> fabric = 0;  // handles, reserved addresses and mappings
     std::vector<std::string> log;
     std::map<std::string, std::pair<int, int>> failures;  // call: result, calls that still succeed
     std::atomic<int> sticky = 0;                          // what every call in a context answers after a fault
@@ -230,10 +229,6 @@ int cuDeviceGetUuid_v2(char* uuid, int) {
 }
 int cuDeviceGetPCIBusId(char* text, int nbytes, int) {
     std::snprintf(text, nbytes, "ffff:ff:1f.7");
-    return kSuccess;
-}
-int cuDeviceGetAttribute(int* value, int attribute, int) {
-    *value = attribute == 128;  // fabric handles
     return kSuccess;
 }
 int cuDevicePrimaryCtxRetain(void** context, int) {
@@ -365,91 +360,6 @@ int cuMemGetAddressRange_v2(std::uint64_t* start, std::size_t* nbytes, std::uint
     for (const auto& [at, size] : world().mapped)
         if (address >= at && address < at + size) return *start = at, *nbytes = size, kSuccess;
     return kNotFound;
-}
-// Virtual memory with fabric handles. A handle is a memory file; the number of both kinds of things is counted.
-struct FabricProperties {
-    int type, handle_types, location_type, location_id;
-};
-struct FabricAccess {
-    int location_type, location_id, flags;
-};
-int cuMemGetAllocationGranularity(std::size_t* granularity, const FabricProperties* properties, int) {
-    ENTER(true);
-    if (properties->type != 1 || properties->handle_types != 8 || properties->location_type != 1)
-        return kInvalidValue;
-    *granularity = std::size_t{2} << 20;
-    return kSuccess;
-}
-int cuMemCreate(std::uint64_t* handle, std::size_t nbytes, const FabricProperties*, unsigned long long) {
-    ENTER(true);
-    const int fd = ::memfd_create("fake-fabric-memory", MFD_CLOEXEC);
-    if (fd < 0 || nbytes % (std::size_t{2} << 20) || ::ftruncate(fd, static_cast<off_t>(nbytes)) != 0)
-        return kOutOfMemory;
-    *handle = static_cast<std::uint64_t>(fd);
-    ++world().fabric;
-    return kSuccess;
-}
-int cuMemRelease(std::uint64_t handle) {
-    ENTER(true);
-    --world().fabric;
-    return ::close(static_cast<int>(handle)) == 0 ? kSuccess : kInvalidValue;
-}
-int cuMemAddressReserve(std::uint64_t* address, std::size_t nbytes, std::size_t, std::uint64_t, unsigned long long) {
-    ENTER(true);
-    void* at = ::mmap(nullptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (at == MAP_FAILED) return kOutOfMemory;
-    *address = reinterpret_cast<std::uint64_t>(at);
-    ++world().fabric;
-    return kSuccess;
-}
-int cuMemAddressFree(std::uint64_t address, std::size_t nbytes) {
-    ENTER(true);
-    --world().fabric;
-    return ::munmap(reinterpret_cast<void*>(address), nbytes) == 0 ? kSuccess : kInvalidValue;
-}
-int cuMemMap(std::uint64_t address, std::size_t nbytes, std::size_t, std::uint64_t handle, unsigned long long) {
-    ENTER(true);
-    struct stat status;
-    if (::fstat(static_cast<int>(handle), &status) != 0 || status.st_size < static_cast<off_t>(nbytes))
-        return kInvalidValue;
-    // No access yet: that is cuMemSetAccess.
-    void* at = ::mmap(reinterpret_cast<void*>(address), nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED,
-                      static_cast<int>(handle), 0);
-    if (at == MAP_FAILED) return kInvalidValue;
-    ++world().fabric;
-    return kSuccess;
-}
-int cuMemUnmap(std::uint64_t address, std::size_t nbytes) {
-    ENTER(true);
-    --world().fabric;
-    void* at =
-        ::mmap(reinterpret_cast<void*>(address), nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-    return at == MAP_FAILED ? kInvalidValue : kSuccess;
-}
-int cuMemSetAccess(std::uint64_t address, std::size_t nbytes, const FabricAccess* access, std::size_t count) {
-    ENTER(true);
-    if (count != 1 || access->location_type != 1 || access->flags != 3) return kInvalidValue;
-    return ::mprotect(reinterpret_cast<void*>(address), nbytes, PROT_READ | PROT_WRITE) == 0 ? kSuccess
-                                                                                             : kInvalidValue;
-}
-int cuMemExportToShareableHandle(char* named, std::uint64_t handle, int type, unsigned long long) {
-    ENTER(true);
-    if (type != 8) return kInvalidValue;
-    const std::int64_t inside[2] = {::getpid(), static_cast<std::int64_t>(handle)};
-    std::memset(named, 0, 64);
-    std::memcpy(named, inside, sizeof inside);
-    return kSuccess;
-}
-int cuMemImportFromShareableHandle(std::uint64_t* handle, const char* named, int type) {
-    ENTER(true);
-    std::int64_t inside[2];
-    std::memcpy(inside, named, sizeof inside);
-    const std::string path = "/proc/" + std::to_string(inside[0]) + "/fd/" + std::to_string(inside[1]);
-    const int fd = type == 8 ? ::open(path.c_str(), O_RDWR | O_CLOEXEC) : -1;
-    if (fd < 0) return kInvalidValue;
-    *handle = static_cast<std::uint64_t>(fd);
-    ++world().fabric;
-    return kSuccess;
 }
 int cuMemcpyAsync(std::uint64_t dst, std::uint64_t src, std::size_t nbytes, void* stream) {
     ENTER(true);
@@ -590,21 +500,20 @@ std::size_t fake_take_log(char* text, std::size_t nbytes) {
     return all.size();
 }
 // What exists: allocations, IPC mappings, registrations, streams, events, modules, contexts, depth of this thread's
-// stack of contexts, handles, addresses and mappings of fabric memory. The default stream does not count.
+// stack of contexts. The default stream does not count.
 void fake_count(int* counts) {
     const std::lock_guard lock(world().mutex);
     World& w = world();
     int ours = 0;
     for (const auto& [address, allocation] : w.allocations) ours += allocation.ours;
-    const int values[9] = {ours,
+    const int values[8] = {ours,
                            static_cast<int>(w.mapped.size()),
                            static_cast<int>(w.registered.size()),
                            static_cast<int>(w.streams.size() - w.streams.count(nullptr)),
                            static_cast<int>(w.events.size()),
                            w.modules,
                            w.contexts,
-                           static_cast<int>(contexts.size()),
-                           w.fabric.load()};
+                           static_cast<int>(contexts.size())};
     std::memcpy(counts, values, sizeof values);
 }
 // Call a test's memory file, mapped at `address`, device memory; and no longer (nbytes 0).

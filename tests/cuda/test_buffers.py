@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pdlink.cuda import fabric
-from pdlink.cuda.buffers import DeviceBuffer, Export, PeerBuffer, PinnedBuffer
+from pdlink.cuda.buffers import DeviceBuffer, PinnedBuffer
 from pdlink.cuda.driver import CudaFailure, Device
 from pdlink.cuda.numa import node_of, prefer_node
 from tests.cuda.fake import Fake
@@ -82,34 +80,3 @@ def test_memory_can_be_made_with_a_preferred_node() -> None:
         np.zeros(1 << 20, dtype=np.uint8)[::4096] = 1
     assert policy() == before
     assert inside in (before, "prefer:0")
-
-
-def test_fabric_memory_is_mapped_by_whoever_has_its_handle(device: Device) -> None:
-    assert fabric.supported(device)
-    with DeviceBuffer(device, 1 << 16, fabric=True) as buffer:
-        export = buffer.export()
-        assert export.fabric
-        assert buffer.nbytes == export.nbytes == 2 << 20
-        peer = PeerBuffer(device, export)
-        assert peer.ptr != buffer.ptr
-        ctypes.memset(buffer.ptr, 7, buffer.nbytes)
-        assert ctypes.string_at(peer.ptr, peer.nbytes) == b"\x07" * buffer.nbytes
-        peer.close()
-        peer.close()
-        with pytest.raises(CudaFailure, match="cuMemMap"):
-            PeerBuffer(device, Export(export.device, export.nbytes + (2 << 20), export.handle, fabric=True))
-        with pytest.raises(ValueError, match="64 bytes"):
-            PeerBuffer(device, Export(export.device, export.nbytes, b"short", fabric=True))
-
-
-STEPS = ["cuMemGetAllocationGranularity", "cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
-
-
-@pytest.mark.parametrize("call", STEPS)
-def test_fabric_memory_that_cannot_be_made_leaves_nothing(call: str, device: Device, double: Fake) -> None:
-    """Without an IMEX service a GPU that has fabric handles refuses to make one."""
-    before = double.counts()
-    double.fail(call, 1)
-    with pytest.raises(CudaFailure, match=call):
-        DeviceBuffer(device, 1 << 16, fabric=True)
-    assert double.counts() == before

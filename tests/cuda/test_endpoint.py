@@ -7,10 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pdlink.endpoint.driver import Endpoint
 from pdlink.kv.plan import warm_up
-from pdlink.memory.buffers import Buffer
-from pdlink.protocol.messages import VERSION, Identity
 from pdlink.transport.base import Transport
 from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
 from tests.cuda.double import DoubleTransport
@@ -24,15 +21,9 @@ class DeviceNode(Node):
     """One worker's endpoint over what the double takes for device memory."""
 
     def __init__(self, name: str, block_tokens: int, require_lane: str | None, *others: Transport) -> None:
-        self.layout = layout(block_tokens)
-        self.buffer = Buffer(self.layout.extent(0))
         transports = [*others, DoubleTransport()]
-        for transport in transports:
-            transport.open()
-            transport.register(self.buffer)
-        self.short_of_blocks = False
-        identity = Identity(VERSION, "m", "main", 1, self.layout, "host")
-        self.endpoint = Endpoint(name, identity, transports, TIMEOUTS, batch_timeout_s=5.0, require_lane=require_lane)
+        hub, kv = LoopbackHub(), layout(block_tokens)
+        super().__init__(hub, name, kv, TIMEOUTS, transports=transports, require_lane=require_lane)
 
 
 class DevicePair(Pair):

@@ -5,6 +5,7 @@ On a test double of the driver: its order of calls and its fences are tested, no
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -175,6 +176,47 @@ def test_a_fault_in_a_kernel_keeps_the_owner_s_memory_in_quarantine() -> None:
         double.go_on()
     for side in (writer, owner):
         side.close()
+
+
+def test_memory_of_a_peer_is_unmapped_when_its_end_is_reported(
+    pair: tuple[Side, Side], double: Fake, steady_descriptors: None
+) -> None:
+    writer, _ = pair
+    other = OtherProcess("mapped-cuda-double")
+    try:
+        other.call("add_buffer", 4096, 0)
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        writer.connect("other", other.call("invite", "here"))
+        with pytest.raises(ProtocolError, match="twice"):
+            writer.connect("other", other.call("invite", "again"))
+        assert double.counts().mappings == 1
+        writer.close_peer("other")
+        writer.wait_closed("other")
+        assert double.counts().mappings == 0
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+    finally:
+        other.end()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for the test double of the driver")
+def test_close_leaves_what_a_kernel_in_flight_may_still_use() -> None:
+    double = fake()
+    before = double.counts()
+    with contextlib.closing(Side(DoubleTransport())) as owner:
+        writer = Side(DoubleTransport())
+        writer.add_buffer(POOL_NBYTES, seed=0)
+        owner.add_buffer(POOL_NBYTES, seed=1)
+        join(writer, owner)
+        double.hold()
+        try:
+            ticket = writer.submit_block("owner", 0, POOL_NBYTES)
+            wait_for_calls(double, "cuLaunchKernel", 1)
+            writer.close()
+            left = double.counts()
+        finally:
+            double.go_on()
+        assert writer.done(ticket) == []
+        assert left.registrations - before.registrations >= NUM_SLOTS
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for the test double of the driver")

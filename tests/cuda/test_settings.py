@@ -13,9 +13,9 @@ from pdlink.cuda.driver import Device
 from pdlink.engine.models import load_model
 from pdlink.errors import ConfigError, TransportUnavailable
 from pdlink.serve.check import check
-from pdlink.transport import choice_cuda
+from pdlink.transport import choice
 from pdlink.transport.base import Probe
-from pdlink.transport.choice_cuda import open_device_transports
+from pdlink.transport.choice import open_transports
 from pdlink.transport.mapped_cuda import probe_mapped_cuda
 from tests.cuda.fake import IMAGE, Fake
 
@@ -58,9 +58,9 @@ def test_a_worker_without_its_gpu_says_so() -> None:
 def test_each_transport_says_why_it_cannot_move_device_memory(device: Device) -> None:
     with DeviceBuffer(device, 4096) as buffer:
         with pytest.raises(TransportUnavailable, match="mapped: .*no CUDA driver.*ucx: .*no CUDA driver"):
-            open_device_transports(TransportConfig(), buffer)
+            open_transports(TransportConfig(), [buffer])
         with pytest.raises(TransportUnavailable, match="tcp: it cannot move device memory"):
-            open_device_transports(TransportConfig(kind="tcp"), buffer)
+            open_transports(TransportConfig(kind="tcp"), [buffer])
 
 
 def test_a_lane_can_be_demanded_by_name() -> None:
@@ -124,7 +124,7 @@ def test_check_with_a_gpu_takes_its_transport_first(
 ) -> None:
     good = Probe("mapped-cuda", ok=True, facts={"device": "some GPU"})
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(choice_cuda, "probe_mapped_cuda", lambda index: good)
+    monkeypatch.setattr(choice, "probe_mapped_cuda", lambda index: good)
     status, said = probes_of(settings(engine__device="cuda:1", transport__kind="mapped"), capsys)
     assert status == 0
     assert "engine.device = cuda:1: usable, mapped-cuda comes first" in said

@@ -5,23 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pytest
 
-from pdlink.config import ChaosConfig, SharingConfig, TimeoutConfig
-from pdlink.endpoint.driver import Endpoint
+import pdlink
+from pdlink.config import ChaosConfig, SharingConfig, TimeoutConfig, TransportConfig
 from pdlink.events import Event, listen
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.kv.plan import warm_up
 from pdlink.memory.buffers import Buffer
-from pdlink.memory.checksums import Checksums
-from pdlink.protocol.messages import VERSION, Identity
 from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pdlink.protocol.auth import Credentials
+    from pdlink.transport.base import Transport
 
 Rows = np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]
 WAIT_S = 10.0
@@ -90,7 +92,10 @@ class SenderLog:
 
 
 class Node:
-    """One worker's endpoint over its own buffer."""
+    """One worker over its own buffer; `open` makes its `pdlink.Node`."""
+
+    transport: Any
+    """A `LoopbackTransport`, as a rule."""
 
     def __init__(
         self,
@@ -101,29 +106,35 @@ class Node:
         model: str = "m",
         chaos: ChaosConfig | None = None,
         sharing: SharingConfig | None = None,
+        transports: Sequence[Transport] = (),
+        credentials: Credentials | None = None,
+        require_lane: str | None = None,
+        on_death: Callable[[], None] = lambda: None,
     ) -> None:
+        """transports: instead of one of the hub."""
         self.layout = kv
         self.buffer = Buffer(kv.extent(0))
-        self.transport = LoopbackTransport(hub)
-        self.transport.open()
-        self.transport.register(self.buffer)
-        identity = Identity(VERSION, model, "main", 1, kv, "host")
-        sums = Checksums(kv, [self.buffer])
+        self.transport = transports[0] if transports else LoopbackTransport(hub)
         self.short_of_blocks = False
-        self.endpoint = Endpoint(
+        self._make = partial(
+            pdlink.Node,
             name,
-            identity,
-            [self.transport],
-            timeouts,
-            batch_timeout_s=5.0,
-            sharing=sharing,
-            checksums=sums,
+            kv,
+            [self.buffer],
+            model=model,
+            revision="main",
+            transport=TransportConfig(batch_timeout_s=5.0, sharing=sharing or SharingConfig(), require=require_lane),
+            transports=transports or [self.transport],
+            timeouts=timeouts,
+            credentials=credentials,
             chaos=chaos,
             short_of_blocks=lambda: self.short_of_blocks,
+            on_death=on_death,
         )
 
-    def open(self, port: int = 0) -> Node:
-        self.endpoint.open("127.0.0.1", port)
+    def open(self, port: int = 0) -> Self:
+        self.node = self._make(port=port)
+        self.endpoint = self.node.endpoint
         return self
 
     @property
@@ -131,7 +142,7 @@ class Node:
         return int(self.endpoint.address.rsplit(":", 1)[1])
 
     def close(self) -> None:
-        self.endpoint.close()
+        self.node.close()
         self.buffer.close()
 
     def rows(self, blocks: list[int], num_tokens: int, layer: int) -> Rows:

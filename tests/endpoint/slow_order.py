@@ -1,12 +1,12 @@
 """`SlowOrder`: the policy of `pdlink.endpoint.order` once more, in the plainest way, to compare with.
 
-It keeps nothing ranked and no sums: every call looks at every part, transfer and peer there is.
+It keeps no heap and no sums: every call looks at every part, transfer and peer there is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdlink.endpoint.order import OVERDUE_S, Part
 
@@ -14,64 +14,74 @@ if TYPE_CHECKING:
     from pdlink.config import SharingConfig
 
 
+class Job(NamedTuple):
+    """What a test knows of a part."""
+
+    transfer: str
+    peer: str
+    number: int = 0
+
+
 @dataclass(eq=False)
 class _Transfer:
     peer: str
     number: int
-    born: int
-    lacks: int
-    parts: list[Part[int]] = field(default_factory=list)
+    arrived_at: int
+    left_nbytes: int
+    parts: list[Part[Job]] = field(default_factory=list)
 
 
 class SlowOrder:
     def __init__(self, sharing: SharingConfig) -> None:
         self.sharing = sharing
         self.transfers: dict[str, _Transfer] = {}
-        self.had: dict[str, int] = {}
+        self.served: dict[str, int] = {}
         self.slow: set[str] = set()
-        self.flying: list[tuple[float, Part[int]]] = []
+        self.flying: list[tuple[float, Part[Job]]] = []
         """With the time of release, oldest first."""
-        self.level = self.moved = self.num_transfers = 0
+        self.virtual_time = self.moved = self.num_transfers = 0
 
-    def add(self, part: Part[int], total_nbytes: int) -> None:
-        self.had.setdefault(part.peer, self.level)
-        if self._first(part.peer) is None:
-            self.had[part.peer] = max(self.had[part.peer], self.level)
-        if part.transfer_id not in self.transfers:
+    def add(self, part: Part[Job], total_nbytes: int) -> None:
+        peer, name = part.job.peer, part.job.transfer
+        self.served.setdefault(peer, self.virtual_time)
+        if self._first(peer) is None:
+            self.served[peer] = max(self.served[peer], self.virtual_time)
+        if name not in self.transfers:
             self.num_transfers += 1
-            self.transfers[part.transfer_id] = _Transfer(part.peer, self.num_transfers, self.moved, total_nbytes)
-        self.transfers[part.transfer_id].parts.append(part)
+            self.transfers[name] = _Transfer(peer, self.num_transfers, self.moved, total_nbytes)
+        self.transfers[name].parts.append(part)
 
-    def next(self, now: float) -> Part[int] | None:
-        able = [peer for peer in self.had if self._fits(peer)]
+    def next(self, now: float) -> Part[Job] | None:
+        able = [peer for peer in self.served if self._fits(peer)]
         if not able:
             return None
-        self.level = max(self.level, min(self.had[peer] for peer in able))
+        self.virtual_time = max(self.virtual_time, min(self.served[peer] for peer in able))
         shared = [peer for peer in able if peer not in self.slow]
-        own = [peer for peer in able if peer in self.slow]
+        alone = [peer for peer in able if peer in self.slow]
         first = min(shared, key=self._claim, default=None)
         if first is not None and not self._shared_fits(first):
-            self.slow |= {peer for peer in self.had if self._overdue(peer, now)}
+            self.slow |= {peer for peer in self.served if self._overdue(peer, now)}
             if not self._shared_fits(first):
                 first = None
-        first = min([*own, *([first] if first else [])], key=self._claim, default=None)
+        first = min([*alone, *([first] if first else [])], key=self._claim, default=None)
         return self._release(first, now) if first else None
 
-    def ended(self, part: Part[int], now: float) -> None:
-        blocked = self._first(part.peer) is not None and not self._fits(part.peer)
+    def ended(self, part: Part[Job], now: float) -> None:
+        peer = part.job.peer
+        blocked = self._first(peer) is not None and not self._fits(peer)
         self.flying = [(since, other) for since, other in self.flying if other is not part]
-        if not self._overdue(part.peer, now):
-            self.slow.discard(part.peer)
+        if not self._overdue(peer, now):
+            self.slow.discard(peer)
         if blocked:
-            self.had[part.peer] = max(self.had[part.peer], self.level)
+            self.served[peer] = max(self.served[peer], self.virtual_time)
 
-    def drop(self, transfer_id: str) -> list[Part[int]]:
-        transfer = self.transfers.pop(transfer_id, None)
+    def drop(self, name: str) -> list[Part[Job]]:
+        transfer = self.transfers.pop(name, None)
         return transfer.parts if transfer else []
 
     def forget(self, peer: str) -> None:
         if not self._held(peer):
-            self.had.pop(peer, None)
+            self.served.pop(peer, None)
             self.slow.discard(peer)
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -84,16 +94,16 @@ class SlowOrder:
     def _own(self, transfer: _Transfer) -> float:
         if self.sharing.order == "fcfs":
             return transfer.number
-        return transfer.lacks + self.sharing.ageing * transfer.born
+        return transfer.left_nbytes + self.sharing.ageing * transfer.arrived_at
 
     def _claim(self, peer: str) -> tuple[float, int, int]:
         transfer = self._first(peer)
         assert transfer is not None
-        had = 0 if self.sharing.order == "fcfs" else self.had[peer]
-        return self._own(transfer) + self.sharing.ageing * had, had, transfer.number
+        served = 0 if self.sharing.order == "fcfs" else self.served[peer]
+        return self._own(transfer) + self.sharing.ageing * served, served, transfer.number
 
-    def _held(self, peer: str) -> list[Part[int]]:
-        return [part for _, part in self.flying if part.peer == peer]
+    def _held(self, peer: str) -> list[Part[Job]]:
+        return [part for _, part in self.flying if part.job.peer == peer]
 
     def _fits(self, peer: str) -> bool:
         first, held = self._first(peer), sum(part.nbytes for part in self._held(peer))
@@ -102,19 +112,19 @@ class SlowOrder:
         return not held or held + first.parts[0].nbytes <= self.sharing.peer_window_nbytes
 
     def _shared_fits(self, peer: str) -> bool:
-        first, held = self._first(peer), sum(part.nbytes for _, part in self.flying if part.peer not in self.slow)
+        first, held = self._first(peer), sum(part.nbytes for _, part in self.flying if part.job.peer not in self.slow)
         assert first is not None
         return not held or held + first.parts[0].nbytes <= self.sharing.window_nbytes
 
     def _overdue(self, peer: str, now: float) -> bool:
-        return any(now - since > OVERDUE_S for since, part in self.flying if part.peer == peer)
+        return any(now - since > OVERDUE_S for since, part in self.flying if part.job.peer == peer)
 
-    def _release(self, peer: str, now: float) -> Part[int]:
+    def _release(self, peer: str, now: float) -> Part[Job]:
         transfer = self._first(peer)
         assert transfer is not None
         part = transfer.parts.pop(0)
-        transfer.lacks -= part.nbytes
-        self.had[peer] += part.nbytes
+        transfer.left_nbytes -= part.nbytes
+        self.served[peer] += part.nbytes
         self.moved += part.nbytes
         self.flying.append((now, part))
         return part

@@ -88,7 +88,7 @@ def test_promises_do_not_run_out_while_the_loop_stands_still(world: World) -> No
     assert prefill.endpoint.sender.states()["early"] == 1, "what was expected before"
     decode.endpoint.turn([])
     world.deliver_all()
-    assert prefill.endpoint.sender._live["late"].peer is not None
+    assert prefill.endpoint.sender._transfers["late"].peer is not None
 
 
 def test_handshake_does_not_run_out_while_the_loop_stands_still(world: World) -> None:
@@ -115,7 +115,7 @@ def test_longest_absence_is_told_once() -> None:
             time.sleep(0.2)  # the loop's own thread
             over.set()
 
-        endpoint.defer(stand_still)
+        endpoint.work.defer(stand_still)
         assert over.wait(10.0)
         until(lambda: endpoint.longest_absence_s >= 0.2, "the loop has come back")
         assert endpoint.take_longest_absence_s() >= 0.2

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from pdlink.endpoint.driver import Endpoint
 from pdlink.errors import ConfigError, TransferFailed
 from pdlink.events import HandlingFailed, PeerChanged
-from pdlink.memory.buffers import Buffer
 from pdlink.protocol import messages
-from pdlink.protocol.messages import VERSION, Identity
+from pdlink.protocol.messages import VERSION
 from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
 from tests.attacks.processes import Holdings
 from tests.attacks.stranger import Stranger
@@ -124,8 +122,8 @@ def test_a_dial_that_raises_fails_the_transfers_that_wanted_it(pair: Pair, monke
 
 def test_a_command_that_raises_costs_its_caller_only(pair: Pair) -> None:
     paid: list[str] = []
-    pair.decode.endpoint.call(fail, paid.append)
-    pair.decode.endpoint.call(fail)
+    pair.decode.endpoint.work.call(fail, paid.append)
+    pair.decode.endpoint.work.call(fail)
     until(lambda: failures(pair) == ["command"] * 2, "both have failed")
     assert paid == ["command could not be handled: Unexpected"]
 
@@ -175,7 +173,7 @@ def test_news_of_a_transport_that_cannot_be_handled_costs_its_peer_only(
 def test_the_log_hears_of_a_flood_of_failures_once_a_second(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     with pair.decode.endpoint.lock:
         for _ in range(1000):
-            pair.decode.endpoint.call(fail)
+            pair.decode.endpoint.work.call(fail)
     until(lambda: len(failures(pair)) == 1000, "all have failed")
     told = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert 1 <= len(told) <= 10
@@ -249,16 +247,9 @@ class Second(LoopbackTransport):
 
 class TwoTransports(Node):
     def __init__(self, name: str, hubs: tuple[LoopbackHub, LoopbackHub], block_tokens: int) -> None:
-        self.layout = layout(block_tokens)
-        self.buffer = Buffer(self.layout.extent(0))
-        self.transport, self.second = LoopbackTransport(hubs[0]), Second(hubs[1])
-        for transport in (self.transport, self.second):
-            transport.open()
-            transport.register(self.buffer)
-        self.died = threading.Event()
-        identity = Identity(VERSION, "m", "main", 1, self.layout, "host")
-        transports = [self.transport, self.second]
-        self.endpoint = Endpoint(name, identity, transports, TIMEOUTS, on_death=self.died.set)
+        self.died, self.second = threading.Event(), Second(hubs[1])
+        transports = [LoopbackTransport(hubs[0]), self.second]
+        super().__init__(hubs[0], name, layout(block_tokens), TIMEOUTS, transports=transports, on_death=self.died.set)
 
 
 @pytest.fixture
@@ -310,10 +301,8 @@ def test_an_endpoint_that_cannot_open_holds_nothing() -> None:
         node = Node(hub, "late", layout(4), TIMEOUTS)
         with pytest.raises(ConfigError, match="control_port"):
             node.open(taken.port)
-        with pytest.raises(TransferFailed):
-            node.endpoint.receiver.expect("t", taken.endpoint.address, Handler())
-        node.close()
         assert node.transport._state == "closed"
+        node.buffer.close()
     del node
     gc.collect()  # a buffer's mapping keeps a descriptor of its own
     assert Holdings.of(os.getpid()).descriptors <= before.descriptors
@@ -326,14 +315,14 @@ def test_what_is_asked_of_a_closed_endpoint_fails_at_once(pair: Pair) -> None:
     node.endpoint.close()
     with pytest.raises(TransferFailed, match="closed"):
         node.endpoint.receiver.expect("t", pair.prefill.endpoint.address, Handler())
-    node.endpoint.call(fail)
-    node.endpoint.defer(fail)
+    node.endpoint.work.call(fail)
+    node.endpoint.work.defer(fail)
     node.close()
 
 
 def test_an_endpoint_cannot_be_closed_in_its_own_thread(pair: Pair) -> None:
     """It would wait for itself; and half closed it could not be closed by anybody."""
-    pair.decode.endpoint.call(pair.decode.endpoint.close)
+    pair.decode.endpoint.work.call(pair.decode.endpoint.close)
     until(lambda: failures(pair) == ["command"], "it is refused")
 
 
@@ -345,7 +334,7 @@ def test_closing_while_a_callback_is_stuck_neither_hangs_nor_touches_what_the_lo
         stuck.set()
         go_on.wait(20.0)
 
-    node.endpoint.defer(callback)
+    node.endpoint.work.defer(callback)
     assert stuck.wait(10.0)
     thread = node.endpoint._thread
     assert thread is not None

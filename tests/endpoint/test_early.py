@@ -8,9 +8,8 @@ import pytest
 
 from pdlink.endpoint import early
 from pdlink.endpoint.early import EarlyInterest
-from pdlink.endpoint.link import Ended
+from pdlink.endpoint.ended import Ended
 from pdlink.endpoint.peer import Peer
-from pdlink.protocol.leases import LeaseTable
 from pdlink.protocol.messages import Offer
 
 
@@ -24,52 +23,59 @@ def offer(transfer_id: str, num_blocks: int) -> Offer:
 
 def test_peer_that_promises_too_much_is_refused_alone() -> None:
     table, greedy, honest = EarlyInterest(), peer("greedy"), peer("honest")
-    refused = [table.put(f"g-{number}", greedy, None) for number in range(40_000)]
+    refused = [table.put(f"g-{number}", greedy, None, 0.0) for number in range(40_000)]
     assert set(refused) == {"", "too_many_early_offers"}
-    assert table.put("h", honest, None) == ""
-    assert table.put("h", honest, offer("h", 100_000)) == ""
+    assert table.put("h", honest, None, 0.0) == ""
+    assert table.put("h", honest, offer("h", 100_000), 0.0) == ""
     assert len(table.of(greedy)) * early.ENTRY_NBYTES <= early.MAX_PEER_NBYTES
 
 
 def test_all_peers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early, "MAX_NBYTES", 10 * early.ENTRY_NBYTES)
     table = EarlyInterest()
-    refused = [table.put(f"t-{number}", peer("many"), None) for number in range(11)]
+    refused = [table.put(f"t-{number}", peer("many"), None, 0.0) for number in range(11)]
     assert refused == [""] * 10 + ["too_many_early_offers"]
     table.pop("t-3")
-    assert table.put("t-10", peer("many"), None) == ""
+    assert table.put("t-10", peer("many"), None, 0.0) == ""
 
 
 def test_what_is_forgotten_counts_no_more() -> None:
     table, one = EarlyInterest(), peer("one")
     for number in range(100):
-        assert table.put(f"t-{number}", one, None) == ""
-        assert table.put(f"t-{number}", one, offer(f"t-{number}", number)) == ""
+        assert table.put(f"t-{number}", one, None, 0.0) == ""
+        assert table.put(f"t-{number}", one, offer(f"t-{number}", number), 0.0) == ""
     assert table.nbytes == 100 * early.ENTRY_NBYTES + 8 * sum(range(100))
     for transfer_id in table.of(one):
         table.pop(transfer_id)
-    assert (len(table), table.nbytes, table._of, table._nbytes_of) == (0, 0, {}, {})
+    assert (len(table), table.nbytes, table._shares) == (0, 0, {})
 
 
 def test_offer_comes_out_as_it_went_in() -> None:
     table, one = EarlyInterest(), peer("one")
     said = offer("t", 300)
-    table.put("t", one, said)
+    table.put("t", one, said, 0.0)
     kept = table.pop("t")
     assert kept is not None
     assert kept.offer == said
 
 
+def test_interest_ages_from_its_first_word() -> None:
+    table, one = EarlyInterest(), peer("one")
+    for at_s, name in enumerate(("a", "b", "c")):
+        assert table.put(name, one, None, float(at_s)) == ""
+    assert table.put("a", one, offer("a", 3), 5.0) == ""
+    assert table.older_than(1.0) == ["a", "b"]
+
+
 def test_bytes_are_counted_as_they_are_taken() -> None:
-    """With the lease of each, and ids as long as they may be."""
-    table, one, leases = EarlyInterest(), peer("one"), LeaseTable(10.0, 600.0)
+    """With ids as long as they may be."""
+    table, one = EarlyInterest(), peer("one")
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
         for number in range(2000):
             transfer_id = f"{number:0128d}"
-            assert table.put(transfer_id, one, offer(transfer_id, 50)) == ""
-            leases.grant(transfer_id, 0.0)
+            assert table.put(transfer_id, one, offer(transfer_id, 50), 0.0) == ""
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

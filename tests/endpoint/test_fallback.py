@@ -8,12 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from pdlink.endpoint.driver import Endpoint
 from pdlink.errors import TransportFailure, TransportUnavailable
 from pdlink.kv.plan import warm_up
 from pdlink.protocol import messages
-from pdlink.protocol.messages import VERSION, Identity
 from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
 from tests.attacks.stranger import FalsePrefill, Stranger
 
@@ -62,14 +61,12 @@ class NearPair(Pair):
 
     def node(self, name: str, host: str = "host", *, far: bool = True) -> Node:
         kv = layout(4 if name == "prefill" else 8)
-        node, near = Node(self.hub, name, kv, TIMEOUTS), Near(self.hub)
-        near.open()
-        near.register(node.buffer)
-        self.near[name] = near
-        node.endpoint = Endpoint(
-            name, Identity(VERSION, "m", "main", 1, kv, host), [near, node.transport] if far else [near], TIMEOUTS
-        )
-        return node.open()
+        near = self.near[name] = Near(self.hub)
+        transports = [near, LoopbackTransport(self.hub)] if far else [near]
+        node = Node(self.hub, name, kv, TIMEOUTS, transports=transports).open()
+        node.transport = transports[-1]
+        node.endpoint.local.identity = replace(node.endpoint.identity, host=host)
+        return node
 
     def play(self, name: str) -> list[str]:
         log, handler = self.announce(name), self.expect(name)
@@ -144,7 +141,7 @@ def test_transport_that_did_not_connect_is_not_tried_again_in_that_life_of_the_p
         assert near.play(f"t{number}") == ["ready 42", "released"]
         for peer in near.decode.endpoint.peers():
             with near.decode.endpoint.lock:
-                near.decode.endpoint.lose(peer, "test")
+                near.decode.endpoint.sessions.lose(peer, "test")
         until(lambda: not near.prefill.endpoint.peers(), "the session is over")
     assert near.near["prefill"].num_connects == 1
     near.decode.close()
@@ -202,7 +199,7 @@ def test_blocks_wait_for_the_fence_of_the_transport_that_was_given_up(near: Near
     near.decode.endpoint.receiver.cancel("t", "enough")
     for peer in near.decode.endpoint.peers():
         with near.decode.endpoint.lock:
-            near.decode.endpoint.lose(peer, "test")
+            near.decode.endpoint.sessions.lose(peer, "test")
     until(lambda: bool(handler.calls), "the request falls back")
     until(lambda: not near.prefill.endpoint.peers(), "the session is over")
     assert near.decode.endpoint.num_closing() == 1

@@ -68,8 +68,8 @@ def test_what_was_said_does_not_wait_for_every_callback_of_the_turn(pair: Pair) 
     endpoint = pair.decode.endpoint
     with endpoint.lock:
         said_s = time.monotonic()
-        endpoint.defer(say)
-        endpoint.defer(listen)
+        endpoint.work.defer(say)
+        endpoint.work.defer(listen)
     until(lambda: heard == [True], "both callbacks have run")
 
 

@@ -54,17 +54,6 @@ def test_session_that_ends_during_the_handshake_leaves_nothing_to_fence() -> Non
     pair.close()
 
 
-def test_nothing_is_kept_of_a_peer_that_said_bye(pair: Pair) -> None:
-    """The *bye* itself counted as a sign of life of somebody who had just been forgotten."""
-    handler = pair.expect("t")
-    until(lambda: pair.sender_state("early") == 1, "the sender knows of it")
-    assert len(pair.prefill.endpoint.sender._leases._heard_s) == 1
-    pair.decode.close()
-    assert handler.wait() == ["failed peer_lost: shutdown", "released"]
-    until(lambda: not pair.prefill.endpoint.peers(), "the session has ended")
-    assert not pair.prefill.endpoint.sender._leases._heard_s
-
-
 def test_offers_that_came_early_go_with_the_session_of_their_receiver(pair: Pair) -> None:
     """Kept, an offer would be answered with KV when its request comes: into pages of somebody who is not there."""
     handler = pair.expect("t")

@@ -13,13 +13,13 @@ import pytest
 import zmq
 
 from pdlink.config import TimeoutConfig
-from pdlink.endpoint.driver import Endpoint
+from pdlink.endpoint import channel
 from pdlink.events import Event, MessageDropped, PeerChanged, listen
 from pdlink.protocol import messages
 from pdlink.protocol.auth import AllowList, ControlAddress, Credentials, KeyPair
 from pdlink.transport.loopback import LoopbackHub
 
-from .conftest import Handler, Node, SenderLog, layout, until
+from .conftest import WAIT_S, Handler, Node, SenderLog, layout, until
 
 NEVER_S = 60.0
 """Handshake deadline of these tests, beyond the tests' own patience: whoever waits for it fails."""
@@ -50,9 +50,8 @@ class Site:
         self.prefill = self.node("prefill", knows(PREFILL, DECODE))
 
     def node(self, name: str, credentials: Credentials | None) -> Node:
-        node = Node(self.hub, name, layout(4 if name == "prefill" else 8), TIMEOUTS)
-        old = node.endpoint
-        node.endpoint = Endpoint(name, old.identity, [node.transport], TIMEOUTS, credentials=credentials)
+        kv = layout(4 if name == "prefill" else 8)
+        node = Node(self.hub, name, kv, TIMEOUTS, credentials=credentials)
         self.nodes.append(node.open())
         return node
 
@@ -107,6 +106,15 @@ def test_workers_that_know_each_other_move_kv(site: Site) -> None:
     assert site.transfer(decode, "u") == ["ready 42", "released"]
     assert [peer.public_key for peer in site.prefill.endpoint.peers()] == [DECODE.public]
     assert site.refusals() == []
+
+
+def test_connection_that_never_shows_a_key_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "_HANDSHAKE_MS", 100)
+    with closing(Site()) as site:
+        place = ControlAddress.parse(site.prefill.endpoint.address)
+        with socket.create_connection((place.host, place.port), WAIT_S) as silent:
+            while silent.recv(1024):
+                pass
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,9 @@ def begin(
     """Start a transfer, and wait until all that has room is in flight."""
     log, handler = pair.announce(name), Handler()
     receiver = (decode or pair.decode).endpoint.receiver
+    before = pair.sender_state("writing")
     receiver.expect(name, pair.prefill.endpoint.address, handler)
     receiver.offer(name, dst, 0, num_tokens)
-    before = pair.sender_state("writing")
     until(lambda: pair.sender_state("early") + pair.sender_state("writing") > before, f"the offer of {name} is there")
     sender = pair.prefill.endpoint.sender
     sender.publish(name, src, num_tokens, 0)
@@ -156,6 +156,18 @@ def test_transfer_that_only_waits_is_quiet_at_once(pair: Pair) -> None:
     assert log.wait() == ["failed enough", "end"]
     assert handler.wait() == ["failed enough", "released"]
     assert len(pair.hub.flights) == 2
+
+
+def test_withdrawn_blocks_whose_pushes_do_not_end_in_time_end_their_transfer(pair: Pair) -> None:
+    log, handler = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS, finish=False)
+    submitted = list(pair.hub.flights)
+    pair.prefill.endpoint.sender.withdraw("big", 0.05)
+    until(lambda: bool(log.calls), "it has failed")
+    assert log.calls == ["failed preempted with a push in flight"], "its own blocks are read still"
+    for flight in submitted:
+        pair.hub.land(flight)
+    assert log.wait() == ["failed preempted with a push in flight", "end"]
+    assert handler.wait() == ["failed preempted with a push in flight", "released"]
 
 
 def test_withdrawn_blocks_take_what_waits_along_and_it_is_pushed_again_from_the_new_ones(pair: Pair) -> None:

@@ -57,7 +57,7 @@ def peer_called(pair: Pair, name: str) -> Peer:
 def say(pair: Pair, peer: Peer, reason: str, count: int = 1) -> None:
     with pair.prefill.endpoint.lock:
         for number in range(count):
-            pair.prefill.endpoint.send(peer, messages.Stop(f"t-{number}", reason))
+            pair.prefill.endpoint.sessions.send(peer, messages.Stop(f"t-{number}", reason))
 
 
 def test_frames_that_found_a_full_queue_come_later_and_in_order(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +112,19 @@ def test_of_all_that_do_not_read_the_worst_is_lost(
     assert reason.startswith("slow consumer: ")
     assert [peer.name for peer in pair.prefill.endpoint.peers()] == ["two"]
     assert pair.prefill.endpoint.queued_nbytes() == two.queued_nbytes > 0
+
+
+def test_what_waits_for_a_peer_goes_with_its_session(
+    pair: Pair, strangers: list[Stranger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jam = Jam(pair.prefill, monkeypatch)
+    one = peer_called(pair, "one")
+    jam.jammed = lambda route: route == one.route
+    say(pair, one, "x" * 900, 60)
+    until(lambda: one.queued_nbytes > 50_000, "it has much to read")
+    strangers[0].say(messages.Bye("enough"))
+    until(lambda: bool(losses(pair)), "it is lost")
+    until(lambda: pair.prefill.endpoint.queued_nbytes() == 0, "nothing waits for it")
 
 
 def test_what_is_said_together_leaves_in_frames_of_bounded_size(pair: Pair, strangers: list[Stranger]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import pytest
 
 from pdlink.errors import InvalidRequest, TransferFailed
 from pdlink.events import LayerLanded, LayerWritten, MessageDropped, TransferEnded
 from pdlink.protocol import messages
 
-from .conftest import WAIT_S, Pair, until
+from .conftest import Pair, until
 
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 
@@ -54,6 +57,20 @@ def test_layer_is_pushed_while_later_ones_are_still_to_be_written(pair: Pair) ->
     sender.cancel("t", "enough")
 
 
+def test_blocks_are_open_to_the_sender_until_their_transfer_has_ended(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: list[tuple[str, list[int]]] = []
+
+    def note(change: str, peer: str, blocks: Sequence[int]) -> None:
+        changes.append((change, sorted(blocks)))
+
+    monkeypatch.setattr(pair.decode.transport, "open_blocks", partial(note, "open"))
+    monkeypatch.setattr(pair.decode.transport, "close_blocks", partial(note, "close"))
+    assert pair.transfer("t", SRC, DST, TOKENS) == ["ready 42", "released"]
+    assert changes == [("open", sorted(DST)), ("close", sorted(DST))]
+
+
 def test_only_the_missing_range_is_written(pair: Pair) -> None:
     pair.decode.buffer.array[:] = 0xEE
     pair.announce("t")
@@ -75,18 +92,45 @@ def test_transfer_of_nothing_brings_the_first_token(pair: Pair) -> None:
     assert log.wait() == ["end"]
 
 
-def test_single_layers_can_be_waited_for(pair: Pair) -> None:
+def test_single_layers_are_announced_as_they_land(pair: Pair) -> None:
     pair.announce("t")
-    pair.expect("t")
+    handler = pair.expect("t")
     receiver, sender = pair.decode.endpoint.receiver, pair.prefill.endpoint.sender
-    receiver.offer("t", DST, 0, TOKENS, per_layer=True)
+    landed: list[tuple[int, int]] = []
+    receiver.offer("t", DST, 0, TOKENS, on_landed=lambda layer, end, _: landed.append((layer, end)))
     sender.publish("t", SRC, TOKENS, 0)
     sender.layer_ready("t", 0, 0, TOKENS)
-    receiver.wait("t", WAIT_S, layer=0)
+    until(lambda: landed == [(0, TOKENS)], "layer 0 has landed")
+    assert handler.calls == []
     for layer in (1, 2):
         sender.layer_ready("t", layer, 0, TOKENS)
     sender.finish("t", 1)
-    receiver.wait("t", WAIT_S)
+    assert handler.wait() == ["ready 1", "released"]
+    assert sorted(landed) == [(layer, TOKENS) for layer in range(3)]
+
+
+def test_layer_is_announced_up_to_its_first_token_in_flight(pair: Pair) -> None:
+    """Two chunks of one layer may land in any order; the second says nothing while the first is under way."""
+    handler = pair.expect("t")
+    pair.announce("t")
+    receiver, sender = pair.decode.endpoint.receiver, pair.prefill.endpoint.sender
+    landed: list[tuple[int, int]] = []
+    receiver.offer("t", DST, 0, TOKENS, on_landed=lambda layer, end, _: landed.append((layer, end)))
+    until(lambda: pair.sender_state("writing") == 1, "the offer has come")
+    pair.hub.hold = True
+    sender.publish("t", SRC, TOKENS, 0)
+    sender.layer_ready("t", 0, 0, 8)
+    sender.layer_ready("t", 0, 8, TOKENS)
+    pair.hub.land(pair.hub.flights[1])
+    until(lambda: any(isinstance(event, LayerLanded) for event in pair.events), "the second chunk has landed")
+    pair.hub.hold = False
+    pair.hub.deliver_all()
+    until(lambda: landed == [(0, TOKENS)], "the layer is announced once, whole")
+    for layer in (1, 2):
+        sender.layer_ready("t", layer, 0, TOKENS)
+    sender.finish("t", 1)
+    assert handler.wait() == ["ready 1", "released"]
+    assert [event for event in landed if event[0] == 0] == [(0, TOKENS)]
 
 
 def test_many_transfers_at_once_keep_their_bytes_apart(pair: Pair) -> None:
@@ -220,7 +264,7 @@ def test_news_about_unknown_transfers_is_counted_and_dropped(pair: Pair) -> None
     until(lambda: peer.state.value == "ready", "the handshake is done")
     with pair.decode.endpoint.lock:
         for index in range(100):
-            pair.decode.endpoint.send(peer, messages.Ack(f"unknown-{index}"))
+            pair.decode.endpoint.sessions.send(peer, messages.Ack(f"unknown-{index}"))
     until(lambda: sum(isinstance(event, MessageDropped) for event in pair.events) == 100, "all are dropped")
     pair.decode.endpoint.receiver.cancel("t", "enough")
     handler.wait()

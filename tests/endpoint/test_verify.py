@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from pdlink.memory.checksums import Checksums
-from pdlink.protocol.messages import Verify
+from pdlink.protocol.messages import Done, Verify
+from pdlink.protocol.receiving import Receiving
 
 from .conftest import WAIT_S, Handler, Node, Pair, until
 
@@ -59,13 +61,28 @@ def test_without_verify_nobody_would_have_noticed(pair: Pair) -> None:
     assert handler.wait() == ["ready 42", "released"]
 
 
+def test_done_with_fewer_checksums_than_layers_fails_the_transfer(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verifier = pair.decode.endpoint.verifier
+    assert verifier is not None
+    mismatch = verifier._mismatch
+
+    def without_the_last(machine: Receiving, done: Done) -> str:
+        return mismatch(machine, msgspec.structs.replace(done, checksums=done.checksums[:-1]))
+
+    monkeypatch.setattr(verifier, "_mismatch", without_the_last)
+    reason = "checksums of 42 tokens, 63 were offered"
+    assert begin(pair, "t", "all").wait() == [f"failed {reason}", "released"]
+
+
 class Reading:
     """Holds up every checksum of a node until it may go on."""
 
     def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
-        checksums = node.endpoint.checksums
-        assert checksums is not None
+        assert node.endpoint.verifier is not None
+        checksums = node.endpoint.verifier._checksums
         of = checksums.of
 
         def wait(layer: int, blocks: Sequence[int], start: int, end: int) -> int:
@@ -83,6 +100,7 @@ def test_nobody_waits_while_checksums_are_computed(pair: Pair, side: str, monkey
     handler = begin(pair, "t", "all")
     assert reading.begun.wait(WAIT_S)
     assert begin(pair, "another", "off").wait() == ["ready 42", "released"]
+    until(lambda: "another" not in pair.prefill.endpoint.sender._transfers, "the other one is acknowledged")
     assert handler.calls == []
     assert pair.receiver_state("offered") == 1, "its blocks are kept"
     assert pair.sender_state("writing" if side == "prefill" else "sent") == 1, "nothing is acknowledged"
@@ -129,7 +147,9 @@ def test_endpoint_is_closed_only_when_nothing_reads_its_buffer(pair: Pair, monke
     assert reading.begun.wait(WAIT_S)
     closing = threading.Thread(target=pair.decode.endpoint.close)
     closing.start()
-    until(lambda: pair.decode.endpoint.hashing.closing, "it is being closed")
+    verifier = pair.decode.endpoint.verifier
+    assert verifier is not None
+    until(lambda: verifier.closing, "it is being closed")
     assert closing.is_alive()
     reading.go_on.set()
     closing.join(WAIT_S)

@@ -15,12 +15,14 @@ from pdlink.engine.layer_order import LayerOrder
 from pdlink.engine.models import LoadedModel, load_model
 from pdlink.engine.paged_cache import PagedCache
 from pdlink.engine.request import GenerationRequest, SamplingParams, TokenOutput
+from pdlink.kv.sources import TokenRange
 from pdlink.memory.blocks import BlockPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.errors import PdlinkError
+    from pdlink.kv.sources import KVSource, Load
 
 BLOCK = 8
 NUM_LAYERS = 3
@@ -53,6 +55,19 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(torch.randint(32, 127, (length,), generator=generator).tolist())
 
 
+class _Nowhere:
+    """The source of KV that a test writes, or does not write, by itself: the engine asks no source."""
+
+    def lookup(self, keys: Sequence[bytes]) -> tuple[TokenRange, ...]:
+        raise AssertionError(keys)
+
+    def load(self, wanted: TokenRange, blocks: Sequence[int]) -> Load:
+        raise AssertionError(wanted, blocks)
+
+
+NOWHERE: KVSource = _Nowhere()
+
+
 @dataclass
 class Recorder:
     """EngineListener that holds the engine to its promises and keeps what it said."""
@@ -67,6 +82,7 @@ class Recorder:
     order: list[str] = field(default_factory=list)
     """Request ids in order of admission."""
     on_ended: Callable[[str], None] | None = None
+    on_layer_needed: Callable[[str, int, float], bool] | None = None
 
     def admitted(self, request_id: str, block_table: Sequence[int], num_cached_tokens: int) -> None:
         assert request_id not in self.errors
@@ -81,6 +97,10 @@ class Recorder:
     def layer_written(self, layer: int, spans: Sequence[tuple[str, int, int]]) -> None:
         assert self.prefilling_said[-1]
         self.layers.append((layer, tuple(spans)))
+
+    def layer_needed(self, request_id: str, layer: int, timeout_s: float) -> bool:
+        assert self.on_layer_needed is not None, "nothing was said to arrive layer by layer"
+        return self.on_layer_needed(request_id, layer, timeout_s)
 
     def output(self, output: TokenOutput) -> None:
         assert output.request_id in self.tables, "output before admission"
@@ -122,12 +142,14 @@ class Rig:
         prompt: Sequence[int],
         max_tokens: int = 8,
         *,
-        external_kv: bool = False,
+        external: int = 0,
         salt: str = "",
         **sampling: Any,
     ) -> None:
+        """external: so many tokens of the prompt come from elsewhere."""
         params = SamplingParams(max_tokens=max_tokens, **sampling)
-        request = GenerationRequest(request_id, tuple(prompt), params, external_kv=external_kv, salt=salt)
+        ranges = (TokenRange(0, external, NOWHERE),) if external else ()
+        request = GenerationRequest(request_id, tuple(prompt), params, external=ranges, salt=salt)
         self.engine.submit(request)
 
     def run(self) -> None:

@@ -47,9 +47,9 @@ def test_eos_ends_the_answer_unless_it_is_ignored() -> None:
     worker = rig()
     eos = next(iter(small_model().eos_token_ids))
     for ignore_eos, errors in ((False, 1), (True, 2)):
-        worker.submit(f"r{errors}", prompt_of(4), 3, external_kv=True, ignore_eos=ignore_eos)
+        worker.submit(f"r{errors}", prompt_of(4), 3, external=4, ignore_eos=ignore_eos)
         worker.run()
-        worker.engine.kv_arrived(f"r{errors}", eos)
+        worker.engine.kv_arrived(f"r{errors}", 4, eos)
         worker.run()
     assert [output.finish_reason for output in worker.heard.outputs["r1"]] == ["stop"]
     assert [output.finish_reason for output in worker.heard.outputs["r2"]] == [None, None, "length"]
@@ -188,7 +188,7 @@ def test_abort_ends_a_request_in_any_state() -> None:
     worker = rig(max_running=3, max_batched_tokens=16)
     worker.submit("decoding", prompt_of(3), 40)
     worker.submit("prefilling", prompt_of(60), 4)
-    worker.submit("awaiting", prompt_of(9), 4, external_kv=True)
+    worker.submit("awaiting", prompt_of(9), 4, external=9)
     worker.submit("waiting", prompt_of(9), 4)
     worker.engine.step()
     states = (worker.engine.num_running, worker.engine.num_awaiting_kv, worker.engine.num_waiting)
@@ -286,7 +286,7 @@ def test_any_schedule_ends_every_request_once_and_leaks_nothing(seed: int) -> No
             name = f"r{step}"
             prompt, max_tokens = prompt_of(rng.randrange(1, 40), rng.randrange(2)), rng.randrange(1, 9)
             outside = rng.random() < 0.4
-            worker.submit(name, prompt, max_tokens, external_kv=outside)
+            worker.submit(name, prompt, max_tokens, external=len(prompt) if outside else 0)
             sizes[name] = prompt, max_tokens
             if outside:
                 external.add(name)
@@ -297,7 +297,8 @@ def test_any_schedule_ends_every_request_once_and_leaks_nothing(seed: int) -> No
                 rng.choice(list(external)), recompute=rng.random() < 0.6, error=TransferFailed("x")
             )
         elif action < 0.55 and external and invents_kv:
-            worker.engine.kv_arrived(rng.choice(list(external)), rng.randrange(32, 127))
+            name = rng.choice(list(external))
+            worker.engine.kv_arrived(name, len(sizes[name][0]), rng.randrange(32, 127))
         elif action < 0.6:
             worker.pool.give_back(others)
             others = []

@@ -65,12 +65,12 @@ def test_answer_is_the_same_whether_decode_starts_from_given_kv_or_one_process_d
     prefill = rig()
     first = prefill.generate(prompt, 1, **options)
     decode = rig()
-    decode.submit("r", prompt, 12, external_kv=True, **options)
+    decode.submit("r", prompt, 12, external=len(prompt), **options)
     decode.run()
     for layer in range(3):
         for mine, theirs in zip(decode.cache.views(layer), prefill.cache.views(layer), strict=True):
             mine[list(decode.heard.tables["r"][:3])] = theirs[list(prefill.heard.tables["r"][:3])]
-    decode.engine.kv_arrived("r", first[0])
+    decode.engine.kv_arrived("r", len(prompt), first[0])
     decode.run()
     assert decode.heard.tokens("r") == whole
 

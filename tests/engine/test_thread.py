@@ -95,7 +95,7 @@ def test_waking_lets_a_blocked_request_in(
 
 def test_stopping_ends_what_is_left_and_refuses_what_comes(running: tuple[Rig, _Ends, threading.Thread]) -> None:
     worker, ends, thread = running
-    worker.submit("waits for ever", prompt_of(9), 5, external_kv=True)
+    worker.submit("waits for ever", prompt_of(9), 5, external=9)
     worker.engine.stop()
     thread.join(DEADLINE_S)
     assert isinstance(worker.heard.errors["waits for ever"], RequestAborted)

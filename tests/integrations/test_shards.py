@@ -55,7 +55,7 @@ def test_a_rank_with_several_shards_feeds_as_many_ranks(num_heads: int, shards: 
     peers = [Node(hub, f"decode/{shard}", sized(each, 8), TIMEOUTS).open() for shard in range(shards)]
     controls = tuple(node.endpoint.address for node in nodes)
     halves = [
-        WorkerHalf(node.endpoint, cache.shard(shard, shards), shard=shard, block_ratio=1, preemption_s=5.0)
+        WorkerHalf(node.node, cache.shard(shard, shards), shard=shard, block_ratio=1, preemption_s=5.0)
         for shard, node in enumerate(nodes)
     ]
     ranks = Shards(halves)
@@ -67,7 +67,7 @@ def test_a_rank_with_several_shards_feeds_as_many_ranks(num_heads: int, shards: 
     plan = theirs.step([])
     receivers = [
         WorkerHalf(
-            peer.endpoint,
+            peer.node,
             CacheLayout(peer.layout, cache.planes, 1),
             shard=shard,
             block_ratio=1,
@@ -96,8 +96,8 @@ def test_a_rank_with_several_shards_feeds_as_many_ranks(num_heads: int, shards: 
                     got = vector(peer, [5, 2, 9, 7], layer, token)
                     assert np.array_equal(got, vector(node, SRC, layer, token)), (shard, layer, token)
     finally:
-        for node in (*peers, *nodes):
-            node.endpoint.close()
+        for one in (*peers, *nodes):
+            one.close()
         source.close()
 
 

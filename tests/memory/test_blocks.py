@@ -10,10 +10,31 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdlink.errors import PoolExhausted
-from pdlink.memory.blocks import BlockPool
+from pdlink.memory.blocks import BlockChange, BlockPool
 
 NUM_BLOCKS = 6
 KEYS = [bytes([letter]) for letter in b"abcdefgh"]
+
+
+class Mirror:
+    """What a listener can know of the pool from its changes alone."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.changes: list[BlockChange] = []
+        pool.listen(self.changes.append)
+
+    @property
+    def names(self) -> dict[bytes, int]:
+        names: dict[bytes, int] = {}
+        for sequence, change in enumerate(self.changes):
+            assert change.sequence == sequence
+            if change.kind == "stored":
+                assert change.key not in names
+                assert change.block not in names.values()
+                names[change.key] = change.block
+            else:
+                assert names.pop(change.key) == change.block
+        return names
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -26,6 +47,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.names: dict[bytes, int] = {}
         self.unused: list[int] = []
         """Named blocks nobody holds, least recently used first."""
+        self.mirrors = [Mirror(self.pool)]
+
+    @precondition(lambda self: len(self.mirrors) < 3)
+    @rule()
+    def listen(self) -> None:
+        self.mirrors.append(Mirror(self.pool))
 
     def _returned(self, blocks: list[int]) -> None:
         for block in reversed(blocks):
@@ -102,6 +129,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_held == len(set(self.held))
         assert self.pool.num_free == NUM_BLOCKS - len(set(self.held))
         assert self.pool.num_cached == len(self.unused)
+        for mirror in self.mirrors:
+            assert mirror.names == self.names
 
 
 PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -166,3 +195,85 @@ def test_many_threads_never_hold_the_same_block() -> None:
     assert not clashes
     assert pool.num_held == 0
     pool.check()
+
+
+def test_listeners_hear_changes_of_many_threads_in_their_order() -> None:
+    """What they know in the end is what the pool holds, and no change comes before one it depends on."""
+    pool = BlockPool(8)
+    heard = Mirror(pool)
+
+    def worker(seed: int) -> None:
+        for turn in range(300):
+            try:
+                (block,) = pool.take(1)
+            except PoolExhausted:
+                continue
+            pool.name(block, bytes([(turn * 7 + seed) % 20]))
+            if turn % 5 == 0:
+                pool.forget(block)
+            pool.give_back([block])
+
+    threads = [threading.Thread(target=worker, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(heard.changes) > 300
+    assert heard.names == pool._block_of
+
+
+def test_listener_may_use_the_pool_and_hears_what_it_causes_afterwards() -> None:
+    pool = BlockPool(3)
+    heard: list[tuple[int, str, bytes, int]] = []
+
+    def changed(change: BlockChange) -> None:
+        if change.key == b"a" and change.kind == "stored":
+            assert pool.find([b"a"]) == [change.block]
+            pool.give_back([change.block])
+            pool.forget(change.block)
+            assert len(heard) == 0, "the change it causes waits until this one is told"
+        heard.append((change.sequence, change.kind, change.key, change.block))
+
+    pool.listen(changed)
+    blocks = pool.take(2)
+    for block, key in zip(blocks, (b"a", b"b"), strict=True):
+        pool.name(block, key)
+    assert heard == [(0, "stored", b"a", 0), (1, "evicted", b"a", 0), (2, "stored", b"b", 1)]
+
+
+def test_a_change_during_a_report_is_told_by_the_thread_that_reports() -> None:
+    """A slow listener delays nobody but that thread."""
+    pool = BlockPool(2)
+    inside, go_on = threading.Event(), threading.Event()
+    heard: list[tuple[str, bytes, str]] = []
+
+    def changed(change: BlockChange) -> None:
+        heard.append((change.kind, change.key, threading.current_thread().name))
+        if change.key == b"a":
+            inside.set()
+            assert go_on.wait(20)
+
+    pool.listen(changed)
+    first, second = pool.take(2)
+    thread = threading.Thread(target=pool.name, args=(first, b"a"), name="slow")
+    thread.start()
+    assert inside.wait(20)
+    pool.name(second, b"b")
+    assert pool.find([b"b"]) == [second], "the pool works while the listener is busy"
+    pool.forget(second)
+    go_on.set()
+    thread.join(20)
+    assert heard == [("stored", b"a", "slow"), ("stored", b"b", "slow"), ("evicted", b"b", "slow")]
+
+
+def test_a_listener_that_raises_takes_nothing_from_the_others_and_from_the_pool() -> None:
+    pool = BlockPool(1)
+
+    def broken(_: BlockChange) -> None:
+        raise KeyError("a mistake of the listener")
+
+    pool.listen(broken)
+    heard = Mirror(pool)
+    (block,) = pool.take(1)
+    pool.name(block, b"a")
+    assert heard.names == {b"a": block} == pool._block_of

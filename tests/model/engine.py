@@ -99,7 +99,10 @@ class Engine:
     def abort(self, request_id: str) -> None:
         self._posted.append(partial(self._on_abort, request_id))
 
-    def kv_arrived(self, request_id: str, first_token: int) -> None:
+    num_running = 1
+    """Busy: legs do not ask for single layers."""
+
+    def kv_arrived(self, request_id: str, _upto: int, first_token: int) -> None:
         self._posted.append(partial(self._on_kv_arrived, request_id, first_token))
 
     def kv_failed(self, request_id: str, *, recompute: bool, error: PdlinkError) -> None:

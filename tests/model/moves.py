@@ -196,7 +196,7 @@ class Played(World):
 
     def move_jump(self, dice: Dice) -> None:
         """A clock jumps forward, as after the suspension of a virtual machine."""
-        dice.one(self.nodes).clock.jump((1.0, 5.0, 60.0)[dice.below(3)])
+        dice.one(self.nodes).time.jump((1.0, 5.0, 60.0)[dice.below(3)])
 
     def move_skip(self, dice: Dice) -> None:
         """The hook of a layer does not run (vllm#31057)."""

@@ -10,20 +10,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from msgspec.structs import replace
+
+from pdlink.endpoint import pushing
 from pdlink.endpoint.driver import Endpoint
-from pdlink.endpoint.link import Ended
+from pdlink.endpoint.early import Early, EarlyInterest
+from pdlink.endpoint.ended import Ended
 from pdlink.endpoint.peer import Peer, PeerState
-from pdlink.endpoint.pushing import Pushes
+from pdlink.endpoint.pushing import Pusher
 from pdlink.endpoint.receiver import Receiver
 from pdlink.endpoint.sender import Sender
 from pdlink.endpoint.sessions import Sessions
+from pdlink.node.incoming import Incoming
 from pdlink.protocol import messages
 from pdlink.protocol.actions import End
-from pdlink.protocol.leases import LeaseTable
+from pdlink.protocol.leases import Lease
 from pdlink.protocol.receiving import Receiving
 from pdlink.protocol.sending import Sending
 from pdlink.protocol.states import ReceiverEvent, ReceiverState, SenderState
-from pdlink.serve.legs import DecodeLeg, PrefillLeg
+from pdlink.serve.legs import PrefillLeg
 from pdlink.transport.base import PeerFailed
 
 if TYPE_CHECKING:
@@ -97,21 +102,28 @@ def _lost_is_quiet(_right: Any) -> Callable[..., Any]:
 
 
 def _stop_at_first_live(right: Any) -> Callable[..., Any]:
-    def expired(self: LeaseTable, now: float) -> Any:
-        ended = []
-        by_key = dict(right(self, now))
-        for key in self._leases:
-            if key not in by_key:
-                break
-            ended.append((key, by_key[key]))
-        return ended
+    def tick(self: Sender, now: float) -> None:
+        looked, every = True, Lease.ended
 
-    return expired
+        def ended(lease: Lease, now: float, heard_s: float | None) -> str:
+            nonlocal looked
+            reason = every(lease, now, heard_s) if looked else ""
+            looked = bool(reason)
+            return reason
+
+        with patch.object(Lease, "ended", ended):
+            right(self, now)
+
+    return tick
+
+
+def _no_offer(_right: Any) -> Any:
+    return property(lambda _self: None)
 
 
 def _no_reply_to_late_offers(right: Any) -> Callable[..., Any]:
     def _on_interest(self: Sender, peer: Any, transfer_id: str, offer: Any) -> None:
-        if transfer_id in self._live or self._ended.get(transfer_id) is None:
+        if transfer_id in self._transfers or self._ended.get(transfer_id) is None:
             right(self, peer, transfer_id, offer)
 
     return _on_interest
@@ -152,22 +164,10 @@ def _again_and_again(right: Any) -> Callable[..., Any]:
 def _take_it_again(right: Any) -> Callable[..., Any]:
     def announce(self: Sender, transfer_id: str, *args: Any) -> None:
         self._ended._forget(transfer_id)
-        self._live.pop(transfer_id, None)
+        self._transfers.pop(transfer_id, None)
         right(self, transfer_id, *args)
 
     return announce
-
-
-def _only_live_expire(right: Any) -> Callable[..., Any]:
-    def tick(self: Sender, now: float) -> None:
-        with patch.object(
-            self._leases,
-            "expired",
-            lambda now: [item for item in LeaseTable.expired(self._leases, now) if item[0] in self._live],
-        ):
-            right(self, now)
-
-    return tick
 
 
 def _ignore_failed_peers(right: Any) -> Callable[..., Any]:
@@ -187,7 +187,9 @@ def _empty(_right: Any) -> Callable[..., Any]:
 def _hold_given_back_too(right: Any) -> Callable[..., Any]:
     def method(self: Any, *args: Any) -> None:
         right(self, *args)
-        self._hold.give_back()
+        transfer: Any = self.outgoing if isinstance(self, PrefillLeg) else self
+        held, transfer._held = transfer._held, []
+        transfer._pool.give_back(held)
 
     return method
 
@@ -201,25 +203,22 @@ def _no_silence(right: Any) -> Callable[..., Any]:
     return _tick
 
 
-def _quiet_only_for(known: Callable[[Sender, str], bool]) -> Callable[[Any], Callable[..., Any]]:
-    """Leave out *quiet* for transfers that are not `known`."""
+def _no_quiet_for_ended(right: Any) -> Callable[..., Any]:
+    def _on_stop(self: Sender, peer: Any, transfer_id: str, reason: str) -> None:
+        if self._ended.get(transfer_id) is None:
+            right(self, peer, transfer_id, reason)
 
-    def wrap(right: Any) -> Callable[..., Any]:
-        def send(self: Endpoint, peer: Any, body: Any) -> None:
-            if not isinstance(body, messages.Quiet) or known(self.sender, body.transfer_id):
-                right(self, peer, body)
-
-        return send
-
-    return wrap
+    return _on_stop
 
 
-def _heard_after_all(right: Any) -> Callable[..., Any]:
-    def on_peer_lost(self: Sender, peer: Any, reason: str) -> None:
-        right(self, peer, reason)
-        self.on_heard(peer, peer.heard_s)
+def _refuse_ended_without_quiet(right: Any) -> Callable[..., Any]:
+    def _refuse(self: Sender, peer: Any, transfer_id: str, reason: str) -> None:
+        if self._ended.get(transfer_id) is None:
+            right(self, peer, transfer_id, reason)
+        else:
+            self._sessions.send(peer, messages.Stop(transfer_id, reason))
 
-    return on_peer_lost
+    return _refuse
 
 
 def _close_what_was_never_opened(right: Any) -> Callable[..., Any]:
@@ -232,31 +231,30 @@ def _close_what_was_never_opened(right: Any) -> Callable[..., Any]:
 
 
 def _from_the_first_block(right: Any) -> Callable[..., Any]:
-    def _bind(self: Pushes, flight: Any, start: int, end: int) -> Any:
-        offered = flight.machine.offered
-        flight.machine.offered = messages.Offer(
-            offered.transfer_id, start, offered.end, offered.blocks, offered.num_layers
-        )
-        try:
-            return right(self, flight, start, end)
-        finally:
-            flight.machine.offered = offered
+    def plan_of(template: Any, push: Any, start: int, end: int) -> Any:
+        return right(template, replace(push, offer=replace(push.offer, start=start)), start, end)
 
-    return _bind
+    return plan_of
 
 
-def _dropped_in_name_only(_right: Any) -> Callable[..., Any]:
-    def drop(self: Pushes, transfer_id: str) -> Any:
-        route = self._routes.get(transfer_id)
-        waiting = route.order._transfers[transfer_id].parts if route is not None else ()
-        return list(dict.fromkeys(piece.flight.push.push_id for part in waiting for piece in part.job))
+def _taken_back_in_name_only(_right: Any) -> Callable[..., Any]:
+    def take_back(self: Pusher, transfer: Any) -> Any:
+        return list(dict.fromkeys(piece.flight.push.push_id for part in transfer.backlog.parts for piece in part.job))
 
-    return drop
+    return take_back
+
+
+def _reports_nothing(right: Any) -> Callable[..., Any]:
+    def take_back(self: Pusher, transfer: Any) -> Any:
+        right(self, transfer)
+        return []
+
+    return take_back
 
 
 def _lands_with_its_first_part(right: Any) -> Callable[..., Any]:
-    def ended(self: Pushes, transport: Any, done: Any) -> Any:
-        flights = right(self, transport, done)
+    def ended(self: Pusher, done: Any) -> Any:
+        flights = right(self, done)
         for flight in flights:
             if flight.nbytes:
                 flight.left = 0
@@ -266,8 +264,8 @@ def _lands_with_its_first_part(right: Any) -> Callable[..., Any]:
 
 
 def _keeps_credits(_right: Any) -> Callable[..., Any]:
-    def ended(self: Pushes, transport: Any, done: Any) -> Any:
-        part = self._in_flight.pop((transport.name, done.ticket))
+    def ended(self: Pusher, done: Any) -> Any:
+        part = self._in_flight.pop(done.ticket)
         for flight, _, _, nbytes in part.job:
             flight.left -= 1
             flight.nbytes += nbytes
@@ -305,7 +303,7 @@ _PLANTED: tuple[tuple[Any, ...], ...] = (
         (Sending, "lost", _lost_is_quiet),
         (Sending, "landed", _landed_if_known),
     ),
-    ("reaper stops at the first live lease", "lossy", (LeaseTable, "expired", _stop_at_first_live)),
+    ("reaper stops at the first live lease", "lossy", (Sender, "tick", _stop_at_first_live)),
     ("no reply to a late offer", "gentle", (Sender, "_on_interest", _no_reply_to_late_offers)),
     ("no stop on failure", "gentle", (Sending, "stop", _without_stop)),
     (
@@ -320,31 +318,32 @@ _PLANTED: tuple[tuple[Any, ...], ...] = (
     ("no repeat check", "lossy", (Peer, "take", _again_and_again)),
     ("transfer id taken twice by the sender", "faulty", (Sender, "announce", _take_it_again)),
     ("transfer id forgotten when it ends", "faulty", (Ended, "add", _nothing)),
-    ("early offers never expire", "gentle", (Sender, "tick", _only_live_expire)),
+    ("offer that came before its request is lost", "gentle", (Early, "offer", _no_offer)),
+    ("early offers never expire", "gentle", (EarlyInterest, "older_than", _empty)),
     ("failed data connection ignored", "faulty", (Endpoint, "_on_occurrence", _ignore_failed_peers)),
     ("lost peer not told to the sender", "faulty", (Sender, "on_peer_lost", _nothing)),
     ("lost peer not told to the receiver", "faulty", (Receiver, "on_peer_lost", _nothing)),
     ("silence is not death", "faulty", (Endpoint, "_tick", _no_silence)),
     ("never fenced when quiet does not come", "faulty", (Receiving, "tick", _empty)),
-    ("decode gives back at failure", "faulty", (DecodeLeg, "failed", _hold_given_back_too)),
+    ("decode gives back at failure", "faulty", (Incoming, "_on_failed", _hold_given_back_too)),
     ("prefill gives back at its end", "gentle", (PrefillLeg, "ended", _hold_given_back_too)),
-    ("chunks placed by count, not by position", "gentle", (Pushes, "_bind", _from_the_first_block)),
-    ("dropped push is submitted after stop", "gentle", (Pushes, "drop", _dropped_in_name_only)),
-    ("dropped push is waited for", "gentle", (Pushes, "drop", _empty)),
+    ("chunks placed by count, not by position", "gentle", (pushing, "plan_of", _from_the_first_block)),
+    ("push taken back is submitted after stop", "gentle", (Pusher, "take_back", _taken_back_in_name_only)),
+    ("push taken back is waited for", "gentle", (Pusher, "take_back", _reports_nothing)),
     (
         "push lands with its first part",
         "gentle",
-        (Pushes, "ended", _lands_with_its_first_part),
+        (Pusher, "ended", _lands_with_its_first_part),
         (Sending, "landed", _landed_if_known),
     ),
-    ("credits of what has landed stay taken", "gentle", (Pushes, "ended", _keeps_credits)),
+    ("credits of what has landed stay taken", "gentle", (Pusher, "ended", _keeps_credits)),
     # These were in the product until the model found them.
     (
         "no quiet for what is not live",
         "gentle",
-        (Endpoint, "send", _quiet_only_for(lambda sender, transfer_id: sender._ended.get(transfer_id) is None)),
+        (Sender, "_on_stop", _no_quiet_for_ended),
+        (Sender, "_refuse", _refuse_ended_without_quiet),
     ),
-    ("heard of after the end", "gentle", (Sender, "on_peer_lost", _heard_after_all)),
     ("waits for the fence of what was never opened", "faulty", (Sessions, "lose", _close_what_was_never_opened)),
 )
 MUTANTS = {name: Mutant(profile, tuple(changes)) for name, profile, *changes in _PLANTED}

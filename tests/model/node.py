@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from pdlink.config import SharingConfig, TimeoutConfig
+from pdlink.endpoint.clock import AwakeClock
 from pdlink.endpoint.driver import Endpoint
 from pdlink.endpoint.peer import PeerState
 from pdlink.errors import TransportFailure
 from pdlink.kv.layout import KVLayout, paged_layout
+from pdlink.node.incoming import Incoming
+from pdlink.node.outgoing import Outgoing
 from pdlink.protocol.messages import VERSION, Identity
+from pdlink.protocol.states import ReceiverState, SenderState
 from pdlink.serve.legs import DecodeLeg, PrefillLeg
 from pdlink.transport.loopback import LoopbackTransport
 
@@ -24,10 +28,15 @@ from .network import Network, Port
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pdlink.endpoint.peer import Peer
+    from pdlink.endpoint.receiver import ReceiveHandler, Receiver
     from pdlink.endpoint.sender import Sender
     from pdlink.engine.engine import Engine as RealEngine
     from pdlink.kv.layout import Piece
     from pdlink.memory.buffers import Buffer
+    from pdlink.node.node import Node as FrontDoor
+    from pdlink.protocol.receiving import Receiving
+    from pdlink.protocol.sending import Sending
     from pdlink.transport.loopback import Flight, LoopbackHub
 
 TIMEOUTS = TimeoutConfig(heartbeat_s=1.0, peer_s=4.0, connect_s=5.0, lease_s=8.0, request_s=40.0)
@@ -61,7 +70,7 @@ where nothing may fail it gets more.
 """
 
 
-class Clock:
+class Time:
     """Monotonic, of one life: its own origin and speed, and it may jump forward."""
 
     def __init__(self, origin_s: float, speed: float) -> None:
@@ -75,6 +84,16 @@ class Clock:
 
     def jump(self, seconds: float) -> None:
         self._now_s += seconds
+
+
+class JumpingClock:
+    """Counts all time as awake, so that one turn may find every lease and every peer's silence run out at once."""
+
+    def __init__(self, time: Time) -> None:
+        self.now_s = self.awake_s = time
+
+    def turn(self) -> None:
+        pass
 
 
 @dataclass(eq=False)
@@ -181,57 +200,70 @@ class _CheckedSender:
         return getattr(self._node.endpoint.sender, name)
 
 
-class _CheckedDecodeLeg(DecodeLeg):
-    """A decode leg that checks what the receiver tells it."""
+class _CheckedReceiver:
+    """The receiver, with what it tells one leg checked."""
 
-    def __init__(self, node: Node, request: Request, address: str, *, recompute: bool) -> None:
+    def __init__(self, node: Node, request: Request) -> None:
         self._node, self._request = node, request
         self._heard: list[str] = []
-        super().__init__(
-            request.transfer_id,
-            request.transfer_id,
-            request.num_tokens,
-            address,
-            block_tokens=node.layout.block_tokens,
-            verify="off",
-            recompute=recompute,
-            engine=cast("RealEngine", node.engine),
-            pool=node.engine.pool,
-            receiver=node.endpoint.receiver,
-        )
-        node.open_legs.add((request.transfer_id, "receiver"))
+        self._blocks: Sequence[int] = ()
 
-    @property
-    def heard(self) -> list[str]:
-        return self._heard
+    def expect(self, transfer_id: str, address: str, handler: ReceiveHandler) -> None:
+        self._handler = handler
+        self._node.endpoint.receiver.expect(transfer_id, address, self)
+        self._node.open_legs.add((transfer_id, "receiver"))
+
+    def offer(self, transfer_id: str, blocks: Sequence[int], start: int, end: int, **more: Any) -> None:
+        self._blocks = blocks
+        self._node.endpoint.receiver.offer(transfer_id, blocks, start, end, **more)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._node.endpoint.receiver, name)
 
     def ready(self, first_token_: int) -> None:
         self._tell("ready")
         request = self._request
         first = request.num_cached // self._node.layout.block_tokens
-        blocks = [0] * first + list(self._hold._blocks)
+        blocks = [0] * first + list(self._blocks)
         if not self._node.engine.holds(blocks, request.number, request.num_cached, request.num_tokens):
             raise Violation(f"{request.transfer_id}: delivered without, or with other, bytes")
         if first_token_ != first_token(request.number):
             raise Violation(f"{request.transfer_id}: delivered with the first token of another")
-        super().ready(first_token_)
+        self._handler.ready(first_token_)
 
     def failed(self, reason: str) -> None:
         self._tell("failed")
         self._node.reasons[self._request.transfer_id] = reason
-        super().failed(reason)
+        self._handler.failed(reason)
 
     def released(self) -> None:
         if len(self._heard) != 1:
             raise Violation(f"{self._request.transfer_id}: released after {self._heard}")
         self._heard.append("released")
         self._node.open_legs.discard((self._request.transfer_id, "receiver"))
-        super().released()
+        self._handler.released()
 
     def _tell(self, what: str) -> None:
         if self._heard:
             raise Violation(f"{self._request.transfer_id}: {what} after {self._heard}")
         self._heard.append(what)
+
+
+class _FrontDoor:
+    """What a leg takes for its worker's `pdlink.Node`: the same handles, over an endpoint that the world turns."""
+
+    def __init__(self, node: Node, request: Request) -> None:
+        self._node, self._request = node, request
+        self.layout = node.layout
+
+    def send(self, transfer_id: str) -> Outgoing:
+        sender = cast("Sender", _CheckedSender(self._node))
+        return Outgoing(sender, transfer_id, pool=self._node.engine.pool, live=set())
+
+    def receive(self, transfer_id: str, address: str, *, by_layer: bool) -> Incoming:
+        receiver = cast("Receiver", _CheckedReceiver(self._node, self._request))
+        pool, layout = self._node.engine.pool, self.layout
+        return Incoming(receiver, transfer_id, address, layout, pool=pool, live=set(), by_layer=by_layer)
 
 
 class Node:
@@ -248,12 +280,13 @@ class Node:
         tracked: list[Tracked],
         *,
         roomy: bool,
+        jumps: bool,
     ) -> None:
-        """roomy: never short of blocks, if it prefills."""
+        """roomy: never short of blocks, if it prefills. jumps: whether its deadlines run on while it stands still."""
         self.name, self.role = name, role
         self.address = f"tcp://{name}:1"
         order, self.layout = LAYOUTS["roomy prefill" if roomy and role == "prefill" else role]
-        self.clock = Clock(1000.0 * life, speed)
+        self.time = Time(1000.0 * life, speed)
         self.transport = Wire(hub, self)
         self.transport.open()
         memory = np.full(self.layout.extent(0), 0xEE, np.uint8)
@@ -268,11 +301,12 @@ class Node:
             batch_timeout_s=BATCH_TIMEOUT_S,
             sharing=SHARING,
             channel=self.port,
-            clock=self.clock,
+            clock=JumpingClock(self.time) if jumps else AwakeClock(TIMEOUTS.heartbeat_s, self.time),
+            short_of_blocks=lambda: any(request.state == "waiting" for request in self.engine.requests.values()),
         )
-        self.endpoint.epoch = f"{name}-life-{life}"
+        self.endpoint.local.epoch = f"{name}-life-{life}"
         self.endpoint.sessions.greeter.refusals.jitter = lambda: 0.5
-        self.endpoint.address = self.address
+        self.endpoint.local.address = self.address
         network.listening[self.address] = self.port
         self.alive, self.stopped = True, False
         self.tracked = tracked
@@ -289,21 +323,20 @@ class Node:
     def runs(self) -> bool:
         return self.alive and not self.stopped
 
+    @property
+    def has_work(self) -> bool:
+        """Whether its loop would go round at once."""
+        return bool(self.endpoint.work.commands or self.endpoint.work.callbacks)
+
     def submit(self, request: Request, address: str, *, recompute: bool) -> None:
         """Take a leg. Raises what the leg raises."""
         self.transfer_of[request.number] = request.transfer_id
+        engine, node = cast("RealEngine", self.engine), cast("FrontDoor", _FrontDoor(self, request))
+        names = (request.transfer_id, request.transfer_id, request.num_tokens)
         if self.role == "prefill":
-            request.leg = PrefillLeg(
-                request.transfer_id,
-                request.transfer_id,
-                request.num_tokens,
-                put=lambda _item: None,
-                engine=cast("RealEngine", self.engine),
-                pool=self.engine.pool,
-                sender=cast("Sender", _CheckedSender(self)),
-            )
+            request.leg = PrefillLeg(*names, put=lambda _item: None, engine=engine, node=node)
         else:
-            request.leg = _CheckedDecodeLeg(self, request, address, recompute=recompute)
+            request.leg = DecodeLeg(*names, address, recompute=recompute, engine=engine, node=node)
         if request.transfer_id in self.legs:
             raise Violation(f"{request.transfer_id}: {self.name} took it a second time")
         self.legs[request.transfer_id] = request.leg
@@ -314,24 +347,35 @@ class Node:
     def holds(self, transfer_id: str) -> set[int]:
         """Blocks that the endpoint keeps for this transfer."""
         leg = self.legs.get(transfer_id)
-        return set(leg._hold._blocks) if leg is not None else set()
+        transfer = leg.outgoing if isinstance(leg, PrefillLeg) else leg.incoming if leg is not None else None
+        return set(transfer._held) if transfer is not None else set()
 
     def check_timely(self) -> None:
         """Right after a turn: what has run out is gone, and no transfer goes on with a session that has ended."""
-        now = self.endpoint.awake_s()
-        for half in (self.endpoint.sender, self.endpoint.receiver):
-            table = half._leases
-            for transfer_id, lease in table._leases.items():
-                renewed_s = max(lease.from_s, table._heard_s.get(lease.holder, lease.from_s))
-                length_s = table._length_s if lease.holder else table._unheld_s
-                if now - min(lease.limit_s, renewed_s + length_s) > TIMEOUTS.heartbeat_s:
-                    raise Violation(f"{transfer_id}: a lease of {self.name} has outlived its end")
-            for transfer_id, live in half._live.items():
-                if live.peer and live.peer.state is PeerState.LOST and live.machine.state.name != "DRAINING":
-                    raise Violation(f"{transfer_id}: {self.name} goes on in a session that is over")
-        for transfer_id, incoming in self.endpoint.receiver._live.items():
-            if now - incoming.machine._quiet_by_s > TIMEOUTS.heartbeat_s:
-                raise Violation(f"{transfer_id}: {self.name} waits for a quiet that does not come")
+        now, late_s = self.endpoint.clock.awake_s(), TIMEOUTS.heartbeat_s
+        sender, receiver = self.endpoint.sender, self.endpoint.receiver
+        for outgoing in sender._transfers.values():
+            lease, peer = outgoing.lease, outgoing.peer
+            renewed_s = max(lease.from_s, peer.heard_s if peer else lease.from_s)
+            end_s = min(lease.limit_s, renewed_s + lease.length_s)
+            if outgoing.machine.state is not SenderState.DRAINING and now - end_s > late_s:
+                raise Violation(f"{outgoing.transfer_id}: a lease of {self.name} has outlived its end")
+        for transfer_id in sender._early:
+            early = sender._early.get(transfer_id)
+            if early and now - early.since_s - min(TIMEOUTS.other_leg_s, TIMEOUTS.lease_s) > late_s:
+                raise Violation(f"{transfer_id}: an early offer to {self.name} has outlived its end")
+        for incoming in receiver._transfers.values():
+            machine = incoming.machine
+            if machine.state is not ReceiverState.DRAINING and now - incoming.deadline_s > late_s:
+                raise Violation(f"{machine.transfer_id}: {self.name} has missed its deadline")
+            if now - machine._quiet_by_s > late_s:
+                raise Violation(f"{machine.transfer_id}: {self.name} waits for a quiet that does not come")
+        sides: list[tuple[Peer | None, Sending | Receiving]] = []
+        sides += [(item.peer, item.machine) for item in sender._transfers.values()]
+        sides += [(item.peer, item.machine) for item in receiver._transfers.values()]
+        for session, side in sides:
+            if session and session.state is PeerState.LOST and side.state.name != "DRAINING":
+                raise Violation(f"{side.transfer_id}: {self.name} goes on in a session that is over")
 
     def gauges(self) -> dict[str, int]:
         """Everything that must be zero when no transfer is left. Sessions may stay."""
@@ -339,11 +383,8 @@ class Node:
         return {
             **{f"sender.{name}": count for name, count in sender.states().items()},
             **{f"receiver.{name}": count for name, count in receiver.states().items()},
-            "sender.leases": len(sender._leases),
-            "receiver.leases": len(receiver._leases),
-            "sender.pushes": len(sender._pushes),
+            "sender.pushes": sum(map(len, sender._pushers.values())),
             **{f"sender.{name}_nbytes": count for name, count in sender.push_nbytes().items()},
-            "sender.routes": len(sender._pushes._routes),
             "closing": endpoint.num_closing(),
             "transport.closing": len(self.transport._closing) + len(self.transport.to_close),
             "transport.peers": max(0, self.transport.num_peers() - len(endpoint.peers()) - endpoint.num_closing()),
@@ -351,7 +392,6 @@ class Node:
             "pool.held": self.engine.pool.num_held,
             "requests": len(self.engine.requests),
             "legs": len(self.open_legs),
-            "peers.transfers": sum(len(peer.transfers) for peer in endpoint.peers()),
         }
 
     def session_gauges(self) -> dict[str, int]:
@@ -364,7 +404,7 @@ class Node:
             "dialed": len(endpoint.sessions.dialed),
             "closing": endpoint.num_closing(),
             "transport.peers": self.transport.num_peers(),
-            "heard": len(endpoint.sender._leases._heard_s),
-            "orders": sum(len(order._peers) for order in endpoint.sender._pushes._orders.values()),
+            "early": len(endpoint.sender._early._shares),
+            "flows": sum(len(pusher.order._flying) for pusher in endpoint.sender._pushers.values()),
             "dials": sum(item.dialer is self.port for item in self.port._connections.values()),
         }

@@ -1,6 +1,6 @@
 """Plays many random schedules of the whole link, one seed each, and keeps the result.
 
-    python -m tests.model.offline --schedules 100000 --seed 1 --json benchmarks/results/model.json
+    python -m tests.model.offline --schedules 100000 --seed 1 --json model.json
 
 Stops at the first violation unless told to go on; every violation is reported with the seed that repeats it.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdlink.protocol import messages
-from pdlink.protocol.actions import Deliver, End, Fail, FencePeer, Send
+from pdlink.protocol.actions import Deliver, DeliverLayer, End, Fail, FencePeer, Send
 from pdlink.protocol.receiving import Receiving
 from pdlink.protocol.states import ReceiverState
 
@@ -13,9 +13,9 @@ LAYERS = 3
 TOKEN_NBYTES = 10
 
 
-def offered(start: int = 2, end: int = 8) -> Receiving:
+def offered(start: int = 2, end: int = 8, *, per_layer: bool = False) -> Receiving:
     machine = Receiving("t", LAYERS, TOKEN_NBYTES, quiet_s=3.0)
-    machine.offer([5, 6], start, end)
+    machine.offer([5, 6], start, end, per_layer=per_layer)
     return machine
 
 
@@ -72,6 +72,11 @@ def test_done_that_crosses_our_stop_proves_that_nothing_is_in_flight() -> None:
     assert machine.done(done(), 0.0) == [End("abort")]
 
 
+def test_payload_is_that_of_the_offered_range() -> None:
+    assert offered(2, 8).nbytes == 6 * TOKEN_NBYTES
+    assert Receiving("t", LAYERS, TOKEN_NBYTES, quiet_s=3.0).nbytes == 0
+
+
 def test_transfer_without_offer_fails_at_once() -> None:
     machine = Receiving("t", LAYERS, TOKEN_NBYTES, quiet_s=3.0)
     assert machine.stop("abort", 0.0) == [Send(messages.Stop("t", "abort")), Fail("abort"), End("abort")]
@@ -103,10 +108,11 @@ def test_news_after_the_end_changes_nothing() -> None:
     assert machine.state is ReceiverState.READY
 
 
-def test_landed_layers_are_known_and_nonsense_is_ignored() -> None:
-    machine = offered()
-    machine.landed(1, 8)
-    machine.landed(1, 4)
-    machine.landed(99, 4)
-    machine.landed(-1, 4)
-    assert machine.landed_tokens == [0, 8, 0]
+def test_landed_layers_are_delivered_and_nonsense_is_ignored() -> None:
+    machine = offered(per_layer=True)
+    end = machine.offered.end if machine.offered else 0
+    assert machine.landed(1, end) == [DeliverLayer(1, end, None)]
+    assert machine.landed(1, end, 65) == [DeliverLayer(1, end, 65)]
+    for layer, tokens in ((99, 4), (-1, 4), (1, 0), (1, end + 1), (1, -5)):
+        assert machine.landed(layer, tokens) == [], (layer, tokens)
+    assert offered().landed(1, end) == [], "nobody asked for single layers"

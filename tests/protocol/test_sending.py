@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from pdlink.kv.layout import paged_layout
 from pdlink.protocol import messages
 from pdlink.protocol.actions import Action, End, Fail, Push, Send
-from pdlink.protocol.sending import Sending
+from pdlink.protocol.sending import Sending, offer_problem
 from pdlink.protocol.states import SenderState
 
 LAYERS = 3
@@ -31,14 +34,14 @@ def test_layer_is_pushed_when_it_is_written_after_the_offer() -> None:
     machine = sending()
     machine.offer(offer(0, 8))
     machine.publish([1, 2], 8, 0)
-    assert pushes(machine.written(0, 0, 8)) == [Push(0, 0, 0, 8)]
+    assert pushes(machine.written(0, 0, 8)) == [Push(0, 0, 0, 8, (1, 2), offer(0, 8))]
 
 
 def test_layer_is_pushed_when_the_offer_comes_after_it_was_written() -> None:
     machine = sending()
     machine.publish([1, 2], 8, 0)
     assert machine.written(0, 0, 8) == []
-    assert pushes(machine.offer(offer(0, 8))) == [Push(0, 0, 0, 8)]
+    assert pushes(machine.offer(offer(0, 8))) == [Push(0, 0, 0, 8, (1, 2), offer(0, 8))]
 
 
 def test_chunks_of_a_layer_are_pushed_without_gap_or_overlap() -> None:
@@ -144,7 +147,44 @@ def test_lost_push_keeps_its_blocks_until_the_fence() -> None:
     assert machine.landed(second.push_id) == []
     assert machine.landed(third.push_id) == []
     assert machine.state is SenderState.DRAINING
+    assert machine.num_in_flight == 1
     assert machine.fenced() == [End("timeout")]
+    assert machine.num_in_flight == 0
+
+
+def test_end_of_a_prefill_changes_nothing_once_all_was_said() -> None:
+    machine = sending()
+    machine.publish([1, 2], 8, 0)
+    write_all(machine, 8)
+    machine.finish(7)
+    machine.offer(offer(8, 8))
+    assert machine.state is SenderState.SENT
+    machine.withdraw()
+    assert machine.finish(7) == []
+    assert machine.ack() == [End("")]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "blocks", "problem"),
+    [
+        (0, 8, (0, 1), ""),
+        (4, 4, (), ""),
+        (8, 4, (), "offer of tokens [8, 4)"),
+        (-1, 4, (0,), "offer of tokens [-1, 4)"),
+        (0, 8, (0,), "offer of 1 blocks, tokens [0, 8) take 2"),
+        (0, 8, (0, 4), "offer names a block outside 0..3"),
+        (0, 8, (1, 1), "offer names a block twice"),
+    ],
+)
+def test_offer_of_what_a_pool_cannot_have_is_named(
+    start: int, end: int, blocks: tuple[int, ...], problem: str
+) -> None:
+    layout = paged_layout(
+        dtype="u8", itemsize=1, num_layers=LAYERS, num_blocks=4, block_tokens=4, num_heads=1, head_dim=2
+    )
+    found = offer_problem(messages.Offer("t", start, end, blocks, LAYERS), layout)
+    assert found.startswith(problem)
+    assert bool(found) == bool(problem)
 
 
 def test_news_after_the_end_changes_nothing() -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from pdlink_proxy.kvpath import checked, recomputed, settled
+from pdlink.protocol.kv_path import checked, comment, recomputed
+from pdlink.protocol.reasons import refused_code
+from pdlink_proxy.sse import before_done
 from tests.proxy import fakes
 from tests.proxy.fake_vllm import FakeVllm
 from tests.proxy.fakes import DONE, FakeWorker, event, proxy_of, until
@@ -132,7 +134,7 @@ async def test_an_error_has_no_kv(prefill: FakeWorker, decode: FakeWorker) -> No
 
 
 def test_reasons_are_one_token_of_bounded_length() -> None:
-    odd = recomputed("refused", "Name that\r\ngoes with; the key" + "x" * 100)
+    odd = recomputed(refused_code("Name that\r\ngoes with; the key" + "x" * 100))
     assert odd.startswith("recomputed;reason=refused:name_that_goes_with_the_key")
     assert checked(odd) == odd
 
@@ -140,5 +142,7 @@ def test_reasons_are_one_token_of_bounded_length() -> None:
 @pytest.mark.parametrize("done", [b"data: [DONE]\n\n", b"data:[DONE]\r\n\r\n", b"id: 7\ndata: [DONE]\n\n"])
 def test_the_comment_stands_before_the_end_marker_however_it_is_written(done: bytes) -> None:
     text = event("say data: [DONE] now")
-    assert settled(text + done, "unknown") == text + done.replace(b"data:", b": X-Pdlink-KV: unknown\n\ndata:")
-    assert settled(text, "unknown") == text
+    assert before_done(text + done, comment("unknown")) == text + done.replace(
+        b"data:", b": X-Pdlink-KV: unknown\n\ndata:"
+    )
+    assert before_done(text, comment("unknown")) == text

@@ -297,7 +297,7 @@ def test_decodes_answer_names_a_peer_that_is_not_there(patient: WorkerPair) -> N
     seed = _seed_of(patient, b"ab")
     body = patient.leg("decode", "nobody", patient.body(seed, prompt="x", max_tokens=2), "tcp://127.0.0.1:1")
     decode = patient.run(patient.post("decode", COMPLETIONS, body))
-    assert decode.headers["X-Pdlink-KV"] == "recomputed;reason=peer_lost"
+    assert decode.headers["X-Pdlink-KV"] == "recomputed;reason=not_connected"
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_decodes_answer_names_a_peer_that_is_not_there(patient: WorkerPair) -> N
         ("peer_lost: closed by x: \r\nSet-Cookie: a=b", "peer_lost"),
         ("refused: name that goes with the key differs: local a, remote b", "refused:name_that_goes_with_the_key"),
         ("refused: a\r\nX: y differs: local", "refused:a_x_y"),
-        ("push refused: no room", "transfer_failed"),
+        ("push refused: no room", "push_failed"),
         ("\r\n", "transfer_failed"),
         ("x" * 100, "transfer_failed"),
     ],

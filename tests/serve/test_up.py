@@ -172,6 +172,7 @@ def test_warnings_of_a_start_are_held_back_and_later_ones_are_not(caplog: pytest
     assert said == ["an error", "late"]
 
 
+@pytest.mark.usefixtures("real_children")
 def test_a_real_child_starts_serves_and_comes_back_on_its_port(capfd: pytest.CaptureFixture[str]) -> None:
     """And logs at the level of its parent, with its name."""
     root = logging.getLogger()
@@ -182,7 +183,8 @@ def test_a_real_child_starts_serves_and_comes_back_on_its_port(capfd: pytest.Cap
     finally:
         root.setLevel(before)
     try:
-        assert child.process.args[-4:] == ["--label", "proxy", "--log-level", "info"]  # type: ignore[index]
+        words = ["--label", "proxy", "--log-level", "info", "--parent-fd"]
+        assert child.process.args[-6:-1] == words  # type: ignore[index]
         wait_ready(child, 60)
         assert any("no prefill workers" in text for text in child.warnings)
         said, deadline_s = "", time.monotonic() + 20

@@ -32,7 +32,7 @@ POOL_NBYTES = 1 << 20
 SLICE_NBYTES = 256 << 10
 """`kSliceNbytes` of csrc/copy/copier.cpp."""
 GATE_WORDS = struct.Struct("=IIqQ")
-"""closed, busy, writer_pid, writer_born: `GateWords` of csrc/gate.h."""
+"""closed, busy, writer_pid, writer_born: `GateWords` of csrc/common/gate.h."""
 
 
 @pytest.fixture

@@ -44,9 +44,8 @@ def test_worker_for_this_host_listens_on_loopback_only(tls: str, host: str, devi
         {"control_host": host, "transport": transport, "security": {"insecure": True}}
     )
     before = listening()
-    transports = open_transports(config.transport, this_host_only=not config.reachable)
     buffer = Buffer(1 << 16)
-    transports[0].register(buffer)
+    transports = open_transports(config.transport, [buffer], this_host_only=not config.reachable)
     transports[0].invite("peer")
     now = listening()
     for transport_ in transports:
@@ -62,4 +61,4 @@ def test_devices_that_are_not_there_are_an_error_that_names_them() -> None:
         pytest.skip(probe.reason)
     config = TransportConfig(kind="ucx", ucx_tls="tcp", ucx_devices="nosuch0")
     with pytest.raises(TransportUnavailable, match="on 'nosuch0'"):
-        open_transports(config)
+        open_transports(config, [])

@@ -108,6 +108,18 @@ def test_a_side_for_this_host_only_connects_to_no_other(make_side: Callable[...,
         side.transport.connect("peer", msgspec.msgpack.encode(elsewhere))
 
 
+def test_an_engine_that_was_closed_takes_no_peer(make_side: Callable[..., Side]) -> None:
+    """Another thread may be about to invite or connect while the transport is closed."""
+    side, owner = make_side(), make_side()
+    there = tcp._decode(owner.transport.invite("late"))
+    engine = transport(side)._engine
+    side.transport.close()
+    with pytest.raises(_tcp.PeerUnusable, match="the transport is closed"):
+        engine.invite("late")
+    with pytest.raises(_tcp.PeerUnusable, match="the transport is closed"):
+        engine.connect("late", there.host, there.port, there.session, there.token, there.regions)
+
+
 # -- stopped and killed peers ----------------------------------------------------------------------------------------
 
 
@@ -152,8 +164,8 @@ def test_what_a_stopped_owner_did_not_read_is_gone_at_its_close_peer(
     writer.connect("owner", owner.call("invite", "writer"))
     assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
     owner.stop()
-    tickets = [writer.submit_long("owner", timeout_s=0.1), writer.submit_long("owner")]
-    assert [writer.wait_batch(ticket) for ticket in tickets] == ["timeout", "peer_failed"]
+    tickets = [writer.submit_long("owner"), writer.submit_long("owner", timeout_s=0.1)]
+    assert [writer.wait_batch(ticket) for ticket in tickets] == ["peer_failed", "timeout"]
     writer.close_peer("owner")
     owner.resume()
     owner.call("close_peer", "writer")
@@ -284,11 +296,11 @@ def test_auto_takes_tcp_before_ucx_unless_there_is_rdma(monkeypatch: pytest.Monk
 
 
 def test_auto_goes_on_without_tcp_where_it_cannot_listen() -> None:
-    opened = choice.open_transports(TransportConfig(ucx_library="off"), "192.0.2.1")
+    opened = choice.open_transports(TransportConfig(ucx_library="off"), [], "192.0.2.1")
     assert [one.name for one in opened] == ["mapped"]
     opened[0].close()
     with pytest.raises(TransportUnavailable, match=r"192\.0\.2\.1"):
-        choice.open_transports(TransportConfig(kind="tcp"), "192.0.2.1")
+        choice.open_transports(TransportConfig(kind="tcp"), [], "192.0.2.1")
 
 
 def test_a_data_port_for_other_hosts_needs_keys_too() -> None:
@@ -313,7 +325,7 @@ def test_a_forked_child_leaves_the_parents_connections_alone(make_side: Callable
             writer.transport.close_peer("owner")
             for side in (writer, owner):
                 side.transport.close()
-                transport(side)._engine = None  # destroyed here
+                transport(side)._native = None  # destroyed here
             os._exit(0 if refused == 2 else 1)
         finally:
             os._exit(2)

@@ -181,8 +181,8 @@ def test_a_stopped_owner_is_given_up_and_can_fence_itself(
     writer.connect("owner", owner.call("invite", "writer"))
     assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
     owner.stop()
-    tickets = [writer.submit_long("owner", timeout_s=0.1), writer.submit_long("owner")]
-    assert [writer.wait_batch(ticket) for ticket in tickets] == ["timeout", "peer_failed"]
+    tickets = [writer.submit_long("owner"), writer.submit_long("owner", timeout_s=0.1)]
+    assert [writer.wait_batch(ticket) for ticket in tickets] == ["peer_failed", "timeout"]
     assert "deadline" in writer.wait_failed("owner")
     writer.close_peer("owner")
     writer.wait_closed("owner")
@@ -247,22 +247,6 @@ def test_a_writer_stopped_inside_the_gate_holds_up_its_end_until_it_is_dead(
             break
     else:
         pytest.fail("the writer was never stopped inside the gate")
-
-
-@needs_ucx
-def test_nothing_is_put_beside_the_first_note_of_a_connection(make_other: Callable[[str, int], OtherProcess]) -> None:
-    """UCX 1.22 in the owner dies of a put that arrives while it connects back (docs/gotchas.md), most times."""
-    nbytes = 8 << 20
-    owner = make_other("tcp", nbytes)
-    with contextlib.closing(UcxTransport("tcp", stage_below_nbytes={"": 4096})) as transport:
-        writer = Side(transport)
-        writer.add_buffer(nbytes, seed=1)
-        short = piece([[at, at, 256] for at in range(0, 64 << 10, 512)])
-        for attempt in range(8):
-            name = f"owner {attempt}"
-            writer.connect(name, owner.call("invite", f"writer {attempt}"))
-            tickets = [writer.submit(name, short), *(writer.submit_block(name, 0, nbytes) for _ in range(4))]
-            assert [writer.wait_batch(ticket) for ticket in tickets] == ["ok"] * 5
 
 
 # -- the process -----------------------------------------------------------------------------------------------------

@@ -7,35 +7,22 @@ in another way is *borrowed*: tcp and ucx can use it, mapped memory cannot.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
 from pdlink.integrations.vllm_parts.layout import UnsupportedCache
+from pdlink.memory.borrowed import BorrowedBuffer
 from pdlink.memory.buffers import Buffer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdlink.memory.buffers import HostBuffer
+
 _WORTH_SHARING_NBYTES = 1 << 20
-
-
-class BorrowedBuffer(Buffer):
-    """Host memory that somebody else allocated. It has no descriptor, so no other process can map it."""
-
-    def __init__(self, ptr: int, nbytes: int, owner: object) -> None:
-        """owner: kept, so that the memory stays."""
-        self.fd = -1
-        self.ptr, self.nbytes = ptr, nbytes
-        self.array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(ptr))
-        self._owner = owner
-
-    def close(self) -> None:
-        """Nothing: it is not ours."""
 
 
 class SharedAllocation(TorchFunctionMode):
@@ -59,12 +46,14 @@ class SharedAllocation(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def regions(tensors: Sequence[torch.Tensor], shared: Sequence[Buffer]) -> tuple[list[Buffer], list[tuple[int, int]]]:
+def regions(
+    tensors: Sequence[torch.Tensor], shared: Sequence[Buffer]
+) -> tuple[list[HostBuffer], list[tuple[int, int]]]:
     """The buffers under these tensors, and for each tensor (region, offset of its first element in bytes).
 
     Raises UnsupportedCache for memory that is not the host's.
     """
-    buffers: list[Buffer] = []
+    buffers: list[HostBuffer] = []
     by_address: dict[int, int] = {}
     places = []
     for tensor in tensors:

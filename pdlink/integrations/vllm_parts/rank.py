@@ -9,7 +9,6 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
-from pdlink.endpoint.driver import Endpoint
 from pdlink.errors import ConfigError
 from pdlink.events import listen
 from pdlink.integrations.vllm_parts import versions
@@ -19,12 +18,8 @@ from pdlink.integrations.vllm_parts.shards import Shards, of_rank
 from pdlink.integrations.vllm_parts.stats import Counts
 from pdlink.integrations.vllm_parts.trace_file import TraceFile
 from pdlink.integrations.vllm_parts.worker import WorkerHalf
-from pdlink.kv.plan import warm_up
-from pdlink.memory.checksums import Checksums
-from pdlink.memory.host import host_id
-from pdlink.protocol.messages import VERSION, Identity
+from pdlink.node.node import Node
 from pdlink.serve.keys import as_name, load_credentials
-from pdlink.transport.choice import open_transports
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,7 +29,7 @@ if TYPE_CHECKING:
 
     from pdlink.integrations.vllm_parts.layout import CacheLayout
     from pdlink.integrations.vllm_parts.settings import ConnectorSettings
-    from pdlink.memory.buffers import Buffer
+    from pdlink.memory.buffers import HostBuffer
     from pdlink.protocol import auth
 
 log = logging.getLogger(__name__)
@@ -54,7 +49,7 @@ class Rank:
         self._shards = of_rank(self._rank, parallel.tensor_parallel_size, self._num_shards)
         self.counts = Counts()
         self._allocation = SharedAllocation()
-        self._endpoints: list[Endpoint] = []
+        self._nodes: list[Node] = []
 
     def allocation(self) -> AbstractContextManager[Any]:
         """The context in which vLLM allocates its cache."""
@@ -72,7 +67,6 @@ class Rank:
         ]
         cache = describe(views, **versions.geometry(self._config, self._cache_config, list(tensors)))
         ratio = cache.layout.num_blocks // self._cache_config.num_blocks
-        warm_up()
         timeline = self._settings.timeline
         self._trace = TraceFile(self._name, timeline.replace("{rank}", str(self._rank))) if timeline else None
         self._stop_counting = listen(self.counts)
@@ -82,63 +76,45 @@ class Rank:
         ]
         self.half = halves[0] if len(halves) == 1 else Shards(halves)
 
-    def _open_shard(self, shard: int, cache: CacheLayout, buffers: Sequence[Buffer], ratio: int) -> WorkerHalf:
+    def _open_shard(self, shard: int, cache: CacheLayout, buffers: Sequence[HostBuffer], ratio: int) -> WorkerHalf:
         settings = self._settings.of_shard(shard)
-        transports = open_transports(
-            settings.transport,
-            settings.control_host,
-            settings.advertise_host,
-            this_host_only=not settings.reachable,
-        )
-        if any(buffer.fd < 0 for buffer in buffers):
-            for transport in [transport for transport in transports if transport.name == "mapped"]:
-                transport.close()
-                transports.remove(transport)
-        for transport in transports:
-            for buffer in buffers:
-                transport.register(buffer)
         credentials = load_credentials(settings.security)
-        name = self._name_of(shard, credentials)
-        endpoint = Endpoint(
-            name,
-            self._identity(cache),
-            transports,
-            settings.timeouts,
-            batch_timeout_s=settings.transport.batch_timeout_s,
-            sharing=settings.transport.sharing,
-            require_lane=settings.transport.require,
-            credentials=credentials,
-            checksums=Checksums(cache.layout, list(buffers)),
-            on_death=_die,
-            short_of_blocks=lambda: half.short_of_blocks,
-        )
-        half = WorkerHalf(
-            endpoint,
-            cache,
-            shard=shard,
-            block_ratio=ratio,
-            preemption_s=settings.transport.batch_timeout_s,
-            insecure=settings.security.insecure,
-            verify=settings.transport.verify,
-        )
+        half: WorkerHalf | None = None
         try:
-            endpoint.open(settings.control_host, settings.control_port, settings.advertise_host)
+            node = Node(
+                self._name_of(shard, credentials),
+                cache.layout,
+                buffers,
+                host=settings.control_host,
+                port=settings.control_port,
+                advertise_host=settings.advertise_host,
+                **self._identity(cache),
+                transport=settings.transport,
+                timeouts=settings.timeouts,
+                credentials=credentials,
+                insecure=settings.security.insecure,
+                on_death=_die,
+                short_of_blocks=lambda: half is not None and half.short_of_blocks,
+            )
         except ConfigError as error:
             raise ConfigError(
                 f"kv_connector_extra_config: {error}. Shard {shard} listens on control_port + {shard}; give every "
                 "vLLM server of a host a range of its own"
             ) from None
-        self._endpoints.append(endpoint)
-        lanes = " or ".join(transport.name for transport in transports)
-        log.info("%s listens on %s, KV over %s", name, endpoint.address, lanes)
+        half = WorkerHalf(
+            node, cache, shard=shard, block_ratio=ratio, preemption_s=settings.transport.batch_timeout_s
+        )
+        self._nodes.append(node)
+        lanes = " or ".join(transport.name for transport in node.endpoint.transports)
+        log.info("%s listens on %s, KV over %s", node.name, node.address, lanes)
         return half
 
     def close(self) -> None:
         """End every session. Safe to call twice."""
-        endpoints, self._endpoints = self._endpoints, []
-        for endpoint in endpoints:
-            endpoint.close()
-        if endpoints:
+        nodes, self._nodes = self._nodes, []
+        for node in nodes:
+            node.close()
+        if nodes:
             self._stop_counting()
             if self._trace is not None:
                 self._trace.close()
@@ -163,19 +139,16 @@ class Rank:
         shared = self._num_shards > 1 and "{shard}" not in (self._settings.security.key_file or "")
         return f"{name}/{shard}" if shared else name
 
-    def _identity(self, cache: CacheLayout) -> Identity:
+    def _identity(self, cache: CacheLayout) -> dict[str, Any]:
         """What must be equal on both servers beside the layout: model, its shape, the names of its layers."""
         shape = json.dumps([versions.model_shape(self._config), list(cache.planes)], sort_keys=True, default=str)
-        return Identity(
-            VERSION,
-            versions.model_name(self._config),
-            f"{self._config.model_config.revision or 'main'} "
-            f"{hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()}",
-            self._num_shards,
-            cache.layout,
-            host_id(),
-            content=versions.content(self._config),
-        )
+        digest = hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()
+        return {
+            "model": versions.model_name(self._config),
+            "revision": f"{self._config.model_config.revision or 'main'} {digest}",
+            "content": versions.content(self._config),
+            "num_ranks": self._num_shards,
+        }
 
 
 def _die() -> None:

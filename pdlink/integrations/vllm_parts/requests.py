@@ -19,18 +19,16 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdlink.endpoint.link import printable
+from pdlink.endpoint.peer import printable
 from pdlink.errors import InvalidRequest
 from pdlink.integrations.vllm_parts import params as legs
+from pdlink.protocol import kv_path
 from pdlink.protocol.reasons import NOT_NEEDED
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
 log = logging.getLogger(__name__)
-
-TRANSFERRED, CACHED = "transferred", "cached"
-"""Values of X-Pdlink-KV beside `recomputed;reason=CODE`. Cached: decode had the whole prompt already."""
 
 _MAX_LISTS = 1000
 """Attempts with several prompts that are counted at one time."""
@@ -259,7 +257,7 @@ class RequestBook:
             return
         request.asked = True
         if request.leads and num_external == 0:
-            request.over, request.path.said = True, CACHED
+            request.over, request.path.said = True, kv_path.CACHED
             self._stops.append(Stop(request.transfer_id, NOT_NEEDED))
         elif request.leads:
             end = request.num_tokens - 1
@@ -333,12 +331,12 @@ class RequestBook:
         for request_id, code in (reasons or {}).items():
             request = self._receiving.get(request_id)
             if request is not None:
-                request.path.said = f"recomputed;reason={code}"
+                request.path.said = kv_path.recomputed(code)
         for request_id in request_ids:
             request = self._receiving.get(request_id)
             if request is not None:
                 request.over = True
-                request.path.said = request.path.said or TRANSFERRED
+                request.path.said = request.path.said or kv_path.TRANSFERRED
 
     def sent(self, request_ids: Iterable[str]) -> None:
         """Nothing reads these requests' blocks any more, on any rank."""

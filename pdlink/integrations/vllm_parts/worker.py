@@ -1,8 +1,8 @@
-"""A shard's half of the connector: what the step plans say becomes calls of the endpoint.
+"""A shard's half of the connector: what the step plans say becomes calls of the node.
 
 vLLM calls it from one thread, between and inside forward passes, and nothing here waits, with two exceptions: blocks
 of a preempted request are given up only when no push reads them any more, and a step that computes nothing may wait a
-little for what vLLM waits for. The endpoint calls back in its own thread.
+little for what vLLM waits for. The node calls back in its own thread.
 
 vLLM asks once per step what has ended and wants every answer once: a sent request after it has said that the request
 is over, a received one when nothing can write to its blocks any more, whatever has become of it. So a receive that
@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING
 from pdlink.errors import InvalidRequest, PdlinkError
 from pdlink.events import TransferEnded, emit
 from pdlink.integrations.vllm_parts.requests import shown
-from pdlink.protocol.auth import ControlAddress, check_dial
 from pdlink.protocol.reasons import NOT_NEEDED, code_of, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from pdlink.endpoint.driver import Endpoint
     from pdlink.integrations.vllm_parts.layout import CacheLayout
     from pdlink.integrations.vllm_parts.requests import Announce, Chunk, Expect, Offer, StepPlan, Stop
-    from pdlink.protocol.messages import Verify
+    from pdlink.node.incoming import Incoming
+    from pdlink.node.node import Node
+    from pdlink.node.outgoing import Outgoing
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,8 @@ class Results:
 @dataclass(slots=True)
 class _Send:
     transfer_id: str
+    outgoing: Outgoing | None = None
+    """None if the transfer was over before it began."""
     over_here: bool = False
     """vLLM has said that the request is over."""
     quiet: bool = False
@@ -67,7 +69,7 @@ class _Send:
 
 
 class _Receive:
-    """`ReceiveHandler` of one transfer."""
+    """What vLLM waits for of one transfer."""
 
     def __init__(self, request_id: str, transfer_id: str, books: _Books) -> None:
         self.request_id, self.transfer_id, self._books = request_id, transfer_id, books
@@ -80,8 +82,19 @@ class _Receive:
         """Nothing can write to the blocks any more."""
         self.reason = ""
         """Code of why it failed."""
+        self.incoming: Incoming | None = None
+        """None if the transfer was over before it began."""
 
-    def ready(self, first_token: int) -> None:
+    def follow(self, incoming: Incoming) -> None:
+        self.incoming = incoming
+        incoming.done.then(self._on_done)
+        incoming.released.then(self.released)
+
+    def _on_done(self) -> None:
+        assert self.incoming is not None
+        if self.incoming.error is not None:
+            self.failed(self.incoming.error.reason)
+            return
         with self._books.lock:
             self.arrived = True
             self._books.report(self)
@@ -103,6 +116,8 @@ class _Books:
         self.lock = threading.Lock()
         self.sends: dict[str, _Send] = {}
         """By request."""
+        self.outgoing: dict[str, Outgoing] = {}
+        """Those of `sends` that are not released yet, by transfer."""
         self.receives: dict[str, _Receive] = {}
         """By transfer."""
         self.results = Results()
@@ -128,25 +143,23 @@ class WorkerHalf:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        node: Node,
         cache: CacheLayout,
         *,
         shard: int,
         block_ratio: int,
         preemption_s: float,
-        insecure: bool = False,
-        verify: Verify = "off",
     ) -> None:
         """block_ratio: blocks of the layout to one block of vLLM's scheduler.
 
-        preemption_s: longest wait for pushes of a preempted request. insecure: dial any address a request names.
+        preemption_s: longest wait for pushes of a preempted request.
         """
-        self._endpoint, self._cache = endpoint, cache
+        self._node, self._cache = node, cache
         self._shard, self._ratio, self._unit = shard, block_ratio, cache.token_unit
         self._scheduler_block_tokens = cache.layout.block_tokens * cache.token_unit * block_ratio
-        self._preemption_s, self._insecure, self._verify = preemption_s, insecure, verify
+        self._preemption_s = preemption_s
         self._books = _Books()
-        self._chunks: Sequence[tuple[Chunk, int, int]] = ()
+        self._chunks: Sequence[tuple[Chunk, Outgoing, int, int]] = ()
         """Of this step: what is computed, as positions of the layout."""
         self._unsaved: set[str] = set()
         self.short_of_blocks = False
@@ -157,7 +170,9 @@ class WorkerHalf:
     def withdraw(self, plan: StepPlan) -> None:
         """Before the blocks of preempted requests are written to by others."""
         for transfer_id in plan.withdrawn:
-            self._endpoint.sender.withdraw(transfer_id, self._preemption_s)
+            outgoing = self._books.outgoing.get(transfer_id)
+            if outgoing is not None:
+                outgoing.withdraw(self._preemption_s)
 
     def begin(self, plan: StepPlan) -> None:
         """Before the forward pass."""
@@ -169,9 +184,11 @@ class WorkerHalf:
         for offer in plan.offers:
             self._offer(offer)
         if plan.chunks:
-            self._chunks = [self._publish(chunk) for chunk in plan.chunks]
+            found = [(chunk, self._books.outgoing.get(chunk.transfer_id)) for chunk in plan.chunks]
+            self._chunks = [self._publish(chunk, outgoing) for chunk, outgoing in found if outgoing is not None]
+        if self._chunks:
             self._unsaved = {name for name, planes in self._cache.planes.items() if planes}
-            self._endpoint.computing(on=True)
+            self._node.prefilling(on=True)
         for stop in plan.stops:
             self._stop(stop)
 
@@ -184,20 +201,19 @@ class WorkerHalf:
         if not self._chunks or name not in self._unsaved:
             return
         self._unsaved.discard(name)
-        sender = self._endpoint.sender
         for plane in self._cache.planes[name]:
-            for chunk, start, end in self._chunks:
-                sender.layer_ready(chunk.transfer_id, plane, start, end)
+            for _, outgoing, start, end in self._chunks:
+                outgoing.layer_ready(plane, start, end)
         if not self._unsaved:
-            for chunk, _, _ in self._chunks:
+            for chunk, outgoing, _, _ in self._chunks:
                 if chunk.end == chunk.num_tokens:
-                    sender.finish(chunk.transfer_id, 0)
+                    outgoing.finish()
 
     def end(self) -> None:
         """After the forward pass: layers whose hook did not run (a full graph) are ready now, too."""
         if not self._chunks:
             return
-        self._endpoint.computing(on=False)
+        self._node.prefilling(on=False)
         for name in self._cache.planes:
             self.layer_saved(name)
         self._chunks = ()
@@ -230,7 +246,7 @@ class WorkerHalf:
         if announce.request_id:
             self._announce_one(announce)
         if announce.last_of:
-            self._endpoint.sender.complete(announce.last_of, announce.num_prompts)
+            self._node.endpoint.sender.complete(announce.last_of, announce.num_prompts)
 
     def _announce_one(self, announce: Announce) -> None:
         request_id, send = announce.request_id, _Send(announce.transfer_id)
@@ -243,16 +259,26 @@ class WorkerHalf:
         def quiet() -> None:
             with self._books.lock:
                 send.quiet = True
+                self._books.outgoing.pop(send.transfer_id, None)
                 self._report(request_id, send)
 
+        def done() -> None:
+            if outgoing.error is not None:
+                failed(outgoing.error.reason)
+
         try:
-            self._endpoint.sender.announce(announce.transfer_id, failed, quiet)
-        except InvalidRequest as error:
-            reason = self._endpoint.sender.stopped(announce.transfer_id) or str(error)
+            outgoing = self._node.send(announce.transfer_id)
+        except PdlinkError as error:
+            reason = self._node.endpoint.sender.stopped(announce.transfer_id) or str(error)
             if reason != NOT_NEEDED:
                 self._count("sender", announce.transfer_id, reason)
             failed(reason)
             quiet()
+            return
+        with self._books.lock:
+            send.outgoing = self._books.outgoing[announce.transfer_id] = outgoing
+        outgoing.done.then(done)
+        outgoing.released.then(quiet)
 
     def _count(self, side: str, transfer_id: str, reason: str) -> None:
         """A transfer that failed before the endpoint knew it."""
@@ -265,7 +291,7 @@ class WorkerHalf:
                 reason=reason,
                 nbytes=0,
                 transport="",
-                started_s=self._endpoint.now_s(),
+                started_s=self._node.endpoint.clock.now_s(),
             )
         )
 
@@ -275,15 +301,14 @@ class WorkerHalf:
             self._books.results.sent.add(request_id)
             self._books.news.set()
 
-    def _publish(self, chunk: Chunk) -> tuple[Chunk, int, int]:
-        sender = self._endpoint.sender
+    def _publish(self, chunk: Chunk, outgoing: Outgoing) -> tuple[Chunk, Outgoing, int, int]:
         start = chunk.start // self._unit
         whole = -(-chunk.num_tokens // self._unit)
         if chunk.first:
-            sender.publish(chunk.transfer_id, self._kernel_blocks(chunk.blocks), whole, 0)
+            outgoing.publish(self._kernel_blocks(chunk.blocks), whole)
         elif chunk.blocks:
-            sender.extend(chunk.transfer_id, self._kernel_blocks(chunk.blocks))
-        return chunk, start, whole if chunk.end == chunk.num_tokens else chunk.end // self._unit
+            outgoing.extend(self._kernel_blocks(chunk.blocks))
+        return chunk, outgoing, start, whole if chunk.end == chunk.num_tokens else chunk.end // self._unit
 
     def _expect(self, expect: Expect) -> None:
         receive = _Receive(expect.request_id, expect.transfer_id, self._books)
@@ -293,8 +318,7 @@ class WorkerHalf:
             if self._shard >= len(expect.addresses):
                 raise InvalidRequest(f"shard {self._shard} has no peer among {len(expect.addresses)} addresses")
             address = expect.addresses[self._shard]
-            check_dial(ControlAddress.parse(address), self._endpoint.credentials, insecure=self._insecure)
-            self._endpoint.receiver.expect(expect.transfer_id, address, receive)
+            receive.follow(self._node.receive(expect.transfer_id, address, by_layer=False))
         except PdlinkError as error:
             self._count("receiver", expect.transfer_id, str(error))
             receive.failed(str(error))
@@ -318,7 +342,8 @@ class WorkerHalf:
             self._books.report(receive)
             if receive.over:
                 return
-        self._endpoint.receiver.offer(offer.transfer_id, blocks, start, end, verify=self._verify)
+        assert receive.incoming is not None
+        receive.incoming.offer(blocks, range(start, end))
 
     def _stop(self, stop: Stop) -> None:
         with self._books.lock:
@@ -326,9 +351,9 @@ class WorkerHalf:
             if receive is not None and not receive.asked:  # vLLM does not wait for it: no report
                 del self._books.receives[stop.transfer_id]
         if receive is not None:
-            self._endpoint.receiver.cancel(stop.transfer_id, stop.reason)
+            self._node.endpoint.receiver.cancel(stop.transfer_id, stop.reason)
         else:
-            self._endpoint.sender.cancel(stop.transfer_id, stop.reason)
+            self._node.endpoint.sender.cancel(stop.transfer_id, stop.reason)
 
     def _kernel_blocks(self, blocks: Sequence[int]) -> list[int]:
         ratio = self._ratio

@@ -1,7 +1,6 @@
 """A `Side` in a process of its own, told what to do by lines of JSON over pipes.
 
-Run as a module it is the helper process; imported it is the test's handle on one. The pipes end with the test, so
-the helper ends with it too, however it ends.
+The process is a fork of the tests' nursery. The pipes end with the test, so it ends with it too, however that ends.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,21 +17,20 @@ from typing import Any
 
 from tests.conformance.transports.entries import ENTRIES
 from tests.conformance.transports.side import PATIENCE_S, Side
+from tests.nursery import NURSERY
 
-_ROOT = Path(__file__).parents[3]
+_PROC = Path("/proc")
 
 
 class OtherProcess:
     """The test's handle: `call` a method of the other side, and stop, resume or kill its process."""
 
     def __init__(self, entry_name: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__, entry_name],
-            cwd=_ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-        )
+        stdin, self._stdin = os.pipe()
+        self._stdout, stdout = os.pipe()
+        self.process = NURSERY.fork(__name__, "serve", [entry_name], [stdin, stdout, 2])
+        os.close(stdin)
+        os.close(stdout)
         self._answers = b""
 
     def call(self, verb: str, *arguments: object) -> Any:
@@ -41,16 +38,14 @@ class OtherProcess:
         return self.answer()
 
     def send(self, verb: str, *arguments: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([verb, *arguments]).encode() + b"\n")
+        os.write(self._stdin, json.dumps([verb, *arguments]).encode() + b"\n")
 
     def answer(self) -> Any:
-        assert self.process.stdout is not None
         deadline = time.monotonic() + 2 * PATIENCE_S
         while b"\n" not in self._answers:
-            ready = select.select([self.process.stdout], [], [], deadline - time.monotonic())[0]
+            ready = select.select([self._stdout], [], [], deadline - time.monotonic())[0]
             assert ready, "the other process does not answer"
-            got = os.read(self.process.stdout.fileno(), 1 << 16)
+            got = os.read(self._stdout, 1 << 16)
             assert got, f"the other process has ended with {self.process.wait(PATIENCE_S)}"
             self._answers += got
         line, _, self._answers = self._answers.partition(b"\n")
@@ -60,7 +55,7 @@ class OtherProcess:
         """Suspend it, and return when the kernel says that it is suspended."""
         self.process.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + PATIENCE_S
-        while os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT | os.WNOHANG) is None:
+        while (_PROC / str(self.process.pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
             assert time.monotonic() < deadline, "the other process does not stop"
             time.sleep(0.001)
 
@@ -74,22 +69,19 @@ class OtherProcess:
     def end(self) -> None:
         with contextlib.suppress(OSError):
             self.resume()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
+        for pipe in (self._stdin, self._stdout):
+            os.close(pipe)
         try:
             self.process.wait(PATIENCE_S)
         finally:
             self.process.kill()
 
 
-def _serve(entry_name: str) -> None:
+def serve(arguments: list[str]) -> None:
+    """The other process: does what the lines say."""
+    [entry_name] = arguments
     side = Side(ENTRIES[entry_name].group()())
     for line in sys.stdin:
         verb, *arguments = json.loads(line)
         print(json.dumps(getattr(side, verb)(*arguments)), flush=True)
     side.close()
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1])

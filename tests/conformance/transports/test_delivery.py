@@ -93,6 +93,11 @@ def test_short_and_long_runs_share_a_batch(make_side: Callable[[], Side], seed: 
     deliver(writer, owner, pieces)
 
 
+def test_regions_are_numbered_in_the_order_of_their_registration(make_side: Callable[[], Side]) -> None:
+    side = make_side()
+    assert [side.add_buffer(4096, seed=number) for number in range(3)] == [0, 1, 2]
+
+
 def test_one_batch_spans_several_regions(make_side: Callable[[], Side]) -> None:
     writer, owner = pair(make_side, num_buffers=3)
     pieces = [

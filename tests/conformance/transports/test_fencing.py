@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from typing import TYPE_CHECKING
 
 import pytest
@@ -87,6 +88,17 @@ def test_a_batch_that_misses_its_deadline_fails_its_peer(entry: Entry, make_side
     writer.close_peer("owner")
     writer.wait_closed("owner")
     all_reported(writer, [late, in_time])
+
+
+def test_a_deadline_that_was_met_does_not_count_any_more(make_side: Callable[[], Side]) -> None:
+    writer, owner = make_side(), make_side()
+    writer.add_buffer(LONG_NBYTES, seed=0)
+    owner.add_buffer(LONG_NBYTES, seed=1)
+    join(writer, owner)
+    assert writer.wait_batch(writer.submit_block("owner", 0, LONG_NBYTES)) == "ok"
+    assert writer.wait_batch(writer.submit_block("owner", 0, LONG_NBYTES, timeout_s=0.3)) == "ok"
+    select.select([], [], [], 0.31)
+    assert writer.wait_batch(writer.submit_block("owner", 0, LONG_NBYTES)) == "ok"
 
 
 def test_a_long_batch_to_one_peer_does_not_hold_up_another(busy_pair: tuple[Side, Side, list[int]]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from pdlink.errors import ProtocolError, TransportFailure
+from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.transport.base import PeerClosed
 from tests.conformance.transports.side import PATIENCE_S, Side, join, piece
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from tests.conformance.transports.entries import Entry
 
 
-def pair(make_side: Callable[[], Side]) -> tuple[Side, Side]:
+def pair(make_side: Callable[[], Side], nbytes: int = 1 << 16) -> tuple[Side, Side]:
     writer, owner = make_side(), make_side()
-    writer.add_buffer(1 << 16, seed=0)
-    owner.add_buffer(1 << 16, seed=1)
+    writer.add_buffer(nbytes, seed=0)
+    owner.add_buffer(nbytes, seed=1)
     join(writer, owner)
     return writer, owner
 
@@ -78,15 +78,16 @@ def test_submit_after_close_fails(make_side: Callable[[], Side]) -> None:
         writer.submit_block("owner", 0, 4)
 
 
-def test_a_peer_that_closed_us_is_failed_and_refuses_more(make_side: Callable[[], Side]) -> None:
-    writer, owner = pair(make_side)
+@pytest.mark.parametrize("nbytes", [4096, 128 << 10, 2 << 20], ids=["at once", "one slice", "many slices"])
+def test_a_peer_that_closed_us_is_failed_and_refuses_more(make_side: Callable[[], Side], nbytes: int) -> None:
+    writer, owner = pair(make_side, nbytes=2 << 20)
     assert writer.wait_batch(writer.submit_block("owner", 0, 4)) == "ok"
     owner.close_peer("writer")
     owner.wait_closed("writer")
     before = owner.snapshot()
     owner_alone = [*owner.happened]
     try:
-        ticket = writer.submit_block("owner", 0, 4096)
+        ticket = writer.submit_block("owner", 0, nbytes)
     except TransportFailure:
         pass  # it knew already
     else:
@@ -190,6 +191,23 @@ def test_an_invitation_cut_short_or_lengthened_is_refused(make_side: Callable[[]
     assert writer.wait_batch(writer.submit_block("owner", 0, 4)) == "ok"
 
 
+def test_an_invitation_is_good_for_one_writer(make_side: Callable[[], Side], entry: Entry) -> None:
+    if entry.name == "ucx-tcp":
+        pytest.skip("UCX takes whatever comes on its sockets (docs/security.md)")
+    writer, owner, thief = make_side(), make_side(), make_side()
+    for side in (writer, owner, thief):
+        side.add_buffer(4096, seed=0)
+    invitation = owner.transport.invite("writer")
+    writer.transport.connect("owner", invitation)
+    assert writer.wait_batch(writer.submit_block("owner", 0, 4)) == "ok"
+    try:
+        thief.transport.connect("owner", invitation)
+        assert thief.wait_batch(thief.submit_block("owner", 0, 4)) != "ok"
+    except (ProtocolError, TransportFailure):
+        pass  # it knew already
+    assert writer.wait_batch(writer.submit_block("owner", 0, 4)) == "ok"
+
+
 def test_a_name_in_use_is_refused_and_goes_on_working(make_side: Callable[[], Side]) -> None:
     writer, owner = pair(make_side)
     with pytest.raises(ProtocolError, match="twice"):
@@ -221,6 +239,18 @@ def test_close_ends_in_bounded_time_and_twice_is_harmless(make_side: Callable[[]
     closer.start()
     closer.join(PATIENCE_S)
     assert not closer.is_alive()
+
+
+def test_a_closed_transport_is_not_opened_again(make_side: Callable[[], Side]) -> None:
+    side = make_side()
+    side.transport.close()
+    with pytest.raises(TransportUnavailable, match="make a new one"):
+        side.transport.open()
+
+
+def test_nobody_is_invited_to_no_memory(make_side: Callable[[], Side]) -> None:
+    with pytest.raises(TransportUnavailable, match="register a buffer"):
+        make_side().transport.invite("writer")
 
 
 def test_an_idle_transport_uses_no_cpu(make_side: Callable[[], Side]) -> None:

@@ -1,0 +1,108 @@
+"""What the fastest link must reach: ratios of two lanes of one run, each with what bounds it from above.
+
+A ratio is that of speeds, as the median of the rounds' ratios. `at_best` is the same ratio for a copy or loop that
+does nothing else with the same runs; where that is below what is required, nobody can reach it on this machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .rounds import DEFAULT
+
+if TYPE_CHECKING:
+    from .measure import Measured
+    from .rounds import Results
+
+CEILING = "ceiling"
+NHD_TO_HND, BLOCK_16_TO_128 = "NHD to HND", "blocks 16 to 128"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measurement of one lane in one case."""
+
+    lane: str
+    name: str = "whole"
+    case: str = DEFAULT
+
+    def find(self, results: Results) -> Measured | None:
+        case = results.cases.get(self.case)
+        if case is None:
+            return None
+        return case.ceiling if self.lane == CEILING else case.transports.get(self.lane)
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    what: str
+    required: float
+    ours: Figure
+    theirs: Figure
+    bounds: tuple[Figure, ...]
+    """Whose speed ours cannot exceed; the fastest of them counts."""
+
+
+SOCKETS, PUTS = Figure("bare-sockets"), Figure("bare-put-shm")
+STORES = Figure(CEILING, "nt")
+
+BARS: tuple[Bar, ...] = (
+    Bar("mapped by layer to nixl-shm whole", 3.5, Figure("mapped", "layers"), Figure("nixl-shm"), (STORES,)),
+    Bar("mapped to non-temporal stores", 0.90, Figure("mapped"), STORES, (STORES,)),
+    Bar("ucx-shm to bare puts", 0.95, Figure("ucx-shm"), PUTS, (PUTS,)),
+    Bar("tcp to nixl-tcp", 2.5, Figure("tcp"), Figure("nixl-tcp"), (SOCKETS,)),
+    Bar("tcp to ucx-tcp", 1.5, Figure("tcp"), Figure("ucx-tcp"), (SOCKETS,)),
+    Bar("tcp to bare sockets", 0.90, Figure("tcp"), SOCKETS, (SOCKETS,)),
+    *(
+        Bar(
+            f"mapped, {case}, to same layout",
+            0.60,
+            Figure("mapped", case=case),
+            Figure("mapped"),
+            (Figure(CEILING, "memcpy", case), Figure(CEILING, "nt", case)),
+        )
+        for case in (NHD_TO_HND, BLOCK_16_TO_128)
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One bar and how high we are."""
+
+    what: str
+    required: float
+    ratio: float | None
+    """None: not measured in this run, `missing` says what."""
+    at_best: float | None
+    met: bool
+    missing: str = ""
+
+
+def judge(results: Results) -> list[Verdict]:
+    """Every bar, with or without figures."""
+    return [_judge(bar, results) for bar in BARS]
+
+
+def _judge(bar: Bar, results: Results) -> Verdict:
+    ratio = _ratio(bar.ours, bar.theirs, results)
+    missing = ", ".join(
+        f"{figure.lane}" + (f" in {figure.case}" if figure.case != DEFAULT else "")
+        for figure in (bar.ours, bar.theirs)
+        if (measured := figure.find(results)) is None or measured.summary(figure.name) is None
+    )
+    return Verdict(
+        bar.what,
+        bar.required,
+        ratio,
+        max(filter(None, (_ratio(bound, bar.theirs, results) for bound in bar.bounds)), default=None),
+        ratio is not None and ratio >= bar.required,
+        missing,
+    )
+
+
+def _ratio(ours: Figure, theirs: Figure, results: Results) -> float | None:
+    """Of speeds: the times' the other way round. All cases of a bar move the same number of bytes."""
+    measured, other = ours.find(results), theirs.find(results)
+    return None if measured is None or other is None else other.share(theirs.name, measured, ours.name)

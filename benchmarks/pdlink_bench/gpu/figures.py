@@ -1,0 +1,123 @@
+"""What one figure is, the figures that compare two of them, and the table and JSON of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .plan import BARS, MAPPED, UCX
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from .plan import Bar
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measurement beside what it is compared with, both of this run."""
+
+    name: str
+    seconds: float | None
+    """Median; None if it was not measured, and `note` says why."""
+    gb_per_s: float = 0.0
+    """Decimal; bytes read plus bytes written where both are device memory."""
+    against: str = ""
+    ratio: float | None = None
+    """Of the two speeds, or of the two times where the bar is one of time."""
+    note: str = ""
+
+    @property
+    def bar(self) -> Bar | None:
+        return next((bar for bar in BARS if bar.figure == self.name), None)
+
+    @property
+    def verdict(self) -> str:
+        if self.bar is None:
+            return ""
+        if self.ratio is None:
+            return "not measured"
+        met = self.ratio <= self.bar.ratio if self.bar.at_most else self.ratio >= self.bar.ratio
+        return "met" if met else "MISSED"
+
+
+@dataclass
+class Run:
+    """All there is of one run, complete or not."""
+
+    machine: dict[str, Any] = field(default_factory=dict)
+    stages: list[dict[str, str]] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    """Why a case gave no figures."""
+
+    def complete(self) -> list[Figure]:
+        """The figures, those that compare two of them, and a row for every bar that nobody measured."""
+        known = {one.name: one for one in self.figures}
+        name, ours, theirs = "mapped-cuda against UCX", known.get(MAPPED), known.get(UCX)
+        if ours and theirs and ours.seconds and theirs.seconds:
+            known[name] = Figure(name, ours.seconds, ours.gb_per_s, UCX, theirs.seconds / ours.seconds)
+        elif reasons := [one.note for one in (ours, theirs) if one and one.seconds is None]:
+            known[name] = Figure(name, None, note=reasons[0])
+        for bar in BARS:
+            if bar.figure not in known:
+                known[bar.figure] = Figure(bar.figure, None, note=self.failures.get(bar.case, f"no case {bar.case}"))
+        return list(known.values())
+
+    def write(self, path: Path) -> None:
+        """At once or not at all: a reader never finds half a file."""
+        figures = [
+            {**asdict(one), "bar": None if one.bar is None else asdict(one.bar), "verdict": one.verdict}
+            for one in self.complete()
+        ]
+        content = {
+            "machine": self.machine,
+            "stages": self.stages,
+            "failures": self.failures,
+            "figures": figures,
+            "measured": [one.name for one in self.figures],
+        }
+        made = path.with_suffix(".new")
+        made.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        os.replace(made, path)
+
+    @classmethod
+    def read(cls, path: Path) -> Run:
+        """What `write` wrote; an empty run if there is no such file."""
+        if not path.exists():
+            return cls()
+        content = json.loads(path.read_text(encoding="utf-8"))
+        names = set(Figure.__dataclass_fields__)
+        figures = [Figure(**{key: one[key] for key in names}) for one in content["figures"]]
+        measured = set(content["measured"])
+        return cls(
+            content["machine"],
+            content["stages"],
+            [one for one in figures if one.name in measured],
+            content["failures"],
+        )
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """Short, for the end of a log; the rows with a bar come last."""
+    rows = [("what", "ms", "GB/s", "ratio", "bar", "", "")]
+    for one in sorted(figures, key=lambda one: one.bar is not None):
+        bar = "" if one.bar is None else f"at {'most' if one.bar.at_most else 'least'} {one.bar.ratio:g}"
+        against = f"{one.against}; {one.note}" if one.against and one.note else one.against or one.note
+        rows.append(
+            (
+                one.name,
+                "" if one.seconds is None else f"{one.seconds * 1e3:.3f}",
+                f"{one.gb_per_s:.1f}" if one.gb_per_s else "",
+                "" if one.ratio is None else f"{one.ratio:.3f}",
+                bar,
+                one.verdict,
+                against[:100],
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

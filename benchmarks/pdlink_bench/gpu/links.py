@@ -1,0 +1,268 @@
+"""Two processes that share one GPU: KV of 2,048 tokens pushed layer by layer, and how much of it prefill hides.
+
+The owner is a second process that holds a pool and does nothing. The writer submits a batch per layer, the way the
+endpoint does, and a push has ended when the last batch is reported. "Prefill" is the matrix products and attention of
+a 32-layer model of random weights, run in order with the writes into the pool; `LayerOrder` submits each layer when
+its event is reached, as the engine does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import multiprocessing
+import select
+import statistics
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+
+from pdlink.cuda import ops
+from pdlink.cuda.buffers import DeviceBuffer
+from pdlink.cuda.driver import Device
+from pdlink.engine.layer_order import LayerOrder
+from pdlink.errors import PdlinkError
+from pdlink.kv.layout import Piece
+from pdlink.transport.base import BatchDone, Status
+from pdlink.transport.mapped_cuda import MappedCudaTransport
+from pdlink.transport.ucx import UcxTransport
+
+from .figures import Figure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+
+
+LAYERS, TOKENS, BLOCK_TOKENS, HEADS, HEAD_DIM = 32, 2048, 16, 8, 128
+POOL_BLOCKS = 2 * TOKENS // BLOCK_TOKENS
+PAGE_NBYTES = BLOCK_TOKENS * HEADS * HEAD_DIM * 2
+PART_NBYTES = POOL_BLOCKS * PAGE_NBYTES
+POOL_NBYTES = LAYERS * 2 * PART_NBYTES
+PUSH_NBYTES = LAYERS * 2 * TOKENS * HEADS * HEAD_DIM * 2
+PATIENCE_S = 60.0
+ROUNDS, PREFILLS = 15, 60
+HIDDEN, QUERY_HEADS, INTERMEDIATE, WEIGHT_SETS = 4096, 32, 14336, 4
+
+TRANSPORTS: dict[str, Callable[[], MappedCudaTransport | UcxTransport]] = {
+    "mapped-cuda": MappedCudaTransport,
+    "ucx": lambda: UcxTransport("cuda_ipc,cuda_copy,tcp"),
+}
+
+
+def own_pool(transport_name: str, pipe: Connection) -> None:
+    """The other process: a pool, an invitation, and digests of what has landed."""
+    device = Device(0)
+    device.open()
+    pool = DeviceBuffer(device, POOL_NBYTES)
+    view = torch.as_tensor(pool, device="cuda:0")
+    view.zero_()
+    torch.cuda.synchronize()
+    transport = TRANSPORTS[transport_name]()
+    try:
+        transport.open()
+        transport.register(pool)
+        pipe.send(transport.invite("writer"))
+    except PdlinkError as error:
+        pipe.send(f"at the owner's: {error}")
+    while pipe.poll(PATIENCE_S):
+        question = pipe.recv()
+        if question is None:
+            break
+        pipe.send(hashlib.sha256(view.cpu().numpy().tobytes()).hexdigest())
+    transport.close()
+    pool.close()
+
+
+class Link:
+    """The writer's side, and the owner's process."""
+
+    def __init__(self, transport_name: str) -> None:
+        """Raises PdlinkError if the transport cannot work here."""
+        self.device = Device(0)
+        self.device.open()
+        self.pool = DeviceBuffer(self.device, POOL_NBYTES)
+        self.view = torch.as_tensor(self.pool, device="cuda:0")
+        self.view.view(torch.int16).random_()
+        torch.cuda.synchronize()
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._owner = context.Process(target=own_pool, args=(transport_name, theirs), daemon=True)
+        self._owner.start()
+        self.transport = TRANSPORTS[transport_name]()
+        random = np.random.default_rng(0)
+        self.src, self.dst = (
+            random.permutation(POOL_BLOCKS)[: TOKENS // BLOCK_TOKENS].astype(np.int64) for _ in range(2)
+        )
+        nbytes = np.full(len(self.src), PAGE_NBYTES, dtype=np.int64)
+        self._runs = np.stack([self.src * PAGE_NBYTES, self.dst * PAGE_NBYTES, nbytes], axis=1)
+        self.open_batches: set[int] = set()
+        try:
+            self.transport.open()
+            self.transport.register(self.pool)
+            if not self._pipe.poll(PATIENCE_S):
+                raise TimeoutError("the owner does not answer")
+            try:
+                invitation = self._pipe.recv()
+            except EOFError:
+                raise ConnectionError("the owner's process has ended; its traceback is above") from None
+            if isinstance(invitation, str):
+                raise ConnectionError(invitation)
+            self.transport.connect("owner", invitation)
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, layer: int) -> None:
+        bases = (layer * 2 * PART_NBYTES, (layer * 2 + 1) * PART_NBYTES)
+        pieces = [Piece(0, base, 0, base, self._runs) for base in bases]
+        self.open_batches.add(self.transport.submit("owner", pieces, PATIENCE_S))
+
+    def wait(self) -> None:
+        """Until every batch is reported. Raises RuntimeError for one that failed."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.open_batches:
+            if not select.select([self.transport.fileno()], [], [], deadline - time.monotonic())[0]:
+                raise TimeoutError("batches are missing")
+            for one in self.transport.poll():
+                if not isinstance(one, BatchDone) or one.status is not Status.OK:
+                    raise RuntimeError(f"the push failed: {one}")
+                self.open_batches.discard(one.ticket)
+
+    def landed(self) -> bool:
+        """Whether the owner holds exactly what was pushed."""
+        expected = torch.zeros_like(self.view).view(LAYERS * 2, POOL_BLOCKS, PAGE_NBYTES)
+        source = self.view.view(LAYERS * 2, POOL_BLOCKS, PAGE_NBYTES)
+        expected[:, torch.from_numpy(self.dst).cuda()] = source[:, torch.from_numpy(self.src).cuda()]
+        self._pipe.send("digest")
+        if not self._pipe.poll(PATIENCE_S):
+            raise TimeoutError("the owner does not answer")
+        return bool(self._pipe.recv() == hashlib.sha256(expected.cpu().numpy().tobytes()).hexdigest())
+
+    def close(self) -> None:
+        self.transport.close()
+        with contextlib.suppress(BrokenPipeError):  # it has failed, and said so
+            self._pipe.send(None)
+        self._owner.join(PATIENCE_S)
+        self._owner.kill()
+        self.pool.close()
+
+
+def push_s(link: Link) -> float:
+    """Seconds from the first submission to the last report; the median of the rounds."""
+    times = []
+    for _ in range(ROUNDS + 2):
+        start = time.monotonic()
+        for layer in range(LAYERS):
+            link.submit(layer)
+        link.wait()
+        times.append(time.monotonic() - start)
+    return statistics.median(times[2:])
+
+
+class Prefill:
+    """One forward pass over TOKENS tokens of a model as large as an 8-billion-parameter one, weights repeated."""
+
+    def __init__(self, link: Link) -> None:
+        def weight(rows: int, columns: int) -> torch.Tensor:
+            return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16).mul_(rows**-0.5)
+
+        kv = HEADS * HEAD_DIM
+        shapes = {"q": HIDDEN, "k": kv, "v": kv, "o": HIDDEN, "gate": INTERMEDIATE, "up": INTERMEDIATE}
+        self._weights = [
+            {
+                **{name: weight(HIDDEN, columns) for name, columns in shapes.items()},
+                "down": weight(INTERMEDIATE, HIDDEN),
+            }
+            for _ in range(WEIGHT_SETS)
+        ]
+        pages = link.view.view(torch.bfloat16).view(LAYERS * 2, POOL_BLOCKS, BLOCK_TOKENS, HEADS, HEAD_DIM)
+        self._planes = list(pages)
+        slots = torch.from_numpy(link.src)[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
+        self._slots = slots.flatten().cuda()
+        self._input = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        self._order = LayerOrder(partial(torch.cuda.Event, blocking=True))
+
+    def run_s(self, written: Callable[[int], Any] | None, finish: Callable[[], Any]) -> tuple[float, float]:
+        """Seconds from the first launch to the end of everything, and how many of them come after the prefill."""
+        torch.cuda.synchronize()
+        start = time.monotonic()
+        x = self._input
+        for layer in range(LAYERS):
+            w = self._weights[layer % WEIGHT_SETS]
+            normed = rms_norm(x, (HIDDEN,))
+            q = (normed @ w["q"]).view(1, TOKENS, QUERY_HEADS, HEAD_DIM).transpose(1, 2)
+            kv = torch.stack([normed @ w["k"], normed @ w["v"]]).view(2, TOKENS, HEADS, HEAD_DIM)
+            ops.scatter(kv, self._planes[2 * layer : 2 * layer + 2], self._slots)
+            if written is not None:
+                self._order.tell_when_written(partial(written, layer))
+            k, v = (part[None].transpose(1, 2) for part in kv)
+            seen = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = x + seen.transpose(1, 2).reshape(TOKENS, HIDDEN) @ w["o"]
+            normed = rms_norm(x, (HIDDEN,))
+            x = x + (silu(normed @ w["gate"]) * (normed @ w["up"])) @ w["down"]
+        computed = torch.cuda.Event(blocking=False)  # type: ignore[no-untyped-call]
+        computed.record()
+        computed.synchronize()
+        computed_s = time.monotonic()
+        self._order.flush(PATIENCE_S)
+        finish()
+        end_s = time.monotonic()
+        return end_s - start, end_s - computed_s
+
+    def close(self) -> None:
+        self._order.close()
+
+
+def run(transport_name: str, title: str) -> list[Figure]:
+    """A push over one transport, checked at the owner's. A transport that cannot work here says why."""
+    try:
+        link = Link(transport_name)
+    except (PdlinkError, ConnectionError) as error:
+        return [Figure(title, None, note=f"{type(error).__name__}: {error}")]
+    try:
+        seconds = push_s(link)
+        if not link.landed():
+            raise RuntimeError(f"{transport_name}: the owner holds other bytes than were pushed")
+        note = f"lane {link.transport.lane('owner')}"
+        return [Figure(title, seconds, PUSH_NBYTES / seconds / 1e9, note=note)]
+    finally:
+        link.close()
+
+
+def run_exposed() -> list[Figure]:
+    """How much longer a prefill takes when it is pushed meanwhile, as a share of the push alone."""
+    link = Link("mapped-cuda")
+    try:
+        transfer_s = push_s(link)
+        prefill = Prefill(link)
+        with_s, without_s, tails = [], [], []
+        for _ in range(2):
+            prefill.run_s(link.submit, link.wait)
+        for turn in range(PREFILLS):
+            for pushed in (turn % 2 == 0, turn % 2 == 1):  # who comes second finds the clocks as the first left them
+                if pushed:
+                    seconds, tail_s = prefill.run_s(link.submit, link.wait)
+                    with_s.append(seconds)
+                    tails.append(tail_s)
+                else:
+                    without_s.append(prefill.run_s(None, lambda: None)[0])
+        prefill.close()
+    finally:
+        link.close()
+    differences = np.subtract(with_s, without_s)
+    seconds = float(np.median(differences))
+    spread = np.percentile(differences, (25, 75)) * 1e3
+    note = (
+        f"{transfer_s * 1e3:.2f} ms of transfer, prefill {statistics.median(without_s) * 1e3:.1f} ms, "
+        f"difference {spread[0]:.3f} to {spread[1]:.3f} ms (quartiles)"
+    )
+    tail_s = statistics.median(tails)
+    return [
+        Figure("exposed transfer time", seconds, ratio=seconds / transfer_s, note=note),
+        Figure("last report after the last kernel", tail_s, ratio=tail_s / transfer_s, against="the transfer"),
+    ]

@@ -1,0 +1,76 @@
+// How pieces come from Python, and reports and errors get there: the same for every engine with an Outbox.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <string>
+#include <system_error>
+#include <tuple>
+#include <vector>
+
+#include "common/native.h"
+#include "common/outbox.h"
+#include "common/runs.h"
+
+namespace pdlink {
+
+namespace nb = nanobind;
+
+using PyRuns = nb::ndarray<const std::int64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+using PyPiece = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, PyRuns>;
+
+// As long as `pieces` are there.
+inline std::vector<Piece> views_of(const std::vector<PyPiece>& pieces) {
+    std::vector<Piece> views;
+    views.reserve(pieces.size());
+    for (const auto& [src_region, src_base, dst_region, dst_base, runs] : pieces)
+        views.push_back({src_region, src_base, dst_region, dst_base, runs.data(), runs.shape(0)});
+    return views;
+}
+
+template <class AnyEngine>
+std::uint64_t submit(AnyEngine& engine, const std::string& peer, const std::vector<PyPiece>& pieces,
+                     double timeout_s) {
+    const std::vector<Piece> views = views_of(pieces);
+    const nb::gil_scoped_release release;
+    return engine.submit(peer, views, timeout_s);
+}
+
+template <class AnyEngine>
+nb::list poll(AnyEngine& engine) {
+    nb::list out;
+    for (const Report& report : engine.poll())
+        out.append(nb::make_tuple(kind_name(report.kind), report.peer, report.ticket, outcome_name(report.outcome),
+                                  report.nbytes, report.submitted_s, report.done_s, report.detail));
+    return out;
+}
+
+// From now on std::system_error becomes OSError.
+inline void translate_system_errors() {
+    nb::register_exception_translator(
+        [](const std::exception_ptr& error, void*) {
+            try {
+                std::rethrow_exception(error);
+            } catch (const std::system_error& failure) {
+                const nb::object args = nb::make_tuple(failure.code().value(), failure.what());
+                PyErr_SetObject(PyExc_OSError, args.ptr());
+            }
+        },
+        nullptr);
+}
+
+// The exceptions of an engine, each with types of its own: nanobind's modules share one table of them, and one type
+// would come out as the exception of the module that was imported last.
+template <class PeerUnusable, class NameTaken>
+void add_errors(nb::module_& m) {
+    nb::exception<PeerUnusable>(m, "PeerUnusable", PyExc_RuntimeError);
+    nb::exception<NameTaken>(m, "NameTaken", PyExc_ValueError);
+    translate_system_errors();
+}
+
+}  // namespace pdlink

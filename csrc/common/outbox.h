@@ -1,0 +1,87 @@
+// What has happened and was not fetched yet, with a descriptor that is readable exactly while there is something.
+#pragma once
+
+#include <sys/eventfd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "common/descriptor.h"
+
+namespace pdlink {
+
+enum class Outcome { kOk, kTimeout, kPeerFailed, kCancelled };
+
+// One occurrence of `pdlink/transport/base.py`. Times are seconds of CLOCK_MONOTONIC.
+struct Report {
+    enum class Kind { kBatchDone, kPeerFailed, kPeerClosed };
+    Kind kind;
+    std::string peer;
+    std::uint64_t ticket = 0;
+    Outcome outcome = Outcome::kOk;
+    std::uint64_t nbytes = 0;
+    double submitted_s = 0;
+    double done_s = 0;
+    std::string detail{};
+};
+
+// How Python's side calls them: the values of `pdlink.transport.base.Status`, and the kinds in `_copy.pyi`.
+inline const char* kind_name(Report::Kind kind) {
+    switch (kind) {
+        case Report::Kind::kBatchDone:
+            return "batch_done";
+        case Report::Kind::kPeerFailed:
+            return "peer_failed";
+        case Report::Kind::kPeerClosed:
+            return "peer_closed";
+    }
+    return "";
+}
+
+inline const char* outcome_name(Outcome outcome) {
+    switch (outcome) {
+        case Outcome::kOk:
+            return "ok";
+        case Outcome::kTimeout:
+            return "timeout";
+        case Outcome::kPeerFailed:
+            return "peer_failed";
+        case Outcome::kCancelled:
+            return "cancelled";
+    }
+    return "";
+}
+
+class Outbox {
+  public:
+    Outbox() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+        if (event_.get() < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+    }
+
+    int fd() const { return event_.get(); }
+
+    void put(Report report) {
+        const std::lock_guard lock(mutex_);
+        if (reports_.empty()) ::eventfd_write(event_.get(), 1);
+        reports_.push_back(std::move(report));
+    }
+
+    std::vector<Report> take_all() {
+        const std::lock_guard lock(mutex_);
+        eventfd_t count;
+        if (!reports_.empty()) ::eventfd_read(event_.get(), &count);
+        return std::exchange(reports_, {});
+    }
+
+  private:
+    Descriptor event_;
+    std::mutex mutex_;  // leaf: nothing is called under it
+    std::vector<Report> reports_;
+};
+
+}  // namespace pdlink

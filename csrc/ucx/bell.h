@@ -1,0 +1,36 @@
+// The progress thread's clock, and what wakes it.
+#pragma once
+
+#include <sys/eventfd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <system_error>
+
+#include "common/descriptor.h"
+
+namespace pdlink::ucx {
+
+using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC: what Python's time.monotonic() reads
+
+inline double seconds(Clock::time_point at) { return std::chrono::duration<double>(at.time_since_epoch()).count(); }
+
+// An eventfd that others make readable and its owner makes quiet.
+class Bell {
+  public:
+    Bell() : fd_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+        if (fd_.get() < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+    }
+
+    int fd() const { return fd_.get(); }
+    void ring() const { ::eventfd_write(fd_.get(), 1); }
+    void hush() const {
+        eventfd_t count;
+        ::eventfd_read(fd_.get(), &count);
+    }
+
+  private:
+    Descriptor fd_;
+};
+
+}  // namespace pdlink::ucx

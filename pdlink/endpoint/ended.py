@@ -1,0 +1,47 @@
+"""`Ended`: which transfers are over, and why, so that late or repeated messages about them are recognised."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+_MAX_REASON = 200
+"""Characters kept of a reason, which may be a peer's words."""
+
+
+class Ended:
+    """Reasons by transfer id.
+
+    Bounded, in all and for each peer: the oldest ids are forgotten, and then count as unknown. A peer that ends many
+    transfers makes room among its own.
+    """
+
+    def __init__(self, capacity: int = 40_000, share: int = 5_000) -> None:
+        """share: the most ids of one peer."""
+        self._entries: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        """Reason and peer by id, the oldest first."""
+        self._of: dict[str, OrderedDict[str, None]] = {}
+        self._capacity, self._share = capacity, share
+
+    def add(self, transfer_id: str, reason: str, peer: str = "") -> None:
+        """peer: its name, which outlives sessions; empty for this worker itself."""
+        self._forget(transfer_id)
+        of_peer = self._of.get(peer)
+        if of_peer is not None and len(of_peer) >= self._share:
+            self._forget(next(iter(of_peer)))
+        elif len(self._entries) >= self._capacity:
+            self._forget(next(iter(self._entries)))
+        self._entries[transfer_id] = (reason[:_MAX_REASON], peer)
+        self._of.setdefault(peer, OrderedDict())[transfer_id] = None
+
+    def get(self, transfer_id: str) -> str | None:
+        """The reason ("" for success), or None if the id is not known."""
+        entry = self._entries.get(transfer_id)
+        return entry[0] if entry is not None else None
+
+    def _forget(self, transfer_id: str) -> None:
+        entry = self._entries.pop(transfer_id, None)
+        if entry is not None:
+            of_peer = self._of[entry[1]]
+            del of_peer[transfer_id]
+            if not of_peer:
+                del self._of[entry[1]]

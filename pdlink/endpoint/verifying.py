@@ -1,0 +1,108 @@
+"""`Verifier`: computes and compares checksums of KV, in a thread of its own.
+
+A gigabyte takes a quarter of a second, for which neither the endpoint's thread nor its lock may wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from pdlink.protocol.states import ReceiverState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdlink.memory.checksums import Checksums
+    from pdlink.protocol.actions import Push
+    from pdlink.protocol.messages import Done
+    from pdlink.protocol.receiving import Receiving
+
+T = TypeVar("T")
+
+_SAMPLED = 8
+"""One push in so many, where only a sample is verified."""
+
+
+class Verifier:
+    """One thread, which starts with the first job. A push or transfer that is verified has one job at most."""
+
+    def __init__(
+        self,
+        checksums: Checksums,
+        block_tokens: int,
+        call: Callable[[Callable[[], None], Callable[[str], None]], None],
+    ) -> None:
+        """checksums: reads this worker's KV. call(command, cost): see `Endpoint.call`."""
+        self._checksums, self._block_tokens, self._call = checksums, block_tokens, call
+        self._executor: ThreadPoolExecutor | None = None
+        self._closing = threading.Event()
+
+    @property
+    def closing(self) -> bool:
+        """Whether jobs are to give up: what they read will be unmapped."""
+        return self._closing.is_set()
+
+    def wants(self, push: Push) -> bool:
+        """Whether the receiver asked for a checksum of this push."""
+        verify = push.offer.verify
+        sample = push.push_id + zlib.crc32(push.offer.transfer_id.encode())
+        return verify == "all" or (verify == "sample" and sample % _SAMPLED == 0)
+
+    def compute(self, push: Push, then: Callable[[int], None], cost: Callable[[str], None]) -> None:
+        """The checksum of a push that has landed, from the source blocks, which must stay as they are until then.
+
+        Runs `then(checksum)` in the endpoint's thread and under its lock, or `cost(reason)`.
+        """
+        blocks = push.blocks[push.start // self._block_tokens :]
+        self._submit(lambda: self._checksums.of(push.layer, blocks, push.start, push.end), then, cost)
+
+    def compare(self, machine: Receiving, done: Done, then: Callable[[str], None]) -> None:
+        """Compare what landed with the sender's checksums: `then(mismatch)`, empty if nothing differs, as `compute`.
+
+        The blocks belong to the transfer. If it ends meanwhile they may hold anything, and the result is not used.
+        """
+        self._submit(lambda: self._mismatch(machine, done), then, then)
+
+    def close(self) -> None:
+        """Return when nothing is read any more. Jobs that have not begun are dropped."""
+        self._closing.set()
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _submit(self, work: Callable[[], T], then: Callable[[T], None], cost: Callable[[str], None]) -> None:
+        if self.closing:
+            return
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "pdlink-verifying")
+
+        def ended(future: Future[T]) -> None:
+            if not future.cancelled():
+                self._call(lambda: then(future.result()), cost)
+
+        self._executor.submit(work).add_done_callback(ended)
+
+    def _mismatch(self, machine: Receiving, done: Done) -> str:
+        """In the verifier's thread, without the lock."""
+        offered = machine.offered
+        assert offered is not None
+        block_tokens = self._block_tokens
+        num_tokens, num_covered = (offered.end - offered.start) * offered.num_layers, 0
+        for said in done.checksums:
+            if machine.state is not ReceiverState.OFFERED or self.closing:
+                return "ended while it was verified"
+            where = f"checksum of layer {said.layer}, tokens [{said.start}, {said.end})"
+            in_order = offered.start <= said.start < said.end <= offered.end
+            if not (0 <= said.layer < offered.num_layers and in_order):
+                return f"{where}, which were not offered"
+            blocks = offered.blocks[said.start // block_tokens - offered.start // block_tokens :]
+            if self._checksums.of(said.layer, blocks, said.start, said.end) != said.xxh3:
+                return f"{where} differs"
+            num_covered += said.end - said.start
+        if offered.verify == "all" and num_covered != num_tokens:
+            return f"checksums of {num_covered} tokens, {num_tokens} were offered"
+        return ""

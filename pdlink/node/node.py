@@ -1,0 +1,330 @@
+"""`Node`: a worker's end of every link. Opens, registers memory, listens, and hands out one object per transfer.
+
+    import pdlink
+
+    node = pdlink.Node("prefill-0", pdlink.paged_layout(...), port=8500)
+    with node.send(transfer_id, blocks, num_tokens) as outgoing:
+        for layer in range(num_layers):
+            compute(layer)
+            outgoing.layer_ready(layer)
+        outgoing.finish(first_token)
+
+    incoming = node.receive(transfer_id, "tcp://prefill:8500", blocks, range(num_tokens))
+    for layer in range(num_layers):
+        incoming.wait_layer(layer)
+        attend(layer)
+
+A node has one thread of its own (`pdlink/endpoint`) and one or two native ones per transport; they sleep while
+nothing is to be done. It sends and receives, with any number of peers at once.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import numpy as np
+
+from pdlink.config import TimeoutConfig, TransportConfig, is_loopback
+from pdlink.endpoint.driver import Endpoint
+from pdlink.errors import ConfigError, LayoutMismatch, TransferFailed, TransportUnavailable
+from pdlink.kv.plan import warm_up
+from pdlink.memory.borrowed import borrow
+from pdlink.memory.buffers import Buffer
+from pdlink.memory.checksums import Checksums
+from pdlink.memory.host import host_id
+from pdlink.node.incoming import Incoming
+from pdlink.node.layer_order import LayerOrder
+from pdlink.node.outgoing import Outgoing
+from pdlink.protocol.auth import NAME_RULE, ControlAddress, check_dial, is_worker_name
+from pdlink.protocol.messages import VERSION, Identity
+from pdlink.transport.choice import open_transports
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from pdlink.config import ChaosConfig
+    from pdlink.kv.layout import KVLayout
+    from pdlink.memory.blocks import BlockPool
+    from pdlink.memory.buffers import AnyBuffer, HostBuffer
+    from pdlink.node.transfer import Transfer
+    from pdlink.protocol.auth import Credentials
+    from pdlink.transport.base import Transport
+
+    Pages = np.ndarray[tuple[int, int, int, int], np.dtype[np.uint8]]
+
+
+_UNCHECKED = object()
+_MAX_DIALABLE = 4096
+
+
+class Node:
+    """One worker as others see it. Open from the constructor on until `close`; also a context manager.
+
+    Every method may be called from any thread.
+    """
+
+    name: str
+    address: str
+    """What `receive` of another node takes as `peer`: tcp://host:port, with the public key where there is one."""
+    layout: KVLayout
+    buffers: list[AnyBuffer]
+    """The memory of the KV cache, by region index of the layout."""
+
+    def __init__(
+        self,
+        name: str,
+        layout: KVLayout,
+        buffers: Sequence[Any] | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise_host: str | None = None,
+        model: str = "",
+        revision: str = "",
+        content: str = "",
+        num_ranks: int = 1,
+        pool: BlockPool | None = None,
+        transport: str | TransportConfig = "auto",
+        transports: Sequence[Transport] | None = None,
+        timeouts: TimeoutConfig | None = None,
+        credentials: Credentials | None = None,
+        insecure: bool = False,
+        chaos: ChaosConfig | None = None,
+        layers_come_written: bool = False,
+        short_of_blocks: Callable[[], bool] = lambda: False,
+        on_death: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Open transports, register the memory, bind the control port and start to listen. Takes up to a second the
+        first time, while the planner is compiled.
+
+        name: unique among the workers that meet; a restarted one keeps its name.
+        layout: where each byte of the KV cache lies (`paged_layout`).
+        buffers: memory that is *borrowed*, for region 0, 1, … of the layout: contiguous torch tensors (CPU or CUDA),
+            numpy arrays, objects with `__dlpack__` or the buffer protocol; or buffers of `pdlink.memory`. It must
+            outlive the node. None allocates shared memory, which peers on this host can map: the fastest lane.
+        host, port: where the control plane listens; port 0 takes a free one. Others than this host can reach
+            anything but loopback, which takes `credentials`, or `insecure=True` on a private network.
+        advertise_host: the address that peers reach this node by, if it is not `host`.
+        credentials: who this node is and whom it knows, from files that `pdlink keygen` has made:
+            `pdlink.load_credentials(pdlink.SecurityConfig(key_file=..., allow_file=...))`. The control plane is
+            encrypted then. insecure: without keys, let other hosts reach this node and dial any address.
+        model, revision, content, num_ranks: what must be equal on both sides of a link, beside the layout's sizes.
+        pool: counts the blocks. The node then holds a reference of its own to the blocks of each transfer until
+            nothing can touch them. None leaves that to the caller, who waits for `released`.
+        transport: "auto" (whatever works between two nodes, the fastest first), "mapped", "tcp", "ucx", or settings.
+        transports: ready-made ones instead; the node opens and closes them.
+        layers_come_written: on a GPU, whether `layer_ready` is called only when the layer's kernels have run, so that
+            this node need not wait for them.
+        short_of_blocks: whether requests here wait for blocks that transfers hold; asked twice per heartbeat.
+        on_death: called in the node's thread if its loop dies, which only a bug can do. All transfers have failed.
+
+        Raises ConfigError (name, host, port), LayoutMismatch (a buffer is too small), InvalidRequest (an object that
+        cannot be borrowed), TransportUnavailable, OSError (not enough memory).
+        """
+        if not is_worker_name(name):
+            raise ConfigError(f"name: got {name!r}; a name is {NAME_RULE}")
+        config = TransportConfig(kind=cast("Any", transport)) if isinstance(transport, str) else transport
+        hosts = {"host": host, "advertise_host": advertise_host, "transport.tcp_host": config.tcp_host}
+        open_to = {what: one for what, one in hosts.items() if one is not None and not is_loopback(one)}
+        if open_to and credentials is None and not insecure:
+            what, one = next(iter(open_to.items()))
+            raise ConfigError(
+                f"{what}: other hosts can reach {one}, and this node has no keys; pass credentials, or insecure=True "
+                "on a private network"
+            )
+        layout.check("own")
+        self.name, self.layout, self.pool = name, layout, pool
+        self._insecure, self._verify = insecure, config.verify
+        self._live: set[Transfer] = set()
+        self._closed = False
+        self._dialable: dict[str, object] = {}
+        """Addresses that may be dialed, with the credentials that they were checked by."""
+        with ExitStack() as opened:
+            self.buffers = _registered(layout, buffers, opened)
+            kind = self.buffers[0].kind
+            self._order: LayerOrder | None = None
+            if kind == "cuda" and not layers_come_written:
+                self._order = LayerOrder(cast("Callable[[], Any]", self.buffers[0].make_event))
+                opened.callback(self._order.close)
+            if transports is None:
+                transports = open_transports(config, self.buffers, host, advertise_host, this_host_only=not open_to)
+            else:
+                for made in transports:
+                    opened.callback(made.close)
+                    made.open()
+                    for buffer in self.buffers:
+                        made.register(buffer)
+            for made in transports:
+                opened.callback(made.close)
+            warm_up()
+            self.endpoint = Endpoint(
+                name,
+                Identity(VERSION, model, revision, num_ranks, layout, host_id(), content),
+                transports,
+                timeouts or TimeoutConfig(),
+                batch_timeout_s=config.batch_timeout_s,
+                sharing=config.sharing,
+                require_lane=config.require,
+                credentials=credentials,
+                checksums=Checksums(layout, cast("list[HostBuffer]", self.buffers)) if kind == "host" else None,
+                chaos=chaos,
+                on_death=lambda: self._died(on_death),
+                short_of_blocks=short_of_blocks,
+            )
+            opened.callback(self.endpoint.close)
+            self.endpoint.open(host, port, advertise_host)
+            self._opened = opened.pop_all()
+        obstacles = [transport.no_invitations for transport in transports]
+        self._no_invitations = "; ".join(obstacles) if all(obstacles) else ""
+        self.address = self.endpoint.address
+
+    # -- transfers ---------------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        transfer_id: str,
+        blocks: Sequence[int] | None = None,
+        num_tokens: int = 0,
+        num_cached_tokens: int = 0,
+    ) -> Outgoing:
+        """Send the KV of one prompt to the node that asks for `transfer_id`, layer by layer while it is computed.
+
+        transfer_id: names one attempt of one request, up to 128 characters; both sides must use the same one, once.
+        blocks: where the KV of the `num_tokens` tokens will be, from token 0 on; None if they are not reserved yet:
+        call `Outgoing.publish` then. num_cached_tokens: so many of the first tokens are in them already.
+        Returns at once; the receiver may come before or after. Raises InvalidRequest if the id was used before, and
+        TransferFailed if this node is closed.
+        """
+        if self._closed:
+            raise self._closed_error()
+        outgoing = Outgoing(self.endpoint.sender, transfer_id, pool=self.pool, live=self._live, order=self._order)
+        if blocks is not None:
+            outgoing.publish(blocks, num_tokens, num_cached_tokens)
+        return outgoing
+
+    def receive(
+        self,
+        transfer_id: str,
+        peer: str,
+        blocks: Sequence[int] | None = None,
+        tokens: range | None = None,
+        *,
+        by_layer: bool = True,
+    ) -> Incoming:
+        """Receive the KV of one prompt from the node at `peer` into blocks of this one.
+
+        peer: the `address` of the sending node. tokens: those that are missing here; blocks[0] holds the first of
+        them. None for both if blocks are not reserved yet: call `Incoming.offer` then. The two nodes may have
+        different block sizes and orders of axes. by_layer: let `wait_layer` see single layers, for one small message
+        each; False saves those where only the whole is waited for.
+        Returns at once; the connection is made meanwhile if there is none. Raises InvalidRequest (the id was used
+        before, or blocks and tokens do not fit together), PeerNotAllowed (an address that this node may not dial),
+        TransferFailed (the sender's side has failed already, or refused this node a moment ago),
+        TransportUnavailable (no peer can write to this memory over the transports of this node; the message names
+        those that would do).
+        """
+        if self._closed:
+            raise self._closed_error()
+        if self._dialable.get(peer, _UNCHECKED) is not self.endpoint.credentials:
+            self._check_dial(peer)
+        if self._no_invitations:
+            raise TransportUnavailable(self._no_invitations)
+        incoming = Incoming(
+            self.endpoint.receiver,
+            transfer_id,
+            peer,
+            self.layout,
+            pool=self.pool,
+            live=self._live,
+            verify=self._verify,
+            by_layer=by_layer,
+        )
+        if blocks is not None and tokens is not None:
+            try:
+                incoming.offer(blocks, tokens)
+            except BaseException:
+                incoming.cancel("its offer was refused")
+                raise
+        return incoming
+
+    def prefilling(self, on: bool) -> None:
+        """This process begins (on) or has ended to compute prefills: transports leave its cores alone meanwhile."""
+        self.endpoint.computing(on)
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def pages(self, layer: int, part: int = 0) -> Pages:
+        """One part (0: K, 1: V) of one layer of host memory, as uint8 [block, token, head, byte]: a view, no copy."""
+        layout, place = self.layout, self.layout.layers[layer]
+        at = place.parts[part]
+        memory = cast("HostBuffer", self.buffers[at.region]).array[at.offset :]
+        shape = (layout.num_blocks, layout.block_tokens, layout.num_heads, layout.head_nbytes)
+        strides = (place.block_stride, place.token_stride, place.head_stride, 1)
+        return np.lib.stride_tricks.as_strided(memory, shape, strides)
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End every transfer and session, wait up to two seconds for the fences, and free what this node has made.
+
+        A transfer that is not `released` by then may still be written to by a peer that stands still. Safe to call
+        twice, from any thread but the node's own.
+        """
+        self._closed = True
+        self.endpoint.close()
+        self._fail_all("this node was closed")
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        names = ", ".join(transport.name for transport in self.endpoint.transports) or "closed"
+        return f"Node({self.name!r} at {self.address}, {len(self._live)} transfers, over {names})"
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _closed_error(self) -> TransferFailed:
+        return TransferFailed(f"node {self.name} is closed")
+
+    def _check_dial(self, peer: str) -> None:
+        """Remember that this node may dial a peer: looking at an address takes longer than the rest of `receive`."""
+        credentials = self.endpoint.credentials
+        check_dial(ControlAddress.parse(peer), credentials, insecure=self._insecure)
+        if len(self._dialable) >= _MAX_DIALABLE:
+            self._dialable.clear()
+        self._dialable[peer] = credentials
+
+    def _died(self, on_death: Callable[[], None]) -> None:
+        self._fail_all(f"this node's loop has died: {self.endpoint.failure}")
+        on_death()
+
+    def _fail_all(self, reason: str) -> None:
+        for transfer in list(self._live):
+            transfer.fail(TransferFailed(f"transfer {transfer.transfer_id}: {reason}", reason))
+
+
+def _registered(layout: KVLayout, given: Sequence[Any] | None, opened: ExitStack) -> list[AnyBuffer]:
+    """A buffer for each region of the layout; those made here are closed by `opened`."""
+    num_regions = 1 + max((part.region for layer in layout.layers for part in layer.parts), default=0)
+    buffers: list[AnyBuffer] = []
+    for region in range(num_regions) if given is None else range(len(given)):
+        if given is None:
+            buffers.append(opened.enter_context(Buffer(max(1, layout.extent(region)))))
+        elif hasattr(given[region], "make_event"):
+            buffers.append(given[region])
+        else:
+            buffers.append(borrow(given[region], f"buffers[{region}]"))
+            opened.callback(buffers[-1].close)
+    for region in range(num_regions):
+        has, needs = buffers[region].nbytes if region < len(buffers) else 0, layout.extent(region)
+        if has < needs:
+            raise LayoutMismatch(f"buffers[{region}]: got {has} bytes, the layout reaches to byte {needs}")
+    return buffers

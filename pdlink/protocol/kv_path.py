@@ -1,0 +1,44 @@
+"""How the KV of an answer's prompt came to the decode worker: the values of the header `X-Pdlink-KV`.
+
+An answer is right either way. But a deployment that recomputes every prompt pays for prefill twice, and without this
+header it looks healthy. Workers, the vLLM connector and the proxy write the same values:
+
+    transferred                 the KV came from prefill
+    cached                      decode had the whole prompt in its own prefix cache
+    recomputed;reason=CODE      decode computed the prompt; CODE as of `reasons.code_of`
+    transferring                the stream began before decode knew; a comment at its end has the final value
+    unknown                     decode does not say
+"""
+
+from __future__ import annotations
+
+import re
+
+HEADER = "X-Pdlink-KV"
+
+TRANSFERRED, CACHED, RECOMPUTED = "transferred", "cached", "recomputed"
+TRANSFERRING, UNKNOWN = "transferring", "unknown"
+PATHS = (TRANSFERRED, CACHED, RECOMPUTED, TRANSFERRING, UNKNOWN)
+"""What a value begins with: the label `path` of the metric. Reasons are made by workers, so they are no label."""
+
+_VALUE = re.compile(r"transferred|cached|unknown|recomputed(;reason=[a-z0-9_:.-]{1,64})?")
+
+
+def recomputed(code: str) -> str:
+    """Decode computed the prompt. code: as of `reasons.code_of`."""
+    return f"{RECOMPUTED};reason={code}"
+
+
+def comment(value: str) -> bytes:
+    """A comment of server-sent events, which clients skip, with the value."""
+    return f": {HEADER}: {value}\n\n".encode()
+
+
+def checked(value: str | None) -> str | None:
+    """A worker's value if it is valid, else None."""
+    return value if value is not None and _VALUE.fullmatch(value) else None
+
+
+def path_of(value: str) -> str:
+    """The metric's label: the value without its reason."""
+    return value.partition(";")[0]

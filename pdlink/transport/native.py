@@ -1,0 +1,69 @@
+"""`NativeTransport`: what the transports with an engine in `csrc/` share.
+
+Such a transport makes its engine in `open()` and describes its own invitations; submitting, reports and the end of a
+peer are one binding in C++ (`csrc/common/native_py.h`) and this class in Python. Errors of the engine are translated
+here and in `edge.translated`, nowhere else.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from pdlink.errors import TransportFailure
+from pdlink.transport.base import Occurrence, Transport, occurrence
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdlink.kv.layout import Piece
+    from pdlink.memory.buffers import AnyBuffer
+
+
+class Engine(Protocol):
+    """The part of a native engine that all of them have; `_copy.pyi` says what each method does."""
+
+    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int: ...
+    def poll(self) -> list[tuple[str, str, int, str, int, float, float, str]]: ...
+    def fileno(self) -> int: ...
+    def close_peer(self, peer: str) -> None: ...
+
+
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
+Kept = TypeVar("Kept", bound="AnyBuffer")
+
+
+class NativeTransport(Transport, Generic[AnyEngine, Kept]):
+    """One engine, and the buffers that it may use."""
+
+    def __init__(self) -> None:
+        self._native: AnyEngine | None = None
+        self._closed = False
+        self._buffers: list[Kept] = []
+        """In the order of their region indices; kept so that the pages stay while the engine may use them."""
+        self._registering = threading.Lock()
+
+    @property
+    def _engine(self) -> AnyEngine:
+        if self._native is None or self._closed:
+            raise TransportFailure(f"the {self.name} transport is {'closed' if self._closed else 'not open'}")
+        return self._native
+
+    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+        try:
+            return self._engine.submit(peer, pieces, timeout_s)
+        except RuntimeError as error:  # `PeerUnusable` of this engine
+            raise TransportFailure(str(error)) from error
+        except TypeError as error:
+            raise ValueError(f"pieces need 64-bit numbers and C-contiguous int64 runs [n, 3]: {error}") from error
+
+    def poll(self) -> list[Occurrence]:
+        """As in the contract; what was not fetched before `close()` can still be fetched after it."""
+        return [] if self._native is None else [occurrence(*report) for report in self._native.poll()]
+
+    def fileno(self) -> int:
+        return self._engine.fileno()
+
+    def close_peer(self, peer: str) -> None:
+        if self._native is not None:
+            self._native.close_peer(peer)

@@ -1,0 +1,338 @@
+"""The front door: transfers between two nodes, what leaving early does, and what is refused with which words."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from typing import Any
+
+import pytest
+
+import pdlink
+from pdlink.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    LayoutMismatch,
+    PeerNotAllowed,
+    TransferFailed,
+)
+from pdlink.memory.blocks import BlockPool
+from pdlink.memory.buffers import Buffer
+from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
+from tests.endpoint.conftest import until
+
+from .conftest import DST, LAYERS, SRC, TOKENS, WAIT_S, Pair, assert_same, compute, fill, layout
+
+
+def num_held(node: pdlink.Node, blocks: list[int]) -> int:
+    """References that the node has to these blocks, beside the one of the request."""
+    assert node.pool is not None
+    return sum(node.pool._refs[block] - 1 for block in blocks)
+
+
+def test_transfer_brings_kv_and_first_token(pair: Pair) -> None:
+    outgoing = pair.prefill.send("t", SRC, TOKENS)
+    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    compute(outgoing)
+    assert incoming.wait(WAIT_S) == 42
+    outgoing.wait(WAIT_S)
+    assert_same(pair.prefill, pair.decode)
+    for end, blocks in ((outgoing, SRC), (incoming, DST)):
+        assert end.released.wait(WAIT_S)
+        assert end.error is None
+        assert num_held(pair.prefill if end is outgoing else pair.decode, blocks) == 0
+
+
+def test_blocks_may_be_reserved_after_the_request_has_come(pair: Pair) -> None:
+    outgoing = pair.prefill.send("t")
+    incoming = pair.decode.receive("t", pair.prefill.address)
+    assert outgoing.accepted.wait(WAIT_S)
+    outgoing.publish(SRC[:2], TOKENS)
+    outgoing.extend(SRC[2:])
+    incoming.offer(DST[1:], range(8, TOKENS))
+    compute(outgoing)
+    assert incoming.wait(WAIT_S) == 42
+    assert not pair.decode.pages(0)[DST[0]].any(), "tokens that were not asked for stay away"
+
+
+def test_layer_can_be_read_while_later_ones_are_computed(pair: Pair) -> None:
+    outgoing = pair.prefill.send("t", SRC, TOKENS)
+    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    compute(outgoing, range(1))
+    incoming.wait_layer(0, WAIT_S)
+    assert_same(pair.prefill, pair.decode, range(1))
+    assert not incoming.has_layer(1)
+    with pytest.raises(DeadlineExceeded, match="layer 1 was not here within 0.01 s"):
+        incoming.wait_layer(1, 0.01)
+    compute(outgoing, range(1, LAYERS))
+    incoming.wait_layer(2, WAIT_S)
+    assert incoming.wait(WAIT_S) == 42
+    incoming.wait_layer(1)
+
+
+def test_threads_that_wait_for_layers_all_go_on_when_the_transfer_fails(pair: Pair) -> None:
+    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    errors: list[str] = []
+
+    def wait(layer: int) -> None:
+        with pytest.raises(TransferFailed) as raised:
+            incoming.wait_layer(layer, WAIT_S)
+        errors.append(raised.value.reason)
+
+    threads = [threading.Thread(target=wait, args=(layer % LAYERS,)) for layer in range(6)]
+    for thread in threads:
+        thread.start()
+    incoming.cancel("enough")
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert errors == ["enough"] * 6
+
+
+def test_receiver_that_leaves_early_keeps_its_blocks_until_the_sender_is_quiet(pair: Pair) -> None:
+    pair.hub.hold = True
+    outgoing = pair.prefill.send("t", SRC, TOKENS)
+    with pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS)) as incoming:
+        outgoing.layer_ready(0)
+        until(lambda: bool(pair.hub.flights), "a layer is in flight")
+    with pytest.raises(TransferFailed, match="aborted"):
+        incoming.wait(WAIT_S)
+    assert not incoming.released.wait(0.1)
+    assert num_held(pair.decode, DST) == len(DST)
+    pair.hub.hold = False
+    pair.hub.deliver_all()
+    assert incoming.released.wait(WAIT_S)
+    assert num_held(pair.decode, DST) == 0
+
+
+def test_sender_that_leaves_early_keeps_its_blocks_until_nothing_reads_them(pair: Pair) -> None:
+    pair.hub.hold = True
+    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    freed = threading.Event()
+
+    def fail() -> None:
+        with pair.prefill.send("t", SRC, TOKENS) as outgoing:
+            outgoing.released.then(freed.set)
+            outgoing.layer_ready(0)
+            until(lambda: bool(pair.hub.flights), "a layer is in flight")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    with pytest.raises(TransferFailed, match="aborted by ZeroDivisionError"):
+        incoming.wait(WAIT_S)
+    assert not freed.is_set()
+    assert num_held(pair.prefill, SRC) == len(SRC)
+    pair.hub.hold = False
+    pair.hub.deliver_all()
+    assert freed.wait(WAIT_S)
+    assert num_held(pair.prefill, SRC) == 0
+
+
+def test_finished_sender_may_leave_before_the_receiver_comes(pair: Pair) -> None:
+    with pair.prefill.send("t", SRC, TOKENS) as outgoing:
+        compute(outgoing)
+    with pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS)) as incoming:
+        assert incoming.wait(WAIT_S) == 42
+    assert_same(pair.prefill, pair.decode)
+
+
+async def test_both_ends_can_be_awaited(pair: Pair) -> None:
+    async with asyncio.timeout(WAIT_S):
+        async with pair.prefill.send("t", SRC, TOKENS) as outgoing:
+            async with pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS)) as incoming:
+                await outgoing.accepted
+                compute(outgoing, range(1))
+                await incoming.layer(0)
+                compute(outgoing, range(1, LAYERS))
+                assert await incoming == 42
+            await outgoing
+        await outgoing.released
+        await incoming.released
+        await incoming.layer(2)
+
+
+async def test_failure_is_raised_where_it_is_awaited(pair: Pair) -> None:
+    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await incoming
+    waits = asyncio.gather(incoming.layer(1), asyncio.ensure_future(_token(incoming)), return_exceptions=True)
+    await asyncio.sleep(0)
+    incoming.cancel("enough")
+    async with asyncio.timeout(WAIT_S):
+        assert [getattr(error, "reason", error) for error in await waits] == ["enough", "enough"]
+
+
+async def _token(incoming: pdlink.Incoming) -> int:
+    return await incoming
+
+
+def test_callback_that_waits_is_told_that_it_cannot(pair: Pair) -> None:
+    heard: list[str] = []
+    outgoing = pair.prefill.send("t", SRC, TOKENS)
+    incoming = pair.decode.receive("t", pair.prefill.address)
+
+    def wait() -> None:
+        try:
+            incoming.wait(WAIT_S)
+        except RuntimeError as error:
+            heard.append(str(error))
+
+    outgoing.accepted.then(wait)
+    until(lambda: bool(heard), "the callback was called")
+    assert heard[0].startswith("a callback of a transfer cannot wait")
+
+
+def test_every_callback_runs_though_one_of_them_raises(pair: Pair) -> None:
+    second = threading.Event()
+    outgoing = pair.prefill.send("t", SRC, TOKENS)
+    outgoing.released.then(lambda: [][0])
+    outgoing.released.then(second.set)
+    outgoing.cancel()
+    assert second.wait(WAIT_S)
+
+
+def test_closing_a_node_fails_its_transfers_and_those_of_its_peer(pair: Pair) -> None:
+    outgoing = pair.prefill.send("t", SRC, TOKENS)
+    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    assert outgoing.accepted.wait(WAIT_S)
+    pair.prefill.close()
+    for end in (outgoing, incoming):
+        with pytest.raises(TransferFailed):
+            end.wait(WAIT_S)
+        assert end.released.wait(WAIT_S)
+    for again in (lambda: pair.prefill.send("u"), lambda: pair.prefill.receive("u", pair.decode.address)):
+        with pytest.raises(TransferFailed, match="node prefill is closed"):
+            again()
+
+
+def test_transfers_fail_when_the_nodes_loop_dies(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    died = threading.Event()
+    node = pair.node("mortal", 4, on_death=died.set)
+    outgoing = node.send("t", SRC, TOKENS)
+    monkeypatch.setattr(node.endpoint, "turn", lambda arrived: [][0])
+    with pytest.raises(TransferFailed, match="loop has died: IndexError"):
+        outgoing.wait(WAIT_S)
+    assert died.wait(WAIT_S)
+    assert not outgoing.released.is_set(), "nobody knows whether a peer still reads the blocks"
+    node.close()
+
+
+def test_id_that_was_used_is_refused_and_leaves_the_first_transfer_alone(pair: Pair) -> None:
+    outgoing = pair.prefill.send("t", SRC, TOKENS)
+    with pytest.raises(InvalidRequest, match="every attempt needs a new one"):
+        pair.prefill.send("t", SRC, TOKENS)
+    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    compute(outgoing)
+    assert incoming.wait(WAIT_S) == 42
+
+
+@pytest.mark.parametrize("tokens", [range(30), range(0, TOKENS, 2), range(-1, TOKENS)])
+def test_blocks_that_do_not_fit_the_tokens_are_refused(pair: Pair, tokens: range) -> None:
+    with pytest.raises(InvalidRequest, match=r"blocks: got 3 for range.*in blocks of 8"):
+        pair.decode.receive("t", pair.prefill.address, DST, tokens)
+
+
+def test_layer_that_is_not_there_is_refused(pair: Pair) -> None:
+    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    with pytest.raises(InvalidRequest, match="layer: got 3, the layout has 3"):
+        incoming.wait_layer(3)
+
+
+def test_other_hosts_take_keys_or_a_word() -> None:
+    with pytest.raises(ConfigError, match=r"host: other hosts can reach 0\.0\.0\.0.*pass credentials"):
+        pdlink.Node("n", layout(4), host="0.0.0.0")
+
+
+def test_address_of_another_host_is_not_dialed_without_keys(pair: Pair) -> None:
+    with pytest.raises(PeerNotAllowed, match="192.0.2.1"):
+        pair.decode.receive("t", "tcp://192.0.2.1:8500")
+
+
+def test_name_that_no_worker_can_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="name: got 'a b'"):
+        pdlink.Node("a b", layout(4))
+
+
+def test_buffer_that_is_too_small_is_refused_with_both_sizes() -> None:
+    with pytest.raises(LayoutMismatch, match=r"buffers\[0\]: got 100 bytes, the layout reaches to byte 24576"):
+        pdlink.Node("n", layout(4), [bytearray(100)])
+
+
+class Event:
+    """Stands for a CUDA event that is reached when the test says so."""
+
+    def __init__(self) -> None:
+        self.reached, self.recorded, self.problem = threading.Event(), False, ""
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def synchronize(self) -> None:
+        assert self.reached.wait(WAIT_S)
+        if self.problem:
+            raise RuntimeError(self.problem)
+
+
+class DeviceLike(Buffer):
+    """Host memory that says it is a GPU's: the loopback transport does not mind."""
+
+    kind = "cuda"  # type: ignore[assignment]
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.events: list[Event] = []
+
+    def make_event(self) -> Any:
+        self.events.append(Event())
+        return self.events[-1]
+
+
+def device_pair(pair: Pair) -> tuple[pdlink.Node, DeviceLike]:
+    memory = DeviceLike(layout(4).extent(0))
+    node = pdlink.Node("gpu", layout(4), [memory], transports=[LoopbackTransport(pair.hub)])
+    fill(node)
+    return node, memory
+
+
+def test_layers_in_device_memory_leave_when_their_event_is_reached(pair: Pair) -> None:
+    node, memory = device_pair(pair)
+    incoming = pair.decode.receive("t", node.address, DST, range(TOKENS))
+    with node.send("t", SRC, TOKENS) as outgoing:
+        compute(outgoing)
+        assert not incoming.done.wait(0.05), "nothing is written yet"
+        for event in memory.events:
+            assert event.recorded
+            event.reached.set()
+        assert incoming.wait(WAIT_S) == 42
+    assert_same(node, pair.decode)
+    node.close()
+    memory.close()
+
+
+def test_kernel_that_fails_ends_the_transfer(pair: Pair) -> None:
+    node, memory = device_pair(pair)
+    incoming = pair.decode.receive("t", node.address, DST, range(TOKENS))
+    with node.send("t", SRC, TOKENS) as outgoing:
+        outgoing.layer_ready(0)
+        memory.events[0].problem = "an illegal memory access"
+        memory.events[0].reached.set()
+        with pytest.raises(TransferFailed, match="illegal memory access"):
+            incoming.wait(WAIT_S)
+    node.close()
+    memory.close()
+
+
+def test_failed_opening_leaves_nothing_open(steady_descriptors: None) -> None:
+    class Broken(LoopbackTransport):
+        def fileno(self) -> int:
+            raise ConfigError("no descriptor")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError, match="no descriptor"):
+        pdlink.Node("n", layout(4), transports=[Broken(LoopbackHub())], pool=BlockPool(32))
+    gc.collect()  # the error's traceback holds views of the memory
+    assert len(os.listdir("/proc/self/fd")) == before
