@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "endpoint": BASE | {"kv", "memory", "transport", "protocol"},
     "node": BASE | {"kv", "memory", "transport", "protocol", "endpoint"},
     "engine": BASE | {"kv", "memory", "cuda"},
+    "store": BASE | {"kv", "memory"},
     "observe": BASE,
     "serve": BASE
     | {"kv", "memory", "cuda", "transport", "protocol", "endpoint", "node", "engine", "observe", "pdlink_proxy"},
@@ -32,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": BASE | {"kv", "memory", "transport", "protocol", "endpoint", "node", "observe", "serve.keys"},
     "pdlink_proxy": BASE | {"kv.hashing", "observe", "protocol"},
     "pdlink_bench": BASE
-    | {"kv", "memory", "cuda", "transport", "protocol", "endpoint", "node", "engine", "serve"}
+    | {"kv", "memory", "cuda", "transport", "protocol", "endpoint", "node", "engine", "serve", "store"}
     | {"_copy", "_cuda", "_ucx", "_tcp"},
 }
 """Part of pdlink to the parts it may import. `cli` may import everything."""

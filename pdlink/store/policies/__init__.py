@@ -1,0 +1,1 @@
+"""Eviction policies: which key goes when something does not fit."""
