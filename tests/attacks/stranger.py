@@ -13,8 +13,8 @@ from pdlink.kv.layout import KVLayout
 from pdlink.memory.buffers import Buffer
 from pdlink.protocol import messages
 from pdlink.protocol.messages import VERSION, Envelope, Identity
-from pdlink.transport.loopback import LoopbackTransport
 from tests.endpoint.conftest import WAIT_S, Node, Pair
+from tests.loopback import LoopbackTransport
 
 if TYPE_CHECKING:
     from pdlink.protocol.messages import Body

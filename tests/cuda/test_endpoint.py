@@ -9,10 +9,10 @@ import pytest
 
 from pdlink.kv.plan import warm_up
 from pdlink.transport.base import Transport
-from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
 from tests.cuda.double import DoubleTransport
 from tests.cuda.fake import Fake
 from tests.endpoint.conftest import TIMEOUTS, Node, Pair, layout
+from tests.loopback import LoopbackHub, LoopbackTransport
 
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 

@@ -17,7 +17,7 @@ from pdlink.events import Event, listen
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.kv.plan import warm_up
 from pdlink.memory.buffers import Buffer
-from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
+from tests.loopback import LoopbackHub, LoopbackTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

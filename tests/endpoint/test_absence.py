@@ -127,7 +127,7 @@ def test_longest_absence_is_told_once() -> None:
 CHILD = """
 import sys, threading
 from pdlink.config import TimeoutConfig
-from pdlink.transport.loopback import LoopbackHub
+from tests.loopback import LoopbackHub
 from pdlink.events import PeerChanged, listen
 from tests.endpoint.conftest import Handler, Node, layout
 timeouts = TimeoutConfig(heartbeat_s=0.05, peer_s=0.5, connect_s=5.0, lease_s=7.0, request_s=60.0)

@@ -15,10 +15,10 @@ from pdlink.errors import ConfigError, TransferFailed
 from pdlink.events import HandlingFailed, PeerChanged
 from pdlink.protocol import messages
 from pdlink.protocol.messages import VERSION
-from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
 from tests.attacks.processes import Holdings
 from tests.attacks.stranger import Stranger
 from tests.endpoint.conftest import TIMEOUTS, Handler, Node, Pair, SenderLog, layout, until
+from tests.loopback import LoopbackHub, LoopbackTransport
 
 SRC, DST, TOKENS = [3, 0, 9, 4], [5, 1], 13
 

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from pdlink.errors import TransportFailure, TransportUnavailable
 from pdlink.kv.plan import warm_up
 from pdlink.protocol import messages
-from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
 from tests.attacks.stranger import FalsePrefill, Stranger
+from tests.loopback import LoopbackHub, LoopbackTransport
 
 from .conftest import TIMEOUTS, Handler, Node, Pair, layout, until
 

@@ -17,7 +17,7 @@ from pdlink.endpoint import channel
 from pdlink.events import Event, MessageDropped, PeerChanged, listen
 from pdlink.protocol import messages
 from pdlink.protocol.auth import AllowList, ControlAddress, Credentials, KeyPair
-from pdlink.transport.loopback import LoopbackHub
+from tests.loopback import LoopbackHub
 
 from .conftest import WAIT_S, Handler, Node, SenderLog, layout, until
 

@@ -17,7 +17,7 @@ from .conftest import TIMEOUTS, WAIT_S, Handler, Node, Pair, SenderLog, layout, 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pdlink.transport.loopback import Flight
+    from tests.loopback import Flight
 
 TOKEN_NBYTES, LAYERS = 64, 3
 """Of one layer."""

@@ -13,8 +13,8 @@ from pdlink.integrations.vllm_parts.shards import Shards, of_rank
 from pdlink.integrations.vllm_parts.worker import WorkerHalf
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.memory.buffers import Buffer
-from pdlink.transport.loopback import LoopbackHub
 from tests.endpoint.conftest import TIMEOUTS, WAIT_S, Node
+from tests.loopback import LoopbackHub
 
 PROMPT = list(range(30))
 NAMES = ("model.0", "model.1", "model.2")

@@ -20,7 +20,7 @@ from pdlink.node.outgoing import Outgoing
 from pdlink.protocol.messages import VERSION, Identity
 from pdlink.protocol.states import ReceiverState, SenderState
 from pdlink.serve.legs import DecodeLeg, PrefillLeg
-from pdlink.transport.loopback import LoopbackTransport
+from tests.loopback import LoopbackTransport
 
 from .engine import NUM_LAYERS, NUM_PARTS, ROW_NBYTES, Engine, Request, Violation, first_token, transfer_number
 from .network import Network, Port
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pdlink.node.node import Node as FrontDoor
     from pdlink.protocol.receiving import Receiving
     from pdlink.protocol.sending import Sending
-    from pdlink.transport.loopback import Flight, LoopbackHub
+    from tests.loopback import Flight, LoopbackHub
 
 TIMEOUTS = TimeoutConfig(heartbeat_s=1.0, peer_s=4.0, connect_s=5.0, lease_s=8.0, request_s=40.0)
 BATCH_TIMEOUT_S = 6.0

@@ -24,7 +24,7 @@ from pdlink.endpoint.channel import Disconnected, Received
 from pdlink.errors import PdlinkError
 from pdlink.events import Event, HandlingFailed, MessageDropped, PeerChanged, TransferEnded
 from pdlink.protocol import messages
-from pdlink.transport.loopback import LoopbackHub
+from tests.loopback import LoopbackHub
 
 from .dice import Dice
 from .engine import Request, Violation

@@ -13,7 +13,7 @@ import pdlink
 from pdlink.config import TimeoutConfig
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.memory.blocks import BlockPool
-from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
+from tests.loopback import LoopbackHub, LoopbackTransport
 
 LAYERS, TOKENS = 3, 21
 SRC, DST = [5, 1, 9, 2, 30, 7], [11, 3, 20]

@@ -10,7 +10,7 @@ import pdlink
 from pdlink.errors import PeerNotAllowed
 from pdlink.protocol.auth import Credentials
 from pdlink.serve.keys import keygen
-from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
+from tests.loopback import LoopbackHub, LoopbackTransport
 
 from .conftest import DST, SRC, TIMEOUTS, TOKENS, WAIT_S, assert_same, compute, fill, layout
 

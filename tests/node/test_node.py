@@ -21,8 +21,8 @@ from pdlink.errors import (
 )
 from pdlink.memory.blocks import BlockPool
 from pdlink.memory.buffers import Buffer
-from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
 from tests.endpoint.conftest import until
+from tests.loopback import LoopbackHub, LoopbackTransport
 
 from .conftest import DST, LAYERS, SRC, TOKENS, WAIT_S, Pair, assert_same, compute, fill, layout
 

@@ -14,9 +14,9 @@ from pdlink.engine.request import GenerationRequest, SamplingParams
 from pdlink.errors import TransferFailed
 from pdlink.node.node import Node
 from pdlink.serve.legs import DecodeLeg
-from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
 from tests.endpoint.conftest import until
 from tests.engine.small import NUM_LAYERS, Rig, oracle, prompt_of, rig
+from tests.loopback import LoopbackHub, LoopbackTransport
 
 PROMPT, MAX_TOKENS = prompt_of(43), 8
 TIMEOUTS = TimeoutConfig(heartbeat_s=0.05, peer_s=5.0, connect_s=6.0, lease_s=7.0, request_s=60.0)

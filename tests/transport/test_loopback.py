@@ -10,8 +10,8 @@ import pytest
 
 from pdlink.errors import TransportFailure
 from pdlink.transport.base import BatchDone, PeerClosed, PeerFailed
-from pdlink.transport.loopback import Flight, LoopbackHub, LoopbackTransport
 from tests.conformance.transports.side import Side, join, piece
+from tests.loopback import Flight, LoopbackHub, LoopbackTransport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

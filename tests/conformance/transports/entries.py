@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdlink.transport.base import Probe, Transport
-from pdlink.transport.loopback import LoopbackHub, LoopbackTransport
 from pdlink.transport.mapped import MappedTransport
 from pdlink.transport.tcp import TcpTransport
+from tests.loopback import LoopbackHub, LoopbackTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
