@@ -199,6 +199,8 @@ class Endpoint:
                 self.sessions.closing.clear()
                 self.work.wake()
             thread.join(timeout_s)
+        with self.lock:
+            self.sender.close()
         self._transports.clear()  # native engines are freed now, not at the end of the interpreter
         self._opened.clear()
 

@@ -298,6 +298,10 @@ class Sender:
         for transfer_id in self._early.older_than(now - min(self._timeouts.other_leg_s, self._timeouts.lease_s)):
             self._refuse(self._end_early(transfer_id, "no_request"), transfer_id, "no_request")
 
+    def close(self) -> None:
+        """Let go of the transports: they are closed, and their native engines end with the last reference."""
+        self._pushers.clear()
+
     # -- inside: interest of receivers -------------------------------------------------------------------------------
 
     def _of(self, peer: Peer) -> list[Outgoing]:

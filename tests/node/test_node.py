@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from pdlink.memory.buffers import Buffer
 from tests.endpoint.conftest import until
 from tests.loopback import LoopbackHub, LoopbackTransport
 
-from .conftest import DST, LAYERS, SRC, TOKENS, WAIT_S, Pair, assert_same, compute, fill, layout
+from .conftest import DST, LAYERS, SRC, TIMEOUTS, TOKENS, WAIT_S, Pair, assert_same, compute, fill, layout
 
 
 def num_held(node: pdlink.Node, blocks: list[int]) -> int:
@@ -336,3 +337,19 @@ def test_failed_opening_leaves_nothing_open(steady_descriptors: None) -> None:
         pdlink.Node("n", layout(4), transports=[Broken(LoopbackHub())], pool=BlockPool(32))
     gc.collect()  # the error's traceback holds views of the memory
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_closed_node_frees_its_native_engines() -> None:
+    prefill, decode = (pdlink.Node(name, layout(4), timeouts=TIMEOUTS) for name in ("prefill", "decode"))
+    engines = [weakref.ref(transport) for node in (prefill, decode) for transport in node.endpoint.transports]
+    assert engines
+    outgoing = prefill.send("t", SRC, TOKENS)
+    incoming = decode.receive("t", prefill.address, SRC, range(TOKENS))
+    compute(outgoing)
+    incoming.wait(WAIT_S)
+    outgoing.wait(WAIT_S)
+    decode.close()
+    prefill.close()
+    gc.collect()
+    assert [engine for engine in engines if engine() is not None] == [], "the handles are still here"
+    assert outgoing.released.is_set()
