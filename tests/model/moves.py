@@ -82,6 +82,11 @@ class Played(World):
         if running := self.running:
             self.step_engine(dice.one(running))
 
+    def move_busy(self, dice: Dice) -> None:
+        """An engine begins a pass that takes long: transfers of its requests wait, their sessions live."""
+        if (running := self.running) and not dice.below(4):
+            dice.one(running).busy_until_s = self.hub.now_s + (4.0, 10.0, 20.0)[dice.below(3)]
+
     def move_turn(self, dice: Dice) -> None:
         if running := self.running:
             self.turn(dice.one(running))
@@ -287,7 +292,7 @@ class Played(World):
 
 
 _GENTLE = "calm calm slow request request dispatch dispatch dispatch engine engine engine turn turn deliver deliver"
-_GENTLE += " deliver deliver land land land cancel lose_leg"
+_GENTLE += " deliver deliver land land land cancel lose_leg busy"
 _FAULTS = " wait wait crash restart restart stop cut cut notice notice break fail full stale stale jump skip leave"
 _FAULTS += " reuse fence"
 _LOSSES = " drop drop repeat repeat drop swap replay replay replay"

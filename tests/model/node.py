@@ -309,6 +309,8 @@ class Node:
         self.endpoint.local.address = self.address
         network.listening[self.address] = self.port
         self.alive, self.stopped = True, False
+        self.busy_until_s = 0.0
+        """Its engine is in one long pass until then, by the hub's clock; its endpoint goes on."""
         self.tracked = tracked
         self.transfer_of: dict[int, str] = {}
         self.legs: dict[str, PrefillLeg | DecodeLeg] = {}

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 STEP_S = 0.5
 JUMPING = {"faulty"}
 """Profiles in which deadlines also run out while a loop stands still; in the others they do as in the product."""
-_LATE = {"deadline", "no_request", "no_receiver", "lease_expired"}
+_LATE = {"deadline", "no_request", "no_receiver", "no_offer", "lease_expired"}
 """Reasons for an end that need nobody's fault: it took too long."""
 
 
@@ -233,6 +233,8 @@ class World:
         return moved
 
     def step_engine(self, node: Node) -> bool:
+        if self.hub.now_s < node.busy_until_s:
+            return False
         busy = False
 
         def step() -> None:
@@ -316,7 +318,8 @@ class World:
                 self._dispatch(self.pending.pop(0))
             else:
                 self._lose(self.pending.pop(0), tell=False)
-        longest_s = TIMEOUTS.lease_s + 3 * TIMEOUTS.peer_s  # not request_s: nothing is lost with nobody the wiser
+        busy_s = max(0.0, max(node.busy_until_s for node in self.nodes) - self.hub.now_s)
+        longest_s = busy_s + TIMEOUTS.lease_s + 3 * TIMEOUTS.peer_s  # request_s is longer: no transfer needs it to end
         for _ in range(int(longest_s / STEP_S / min(self.speeds))):
             self.calm()
             self.check()
