@@ -8,6 +8,7 @@ a file that got shorter would kill every process that maps it (SIGBUS), so peers
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -25,6 +26,8 @@ PAGE_NBYTES = mmap.PAGESIZE
 
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 """Linux's numbers; Python 3.11 has no name for the second."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class AnyBuffer(Protocol):
@@ -90,35 +93,63 @@ class Buffer:
     kind: ClassVar[Literal["host"]] = "host"
     borrowed: ClassVar[bool] = False
 
-    def __init__(self, nbytes: int, *, name: str = "pdlink-kv") -> None:
+    def __init__(self, nbytes: int, *, name: str = "pdlink-kv", committed_nbytes: int | None = None) -> None:
         """Allocate `nbytes` (rounded up to whole pages), zeroed and touched, so that later stores do not fault.
 
+        committed_nbytes: allocate and touch so many now, and leave the others to `commit`; address and size are those
+        of the whole from the start.
         Raises OSError if the system has not that much memory free. That is looked at first: the kernel does not
         refuse a memory file that is too large, it fills it until something has to be killed.
         """
         if nbytes <= 0:
             raise ValueError(f"nbytes must be positive, got {nbytes}")
-        self.nbytes = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
-        available = available_nbytes()
-        if self.nbytes > available:
-            raise OSError(
-                errno.ENOMEM, f"a buffer of {self.nbytes} bytes does not fit into {available} available ones"
-            )
+        self.nbytes = _whole_pages(nbytes)
+        self.committed_nbytes = 0
+        """From the start of the buffer: what has memory."""
+        first_nbytes = self.nbytes if committed_nbytes is None else min(self.nbytes, _whole_pages(committed_nbytes))
+        _require_available(first_nbytes, 0)
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, self.nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             self._mapping = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED)
-            _fill(self._mapping)
-            os.posix_fallocate(self.fd, 0, self.nbytes)  # what `_fill` could not
+            self.array: Bytes = np.frombuffer(self._mapping, dtype=np.uint8)
+            """The whole buffer as uint8 [nbytes]; writable."""
+            self.ptr: int = self.array.ctypes.data
+            """Address in this process."""
+            self._closed = False
+            self._fill(first_nbytes)
         except BaseException:
             os.close(self.fd)
             raise
-        self.array: Bytes = np.frombuffer(self._mapping, dtype=np.uint8)
-        """The whole buffer as uint8 [nbytes]; writable."""
-        self.ptr: int = self.array.ctypes.data
-        """Address in this process."""
-        self._closed = False
+
+    def commit(self, nbytes: int, *, reserve_nbytes: int = 0) -> None:
+        """Give memory to the first `nbytes`, as far as they have none, without the GIL. One caller at a time.
+
+        Raises OSError, and commits nothing, if less than `reserve_nbytes` of the system's memory would stay free.
+        """
+        upto_nbytes = min(self.nbytes, _whole_pages(nbytes))
+        if upto_nbytes > self.committed_nbytes:
+            _require_available(upto_nbytes - self.committed_nbytes, reserve_nbytes)
+            self._fill(upto_nbytes)
+
+    def _fill(self, upto_nbytes: int) -> None:
+        """Touch every page up to there, in huge ones where /sys/kernel/mm/transparent_hugepage allows them.
+
+        Copies of scattered 32 KiB runs were a sixth faster with them (one core of an EPYC, Zen 5, anonymous memory).
+        They come with the first touch of a mapping that asks for them, so not with fallocate. A kernel that does not
+        know a request (before 5.14) answers EINVAL; then fallocate gives the memory, without the first touch.
+        """
+        begin, length = self.committed_nbytes, upto_nbytes - self.committed_nbytes
+        for request in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE) if length else ():
+            # mmap.madvise would hold the GIL meanwhile.
+            if _libc.madvise(ctypes.c_void_p(self.ptr + begin), ctypes.c_size_t(length), request):
+                code = ctypes.get_errno()
+                if code != errno.EINVAL:
+                    raise OSError(code, os.strerror(code))
+        if length:
+            os.posix_fallocate(self.fd, begin, length)
+        self.committed_nbytes = upto_nbytes
 
     def make_event(self) -> None:
         """None: a store is visible when it returns."""
@@ -141,19 +172,14 @@ class Buffer:
         return f"Buffer({self.nbytes} bytes, {'closed' if self._closed else 'open'})"
 
 
-def _fill(mapping: mmap.mmap) -> None:
-    """Give every page of the mapping its memory, in huge pages where /sys/kernel/mm/transparent_hugepage allows them.
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
-    Copies of scattered 32 KiB runs were a sixth faster with them (one core of an EPYC, Zen 5, anonymous memory). They
-    come with the first touch of a mapping that asks for them, so not with fallocate. A kernel that does not know a
-    request (before 5.14) answers EINVAL.
-    """
-    for request in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
-        try:
-            mapping.madvise(request)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
+
+def _require_available(nbytes: int, reserve_nbytes: int) -> None:
+    available = available_nbytes() - reserve_nbytes
+    if nbytes > available:
+        raise OSError(errno.ENOMEM, f"a buffer of {nbytes} bytes does not fit into {available} available ones")
 
 
 def available_nbytes(root: Path = Path("/")) -> int:

@@ -63,6 +63,21 @@ def test_a_buffer_that_does_not_fit_is_refused_before_any_of_it_is_made(monkeypa
         pass
 
 
+def test_a_large_range_is_reserved_at_once_and_gets_memory_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Buffer(60 << 30, committed_nbytes=1) as buffer:
+        assert (len(buffer.array), buffer.committed_nbytes) == (60 << 30, PAGE_NBYTES)
+        assert os.fstat(buffer.fd).st_blocks * 512 < 1 << 30
+        buffer.commit(4 << 20)
+        assert buffer.committed_nbytes == 4 << 20
+        assert os.fstat(buffer.fd).st_blocks * 512 >= 4 << 20
+        buffer.commit(PAGE_NBYTES)
+        assert buffer.committed_nbytes == 4 << 20
+        monkeypatch.setattr(buffers, "available_nbytes", lambda: 10 * PAGE_NBYTES)
+        with pytest.raises(OSError, match="does not fit"):
+            buffer.commit((4 << 20) + 10 * PAGE_NBYTES, reserve_nbytes=1)
+        assert buffer.committed_nbytes == 4 << 20
+
+
 def test_what_is_available_is_less_than_what_there_is() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * PAGE_NBYTES
     assert 0 < buffers.available_nbytes() <= total
