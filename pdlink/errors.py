@@ -75,6 +75,14 @@ class Overloaded(LocalError):
     http_status = 503
 
 
+class Draining(LocalError):
+    """The worker was told to stop and takes no new requests; another one may."""
+
+    code = "draining"
+    retryable = True
+    http_status = 503
+
+
 class WorkerKeyRefused(LocalError):
     """The workers do not let this proxy in: its own key is wrong or missing, which is no fault of a client."""
 

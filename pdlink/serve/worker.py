@@ -22,7 +22,7 @@ from pdlink.engine.layer_order import LayerOrder
 from pdlink.engine.models import load_model
 from pdlink.engine.paged_cache import PagedCache
 from pdlink.engine.request import GenerationRequest
-from pdlink.errors import ConfigError, DeadlineExceeded, InvalidRequest, LocalError, PdlinkError, TransferFailed
+from pdlink.errors import ConfigError, DeadlineExceeded, Draining, InvalidRequest, PdlinkError, TransferFailed
 from pdlink.events import FallbackUsed, RequestEnded, emit
 from pdlink.memory.blocks import BlockPool
 from pdlink.memory.buffers import available_nbytes
@@ -45,14 +45,6 @@ log = logging.getLogger(__name__)
 
 _MAX_PEERS_SHOWN = 256
 """Sessions listed in /health."""
-
-
-class Draining(LocalError):
-    """The worker was told to stop and takes no new requests."""
-
-    code = "draining"
-    retryable = True
-    http_status = 503
 
 
 class Stream:

@@ -319,9 +319,8 @@ class World:
             else:
                 self._lose(self.pending.pop(0), tell=False)
         busy_s = max(0.0, max(node.busy_until_s for node in self.nodes) - self.hub.now_s)
-        longest_s = (
-            busy_s + TIMEOUTS.lease_s + 3 * TIMEOUTS.peer_s
-        )  # request_s is longer: no transfer needs it to end
+        # request_s is longer than that: no transfer needs it to end.
+        longest_s = busy_s + TIMEOUTS.lease_s + 3 * TIMEOUTS.peer_s
         for _ in range(int(longest_s / STEP_S / min(self.speeds))):
             self.calm()
             self.check()

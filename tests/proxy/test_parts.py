@@ -8,6 +8,7 @@ import random
 import msgspec
 import pytest
 
+from pdlink import errors
 from pdlink_proxy.dialects import Attempt, PrefillAddress
 from pdlink_proxy.dialects.own import PDLINK
 from pdlink_proxy.openai import CHAT, COMPLETIONS, BadField, error_code, parse, stream_error
@@ -130,6 +131,11 @@ def test_leg_bodies_are_the_clients_body_and_the_parameters() -> None:
 def test_any_error_document_has_a_code(body: bytes) -> None:
     assert error_code(body) == "internal_error"
     assert error_code(msgspec.json.encode({"error": {"code": "transfer_failed"}})) == "transfer_failed"
+
+
+def test_codes_of_workers_that_stop_or_are_full_reach_the_client() -> None:
+    for error in (errors.Draining, errors.Overloaded, errors.PoolExhausted):
+        assert error_code(msgspec.json.encode({"error": {"code": error.code}})) == error.code
 
 
 def candidates(*loads: int) -> list[Candidate]:
