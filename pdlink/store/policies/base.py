@@ -1,7 +1,7 @@
 """What the store asks of an eviction policy.
 
-A policy holds keys and sizes, never payload; it has no clock and no lock. It learns the store's capacity from the verbs
-alone: `evict` is only called when something does not fit, so what is resident then is the capacity.
+A policy holds keys and sizes, never payload; it has no clock and no lock. It learns the store's capacity from the
+verbs alone: `evict` is only called when something does not fit, so what is resident then is the capacity.
 """
 
 from __future__ import annotations
