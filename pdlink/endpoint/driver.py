@@ -1,20 +1,14 @@
 """`Endpoint`: the loop that runs the protocol. Receive, ask the machine, poll the transports, tick, send.
 
-Threads. One thread per endpoint owns the sockets and runs everything below `_loop`. Machines and peers are guarded
-by one lock, because a forward pass may push a layer from its own thread (`Sender.layer_ready`); the lock is held for
-short, non-blocking work only. Callbacks to the worker run in this thread without the lock. Liveness does not depend
-on the engine: a long forward pass releases the GIL and delays a heartbeat by milliseconds.
+Threads. One thread per endpoint owns the sockets and runs everything below `_loop`. One lock guards machines and
+peers, because a forward pass may push a layer from its own thread (`Sender.layer_ready`); it is held for short,
+non-blocking work only. The worker's callbacks run in this thread without the lock. A long forward pass releases the
+GIL, so it delays a heartbeat by milliseconds.
 
-A peer is one session with one life of a remote worker (`sessions.py`). When it ends its transfers stop at once, the
-transport closes the data connection, and when it reports the fence (`PeerClosed`) the transfers end and their blocks
-go back. The next request opens a new session. Only a peer that refused the handshake is left alone for a while
-(`refusals.py`).
-
-Blame. Whatever others can make fail (a frame, a command, a callback, what a transport reports) runs in `_guarded`,
-and if it raises it costs the one it came from: a frame its peer, a command its caller, a callback a line in the log.
-A transport that cannot be asked any more is closed, and its sessions end. What is left to raise is the loop's own:
-its sockets, its clock, its books. That ends the loop, and with it the worker: if giving a peer up fails, nobody knows
-any more which blocks somebody may still write to.
+A peer is one session with one life of a remote worker (`sessions.py`). When the session ends, its transfers stop at
+once and the transport closes the data connection. When the transport reports the fence (`PeerClosed`), the transfers
+end and their blocks go back. The next request opens a new session; only a worker that refused the handshake is left
+alone for a while (`known.py`). What others can make fail is guarded (`blame.py`).
 """
 
 from __future__ import annotations
@@ -27,19 +21,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pdlink.config import SharingConfig
+from pdlink.endpoint.blame import Blame
 from pdlink.endpoint.channel import Channel, Disconnected, Received, Refused
 from pdlink.endpoint.clock import AwakeClock
 from pdlink.endpoint.peer import Local, PeerState
 from pdlink.endpoint.receiver import Receiver
+from pdlink.endpoint.reports import Reports
 from pdlink.endpoint.sender import Sender
 from pdlink.endpoint.sessions import Fenced, Lost, Sessions
 from pdlink.endpoint.tamper import SlowLink, TamperedChannel
 from pdlink.endpoint.verifying import Verifier
 from pdlink.endpoint.work import Work
-from pdlink.errors import ConfigError, PdlinkError, TransportUnavailable
-from pdlink.events import HandlingFailed, emit
+from pdlink.errors import ConfigError, PdlinkError
 from pdlink.protocol import auth, messages
-from pdlink.transport.base import BatchDone, PeerClosed, PeerFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -47,11 +41,11 @@ if TYPE_CHECKING:
     from pdlink.config import ChaosConfig, TimeoutConfig
     from pdlink.endpoint.channel import Arrival
     from pdlink.endpoint.clock import Clock
+    from pdlink.endpoint.known import RefusedPeer
     from pdlink.endpoint.peer import Peer
-    from pdlink.endpoint.refusals import RefusedPeer
     from pdlink.memory.checksums import Checksums
     from pdlink.protocol.messages import Identity
-    from pdlink.transport.base import Occurrence, Transport
+    from pdlink.transport.base import Transport
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +59,6 @@ largest takes 35 ms."""
 
 _RETRY_S = 0.005
 """How soon a frame is sent again that a full queue did not take."""
-
-_TELL_S = 1.0
-"""Log a failure this often at most: a peer that causes many could fill the disk. All are counted."""
 
 
 class Endpoint:
@@ -104,21 +95,18 @@ class Endpoint:
         self.work = Work()
         self.lock = self.work.lock
         self.clock = clock or AwakeClock(timeouts.heartbeat_s)  # the loop never waits longer than half of that
-        tokens = self.layout.block_tokens
-        self.verifier = Verifier(checksums, tokens, self.work.call) if checksums is not None else None
+        work, clock, tokens = self.work, self.clock, self.layout.block_tokens
+        self.verifier = Verifier(checksums, tokens, work.call) if checksums is not None else None
         self._transports = {transport.name: transport for transport in transports}
         for transport in transports:
             transport.guard(identity.layout)
         self._opened = list(transports)
-        """All transports, also the ones given up since."""
-        self._watched: dict[str, int] = {}
-        """Descriptors of those in `_transports`, by name."""
+        """Also the transports given up since."""
         self._timeouts = timeouts
         identified = f"{name}@{self.local.epoch}"
         faulty = chaos if chaos is not None and chaos.enabled else None
-        self._slow = SlowLink(chaos.link_nbytes_per_s) if chaos is not None and chaos.link_nbytes_per_s else None
+        slow = SlowLink(chaos.link_nbytes_per_s) if chaos is not None and chaos.link_nbytes_per_s else None
         self._channel = channel or (TamperedChannel(identified, name, faulty) if faulty else Channel(identified))
-        work, clock = self.work, self.clock
         self.sessions = Sessions(self.local, work, clock, self._channel, self._transports, require_lane)
         self.receiver = Receiver(self.layout, work, clock, self.sessions, self.verifier, timeouts)
         self.sender = Sender(
@@ -132,13 +120,16 @@ class Endpoint:
             sharing or SharingConfig(),
             self._short_of_blocks,
         )
+        self._blame = Blame(name, clock.now_s)
+        self.reports = Reports(
+            self._transports, self._channel, self.sessions, self.sender.data_path, self._blame, slow, self._settle
+        )
         self._thread: threading.Thread | None = None
         self._stopping = False
         """No new sessions; the loop ends when those there were are fenced."""
         self._closed = False
         self._next_tick_s = 0.0
         self._on_death, self._ask_short_of_blocks = on_death, short_of_blocks
-        self._num_failed, self._told_s = 0, float("-inf")
         self.failure = ""
         """Why the loop died; empty while it runs."""
         self.ticked_s = 0.0
@@ -160,9 +151,7 @@ class Endpoint:
             self.local.address = str(auth.ControlAddress(advertise_host or host, bound, public_key))
             self.work.open()
             self._channel.watch(self.work.wake_fd)
-            for name, transport in self._transports.items():
-                self._watched[name] = transport.fileno()
-                self._channel.watch(self._watched[name])
+            self.reports.watch()
             self.clock.turn()
             self.ticked_s = self.clock.now_s()
             self._thread = threading.Thread(target=self._main, name=f"pdlink-endpoint-{self.name}", daemon=True)
@@ -200,8 +189,8 @@ class Endpoint:
                 self.work.wake()
             thread.join(timeout_s)
         with self.lock:
-            self.sender.close()
-        self._transports.clear()  # native engines are freed now, not at the end of the interpreter
+            self.sender.data_path.pushers.clear()
+        self._transports.clear()  # the last references: native engines end now, not with the interpreter
         self._opened.clear()
 
     def leave(self) -> None:
@@ -223,7 +212,7 @@ class Endpoint:
             if local.credentials is None:
                 return
             local.credentials = self._channel.credentials = replace(local.credentials, allowed=allowed)
-            self.sessions.greeter.refusals.forget_keys()
+            self.sessions.known.forget_refusals(auth.KEY_FACTOR)
             for peer in self.peers():
                 if allowed.name_of(peer.public_key) is None:
                     self.sessions.lose(peer, "its key was taken off the allow-list")
@@ -239,11 +228,6 @@ class Endpoint:
     def epoch(self) -> str:
         """Names this life of the worker."""
         return self.local.epoch
-
-    @property
-    def identity(self) -> Identity:
-        """What has to fit together with a peer's."""
-        return self.local.identity
 
     @property
     def credentials(self) -> auth.Credentials | None:
@@ -268,12 +252,12 @@ class Endpoint:
     def peers(self) -> list[Peer]:
         """Live sessions, for reports."""
         with self.lock:
-            return self.sessions.all()
+            return self.sessions.known.sessions()
 
     def refused(self) -> list[RefusedPeer]:
         """Peers that this worker does not fit, for reports."""
         with self.lock:
-            return self.sessions.greeter.refusals.all()
+            return self.sessions.known.refusals()
 
     def queued_nbytes(self) -> int:
         """Of frames that wait for peers to read those before."""
@@ -340,7 +324,7 @@ class Endpoint:
             for item in arrived:
                 match item:
                     case Received():
-                        self._guarded("frame", partial(self._on_frame, item), partial(self._give_up, item))
+                        self._blame.guard("frame", partial(self._on_frame, item), partial(self._give_up, item))
                     case Disconnected():
                         self.sessions.on_disconnected(item)
                     case Refused():
@@ -348,13 +332,12 @@ class Endpoint:
                 self._settle()
                 if self.clock.now_s() >= until_s:
                     break
-            for transport in self.transports:
-                self._poll(transport)
+            self.reports.poll()
             until_s = self.clock.now_s() + _READ_S
             commands, callbacks = self.work.commands, self.work.callbacks
             while commands:
                 command, cost = commands.popleft()
-                self._guarded("command", command, cost)
+                self._blame.guard("command", command, cost)
                 self._settle()
                 if self.clock.now_s() >= until_s:  # dialing takes a millisecond; the others are run in the next turns
                     break
@@ -364,7 +347,7 @@ class Endpoint:
                 self._next_tick_s = self.ticked_s + self._timeouts.heartbeat_s / 2
         flush_s = self.clock.now_s() + _FLUSH_S
         while callbacks:
-            self._guarded("callback", callbacks.popleft())
+            self._blame.guard("callback", callbacks.popleft())
             if self.clock.now_s() >= flush_s:
                 self._flush()
                 flush_s = self.clock.now_s() + _FLUSH_S
@@ -374,7 +357,7 @@ class Endpoint:
         with self.lock:
             while self.sessions.unsent:
                 peer, _ = self.sessions.unsent.popitem()
-                self._guarded("message", partial(self.sessions.flush, peer), partial(self.sessions.lose, peer))
+                self._blame.guard("message", partial(self.sessions.flush, peer), partial(self.sessions.lose, peer))
             self.sessions.send_waiting()
             self._settle()
 
@@ -386,10 +369,7 @@ class Endpoint:
         return self.receiver if peer.dialed else self.sender
 
     def _settle(self) -> None:
-        """Stop the transfers of sessions that were lost, and end those of sessions that are fenced.
-
-        Not guarded: if this fails, nobody knows any more which blocks a peer may still write to.
-        """
+        """Stop the transfers of lost sessions, and end those of fenced ones. Not guarded, see `Blame`."""
         ended = self.sessions.ended
         while ended:
             match ended.popleft():
@@ -418,88 +398,14 @@ class Endpoint:
         self._settle()
 
     def _short_of_blocks(self) -> bool:
-        short = False
-
-        def ask() -> None:
-            nonlocal short
-            short = self._ask_short_of_blocks()
-
-        self._guarded("callback", ask)
-        return short
-
-    def _poll(self, transport: Transport) -> None:
-        occurrences: list[Occurrence] = []
-        self._guarded(
-            "transport", lambda: occurrences.extend(transport.poll()), partial(self._give_up_transport, transport)
-        )
-        if self._slow is not None:
-            occurrences = self._slow.passed(transport.name, occurrences)
-        for occurrence in occurrences:
-            self._guarded(
-                "occurrence",
-                partial(self._on_occurrence, transport, occurrence),
-                partial(self._lose_by_key, occurrence.peer),
-            )
-            self._settle()
-
-    def _on_occurrence(self, transport: Transport, occurrence: Occurrence) -> None:
-        match occurrence:
-            case BatchDone():
-                self.sender.on_batch(transport, occurrence)
-            case PeerFailed(peer=key, reason=reason):
-                self.sessions.on_failed(key, transport, reason)
-            case PeerClosed(peer=key):
-                self.sessions.on_fenced(key, transport)
-
-    # -- blame -------------------------------------------------------------------------------------------------------
-
-    def _guarded(self, what: str, act: Callable[[], object], cost: Callable[[str], None] | None = None) -> None:
-        """Do what somebody else can make fail. If it does, they pay: `cost(reason)`. What that raises is our own."""
-        try:
-            act()
-        except Exception as error:  # noqa: BLE001  see Blame, above
-            reason = f"{what} could not be handled: {type(error).__name__}"
-            self._num_failed += 1
-            now = self.clock.now_s()
-            if now - self._told_s >= _TELL_S:
-                self._told_s = now
-                log.exception("%s: a %s (%d failures so far)", self.name, reason, self._num_failed)
-            emit(HandlingFailed(what=what, error=f"{type(error).__name__}: {error}"))
-            if cost is not None:
-                cost(reason)
+        answers: list[bool] = []
+        self._blame.guard("callback", lambda: answers.append(self._ask_short_of_blocks()))
+        return any(answers)
 
     def _give_up(self, item: Received, reason: str) -> None:
-        """A frame could not be handled: end its session. Who has none hears so, if it said who it is."""
+        """End the session of a frame that could not be handled; answer *bye* if it belongs to none."""
         peer = self.sessions.by_route.get(item.route)
         if peer is not None and peer.public_key == item.public_key:
             self.sessions.lose(peer, reason)
         else:
-            self._guarded("frame", partial(self.sessions.disown, item))
-
-    def _lose_by_key(self, key: str, reason: str) -> None:
-        peer = self.sessions.of_key(key)
-        if peer is not None:
-            self.sessions.lose(peer, reason)
-
-    def _give_up_transport(self, transport: Transport, reason: str) -> None:
-        """It cannot be asked any more: close it and end its sessions; others go on over what is left.
-
-        Blocks whose fence it does not tell of now stay quarantined, for nobody else can. If it was the last one this
-        worker is of no use, and its loop ends: its supervisor starts it again.
-        """
-        log.error("%s: transport %s is given up: %s", self.name, transport.name, reason)
-        del self._transports[transport.name]
-        if transport.name in self._watched:
-            self._channel.unwatch(self._watched.pop(transport.name))
-        self._guarded("transport", transport.close)
-        for peer in self.peers():
-            if peer.transport is transport:
-                self._guarded("transport", partial(self.sessions.lose, peer, reason))
-        last: list[Occurrence] = [] if self._slow is None else self._slow.all(transport.name)
-        self._guarded("transport", lambda: last.extend(transport.poll()))
-        self._settle()
-        for occurrence in last:
-            self._on_occurrence(transport, occurrence)
-        self._settle()
-        if not self._transports:
-            raise TransportUnavailable(f"transport {transport.name} was the last one: {reason}")
+            self._blame.guard("frame", partial(self.sessions.disown, item))

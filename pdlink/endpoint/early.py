@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -47,20 +47,11 @@ class Early:
         return ENTRY_NBYTES + _BLOCK_NBYTES * len(self._blocks)
 
 
-@dataclass(slots=True)
-class _Share:
-    """What one peer uses of the table."""
-
-    transfer_ids: dict[str, None] = field(default_factory=dict)
-    nbytes: int = 0
-
-
 class EarlyInterest:
-    """`Early` by transfer id, the oldest first."""
+    """`Early` by transfer id, the oldest first. Each is also in `Peer.early`, and counts there."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Early] = {}
-        self._shares: dict[Peer, _Share] = {}
         self.nbytes = 0
         """Held in all entries."""
 
@@ -82,17 +73,13 @@ class EarlyInterest:
             return ""
         num_blocks = len(offer.blocks) if offer is not None else 0
         added = ENTRY_NBYTES + _BLOCK_NBYTES * num_blocks - (old.nbytes if old is not None else 0)
-        used = self._shares[peer].nbytes if peer in self._shares else 0
-        if used + added > MAX_PEER_NBYTES or self.nbytes + added > MAX_NBYTES:
+        if peer.early_nbytes + added > MAX_PEER_NBYTES or self.nbytes + added > MAX_NBYTES:
             return "too_many_early_offers"
         blocks = array("q", offer.blocks if offer is not None else ())
         since_s = old.since_s if old is not None else now
-        self._entries[transfer_id] = Early(
-            peer, since_s, replace(offer, blocks=()) if offer is not None else None, blocks
-        )
-        share = self._shares.setdefault(peer, _Share())
-        share.transfer_ids[transfer_id] = None
-        share.nbytes += added
+        kept = replace(offer, blocks=()) if offer is not None else None
+        self._entries[transfer_id] = peer.early[transfer_id] = Early(peer, since_s, kept, blocks)
+        peer.early_nbytes += added
         self.nbytes += added
         return ""
 
@@ -100,17 +87,10 @@ class EarlyInterest:
         """Forget it; None if there is nothing."""
         early = self._entries.pop(transfer_id, None)
         if early is not None:
-            share = self._shares[early.peer]
+            del early.peer.early[transfer_id]
+            early.peer.early_nbytes -= early.nbytes
             self.nbytes -= early.nbytes
-            share.nbytes -= early.nbytes
-            del share.transfer_ids[transfer_id]
-            if not share.transfer_ids:
-                del self._shares[early.peer]
         return early
-
-    def of(self, peer: Peer) -> list[str]:
-        """Transfer ids this peer sent something about."""
-        return list(self._shares[peer].transfer_ids) if peer in self._shares else []
 
     def older_than(self, since_s: float) -> list[str]:
         """Transfer ids that have been here since then, or longer."""

@@ -16,12 +16,10 @@ on the way shows by silence, until `connect_s`: nothing else is said by a side t
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from pdlink.endpoint.channel import Refused
 from pdlink.endpoint.peer import Peer, PeerState, printable
-from pdlink.endpoint.refusals import Refusals
 from pdlink.errors import HandshakeRefused, LayoutMismatch, PdlinkError, TransportFailure
 from pdlink.events import MessageDropped, PeerChanged, emit
 from pdlink.kv.plan import template
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
 
     from pdlink.endpoint.channel import Received
     from pdlink.endpoint.clock import Clock
+    from pdlink.endpoint.known import KnownPeers
     from pdlink.endpoint.peer import Local
     from pdlink.endpoint.sessions import Sessions
     from pdlink.protocol.messages import Envelope
@@ -42,9 +41,6 @@ log = logging.getLogger(__name__)
 MAX_HANDSHAKES = 1_000
 """Accepted connections whose handshake is under way; more have to try again."""
 
-_MAX_UNUSABLE = 1_000
-"""Dialers of which we remember transports that did not connect."""
-
 
 class Greeter:
     """Answers the handshake's messages for one endpoint."""
@@ -52,18 +48,16 @@ class Greeter:
     def __init__(
         self,
         sessions: Sessions,
+        known: KnownPeers,
         local: Local,
         clock: Clock,
         transports: Mapping[str, Transport],
         require_lane: str | None,
     ) -> None:
         """transports: by name, the preferred one first. require_lane: how bytes must travel, if they must."""
-        self._sessions, self._local, self._clock = sessions, local, clock
+        self._sessions, self._known, self._local, self._clock = sessions, known, local, clock
         self._transports = transports
         self._require_lane = require_lane
-        self.refusals = Refusals(local.name, clock.now_s)
-        self._unusable: OrderedDict[tuple[str, str], set[str]] = OrderedDict()
-        """Transports that did not connect, by name and epoch of the dialer: a restart may cure it."""
         self._num_turned_away = 0
         self._told_s = float("-inf")
 
@@ -89,7 +83,7 @@ class Greeter:
             self.turned_away(Refused(f"the key of {not_theirs[0]} came with the name {hello.name!r}"))
             self._refuse(peer, HandshakeRefused(auth.NAME_FACTOR, *not_theirs))
             return
-        accepted = sessions.accepted()
+        accepted = self._known.sessions(dialed=False)
         replaced = [old for old in accepted if old.name == peer.name or old.route == peer.route]
         if any((old.name, old.epoch) == (peer.name, peer.epoch) and old.session >= peer.session for old in replaced):
             emit(MessageDropped(reason="old_session"))
@@ -115,6 +109,7 @@ class Greeter:
         for old in replaced:  # only now: who is refused takes nobody's place
             sessions.lose(old, "replaced by a new session")
         sessions.by_route[peer.route] = peer
+        self._known.begin(peer)
         self._welcome(peer)
 
     def _choice(self, peer: Peer, hello: messages.Hello) -> list[str]:
@@ -122,7 +117,7 @@ class Greeter:
         reach = {name: transport.same_host_only for name, transport in self._transports.items()}
         same_host = self._local.identity.host == hello.identity.host
         common = handshake.common_transports(hello.transports, reach, same_host=same_host)
-        unusable = self._unusable.get((peer.name, peer.epoch), set())
+        unusable = self._known.unusable(peer)
         return [name for name in common if name not in unusable] or common
 
     def _welcome(self, peer: Peer) -> None:
@@ -221,11 +216,7 @@ class Greeter:
             self._remember(peer, peer.transport, reason)
 
     def _remember(self, peer: Peer, failed: Transport, reason: str) -> None:
-        unusable = self._unusable.setdefault((peer.name, peer.epoch), set())
-        unusable.add(failed.name)
-        self._unusable.move_to_end((peer.name, peer.epoch))
-        if len(self._unusable) > _MAX_UNUSABLE:
-            self._unusable.popitem(last=False)
+        self._known.transport_failed(peer, failed.name)
         log.warning(
             "%s: no %s to %s, which falls back on %s: %s",
             self._local.name,
@@ -260,7 +251,7 @@ class Greeter:
             refusal = HandshakeRefused(
                 auth.KEY_FACTOR, "not on the allow-list", f"{item.public_key} from {item.host}"
             )
-            self.refusals.of_dialer(item.public_key, "", refusal, told=True)
+            self._known.refused(item.public_key, "", refusal, logged=True)
         now = self._clock.now_s()
         if now - self._told_s >= 1.0:
             self._told_s = now
@@ -284,7 +275,7 @@ class Greeter:
         if credentials is not None and auth.name_problem(credentials, peer.public_key, name) is not None:
             name = credentials.allowed.name_of(peer.public_key) or ""
         if peer.dialed:
-            self.refusals.by_listener(peer.address, name, refusal)
+            self._known.refused_by(peer.address, name, refusal)
         else:
-            self.refusals.of_dialer(name or peer.public_key, name, refusal)
+            self._known.refused(name or peer.public_key, name, refusal)
         self._sessions.lose(peer, f"refused: {refusal}")

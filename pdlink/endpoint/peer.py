@@ -12,8 +12,10 @@ from pdlink.protocol.messages import Bye, Offer, Refuse
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdlink.endpoint.early import Early
     from pdlink.endpoint.order import Flow
     from pdlink.endpoint.pushing import Job
+    from pdlink.endpoint.transfers import Incoming, Outgoing
     from pdlink.kv.plan import Template
     from pdlink.protocol.auth import Credentials
     from pdlink.protocol.messages import Body, Envelope, Identity
@@ -95,6 +97,13 @@ class Peer:
     """Frames of theirs that we took: the number that their next one must have."""
     flow: Flow[Job] | None = None
     """What goes to it, in the order of its transport; only on the sending side, from its first push on."""
+    outgoing: dict[str, Outgoing] = field(default_factory=dict)
+    """Live transfers to it, by id."""
+    incoming: dict[str, Incoming] = field(default_factory=dict)
+    """Live transfers from it, by id."""
+    early: dict[str, Early] = field(default_factory=dict)
+    """Its interest in transfers whose request has not come here yet, by id."""
+    early_nbytes: int = 0
 
     def introduce(self, name: str, epoch: str, identity: Identity) -> None:
         """Now it is known who this is."""

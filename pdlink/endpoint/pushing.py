@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pdlink.config import SharingConfig
-    from pdlink.endpoint.outgoing import Outgoing
     from pdlink.endpoint.peer import Peer
+    from pdlink.endpoint.transfers import Outgoing
     from pdlink.kv.layout import Piece
     from pdlink.kv.plan import Plan, Template
     from pdlink.protocol.actions import Push

@@ -7,11 +7,11 @@ and `released` once when nothing can write to the offered blocks any more; betwe
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pdlink.endpoint.ended import Ended
+from pdlink.endpoint.transfers import Incoming
 from pdlink.errors import InvalidRequest, TransferFailed
 from pdlink.events import MessageDropped, TransferEnded, emit
 from pdlink.protocol import messages
@@ -26,39 +26,12 @@ if TYPE_CHECKING:
     from pdlink.endpoint.clock import Clock
     from pdlink.endpoint.peer import Peer
     from pdlink.endpoint.sessions import Sessions
+    from pdlink.endpoint.transfers import ReceiveHandler
     from pdlink.endpoint.verifying import Verifier
     from pdlink.endpoint.work import Work
     from pdlink.kv.layout import KVLayout
 
 log = logging.getLogger(__name__)
-
-
-class ReceiveHandler(Protocol):
-    """Told about one transfer, in the endpoint's thread."""
-
-    def ready(self, first_token: int) -> None:
-        """All KV is in the offered blocks."""
-
-    def failed(self, reason: str) -> None:
-        """The KV will not come. Fall back now; the offered blocks stay untouchable until `released`."""
-
-    def released(self) -> None:
-        """Exactly once, after `ready` or `failed`: nothing can write to the offered blocks any more."""
-
-
-@dataclass(slots=True, eq=False)
-class _Incoming:
-    """Everything about one transfer on its receiver, in one object: forgetting the transfer is dropping this."""
-
-    machine: Receiving
-    peer: Peer
-    handler: ReceiveHandler
-    started_s: float
-    deadline_s: float
-    """When it fails if it is not over, on the clock of an awake loop."""
-    on_landed: Callable[[int, int, int | None], None] | None = None
-    verifying: bool = False
-    """Whether *done* has come, and its checksums are compared."""
 
 
 class Receiver:
@@ -76,7 +49,7 @@ class Receiver:
         self._work, self._clock, self._sessions, self._verifier = work, clock, sessions, verifier
         self._num_layers, self._token_nbytes = len(layout.layers), layout.token_nbytes
         self._timeouts = timeouts
-        self._transfers: dict[str, _Incoming] = {}
+        self._transfers: dict[str, Incoming] = {}
         self._ended = Ended()
 
     # -- for the worker ----------------------------------------------------------------------------------------------
@@ -97,8 +70,8 @@ class Receiver:
             machine = Receiving(transfer_id, self._num_layers, self._token_nbytes, quiet_s=self._timeouts.peer_s)
             peer = self._sessions.at(address)
             deadline_s = self._clock.awake_s() + self._timeouts.request_s
-            transfer = _Incoming(machine, peer, handler, self._clock.now_s(), deadline_s)
-            self._transfers[transfer_id] = transfer
+            transfer = Incoming(machine, peer, handler, self._clock.now_s(), deadline_s)
+            self._transfers[transfer_id] = peer.incoming[transfer_id] = transfer
             self._run(transfer, machine.expect())
 
     def offer(
@@ -154,8 +127,8 @@ class Receiver:
     def on_message(self, peer: Peer, body: messages.Body) -> None:
         """A sender's message about a transfer."""
         transfer_id = getattr(body, "transfer_id", "")
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None or transfer.peer is not peer:
+        transfer = peer.incoming.get(transfer_id)
+        if transfer is None:
             if not (isinstance(body, messages.Quiet | messages.Stop) and self._ended.get(transfer_id) is not None):
                 emit(MessageDropped(reason="unknown_transfer"))
             return
@@ -175,12 +148,12 @@ class Receiver:
     def on_peer_lost(self, peer: Peer, reason: str) -> None:
         """The session is over: its requests fall back now, their blocks wait for the fence."""
         reason = reason if reason.startswith("refused: ") else f"peer_lost: {reason}"
-        for transfer in self._of(peer):
+        for transfer in list(peer.incoming.values()):
             self._run(transfer, transfer.machine.stopped(reason, self._clock.awake_s()))
 
     def on_fenced(self, peer: Peer) -> None:
         """The peer cannot reach our pages any more."""
-        for transfer in self._of(peer):
+        for transfer in list(peer.incoming.values()):
             self._run(transfer, transfer.machine.fenced("peer_lost", self._clock.awake_s()))
 
     def tick(self, now: float) -> None:
@@ -192,10 +165,7 @@ class Receiver:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _of(self, peer: Peer) -> list[_Incoming]:
-        return [transfer for transfer in self._transfers.values() if transfer.peer is peer]
-
-    def _run(self, transfer: _Incoming, actions: list[Action]) -> None:
+    def _run(self, transfer: Incoming, actions: list[Action]) -> None:
         handler, machine = transfer.handler, transfer.machine
         for action in actions:
             match action:
@@ -218,7 +188,7 @@ class Receiver:
                 case other:
                     raise AssertionError(f"{machine.transfer_id}: a receiver does not {other}")
 
-    def _on_done(self, transfer: _Incoming, done: messages.Done) -> None:
+    def _on_done(self, transfer: Incoming, done: messages.Done) -> None:
         """The sender says that everything has landed. What is to be verified is, before the handler is called."""
         machine, verifier = transfer.machine, self._verifier
         offered = machine.offered
@@ -230,14 +200,14 @@ class Receiver:
             transfer.verifying = True
             verifier.compare(machine, done, lambda mismatch: self._verified(transfer, done, mismatch))
 
-    def _verified(self, transfer: _Incoming, done: messages.Done, mismatch: str) -> None:
+    def _verified(self, transfer: Incoming, done: messages.Done, mismatch: str) -> None:
         """mismatch: what is wrong with the bytes that arrived; empty if nothing is."""
         if self._transfers.get(transfer.machine.transfer_id) is transfer:
             self._run(transfer, transfer.machine.done(done, self._clock.awake_s(), mismatch))
 
-    def _end(self, transfer: _Incoming, reason: str) -> None:
+    def _end(self, transfer: Incoming, reason: str) -> None:
         machine, peer = transfer.machine, transfer.peer
-        del self._transfers[machine.transfer_id]
+        del self._transfers[machine.transfer_id], peer.incoming[machine.transfer_id]
         self._ended.add(machine.transfer_id, reason, peer.name or peer.address)
         if machine.offered is not None and peer.transport is not None:
             peer.transport.close_blocks(peer.key, machine.offered.blocks)

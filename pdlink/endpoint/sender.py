@@ -7,25 +7,23 @@ there and the transport has room makes one native call; it never waits for a pee
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from pdlink.endpoint.data_path import DataPath
 from pdlink.endpoint.early import EarlyInterest
 from pdlink.endpoint.ended import Ended
-from pdlink.endpoint.outgoing import Outgoing
-from pdlink.endpoint.pushing import Pusher
+from pdlink.endpoint.transfers import Outgoing
 from pdlink.errors import InvalidRequest
-from pdlink.events import LayerLanded, LayerWritten, MessageDropped, TransferEnded, emit
+from pdlink.events import LayerWritten, MessageDropped, TransferEnded, emit
 from pdlink.protocol import messages
 from pdlink.protocol.actions import Action, End, Fail, Push, Send
 from pdlink.protocol.leases import Lease
 from pdlink.protocol.reasons import OTHER_PROMPT
 from pdlink.protocol.sending import Sending, offer_problem
 from pdlink.protocol.states import SenderState
-from pdlink.transport.base import BatchDone, Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,12 +31,10 @@ if TYPE_CHECKING:
     from pdlink.config import SharingConfig, TimeoutConfig
     from pdlink.endpoint.clock import Clock
     from pdlink.endpoint.peer import Peer
-    from pdlink.endpoint.pushing import Flight
     from pdlink.endpoint.sessions import Sessions
     from pdlink.endpoint.verifying import Verifier
     from pdlink.endpoint.work import Work
     from pdlink.kv.layout import KVLayout
-    from pdlink.transport.base import Transport
 
 _MAX_ATTEMPTS = 10_000
 """Attempts remembered by `complete`; the oldest are forgotten first."""
@@ -60,19 +56,15 @@ class Sender:
         short_of_blocks: Callable[[], bool],
     ) -> None:
         """short_of_blocks: whether requests of this worker wait for blocks that transfers hold."""
-        self._work, self._clock, self._sessions, self._verifier = work, clock, sessions, verifier
+        self._work, self._clock, self._sessions = work, clock, sessions
         self._num_layers, self._token_nbytes = len(layout.layers), layout.token_nbytes
         self._timeouts, self._short_of_blocks = timeouts, short_of_blocks
-        self._batch_timeout_s, self._sharing = batch_timeout_s, sharing
+        self.data_path = DataPath(work, clock, sessions, verifier, batch_timeout_s, sharing, self._run)
         self._transfers: dict[str, Outgoing] = {}
         self._early = EarlyInterest()
         self._ended = Ended()
         self._complete: OrderedDict[str, int] = OrderedDict()
         """Number of transfers of the attempts that announced all of theirs."""
-        self._pushers: dict[str, Pusher] = {}
-        """By transport name."""
-        self._landed = threading.Condition(work.lock)
-        """A push has ended, or all of a peer's were fenced."""
 
     # -- for the worker ----------------------------------------------------------------------------------------------
 
@@ -150,13 +142,13 @@ class Sender:
         """
         now_s = self._clock.now_s
         deadline_s = now_s() + timeout_s
-        with self._landed:
+        with self.data_path.ended:
             transfer = self._transfers.get(transfer_id)
             while transfer is not None:
-                self._take_back(transfer)
+                self.data_path.take_back(transfer)
                 if not transfer.machine.num_in_flight:
                     break
-                if not self._landed.wait(deadline_s - now_s()) and now_s() >= deadline_s:
+                if not self.data_path.ended.wait(deadline_s - now_s()) and now_s() >= deadline_s:
                     self._run(transfer, transfer.machine.stop("preempted with a push in flight"))
                     return
                 transfer = self._transfers.get(transfer_id)
@@ -203,11 +195,7 @@ class Sender:
     def push_nbytes(self) -> dict[str, int]:
         """KV bytes `waiting` for room on their transport, and those `in_flight`."""
         with self._work.lock:
-            orders = [pusher.order for pusher in self._pushers.values()]
-            return {
-                "waiting": sum(order.waiting_nbytes for order in orders),
-                "in_flight": sum(order.in_flight_nbytes for order in orders),
-            }
+            return self.data_path.nbytes()
 
     # -- for the driver, under its lock ------------------------------------------------------------------------------
 
@@ -219,8 +207,8 @@ class Sender:
             case messages.Offer(transfer_id=transfer_id):
                 self._on_interest(peer, transfer_id, body)
             case messages.Ack(transfer_id=transfer_id):
-                transfer = self._transfers.get(transfer_id)
-                if transfer is not None and transfer.peer is peer:
+                transfer = peer.outgoing.get(transfer_id)
+                if transfer is not None:
                     self._run(transfer, transfer.machine.ack())
                 else:
                     emit(MessageDropped(reason="unknown_transfer"))
@@ -229,48 +217,17 @@ class Sender:
             case _:
                 emit(MessageDropped(reason="wrong_direction"))
 
-    def on_batch(self, transport: Transport, done: BatchDone) -> None:
-        """Some pushes, or a part of one, have ended."""
-        pusher = self._pushers.get(transport.name)
-        flights = pusher.ended(done) if pusher is not None else []
-        if pusher is None or not flights:
-            return
-        self._landed.notify_all()
-        transfer = flights[0].transfer
-        if done.status is not Status.OK:
-            self._lost(flights, f"push {done.status.value}: {done.detail}")
-        self._release(pusher)  # before the reports: the link must not run dry
-        if done.status is not Status.OK:
-            return
-        peer = transfer.peer
-        assert peer is not None
-        peer.lane = peer.lane or transport.lane(done.peer)
-        transfer.nbytes += done.nbytes
-        if transfer.first_landed_s is None:
-            transfer.first_landed_s = done.done_s
-        for flight in flights:
-            if flight.left:
-                continue
-            if not flight.whole:
-                self._run(transfer, transfer.machine.dropped(flight.push.push_id))
-                continue
-            self._report(flight, peer.lane, done.done_s)
-            if self._verifier is not None and self._verifier.wants(flight.push):
-                self._compute_checksum(self._verifier, transfer, flight.push)
-            else:
-                self._run(transfer, transfer.machine.landed(flight.push.push_id))
-
     def on_peer_lost(self, peer: Peer, reason: str) -> None:
         """The session is over: stop its transfers; those with pushes in flight wait for the fence."""
-        for transfer in self._of(peer):
+        for transfer in list(peer.outgoing.values()):
             self._run(transfer, transfer.machine.stop(reason))
-        for transfer_id in self._early.of(peer):
+        for transfer_id in list(peer.early):
             self._end_early(transfer_id, reason)
 
     def on_fenced(self, peer: Peer) -> None:
         """The data connection is closed for good."""
-        self._landed.notify_all()
-        for transfer in self._of(peer):
+        self.data_path.ended.notify_all()
+        for transfer in list(peer.outgoing.values()):
             self._run(transfer, transfer.machine.fenced())
 
     def give_up(self, reason: str) -> None:
@@ -280,8 +237,7 @@ class Sender:
 
     def tick(self, now: float) -> None:
         """End what has run out, and what holds blocks that others wait for. now: `Clock.awake_s`."""
-        for pusher in self._pushers.values():
-            self._release(pusher)
+        self.data_path.release()
         short_of_blocks = self._short_of_blocks()
         for transfer in list(self._transfers.values()):
             machine, peer, finished_s = transfer.machine, transfer.peer, transfer.finished_s
@@ -298,14 +254,7 @@ class Sender:
         for transfer_id in self._early.older_than(now - min(self._timeouts.other_leg_s, self._timeouts.lease_s)):
             self._refuse(self._end_early(transfer_id, "no_request"), transfer_id, "no_request")
 
-    def close(self) -> None:
-        """Let go of the transports: they are closed, and their native engines end with the last reference."""
-        self._pushers.clear()
-
     # -- inside: interest of receivers -------------------------------------------------------------------------------
-
-    def _of(self, peer: Peer) -> list[Outgoing]:
-        return [transfer for transfer in self._transfers.values() if transfer.peer is peer]
 
     def _on_interest(self, peer: Peer, transfer_id: str, offer: messages.Offer | None) -> None:
         assert peer.identity is not None
@@ -328,6 +277,7 @@ class Sender:
         machine = transfer.machine
         if transfer.peer is None:
             transfer.peer = peer
+            peer.outgoing[machine.transfer_id] = transfer
             transfer.lease.hold(self._timeouts.lease_s, self._clock.awake_s())
             self._work.defer(transfer.on_receiver)
         elif transfer.peer is not peer:
@@ -338,11 +288,11 @@ class Sender:
 
     def _on_stop(self, peer: Peer, transfer_id: str, reason: str) -> None:
         """A receiver ends a transfer. It needs *quiet*, whatever is known of the transfer here, or it fences us."""
-        transfer, early = self._transfers.get(transfer_id), self._early.get(transfer_id)
-        if transfer is not None and transfer.peer is peer:
+        transfer, early = peer.outgoing.get(transfer_id), self._early.get(transfer_id)
+        if transfer is not None:
             self._run(transfer, transfer.machine.stop(reason))
             return
-        unknown = transfer is None and self._ended.get(transfer_id) is None
+        unknown = transfer_id not in self._transfers and self._ended.get(transfer_id) is None
         if unknown and (early is None or early.peer is peer):
             self._early.pop(transfer_id)
             self._ended.add(transfer_id, reason, peer.name)  # its request may still come: it is refused then
@@ -387,89 +337,19 @@ class Sender:
                 case Fail(reason=reason):
                     on_failed = transfer.on_failed
                     self._work.defer(lambda on_failed=on_failed, reason=reason: on_failed(reason))  # type: ignore[misc]
-                    self._take_back(transfer)
+                    self.data_path.take_back(transfer)
                 case End(reason=reason):
                     self._end(transfer, reason)
                 case other:
                     raise AssertionError(f"{transfer.transfer_id}: a sender does not {other}")
         if pushes:
-            assert transfer.peer is not None
-            pusher = self._pusher_of(transfer.peer)
-            pusher.add(transfer, transfer.peer, pushes)  # together: small ones travel in one part
-            self._release(pusher)
-
-    def _pusher_of(self, peer: Peer) -> Pusher:
-        assert peer.transport is not None
-        pusher = self._pushers.get(peer.transport.name)
-        if pusher is None:
-            pusher = Pusher(peer.transport, self._sharing, self._batch_timeout_s, self._clock.now_s)
-            self._pushers[peer.transport.name] = pusher
-        return pusher
-
-    def _release(self, pusher: Pusher) -> None:
-        """Hand over what has room. What cannot be handed over ends its session, or its transfer if it has no plan."""
-        for flights, error, in_flight in pusher.release():
-            transfer = flights[0].transfer
-            if in_flight:
-                self._lost(flights, f"push refused: {error}")
-                peer, reason = transfer.peer, str(error)
-                assert peer is not None
-                self._sessions.lose(peer, reason)
-                self.on_peer_lost(peer, reason)  # now: all else that waits for this peer would fail part by part
-                continue
-            self._run(transfer, transfer.machine.stop(f"push impossible: {error}"))
-            for push_id in {flight.push.push_id for flight in flights if not flight.left}:
-                self._run(transfer, transfer.machine.dropped(push_id))
-
-    def _take_back(self, transfer: Outgoing) -> None:
-        """Take back what this transfer has waiting: it never was in flight."""
-        if transfer.backlog is not None:
-            assert transfer.peer is not None
-            for push_id in self._pusher_of(transfer.peer).take_back(transfer):
-                self._run(transfer, transfer.machine.dropped(push_id))
-
-    def _lost(self, flights: Sequence[Flight], reason: str) -> None:
-        transfer = flights[0].transfer
-        for flight in flights:
-            self._run(transfer, transfer.machine.lost(flight.push.push_id, reason))
-
-    @staticmethod
-    def _report(flight: Flight, lane: str, done_s: float) -> None:
-        push = flight.push
-        emit(
-            LayerLanded(
-                at_s=done_s,
-                transfer_id=flight.transfer.transfer_id,
-                layer=push.layer,
-                start=push.start,
-                end=push.end,
-                nbytes=flight.nbytes,
-                transport=lane,
-                submitted_s=flight.submitted_s,
-                asked_s=flight.asked_s,
-            )
-        )
-
-    def _compute_checksum(self, verifier: Verifier, transfer: Outgoing, push: Push) -> None:
-        """Until the checksum is there the push counts as in flight: its blocks are read, and *done* waits for it."""
-
-        def landed(value: int) -> None:
-            if self._transfers.get(transfer.transfer_id) is transfer:
-                transfer.checksums.append(messages.Checksum(push.layer, push.start, push.end, value))
-                self._landed.notify_all()
-                self._run(transfer, transfer.machine.landed(push.push_id))
-
-        def failed(reason: str) -> None:
-            if self._transfers.get(transfer.transfer_id) is transfer:
-                self._run(transfer, transfer.machine.stop(reason))
-                self._landed.notify_all()
-                self._run(transfer, transfer.machine.landed(push.push_id))
-
-        verifier.compute(push, landed, failed)
+            self.data_path.push(transfer, pushes)
 
     def _end(self, transfer: Outgoing, reason: str) -> None:
         machine, peer = transfer.machine, transfer.peer
         del self._transfers[transfer.transfer_id]
+        if peer is not None:
+            del peer.outgoing[transfer.transfer_id]
         self._ended.add(transfer.transfer_id, reason, peer.name if peer else "")
         emit(
             TransferEnded(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdlink.endpoint.channel import QueueFull
 from pdlink.endpoint.greeting import Greeter
+from pdlink.endpoint.known import KnownPeers
 from pdlink.endpoint.peer import Peer, PeerState, ends_session, printable
 from pdlink.errors import ConfigError, ProtocolError, TransferFailed, TransportFailure
 from pdlink.events import MessageDropped, PeerChanged, emit
@@ -88,15 +89,14 @@ class Sessions:
     ) -> None:
         self._local, self._work, self._clock = local, work, clock
         self._channel = channel
-        self.greeter = Greeter(self, local, clock, transports, require_lane)
+        self.known = KnownPeers(local.name, clock.now_s)
+        self.greeter = Greeter(self, self.known, local, clock, transports, require_lane)
         self.refuses = ""
         """Why no session is dialed any more; empty while they are."""
         self.ended: deque[Lost | Fenced] = deque()
         """For the driver, in order."""
         self.by_route: dict[str, Peer] = {}
-        """Live sessions whose connection has been opened."""
-        self.dialed: dict[str, Peer] = {}
-        """Live sessions that we opened, by address, from the moment somebody asks for one."""
+        """Live sessions whose connection is open."""
         self.closing: dict[str, Peer] = {}
         """Lost sessions whose data connection is not fenced yet, by key."""
         self._num_dialed = 0
@@ -108,14 +108,6 @@ class Sessions:
         self.queued_nbytes = 0
         """Of all of these."""
 
-    def all(self) -> list[Peer]:
-        """Live sessions."""
-        return list(dict.fromkeys((*self.by_route.values(), *self.dialed.values())))
-
-    def accepted(self) -> list[Peer]:
-        """Live sessions that others have opened."""
-        return [peer for peer in self.by_route.values() if not peer.dialed]
-
     # -- begin and end -----------------------------------------------------------------------------------------------
 
     def at(self, address: str) -> Peer:
@@ -126,16 +118,18 @@ class Sessions:
         """
         if self.refuses:
             raise TransferFailed(self.refuses)
-        peer = self.dialed.get(address)
+        known = self.known.dialed.get(address)
+        peer = known.session if known is not None else None
         if peer is None:
-            self.greeter.refusals.check(address)
-            if sum(other.state is PeerState.CONNECTING for other in self.dialed.values()) >= MAX_DIALS:
+            self.known.check(address)
+            connecting = [peer for peer in self.known.sessions(accepted=False) if peer.state is PeerState.CONNECTING]
+            if len(connecting) >= MAX_DIALS:
                 raise TransferFailed(f"too_many_dials: {MAX_DIALS} workers have not answered yet, limit {MAX_DIALS}")
             self._num_dialed += 1
             now = self._clock.awake_s()
             number = self.next_number()
             peer = Peer(number, "", self._num_dialed, dialed=True, since_s=now, heard_s=now, address=address)
-            self.dialed[address] = peer
+            self.known.begin(peer)
             self._work.call(lambda: self._dial(peer), lambda reason: self.lose(peer, reason))
         return peer
 
@@ -174,7 +168,7 @@ class Sessions:
         transport = peer.transport.name if peer.transport else ""
         log.info("%s: peer %s ready over %s", self._local.name, peer.name, transport)
         emit(PeerChanged(peer=peer.name, state="ready", reason=transport))
-        self.greeter.refusals.fits(peer)
+        self.known.fits(peer)
         if peer.outbox:
             self.unsent[peer] = None
 
@@ -188,7 +182,7 @@ class Sessions:
         reason = printable(reason, messages.MAX_TEXT)
         log.info("%s: peer %s lost: %s", self._local.name, peer.name or peer.address, reason)
         emit(PeerChanged(peer=peer.name or peer.address, state="lost", reason=reason))
-        self.dialed.pop(peer.address, None)
+        self.known.end(peer)
         self._work.call(lambda: self._hang_up(peer, reason))
         self.ended.append(Lost(peer, reason))
         self.shut(peer)
@@ -222,7 +216,7 @@ class Sessions:
 
     def of_key(self, key: str) -> Peer | None:
         """The live session that transports know by this key."""
-        return next((peer for peer in self.all() if peer.key == key), None)
+        return next((peer for peer in self.known.sessions() if peer.key == key), None)
 
     def _hang_up(self, peer: Peer, reason: str) -> None:
         self.unsent.pop(peer, None)

@@ -200,7 +200,7 @@ class Bench:
                 if peer not in self.honest:
                     with node.endpoint.lock:
                         node.endpoint.sessions.lose(peer, "the example is over")
-            node.endpoint.sessions.greeter.refusals._dialed.clear()
+            node.endpoint.sessions.known.forget_refusals()
         self.step()
         self.until(
             lambda: not (self.prefill.endpoint.num_closing() + self.decode.endpoint.num_closing()), "all is fenced"

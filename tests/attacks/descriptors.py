@@ -89,7 +89,7 @@ def hang_up(node: Node) -> None:
     def end() -> None:
         for peer in node.endpoint.peers():
             node.endpoint.sessions.lose(peer, "again, please")
-        node.endpoint.sessions.greeter.refusals._dialed.clear()
+        node.endpoint.sessions.known.forget_refusals()
         ended.set()
 
     node.endpoint.work.call(end)

@@ -315,7 +315,7 @@ def test_nothing_counts_before_the_handshake(pair: Pair, kind: str) -> None:
     other: dict[str, messages.Body] = {
         "heartbeat": messages.Heartbeat(),
         "invite": messages.Invite(b"\0" * 64),
-        "welcome": messages.Welcome("x", pair.decode.endpoint.identity, "loopback"),
+        "welcome": messages.Welcome("x", pair.decode.endpoint.local.identity, "loopback"),
     }
     handler = begin(pair, "theirs")
     with Stranger(pair) as stranger:

@@ -274,7 +274,7 @@ def written(decode: Worker) -> set[int]:
 
 def evil(prefill: Worker, block: int) -> None:
     """The hostile half of the prefill worker: its data connection is good, so it puts what it likes."""
-    peer = next(peer.key for peer in prefill.endpoint.sessions.all())
+    peer = next(peer.key for peer in prefill.endpoint.peers())
     prefill.transport.submit(peer, [piece([[0, at(block), 64]])], 5.0)
 
 
@@ -302,5 +302,5 @@ def test_an_admitted_prefill_cannot_write_to_its_blocks_when_the_transfer_is_ove
     assert prefill.transfer_to(decode, "t", [4, 9], lambda: None).calls == ["ready 42", "released"]
     decode.buffer.array[:] = 0
     evil(prefill, 4)
-    until(lambda: not decode.endpoint.sessions.all(), "the session is lost")
+    until(lambda: not decode.endpoint.peers(), "the session is lost")
     assert written(decode) == set()

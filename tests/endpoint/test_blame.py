@@ -158,7 +158,7 @@ def test_a_question_about_blocks_that_raises_costs_a_line_in_the_log(pair: Pair)
 def test_news_of_a_transport_that_cannot_be_handled_costs_its_peer_only(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    once(monkeypatch, pair.prefill.endpoint.sender, "on_batch")
+    once(monkeypatch, pair.prefill.endpoint.sender.data_path, "on_batch")
     log = pair.announce("t")
     handler = pair.expect("t")
     pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)

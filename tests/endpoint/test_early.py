@@ -27,7 +27,7 @@ def test_peer_that_promises_too_much_is_refused_alone() -> None:
     assert set(refused) == {"", "too_many_early_offers"}
     assert table.put("h", honest, None, 0.0) == ""
     assert table.put("h", honest, offer("h", 100_000), 0.0) == ""
-    assert len(table.of(greedy)) * early.ENTRY_NBYTES <= early.MAX_PEER_NBYTES
+    assert len(greedy.early) * early.ENTRY_NBYTES <= early.MAX_PEER_NBYTES
 
 
 def test_all_peers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,9 +45,9 @@ def test_what_is_forgotten_counts_no_more() -> None:
         assert table.put(f"t-{number}", one, None, 0.0) == ""
         assert table.put(f"t-{number}", one, offer(f"t-{number}", number), 0.0) == ""
     assert table.nbytes == 100 * early.ENTRY_NBYTES + 8 * sum(range(100))
-    for transfer_id in table.of(one):
+    for transfer_id in list(one.early):
         table.pop(transfer_id)
-    assert (len(table), table.nbytes, table._shares) == (0, 0, {})
+    assert (len(table), table.nbytes, one.early, one.early_nbytes) == (0, 0, {}, 0)
 
 
 def test_offer_comes_out_as_it_went_in() -> None:

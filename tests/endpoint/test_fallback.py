@@ -65,7 +65,7 @@ class NearPair(Pair):
         transports = [near, LoopbackTransport(self.hub)] if far else [near]
         node = Node(self.hub, name, kv, TIMEOUTS, transports=transports).open()
         node.transport = transports[-1]
-        node.endpoint.local.identity = replace(node.endpoint.identity, host=host)
+        node.endpoint.local.identity = replace(node.endpoint.local.identity, host=host)
         return node
 
     def play(self, name: str) -> list[str]:
@@ -213,7 +213,7 @@ def test_listener_cannot_have_a_transport_opened_twice(pair: Pair) -> None:
     with FalsePrefill(pair) as false:
         pair.decode.endpoint.receiver.expect("t", false.address, handler)
         false.hear(messages.Hello)
-        welcome = messages.Welcome("false", pair.prefill.endpoint.identity, "loopback")
+        welcome = messages.Welcome("false", pair.prefill.endpoint.local.identity, "loopback")
         false.say(welcome)
         false.hear(messages.Invite)
         false.say(welcome)
@@ -228,7 +228,7 @@ def test_nothing_is_said_to_a_listener_that_has_not_connected(pair: Pair) -> Non
         pair.decode.endpoint.receiver.expect("t", false.address, handler)
         false.hear(messages.Hello)
         false.say(messages.Ready())
-        false.say(messages.Welcome("false", pair.prefill.endpoint.identity, "loopback"))
+        false.say(messages.Welcome("false", pair.prefill.endpoint.local.identity, "loopback"))
         false.hear(messages.Invite)
         assert false.hear(messages.Heartbeat), "a lost invitation shows by the gap before it"
         assert [peer.state.value for peer in pair.decode.endpoint.peers()] == ["connecting"]

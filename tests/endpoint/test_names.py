@@ -49,7 +49,7 @@ def test_second_live_worker_of_a_name_is_refused_with_both_addresses_and_the_fir
 def test_second_worker_of_a_name_gets_in_when_the_first_one_has_gone(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdlink.endpoint.refusals.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("pdlink.endpoint.known.FIRST_PAUSE_S", 0.0)
     assert transfer(pair, pair.decode, "t") == ["ready 42", "released"]
     second = Node(pair.hub, "decode", layout(8), TIMEOUTS).open()
     assert transfer(pair, second, "u")[0].startswith("failed refused: name_in_use")
@@ -103,7 +103,7 @@ def test_listener_whose_name_would_forge_a_line_of_the_log_is_refused(
     with FalsePrefill(pair) as false:
         pair.decode.endpoint.receiver.expect("t", false.address, handler)
         false.hear(messages.Hello)
-        false.say(messages.Welcome(name, pair.prefill.endpoint.identity, "loopback"), src=name)
+        false.say(messages.Welcome(name, pair.prefill.endpoint.local.identity, "loopback"), src=name)
         assert false.hear(messages.Refuse).factor == "name"
     assert handler.wait()[0].startswith("failed refused: name differs: ")
     assert all(line.isprintable() for line in caplog.messages)

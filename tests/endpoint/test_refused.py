@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pdlink.endpoint.refusals import FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_RECONNECT_S, MAX_PEERS, Refusals
+from pdlink.endpoint.known import FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_RECONNECT_S, MAX_PEERS, KnownPeers
 from pdlink.errors import HandshakeRefused, TransferFailed
 from pdlink.events import PeerChanged
 from pdlink.protocol.handshake import CONNECTION_FACTOR
@@ -31,12 +31,12 @@ class Book:
     time: Time = field(default_factory=Time)
 
     def __post_init__(self) -> None:
-        self.refusals = Refusals("decode", self.time, jitter=lambda: 0.5)
+        self.known = KnownPeers("decode", self.time, jitter=lambda: 0.5)
 
     def refused(self, address: str = "tcp://a:1", refusal: HandshakeRefused = REFUSAL) -> float:
         """Be refused; how long is the pause?"""
-        self.refusals.by_listener(address, "prefill", refusal)
-        return next(entry.retry_s for entry in self.refusals.all() if entry.address == address)
+        self.known.refused_by(address, "prefill", refusal)
+        return next(entry.retry_s for entry in self.known.refusals() if entry.address == address)
 
 
 @pytest.fixture
@@ -79,9 +79,9 @@ def test_a_connection_that_failed_is_tried_again_soon(book: Book) -> None:
 def test_pauses_differ_between_workers_that_were_refused_together() -> None:
     pauses = set()
     for share in (0.0, 0.3, 0.99):
-        refusals = Refusals("decode", Time(), jitter=lambda share=share: share)  # type: ignore[misc]
-        refusals.by_listener("tcp://a:1", "prefill", REFUSAL)
-        pauses.add(refusals.all()[0].retry_s)
+        known = KnownPeers("decode", Time(), jitter=lambda share=share: share)  # type: ignore[misc]
+        known.refused_by("tcp://a:1", "prefill", REFUSAL)
+        pauses.add(known.refusals()[0].retry_s)
     assert len(pauses) == 3
     assert all(0.75 * FIRST_PAUSE_S <= pause <= 1.25 * FIRST_PAUSE_S for pause in pauses)
 
@@ -89,18 +89,18 @@ def test_pauses_differ_between_workers_that_were_refused_together() -> None:
 def test_a_try_is_let_through_when_its_pause_is_over(book: Book) -> None:
     book.refused()
     with pytest.raises(TransferFailed, match="^refused: model differs: local a, remote b; next try in 1.0 s$"):
-        book.refusals.check("tcp://a:1")
-    book.refusals.check("tcp://b:1")
+        book.known.check("tcp://a:1")
+    book.known.check("tcp://b:1")
     book.time.now_s += FIRST_PAUSE_S
-    book.refusals.check("tcp://a:1")
-    assert book.refusals.all()[0].retry_s == 0.0
+    book.known.check("tcp://a:1")
+    assert book.known.refusals()[0].retry_s == 0.0
 
 
 def test_refused_peers_kept_are_bounded_and_the_oldest_goes_first(book: Book) -> None:
     for number in range(2 * MAX_PEERS):
         book.refused(f"tcp://a:{number}")
-        book.refusals.of_dialer(f"d{number}", f"d{number}", REFUSAL)
-    entries = book.refusals.all()
+        book.known.refused(f"d{number}", f"d{number}", REFUSAL)
+    entries = book.known.refusals()
     assert len(entries) == 2 * MAX_PEERS
     assert entries[0].address == f"tcp://a:{MAX_PEERS}"
 
@@ -110,14 +110,12 @@ def test_peer_that_nobody_tries_any_more_is_forgotten(book: Book) -> None:
     book.time.now_s += 599
     book.refused("tcp://b:1")
     book.time.now_s += 2
-    assert [entry.address for entry in book.refusals.all()] == ["tcp://b:1"]
+    assert [entry.address for entry in book.known.refusals()] == ["tcp://b:1"]
 
 
 def test_a_peers_words_cannot_forge_lines_or_fill_memory(book: Book, caplog: pytest.LogCaptureFixture) -> None:
-    book.refusals.by_listener(
-        "tcp://a:1", "prefill", HandshakeRefused("model", "x" * 4096, "b\n2026 CRITICAL\x1b[2J")
-    )
-    (entry,) = book.refusals.all()
+    book.known.refused_by("tcp://a:1", "prefill", HandshakeRefused("model", "x" * 4096, "b\n2026 CRITICAL\x1b[2J"))
+    (entry,) = book.known.refusals()
     assert len(entry.local) == 200
     assert entry.remote == "b?2026 CRITICAL?[2J"
     assert all(line.isprintable() for line in caplog.messages)
@@ -125,7 +123,7 @@ def test_a_peers_words_cannot_forge_lines_or_fill_memory(book: Book, caplog: pyt
 
 def test_log_of_refused_dialers_gets_a_line_a_second(book: Book, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(100):
-        book.refusals.of_dialer(f"d{number}", f"d{number}", REFUSAL)
+        book.known.refused(f"d{number}", f"d{number}", REFUSAL)
     assert len(caplog.messages) == 1
 
 
@@ -162,7 +160,7 @@ def test_a_refusal_is_one_warning_on_each_side_and_one_when_the_pair_fits(
             if record.levelno >= logging.WARNING and record.name.startswith("pdlink")
         ]
 
-    monkeypatch.setattr("pdlink.endpoint.refusals.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("pdlink.endpoint.known.FIRST_PAUSE_S", 0.0)
     for number in range(3):
         expect(pair, other, f"t{number}")
     assert sorted(text.split(";")[0] for text in warnings()) == [

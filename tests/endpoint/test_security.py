@@ -242,7 +242,7 @@ def test_allowed_worker_cannot_take_the_place_of_another(settled: tuple[Site, No
     """smg#2503 turned around: a hello in somebody's name would otherwise replace his session."""
     site, decode = settled
     victim = site.prefill.endpoint.peers()[0]
-    hello = messages.Hello("decode", decode.endpoint.identity, ("loopback",))
+    hello = messages.Hello("decode", decode.endpoint.local.identity, ("loopback",))
     with closing(Impostor(site, b"x")) as impostor:
         impostor.send(
             messages.Envelope(messages.VERSION, "decode", victim.epoch, "", victim.session + 1, 0, (hello,))
@@ -280,7 +280,7 @@ def test_session_of_a_worker_that_died_is_not_inherited_with_its_route(settled: 
     decode.close()
     until(lambda: not prefill.peers(), "the session is over")
     with closing(Impostor(site, b"known", DECODE)) as dying:
-        hello = messages.Hello("decode", decode.endpoint.identity, ("loopback",))
+        hello = messages.Hello("decode", decode.endpoint.local.identity, ("loopback",))
         dying.send(messages.Envelope(messages.VERSION, "decode", "e", "", 7, 0, (hello,)))
         assert isinstance(dying.receive(), messages.Welcome)
     (victim,) = prefill.peers()

@@ -19,6 +19,7 @@ from pdlink.endpoint.ended import Ended
 from pdlink.endpoint.peer import Peer, PeerState
 from pdlink.endpoint.pushing import Pusher
 from pdlink.endpoint.receiver import Receiver
+from pdlink.endpoint.reports import Reports
 from pdlink.endpoint.sender import Sender
 from pdlink.endpoint.sessions import Sessions
 from pdlink.node.incoming import Incoming
@@ -164,7 +165,9 @@ def _again_and_again(right: Any) -> Callable[..., Any]:
 def _take_it_again(right: Any) -> Callable[..., Any]:
     def announce(self: Sender, transfer_id: str, *args: Any) -> None:
         self._ended._forget(transfer_id)
-        self._transfers.pop(transfer_id, None)
+        old = self._transfers.pop(transfer_id, None)
+        if old is not None and old.peer is not None:
+            del old.peer.outgoing[transfer_id]
         right(self, transfer_id, *args)
 
     return announce
@@ -320,7 +323,7 @@ _PLANTED: tuple[tuple[Any, ...], ...] = (
     ("transfer id forgotten when it ends", "faulty", (Ended, "add", _nothing)),
     ("offer that came before its request is lost", "gentle", (Early, "offer", _no_offer)),
     ("early offers never expire", "gentle", (EarlyInterest, "older_than", _empty)),
-    ("failed data connection ignored", "faulty", (Endpoint, "_on_occurrence", _ignore_failed_peers)),
+    ("failed data connection ignored", "faulty", (Reports, "on_occurrence", _ignore_failed_peers)),
     ("lost peer not told to the sender", "faulty", (Sender, "on_peer_lost", _nothing)),
     ("lost peer not told to the receiver", "faulty", (Receiver, "on_peer_lost", _nothing)),
     ("silence is not death", "faulty", (Endpoint, "_tick", _no_silence)),

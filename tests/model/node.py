@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.endpoint.peer import Peer
-    from pdlink.endpoint.receiver import ReceiveHandler, Receiver
+    from pdlink.endpoint.receiver import Receiver
     from pdlink.endpoint.sender import Sender
+    from pdlink.endpoint.transfers import ReceiveHandler
     from pdlink.engine.engine import Engine as RealEngine
     from pdlink.kv.layout import Piece
     from pdlink.memory.buffers import Buffer
@@ -305,7 +306,7 @@ class Node:
             short_of_blocks=lambda: any(request.state == "waiting" for request in self.engine.requests.values()),
         )
         self.endpoint.local.epoch = f"{name}-life-{life}"
-        self.endpoint.sessions.greeter.refusals.jitter = lambda: 0.5
+        self.endpoint.sessions.known.jitter = lambda: 0.5
         self.endpoint.local.address = self.address
         network.listening[self.address] = self.port
         self.alive, self.stopped = True, False
@@ -385,7 +386,7 @@ class Node:
         return {
             **{f"sender.{name}": count for name, count in sender.states().items()},
             **{f"receiver.{name}": count for name, count in receiver.states().items()},
-            "sender.pushes": sum(map(len, sender._pushers.values())),
+            "sender.pushes": sum(map(len, sender.data_path.pushers.values())),
             **{f"sender.{name}_nbytes": count for name, count in sender.push_nbytes().items()},
             "closing": endpoint.num_closing(),
             "transport.closing": len(self.transport._closing) + len(self.transport.to_close),
@@ -399,14 +400,15 @@ class Node:
     def session_gauges(self) -> dict[str, int]:
         """Everything that must be zero when no session is left either."""
         endpoint = self.endpoint
+        known = [*endpoint.sessions.known.dialed.values(), *endpoint.sessions.known.accepted.values()]
         return {
             "peers": len(endpoint.peers()),
             "queued": endpoint.queued_nbytes() + len(endpoint.sessions.waiting),
             "routes": len(endpoint.sessions.by_route),
-            "dialed": len(endpoint.sessions.dialed),
+            "known": sum(not (peer.refusal or peer.unusable) for peer in known),
             "closing": endpoint.num_closing(),
             "transport.peers": self.transport.num_peers(),
-            "early": len(endpoint.sender._early._shares),
-            "flows": sum(len(pusher.order._flying) for pusher in endpoint.sender._pushers.values()),
+            "early": len(endpoint.sender._early),
+            "flows": sum(len(pusher.order._flying) for pusher in endpoint.sender.data_path.pushers.values()),
             "dials": sum(item.dialer is self.port for item in self.port._connections.values()),
         }

@@ -1,0 +1,101 @@
+"""`Reports`: polls the transports of an endpoint and acts upon what they report; closes one that cannot be polled."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pdlink.errors import TransportUnavailable
+from pdlink.transport.base import BatchDone, PeerClosed, PeerFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdlink.endpoint.blame import Blame
+    from pdlink.endpoint.channel import Channel
+    from pdlink.endpoint.data_path import DataPath
+    from pdlink.endpoint.sessions import Sessions
+    from pdlink.endpoint.tamper import SlowLink
+    from pdlink.transport.base import Occurrence, Transport
+
+log = logging.getLogger(__name__)
+
+
+class Reports:
+    """Used by the endpoint's thread, under its lock."""
+
+    def __init__(
+        self,
+        transports: dict[str, Transport],
+        channel: Channel,
+        sessions: Sessions,
+        data_path: DataPath,
+        blame: Blame,
+        slow: SlowLink | None,
+        settle: Callable[[], None],
+    ) -> None:
+        """transports: by name; one that fails is removed. settle: ends the transfers of ended sessions."""
+        self._transports, self._channel, self._sessions = transports, channel, sessions
+        self._data_path, self._blame, self._slow, self._settle = data_path, blame, slow, settle
+        self._watched: dict[str, int] = {}
+        """Descriptors, by name of transport."""
+
+    def watch(self) -> None:
+        """Let a report end the wait of the channel."""
+        for name, transport in self._transports.items():
+            self._watched[name] = transport.fileno()
+            self._channel.watch(self._watched[name])
+
+    def poll(self) -> None:
+        """Act upon every report that is there."""
+        for transport in list(self._transports.values()):
+            occurrences = self._poll(transport, partial(self._give_up, transport))
+            if self._slow is not None:
+                occurrences = self._slow.passed(transport.name, occurrences)
+            for occurrence in occurrences:
+                act = partial(self.on_occurrence, transport, occurrence)
+                self._blame.guard("occurrence", act, partial(self._lose, occurrence.peer))
+                self._settle()
+
+    def _poll(self, transport: Transport, cost: Callable[[str], None] | None = None) -> list[Occurrence]:
+        occurrences: list[Occurrence] = []
+        self._blame.guard("transport", lambda: occurrences.extend(transport.poll()), cost)
+        return occurrences
+
+    def on_occurrence(self, transport: Transport, occurrence: Occurrence) -> None:
+        """Act upon one report."""
+        match occurrence:
+            case BatchDone():
+                self._data_path.on_batch(transport, occurrence)
+            case PeerFailed(peer=key, reason=reason):
+                self._sessions.on_failed(key, transport, reason)
+            case PeerClosed(peer=key):
+                self._sessions.on_fenced(key, transport)
+
+    def _lose(self, key: str, reason: str) -> None:
+        peer = self._sessions.of_key(key)
+        if peer is not None:
+            self._sessions.lose(peer, reason)
+
+    def _give_up(self, transport: Transport, reason: str) -> None:
+        """Close a transport that cannot be polled, and end its sessions; others go on over the other transports.
+
+        Blocks whose fence it does not report now stay quarantined for good. Raises TransportUnavailable if it was the
+        last one: the loop ends, and the worker's supervisor starts it again.
+        """
+        log.error("transport %s is given up: %s", transport.name, reason)
+        del self._transports[transport.name]
+        if transport.name in self._watched:
+            self._channel.unwatch(self._watched.pop(transport.name))
+        self._blame.guard("transport", transport.close)
+        for peer in self._sessions.known.sessions():
+            if peer.transport is transport:
+                self._blame.guard("transport", partial(self._sessions.lose, peer, reason))
+        last = (self._slow.all(transport.name) if self._slow is not None else []) + self._poll(transport)
+        self._settle()
+        for occurrence in last:
+            self.on_occurrence(transport, occurrence)
+        self._settle()
+        if not self._transports:
+            raise TransportUnavailable(f"transport {transport.name} was the last one: {reason}")
