@@ -26,6 +26,10 @@ class Extents:
         self._taken: dict[int, int] = {}
         """Begin to nbytes."""
 
+    @property
+    def num_taken(self) -> int:
+        return len(self._taken)
+
     def grow(self, limit_nbytes: int) -> None:
         """Free what lies from the old limit to this one."""
         begin, self.limit_nbytes = self.limit_nbytes, limit_nbytes // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES

@@ -1,0 +1,269 @@
+"""Holders that write, read and die over one catalog, and what must hold whatever they do.
+
+Memory is modelled by the page: a writer leaves its reservation's serial there, so a slot that is used again too early
+shows. A schedule is a list of numbers, each of which is a move and its choices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from pdlink.store.catalog import Catalog, Lease, Slot
+from pdlink.store.extents import ALIGNMENT_NBYTES
+from pdlink.store.policies.registry import make_policy
+from tests.model.dice import Dice
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PAGES = 12
+PROMPTS = [[b"%d-%d" % (prompt, chunk) for chunk in range(5)] for prompt in range(3)]
+PROMPTS.append(PROMPTS[0][:2] + [b"branch-%d" % chunk for chunk in range(3)])
+QUOTA_PAGES = 4
+
+
+@dataclass
+class Writing:
+    slots: tuple[Slot, ...]
+    num_written: int = 0
+
+
+@dataclass
+class Reading:
+    lease: Lease
+    deadline_s: float
+    keys: set[bytes]
+    """Those that still lead to the leased records."""
+    sound: bool = True
+    """Whether all that was read is what it should be."""
+
+
+@dataclass
+class Holder:
+    name: str
+    alive: bool = True
+    writing: list[Writing] = field(default_factory=list)
+    reading: list[Reading] = field(default_factory=list)
+
+
+class World:
+    def __init__(self, policy: str) -> None:
+        self.catalog = Catalog(make_policy(policy), pin_quota_nbytes=QUOTA_PAGES * ALIGNMENT_NBYTES)
+        self.catalog.grow(PAGES // 2 * ALIGNMENT_NBYTES)
+        self.pages = [0] * PAGES
+        self.now_s = 0.0
+        self.lives = 0
+        self.holders = [self._born() for _ in range(3)]
+        self.stored: dict[bytes, int] = {}
+        self.pinned: dict[str, set[bytes]] = {}
+        self.withdrawn: set[int] = set()
+        """Reservations whose key was removed."""
+        self.counts: Counter[str] = Counter()
+
+    def play(self, schedule: Sequence[int]) -> None:
+        for number in schedule:
+            dice = Dice(number)
+            move = dice.one(MOVES)
+            getattr(self, f"_{move}")(dice)
+            self._look(move)
+        self._finish()
+
+    # --- Moves
+
+    def _reserve(self, dice: Dice) -> None:
+        holder, keys = dice.one(self.holders), dice.one(PROMPTS)[: 1 + dice.below(5)]
+        nbytes = ALIGNMENT_NBYTES * (1 + dice.below(2)) - dice.below(2)
+        if holder.alive:
+            slots = self.catalog.reserve(keys, nbytes, holder.name)
+            assert not {slot.key for slot in slots} & self._being_written(), "a key is written twice"
+            if slots:
+                holder.writing.append(Writing(slots))
+
+    def _write(self, dice: Dice) -> None:
+        if holder := self._one(dice, "writing"):
+            self._fill(dice.one(holder.writing), 1)
+
+    def _commit(self, dice: Dice) -> None:
+        """What is written of a put; most often all of it."""
+        if holder := self._one(dice, "writing"):
+            writing = holder.writing.pop(dice.below(len(holder.writing)))
+            if dice.below(3):
+                self._fill(writing, len(writing.slots))
+            done, rest = writing.slots[: writing.num_written], writing.slots[writing.num_written :]
+            for slot in done:
+                assert {self.pages[page] for page in _pages(slot)} == {slot.serial}, (
+                    "somebody wrote into a reservation"
+                )
+            self.catalog.abandon(rest)
+            readable = self.catalog.commit(done)
+            assert not {slot.key for slot in done if slot.serial in self.withdrawn} & set(readable), (
+                "a removed key is back"
+            )
+            self.counts["committed"] += len(readable)
+
+    def _fill(self, writing: Writing, count: int) -> None:
+        for slot in writing.slots[writing.num_written :][:count]:
+            for page in _pages(slot):
+                self.pages[page] = slot.serial
+            writing.num_written += 1
+
+    def _abandon(self, dice: Dice) -> None:
+        if holder := self._one(dice, "writing"):
+            self.catalog.abandon(holder.writing.pop(dice.below(len(holder.writing))).slots)
+
+    def _lease(self, dice: Dice) -> None:
+        holder, keys = dice.one(self.holders), dice.one(PROMPTS)
+        if holder.alive:
+            expected = self.catalog.lookup(keys)
+            deadline_s = self.now_s + 1 + dice.below(4)
+            lease = self.catalog.lease(keys, holder.name, "request", deadline_s)
+            assert [slot.key for slot in lease.slots] == keys[:expected]
+            if lease.slots:
+                holder.reading.append(Reading(lease, deadline_s, set(keys[:expected])))
+
+    def _read(self, dice: Dice) -> None:
+        if holder := self._one(dice, "reading"):
+            reading = dice.one(holder.reading)
+            for slot in reading.lease.slots:
+                reading.sound &= {self.pages[page] for page in _pages(slot)} == {slot.serial}
+
+    def _release(self, dice: Dice) -> None:
+        if holder := self._one(dice, "reading"):
+            reading = holder.reading.pop(dice.below(len(holder.reading)))
+            stood = self.catalog.release(reading.lease)
+            assert reading.sound or not stood, "garbage was read under a lease that stood"
+            assert stood or reading.deadline_s <= self.now_s, "a lease ended before its deadline"
+            self.counts["garbage refused"] += not reading.sound
+            self.counts["released"] += stood
+
+    def _forget_lease(self, dice: Dice) -> None:
+        """A request that is never heard of again."""
+        if holder := self._one(dice, "reading"):
+            holder.reading.pop(dice.below(len(holder.reading)))
+
+    def _tick(self, dice: Dice) -> None:
+        self.now_s += dice.below(6)
+        self.counts["expired"] += self.catalog.expire(self.now_s)
+
+    def _die(self, dice: Dice) -> None:
+        if dice.below(5) == 0:
+            dice.one(self.holders).alive = False
+
+    def _notice(self, dice: Dice) -> None:
+        """Somebody sees that a holder is dead; another one starts."""
+        for index, holder in enumerate(self.holders):
+            if not holder.alive:
+                self.catalog.holder_gone(holder.name)
+                self.counts["buried"] += bool(holder.writing or holder.reading)
+                self.holders[index] = self._born()
+
+    def _pin(self, dice: Dice) -> None:
+        keys, name = dice.one(PROMPTS), dice.one(["a", "b"])
+        count = self.catalog.pin(keys, name)
+        self.pinned.setdefault(name, set()).update(keys[:count])
+        self.counts["pinned"] += count
+
+    def _unpin(self, dice: Dice) -> None:
+        name = dice.one(["a", "b"])
+        assert self.catalog.unpin(name) == len(self.pinned.pop(name, set()))
+
+    def _remove(self, dice: Dice) -> None:
+        if dice.below(3):
+            return
+        keys = None if dice.below(4) == 0 else dice.one(PROMPTS)[:3]
+        self.counts["removed"] += self.catalog.remove(keys)
+        slots = (slot for holder in self.holders for writing in holder.writing for slot in writing.slots)
+        self.withdrawn |= {slot.serial for slot in slots if keys is None or slot.key in keys}
+
+    def _grow(self, dice: Dice) -> None:
+        pages = self.catalog.capacity_nbytes // ALIGNMENT_NBYTES
+        self.catalog.grow(min(PAGES, pages + dice.below(2)) * ALIGNMENT_NBYTES)
+
+    def _one(self, dice: Dice, busy: Literal["writing", "reading"]) -> Holder | None:
+        """A holder that lives and has something of that kind under way."""
+        found = [holder for holder in self.holders if holder.alive and getattr(holder, busy)]
+        return dice.one(found) if found else None
+
+    # --- What must hold
+
+    def _look(self, move: str) -> None:
+        for change in self.catalog.changes():
+            self.counts[change.kind] += 1
+            if change.kind == "stored":
+                assert change.key not in self.stored
+                self.stored[change.key] = change.nbytes
+                continue
+            assert self.stored.pop(change.key) == change.nbytes
+            if change.kind == "evicted":
+                assert not any(change.key in keys for keys in self.pinned.values()), "a pinned record was evicted"
+                leased = [reading for reading in self._readings() if reading.deadline_s > self.now_s]
+                assert not any(change.key in reading.keys for reading in leased), "a leased record was evicted"
+            for kept in (*self.pinned.values(), *(reading.keys for reading in self._readings())):
+                kept.discard(change.key)
+        for keys in PROMPTS:
+            missing = [key not in self.stored for key in [*keys, b"none"]]
+            assert self.catalog.lookup(keys) == missing.index(True)
+        self.catalog.check()
+        self.counts[move] += 1
+
+    def _finish(self) -> None:
+        """When all is given back, nothing is left: the arena takes as many records as it has pages."""
+        for holder in self.holders:
+            holder.alive = False
+            holder.reading.clear()
+        self.catalog.expire(self.now_s + 100)
+        assert self.catalog.num_leases == 0, "a lease has no end"
+        self._notice(Dice(0))
+        for name in list(self.pinned):
+            self.catalog.unpin(name)
+        assert self.catalog.num_reservations == 0, "a reservation has no end"
+        keys = [b"new-%d" % index for index in range(self.catalog.capacity_nbytes // ALIGNMENT_NBYTES)]
+        slots = self.catalog.reserve(keys, ALIGNMENT_NBYTES, "last")
+        assert [slot.key for slot in slots] == keys, "a slot is lost"
+        self.catalog.abandon(slots)
+        self.catalog.remove()
+        self.catalog.check()
+        assert self.catalog.used_nbytes == 0, "a slot is lost"
+
+    def _being_written(self) -> set[bytes]:
+        """Keys of reservations that were not removed meanwhile."""
+        return {
+            slot.key
+            for holder in self.holders
+            for writing in holder.writing
+            for slot in writing.slots
+            if slot.serial not in self.withdrawn
+        }
+
+    def _readings(self) -> list[Reading]:
+        return [reading for holder in self.holders for reading in holder.reading]
+
+    def _born(self) -> Holder:
+        self.lives += 1
+        return Holder(f"worker {self.lives}")
+
+
+MOVES = [
+    *(
+        "reserve",
+        "write",
+        "write",
+        "write",
+        "commit",
+        "commit",
+        "abandon",
+        "lease",
+        "lease",
+        "read",
+        "read",
+        "release",
+    ),
+    *("forget_lease", "tick", "die", "notice", "pin", "unpin", "remove", "grow"),
+]
+
+
+def _pages(slot: Slot) -> range:
+    first = slot.offset // ALIGNMENT_NBYTES
+    return range(first, first - (-slot.nbytes // ALIGNMENT_NBYTES))
