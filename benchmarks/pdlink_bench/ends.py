@@ -102,12 +102,12 @@ class SendingEnd(_End):
 
     def lane(self) -> str:
         """How the bytes to the last receiver travel."""
-        peers = self.node.endpoint.peers()
-        return self.transport.lane(peers[-1].key) if peers else ""
+        peers = self.node.report().peers
+        return peers[-1]["lane"] if peers else ""
 
     def num_writing(self) -> int:
         """Transfers whose offer is here."""
-        return self.node.endpoint.sender.states()["writing"]
+        return self.node.report().sending["writing"]
 
     def announce(self, prefix: str, count: int) -> None:
         """Know of these transfers, and compute nothing."""

@@ -70,15 +70,15 @@ def _transfer(sender: Node, receiver: Node, index: int) -> None:
 def _sample(transfers: int, sides: tuple[Node, Node]) -> Sample:
     status = Path("/proc/self/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
-    held = sum(sum(side.endpoint.sender.states().values()) for side in sides)
-    held += sum(sum(side.endpoint.receiver.states().values()) for side in sides)
+    reports = [side.report() for side in sides]
+    held = sum(sum(report.sending.values()) + sum(report.receiving.values()) for report in reports)
     return Sample(
         transfers,
         int(fields["VmRSS"].split()[0]),
         len(os.listdir("/proc/self/fd")),
         int(fields["Threads"]),
         held,
-        max(side.endpoint.take_longest_absence_s() for side in sides),
+        max(side.take_longest_absence_s() for side in sides),
     )
 
 

@@ -239,11 +239,6 @@ class Endpoint:
         """Those this endpoint offers, the preferred one first."""
         return list(self._transports.values())
 
-    def computing(self, on: bool) -> None:
-        """This process begins (on) or has ended to compute a prefill: see `Transport.computing`. From any thread."""
-        for transport in self.transports:
-            transport.computing(on)
-
     def take_longest_absence_s(self) -> float:
         """`longest_absence_s`, and begin it anew."""
         absence_s, self.longest_absence_s = self.longest_absence_s, 0.0

@@ -16,7 +16,6 @@ by `stop` or by an exception, it ends those that are left.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -45,15 +44,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdlink.config import EngineConfig
-    from pdlink.engine.layer_order import LayerOrder
     from pdlink.engine.models import LoadedModel
     from pdlink.engine.paged_cache import PagedCache
-    from pdlink.engine.request import EngineListener, GenerationRequest
+    from pdlink.engine.request import EngineListener, GenerationRequest, KVListener
     from pdlink.engine.scheduler import Work
     from pdlink.memory.blocks import BlockPool
-
-_LAYERS_TOLD_S = 30.0
-"""How long the last layer of a pass may take to be told after the pass; the GPU is through by then."""
 
 _EARLY_WAIT_S = 0.1
 """How long one early pass may wait for layers, all together. New requests and aborts wait as long."""
@@ -76,33 +71,21 @@ class Engine:
         cache: PagedCache,
         config: EngineConfig,
         listener: EngineListener,
+        kv: KVListener,
         *,
-        block_tokens: int,
         share_prefixes: bool,
-        layer_delay_s: float = 0.0,
-        layer_order: LayerOrder | None = None,
     ) -> None:
-        """`pool` counts the blocks of `cache` and may be shared with others who hold some of them.
-
-        layer_delay_s: extra seconds per layer of every forward pass that has prompt tokens in it.
-        layer_order: on a GPU, where a layer is written some time after the pass has said so; the listener hears of
-        written layers in its thread. Closed by the engine when `run` returns.
-        """
-        if (block_tokens, pool.num_blocks) != (cache.block_tokens, cache.layout.num_blocks):
-            raise ValueError(
-                f"engine and pool have {pool.num_blocks} blocks of {block_tokens} tokens, "
-                f"the cache {cache.layout.num_blocks} of {cache.block_tokens}"
-            )
+        """`pool` counts the blocks of `cache` and may be shared with others who hold some of them."""
+        if pool.num_blocks != cache.layout.num_blocks:
+            raise ValueError(f"pool: got {pool.num_blocks} blocks, the cache has {cache.layout.num_blocks}")
         self._model = model
         self._pool = pool
         self._cache = cache
         self._config = config
-        self._listener = listener
-        self._layer_delay_s = layer_delay_s
-        self._layer_order = layer_order
+        self._listener, self._kv = listener, kv
         self._scheduler = Scheduler(
             pool,
-            block_tokens=block_tokens,
+            block_tokens=cache.block_tokens,
             max_batched_tokens=config.max_batched_tokens,
             max_running=config.max_running,
             namespace=self._namespace if share_prefixes else None,
@@ -212,15 +195,13 @@ class Engine:
                         self._awake = False
         finally:
             self._end_all()
-            if self._layer_order is not None:
-                self._layer_order.close()
 
     def step(self) -> bool:
         """Do what there is to do, at most one forward pass of it; False if there was nothing."""
         num_calls = self._do_inbox()
         admitted = self._scheduler.admit()
         for sequence in admitted:
-            self._listener.admitted(sequence.request_id, tuple(sequence.blocks), sequence.num_cached)
+            self._kv.admitted(sequence.request_id, tuple(sequence.blocks), sequence.num_cached)
         batch = self._scheduler.next_pass()
         early = None if batch else self._scheduler.next_early()
         if batch:
@@ -246,26 +227,22 @@ class Engine:
             if work.start < work.sequence.num_prompt
         )
         if prompts:
-            self._listener.prefilling(on=True)
+            self._kv.prefilling(on=True)
         try:
             logits = self._model.logits(
                 self._cache,
                 tokens,
                 spans,
                 rows,
-                layer_written=partial(self._on_layer_written, prompts) if prompts else None,
-                layer_delay_s=self._layer_delay_s if prompts else 0.0,
+                layer_written=partial(self._kv.layer_written, spans=prompts) if prompts else None,
             )
-            if self._layer_order is not None:
-                self._layer_order.flush(_LAYERS_TOLD_S)
-        except (RuntimeError, TimeoutError) as error:
-            self._forget_layers()
+        except RuntimeError as error:
             for work in batch:
                 self._end(work.sequence, EngineFailure(f"a forward pass of {len(tokens)} tokens failed: {error}"))
             return
         finally:
             if prompts:
-                self._listener.prefilling(on=False)
+                self._kv.prefilling(on=False)
         for work in batch:
             self._scheduler.computed(work.sequence, work.end)
         for sequence, row_logits in zip(sampling, logits, strict=True):
@@ -289,7 +266,7 @@ class Engine:
         sequence.early = EarlyPass(first_token, logits[0])
 
     def _wait_for_layer(self, request_id: str, deadline_s: float, layer: int) -> None:
-        if not self._listener.layer_needed(request_id, layer, max(0.0, deadline_s - time.monotonic())):
+        if not self._kv.layer_needed(request_id, layer, max(0.0, deadline_s - time.monotonic())):
             raise _LayerMissing
 
     def _sample(self, sequence: Sequence, logits: torch.Tensor) -> None:
@@ -299,19 +276,6 @@ class Engine:
         else:
             self._scheduler.forget(sequence)
             self._end(sequence, EngineFailure(f"the logits of output {sequence.num_output} are not finite"))
-
-    def _on_layer_written(self, prompts: tuple[tuple[str, int, int], ...], layer: int) -> None:
-        tell = partial(self._listener.layer_written, layer, prompts)
-        if self._layer_order is None:
-            tell()
-        else:
-            self._layer_order.tell_when_written(tell)
-
-    def _forget_layers(self) -> None:
-        """A pass has failed in the middle: nothing of it may be told after its requests have ended."""
-        if self._layer_order is not None:
-            with contextlib.suppress(RuntimeError, TimeoutError):
-                self._layer_order.flush(_LAYERS_TOLD_S)
 
     def _append(self, sequence: Sequence, token: int) -> None:
         """The next token of the answer is known: tell it, and go on or end."""

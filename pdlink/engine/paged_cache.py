@@ -56,7 +56,8 @@ class PagedCache:
         self._blocks_N = self._tokens_N = torch.empty(0, dtype=torch.int64)
         self._layer_written: Callable[[int], None] | None = None
         self._layer_needed: Callable[[int], None] | None = None
-        self._layer_delay_s = 0.0
+        self.layer_delay_s = 0.0
+        """Sleep that long in each layer of a pass that reports layers: a small model as slow as a large one."""
 
     def begin(
         self,
@@ -64,18 +65,16 @@ class PagedCache:
         *,
         layer_written: Callable[[int], None] | None = None,
         layer_needed: Callable[[int], None] | None = None,
-        layer_delay_s: float = 0.0,
     ) -> torch.Tensor:
         """Prepare a forward pass over `spans`; returns position_ids [1, N].
 
         layer_written: called with each layer's index once its new KV is in the pool, before the layer attends to it.
         layer_needed: called after that, before the layer's attention reads any block. What it raises ends the pass.
-        layer_delay_s: sleep that long per layer after that, to make a small model as slow as a large one.
         """
         positions = torch.cat([torch.arange(span.start, span.end) for span in spans])
         table = torch.cat([span.blocks_B[torch.arange(span.start, span.end) // self.block_tokens] for span in spans])
         self._blocks_N, self._tokens_N = table.to(self.device), (positions % self.block_tokens).to(self.device)
-        self._layer_written, self._layer_needed, self._layer_delay_s = layer_written, layer_needed, layer_delay_s
+        self._layer_written, self._layer_needed = layer_written, layer_needed
         self.plan = AttentionPlan(spans, self.block_tokens, self._dtype, self.device)
         return positions[None].to(self.device)
 
@@ -91,10 +90,10 @@ class PagedCache:
             part[self._blocks_N, self._tokens_N] = new[0].transpose(0, 1)
         if self._layer_written is not None:
             self._layer_written(layer)
+            if self.layer_delay_s:
+                time.sleep(self.layer_delay_s)
         if self._layer_needed is not None:
             self._layer_needed(layer)
-        if self._layer_delay_s:
-            time.sleep(self._layer_delay_s)
         return key, value
 
     def views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

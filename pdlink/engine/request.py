@@ -76,8 +76,8 @@ class TokenOutput:
     """Prompt tokens that were in this worker's own cache when the request got its blocks."""
 
 
-class EngineListener(Protocol):
-    """Told of every request. Called in the engine's thread, between layers too: be quick, and do not raise."""
+class KVListener(Protocol):
+    """Told about the KV of every request. In the engine's thread, between layers too: be quick, do not raise."""
 
     def admitted(self, request_id: str, block_table: Sequence[int], num_cached_tokens: int) -> None:
         """The request has every block it will ever need (prompt and max_tokens), `block_table`, from token 0 on.
@@ -97,10 +97,15 @@ class EngineListener(Protocol):
         """A forward pass with prompt tokens in it begins (on), or has ended."""
 
     def layer_written(self, layer: int, spans: Sequence[tuple[str, int, int]]) -> None:
-        """The KV of prompt tokens [start, end) of each (request_id, start, end) is now in the pool for `layer`.
+        """The KV of prompt tokens [start, end) of each (request_id, start, end) is in the pool for `layer`.
 
-        Cached tokens and generated ones are not reported.
+        On a GPU the kernels that write it are launched in the current stream. Cached tokens and generated ones are
+        not reported.
         """
+
+
+class EngineListener(Protocol):
+    """Told about the answer of every request, in the engine's thread. Must not raise."""
 
     def output(self, output: TokenOutput) -> None: ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdlink.errors import InvalidRequest
+from pdlink.kv.sources import TokenRange
 from pdlink.node.signals import Signal
 from pdlink.node.transfer import Transfer
 
@@ -26,7 +27,7 @@ class _Handler(NamedTuple):
 
 
 class Incoming(Transfer):
-    """The receiving end of a transfer, made by `Node.receive`.
+    """The receiving end of a transfer, made by `Node.receive`; a source of KV (`KVSource`), and what it loads.
 
     `done` is set when all KV is in the offered blocks, or will not come. After a failure a peer may still write to
     the blocks until `released` is set: compute into other ones, or wait.
@@ -82,6 +83,14 @@ class Incoming(Transfer):
         if self._hold(blocks):
             on_landed = self._on_landed if self._by_layer else None
             self._receiver.offer(self.transfer_id, blocks, start, end, on_landed=on_landed, verify=self._verify)
+
+    def lookup(self, keys: Sequence[bytes]) -> tuple[TokenRange, ...]:
+        """The whole prompt, whatever its keys: the sender computes it for this transfer."""
+        return (TokenRange(0, self.num_tokens, self),)
+
+    def load(self, wanted: TokenRange, blocks: Sequence[int]) -> Incoming:
+        self.offer(blocks, range(wanted.begin, wanted.end))
+        return self
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Wait until all KV is here; the first token. Raises TransferFailed, DeadlineExceeded after `timeout_s`."""

@@ -33,6 +33,7 @@ from pdlink.memory.borrowed import borrow
 from pdlink.memory.buffers import Buffer
 from pdlink.memory.checksums import Checksums
 from pdlink.memory.host import host_id
+from pdlink.node import report
 from pdlink.node.incoming import Incoming
 from pdlink.node.layer_order import LayerOrder
 from pdlink.node.outgoing import Outgoing
@@ -48,8 +49,9 @@ if TYPE_CHECKING:
     from pdlink.kv.layout import KVLayout
     from pdlink.memory.blocks import BlockPool
     from pdlink.memory.buffers import AnyBuffer, HostBuffer
+    from pdlink.node.report import Report
     from pdlink.node.transfer import Transfer
-    from pdlink.protocol.auth import Credentials
+    from pdlink.protocol.auth import AllowList, Credentials
     from pdlink.transport.base import Transport
 
     Pages = np.ndarray[tuple[int, int, int, int], np.dtype[np.uint8]]
@@ -71,6 +73,8 @@ class Node:
     layout: KVLayout
     buffers: list[AnyBuffer]
     """The memory of the KV cache, by region index of the layout."""
+    short_of_blocks: Callable[[], bool]
+    """Whether requests here wait for blocks that transfers hold; asked twice per heartbeat. Set it when you know."""
 
     def __init__(
         self,
@@ -92,8 +96,6 @@ class Node:
         credentials: Credentials | None = None,
         insecure: bool = False,
         chaos: ChaosConfig | None = None,
-        layers_come_written: bool = False,
-        short_of_blocks: Callable[[], bool] = lambda: False,
         on_death: Callable[[], None] = lambda: None,
     ) -> None:
         """Open transports, register the memory, bind the control port and start to listen. Takes up to a second the
@@ -115,9 +117,6 @@ class Node:
             nothing can touch them. None leaves that to the caller, who waits for `released`.
         transport: "auto" (whatever works between two nodes, the fastest first), "mapped", "tcp", "ucx", or settings.
         transports: ready-made ones instead; the node opens and closes them.
-        layers_come_written: on a GPU, whether `layer_ready` is called only when the layer's kernels have run, so that
-            this node need not wait for them.
-        short_of_blocks: whether requests here wait for blocks that transfers hold; asked twice per heartbeat.
         on_death: called in the node's thread if its loop dies, which only a bug can do. All transfers have failed.
 
         Raises ConfigError (name, host, port), LayoutMismatch (a buffer is too small), InvalidRequest (an object that
@@ -137,6 +136,7 @@ class Node:
         layout.check("own")
         self.name, self.layout, self.pool = name, layout, pool
         self._insecure, self._verify = insecure, config.verify
+        self.short_of_blocks = lambda: False
         self._live: set[Transfer] = set()
         self._closed = False
         self._dialable: dict[str, object] = {}
@@ -145,7 +145,7 @@ class Node:
             self.buffers = _registered(layout, buffers, opened)
             kind = self.buffers[0].kind
             self._order: LayerOrder | None = None
-            if kind == "cuda" and not layers_come_written:
+            if kind == "cuda":
                 self._order = LayerOrder(cast("Callable[[], Any]", self.buffers[0].make_event))
                 opened.callback(self._order.close)
             if transports is None:
@@ -171,7 +171,7 @@ class Node:
                 checksums=Checksums(layout, cast("list[HostBuffer]", self.buffers)) if kind == "host" else None,
                 chaos=chaos,
                 on_death=lambda: self._died(on_death),
-                short_of_blocks=short_of_blocks,
+                short_of_blocks=lambda: self.short_of_blocks(),
             )
             opened.callback(self.endpoint.close)
             self.endpoint.open(host, port, advertise_host)
@@ -249,9 +249,29 @@ class Node:
                 raise
         return incoming
 
+    def other_side_failed(self, transfer_id: str, reason: str) -> None:
+        """Somebody else, such as a proxy, says that the other side of this transfer has failed.
+
+        Ends it here; an id that is not known yet is refused when its request comes.
+        """
+        self.endpoint.receiver.cancel(transfer_id, f"prefill_failed: {reason}")
+        self.endpoint.sender.cancel(transfer_id, reason)
+
+    def complete(self, attempt: str, num_transfers: int) -> None:
+        """All `num_transfers` transfers of this attempt have been sent; their ids are `attempt`-DIGEST.
+
+        A receiver that asks for another one has another prompt, and is refused at once.
+        """
+        self.endpoint.sender.complete(attempt, num_transfers)
+
+    def why_stopped(self, transfer_id: str) -> str:
+        """Why this transfer from here has failed already; empty if it has not."""
+        return self.endpoint.sender.stopped(transfer_id)
+
     def prefilling(self, on: bool) -> None:
         """This process begins (on) or has ended to compute prefills: transports leave its cores alone meanwhile."""
-        self.endpoint.computing(on)
+        for transport in self.endpoint.transports:
+            transport.computing(on)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -265,6 +285,23 @@ class Node:
         return np.lib.stride_tricks.as_strided(memory, shape, strides)
 
     # -- life --------------------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """What this node is doing now."""
+        return report.of(self.endpoint)
+
+    def take_longest_absence_s(self) -> float:
+        """Longest time since the last call for which this node's loop could not go round."""
+        return self.endpoint.take_longest_absence_s()
+
+    @property
+    def transports(self) -> list[str]:
+        """Names of those it offers, the preferred one first."""
+        return [transport.name for transport in self.endpoint.transports]
+
+    def allow(self, allowed: AllowList) -> None:
+        """Replace the allow-list of the credentials; sessions whose key is not on it end."""
+        self.endpoint.allow(allowed)
 
     def close(self) -> None:
         """End every transfer and session, wait up to two seconds for the fences, and free what this node has made.
@@ -286,7 +323,7 @@ class Node:
         self.close()
 
     def __repr__(self) -> str:
-        names = ", ".join(transport.name for transport in self.endpoint.transports) or "closed"
+        names = ", ".join(self.transports) or "closed"
         return f"Node({self.name!r} at {self.address}, {len(self._live)} transfers, over {names})"
 
     # -- inside ------------------------------------------------------------------------------------------------------

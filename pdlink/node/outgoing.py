@@ -40,7 +40,6 @@ class Outgoing(Transfer):
         super().__init__(transfer_id, pool, live)
         self.accepted = Signal()
         self._sender, self._order = sender, order
-        self._num_tokens = 0
         self._finished = False
         try:
             sender.announce(transfer_id, self._on_failed, self._on_end, self.accepted.set)
@@ -54,7 +53,7 @@ class Outgoing(Transfer):
         num_cached_tokens: the first so many are in them already, for all layers. The blocks must stay as they are
         until `released`; with a pool the node holds a reference of its own, so they do.
         """
-        self._num_tokens = num_tokens
+        self.num_tokens = num_tokens
         if self._hold(blocks):
             self._sender.publish(self.transfer_id, blocks, num_tokens, num_cached_tokens)
 
@@ -71,7 +70,7 @@ class Outgoing(Transfer):
         that the kernels which write the layer were launched in this thread's current stream.
         """
         if end is None:
-            end = self._num_tokens
+            end = self.num_tokens
         if self._order is None:
             self._sender.layer_ready(self.transfer_id, layer, start, end)
         else:

@@ -28,11 +28,14 @@ class Transfer:
     """Set when the outcome is known: success, or `error`."""
     released: Signal
     """Set once, after `done`: nothing touches the blocks any more. A pool has the node's reference back by then."""
+    num_tokens: int
+    """Tokens of the prompt whose KV it is; 0 while that is not known."""
 
     def __init__(self, transfer_id: str, pool: BlockPool | None, live: set[Transfer]) -> None:
         """pool: counts the blocks; None leaves that to the caller. live: has this in it until it is released."""
         self.transfer_id = transfer_id
         self.error = None
+        self.num_tokens = 0
         self.done, self.released = Signal(), Signal()
         self._pool, self._live = pool, live
         live.add(self)

@@ -15,9 +15,10 @@ from aiohttp import web
 
 from pdlink.errors import DeadlineExceeded, InvalidApiKey, InvalidRequest, PdlinkError
 from pdlink.events import listen
-from pdlink.observe.metrics import Gauges, WorkerMetrics
+from pdlink.observe.metrics import WorkerMetrics
 from pdlink.observe.timeline import Timeline
 from pdlink.protocol import kv_path
+from pdlink.serve import health
 from pdlink.serve.openai import (
     MAX_TRANSFER_ID_CHARS,
     Answer,
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
     from aiohttp.typedefs import Middleware
 
-    from pdlink.serve.worker import Stream, Worker
+    from pdlink.serve.stream import Stream
+    from pdlink.serve.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ def build_app(worker: Worker, http_key: str | None = None) -> web.Application:
     http_key: what callers must send in X-Pdlink-Key, other than for health and metrics.
     """
     app = web.Application(middlewares=[_errors_as_json, _callers_with(http_key)])
-    metrics, timeline = WorkerMetrics(lambda: _gauges(worker)), Timeline(worker.name)
+    metrics, timeline = WorkerMetrics(lambda: health.gauges(worker)), Timeline(worker.name)
     stop = [listen(metrics), listen(timeline)]
     reader = ThreadPoolExecutor(1, thread_name_prefix="pdlink-long-prompts")
 
@@ -80,8 +82,8 @@ def build_app(worker: Worker, http_key: str | None = None) -> web.Application:
         card = {"id": worker.model.name, "object": "model", "created": 0, "owned_by": "pdlink"}
         return _json({"object": "list", "data": [card]})
 
-    async def health(_: web.Request) -> web.Response:
-        ok, body = worker.health()
+    async def health_of(_: web.Request) -> web.Response:
+        ok, body = health.health(worker)
         return _json(body, status=200 if ok else 503)
 
     async def stop_transfer(request: web.Request) -> web.Response:
@@ -93,7 +95,7 @@ def build_app(worker: Worker, http_key: str | None = None) -> web.Application:
             told = msgspec.json.decode(body, type=dict[str, str])
         except (msgspec.DecodeError, UnicodeDecodeError):
             told = {}
-        worker.stop_transfer(transfer_id, told.get("reason", "prefill failed")[:200])
+        worker.node.other_side_failed(transfer_id, told.get("reason", "prefill failed")[:200])
         return web.Response(status=202)
 
     async def metrics_text(_: web.Request) -> web.Response:
@@ -110,7 +112,7 @@ def build_app(worker: Worker, http_key: str | None = None) -> web.Application:
     app.router.add_post("/v1/completions", completions)
     app.router.add_post("/v1/chat/completions", chat)
     app.router.add_get("/v1/models", models)
-    app.router.add_get("/health", health)
+    app.router.add_get("/health", health_of)
     app.router.add_get("/metrics", metrics_text)
     app.router.add_get("/pdlink/timeline", trace)
     app.router.add_post("/pdlink/transfers/{transfer_id}/stop", stop_transfer)
@@ -239,42 +241,3 @@ def _json(body: object, status: int = 200, headers: dict[str, str] | None = None
     return web.Response(
         body=msgspec.json.encode(body), status=status, content_type="application/json", headers=headers
     )
-
-
-def _gauges(worker: Worker) -> Gauges:
-    engine, pool, refused = worker.engine, worker.pool, worker.endpoint.refused()
-    return {
-        "sender_transfers": ("Live transfers sent from here, by state", worker.endpoint.sender.states()),
-        "push_nbytes": (
-            "KV bytes that could leave: waiting for room, and handed to a transport and not landed",
-            worker.endpoint.sender.push_nbytes(),
-        ),
-        "receiver_transfers": ("Live transfers received here, by state", worker.endpoint.receiver.states()),
-        "peers": (
-            "Sessions with other workers",
-            {"live": len(worker.endpoint.peers()), "closing": worker.endpoint.num_closing()},
-        ),
-        "refused_peers": (
-            "Workers that do not fit this one (names and reasons: /health): dialed by it, or accepted",
-            {
-                "dialed": sum(bool(entry.address) for entry in refused),
-                "accepted": sum(not entry.address for entry in refused),
-            },
-        ),
-        "control_nbytes": (
-            "Bytes held for peers: offers whose request has not come, and frames that they do not read",
-            {"early": worker.endpoint.sender.early_nbytes(), "queued": worker.endpoint.queued_nbytes()},
-        ),
-        "endpoint_longest_absence_seconds": (
-            "Longest time since the last scrape for which the endpoint's loop could not go round",
-            {"loop": worker.endpoint.take_longest_absence_s()},
-        ),
-        "blocks": (
-            "Blocks of the KV pool",
-            {"free": pool.num_free, "held": pool.num_held, "total": pool.num_blocks},
-        ),
-        "engine_requests": (
-            "Requests in the engine",
-            {"running": engine.num_running, "awaiting_kv": engine.num_awaiting_kv, "waiting": engine.num_waiting},
-        ),
-    }

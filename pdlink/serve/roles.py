@@ -27,7 +27,7 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
     """Run one worker until it is told to stop. Raises ConfigError and the like before it is ready."""
     from pdlink.engine.places import find_model
     from pdlink.protocol.auth import ControlAddress
-    from pdlink.serve import keys
+    from pdlink.serve import health, keys
 
     raise_descriptor_limit()
     security = config.security
@@ -53,8 +53,7 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
     stop_tracing = listen(trace) if trace_path is not None else None
 
     def ready(url: str) -> dict[str, Any]:
-        control = worker.endpoint.address
-        transports = [transport.name for transport in worker.endpoint.transports]
+        control, transports = worker.node.address, worker.node.transports
         return {
             "name": worker.name,
             "url": url,
@@ -66,7 +65,7 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
         }
 
     async def drain() -> None:
-        if worker.problem():
+        if health.problem(worker):
             return
         drain_s = config.timeouts.drain_s
         say(f"{worker.name} draining {worker.num_requests} requests, at most {drain_s:g} s")
@@ -76,14 +75,14 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
         if security.allow_file is None:
             return
         try:
-            worker.endpoint.allow(keys.load_allow_list(security.allow_file))
+            worker.node.allow(keys.load_allow_list(security.allow_file))
         except ConfigError as error:
             log.error("the allow-list stays as it was: %s", error)
 
     app = build_app(worker, http_key)
     try:
         asyncio.run(serve(app, bound, parent, ready=ready, drain=drain, say=say, tls=tls, reload=reload))
-        problem = worker.problem()
+        problem = health.problem(worker)
     finally:
         worker.close()
         if trace_path is not None and stop_tracing is not None:

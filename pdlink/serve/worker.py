@@ -6,8 +6,6 @@ calls `start` from an asyncio loop and reads the answer's tokens from a `Stream`
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
 import signal
 import threading
@@ -18,91 +16,24 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdlink.engine.engine import Engine
-from pdlink.engine.layer_order import LayerOrder
 from pdlink.engine.models import load_model
 from pdlink.engine.paged_cache import PagedCache
 from pdlink.engine.request import GenerationRequest
-from pdlink.errors import ConfigError, DeadlineExceeded, Draining, InvalidRequest, PdlinkError, TransferFailed
+from pdlink.errors import ConfigError, Draining, InvalidRequest, PdlinkError, TransferFailed
 from pdlink.events import FallbackUsed, RequestEnded, emit
 from pdlink.memory.blocks import BlockPool
 from pdlink.memory.buffers import available_nbytes
 from pdlink.node.node import Node
-from pdlink.serve.legs import DecodeLeg, Leg, PrefillLeg, recomputed
+from pdlink.node.port import EnginePort
+from pdlink.serve.legs import DecodeLeg, PrefillLeg
+from pdlink.serve.stream import Stream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
     from pdlink.config import WorkerConfig
     from pdlink.engine.models import LoadedModel
     from pdlink.engine.request import SamplingParams, TokenOutput
-    from pdlink.kv.sources import TokenRange
     from pdlink.protocol.auth import Credentials
-    from pdlink.serve.legs import Item
     from pdlink.serve.openai import TransferParams
-
-log = logging.getLogger(__name__)
-
-
-_MAX_PEERS_SHOWN = 256
-"""Sessions listed in /health."""
-
-
-class Stream:
-    """The tokens of one request, in the asyncio loop that asked for them."""
-
-    def __init__(self, request_id: str, timeout_s: float) -> None:
-        self.request_id = request_id
-        self.leg: Leg | None = None
-        """The part of its request in a transfer."""
-        self.fallback: TransferFailed | None = None
-        """Why a decode leg has no part in its transfer from the start."""
-        self._timeout_s = timeout_s
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Item] = asyncio.Queue()
-
-    @property
-    def kv_path(self) -> str:
-        """How the KV of a decode leg's prompt came here, for a header; known with its first token. Else empty."""
-        if self.fallback is not None:
-            return recomputed(self.fallback)
-        return self.leg.kv_path if isinstance(self.leg, DecodeLeg) else ""
-
-    def put(self, item: Item) -> None:
-        """From any thread: a token, or the end (None, or the error that ended the request)."""
-        try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
-        except RuntimeError:  # the loop is closed: nobody reads any more
-            log.debug("request %s ended after its reader", self.request_id)
-
-    async def __aiter__(self) -> AsyncIterator[TokenOutput]:
-        """Tokens until the request has ended. Raises the error that ended it, DeadlineExceeded after the deadline."""
-        deadline_s = self._loop.time() + self._timeout_s
-        while True:
-            try:
-                async with asyncio.timeout_at(deadline_s):
-                    item = await self._queue.get()
-            except TimeoutError:
-                raise DeadlineExceeded(f"the request was not answered within {self._timeout_s} s") from None
-            if item is None:
-                return
-            if isinstance(item, PdlinkError):
-                raise item
-            yield item
-
-
-class _Running:
-    """A request between HTTP and engine."""
-
-    def __init__(self, stream: Stream, num_prompt_tokens: int) -> None:
-        self.stream, self.leg, self.num_prompt_tokens = stream, stream.leg, num_prompt_tokens
-        self.started_s = time.monotonic()
-        self.first_token_s: float | None = None
-        self.num_tokens = 0
-        self.finish_reason = ""
-
-    def put(self, item: Item) -> None:
-        """For the client."""
-        (self.leg if isinstance(self.leg, PrefillLeg) else self.stream).put(item)
 
 
 _BLOCK_OVERHEAD_NBYTES = 64
@@ -143,12 +74,13 @@ class Worker:
         """credentials: what the settings in `config.security` name, read; None where they name none."""
         self.config, self.name = config, name
         self._credentials = credentials
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Stream] = {}
         self._lock = threading.Lock()
         """Guards `_running`: added to by the asyncio loop, taken from by the engine's thread."""
         self._fewer = threading.Condition(self._lock)
         """A request has ended."""
-        self._draining = False
+        self.draining = False
+        """Whether new requests are turned away."""
 
     def open(self) -> None:
         """Load the model, allocate and register the cache, bind the control port, start both threads.
@@ -166,17 +98,7 @@ class Worker:
             block_tokens=config.cache.block_tokens,
             order=config.cache.order,
         )
-        self.engine = Engine(
-            self.model,
-            self.pool,
-            self.cache,
-            config.engine,
-            self,
-            block_tokens=config.cache.block_tokens,
-            share_prefixes=config.cache.share_prefixes,
-            layer_delay_s=config.simulate_layer_s,
-            layer_order=LayerOrder(self.cache.buffer.make_event) if self.cache.buffer.kind == "cuda" else None,
-        )
+        self.cache.layer_delay_s = config.simulate_layer_s
         self.node = Node(
             self.name,
             self.cache.layout,
@@ -193,11 +115,19 @@ class Worker:
             credentials=self._credentials,
             insecure=config.security.insecure,
             chaos=config.chaos,
-            layers_come_written=True,
-            short_of_blocks=lambda: self.engine.num_waiting > 0,
             on_death=self._die,
         )
-        self.endpoint = self.node.endpoint
+        self.port = EnginePort(self.node)
+        self.engine = Engine(
+            self.model,
+            self.pool,
+            self.cache,
+            config.engine,
+            self,
+            self.port,
+            share_prefixes=config.cache.share_prefixes,
+        )
+        self.node.short_of_blocks = lambda: self.engine.num_waiting > 0
         self._thread = threading.Thread(target=self._run_engine, name=f"pdlink-engine-{self.name}", daemon=True)
         self._thread.start()
 
@@ -217,54 +147,56 @@ class Worker:
         Raises what the engine's `submit` raises, InvalidRequest for a leg this role does not serve or a transfer id
         used before, TransferFailed if the other leg has failed already and the setting is to fail.
         """
-        if self._draining:
+        if self.draining:
             raise Draining("this worker is shutting down; send the request to another one")
-        stream = Stream(request_id, self.config.timeouts.request_s)
-        external: tuple[TokenRange, ...] = ()
+        stream = Stream(request_id, len(prompt), self.config.timeouts.request_s)
         goes_on = False
-        leg: Leg | None = None
         if params is not None:
             if self.config.role not in (params.leg, "both"):
                 raise InvalidRequest(f"this worker has role {self.config.role!r}, the request is a {params.leg} leg")
+            goes_on = params.leg == "prefill" and sampling.max_tokens > 1
+            self._join(stream, params)
             if params.leg == "prefill":
-                goes_on = sampling.max_tokens > 1
                 sampling = replace(sampling, max_tokens=1)
-                leg = PrefillLeg(
-                    request_id,
-                    params.transfer_id,
-                    len(prompt),
-                    put=stream.put,
-                    engine=self.engine,
-                    node=self.node,
-                )
-            else:
-                try:
-                    leg = self._decode_leg(request_id, params, len(prompt))
-                    external = leg.external
-                except TransferFailed as error:
-                    if self.config.on_transfer_failure == "fail":
-                        raise
-                    emit(FallbackUsed(kind="recompute", reason=str(error)))
-                    stream.fallback = error
-        stream.leg = leg
+        leg = stream.leg
+        external = leg.incoming.lookup(()) if isinstance(leg, DecodeLeg) else ()
         request = GenerationRequest(request_id, prompt, sampling, external=external, goes_on=goes_on, salt=salt)
         try:
-            self._submit(request, _Running(stream, len(prompt)))
+            self._submit(request, stream)
         except PdlinkError as error:
             if leg is not None:
-                leg.ended(error)
+                self.port.ended(request_id, error.code)
             raise
         if isinstance(leg, DecodeLeg):
             leg.submitted()
         return stream
 
-    def _submit(self, request: GenerationRequest, running: _Running) -> None:
+    def _join(self, stream: Stream, params: TransferParams) -> None:
+        """Make the request a leg of its transfer. Raises as `start`."""
+        names = (stream.request_id, params.transfer_id, stream.num_prompt_tokens)
+        if params.leg == "prefill":
+            stream.leg = PrefillLeg(*names, put=stream.put, engine=self.engine, port=self.port)
+            return
+        if params.prefill is None:
+            raise InvalidRequest("kv_transfer_params.prefill is missing on a decode leg")
+        recompute = self.config.on_transfer_failure == "recompute"
+        try:
+            stream.leg = DecodeLeg(
+                *names, params.prefill.control, recompute=recompute, engine=self.engine, port=self.port
+            )
+        except TransferFailed as error:
+            if not recompute:
+                raise
+            emit(FallbackUsed(kind="recompute", reason=str(error)))
+            stream.fallback = error
+
+    def _submit(self, request: GenerationRequest, stream: Stream) -> None:
         """Hand the request to the engine, whose thread may tell of it at once. Raises what `Engine.submit` raises."""
         request_id = request.request_id
         with self._lock:
             if request_id in self._running:
                 raise InvalidRequest(f"request id {request_id!r} is in use")
-            self._running[request_id] = running
+            self._running[request_id] = stream
         try:
             self.engine.submit(request)
         except PdlinkError:
@@ -272,101 +204,55 @@ class Worker:
                 del self._running[request_id]
             raise
 
-    def _decode_leg(self, request_id: str, params: TransferParams, num_prompt_tokens: int) -> DecodeLeg:
-        """Raises TransferFailed if prefill has failed already, PeerNotAllowed for an address that no request may make
-        this worker dial."""
-        if params.prefill is None:
-            raise InvalidRequest("kv_transfer_params.prefill is missing on a decode leg")
-        return DecodeLeg(
-            request_id,
-            params.transfer_id,
-            num_prompt_tokens,
-            params.prefill.control,
-            recompute=self.config.on_transfer_failure == "recompute",
-            engine=self.engine,
-            node=self.node,
-        )
-
     def abort(self, stream: Stream) -> None:
         """Nobody wants the answer any more. Safe in every state."""
         self.engine.abort(stream.request_id)
         if isinstance(stream.leg, PrefillLeg):
             stream.leg.left()
 
-    def stop_transfer(self, transfer_id: str, reason: str) -> None:
-        """The proxy says that the other leg of this transfer has failed."""
-        self.endpoint.receiver.cancel(transfer_id, f"prefill_failed: {reason}")
-        self.endpoint.sender.cancel(transfer_id, reason)
-
     # -- EngineListener, in the engine's thread ----------------------------------------------------------------------
-
-    def admitted(self, request_id: str, block_table: Sequence[int], num_cached_tokens: int) -> None:
-        leg = self._leg(request_id)
-        if leg is not None:
-            leg.admitted(block_table, num_cached_tokens)
-
-    def prefilling(self, on: bool) -> None:
-        self.node.prefilling(on)
-
-    def layer_needed(self, request_id: str, layer: int, timeout_s: float) -> bool:
-        leg = self._leg(request_id)
-        return isinstance(leg, DecodeLeg) and leg.layer_needed(layer, timeout_s)
-
-    def layer_written(self, layer: int, spans: Sequence[tuple[str, int, int]]) -> None:
-        for request_id, start, end in spans:
-            leg = self._leg(request_id)
-            if leg is not None:
-                leg.layer_written(layer, start, end)
 
     def output(self, output: TokenOutput) -> None:
         with self._lock:
-            running = self._running.get(output.request_id)
-        if running is None:
+            stream = self._running.get(output.request_id)
+        if stream is None:
             return
-        if running.first_token_s is None:
-            running.first_token_s = time.monotonic()
-        running.num_tokens += 1
-        running.finish_reason = output.finish_reason or ""
-        if running.leg is not None:
-            running.leg.output(output)
-        running.put(output)
+        if stream.first_token_s is None:
+            stream.first_token_s = time.monotonic()
+            self.port.finished(output.request_id, output.token_id)
+        stream.num_tokens += 1
+        stream.finish_reason = output.finish_reason or ""
+        stream.say(output)
 
     def ended(self, request_id: str, error: PdlinkError | None) -> None:
         with self._lock:
-            running = self._running.pop(request_id, None)
+            stream = self._running.pop(request_id, None)
             self._fewer.notify_all()
-        if running is None:
+        if stream is None:
             return
-        leg = running.leg
-        if isinstance(leg, PrefillLeg) and leg.failure is not None and error is not None:
-            error = leg.failure
-        if leg is not None:
-            leg.ended(error)
-        running.put(error)
+        if isinstance(stream.leg, PrefillLeg) and stream.leg.failure is not None and error is not None:
+            error = stream.leg.failure
+        self.port.ended(request_id, error.code if error else "")
+        stream.say(error)
         emit(
             RequestEnded(
                 request_id=request_id,
                 role=self.config.role,
-                outcome=error.code if error else running.finish_reason,
-                prompt_tokens=running.num_prompt_tokens,
-                completion_tokens=running.num_tokens,
-                started_s=running.started_s,
-                first_token_s=running.first_token_s,
+                outcome=error.code if error else stream.finish_reason,
+                prompt_tokens=stream.num_prompt_tokens,
+                completion_tokens=stream.num_tokens,
+                started_s=stream.started_s,
+                first_token_s=stream.first_token_s,
             )
         )
 
-    def _leg(self, request_id: str) -> Leg | None:
-        with self._lock:
-            running = self._running.get(request_id)
-        return running.leg if running else None
-
-    # -- reports and life --------------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------------------------
 
     def _run_engine(self) -> None:
         try:
             self.engine.run()
         finally:
-            if not self._draining:
+            if not self.draining:
                 self._die()
 
     def _die(self) -> None:
@@ -376,65 +262,15 @@ class Worker:
         """
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def problem(self) -> str:
-        """Why this worker cannot serve; empty while it can."""
-        endpoint = self.endpoint
-        if endpoint.failure:
-            return endpoint.failure
-        if not self._thread.is_alive() and not self._draining:
-            return "the engine's thread has died"
-        stalled_s = time.monotonic() - endpoint.ticked_s
-        if stalled_s > 10 * self.config.timeouts.peer_s:
-            return f"the endpoint's loop has not gone round for {stalled_s:.0f} s"
-        return ""
-
-    def health(self) -> tuple[bool, dict[str, object]]:
-        """Whether new requests are welcome, and the body of /health. Depends on nothing but this process."""
-        endpoint = self.endpoint
-        problem = self.problem()
-        status = "failed" if problem else "draining" if self._draining else "ok"
-        return status == "ok", {
-            "status": status,
-            "reason": problem,
-            "name": self.name,
-            "epoch": endpoint.epoch,
-            "role": self.config.role,
-            "model": self.model.name,
-            "control": endpoint.address,
-            "running": self.engine.num_running + self.engine.num_awaiting_kv,
-            "waiting": self.engine.num_waiting,
-            "free_blocks": self.pool.num_free,
-            "num_blocks": self.pool.num_blocks,
-            "block_tokens": self.config.cache.block_tokens,
-            "peers": [
-                {
-                    "peer": peer.name,
-                    "address": peer.address,
-                    "state": peer.state.value,
-                    "transport": peer.transport.name if peer.transport else "",
-                    "lane": peer.lane,
-                }
-                for peer in endpoint.peers()[:_MAX_PEERS_SHOWN]
-            ],
-            "refused": [
-                {
-                    "peer": refused.peer,
-                    "address": refused.address,
-                    "factor": refused.factor,
-                    "local": refused.local,
-                    "remote": refused.remote,
-                    "count": refused.count,
-                    "retry_s": round(refused.retry_s, 3),
-                }
-                for refused in endpoint.refused()
-            ],
-        }
+    @property
+    def engine_is_dead(self) -> bool:
+        return not self._thread.is_alive() and not self.draining
 
     def drain(self, timeout_s: float) -> None:
         """Take no new requests; return when the running ones and their transfers have ended, or after `timeout_s`."""
-        self._draining = True
+        self.draining = True
         deadline_s = time.monotonic() + timeout_s
-        while (self.num_requests or any(self.endpoint.sender.states().values())) and time.monotonic() < deadline_s:
+        while (self.num_requests or any(self.node.report().sending.values())) and time.monotonic() < deadline_s:
             with self._lock:
                 self._fewer.wait(0.05)
 
@@ -446,7 +282,7 @@ class Worker:
 
     def close(self) -> None:
         """Abort what still runs, end every session and both threads, and give all memory back."""
-        self._draining = True
+        self.draining = True
         with self._lock:
             remaining = list(self._running)
         for request_id in remaining:

@@ -5,7 +5,7 @@ the registered device buffers, the writer maps them once, and every batch is one
 runs: a layer of scattered pages costs what one copy does, and the owner's CPU and streams take no part.
 
 What orders a write: `submit` means that the source bytes are there. Whoever makes them on a stream submits after its
-event is reached (`pdlink.engine.layer_order`), so this transport needs to know no stream but its own. What orders a
+event is reached (`pdlink.node.layer_order`), so this transport needs to know no stream but its own. What orders a
 read: `BatchDone` follows the event behind the kernel, whose stores are visible to every kernel launched after it.
 
 The fence is the gate of `csrc/common/gate.h`, which stays entered while a kernel is in flight: see `gpu_copier`. If

@@ -128,12 +128,12 @@ class Node:
             timeouts=timeouts,
             credentials=credentials,
             chaos=chaos,
-            short_of_blocks=lambda: self.short_of_blocks,
             on_death=on_death,
         )
 
     def open(self, port: int = 0) -> Self:
         self.node = self._make(port=port)
+        self.node.short_of_blocks = lambda: self.short_of_blocks
         self.endpoint = self.node.endpoint
         return self
 

@@ -11,7 +11,6 @@ import torch
 from pdlink.config import EngineConfig, ModelConfig
 from pdlink.engine import tiny
 from pdlink.engine.engine import Engine
-from pdlink.engine.layer_order import LayerOrder
 from pdlink.engine.models import LoadedModel, load_model
 from pdlink.engine.paged_cache import PagedCache
 from pdlink.engine.request import GenerationRequest, SamplingParams, TokenOutput
@@ -70,7 +69,7 @@ NOWHERE: KVSource = _Nowhere()
 
 @dataclass
 class Recorder:
-    """EngineListener that holds the engine to its promises and keeps what it said."""
+    """EngineListener and KVListener that holds the engine to its promises and keeps what it said."""
 
     pool: BlockPool
     tables: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -180,11 +179,11 @@ def rig(
     max_waiting: int = 256,
     threads: int = 1,
     layer_delay_s: float = 0.0,
-    layer_order: LayerOrder | None = None,
 ) -> Rig:
     model = model or small_model()
     pool = BlockPool(num_blocks)
     paged = PagedCache(model, num_blocks=num_blocks, block_tokens=BLOCK, order=order)
+    paged.layer_delay_s = layer_delay_s
     heard = Recorder(pool)
     config = EngineConfig(
         max_batched_tokens=max_batched_tokens, max_running=max_running, max_waiting=max_waiting, threads=threads
@@ -195,9 +194,7 @@ def rig(
         paged,
         config,
         heard,
-        block_tokens=BLOCK,
+        heard,
         share_prefixes=share_prefixes,
-        layer_delay_s=layer_delay_s,
-        layer_order=layer_order,
     )
     return Rig(engine, pool, paged, heard)

@@ -8,13 +8,18 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 import pytest
 
-from pdlink.serve.worker import Worker
+from pdlink import Node
+from pdlink.serve import health
 from tests.e2e.deployment import Answer, Deployment, prompt_of, request, until, worker_settings
+from tests.endpoint.conftest import layout
+
+if TYPE_CHECKING:
+    from pdlink.serve.worker import Worker
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -137,17 +142,15 @@ def test_usage_is_that_of_one_process(deployment: Deployment) -> None:
 @pytest.mark.parametrize("part", ["engine", "endpoint", "loop"])
 def test_health_is_bad_when_a_part_of_the_worker_is_dead(deployment: Deployment, part: str) -> None:
     """llmd-kv#457: /health said 200 while the engine was dead. The worker's own words about a part that is."""
-    dead = SimpleNamespace(
-        endpoint=SimpleNamespace(
+    with Node("dead", layout(4)) as node:
+        report = node.report()._replace(
             failure="OSError: out of descriptors" if part == "endpoint" else "",
-            ticked_s=-1e9 if part == "loop" else float("inf"),
-            epoch="e",
-            address="a",
-            peers=list,
-            refused=list,
-        ),
-        _thread=SimpleNamespace(is_alive=lambda: part != "engine"),
-        _draining=False,
+            stalled_s=1e9 if part == "loop" else 0.0,
+        )
+    dead = SimpleNamespace(
+        node=SimpleNamespace(report=lambda: report, address="a"),
+        engine_is_dead=part == "engine",
+        draining=False,
         name="w",
         config=SimpleNamespace(
             timeouts=SimpleNamespace(peer_s=3.0), role="both", cache=SimpleNamespace(block_tokens=16)
@@ -156,8 +159,7 @@ def test_health_is_bad_when_a_part_of_the_worker_is_dead(deployment: Deployment,
         engine=SimpleNamespace(num_running=0, num_awaiting_kv=0, num_waiting=0),
         pool=SimpleNamespace(num_free=1, num_blocks=1),
     )
-    dead.problem = lambda: Worker.problem(cast("Worker", dead))
-    ok, body = Worker.health(cast("Worker", dead))
+    ok, body = health.health(cast("Worker", dead))
     assert not ok
     assert body["status"] == "failed"
     assert body["reason"]

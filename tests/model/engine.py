@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,9 +21,9 @@ from pdlink.serve.legs import DecodeLeg, PrefillLeg
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.engine.request import TokenOutput
     from pdlink.errors import PdlinkError
     from pdlink.kv.layout import KVLayout
+    from pdlink.node.port import EnginePort
 
 KV = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 NUM_LAYERS, NUM_PARTS, ROW_NBYTES, MAX_TOKENS = 2, 2, 8, 9
@@ -47,13 +47,6 @@ def content(number: int) -> KV:
 def transfer_number(row: KV) -> int:
     """Whose bytes these are, going by their beginning."""
     return int(row[0]) << 8 | int(row[1])
-
-
-@dataclass(slots=True)
-class _Output:
-    index: int
-    token_id: int
-    finish_reason: str | None = None
 
 
 @dataclass(eq=False)
@@ -90,6 +83,7 @@ class Engine:
         self.ended: dict[str, str] = {}
         """By transfer id: "kv", "recomputed", "sent" or the code of the error."""
         self._posted: deque[Callable[[], None]] = deque()
+        self.port: EnginePort
 
     # -- what legs call ----------------------------------------------------------------------------------------------
 
@@ -137,17 +131,15 @@ class Engine:
         self.write(request, range(NUM_LAYERS), 0, request.num_tokens if request.recomputed else request.num_cached)
         request.position = request.num_cached if is_prefill else 0
         request.state = "running" if is_prefill or request.recomputed else "awaiting_kv"
-        assert request.leg is not None
-        request.leg.admitted(tuple(request.blocks), request.num_cached)
+        self.port.admitted(request.transfer_id, tuple(request.blocks), request.num_cached)
         return True
 
     def _prefill(self, request: Request) -> None:
         start, end = request.position, min(request.num_tokens, request.position + request.chunk)
-        assert request.leg is not None
         if start < end:
             self.write(request, [request.layer], start, end)
             if not (request.skips and request.layer == NUM_LAYERS - 1):
-                request.leg.layer_written(request.layer, start, end)
+                self.port.layer_written(request.layer, [(request.transfer_id, start, end)])
             request.layer += 1
             if request.layer < NUM_LAYERS:
                 return
@@ -155,7 +147,7 @@ class Engine:
             if end < request.num_tokens:
                 return
         self.check(request, 0, request.num_tokens, "a prompt in the making")
-        request.leg.output(cast("TokenOutput", _Output(0, first_token(request.number))))
+        self.port.finished(request.transfer_id, first_token(request.number))
         self._end(request, None, "sent")
 
     def _decode(self, request: Request) -> None:
@@ -170,8 +162,7 @@ class Engine:
         blocks, request.blocks = request.blocks, []
         if blocks:
             self.pool.give_back(blocks)
-        if request.leg is not None:
-            request.leg.ended(error)
+        self.port.ended(request.transfer_id, error.code if error else "")
 
     def _on_abort(self, request_id: str) -> None:
         request = self.requests.get(request_id)

@@ -23,13 +23,13 @@ from pdlink.endpoint.reports import Reports
 from pdlink.endpoint.sender import Sender
 from pdlink.endpoint.sessions import Sessions
 from pdlink.node.incoming import Incoming
+from pdlink.node.port import EnginePort
 from pdlink.protocol import messages
 from pdlink.protocol.actions import End
 from pdlink.protocol.leases import Lease
 from pdlink.protocol.receiving import Receiving
 from pdlink.protocol.sending import Sending
 from pdlink.protocol.states import ReceiverEvent, ReceiverState, SenderState
-from pdlink.serve.legs import PrefillLeg
 from pdlink.transport.base import PeerFailed
 
 if TYPE_CHECKING:
@@ -189,10 +189,11 @@ def _empty(_right: Any) -> Callable[..., Any]:
 
 def _hold_given_back_too(right: Any) -> Callable[..., Any]:
     def method(self: Any, *args: Any) -> None:
+        transfer: Any = self._outgoing.get(args[0]) if isinstance(self, EnginePort) else self
         right(self, *args)
-        transfer: Any = self.outgoing if isinstance(self, PrefillLeg) else self
-        held, transfer._held = transfer._held, []
-        transfer._pool.give_back(held)
+        if transfer is not None:
+            held, transfer._held = transfer._held, []
+            transfer._pool.give_back(held)
 
     return method
 
@@ -329,7 +330,7 @@ _PLANTED: tuple[tuple[Any, ...], ...] = (
     ("silence is not death", "faulty", (Endpoint, "_tick", _no_silence)),
     ("never fenced when quiet does not come", "faulty", (Receiving, "tick", _empty)),
     ("decode gives back at failure", "faulty", (Incoming, "_on_failed", _hold_given_back_too)),
-    ("prefill gives back at its end", "gentle", (PrefillLeg, "ended", _hold_given_back_too)),
+    ("prefill gives back at its end", "gentle", (EnginePort, "ended", _hold_given_back_too)),
     ("chunks placed by count, not by position", "gentle", (pushing, "plan_of", _from_the_first_block)),
     ("push taken back is submitted after stop", "gentle", (Pusher, "take_back", _taken_back_in_name_only)),
     ("push taken back is waited for", "gentle", (Pusher, "take_back", _reports_nothing)),

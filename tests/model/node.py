@@ -17,6 +17,7 @@ from pdlink.errors import TransportFailure
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.node.incoming import Incoming
 from pdlink.node.outgoing import Outgoing
+from pdlink.node.port import EnginePort
 from pdlink.protocol.messages import VERSION, Identity
 from pdlink.protocol.states import ReceiverState, SenderState
 from pdlink.serve.legs import DecodeLeg, PrefillLeg
@@ -251,10 +252,10 @@ class _CheckedReceiver:
 
 
 class _FrontDoor:
-    """What a leg takes for its worker's `pdlink.Node`: the same handles, over an endpoint that the world turns."""
+    """What a port takes for its worker's `pdlink.Node`: the same handles, over an endpoint that the world turns."""
 
-    def __init__(self, node: Node, request: Request) -> None:
-        self._node, self._request = node, request
+    def __init__(self, node: Node) -> None:
+        self._node = node
         self.layout = node.layout
 
     def send(self, transfer_id: str) -> Outgoing:
@@ -262,7 +263,8 @@ class _FrontDoor:
         return Outgoing(sender, transfer_id, pool=self._node.engine.pool, live=set())
 
     def receive(self, transfer_id: str, address: str, *, by_layer: bool) -> Incoming:
-        receiver = cast("Receiver", _CheckedReceiver(self._node, self._request))
+        request = self._node.requests[transfer_id]
+        receiver = cast("Receiver", _CheckedReceiver(self._node, request))
         pool, layout = self._node.engine.pool, self.layout
         return Incoming(receiver, transfer_id, address, layout, pool=pool, live=set(), by_layer=by_layer)
 
@@ -293,6 +295,9 @@ class Node:
         memory = np.full(self.layout.extent(0), 0xEE, np.uint8)
         self.transport.register(cast("Buffer", SimpleNamespace(array=memory)))
         self.engine = Engine(self.layout, order, memory)
+        self.engine.port = EnginePort(cast("FrontDoor", _FrontDoor(self)))
+        self.requests: dict[str, Request] = {}
+        """That ever came, by transfer."""
         self.port = Port(network, f"{name}@{life}", self.address)
         self.endpoint = Endpoint(
             name,
@@ -334,12 +339,13 @@ class Node:
     def submit(self, request: Request, address: str, *, recompute: bool) -> None:
         """Take a leg. Raises what the leg raises."""
         self.transfer_of[request.number] = request.transfer_id
-        engine, node = cast("RealEngine", self.engine), cast("FrontDoor", _FrontDoor(self, request))
+        self.requests[request.transfer_id] = request
+        engine, port = cast("RealEngine", self.engine), self.engine.port
         names = (request.transfer_id, request.transfer_id, request.num_tokens)
         if self.role == "prefill":
-            request.leg = PrefillLeg(*names, put=lambda _item: None, engine=engine, node=node)
+            request.leg = PrefillLeg(*names, put=lambda _item: None, engine=engine, port=port)
         else:
-            request.leg = DecodeLeg(*names, address, recompute=recompute, engine=engine, node=node)
+            request.leg = DecodeLeg(*names, address, recompute=recompute, engine=engine, port=port)
         if request.transfer_id in self.legs:
             raise Violation(f"{request.transfer_id}: {self.name} took it a second time")
         self.legs[request.transfer_id] = request.leg

@@ -121,7 +121,7 @@ class WorkerPair:
         """The body that a proxy makes of a client's for one leg. control: prefill's address, if not the pair's."""
         params: dict[str, Any] = {"transfer_id": transfer_id, "leg": role, "seed": 1, "created": 1}
         if role == "decode":
-            params["prefill"] = {"name": "prefill", "control": control or self.prefill.endpoint.address}
+            params["prefill"] = {"name": "prefill", "control": control or self.prefill.node.address}
         return {**body, "kv_transfer_params": params}
 
     async def both(self, path: str, body: dict[str, Any]) -> tuple[Reply, Reply]:

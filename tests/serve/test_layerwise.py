@@ -13,6 +13,7 @@ from pdlink.config import TimeoutConfig
 from pdlink.engine.request import GenerationRequest, SamplingParams
 from pdlink.errors import TransferFailed
 from pdlink.node.node import Node
+from pdlink.node.port import EnginePort
 from pdlink.serve.legs import DecodeLeg
 from tests.endpoint.conftest import until
 from tests.engine.small import NUM_LAYERS, Rig, oracle, prompt_of, rig
@@ -28,6 +29,7 @@ class Link:
 
     hub: LoopbackHub
     decode: Rig
+    port: EnginePort
     leg: DecodeLeg
     asked: list[int]
 
@@ -56,24 +58,27 @@ def link() -> Iterator[Link]:
     table = prefill.pool.take(prefill.pool.num_free)  # the blocks of the ended request, as it left them
     outgoing = nodes[0].send("t")
     outgoing.publish(prefill.heard.tables["r"], len(PROMPT), 0)
-    leg = DecodeLeg("r", "t", len(PROMPT), nodes[0].address, recompute=True, engine=decode.engine, node=nodes[1])
-    link = Link(hub, decode, leg, [])
+    port = EnginePort(nodes[1])
+    leg = DecodeLeg("r", "t", len(PROMPT), nodes[0].address, recompute=True, engine=decode.engine, port=port)
+    link = Link(hub, decode, port, leg, [])
 
     def layer_needed(name: str, layer: int, timeout_s: float) -> bool:
         link.asked.append(layer)
         if layer > 0:
             assert not leg.incoming.has_layer(layer), "the pass has come this far before the layer"
             link.land(layer)
-        return leg.layer_needed(layer, timeout_s)
+        return port.layer_needed(name, layer, timeout_s)
 
     decode.heard.on_layer_needed = layer_needed
-    decode.engine.submit(GenerationRequest("r", PROMPT, SamplingParams(max_tokens=MAX_TOKENS), external=leg.external))
+    decode.engine.submit(
+        GenerationRequest("r", PROMPT, SamplingParams(max_tokens=MAX_TOKENS), external=leg.incoming.lookup(()))
+    )
     decode.engine.step()
     for part in (part for layer in range(NUM_LAYERS) for part in decode.cache.views(layer)):
         part[list(decode.heard.tables["r"])] = float("nan")  # what has not landed would spoil the answer
     hub.hold = True
-    leg.admitted(decode.heard.tables["r"], 0)
-    until(lambda: nodes[0].endpoint.sender.states()["writing"] == 1, "the offer is here")
+    port.admitted("r", decode.heard.tables["r"], 0)
+    until(lambda: nodes[0].report().sending["writing"] == 1, "the offer is here")
     for layer in range(NUM_LAYERS):
         outgoing.layer_ready(layer)
         until(lambda num=layer + 1: len(hub.flights) == num, f"layer {layer} is in flight")  # type: ignore[misc]
@@ -102,10 +107,10 @@ def test_a_transfer_that_fails_during_the_pass_is_computed_here(link: Link) -> N
     link.land(0)
     until(link.leg.incoming.sampled.is_set, "the first token is known")
 
-    def layer_needed(_name: str, layer: int, timeout_s: float) -> bool:
+    def layer_needed(name: str, layer: int, timeout_s: float) -> bool:
         if layer == 1:
             threading.Thread(target=link.leg.incoming.cancel, args=("enough",)).start()
-        return link.leg.layer_needed(layer, 20 * timeout_s)
+        return link.port.layer_needed(name, layer, 20 * timeout_s)
 
     link.decode.heard.on_layer_needed = layer_needed
     link.decode.run()

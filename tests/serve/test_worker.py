@@ -12,6 +12,7 @@ from pdlink.config import CacheConfig, ModelConfig, TransportConfig, WorkerConfi
 from pdlink.engine.models import load_model
 from pdlink.engine.request import SamplingParams
 from pdlink.errors import ConfigError
+from pdlink.serve import health
 from pdlink.serve import worker as worker_module
 from pdlink.serve.checkpoint import write_checkpoint
 from pdlink.serve.openai import PrefillAddress, TransferParams
@@ -73,7 +74,7 @@ class Two:
         """The tokens of one request whose KV is to come from prefill."""
         self._num_transfers += 1
         transfer_id, sampling = f"t{self._num_transfers}", SamplingParams(max_tokens=3, ignore_eos=True)
-        where = PrefillAddress(name="prefill", control=self.prefill.endpoint.address)
+        where = PrefillAddress(name="prefill", control=self.prefill.node.address)
         prompt = (1, 2, 3)
 
         async def tokens() -> list[int]:
@@ -90,16 +91,16 @@ def test_health_of_both_workers_shows_that_they_do_not_fit() -> None:
     with Two(MODEL, ModelConfig(num_layers=1, seed=1)) as two:
         assert len(two.answer()) == len(two.answer()) == 3
         for worker, other, dialed in ((two.decode, two.prefill, True), (two.prefill, two.decode, False)):
-            ok, health = worker.health()
+            ok, body = health.health(worker)
             assert ok
-            assert health["status"] == "ok"
-            assert health["peers"] == []
-            refused: Any = health["refused"]
+            assert body["status"] == "ok"
+            assert body["peers"] == []
+            refused: Any = body["refused"]
             assert [entry.pop("retry_s") > 0 for entry in refused] == [dialed]
             assert refused == [
                 {
                     "peer": other.name,
-                    "address": other.endpoint.address if dialed else "",
+                    "address": other.node.address if dialed else "",
                     "factor": "revision",
                     "local": worker.model.revision,
                     "remote": other.model.revision,
@@ -120,7 +121,7 @@ def test_two_directories_with_weights_of_one_shape_and_one_name_are_refused(
     with Two(*models) as two:
         digests = [worker.model.content for worker in (two.decode, two.prefill)]
         assert len(two.answer()) == 3
-        refused = cast("list[dict[str, Any]]", two.decode.health()[1]["refused"])[0]
+        refused = cast("list[dict[str, Any]]", health.health(two.decode)[1]["refused"])[0]
         assert (refused["factor"], refused["local"], refused["remote"]) == ("content", *digests)
         told = (
             f"content differs: local {digests[0]}, remote {digests[1]}; the models have one name and unlike files; "
@@ -131,16 +132,16 @@ def test_two_directories_with_weights_of_one_shape_and_one_name_are_refused(
 def test_health_shows_every_session_with_the_lane_that_its_bytes_took() -> None:
     with Two(MODEL, MODEL) as two:
         two.answer()
-        (here,), (there,) = ([*worker.health()[1]["peers"]] for worker in (two.prefill, two.decode))  # type: ignore[misc]
+        (here,), (there,) = ([*health.health(worker)[1]["peers"]] for worker in (two.prefill, two.decode))  # type: ignore[misc]
         assert here == {"peer": "decode", "address": "", "state": "ready", "transport": "tcp", "lane": "tcp"}
         assert there == {
             "peer": "prefill",
-            "address": two.prefill.endpoint.address,
+            "address": two.prefill.node.address,
             "state": "ready",
             "transport": "tcp",
             "lane": "",
         }
-        assert two.decode.health()[1]["refused"] == []
+        assert health.health(two.decode)[1]["refused"] == []
 
 
 def test_a_pool_that_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch: pytest.MonkeyPatch) -> None:

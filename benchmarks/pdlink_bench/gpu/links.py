@@ -3,7 +3,7 @@
 The owner is a second process that holds a pool and does nothing. The writer submits a batch per layer, the way the
 endpoint does, and a push has ended when the last batch is reported. "Prefill" is the matrix products and attention of
 a 32-layer model of random weights, run in order with the writes into the pool; `LayerOrder` submits each layer when
-its event is reached, as the engine does.
+its event is reached, as a node does.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import multiprocessing
 import select
 import statistics
+import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,9 +25,9 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from pdlink.cuda import ops
 from pdlink.cuda.buffers import DeviceBuffer
 from pdlink.cuda.driver import Device
-from pdlink.engine.layer_order import LayerOrder
 from pdlink.errors import PdlinkError
 from pdlink.kv.layout import Piece
+from pdlink.node.layer_order import LayerOrder
 from pdlink.transport.base import BatchDone, Status
 from pdlink.transport.mapped_cuda import MappedCudaTransport
 from pdlink.transport.ucx import UcxTransport
@@ -186,6 +187,7 @@ class Prefill:
         self._slots = slots.flatten().cuda()
         self._input = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
         self._order = LayerOrder(partial(torch.cuda.Event, blocking=True))
+        self._failed: list[str] = []
 
     def run_s(self, written: Callable[[int], Any] | None, finish: Callable[[], Any]) -> tuple[float, float]:
         """Seconds from the first launch to the end of everything, and how many of them come after the prefill."""
@@ -199,7 +201,7 @@ class Prefill:
             kv = torch.stack([normed @ w["k"], normed @ w["v"]]).view(2, TOKENS, HEADS, HEAD_DIM)
             ops.scatter(kv, self._planes[2 * layer : 2 * layer + 2], self._slots)
             if written is not None:
-                self._order.tell_when_written(partial(written, layer))
+                self._order.when_written(partial(written, layer), self._failed.append)
             k, v = (part[None].transpose(1, 2) for part in kv)
             seen = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             x = x + seen.transpose(1, 2).reshape(TOKENS, HIDDEN) @ w["o"]
@@ -209,7 +211,10 @@ class Prefill:
         computed.record()
         computed.synchronize()
         computed_s = time.monotonic()
-        self._order.flush(PATIENCE_S)
+        written_all = threading.Event()
+        self._order.when_written(written_all.set, self._failed.append)
+        if not written_all.wait(PATIENCE_S) or self._failed:
+            raise RuntimeError(f"layers were not written: {self._failed or 'no event within'} {PATIENCE_S} s")
         finish()
         end_s = time.monotonic()
         return end_s - start, end_s - computed_s

@@ -79,7 +79,6 @@ class Rank:
     def _open_shard(self, shard: int, cache: CacheLayout, buffers: Sequence[HostBuffer], ratio: int) -> WorkerHalf:
         settings = self._settings.of_shard(shard)
         credentials = load_credentials(settings.security)
-        half: WorkerHalf | None = None
         try:
             node = Node(
                 self._name_of(shard, credentials),
@@ -94,7 +93,6 @@ class Rank:
                 credentials=credentials,
                 insecure=settings.security.insecure,
                 on_death=_die,
-                short_of_blocks=lambda: half is not None and half.short_of_blocks,
             )
         except ConfigError as error:
             raise ConfigError(
@@ -104,8 +102,9 @@ class Rank:
         half = WorkerHalf(
             node, cache, shard=shard, block_ratio=ratio, preemption_s=settings.transport.batch_timeout_s
         )
+        node.short_of_blocks = lambda: half.short_of_blocks
         self._nodes.append(node)
-        lanes = " or ".join(transport.name for transport in node.endpoint.transports)
+        lanes = " or ".join(node.transports)
         log.info("%s listens on %s, KV over %s", node.name, node.address, lanes)
         return half
 

@@ -1,0 +1,153 @@
+"""Layers of a GPU are pushed when they are written, not when they are launched. Events here stand for the GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+import pdlink
+from pdlink.errors import TransferFailed
+from pdlink.node.layer_order import LayerOrder
+from pdlink.transport.tcp import TcpTransport
+
+from .conftest import DST, SRC, TOKENS, WAIT_S, assert_same, fill, layout
+
+
+class HeldEvent:
+    """Reached when the test lets it."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.failure = ""
+        self.num_records = 0
+
+    def record(self) -> None:
+        self.num_records += 1
+
+    def synchronize(self) -> None:
+        assert self.reached.wait(WAIT_S)
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+
+class Gpu:
+    """Hands out events, and lets them be reached."""
+
+    def __init__(self) -> None:
+        self.events: list[HeldEvent] = []
+
+    def make_event(self) -> HeldEvent:
+        self.events.append(HeldEvent())
+        return self.events[-1]
+
+    def reach(self, *, failure: str = "") -> None:
+        for event in self.events:
+            event.failure = event.failure or failure
+            event.reached.set()
+
+
+def never(reason: str) -> None:
+    raise AssertionError(reason)
+
+
+@pytest.fixture
+def held() -> Iterator[tuple[Gpu, LayerOrder]]:
+    gpu = Gpu()
+    order = LayerOrder(gpu.make_event)
+    yield gpu, order
+    gpu.reach()
+    order.close()
+    order.close()
+
+
+def test_nothing_is_done_before_its_event_and_all_in_order(held: tuple[Gpu, LayerOrder]) -> None:
+    gpu, order = held
+    done: list[int] = []
+    first, last = threading.Event(), threading.Event()
+
+    def act(layer: int) -> None:
+        done.append(layer)
+        (last if layer == 2 else first).set()
+
+    for layer in range(3):
+        order.when_written(partial(act, layer), never)
+    gpu.events[1].reached.set()
+    gpu.events[2].reached.set()
+    assert not first.wait(0.05)
+    gpu.events[0].reached.set()
+    assert last.wait(WAIT_S)
+    assert done == [0, 1, 2]
+
+
+def test_failed_event_does_nothing_and_says_why(held: tuple[Gpu, LayerOrder]) -> None:
+    gpu, order = held
+    done: list[int] = []
+    reasons: list[str] = []
+    failed = threading.Event()
+
+    def fail(reason: str) -> None:
+        reasons.append(reason)
+        failed.set()
+
+    order.when_written(partial(done.append, 0), fail)
+    gpu.reach(failure="an illegal memory access was encountered")
+    assert failed.wait(WAIT_S)
+    assert done == []
+    assert "illegal memory access" in reasons[0]
+
+
+def test_events_are_used_again(held: tuple[Gpu, LayerOrder]) -> None:
+    gpu, order = held
+    for _ in range(5):
+        done = threading.Event()
+        order.when_written(done.set, never)
+        gpu.reach()
+        assert done.wait(WAIT_S)
+    assert sum(event.num_records for event in gpu.events) == 5
+    assert len(gpu.events) <= 2, "the one before may still be on its way back"
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[Gpu, pdlink.Node, pdlink.Node]]:
+    """A sender whose memory is written when the test says so."""
+    gpu = Gpu()
+    with (
+        pdlink.Node("prefill", layout(4), transports=[TcpTransport()]) as prefill,
+        pdlink.Node("decode", layout(8), transports=[TcpTransport()]) as decode,
+    ):
+        prefill._order = LayerOrder(gpu.make_event)
+        fill(prefill)
+        yield gpu, prefill, decode
+        gpu.reach()
+        prefill._order.close()
+
+
+def test_first_token_follows_the_last_written_layer(nodes: tuple[Gpu, pdlink.Node, pdlink.Node]) -> None:
+    """An engine finishes while kernels of the last layer run: the transfer must not fail because that layer lacks."""
+    gpu, prefill, decode = nodes
+    incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
+    with prefill.send("t", SRC, TOKENS) as outgoing:
+        for layer in range(3):
+            outgoing.layer_ready(layer)
+        outgoing.finish(42)
+    for index, event in enumerate(gpu.events):
+        assert not incoming.done.is_set()
+        assert not any(incoming.has_layer(layer) for layer in range(index, 3))
+        event.reached.set()
+    assert incoming.wait(WAIT_S) == 42
+    assert_same(prefill, decode)
+
+
+def test_fault_of_the_gpu_fails_the_transfer(nodes: tuple[Gpu, pdlink.Node, pdlink.Node]) -> None:
+    gpu, prefill, decode = nodes
+    incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
+    outgoing = prefill.send("t", SRC, TOKENS)
+    outgoing.layer_ready(0)
+    gpu.reach(failure="an illegal memory access was encountered")
+    with pytest.raises(TransferFailed, match="illegal memory access"):
+        outgoing.wait(WAIT_S)
+    with pytest.raises(TransferFailed):
+        incoming.wait(WAIT_S)
