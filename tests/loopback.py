@@ -20,6 +20,7 @@ from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed,
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdlink.capabilities import Reach
     from pdlink.kv.layout import Piece, RunArray
     from pdlink.memory.buffers import AnyBuffer, HostBuffer
 
@@ -255,6 +256,10 @@ class LoopbackTransport(Transport):
     """A transport of the hub. The contract of `Transport`; what can go wrong is in `LoopbackHub`."""
 
     name: ClassVar[str] = "loopback"
+    reach: Reach = "network"
+    """The hub is a network: who has it is reached."""
+    memory = ("host", "cuda")
+    trust = "pool"
 
     def __init__(self, hub: LoopbackHub) -> None:
         self.hub = hub
@@ -273,9 +278,8 @@ class LoopbackTransport(Transport):
         self._stopped = False
         self._dead = False
 
-    @classmethod
-    def probe(cls) -> Probe:
-        return Probe(cls.name, ok=True)
+    def probe(self) -> Probe:
+        return Probe(self.name, ok=True)
 
     def open(self) -> None:
         with self.hub._lock:
@@ -393,6 +397,10 @@ class LoopbackTransport(Transport):
     def _require_open(self) -> None:
         if self._state != "open":
             raise TransportFailure(f"the loopback transport is {self._state}")
+
+
+LOOPBACK = LoopbackTransport(LoopbackHub()).capabilities
+"""What a peer says of it."""
 
 
 def _views(piece: Piece, src_regions: Sequence[_Bytes], dst_regions: Sequence[_Bytes]) -> list[tuple[_Bytes, _Bytes]]:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BASE = {"errors", "config", "content", "events"}
+BASE = {"errors", "config", "content", "events", "capabilities"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "capabilities": set(),
     "content": {"errors"},
     "events": {"errors"},
     "config": {"errors"},

@@ -31,7 +31,7 @@ class PutTarget:
     """Memory that a `PutSource` may write; a thread gives UCX the turns it needs. Only in builds with UCX headers."""
 
     def __init__(self, library: str, tls: str, base: int, nbytes: int) -> None:
-        """library: path of libucp; tls: as `transport.ucx_tls`."""
+        """library: path of libucp; tls: as `transport.ucx.tls`."""
 
     @property
     def address(self) -> bytes: ...

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pdlink.errors import TransportFailure
 from pdlink.transport.base import Probe
-from pdlink.transport.ucx import probe_ucx
+from pdlink.transport.ucx import UcxTransport
 
 from .foreign import ForeignTransport
 
@@ -94,10 +94,10 @@ class PutLoop(_Anchor):
     def probe(cls) -> Probe:
         if not BUILT_WITH_UCX:
             return Probe(cls.name, ok=False, reason=NOT_BUILT)
-        return probe_ucx()
+        return UcxTransport().probe()
 
     def open(self) -> None:
-        self._library = probe_ucx().facts["library"]
+        self._library = UcxTransport().probe().facts["library"]
 
     def invite(self, peer: str) -> bytes:
         self._reader = _anchors.PutTarget(self._library, self._tls, self.buffer.ptr, self.buffer.nbytes)

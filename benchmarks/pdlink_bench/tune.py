@@ -1,4 +1,4 @@
-"""`pdlink bench tune`: how short a run must be for packing it to pay over tcp (`transport.tcp_pack_below_nbytes`).
+"""`pdlink bench tune`: how short a run must be for packing it to pay over tcp (`transport.tcp.pack_below_nbytes`).
 
 There are two pairs of processes, one that sends every run by itself and one that packs every run. They take turns
 with the same runs, of one length after the other. The length that is printed loses least over all lengths measured:
@@ -80,8 +80,8 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
     seconds = {way: {length: lane.samples["whole"] for length, lane in lanes[way].items()} for way in WAYS}
     below = pack_below_nbytes(seconds)
     return Report(
-        {"seconds": seconds, "tcp_pack_below_nbytes": below},
-        [_table(seconds, lengths), f"transport.tcp_pack_below_nbytes: {below}"],
+        {"seconds": seconds, "transport.tcp.pack_below_nbytes": below},
+        [_table(seconds, lengths), f"transport.tcp.pack_below_nbytes: {below}"],
         [_panel(seconds, lengths)],
     )
 

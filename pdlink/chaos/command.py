@@ -166,7 +166,7 @@ def _kinds(text: str) -> Sequence[Kind]:
 
 def _worker(args: argparse.Namespace, role: str) -> WorkerConfig:
     """Settings of one role: short deadlines, the flags, then --set."""
-    flags: dict[str, Any] = {"role": role, "transport.kind": args.transport, "transport.ucx_tls": args.ucx_tls}
+    flags: dict[str, Any] = {"role": role, "transport.kind": args.transport, "transport.ucx.tls": args.ucx_tls}
     flags |= {f"timeouts.{key}": value for key, value in TIMEOUTS.items()}
     kinds = _kinds(args.faults)
     blocks = FULL_BLOCKS if args.blocks is None and Kind.FULL in kinds else args.blocks

@@ -38,38 +38,64 @@ class SharingConfig(Section):
         return self
 
 
+class MappedConfig(Section):
+    """Shared pages on one host, or the memory of its GPUs."""
+
+    threads: int = Field(default=2, ge=1, le=2)
+    """Threads that copy host memory. The second one helps with more than a megabyte at once, and not while this
+    worker computes a prefill. With it 268 MB took 10.0 instead of 14.2 ms, with one of the two cores busy 10.4
+    instead of 14.8 (best of 25 and 15 turns, AMD EPYC, Zen 5)."""
+
+
+class UcxConfig(Section):
+    """RDMA, CUDA IPC, cross-memory attach and sockets through UCX."""
+
+    tls: str = "auto"
+    """UCX transports: "tcp", "shm" (same host, cross-memory attach), or any UCX_TLS list. auto leaves it to UCX."""
+    devices: str = "auto"
+    """Devices that UCX may use, and listens on without asking anybody for a key: "eth1", "mlx5_0:1", a list of them,
+    or "all". auto takes "lo" for a worker that only this host can reach, else "all". See docs/security.md."""
+    library: str | None = None
+    """Path of libucp.so.0 to load instead of the one found; "off" runs without UCX."""
+
+    @field_validator("library", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML 1.1 reads off as a boolean
+
+
+class TcpConfig(Section):
+    """Sockets, without RDMA; bytes are sent in the clear."""
+
+    host: str | None = None
+    """Address to listen on; None uses `control_host`."""
+    streams: int = Field(default=1, ge=1, le=16)
+    """Connections to each peer."""
+    congestion: str | None = None
+    """Their congestion control ("cubic", "bbr", …); None takes cubic on one host, else the system's."""
+    pack_below_nbytes: int = Field(default=1024, ge=0, le=131072)
+    """Shorter runs are packed on their way, 0 packs none: an entry of sendmsg and recvmsg costs 0.1 us. The default
+    was measured on two cores of an AMD EPYC; `pdlink bench tune` measures it here."""
+
+
 class TransportConfig(Section):
     """How bytes travel."""
 
-    kind: Literal["auto", "mapped", "ucx", "tcp"] = "auto"
-    """auto takes whatever works between two workers, `prefer` first. mapped is mapped-cuda where the KV is on a GPU;
-    tcp cannot move that."""
-    prefer: Literal["mapped", "ucx", "tcp"] = "mapped"
-    """Mapped memory is the faster one where it can work, which is on one host. Behind it comes ucx where there is
-    RDMA, then tcp."""
+    kind: str = "auto"
+    """"mapped", "ucx", "tcp", or "auto": whatever works between two workers, `prefer` first. mapped is mapped-cuda
+    where the KV is on a GPU; tcp cannot move that."""
+    prefer: str = "mapped"
+    """The kind to try first. Mapped memory is the fastest where it can work, which is on one host. Then comes ucx
+    where there is RDMA, then tcp."""
     require: str | None = None
     """Lane that must really be used ("mapped", "mapped-cuda", "cma", "tcp", "rc"); connecting fails if it is another
     one."""
-    mapped_threads: int = Field(default=2, ge=1, le=2)
-    """Threads that copy over mapped memory. The second one helps with more than a megabyte at once, and not while
-    this worker computes a prefill. With it 268 MB took 10.0 instead of 14.2 ms, with one of the two cores busy 10.4
-    instead of 14.8 (best of 25 and 15 turns, AMD EPYC, Zen 5)."""
-    ucx_tls: str = "auto"
-    """UCX transports: "tcp", "shm" (same host, cross-memory attach), or any UCX_TLS list. auto leaves it to UCX."""
-    ucx_devices: str = "auto"
-    """Devices that UCX may use, and listens on without asking anybody for a key: "eth1", "mlx5_0:1", a list of them,
-    or "all". auto takes "lo" for a worker that only this host can reach, else "all". See docs/security.md."""
-    tcp_host: str | None = None
-    """Address that the tcp transport listens on; None uses `control_host`. Bytes are sent in the clear."""
-    tcp_streams: int = Field(default=1, ge=1, le=16)
-    """Connections of the tcp transport to each peer."""
-    tcp_congestion: str | None = None
-    """Congestion control of those ("cubic", "bbr", …); None takes cubic on one host, else the system's."""
-    tcp_pack_below_nbytes: int = Field(default=1024, ge=0, le=131072)
-    """Shorter runs are packed on their way over tcp, 0 packs none: an entry of sendmsg and recvmsg costs 0.1 us. The
-    default was measured on two cores of an AMD EPYC; `pdlink bench tune` measures it here."""
-    ucx_library: str | None = None
-    """Path of libucp.so.0 to load instead of the one found; "off" runs without UCX."""
+    mapped: MappedConfig = MappedConfig()
+    """Of `kind: mapped`."""
+    ucx: UcxConfig = UcxConfig()
+    """Of `kind: ucx`."""
+    tcp: TcpConfig = TcpConfig()
+    """Of `kind: tcp`."""
     verify: Literal["off", "sample", "all"] = "off"
     """Checksums of what decode receives, compared before a request may use it: of every pushed layer, of one in
     eight, or none. A difference fails the transfer. Costs one more read of the bytes on each side."""
@@ -78,8 +104,3 @@ class TransportConfig(Section):
     one."""
     sharing: SharingConfig = SharingConfig()
     """Who goes first."""
-
-    @field_validator("ucx_library", mode="before")
-    @classmethod
-    def _off_is_a_word(cls, value: object) -> object:
-        return "off" if value is False else value  # YAML 1.1 reads off as a boolean

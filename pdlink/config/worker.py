@@ -92,5 +92,5 @@ class WorkerConfig(Section):
     def reachable(self) -> dict[str, str]:
         """Settings that let more than this host reach this worker, and the hosts they name."""
         hosts = {"host": self.host, "control_host": self.control_host, "advertise_host": self.advertise_host}
-        hosts["transport.tcp_host"] = self.transport.tcp_host
+        hosts["transport.tcp.host"] = self.transport.tcp.host
         return {setting: host for setting, host in hosts.items() if host is not None and not is_loopback(host)}

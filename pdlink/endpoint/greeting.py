@@ -1,7 +1,7 @@
 """The handshake that opens a session, both halves: do we fit together, over which transport, may you write here?
 
     dialer                              listener
-    hello, identity, transports ──────►             same factors? a common transport? a plan between the layouts?
+    hello, identity, capabilities ────►             same factors? a common transport? a plan between the layouts?
                                 ◄────── welcome     same question, same answer
     invite, what writes into us ──────►             connects the transport
                                 ◄────── ready
@@ -28,12 +28,13 @@ from pdlink.protocol import auth, handshake, messages
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pdlink.capabilities import Capabilities
     from pdlink.endpoint.channel import Received
     from pdlink.endpoint.clock import Clock
     from pdlink.endpoint.known import KnownPeers
     from pdlink.endpoint.peer import Local
     from pdlink.endpoint.sessions import Sessions
-    from pdlink.protocol.messages import Envelope
+    from pdlink.protocol.messages import Envelope, Identity
     from pdlink.transport.base import Transport
 
 log = logging.getLogger(__name__)
@@ -64,8 +65,9 @@ class Greeter:
     def hello(self) -> messages.Hello:
         """The first word of a dialer."""
         local = self._local
-        names = tuple(name for name, transport in self._transports.items() if not transport.no_invitations)
-        return messages.Hello(local.name, local.identity, names, local.address.partition("?")[0])
+        usable = (transport for transport in self._transports.values() if not transport.no_invitations)
+        able = tuple(transport.capabilities for transport in usable)
+        return messages.Hello(local.name, local.identity, able, local.address.partition("?")[0])
 
     def on_hello(self, item: Received, envelope: Envelope, hello: messages.Hello) -> None:
         """The listener's half: same factors, a common transport, a plan between the layouts; then Welcome."""
@@ -114,17 +116,19 @@ class Greeter:
 
     def _choice(self, peer: Peer, hello: messages.Hello) -> list[str]:
         """Transports for this session, the first one to be tried first. Raises HandshakeRefused if there is none."""
-        reach = {name: transport.same_host_only for name, transport in self._transports.items()}
-        same_host = self._local.identity.host == hello.identity.host
-        common = handshake.common_transports(hello.transports, reach, same_host=same_host)
+        common = self._common(hello.identity, hello.capabilities)
         unusable = self._known.unusable(peer)
         return [name for name in common if name not in unusable] or common
 
+    def _common(self, identity: Identity, theirs: Sequence[Capabilities]) -> list[str]:
+        ours = [transport.capabilities for transport in self._transports.values()]
+        return handshake.common_transports(self._local.identity, ours, identity, theirs)
+
     def _welcome(self, peer: Peer) -> None:
         """Let the dialer open its pages to the next transport."""
-        name = peer.untried.pop(0)
-        peer.transport = self._transports[name]
-        self._sessions.post(peer, messages.Welcome(self._local.name, self._local.identity, name))
+        peer.transport = self._transports[peer.untried.pop(0)]
+        welcome = messages.Welcome(self._local.name, self._local.identity, peer.transport.capabilities)
+        self._sessions.post(peer, welcome)
 
     def _check_name_is_free(self, peer: Peer, namesakes: Sequence[Peer]) -> None:
         """A restarted worker takes the place of its former life. Raises HandshakeRefused while another one lives.
@@ -147,9 +151,9 @@ class Greeter:
         try:
             if not peer.epoch:
                 self._meet(peer, envelope, welcome)
-            transport = self._transports.get(welcome.transport)
-            if transport is None or transport.name in peer.tried:
-                raise HandshakeRefused("transport", ", ".join(self._transports), welcome.transport)
+            transport = self._transports[self._common(welcome.identity, [welcome.transport])[0]]
+            if transport.name in peer.tried:
+                raise HandshakeRefused("transport", f"{transport.name} did not connect", str(welcome.transport))
         except HandshakeRefused as refusal:
             self._refuse(peer, refusal)
             return

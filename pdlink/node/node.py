@@ -20,6 +20,7 @@ nothing is to be done. It sends and receives, with any number of peers at once.
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -124,8 +125,8 @@ class Node:
         """
         if not is_worker_name(name):
             raise ConfigError(f"name: got {name!r}; a name is {NAME_RULE}")
-        config = TransportConfig(kind=cast("Any", transport)) if isinstance(transport, str) else transport
-        hosts = {"host": host, "advertise_host": advertise_host, "transport.tcp_host": config.tcp_host}
+        config = TransportConfig(kind=transport) if isinstance(transport, str) else transport
+        hosts = {"host": host, "advertise_host": advertise_host, "transport.tcp.host": config.tcp.host}
         open_to = {what: one for what, one in hosts.items() if one is not None and not is_loopback(one)}
         if open_to and credentials is None and not insecure:
             what, one = next(iter(open_to.items()))
@@ -161,7 +162,7 @@ class Node:
             warm_up()
             self.endpoint = Endpoint(
                 name,
-                Identity(VERSION, model, revision, num_ranks, layout, host_id(), content),
+                Identity(VERSION, model, revision, num_ranks, layout, host_id(), content, os.getpid(), kind),
                 transports,
                 timeouts or TimeoutConfig(),
                 batch_timeout_s=config.batch_timeout_s,

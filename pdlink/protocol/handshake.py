@@ -6,15 +6,18 @@ What must be equal is compared factor by factor, and a refusal names the factor 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pdlink.errors import HandshakeRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
+    from pdlink.capabilities import Capabilities, Reach
     from pdlink.protocol.messages import Identity
 
+
+_NEAR_TO_FAR: Final[tuple[Reach, ...]] = ("process", "host", "network")
 
 CONNECTION_FACTOR = "data connection"
 """The two fit together, and no transport between them connected: out of descriptors, a firewall, another user."""
@@ -44,16 +47,34 @@ def _factors(identity: Identity) -> dict[str, object]:
     }
 
 
-def common_transports(offered: Sequence[str], available: Mapping[str, bool], *, same_host: bool) -> list[str]:
-    """Those of the dialer's list that the listener has too and that can work between these hosts, in its order.
+def common_transports(
+    local: Identity, ours: Sequence[Capabilities], remote: Identity, theirs: Sequence[Capabilities]
+) -> list[str]:
+    """Names of the transports that both have and that both declare able to move this KV this far, in their order.
 
-    available: by name, whether both ends must be on one host.
-    Raises HandshakeRefused("transport", listener's, dialer's) if there is none.
+    Raises HandshakeRefused("transport", ours, theirs) if there is none.
     """
-    common = [name for name in dict.fromkeys(offered) if name in available and (same_host or not available[name])]
+    distance = _NEAR_TO_FAR.index(_distance(local, remote))
+    memory = {local.memory, remote.memory}
+
+    def able(capabilities: Sequence[Capabilities]) -> list[str]:
+        return [
+            one.name for one in capabilities if _NEAR_TO_FAR.index(one.reach) >= distance and memory <= {*one.memory}
+        ]
+
+    here = able(ours)
+    common = [name for name in dict.fromkeys(able(theirs)) if name in here]
     if not common:
-        where = "same host" if same_host else "different hosts"
-        raise HandshakeRefused(
-            "transport", f"{', '.join(available) or 'none'} ({where})", ", ".join(offered) or "none"
-        )
+        raise HandshakeRefused("transport", _described(local, ours), _described(remote, theirs))
     return common
+
+
+def _described(identity: Identity, capabilities: Sequence[Capabilities]) -> str:
+    where = f"{identity.memory} memory in process {identity.pid} of host {identity.host}"
+    return f"{where}, {', '.join(map(str, capabilities)) or 'no transport'}"
+
+
+def _distance(local: Identity, remote: Identity) -> Reach:
+    if local.host != remote.host:
+        return "network"
+    return "host" if local.pid != remote.pid else "process"

@@ -15,10 +15,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from pdlink.capabilities import Capabilities, MemoryKind  # noqa: TC001
 from pdlink.errors import ProtocolError
 from pdlink.kv.layout import KVLayout  # noqa: TC001  (msgspec reads the annotation at run time)
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_NBYTES = 4 * 2**20
 """Larger frames are refused by ZeroMQ before they are read: an offer of 800,000 blocks fits. Frames wait in queues,
 so this times the length of a queue is what one peer can make us hold."""
@@ -53,6 +54,10 @@ class Identity(msgspec.Struct, frozen=True):
     """Boot id and pid namespace: equal strings mean that the two processes can map each other's memory."""
     content: Name = ""
     """Digest of config, tokenizer and weights (`pdlink.content`)."""
+    pid: int = 0
+    """Of the process, among those of `host`."""
+    memory: MemoryKind = "host"
+    """Where the KV is."""
 
 
 class Hello(_Body, frozen=True, tag="hello"):
@@ -60,8 +65,8 @@ class Hello(_Body, frozen=True, tag="hello"):
 
     name: Name
     identity: Identity
-    transports: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)]
-    """Names of the transports that work here, the preferred one first."""
+    capabilities: Annotated[tuple[Capabilities, ...], msgspec.Meta(max_length=16)] = ()
+    """Of the transports that work here, the preferred one first. Version 1 had none, and is refused by its number."""
     control: Annotated[str, msgspec.Meta(max_length=512)] = ""
     """Where the dialer can be dialed itself: for people, who may have two workers of one name."""
 
@@ -71,7 +76,8 @@ class Welcome(_Body, frozen=True, tag="welcome"):
 
     name: Name
     identity: Identity
-    transport: Name
+    transport: Capabilities
+    """As the listener has it."""
 
 
 class Refuse(_Body, frozen=True, tag="refuse"):

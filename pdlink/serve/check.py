@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pdlink import __version__
-from pdlink.transport.choice import device_probes, probes
+from pdlink.transport.base import Site
+from pdlink.transport.choice import TRANSPORTS, candidates
 
 if TYPE_CHECKING:
     from pdlink.config import WorkerConfig
@@ -25,30 +26,31 @@ def check(config: WorkerConfig) -> int:
     """
     console = Console()
     kind, _, index = config.engine.device.partition(":")
-    usable, on_device = probes(config.transport), device_probes(config.transport, int(index or 0))
-    found = usable + [probe for probe in on_device if probe.transport not in {one.transport for one in usable}]
-    if kind != "cpu":
-        usable = on_device
+    site = Site("host" if kind == "cpu" else "cuda", int(index or 0))
+    wanted = candidates(config.transport, site.memory)
+    probes = {}
     table = Table(title="transports", title_justify="left")
-    for column in ("transport", "usable", "what"):
+    for column in ("transport", "usable", "reach", "moves", "trusts with", "what"):
         table.add_column(column, overflow="fold")
-    for probe in found:
-        facts = ", ".join(f"{key} {value}" for key, value in probe.facts.items())
-        table.add_row(probe.transport, "[green]yes" if probe.ok else "[red]no", facts if probe.ok else probe.reason)
+    for one in (*wanted, *(other for other in TRANSPORTS if other not in wanted)):
+        made = one.configured(config.transport, site)
+        probe = probes[one] = made.probe()
+        what = ", ".join(f"{key} {value}" for key, value in probe.facts.items()) if probe.ok else probe.reason
+        usable = "[green]yes" if probe.ok else "[red]no"
+        table.add_row(made.name, usable, made.reach, ", ".join(made.memory), made.trust, what)
     console.print(table)
     machine = Table(title="machine", title_justify="left", show_header=False)
     for name, value in _machine().items():
         machine.add_row(name, value)
     console.print(machine)
-    wanted = [probe for probe in usable if config.transport.kind in ("auto", probe.transport.removesuffix("-cuda"))]
     chosen = f"transport.kind = {config.transport.kind}, engine.device = {config.engine.device}"
-    if any(probe.ok for probe in wanted):
-        first = next(probe.transport for probe in wanted if probe.ok)
+    first = next((one.name for one in wanted if probes[one].ok), None)
+    if first is not None:
         console.print(f"{chosen}: [green]usable[/green], {first} comes first")
         return 0
     console.print(f"{chosen}: [red]not usable here[/red]")
-    for probe in wanted:
-        console.print(f"  {probe.transport}: {probe.reason}")
+    for one in wanted:
+        console.print(f"  {one.name}: {probes[one].reason}")
     return 1
 
 

@@ -28,8 +28,10 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
     from pdlink.engine.places import find_model
     from pdlink.protocol.auth import ControlAddress
     from pdlink.serve import health, keys
+    from pdlink.transport.choice import check_kinds
 
     raise_descriptor_limit()
+    check_kinds(config.transport)
     security = config.security
     credentials, http_key = keys.load_credentials(security), keys.http_key(security)
     tls = keys.server_tls(security.tls_cert, security.tls_key)

@@ -21,17 +21,36 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import msgspec
 
+from pdlink.capabilities import Capabilities
 from pdlink.kv.layout import Piece as Piece  # noqa: TC001 (exported from here, too)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdlink.capabilities import MemoryKind, Reach, Trust
+    from pdlink.config import TransportConfig
     from pdlink.kv.layout import KVLayout
     from pdlink.memory.buffers import AnyBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What a worker tells the transports that it opens."""
+
+    memory: MemoryKind = "host"
+    """Where its KV is."""
+    device_index: int = 0
+    """Number of the GPU, if it is on one."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    advertise_host: str | None = None
+    """Address that others reach it by; None for `host`."""
+    this_host_only: bool = True
+    """Other hosts must not reach it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +112,35 @@ def occurrence(
 
 
 class Transport(ABC):
-    """One way to move bytes. A constructor only stores; `open()` acquires; `close()` is safe twice."""
+    """One way to move bytes. A constructor only stores; `open()` acquires; `close()` is safe twice.
+
+    The class attributes say what it is; a line in `choice.TRANSPORTS` lets workers use it.
+    """
 
     name: ClassVar[str]
-    same_host_only: ClassVar[bool] = False
-    """Whether both ends must be on one host, in one pid namespace."""
+    """In the handshake, in reports."""
+    kind: ClassVar[str]
+    """In the settings: `transport.kind`, `transport.prefer`, and the section with its own settings, if it has any."""
+    reach: Reach
+    memory: tuple[MemoryKind, ...]
+    trust: Trust
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(self.name, self.reach, self.memory, self.trust)
 
     @classmethod
+    def configured(cls, config: TransportConfig, site: Site) -> Self:  # noqa: ARG003
+        """One with these settings."""
+        return cls()
+
+    @classmethod
+    def last_resort(cls) -> bool:
+        """Whether on this machine every other one that works is better."""
+        return False
+
     @abstractmethod
-    def probe(cls) -> Probe:
+    def probe(self) -> Probe:
         """Whether this transport can work on this machine. Cheap, has no lasting effect, never raises."""
 
     @abstractmethod

@@ -3,104 +3,80 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import TYPE_CHECKING, cast
 
-from pdlink.errors import TransportUnavailable
+from pdlink.errors import ConfigError, TransportUnavailable
+from pdlink.transport.base import Site
 from pdlink.transport.mapped import MappedTransport
-from pdlink.transport.mapped_cuda import MappedCudaTransport, probe_mapped_cuda
+from pdlink.transport.mapped_cuda import MappedCudaTransport
 from pdlink.transport.tcp import TcpTransport
-from pdlink.transport.ucx import UcxTransport, probe_ucx
+from pdlink.transport.ucx import UcxTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
+    from pdlink.capabilities import MemoryKind
     from pdlink.config import TransportConfig
     from pdlink.cuda.buffers import DeviceMemory
     from pdlink.memory.buffers import AnyBuffer
-    from pdlink.transport.base import Probe, Transport
+    from pdlink.transport.base import Transport
 
 log = logging.getLogger(__name__)
 
-
-def probes(config: TransportConfig) -> list[Probe]:
-    """What each transport of host memory says about this machine, the preferred one first."""
-    found = {"mapped": MappedTransport.probe(), "ucx": probe_ucx(config.ucx_library), "tcp": TcpTransport.probe()}
-    return [found[kind] for kind in _order(config)]
+TRANSPORTS: tuple[type[Transport], ...] = (MappedTransport, MappedCudaTransport, UcxTransport, TcpTransport)
+"""Every transport there is, the preferred one first."""
 
 
-def device_probes(config: TransportConfig, device_index: int = 0) -> list[Probe]:
-    """What the transports that move device memory say about this machine, the preferred one first.
+def check_kinds(config: TransportConfig) -> None:
+    """Raises ConfigError if the settings name a transport that is not there."""
+    kinds = sorted({one.kind for one in TRANSPORTS})
+    for setting, value, valid in (("kind", config.kind, ["auto", *kinds]), ("prefer", config.prefer, kinds)):
+        if value not in valid:
+            raise ConfigError(f"transport.{setting}: got {value!r}; must be one of {', '.join(valid)}")
 
-    That UCX works does not say that it has a lane for device memory: that is seen when memory is registered.
-    """
-    found = [probe_mapped_cuda(device_index), probe_ucx(config.ucx_library)]
-    return sorted(found, key=lambda probe: probe.transport.removesuffix("-cuda") != config.prefer)
+
+def candidates(config: TransportConfig, memory: MemoryKind) -> list[type[Transport]]:
+    """Transports that the settings allow and that move this kind of memory, the preferred one first."""
+    check_kinds(config)
+    able = [one for one in TRANSPORTS if config.kind in ("auto", one.kind) and memory in one.memory]
+    return sorted(able, key=lambda one: (one.kind != config.prefer, one.last_resort()))
 
 
 def open_transports(
     config: TransportConfig,
     buffers: Sequence[AnyBuffer],
     host: str = "127.0.0.1",
-    advertise: str | None = None,
+    advertise_host: str | None = None,
     *,
     this_host_only: bool = False,
 ) -> list[Transport]:
     """The transports a worker offers in the handshake, opened, the preferred one first.
 
-    buffers: the memory that KV lives in, registered with each of them in this order. They are all of the host, or
-    all of one GPU: there a kernel stores into the peer's pages ("mapped" in the settings) or UCX carries CUDA IPC and
-    RDMA, and tcp cannot be used.
-    host: where tcp listens unless `config.tcp_host` says so; advertise: the address others reach that by.
-    this_host_only: nobody else is to reach it, so UCX must not listen on more than loopback.
-    Raises TransportUnavailable if the configured one, or with `auto` every one, cannot work here.
+    buffers: the memory that KV lives in, registered with each of them in this order: all of the host, or all of one
+    GPU. The rest as in `Site`.
+    Raises TransportUnavailable if the configured one, or with `auto` every one, cannot work here; ConfigError.
     """
-    kinds = {buffer.kind for buffer in buffers}
-    if len(kinds) > 1:
+    memories = {buffer.kind for buffer in buffers} or {"host"}
+    if len(memories) > 1:
         raise TransportUnavailable(
             "buffers: got host memory and device memory; all of one KV cache must be of one kind"
         )
-    devices = "" if config.ucx_devices == "all" else config.ucx_devices
-    if devices == "auto":
-        devices = "lo" if this_host_only else ""
-    on_device = kinds == {"cuda"}
-
-    def mapped() -> Transport:
-        if on_device:
-            return MappedCudaTransport(cast("DeviceMemory", buffers[0]).device.index)
-        return MappedTransport(config.mapped_threads)
-
-    def tcp() -> Transport:
-        if on_device:
-            raise TransportUnavailable("it cannot move device memory")
-        return _tcp(config, host, advertise)
-
-    make: dict[str, Callable[[], Transport]] = {
-        "mapped": mapped,
-        "ucx": lambda: UcxTransport(config.ucx_tls, config.ucx_library, devices),
-        "tcp": tcp,
-    }
+    memory = memories.pop()
+    device_index = cast("DeviceMemory", buffers[0]).device.index if memory == "cuda" else 0
+    site = Site(memory, device_index, host, advertise_host, this_host_only)
     opened: list[Transport] = []
     problems: list[str] = []
-    for kind in _order(config):
-        if config.kind not in ("auto", kind):
-            continue
+    for one in candidates(config, memory):
         try:
-            opened.append(_opened(make[kind](), buffers))
+            opened.append(_opened(one.configured(config, site), buffers))
         except TransportUnavailable as error:
-            problems.append(f"{kind}: {error}")
+            problems.append(f"{one.name}: {error}")
     if not opened:
-        where = ", KV in device memory" if on_device else ""
-        raise TransportUnavailable(f"transport.kind = {config.kind}{where}: {'; '.join(problems)}")
+        why = "; ".join(problems) or f"it does not move {memory} memory; use auto"
+        raise TransportUnavailable(f"transport.kind = {config.kind}, KV in {memory} memory: {why}")
     for problem in problems:  # not before: the error says the same
         log.warning("transport cannot be used: %s", problem)
     return opened
-
-
-def _order(config: TransportConfig) -> list[str]:
-    """Kinds, the preferred one first. Over sockets ucx is slower than tcp, and checks nothing."""
-    kinds = ["mapped", "ucx", "tcp"] if _rdma() else ["mapped", "tcp", "ucx"]
-    return sorted(kinds, key=lambda kind: kind != config.prefer)
 
 
 def _opened(transport: Transport, buffers: Sequence[AnyBuffer]) -> Transport:
@@ -113,19 +89,3 @@ def _opened(transport: Transport, buffers: Sequence[AnyBuffer]) -> Transport:
         transport.close()
         raise
     return transport
-
-
-def _tcp(config: TransportConfig, host: str, advertise: str | None) -> TcpTransport:
-    """A host that can be told to peers is; for "listen everywhere" they need `advertise`."""
-    listen = config.tcp_host or host
-    told = advertise if config.tcp_host in (None, "0.0.0.0", "::") else listen
-    packed = config.tcp_pack_below_nbytes
-    return TcpTransport(listen, config.tcp_streams, config.tcp_congestion, told, pack_below_nbytes=packed)
-
-
-def _rdma() -> bool:
-    """Whether this host has RDMA devices. CUDA IPC is not asked for: buffers are host memory."""
-    try:
-        return bool(os.listdir("/sys/class/infiniband"))
-    except OSError:
-        return False

@@ -27,11 +27,12 @@ from pdlink import _copy
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.memory.buffers import Buffer
 from pdlink.memory.host import boot_id, pid_namespace
-from pdlink.transport.base import Probe
+from pdlink.transport.base import Probe, Site
 from pdlink.transport.edge import translated
 from pdlink.transport.native import NativeTransport
 
 if TYPE_CHECKING:
+    from pdlink.config import TransportConfig
     from pdlink.memory.buffers import AnyBuffer, HostBuffer
 
 _MAX_INVITATION_NBYTES = 1 << 20
@@ -83,7 +84,10 @@ class MappedTransport(NativeTransport[_copy.Copier, "HostBuffer"]):
     """Peers on this host, through shared pages. Lane "mapped"."""
 
     name: ClassVar[str] = "mapped"
-    same_host_only: ClassVar[bool] = True
+    kind: ClassVar[str] = "mapped"
+    reach = "host"
+    memory = ("host",)
+    trust = "pool"
 
     def __init__(self, threads: int = 2, *, within_process: bool = False) -> None:
         """threads: 2 to have a second one help with much at once while this process computes no prefill, or 1.
@@ -96,7 +100,10 @@ class MappedTransport(NativeTransport[_copy.Copier, "HostBuffer"]):
         self._within_process = within_process
 
     @classmethod
-    def probe(cls) -> Probe:
+    def configured(cls, config: TransportConfig, site: Site) -> MappedTransport:
+        return cls(config.mapped.threads)
+
+    def probe(self) -> Probe:
         """Makes one page of shared memory and invites this process to it."""
         facts = {"stores": _copy.store_kinds()[0], "kernel": os.uname().release}
         step = "memory files (memfd_create)"
@@ -109,8 +116,8 @@ class MappedTransport(NativeTransport[_copy.Copier, "HostBuffer"]):
                 finally:
                     copier.close(0.0)
         except OSError as error:
-            return Probe(cls.name, ok=False, reason=f"{step}: {error}", facts=facts)
-        return Probe(cls.name, ok=True, facts=facts)
+            return Probe(self.name, ok=False, reason=f"{step}: {error}", facts=facts)
+        return Probe(self.name, ok=True, facts=facts)
 
     def open(self) -> None:
         if self._closed:

@@ -30,7 +30,7 @@ from pdlink.cuda.driver import LIBRARY, CudaFailure, CudaUnavailable, Device
 from pdlink.cuda.kernels import Kernels
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.memory.host import boot_id, pid_namespace
-from pdlink.transport.base import Occurrence, Probe, Transport
+from pdlink.transport.base import Occurrence, Probe, Site, Transport
 from pdlink.transport.edge import translated
 from pdlink.transport.gpu_batches import PeerMemory
 from pdlink.transport.gpu_copier import SLICE_NBYTES, GpuCopier
@@ -38,6 +38,8 @@ from pdlink.transport.gpu_copier import SLICE_NBYTES, GpuCopier
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdlink.capabilities import MemoryKind
+    from pdlink.config import TransportConfig
     from pdlink.cuda.buffers import DeviceMemory
     from pdlink.kv.layout import Piece
     from pdlink.memory.buffers import AnyBuffer
@@ -76,7 +78,10 @@ class MappedCudaTransport(Transport):
     """Peers on this host, through their device memory. Lane "mapped-cuda"."""
 
     name: ClassVar[str] = "mapped-cuda"
-    same_host_only: ClassVar[bool] = True
+    kind: ClassVar[str] = "mapped"
+    reach = "host"
+    memory: tuple[MemoryKind, ...] = ("cuda",)
+    trust = "pool"
 
     def __init__(
         self,
@@ -92,7 +97,7 @@ class MappedCudaTransport(Transport):
 
         slice_nbytes: about the most bytes of one launch, and so of what has to be waited for when a peer is closed.
         """
-        self._device = Device(device_index, library)
+        self._device, self._library = Device(device_index, library), library
         self._image, self._slice_nbytes = image, slice_nbytes
         self._kernels: Kernels | None = None
         self._copier: GpuCopier | None = None
@@ -103,8 +108,29 @@ class MappedCudaTransport(Transport):
         """Address for kernels and bytes of each region."""
 
     @classmethod
-    def probe(cls) -> Probe:
-        return probe_mapped_cuda()
+    def configured(cls, config: TransportConfig, site: Site) -> MappedCudaTransport:
+        return cls(site.device_index)
+
+    def probe(self) -> Probe:
+        """As in the contract: holds the GPU's context for a moment, loads the kernels, exports memory.
+
+        The reason of a refusal begins with the code of its error: `cuda_unavailable` where there is no driver, GPU of
+        that number or kernel in this build, `cuda_failure` where the driver refuses (an old GPU; no CUDA IPC, as on
+        WSL).
+        """
+        device = Device(self._device.index, self._library)
+        facts: dict[str, str] = {}
+        with contextlib.ExitStack() as made:
+            try:
+                device.open()
+                made.callback(device.close)
+                facts = {"device": device.name, "driver": device.driver.version}
+                made.callback(Kernels(device, self._image).close)
+                with DeviceBuffer(device, _PROBE_NBYTES) as buffer:
+                    buffer.export()
+            except (CudaUnavailable, CudaFailure) as error:
+                return Probe(self.name, ok=False, reason=f"{error.code}: {error}", facts=facts)
+        return Probe(self.name, ok=True, facts=facts)
 
     def open(self) -> None:
         if self._closed:
@@ -236,27 +262,6 @@ class MappedCudaTransport(Transport):
             gate = _cuda.GateWriter(there.pid, there.gate)
             made.pop_all()
         return PeerMemory(there.pid, life_fd, gate, regions, mapped)
-
-
-def probe_mapped_cuda(device_index: int = 0, library: str = LIBRARY, image: bytes | None = None) -> Probe:
-    """`MappedCudaTransport.probe()` of one GPU: holds its context for a moment, loads the kernels, exports memory.
-
-    The reason of a refusal begins with the code of its error: `cuda_unavailable` where there is no driver, GPU of
-    that number or kernel in this build, `cuda_failure` where the driver refuses (an old GPU; no CUDA IPC, as on WSL).
-    """
-    device = Device(device_index, library)
-    facts: dict[str, str] = {}
-    with contextlib.ExitStack() as made:
-        try:
-            device.open()
-            made.callback(device.close)
-            facts = {"device": device.name, "driver": device.driver.version}
-            made.callback(Kernels(device, image).close)
-            with DeviceBuffer(device, _PROBE_NBYTES) as buffer:
-                buffer.export()
-        except (CudaUnavailable, CudaFailure) as error:
-            return Probe(MappedCudaTransport.name, ok=False, reason=f"{error.code}: {error}", facts=facts)
-    return Probe(MappedCudaTransport.name, ok=True, facts=facts)
 
 
 _OPEN_HERE: weakref.WeakSet[MappedCudaTransport] = weakref.WeakSet()

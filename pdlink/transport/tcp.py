@@ -24,13 +24,14 @@ import numpy as np
 from pdlink import _tcp
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.kv.bands import bands
-from pdlink.transport.base import Probe
+from pdlink.transport.base import Probe, Site
 from pdlink.transport.edge import translated
 from pdlink.transport.native import NativeTransport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdlink.config import TransportConfig
     from pdlink.kv.layout import KVLayout
     from pdlink.memory.buffers import AnyBuffer
 
@@ -61,6 +62,10 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
     """Peers anywhere, through sockets. Lane "tcp"."""
 
     name: ClassVar[str] = "tcp"
+    kind: ClassVar[str] = "tcp"
+    reach = "network"
+    memory = ("host",)
+    trust = "blocks"
 
     def __init__(
         self,
@@ -90,10 +95,17 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
         """What the first invitation is to be preceded by: who invites nobody need not have a layout to write to."""
 
     @classmethod
-    def probe(cls) -> Probe:
+    def configured(cls, config: TransportConfig, site: Site) -> TcpTransport:
+        """A host that can be told to peers is; for "listen everywhere" they need `site.advertise_host`."""
+        tcp = config.tcp
+        listen = tcp.host or site.host
+        told = site.advertise_host if tcp.host in (None, "0.0.0.0", "::") else listen
+        return cls(listen, tcp.streams, tcp.congestion, told, pack_below_nbytes=tcp.pack_below_nbytes)
+
+    def probe(self) -> Probe:
         default = "system default"
         fast = next((name for name in ("cubic", "reno") if _tcp.congestion_usable(name)), default)
-        return Probe(cls.name, ok=True, facts={"congestion on one host": fast, "congestion else": default})
+        return Probe(self.name, ok=True, facts={"congestion on one host": fast, "congestion else": default})
 
     def open(self) -> None:
         """As in the contract; looks up the names it was given."""
@@ -170,7 +182,7 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
         if self._on_loopback and not ipaddress.ip_address(there.host).is_loopback:
             raise TransportFailure(
                 f"peer {peer} is at {there.host}, and this side's data port is for this host only; "
-                "set transport.tcp_host to the address that others reach"
+                "set transport.tcp.host to the address that others reach"
             )
         with translated(f"cannot connect to peer {peer}"):
             engine.connect(peer, there.host, there.port, there.session, there.token, there.regions)

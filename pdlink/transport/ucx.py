@@ -21,7 +21,7 @@ import msgspec
 
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.memory.host import host_id
-from pdlink.transport.base import Probe
+from pdlink.transport.base import Probe, Site
 from pdlink.transport.edge import translated
 from pdlink.transport.native import NativeTransport
 
@@ -31,6 +31,8 @@ except ImportError:  # a build without UCX headers; probe() says so
     _ucx = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
+    from pdlink.capabilities import Reach
+    from pdlink.config import TransportConfig
     from pdlink.cuda.buffers import DeviceMemory
     from pdlink.memory.buffers import AnyBuffer
 
@@ -118,19 +120,21 @@ def _load(library: str | None) -> _ucx.Library:
         raise TransportUnavailable(str(error)) from None
 
 
-def probe_ucx(library: str | None = None) -> Probe:
-    """`UcxTransport.probe()` for a configured library; loads it."""
+def _rdma() -> bool:
+    """Whether this host has RDMA devices."""
     try:
-        loaded = _load(library)
-    except TransportUnavailable as error:
-        return Probe("ucx", ok=False, reason=str(error))
-    return Probe("ucx", ok=True, facts={"version": loaded.version, "library": loaded.path})
+        return bool(os.listdir("/sys/class/infiniband"))
+    except OSError:
+        return False
 
 
 class UcxTransport(NativeTransport["_ucx.Engine", "AnyBuffer"]):
     """Puts through UCX, on whatever lane it finds; `lane(peer)` tells which."""
 
     name: ClassVar[str] = "ucx"
+    kind: ClassVar[str] = "ucx"
+    memory = ("host", "cuda")
+    trust = "process"
 
     def __init__(self, tls: str = "auto", library: str | None = None, devices: str = "") -> None:
         """tls: "auto", "tcp", "shm" (cross-memory attach, one host only) or a UCX_TLS list.
@@ -140,6 +144,7 @@ class UcxTransport(NativeTransport["_ucx.Engine", "AnyBuffer"]):
         """
         super().__init__()
         self._tls, self._devices = tls, devices
+        self.reach: Reach = "host" if tls == "shm" else "network"
         self._library_choice = library
         self._library: _ucx.Library | None = None
         self._finalizer: weakref.finalize[[], UcxTransport] | None = None
@@ -148,8 +153,24 @@ class UcxTransport(NativeTransport["_ucx.Engine", "AnyBuffer"]):
         """What invitations tell of our buffers, by region index."""
 
     @classmethod
-    def probe(cls) -> Probe:
-        return probe_ucx()
+    def configured(cls, config: TransportConfig, site: Site) -> UcxTransport:
+        devices = config.ucx.devices
+        if devices == "auto":
+            devices = "lo" if site.this_host_only else "all"
+        return cls(config.ucx.tls, config.ucx.library, "" if devices == "all" else devices)
+
+    @classmethod
+    def last_resort(cls) -> bool:
+        """Without RDMA: over sockets it is slower than tcp, and checks nothing."""
+        return not _rdma()
+
+    def probe(self) -> Probe:
+        """As in the contract; loads the library. Whether it has a lane for device memory is seen in `register`."""
+        try:
+            loaded = _load(self._library_choice)
+        except TransportUnavailable as error:
+            return Probe(self.name, ok=False, reason=str(error))
+        return Probe(self.name, ok=True, facts={"version": loaded.version, "library": loaded.path})
 
     def open(self) -> None:
         if self._finalizer is not None and not self._finalizer.alive:
@@ -208,12 +229,12 @@ class UcxTransport(NativeTransport["_ucx.Engine", "AnyBuffer"]):
         visible = remote.host == host
         sockets_only = self._tls == "tcp"
         if self._tls == "shm" and not same_host:
-            raise TransportFailure(f"peer {peer} is on another host, and ucx_tls is shm")
+            raise TransportFailure(f"peer {peer} is on another host, and transport.ucx.tls is shm")
         if same_host and not visible and not sockets_only:
             # UCX would write straight into its memory, and it could not keep us out of it again.
             raise TransportFailure(
                 f"peer {peer} is on this host in another pid namespace, where its gate cannot be opened; "
-                "share the pid namespace or set transport.ucx_tls: tcp"
+                "share the pid namespace or set transport.ucx.tls: tcp"
             )
         pid, born = (remote.pid, remote.born) if visible else (0, 0)
         gate = None

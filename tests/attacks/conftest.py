@@ -26,7 +26,7 @@ def pair() -> Iterator[Pair]:
 @pytest.fixture(scope="package")
 def deployment() -> Iterator[Deployment]:
     """Prefill, decode and proxy whose KV crosses the ports that are attacked."""
-    sections = {"transport": {"kind": "ucx", "ucx_tls": "tcp"}, "cache": {"share_prefixes": False}}
+    sections = {"transport": {"kind": "ucx", "ucx": {"tls": "tcp"}}, "cache": {"share_prefixes": False}}
     workers = {role: worker_settings(role, **sections) for role in ("prefill", "decode")}
     with Deployment.launch(workers) as deployment:
         for _ in range(3):

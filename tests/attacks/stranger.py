@@ -14,7 +14,7 @@ from pdlink.memory.buffers import Buffer
 from pdlink.protocol import messages
 from pdlink.protocol.messages import VERSION, Envelope, Identity
 from tests.endpoint.conftest import WAIT_S, Node, Pair
-from tests.loopback import LoopbackTransport
+from tests.loopback import LOOPBACK, LoopbackTransport
 
 if TYPE_CHECKING:
     from pdlink.protocol.messages import Body
@@ -71,7 +71,7 @@ class Stranger:
 
     def hello(self) -> None:
         """Begins a session, and with it the numbering."""
-        self.say(messages.Hello(self.name, self.identity, ("loopback",)), dst_epoch="", number=0)
+        self.say(messages.Hello(self.name, self.identity, (LOOPBACK,)), dst_epoch="", number=0)
         self.num_said = 1
 
     def join(self) -> Stranger:
@@ -130,6 +130,6 @@ class FalsePrefill:
     def welcome(self) -> None:
         """Let decode believe."""
         self.hear(messages.Hello)
-        self.say(messages.Welcome("false", Identity(VERSION, "m", "main", 1, self.layout, "host"), "loopback"))
+        self.say(messages.Welcome("false", Identity(VERSION, "m", "main", 1, self.layout, "host"), LOOPBACK))
         self.hear(messages.Invite)
         self.say(messages.Ready())

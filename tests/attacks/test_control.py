@@ -22,6 +22,7 @@ from pdlink.kv.layout import KVLayout, LayerLayout, Part
 from pdlink.protocol import messages
 from pdlink.protocol.messages import MAX_FRAME_NBYTES, MAX_HELLO_NBYTES, VERSION, Envelope, Identity
 from tests.endpoint.conftest import Handler, Pair, layout, until
+from tests.loopback import LOOPBACK
 
 from .stranger import FalsePrefill, Stranger
 
@@ -302,7 +303,7 @@ def test_listener_cannot_turn_the_session_of_its_dialer_around(pair: Pair) -> No
     with FalsePrefill(pair) as false:
         pair.decode.endpoint.receiver.expect("bait", false.address, trap)
         hello = false.hear(messages.Hello)
-        false.say(messages.Hello("false", hello.identity, ("loopback",)), dst_epoch="")
+        false.say(messages.Hello("false", hello.identity, (LOOPBACK,)), dst_epoch="")
         false.say(messages.Bye("instead"))
         assert trap.wait() == ["failed peer_lost: closed by " + false.address + ": instead", "released"]
 
@@ -315,7 +316,7 @@ def test_nothing_counts_before_the_handshake(pair: Pair, kind: str) -> None:
     other: dict[str, messages.Body] = {
         "heartbeat": messages.Heartbeat(),
         "invite": messages.Invite(b"\0" * 64),
-        "welcome": messages.Welcome("x", pair.decode.endpoint.local.identity, "loopback"),
+        "welcome": messages.Welcome("x", pair.decode.endpoint.local.identity, LOOPBACK),
     }
     handler = begin(pair, "theirs")
     with Stranger(pair) as stranger:
@@ -444,7 +445,7 @@ def test_absurd_layouts_are_refused_by_both_sides(pair: Pair, absurd: str) -> No
         false.layout = kv
         pair.decode.endpoint.receiver.expect("bait", false.address, trap)
         false.hear(messages.Hello)
-        false.say(messages.Welcome("false", Identity(VERSION, "m", "main", 1, kv, "host"), "loopback"))
+        false.say(messages.Welcome("false", Identity(VERSION, "m", "main", 1, kv, "host"), LOOPBACK))
         false.say(messages.Bye("enough"))
         assert trap.wait()[-1] == "released"
 

@@ -15,7 +15,7 @@ from .descriptors import MOST_SPARE
 # Not mapped memory: both workers are in one process here, and a writer over mapped memory refuses its own process.
 @pytest.mark.parametrize("kind", ["tcp", "ucx-tcp", "ucx-shm"])
 def test_a_worker_without_descriptors_keeps_its_sessions_and_recovers(kind: str) -> None:
-    if kind.startswith("ucx") and not (probe := UcxTransport.probe()).ok:
+    if kind.startswith("ucx") and not (probe := UcxTransport().probe()).ok:
         pytest.skip(probe.reason)
     child = subprocess.run(
         [sys.executable, "-m", "tests.attacks.descriptors", kind],

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from pdlink.capabilities import Capabilities
 from pdlink.errors import LayoutMismatch
 from pdlink.kv.layout import KVLayout
 from pdlink.kv.plan import bind, template, warm_up
@@ -160,7 +161,8 @@ def test_nothing_that_a_dialer_says_costs_more_than_its_session(bench: tuple[str
 
     def say(data: st.DataObject, stranger: Stranger, transfer_id: str, invitation: bytes) -> None:
         identity = data.draw(identities(bench_))
-        speak(data, stranger, messages.Hello(stranger.name, identity, (spare.name, "other"), "tcp://x:1"))
+        both = (spare.capabilities, Capabilities("other", "network", ("host",), "pool"))
+        speak(data, stranger, messages.Hello(stranger.name, identity, both, "tcp://x:1"))
         stranger.dst_epoch = bench_.prefill.endpoint.epoch
         stranger.say(stranger.envelope(messages.Invite(data.draw(invitations(kind, invitation)))))
         published = data.draw(st.booleans())
@@ -201,7 +203,8 @@ def test_nothing_that_a_listener_says_costs_more_than_its_session(bench: tuple[s
             landed: list[tuple[int, int]] = []
             by_layer = (lambda layer, end, _: landed.append((layer, end))) if data.draw(st.booleans()) else None
             receiver.offer(transfer_id, [11, 3], 0, TOKENS, on_landed=by_layer, verify=verify)
-        speak(data, false, messages.Welcome(false.name, data.draw(identities(bench_)), bench_.spare.transport.name))
+        chosen = bench_.spare.transport.capabilities
+        speak(data, false, messages.Welcome(false.name, data.draw(identities(bench_)), chosen))
         for honest in data.draw(st.lists(st.sampled_from(about(transfer_id)), max_size=4)):
             speak(data, false, honest)
         if not offered:

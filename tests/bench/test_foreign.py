@@ -58,9 +58,9 @@ def test_a_run_outside_of_the_buffer_is_refused_before_anything_moves() -> None:
         del writer, reader
 
 
-@pytest.mark.parametrize("peer", [peers.Nixl, peers.Mooncake])
+@pytest.mark.parametrize("peer", [peers.Nixl(""), peers.Mooncake()])
 def test_a_peer_that_is_not_installed_says_what_to_install(
-    peer: type[ForeignTransport], monkeypatch: pytest.MonkeyPatch
+    peer: ForeignTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(os, "putenv", lambda *_: None)

@@ -28,8 +28,8 @@ def test_both_ways_are_measured_and_a_length_is_found(tmp_path: Path, capsys: py
     assert {way: list(by_length) for way, by_length in kept["seconds"].items()} == {
         way: ["256", "16384"] for way in tune.WAYS
     }
-    assert kept["tcp_pack_below_nbytes"] in (0, 16384, 32768)
-    assert f"tcp_pack_below_nbytes: {kept['tcp_pack_below_nbytes']}" in capsys.readouterr().out
+    assert kept["transport.tcp.pack_below_nbytes"] in (0, 16384, 32768)
+    assert f"pack_below_nbytes: {kept['transport.tcp.pack_below_nbytes']}" in capsys.readouterr().out
     assert "<svg" in picture.read_text()
 
 

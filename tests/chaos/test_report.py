@@ -118,7 +118,7 @@ def test_flags_reach_the_workers_it_starts(
     monkeypatch.setattr(command, "run_local", run_local)
     assert main(["chaos", *flags]) == 0
     assert [worker.role for worker in started] == ["prefill", "decode"]
-    assert {(worker.cache.num_blocks, worker.transport.ucx_tls) for worker in started} == {(num_blocks, ucx_tls)}
+    assert {(worker.cache.num_blocks, worker.transport.ucx.tls) for worker in started} == {(num_blocks, ucx_tls)}
 
 
 def test_a_url_without_a_proxy_is_said_to_be_none(capsys: pytest.CaptureFixture[str]) -> None:

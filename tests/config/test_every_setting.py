@@ -34,7 +34,6 @@ VALUES: dict[str, Any] = {
     "host": "127.0.0.2",
     "control_host": "127.0.0.2",
     "advertise_host": "127.0.0.2",
-    "tcp_host": "127.0.0.2",
     "timeline": "/tmp/{name}.json",
     "engine.device": "cuda:1",
     "timeouts.heartbeat_s": 0.5,

@@ -78,6 +78,8 @@ def test_up_says_which_variables_reach_its_workers(caplog: pytest.LogCaptureFixt
         (WorkerConfig, "PDLINK_CACHE__NUM_BLOK", "PDLINK_CACHE__NUM_BLOCKS"),
         (WorkerConfig, "PDLINK_NUM_BLOCKS", "PDLINK_CACHE__NUM_BLOCKS"),
         (WorkerConfig, "PDLINK_TRANSPRT__KIND", "PDLINK_TRANSPORT__KIND"),
+        (WorkerConfig, "PDLINK_TRANSPORT__TCP_STREAMS", "PDLINK_TRANSPORT__TCP__STREAMS"),
+        (WorkerConfig, "PDLINK_TRANSPORT__MAPPED_THREADS", "PDLINK_TRANSPORT__MAPPED__THREADS"),
         (ProxyConfig, "PDLINK_RETRYS", "PDLINK_RETRIES"),
         (UpConfig, "PDLINK_NUM_PREFIL", "PDLINK_NUM_PREFILL"),
         (WorkerConfig, "PDLINK_SERVICE_HOTS", ""),
@@ -94,6 +96,11 @@ def test_a_near_miss_in_the_environment_is_refused(kind: Any, name: str, near: s
     ("kind", "flags", "message"),
     [
         (WorkerConfig, {"cache.num_blok": 1}, "unknown setting 'cache.num_blok'; did you mean 'cache.num_blocks'?"),
+        (
+            WorkerConfig,
+            {"transport.ucx_tls": "tcp"},
+            "unknown setting 'transport.ucx_tls'; did you mean 'transport.ucx.tls'?",
+        ),
         (WorkerConfig, {"num_blocks": 1}, "unknown setting 'num_blocks'; did you mean 'cache.num_blocks'?"),
         (UpConfig, {"prefil.port": 1}, "unknown setting 'prefil'; did you mean 'prefill'?"),
         (WorkerConfig, {"cache.num_blocks": "a"}, "cache.num_blocks: must be a whole number, got 'a'"),

@@ -19,6 +19,8 @@ class LentBuffer(DeviceBuffer):
 
 
 class DoubleTransport(MappedCudaTransport):
+    memory = ("host", "cuda")
+
     def __init__(self, slice_nbytes: int = 1 << 20) -> None:
         super().__init__(library=fake().path, image=IMAGE, slice_nbytes=slice_nbytes)
         self._lent: list[Buffer] = []

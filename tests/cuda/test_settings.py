@@ -13,10 +13,9 @@ from pdlink.cuda.driver import Device
 from pdlink.engine.models import load_model
 from pdlink.errors import ConfigError, TransportUnavailable
 from pdlink.serve.check import check
-from pdlink.transport import choice
 from pdlink.transport.base import Probe
 from pdlink.transport.choice import open_transports
-from pdlink.transport.mapped_cuda import probe_mapped_cuda
+from pdlink.transport.mapped_cuda import MappedCudaTransport
 from tests.cuda.fake import IMAGE, Fake
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -57,9 +56,9 @@ def test_a_worker_without_its_gpu_says_so() -> None:
 @without_gpu
 def test_each_transport_says_why_it_cannot_move_device_memory(device: Device) -> None:
     with DeviceBuffer(device, 4096) as buffer:
-        with pytest.raises(TransportUnavailable, match="mapped: .*no CUDA driver.*ucx: .*no CUDA driver"):
+        with pytest.raises(TransportUnavailable, match="mapped-cuda: .*no CUDA driver.*ucx: .*no CUDA driver"):
             open_transports(TransportConfig(), [buffer])
-        with pytest.raises(TransportUnavailable, match="tcp: it cannot move device memory"):
+        with pytest.raises(TransportUnavailable, match="tcp, KV in cuda memory: it does not move cuda memory"):
             open_transports(TransportConfig(kind="tcp"), [buffer])
 
 
@@ -69,7 +68,7 @@ def test_a_lane_can_be_demanded_by_name() -> None:
 
 
 def test_a_probe_loads_the_kernels_and_exports_memory(double: Fake) -> None:
-    probe = probe_mapped_cuda(0, double.path, IMAGE)
+    probe = MappedCudaTransport(library=double.path, image=IMAGE).probe()
     assert (probe.transport, probe.ok, probe.facts) == (
         "mapped-cuda",
         True,
@@ -87,16 +86,18 @@ def test_a_probe_loads_the_kernels_and_exports_memory(double: Fake) -> None:
 )
 def test_a_probe_says_what_is_missing(call: str, reason: str, double: Fake) -> None:
     double.fail(call, 100)
-    probe = probe_mapped_cuda(0, double.path, IMAGE)
+    probe = MappedCudaTransport(library=double.path, image=IMAGE).probe()
     assert not probe.ok
     assert probe.reason.startswith(reason)
 
 
 def test_a_probe_names_what_is_not_there(double: Fake) -> None:
-    assert probe_mapped_cuda(0, "no-such-library.so").reason.startswith("cuda_unavailable: no CUDA driver")
-    assert probe_mapped_cuda(7, double.path).reason.startswith("cuda_unavailable: there is no CUDA device 7")
-    built_without = probe_mapped_cuda(0, double.path, b"")
-    assert built_without.reason.startswith("cuda_unavailable: pdlink was built without nvcc")
+    for transport, what in (
+        (MappedCudaTransport(library="no-such-library.so"), "no CUDA driver"),
+        (MappedCudaTransport(7, library=double.path), "there is no CUDA device 7"),
+        (MappedCudaTransport(library=double.path, image=b""), "pdlink was built without nvcc"),
+    ):
+        assert transport.probe().reason.startswith(f"cuda_unavailable: {what}")
 
 
 def probes_of(config: WorkerConfig, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -112,7 +113,7 @@ def test_check_lists_the_transports_of_device_memory(
     monkeypatch.setenv("COLUMNS", "200")
     status, said = probes_of(settings(), capsys)
     assert status == 0
-    assert "mapped-cuda │ no │ cuda_unavailable: no CUDA driver" in said
+    assert "mapped-cuda │ no │ host │ cuda │ pool │ cuda_unavailable: no CUDA driver" in said
     on_gpu = settings(engine__device="cuda", transport__kind="mapped")
     status, said = probes_of(on_gpu, capsys)
     assert status == 1
@@ -124,7 +125,7 @@ def test_check_with_a_gpu_takes_its_transport_first(
 ) -> None:
     good = Probe("mapped-cuda", ok=True, facts={"device": "some GPU"})
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(choice, "probe_mapped_cuda", lambda index: good)
+    monkeypatch.setattr(MappedCudaTransport, "probe", lambda _: good)
     status, said = probes_of(settings(engine__device="cuda:1", transport__kind="mapped"), capsys)
     assert status == 0
     assert "engine.device = cuda:1: usable, mapped-cuda comes first" in said

@@ -13,7 +13,7 @@ from pdlink.errors import TransportUnavailable
 from pdlink.memory.buffers import Buffer
 from pdlink.transport.ucx import UcxTransport
 
-pytestmark = pytest.mark.skipif(not UcxTransport.probe().ok, reason="no UCX")
+pytestmark = pytest.mark.skipif(not UcxTransport().probe().ok, reason="no UCX")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ ANSWER_S = 2.0
 """The client has an answer this long after the kill. Not a benchmark: the promise of the product."""
 
 TRANSPORTS: dict[str, dict[str, Any]] = {
-    "ucx-tcp": {"kind": "ucx", "ucx_tls": "tcp"},
+    "ucx-tcp": {"kind": "ucx", "ucx": {"tls": "tcp"}},
     "mapped": {"kind": "mapped"},
 }
 

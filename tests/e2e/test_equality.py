@@ -17,9 +17,9 @@ TOKEN_NBYTES = 8 * 2 * 4 * 32 * 4
 """Layers, K and V, heads, head size, float32: of the built model."""
 
 LANES = {
-    "ucx-tcp": ({"kind": "ucx", "ucx_tls": "tcp"}, "tcp"),
+    "ucx-tcp": ({"kind": "ucx", "ucx": {"tls": "tcp"}}, "tcp"),
     "tcp": ({"kind": "tcp"}, "tcp"),
-    "ucx-shm": ({"kind": "ucx", "ucx_tls": "shm"}, "cma"),
+    "ucx-shm": ({"kind": "ucx", "ucx": {"tls": "shm"}}, "cma"),
     "mapped": ({"kind": "mapped"}, "mapped"),
 }
 

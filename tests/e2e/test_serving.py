@@ -20,7 +20,7 @@ NUM_BLOCKS = 128
 
 @pytest.fixture(scope="module")
 def deployment() -> Iterator[Deployment]:
-    ucx = {"kind": "ucx", "ucx_tls": "tcp"}
+    ucx = {"kind": "ucx", "ucx": {"tls": "tcp"}}
     cache = {"num_blocks": NUM_BLOCKS}
     workers = {
         "prefill": worker_settings("prefill", transport=ucx, cache=cache, simulate_layer_s=LAYER_S),

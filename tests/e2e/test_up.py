@@ -122,7 +122,7 @@ def test_check_says_what_works_and_fails_when_the_configured_transport_does_not(
     assert good.returncode == 0
     assert "mapped" in good.stdout
     bad = subprocess.run(
-        [*command, "--transport", "ucx", "--set", "transport.ucx_library=off"],
+        [*command, "--transport", "ucx", "--set", "transport.ucx.library=off"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -133,7 +133,7 @@ def test_check_says_what_works_and_fails_when_the_configured_transport_does_not(
 
 
 def test_worker_without_ucx_runs_on_mapped_memory_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    settings = worker_settings("both", transport={"prefer": "ucx", "ucx_library": "off"})
+    settings = worker_settings("both", transport={"prefer": "ucx", "ucx": {"library": "off"}})
     with Deployment.launch({"alone": settings}, routed=False) as deployment:
         assert deployment.children["alone"].facts["transports"] == ["mapped", "tcp"]
     assert "alone: transport cannot be used: ucx" in caplog.text

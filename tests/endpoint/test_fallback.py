@@ -14,7 +14,7 @@ from pdlink.errors import TransportFailure, TransportUnavailable
 from pdlink.kv.plan import warm_up
 from pdlink.protocol import messages
 from tests.attacks.stranger import FalsePrefill, Stranger
-from tests.loopback import LoopbackHub, LoopbackTransport
+from tests.loopback import LOOPBACK, LoopbackHub, LoopbackTransport
 
 from .conftest import TIMEOUTS, Handler, Node, Pair, layout, until
 
@@ -25,7 +25,7 @@ class Near(LoopbackTransport):
     """What both sides like best."""
 
     name: ClassVar[str] = "near"
-    same_host_only: ClassVar[bool] = True
+    reach = "host"
     num_connects = 0
     num_closed = 0
     broken: Callable[[str], None] | None = None
@@ -213,7 +213,7 @@ def test_listener_cannot_have_a_transport_opened_twice(pair: Pair) -> None:
     with FalsePrefill(pair) as false:
         pair.decode.endpoint.receiver.expect("t", false.address, handler)
         false.hear(messages.Hello)
-        welcome = messages.Welcome("false", pair.prefill.endpoint.local.identity, "loopback")
+        welcome = messages.Welcome("false", pair.prefill.endpoint.local.identity, LOOPBACK)
         false.say(welcome)
         false.hear(messages.Invite)
         false.say(welcome)
@@ -228,7 +228,7 @@ def test_nothing_is_said_to_a_listener_that_has_not_connected(pair: Pair) -> Non
         pair.decode.endpoint.receiver.expect("t", false.address, handler)
         false.hear(messages.Hello)
         false.say(messages.Ready())
-        false.say(messages.Welcome("false", pair.prefill.endpoint.local.identity, "loopback"))
+        false.say(messages.Welcome("false", pair.prefill.endpoint.local.identity, LOOPBACK))
         false.hear(messages.Invite)
         assert false.hear(messages.Heartbeat), "a lost invitation shows by the gap before it"
         assert [peer.state.value for peer in pair.decode.endpoint.peers()] == ["connecting"]

@@ -9,6 +9,7 @@ from pdlink.config import TimeoutConfig
 from pdlink.errors import InvalidRequest
 from pdlink.events import PeerChanged
 from pdlink.protocol import messages
+from tests.loopback import LOOPBACK
 
 from .conftest import Pair, until
 
@@ -42,7 +43,7 @@ def test_offer_whose_request_never_comes_costs_no_session() -> None:
 def test_session_that_ends_during_the_handshake_leaves_nothing_to_fence() -> None:
     """The transport had not been told of the peer, so the end that was waited for never came."""
     pair = Pair(SHORT)
-    hello = messages.Hello("stranger", pair.decode.endpoint.local.identity, ("loopback",))
+    hello = messages.Hello("stranger", pair.decode.endpoint.local.identity, (LOOPBACK,))
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.connect(pair.prefill.endpoint.address)

@@ -14,6 +14,7 @@ from pdlink.endpoint.peer import PeerState
 from pdlink.errors import TransferFailed
 from pdlink.protocol import messages
 from pdlink.protocol.messages import VERSION, Envelope, Identity
+from tests.loopback import LOOPBACK
 
 from .conftest import Handler, Node, Pair, layout, until
 
@@ -47,7 +48,7 @@ class Crowd:
             body: messages.Body
             match heard.bodies[0]:
                 case messages.Hello():
-                    number, body = 0, messages.Welcome(f"prefill-{heard.session}", identity, "loopback")
+                    number, body = 0, messages.Welcome(f"prefill-{heard.session}", identity, LOOPBACK)
                 case messages.Invite():
                     number, body = 1, messages.Ready()
                 case _:

@@ -8,6 +8,7 @@ from pdlink.config import TimeoutConfig
 from pdlink.events import PeerChanged
 from pdlink.protocol import messages
 from tests.attacks.stranger import FalsePrefill, Stranger
+from tests.loopback import LOOPBACK
 
 from .conftest import TIMEOUTS, Handler, Node, Pair, layout, until
 
@@ -103,7 +104,7 @@ def test_listener_whose_name_would_forge_a_line_of_the_log_is_refused(
     with FalsePrefill(pair) as false:
         pair.decode.endpoint.receiver.expect("t", false.address, handler)
         false.hear(messages.Hello)
-        false.say(messages.Welcome(name, pair.prefill.endpoint.local.identity, "loopback"), src=name)
+        false.say(messages.Welcome(name, pair.prefill.endpoint.local.identity, LOOPBACK), src=name)
         assert false.hear(messages.Refuse).factor == "name"
     assert handler.wait()[0].startswith("failed refused: name differs: ")
     assert all(line.isprintable() for line in caplog.messages)

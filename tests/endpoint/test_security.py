@@ -17,7 +17,7 @@ from pdlink.endpoint import channel
 from pdlink.events import Event, MessageDropped, PeerChanged, listen
 from pdlink.protocol import messages
 from pdlink.protocol.auth import AllowList, ControlAddress, Credentials, KeyPair
-from tests.loopback import LoopbackHub
+from tests.loopback import LOOPBACK, LoopbackHub
 
 from .conftest import WAIT_S, Handler, Node, SenderLog, layout, until
 
@@ -242,7 +242,7 @@ def test_allowed_worker_cannot_take_the_place_of_another(settled: tuple[Site, No
     """smg#2503 turned around: a hello in somebody's name would otherwise replace his session."""
     site, decode = settled
     victim = site.prefill.endpoint.peers()[0]
-    hello = messages.Hello("decode", decode.endpoint.local.identity, ("loopback",))
+    hello = messages.Hello("decode", decode.endpoint.local.identity, (LOOPBACK,))
     with closing(Impostor(site, b"x")) as impostor:
         impostor.send(
             messages.Envelope(messages.VERSION, "decode", victim.epoch, "", victim.session + 1, 0, (hello,))
@@ -280,7 +280,7 @@ def test_session_of_a_worker_that_died_is_not_inherited_with_its_route(settled: 
     decode.close()
     until(lambda: not prefill.peers(), "the session is over")
     with closing(Impostor(site, b"known", DECODE)) as dying:
-        hello = messages.Hello("decode", decode.endpoint.local.identity, ("loopback",))
+        hello = messages.Hello("decode", decode.endpoint.local.identity, (LOOPBACK,))
         dying.send(messages.Envelope(messages.VERSION, "decode", "e", "", 7, 0, (hello,)))
         assert isinstance(dying.receive(), messages.Welcome)
     (victim,) = prefill.peers()

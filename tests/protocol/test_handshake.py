@@ -3,6 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from pdlink.capabilities import Capabilities, MemoryKind, Reach
 from pdlink.errors import HandshakeRefused
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.protocol.handshake import common_transports, compare
@@ -63,19 +64,55 @@ def test_block_size_and_axis_order_may_differ() -> None:
     compare(BASE, msgspec.structs.replace(BASE, layout=layout(block_tokens=64, order="BLPHT"), host="other"))
 
 
-ANYWHERE, HERE = False, True
+def has(name: str, reach: Reach = "network", *memory: MemoryKind) -> Capabilities:
+    return Capabilities(name, reach, memory or ("host",), "pool")
 
 
 def test_transports_that_both_have_come_in_the_dialers_order() -> None:
-    available = {"ucx": ANYWHERE, "mapped": HERE, "other": ANYWHERE}
-    assert common_transports(["mapped", "tcp", "ucx", "mapped"], available, same_host=True) == ["mapped", "ucx"]
+    ours = [has("ucx"), has("mapped", "host"), has("other")]
+    theirs = [has("mapped", "host"), has("tcp"), has("ucx"), has("mapped", "host")]
+    assert common_transports(BASE, ours, BASE, theirs) == ["mapped", "ucx"]
 
 
-def test_transport_of_one_host_is_no_choice_between_two() -> None:
-    available = {"ucx": ANYWHERE, "mapped": HERE, "mapped-cuda": HERE}
-    assert common_transports(["mapped-cuda", "mapped", "ucx"], available, same_host=False) == ["ucx"]
+@pytest.mark.parametrize(
+    ("remote", "common"),
+    [
+        (BASE, ["a", "b", "c"]),
+        (msgspec.structs.replace(BASE, pid=7), ["b", "c"]),
+        (msgspec.structs.replace(BASE, host="other"), ["c"]),
+    ],
+    ids=["one process", "one host", "two hosts"],
+)
+def test_transport_that_does_not_reach_so_far_is_no_choice(remote: Identity, common: list[str]) -> None:
+    both = [has("a", "process"), has("b", "host"), has("c", "network")]
+    assert common_transports(BASE, both, remote, both) == common
 
 
-def test_no_common_transport_is_refused_with_both_lists() -> None:
-    with pytest.raises(HandshakeRefused, match=r"transport differs: local mapped \(different hosts\), remote mapped"):
-        common_transports(["mapped"], {"mapped": HERE}, same_host=False)
+def test_the_nearer_reach_of_the_two_sides_counts() -> None:
+    """UCX that one side holds to this host's lanes."""
+    far, near = [has("x"), has("y")], [has("x", "host"), has("y")]
+    other = msgspec.structs.replace(BASE, host="other")
+    assert common_transports(BASE, far, other, near) == common_transports(BASE, near, other, far) == ["y"]
+
+
+def test_transport_moves_the_memory_of_both_sides() -> None:
+    both = [has("a"), has("b", "host", "cuda"), has("c", "network", "host", "cuda")]
+    on_gpu = msgspec.structs.replace(BASE, memory="cuda")
+    assert common_transports(BASE, both, BASE, both) == ["a", "c"]
+    assert common_transports(BASE, both, on_gpu, both) == ["c"]
+    assert common_transports(on_gpu, both, on_gpu, both) == ["b", "c"]
+
+
+def test_no_common_transport_is_refused_with_what_both_declare() -> None:
+    other = msgspec.structs.replace(BASE, host="other", pid=7)
+    with pytest.raises(HandshakeRefused) as refusal:
+        common_transports(BASE, [has("mapped", "host")], other, [has("mapped")])
+    assert refusal.value.factor == "transport"
+    assert refusal.value.local == (
+        "host memory in process 0 of host host, mapped (reach host, moves host, trusts with pool)"
+    )
+    assert refusal.value.remote == (
+        "host memory in process 7 of host other, mapped (reach network, moves host, trusts with pool)"
+    )
+    with pytest.raises(HandshakeRefused, match="no transport"):
+        common_transports(BASE, [], BASE, [has("mapped")])

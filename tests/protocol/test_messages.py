@@ -6,6 +6,7 @@ import random
 import msgspec
 import pytest
 
+from pdlink.capabilities import Capabilities
 from pdlink.errors import ProtocolError
 from pdlink.kv.layout import paged_layout
 from pdlink.protocol import messages
@@ -13,8 +14,9 @@ from pdlink.protocol import messages
 LAYOUT = paged_layout(
     dtype="float32", itemsize=4, num_layers=2, num_blocks=8, block_tokens=16, num_heads=4, head_dim=8
 )
+MAPPED = Capabilities("mapped", "host", ("host",), "pool")
 BODIES: list[messages.Body] = [
-    messages.Hello("d", messages.Identity(1, "m", "r", 1, LAYOUT, "h"), ("mapped",)),
+    messages.Hello("d", messages.Identity(1, "m", "r", 1, LAYOUT, "h"), (MAPPED,)),
     messages.Offer("t", 3, 40, (7, 1), 2),
     messages.Done("t", 3, 40, 2, 1234, 5),
     messages.Invite(b"", "no descriptors"),

@@ -196,7 +196,7 @@ def test_name_that_every_peer_would_refuse_stops_the_worker(name: str) -> None:
         worker_name(WorkerConfig(name=name), None, 80)
 
 
-@pytest.mark.parametrize("setting", ["host", "control_host", "advertise_host", "transport.tcp_host"])
+@pytest.mark.parametrize("setting", ["host", "control_host", "advertise_host", "transport.tcp.host"])
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "::", "node-7", "127.0.0.1.evil", ""])
 def test_worker_that_others_can_reach_does_not_start_without_keys(setting: str, host: str) -> None:
     with pytest.raises(ConfigError) as error:

@@ -18,7 +18,7 @@ from pdlink.transport.edge import translated
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
 
-UCX = UcxTransport.probe()
+UCX = UcxTransport().probe()
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def mappings() -> int:
 @pytest.mark.usefixtures("steady_descriptors")
 def test_probe_says_yes_and_leaves_nothing_behind() -> None:
     before = open_files(), mappings()
-    assert MappedTransport.probe().ok
+    assert MappedTransport().probe().ok
     assert (open_files(), mappings()) == before
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from pdlink.config import TransportConfig, WorkerConfig, is_loopback
+from pdlink.config.transport import UcxConfig
 from pdlink.errors import TransportUnavailable
 from pdlink.memory.buffers import Buffer
 from pdlink.transport.choice import open_transports
-from pdlink.transport.ucx import probe_ucx
+from pdlink.transport.ucx import UcxTransport
 
 
 def listening() -> set[str]:
@@ -36,10 +37,10 @@ def listening() -> set[str]:
 @pytest.mark.parametrize(("host", "devices"), [("127.0.0.1", "auto"), ("10.9.8.7", "lo")])
 def test_worker_for_this_host_listens_on_loopback_only(tls: str, host: str, devices: str) -> None:
     """UCX itself listens on every interface, and what listens there asks nobody for a key."""
-    probe = probe_ucx()
+    probe = UcxTransport().probe()
     if not probe.ok:
         pytest.skip(probe.reason)
-    transport = {"kind": "ucx", "ucx_tls": tls, "ucx_devices": devices}
+    transport = {"kind": "ucx", "ucx": {"tls": tls, "devices": devices}}
     config = WorkerConfig.model_validate(
         {"control_host": host, "transport": transport, "security": {"insecure": True}}
     )
@@ -56,9 +57,9 @@ def test_worker_for_this_host_listens_on_loopback_only(tls: str, host: str, devi
 
 
 def test_devices_that_are_not_there_are_an_error_that_names_them() -> None:
-    probe = probe_ucx()
+    probe = UcxTransport().probe()
     if not probe.ok:
         pytest.skip(probe.reason)
-    config = TransportConfig(kind="ucx", ucx_tls="tcp", ucx_devices="nosuch0")
+    config = TransportConfig(kind="ucx", ucx=UcxConfig(tls="tcp", devices="nosuch0"))
     with pytest.raises(TransportUnavailable, match="on 'nosuch0'"):
         open_transports(config, [])

@@ -19,8 +19,9 @@ import pytest
 
 from pdlink import _tcp
 from pdlink.config import TransportConfig, WorkerConfig
+from pdlink.config.transport import UcxConfig
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
-from pdlink.transport import choice, tcp
+from pdlink.transport import choice, tcp, ucx
 from pdlink.transport.tcp import TcpTransport
 from tests.conformance.transports.other_process import OtherProcess
 from tests.conformance.transports.side import LONG_NBYTES, LONG_PASSES, PATIENCE_S, Side, join, piece
@@ -104,7 +105,7 @@ def test_what_cannot_be_an_invitation_is_a_protocol_error(make_side: Callable[..
 def test_a_side_for_this_host_only_connects_to_no_other(make_side: Callable[..., Side]) -> None:
     side = make_side()
     elsewhere = msgspec.structs.replace(tcp._decode(side.transport.invite("writer")), host="192.0.2.1")
-    with pytest.raises(TransportFailure, match="tcp_host"):
+    with pytest.raises(TransportFailure, match=r"transport\.tcp\.host"):
         side.transport.connect("peer", msgspec.msgpack.encode(elsewhere))
 
 
@@ -286,17 +287,17 @@ def test_a_name_is_listened_on_and_told_as_an_address(make_side: Callable[..., S
 
 def test_auto_takes_tcp_before_ucx_unless_there_is_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
     def order(**settings: Any) -> list[str]:
-        return [probe.transport for probe in choice.probes(TransportConfig(**settings))]
+        return [one.name for one in choice.candidates(TransportConfig(**settings), "host")]
 
-    monkeypatch.setattr(choice, "_rdma", lambda: False)
+    monkeypatch.setattr(ucx, "_rdma", lambda: False)
     assert order() == ["mapped", "tcp", "ucx"]
     assert order(prefer="ucx") == ["ucx", "mapped", "tcp"]
-    monkeypatch.setattr(choice, "_rdma", lambda: True)
+    monkeypatch.setattr(ucx, "_rdma", lambda: True)
     assert order() == ["mapped", "ucx", "tcp"]
 
 
 def test_auto_goes_on_without_tcp_where_it_cannot_listen() -> None:
-    opened = choice.open_transports(TransportConfig(ucx_library="off"), [], "192.0.2.1")
+    opened = choice.open_transports(TransportConfig(ucx=UcxConfig(library="off")), [], "192.0.2.1")
     assert [one.name for one in opened] == ["mapped"]
     opened[0].close()
     with pytest.raises(TransportUnavailable, match=r"192\.0\.2\.1"):
@@ -304,8 +305,8 @@ def test_auto_goes_on_without_tcp_where_it_cannot_listen() -> None:
 
 
 def test_a_data_port_for_other_hosts_needs_keys_too() -> None:
-    with pytest.raises(ValueError, match=r"transport\.tcp_host"):
-        WorkerConfig.model_validate({"transport": {"tcp_host": "10.9.8.7"}})
+    with pytest.raises(ValueError, match=r"transport\.tcp\.host"):
+        WorkerConfig.model_validate({"transport": {"tcp": {"host": "10.9.8.7"}}})
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # that is what it is about (Python 3.12)

@@ -28,7 +28,7 @@ from tests.conformance.transports.side import LONG_NBYTES, LONG_PASSES, PATIENCE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-PROBE = UcxTransport.probe()
+PROBE = UcxTransport().probe()
 needs_ucx = pytest.mark.skipif(not PROBE.ok, reason=PROBE.reason)
 TLS = ["tcp", "shm", "auto"]
 LONG_SOURCE_NBYTES = LONG_NBYTES + 64 * LONG_PASSES

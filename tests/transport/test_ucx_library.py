@@ -13,10 +13,10 @@ import pytest
 
 from pdlink.errors import TransportUnavailable
 from pdlink.transport import ucx
-from pdlink.transport.ucx import UcxTransport, probe_ucx
+from pdlink.transport.ucx import UcxTransport
 
 ROOT = Path(__file__).parents[2]
-PROBE = UcxTransport.probe()
+PROBE = UcxTransport().probe()
 needs_ucx = pytest.mark.skipif(not PROBE.ok, reason=PROBE.reason)
 
 
@@ -37,7 +37,7 @@ def run_python(program: str, **environment: str) -> str:
 
 def test_a_build_without_ucx_headers_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ucx, "_ucx", None)
-    probe = UcxTransport.probe()
+    probe = UcxTransport().probe()
     assert not probe.ok
     assert "libucx-cu13" in probe.reason
     with pytest.raises(TransportUnavailable, match="libucx-cu13"):
@@ -53,14 +53,14 @@ def test_the_probe_tells_version_and_path() -> None:
 
 @needs_ucx
 def test_off_runs_without_ucx() -> None:
-    assert "off" in probe_ucx("off").reason
+    assert "off" in UcxTransport(library="off").probe().reason
     with pytest.raises(TransportUnavailable, match="off"):
         UcxTransport(library="off").open()
 
 
 @needs_ucx
 def test_a_chosen_library_that_is_not_there_is_named() -> None:
-    assert "/nowhere/libother.so" in probe_ucx("/nowhere/libother.so").reason
+    assert "/nowhere/libother.so" in UcxTransport(library="/nowhere/libother.so").probe().reason
 
 
 @needs_ucx
@@ -68,7 +68,7 @@ def test_a_second_copy_of_ucx_is_refused(tmp_path: Path) -> None:
     """Two copies with one soname resolve each other's symbols."""
     other = tmp_path / "libucp.so.0"
     shutil.copyfile(PROBE.facts["library"], other)
-    reason = probe_ucx(str(other)).reason
+    reason = UcxTransport(library=str(other)).probe().reason
     assert str(other) in reason
     assert PROBE.facts["library"] in reason
 
@@ -79,7 +79,7 @@ def test_a_ucx_that_is_too_old_is_refused_with_both_versions(tmp_path: Path) -> 
     source, library = tmp_path / "old.c", tmp_path / "libold.so"
     source.write_text("void ucp_get_version(unsigned *a, unsigned *b, unsigned *c) { *a = 1; *b = 19; *c = 1; }")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
-    reason = probe_ucx(str(library)).reason
+    reason = UcxTransport(library=str(library)).probe().reason
     assert "1.19.1" in reason
     assert "1.20" in reason
 
@@ -153,7 +153,7 @@ def test_loading_ucx_changes_nothing_of_the_environment_that_a_thread_may_be_rea
             return ctypes.addressof(environ.contents), found
         from pdlink.transport.ucx import UcxTransport
         before = strings()
-        assert UcxTransport.probe().ok
+        assert UcxTransport().probe().ok
         UcxTransport().open()
         assert strings() == before
         print("same")

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pdlink.config import Port, Seconds, SecurityConfig, TimeoutConfig, TransportConfig, WorkerConfig, is_loopback
 from pdlink.errors import ConfigError
 from pdlink.protocol import auth
+from pdlink.transport.choice import check_kinds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,7 +73,7 @@ class ConnectorSettings(BaseModel):
     @property
     def reachable(self) -> bool:
         """Whether others than this host can reach this server's ports."""
-        hosts = (self.control_host, self.advertise_host, self.transport.tcp_host)
+        hosts = (self.control_host, self.advertise_host, self.transport.tcp.host)
         return not all(is_loopback(host) for host in hosts if host is not None)
 
     def of_shard(self, shard: int) -> ConnectorSettings:
@@ -88,10 +89,12 @@ class ConnectorSettings(BaseModel):
 def read(extra: Mapping[str, Any]) -> ConnectorSettings:
     """Raises ConfigError naming every wrong key."""
     try:
-        return ConnectorSettings.model_validate(dict(extra))
+        settings = ConnectorSettings.model_validate(dict(extra))
     except ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(str(part) for part in problem['loc']) or 'settings'}: {problem['msg']}"
             for problem in error.errors()
         )
         raise ConfigError(f"kv_connector_extra_config: {problems}") from None
+    check_kinds(settings.transport)
+    return settings
