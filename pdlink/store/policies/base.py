@@ -1,7 +1,7 @@
 """What the store asks of an eviction policy.
 
-A policy holds keys and sizes, never payload; it has no clock and no lock. It learns the store's capacity from the
-verbs alone: `evict` is only called when something does not fit, so what is resident then is the capacity.
+A policy holds keys and sizes, never payload; it has no clock and no lock. Nobody tells it the capacity: `evict` is
+only called when something does not fit, so what is resident then is the capacity.
 """
 
 from __future__ import annotations
@@ -75,6 +75,9 @@ class Queue:
         """Forget the oldest until at most `nbytes` are left."""
         while self.nbytes > nbytes:
             self.nbytes -= self._sizes.popitem(last=False)[1]
+
+    def __getitem__(self, key: Key) -> int:
+        return self._sizes[key]
 
     def __contains__(self, key: Key) -> bool:
         return key in self._sizes

@@ -7,14 +7,32 @@ from typing import TYPE_CHECKING
 
 from pdlink.errors import ConfigError
 
+from .adaptive import Adaptive
+from .arc import Arc
+from .clock import Clock
+from .fifo import Fifo
+from .lfu import Lfu
 from .lru import Lru
+from .mru import Mru
+from .s3fifo import S3Fifo
+from .w_tinylfu import WTinyLfu
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .base import Policy
 
-POLICIES: dict[str, Callable[[], Policy]] = {"lru": Lru}
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "adaptive": Adaptive,
+    "arc": Arc,
+    "clock": Clock,
+    "fifo": Fifo,
+    "lfu": Lfu,
+    "lru": Lru,
+    "mru": Mru,
+    "s3fifo": S3Fifo,
+    "w_tinylfu": WTinyLfu,
+}
 _VERBS = ("insert", "touch", "evict", "remove", "__len__")
 
 

@@ -1,0 +1,122 @@
+"""What each policy prefers: against a plain model where it has one, otherwise the trait that it is known for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdlink.store.policies.adaptive import Adaptive
+from pdlink.store.policies.base import Key, Policy
+from pdlink.store.policies.lfu import MOST_USES
+from pdlink.store.policies.registry import make_policy
+from pdlink.store.policies.w_tinylfu import Sketch
+
+from .harness import Cache, key
+
+
+@dataclass
+class Life:
+    """What a plain model knows of a resident key."""
+
+    inserted: int
+    used: int
+    uses: int = 0
+
+
+MODELS: dict[str, Callable[[Life], tuple[int, ...]]] = {
+    "fifo": lambda life: (life.inserted,),
+    "lfu": lambda life: (min(life.uses, MOST_USES), life.used),
+    "lru": lambda life: (life.used,),
+    "mru": lambda life: (-life.used,),
+}
+"""The key with the least of this goes first."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+@given(steps=st.lists(st.tuples(st.sampled_from(["use", "evict", "remove"]), st.integers(0, 9)), max_size=120))
+def test_the_victim_is_the_one_a_plain_model_takes(name: str, steps: list[tuple[str, int]]) -> None:
+    policy, lives = make_policy(name), dict[Key, Life]()
+    for now, (verb, number) in enumerate(steps):
+        one = key(number)
+        if verb == "remove":
+            policy.remove(one)
+            lives.pop(one, None)
+        elif verb == "evict":
+            allowed = [other for other in lives if other != one]
+            expected = min(allowed, key=lambda other: MODELS[name](lives[other]), default=None)
+            assert policy.evict(lambda other, one=one: other != one) == expected  # type: ignore[misc]
+            if expected is not None:
+                del lives[expected]
+        elif one in lives:
+            policy.touch(one)
+            lives[one].used, lives[one].uses = now, lives[one].uses + 1
+        else:
+            policy.insert(one, 1)
+            lives[one] = Life(now, now)
+
+
+@pytest.mark.parametrize("name", ["adaptive", "arc", "clock", "lfu", "lru", "s3fifo", "w_tinylfu"])
+def test_keys_in_use_outlive_keys_that_came_once(name: str) -> None:
+    cache = Cache(make_policy(name), 100)
+    for number in range(1000):
+        cache.put(key(number % 20))
+        cache.put(key(1000 + number))
+    assert sum(key(number) in cache.resident for number in range(20)) == 20
+
+
+@pytest.mark.parametrize("name", ["arc", "lfu", "s3fifo", "w_tinylfu"])
+def test_a_scan_leaves_what_was_used_often(name: str) -> None:
+    cache = Cache(make_policy(name), 100)
+    for number in range(2000):
+        cache.put(key(number % 50))
+    for number in range(400):
+        cache.put(key(1000 + number))
+    assert sum(key(number) in cache.resident for number in range(50)) == 50
+
+
+def test_s3fifo_takes_a_key_back_into_the_main_queue_that_left_on_probation() -> None:
+    cache = Cache(make_policy("s3fifo"), 10)
+    for number in range(11):
+        cache.put(key(number))
+    assert key(0) not in cache.resident
+    cache.put(key(0))
+    for number in range(100, 140):
+        cache.put(key(number))
+    assert key(0) in cache.resident
+
+
+@given(numbers=st.lists(st.integers(0, 40), max_size=150))
+def test_the_sketch_never_says_less_than_there_was(numbers: list[int]) -> None:
+    sketch = Sketch()
+    for number in numbers:
+        sketch.add(key(number), 40)
+    assert all(sketch.uses(key(number)) >= min(numbers.count(number), 15) for number in numbers)
+
+
+def test_adaptive_changes_its_leader_with_the_work() -> None:
+    """Loops over more than fits, where keeping the newest never hits, then keys that come back at once."""
+    seed = 3
+    print("seed", seed)
+    draw = random.Random(seed)
+    loop = [key(number % 150) for number in range(6000)]
+    recent = [key(1000 + index // 4 - draw.randrange(60)) for index in range(20_000)]
+    best = {name: _hits(make_policy(name), loop, recent) for name in ("clock", "w_tinylfu")}
+    hits = _hits(Adaptive(), loop, recent)
+    assert best["clock"][0] < 0.1 * best["w_tinylfu"][0], "the work does not tell the policies apart"
+    assert hits[0] > 0.8 * best["w_tinylfu"][0]
+    assert hits[1] > 0.9 * max(best["clock"][1], best["w_tinylfu"][1])
+
+
+def _hits(policy: Policy, *phases: list[Key]) -> list[int]:
+    cache = Cache(policy, 100)
+    hits = [0] * len(phases)
+    for index, phase in enumerate(phases):
+        for one in phase:
+            hits[index] += one in cache.resident
+            cache.put(one)
+    return hits
