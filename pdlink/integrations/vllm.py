@@ -5,7 +5,7 @@
         "kv_connector_extra_config": {"control_port": 41000}}'
 
 vLLM makes one instance in its scheduler's process and one in every worker. The first only decides (`RequestBook`),
-the others act (`WorkerHalf` on an `Endpoint` of their own); a step's plan goes from one to the others with the step,
+the others act (`WorkerHalf` on nodes of their own); a step's plan goes from one to the others with the step,
 what has ended comes back with its output. This class translates vLLM's objects and does nothing else.
 """
 

@@ -37,18 +37,18 @@ class TestSending:
         requests.arrived("r", PREFILL, PROMPT)
         first = requests.step([Scheduled("r", (7, 8), True, 0, 32)])
         assert first.announces == (Announce("r", ID, 100),)
-        assert first.chunks == (Chunk(ID, (7, 8), True, 0, 32, 100),)
+        assert first.chunks == (Chunk("r", (7, 8), True, 0, 32, 100),)
         assert requests.step([Scheduled("r", (9, 3), False, 32, 64)]).chunks == (
-            Chunk(ID, (9, 3), False, 32, 96, 100),
+            Chunk("r", (9, 3), False, 32, 96, 100),
         )
-        assert requests.step([Scheduled("r", (), False, 96, 4)]).chunks == (Chunk(ID, (), False, 96, 100, 100),)
+        assert requests.step([Scheduled("r", (), False, 96, 4)]).chunks == (Chunk("r", (), False, 96, 100, 100),)
         assert requests.step([Scheduled("r", (), False, 100, 1)]) is NOTHING, "generated tokens are not sent"
 
     def test_a_cached_prefix_is_sent_with_the_first_chunk(self) -> None:
         requests = book()
         requests.arrived("r", PREFILL, PROMPT)
         assert requests.step([Scheduled("r", (1, 2, 3), True, 64, 36)]).chunks == (
-            Chunk(ID, (1, 2, 3), True, 0, 100, 100),
+            Chunk("r", (1, 2, 3), True, 0, 100, 100),
         )
 
     def test_blocks_are_kept_from_the_end_of_the_request_until_nothing_reads_them(self) -> None:
@@ -68,23 +68,23 @@ class TestSending:
             requests.step([Scheduled("r", (1,), True, 0, computed)])
         assert requests.ended("r"), "pushes may be in flight"
         plan = requests.step([])
-        assert plan.stops == (Stop(ID, "aborted"),)
+        assert plan.stops == (Stop("r", "aborted"),)
         assert bool(plan.announces) == (computed == 0), "the peer that waits for it hears of it, too"
 
     def test_a_preempted_request_is_withdrawn_and_published_anew(self) -> None:
         requests = book()
         requests.arrived("r", PREFILL, PROMPT)
         requests.step([Scheduled("r", (1, 2), True, 0, 64)])
-        assert requests.step([], {"r", "stranger"}).withdrawn == (ID,)
+        assert requests.step([], {"r", "stranger"}).withdrawn == ("r",)
         again = requests.step([Scheduled("r", (5,), True, 0, 32)])
-        assert again.chunks == (Chunk(ID, (5,), True, 0, 32, 100),)
+        assert again.chunks == (Chunk("r", (5,), True, 0, 32, 100),)
         assert again.stops == ()
 
     def test_a_preemption_nobody_told_of_ends_the_transfer(self) -> None:
         requests = book()
         requests.arrived("r", PREFILL, PROMPT)
         requests.step([Scheduled("r", (1, 2), True, 0, 64)])
-        assert requests.step([Scheduled("r", (5,), True, 0, 32)]).stops == (Stop(ID, "preempted"),)
+        assert requests.step([Scheduled("r", (5,), True, 0, 32)]).stops == (Stop("r", "preempted"),)
 
     def test_of_two_requests_with_one_id_the_second_is_not_sent(self) -> None:
         requests = book()
@@ -98,10 +98,10 @@ class TestReceiving:
     def test_decode_asks_for_all_but_the_last_token(self) -> None:
         requests = book()
         requests.arrived("r", DECODE, PROMPT)
-        assert requests.step([]).expects == (Expect("r", ID, (CONTROL,)),)
+        assert requests.step([]).expects == (Expect("r", ID, 99, (CONTROL,)),)
         assert requests.missing("r", 0) == requests.missing("r", 0) == (99, True)
         requests.allocated("r", [4, 5, 6, 7], 99)
-        assert requests.step([]).offers == (Offer("r", ID, (4, 5, 6, 7), 0, 99),)
+        assert requests.step([]).offers == (Offer("r", (4, 5, 6, 7), 0),)
         requests.received({"r"})
         assert requests.missing("r", 99) == (0, False)
         requests.allocated("r", [4, 5, 6, 7], 0)
@@ -112,7 +112,7 @@ class TestReceiving:
         requests.arrived("r", DECODE, PROMPT)
         assert requests.missing("r", 64) == (35, True)
         requests.allocated("r", [4, 5, 6, 7], 35)
-        assert requests.step([]).offers == (Offer("r", ID, (4, 5, 6, 7), 64, 99),)
+        assert requests.step([]).offers == (Offer("r", (4, 5, 6, 7), 64),)
 
     def test_where_nothing_is_missing_the_sender_is_told_so(self) -> None:
         requests = book()
@@ -120,7 +120,7 @@ class TestReceiving:
         assert requests.missing("r", 99) == (0, False)
         requests.allocated("r", [4, 5, 6, 7], 0)
         plan = requests.step([])
-        assert (plan.offers, plan.stops) == ((), (Stop(ID, "not_needed"),))
+        assert (plan.offers, plan.stops) == ((), (Stop("r", "not_needed"),))
         assert requests.path("r") == "cached"
         assert not requests.ended("r")
         assert requests.step([]) is NOTHING
@@ -144,7 +144,7 @@ class TestReceiving:
         if offered:
             requests.allocated("r", [1, 2], 99)
         assert not requests.ended("r"), "vLLM keeps a parked request's blocks by itself"
-        assert requests.step([]).stops == (Stop(ID, "aborted"),)
+        assert requests.step([]).stops == (Stop("r", "aborted"),)
         assert requests.num_receiving == 0
 
     def test_samples_of_one_prompt_wait_for_the_first_one(self) -> None:
@@ -157,7 +157,7 @@ class TestReceiving:
         requests.received({"0_r"})
         assert requests.missing("1_r", 64) == (0, False)
         requests.allocated("1_r", [1, 3], 0)
-        assert requests.step([]).offers == (Offer("0_r", ID, (1, 2), 0, 99),)
+        assert requests.step([]).offers == (Offer("0_r", (1, 2), 0),)
 
     def test_samples_whose_first_one_is_aborted_compute_the_prompt(self) -> None:
         requests = book()
@@ -317,8 +317,8 @@ def test_nothing_is_left_of_requests_that_have_ended(seed: int) -> None:
                     requests.sent({name})
                 del live[name]
         plan = requests.step(parts, preempted)
-        announced |= {announce.transfer_id for announce in plan.announces}
-        assert {chunk.transfer_id for chunk in plan.chunks} <= announced
+        announced |= {announce.request_id for announce in plan.announces}
+        assert {chunk.request_id for chunk in plan.chunks} <= announced
         assert all(chunk.start < chunk.end <= chunk.num_tokens for chunk in plan.chunks)
     requests.step([])
     assert requests.num_sending == requests.num_receiving == 0

@@ -7,9 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from pdlink.integrations.vllm_parts.layout import CacheLayout, UnsupportedCache
+from pdlink.integrations.vllm_parts.layout import CacheLayout, UnsupportedCache, of_rank
 from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled
-from pdlink.integrations.vllm_parts.shards import Shards, of_rank
 from pdlink.integrations.vllm_parts.worker import WorkerHalf
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.memory.buffers import Buffer
@@ -53,12 +52,8 @@ def test_a_rank_with_several_shards_feeds_as_many_ranks(num_heads: int, shards: 
     source.array[:] = np.random.default_rng(3).integers(0, 256, source.nbytes, np.uint8)
     nodes = [ShardNode(hub, shard, cache.shard(shard, shards).layout, source).open() for shard in range(shards)]
     peers = [Node(hub, f"decode/{shard}", sized(each, 8), TIMEOUTS).open() for shard in range(shards)]
-    controls = tuple(node.endpoint.address for node in nodes)
-    halves = [
-        WorkerHalf(node.node, cache.shard(shard, shards), shard=shard, block_ratio=1, preemption_s=5.0)
-        for shard, node in enumerate(nodes)
-    ]
-    ranks = Shards(halves)
+    controls = tuple(node.node.address for node in nodes)
+    ranks = WorkerHalf([node.node for node in nodes], cache.shard(0, shards), preemption_s=5.0)
     book = RequestBook(sends=True, receives=False, shares_prefixes=False)
     theirs = RequestBook(sends=False, receives=True, shares_prefixes=False)
     book.arrived("p", {"transfer_id": "a", "leg": "prefill"}, PROMPT)
@@ -66,13 +61,7 @@ def test_a_rank_with_several_shards_feeds_as_many_ranks(num_heads: int, shards: 
     theirs.allocated("d", [5, 2, 9, 7], 29)
     plan = theirs.step([])
     receivers = [
-        WorkerHalf(
-            peer.node,
-            CacheLayout(peer.layout, cache.planes, 1),
-            shard=shard,
-            block_ratio=1,
-            preemption_s=5.0,
-        )
+        WorkerHalf([peer.node], CacheLayout(peer.layout, cache.planes, 1), first_shard=shard, preemption_s=5.0)
         for shard, peer in enumerate(peers)
     ]
     try:

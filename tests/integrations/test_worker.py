@@ -34,7 +34,7 @@ class Server:
     def __init__(self, node: Node, *, ratio: int = 1) -> None:
         self.node = node
         self.book = RequestBook(sends=True, receives=True, shares_prefixes=True)
-        self.half = WorkerHalf(node.node, cache_of(node), shard=0, block_ratio=ratio, preemption_s=5.0)
+        self.half = WorkerHalf([node.node], cache_of(node), block_ratio=ratio, preemption_s=5.0)
         self.over: set[str] = set()
 
     def step(
@@ -368,7 +368,7 @@ def test_a_preemption_waits_for_pushes_in_flight(pair: Pair, servers: tuple[Serv
 
 def test_a_preemption_that_waits_too_long_ends_the_transfer(pair: Pair, servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
-    prefill.half = WorkerHalf(pair.prefill.node, cache_of(pair.prefill), shard=0, block_ratio=1, preemption_s=0.1)
+    prefill.half = WorkerHalf([pair.prefill.node], cache_of(pair.prefill), preemption_s=0.1)
     offered(pair, prefill, decode)
     pair.hub.hold = True
     prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)])

@@ -85,6 +85,14 @@ class CacheLayout:
         return replace(self, layout=replace(layout, num_heads=heads, layers=layers))
 
 
+def of_rank(rank: int, num_ranks: int, num_shards: int) -> range:
+    """The shards that a rank holds. Raises UnsupportedCache if they cannot be dealt out evenly."""
+    each, left = divmod(num_shards, num_ranks)
+    if left or not each:
+        raise UnsupportedCache(f"{num_shards} shards cannot be dealt out to {num_ranks} ranks")
+    return range(rank * each, (rank + 1) * each)
+
+
 def describe(views: Sequence[LayerView], *, form: str, latent: bool, head_size: int, dtype: str) -> CacheLayout:
     """The layout of these layers, in the order of the model.
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from pdlink.errors import ConfigError
 from pdlink.events import listen
 from pdlink.integrations.vllm_parts import versions
-from pdlink.integrations.vllm_parts.layout import LayerView, describe
+from pdlink.integrations.vllm_parts.layout import LayerView, describe, of_rank
 from pdlink.integrations.vllm_parts.memory import SharedAllocation, regions
-from pdlink.integrations.vllm_parts.shards import Shards, of_rank
 from pdlink.integrations.vllm_parts.stats import Counts
 from pdlink.integrations.vllm_parts.trace_file import TraceFile
 from pdlink.integrations.vllm_parts.worker import WorkerHalf
@@ -38,7 +37,7 @@ log = logging.getLogger(__name__)
 class Rank:
     """Acquires in `open`, ends in `close`; between the two, `half` is what vLLM's calls go to."""
 
-    half: WorkerHalf | Shards
+    half: WorkerHalf
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
         """Raises UnsupportedCache if the shards do not fit the ranks."""
@@ -70,13 +69,20 @@ class Rank:
         timeline = self._settings.timeline
         self._trace = TraceFile(self._name, timeline.replace("{rank}", str(self._rank))) if timeline else None
         self._stop_counting = listen(self.counts)
-        halves = [
-            self._open_shard(shard, cache.shard(index, len(self._shards)), buffers, ratio)
-            for index, shard in enumerate(self._shards)
-        ]
-        self.half = halves[0] if len(halves) == 1 else Shards(halves)
+        parts = [cache.shard(index, len(self._shards)) for index in range(len(self._shards))]
+        for shard, part in zip(self._shards, parts, strict=True):
+            self._nodes.append(self._open_shard(shard, part, buffers))
+        half = self.half = WorkerHalf(
+            self._nodes,
+            parts[0],
+            first_shard=self._shards.start,
+            block_ratio=ratio,
+            preemption_s=self._settings.transport.batch_timeout_s,
+        )
+        for node in self._nodes:
+            node.short_of_blocks = lambda: half.short_of_blocks
 
-    def _open_shard(self, shard: int, cache: CacheLayout, buffers: Sequence[HostBuffer], ratio: int) -> WorkerHalf:
+    def _open_shard(self, shard: int, cache: CacheLayout, buffers: Sequence[HostBuffer]) -> Node:
         settings = self._settings.of_shard(shard)
         credentials = load_credentials(settings.security)
         try:
@@ -99,14 +105,8 @@ class Rank:
                 f"kv_connector_extra_config: {error}. Shard {shard} listens on control_port + {shard}; give every "
                 "vLLM server of a host a range of its own"
             ) from None
-        half = WorkerHalf(
-            node, cache, shard=shard, block_ratio=ratio, preemption_s=settings.transport.batch_timeout_s
-        )
-        node.short_of_blocks = lambda: half.short_of_blocks
-        self._nodes.append(node)
-        lanes = " or ".join(node.transports)
-        log.info("%s listens on %s, KV over %s", node.name, node.address, lanes)
-        return half
+        log.info("%s listens on %s, KV over %s", node.name, node.address, " or ".join(node.transports))
+        return node
 
     def close(self) -> None:
         """End every session. Safe to call twice."""

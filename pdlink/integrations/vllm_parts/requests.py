@@ -58,18 +58,18 @@ class Expect:
 
     request_id: str
     transfer_id: str
+    num_tokens: int
+    """That come from there: all but the last one of the prompt."""
     addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Tokens [start, end) of a request are to be written into its blocks; `blocks[0]` holds token 0."""
+    """What a request lacks from token `start` on is to be written into its blocks; `blocks[0]` holds token 0."""
 
     request_id: str
-    transfer_id: str
     blocks: tuple[int, ...]
     start: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Chunk:
     another request computes in this very step, so they hold nothing yet when the step begins.
     """
 
-    transfer_id: str
+    request_id: str
     blocks: tuple[int, ...]
     """All blocks so far if `first`, otherwise those that have been added."""
     first: bool
@@ -92,9 +92,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """This server ends a transfer."""
+    """This server ends the transfer of a request."""
 
-    transfer_id: str
+    request_id: str
     reason: str
 
 
@@ -103,7 +103,7 @@ class StepPlan:
     """What one step means for transfers, in the order in which it is to be done."""
 
     withdrawn: tuple[str, ...] = ()
-    """Transfers whose blocks are overwritten from this step on: their requests were preempted."""
+    """Preempted requests: their blocks are overwritten from this step on."""
     announces: tuple[Announce, ...] = ()
     expects: tuple[Expect, ...] = ()
     offers: tuple[Offer, ...] = ()
@@ -210,7 +210,7 @@ class RequestBook:
             if leader is not None:
                 receiving.path = leader.path
             if owner == request_id:
-                self._expects.append(Expect(request_id, transfer_id, leg.prefill.addresses))
+                self._expects.append(Expect(request_id, transfer_id, len(prompt) - 1, leg.prefill.addresses))
         else:
             last_of = leg.transfer_id if self._is_last(leg) else ""
             if owner == request_id:
@@ -258,10 +258,9 @@ class RequestBook:
         request.asked = True
         if request.leads and num_external == 0:
             request.over, request.path.said = True, kv_path.CACHED
-            self._stops.append(Stop(request.transfer_id, NOT_NEEDED))
+            self._stops.append(Stop(request_id, NOT_NEEDED))
         elif request.leads:
-            end = request.num_tokens - 1
-            self._offers.append(Offer(request_id, request.transfer_id, tuple(blocks), end - num_external, end))
+            self._offers.append(Offer(request_id, tuple(blocks), request.num_tokens - 1 - num_external))
 
     def step(self, scheduled: Iterable[Scheduled], preempted: Collection[str] = ()) -> StepPlan:
         """The plan of the step that vLLM has just put together."""
@@ -271,7 +270,7 @@ class RequestBook:
                 request = self._sending.get(request_id)
                 if request is not None:
                     request.started = request.complete = False
-                    withdrawn.append(request.transfer_id)
+                    withdrawn.append(request_id)
         chunks = self._chunks(scheduled) if self._sending else ()
         short = bool(self._tried)
         self._tried.clear()
@@ -299,10 +298,10 @@ class RequestBook:
             end = min(part.start + part.count, request.num_tokens)
             request.complete = end == request.num_tokens
             if part.whole and request.started:  # preempted, and nobody said so before its blocks were given away
-                self._stops.append(Stop(request.transfer_id, "preempted"))
+                self._stops.append(Stop(part.request_id, "preempted"))
             request.started = True
             start = 0 if part.whole else part.start
-            chunks.append(Chunk(request.transfer_id, part.blocks, part.whole, start, end, request.num_tokens))
+            chunks.append(Chunk(part.request_id, part.blocks, part.whole, start, end, request.num_tokens))
         return tuple(chunks)
 
     def path(self, request_id: str) -> str:
@@ -315,13 +314,13 @@ class RequestBook:
         sending = self._sending.get(request_id)
         if sending is not None:
             if not sending.complete:
-                self._stops.append(Stop(sending.transfer_id, "aborted"))
+                self._stops.append(Stop(request_id, "aborted"))
             return True
         receiving = self._receiving.pop(request_id, None)
         if receiving is not None and receiving.leads:
             del self._in_use[receiving.transfer_id]
             if not receiving.over:
-                self._stops.append(Stop(receiving.transfer_id, "aborted"))
+                self._stops.append(Stop(request_id, "aborted"))
         return False
 
     # -- what the workers report -------------------------------------------------------------------------------------

@@ -1,28 +1,33 @@
-"""A shard's half of the connector: what the step plans say becomes calls of the node.
+"""A rank's half of the connector: what the step plans say goes to the ports of its nodes, one for each shard.
 
-vLLM calls it from one thread, between and inside forward passes, and nothing here waits, with two exceptions: blocks
-of a preempted request are given up only when no push reads them any more, and a step that computes nothing may wait a
-little for what vLLM waits for. The node calls back in its own thread.
+A shard is a part of the KV heads with a node of its own; shard s of a prefill server sends to shard s of a decode
+server, whichever ranks hold them. A request is done when all shards are.
 
-vLLM asks once per step what has ended and wants every answer once: a sent request after it has said that the request
-is over, a received one when nothing can write to its blocks any more, whatever has become of it. So a receive that
-failed is reported after the fence only: vLLM computes into the same blocks at once.
+vLLM calls from one thread, between and inside forward passes. Nothing here waits, with two exceptions: blocks of a
+preempted request are given up when no push reads them any more, and a step that computes nothing waits a little for
+what vLLM waits for. Nodes call back in their own threads.
+
+vLLM polls once per step. Report each request exactly once: a sending request after vLLM finished it and no push reads
+its blocks; a receiving request once it is complete, or failed and fenced: vLLM then computes into the same blocks.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pdlink.errors import InvalidRequest, PdlinkError
 from pdlink.events import TransferEnded, emit
 from pdlink.integrations.vllm_parts.requests import shown
+from pdlink.node.port import EnginePort
 from pdlink.protocol.reasons import NOT_NEEDED, code_of, in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from pdlink.integrations.vllm_parts.layout import CacheLayout
     from pdlink.integrations.vllm_parts.requests import Announce, Chunk, Expect, Offer, StepPlan, Stop
@@ -31,16 +36,6 @@ if TYPE_CHECKING:
     from pdlink.node.outgoing import Outgoing
 
 log = logging.getLogger(__name__)
-
-
-def _tell(text: str, transfer_id: str, request_id: str, reason: str) -> None:
-    """A transfer that failed, for people: at the level that the reason deserves, in words, on one line."""
-    level = logging.WARNING
-    if reason == NOT_NEEDED:
-        level = logging.DEBUG  # all is well
-    elif reason == "aborted" or reason.startswith("refused: "):
-        level = logging.INFO  # clients leave all the time; the endpoint has told once that it was refused
-    log.log(level, text, shown(transfer_id), shown(request_id), shown(in_words(reason)))
 
 
 @dataclass(slots=True)
@@ -57,110 +52,58 @@ class Results:
     """Why, as a code (`pdlink.protocol.reasons`), for each of `failed`."""
 
 
-@dataclass(slots=True)
-class _Send:
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request that takes part in a transfer on every shard. Guarded by the half's lock."""
+
+    request_id: str
     transfer_id: str
-    outgoing: Outgoing | None = None
-    """None if the transfer was over before it began."""
+    sends: bool
+    num_open: int
+    """Shards on which something may still touch its blocks."""
+    num_missing: int
+    """Receives: shards whose KV is not here and may still come, or be written."""
     over_here: bool = False
-    """vLLM has said that the request is over."""
-    quiet: bool = False
-    """Nothing reads its blocks any more."""
-
-
-class _Receive:
-    """What vLLM waits for of one transfer."""
-
-    def __init__(self, request_id: str, transfer_id: str, books: _Books) -> None:
-        self.request_id, self.transfer_id, self._books = request_id, transfer_id, books
-        self.asked = False
-        """vLLM has reserved blocks for it."""
-        self.parked: tuple[int, ...] | None = None
-        """Blocks whose KV vLLM waits for; None while it does not."""
-        self.arrived = False
-        self.over = False
-        """Nothing can write to the blocks any more."""
-        self.reason = ""
-        """Code of why it failed."""
-        self.incoming: Incoming | None = None
-        """None if the transfer was over before it began."""
-
-    def follow(self, incoming: Incoming) -> None:
-        self.incoming = incoming
-        incoming.done.then(self._on_done)
-        incoming.released.then(self.released)
-
-    def _on_done(self) -> None:
-        assert self.incoming is not None
-        if self.incoming.error is not None:
-            self.failed(self.incoming.error.reason)
-            return
-        with self._books.lock:
-            self.arrived = True
-            self._books.report(self)
-
-    def failed(self, reason: str) -> None:
-        self.reason = code_of(reason)
-        _tell("transfer %s: the KV of request %s will not come: %s", self.transfer_id, self.request_id, reason)
-
-    def released(self) -> None:
-        with self._books.lock:
-            self.over = True
-            self._books.report(self)
-
-
-class _Books:
-    """What is under way and what has to be reported. Guarded by `lock`."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.sends: dict[str, _Send] = {}
-        """By request."""
-        self.outgoing: dict[str, Outgoing] = {}
-        """Those of `sends` that are not released yet, by transfer."""
-        self.receives: dict[str, _Receive] = {}
-        """By transfer."""
-        self.results = Results()
-        self.news = threading.Event()
-        """Set while `results` has something that was not taken."""
-
-    def report(self, receive: _Receive) -> None:
-        """Tell vLLM, once, that a parked request can go on; forget the receive when it is over. Under `lock`."""
-        if receive.parked is not None and (receive.arrived or receive.over):
-            self.results.received.add(receive.request_id)
-            self.news.set()
-            if not receive.arrived:
-                self.results.failed.add(receive.request_id)
-                self.results.failed_blocks.update(receive.parked)
-                self.results.reasons[receive.request_id] = receive.reason
-            receive.parked = None
-        if receive.over and receive.asked:
-            self.receives.pop(receive.transfer_id, None)
+    """Sends: vLLM has finished it."""
+    asked: bool = False
+    """Receives: vLLM has reserved blocks for it."""
+    parked: tuple[int, ...] | None = None
+    """Receives: blocks whose KV vLLM waits for; None while it does not."""
+    reason: str = ""
+    """Code of why it failed."""
 
 
 class WorkerHalf:
-    """The transfers of one shard: of a rank's KV, or of a part of its heads (`shards.py`)."""
+    """The transfers of one rank."""
 
     def __init__(
         self,
-        node: Node,
+        nodes: Sequence[Node],
         cache: CacheLayout,
         *,
-        shard: int,
-        block_ratio: int,
+        first_shard: int = 0,
+        block_ratio: int = 1,
         preemption_s: float,
     ) -> None:
-        """block_ratio: blocks of the layout to one block of vLLM's scheduler.
+        """nodes: of this rank's shards, the first of which is `first_shard`. cache: of any of them.
 
+        block_ratio: blocks of the layout to one block of vLLM's scheduler.
         preemption_s: longest wait for pushes of a preempted request.
         """
-        self._node, self._cache = node, cache
-        self._shard, self._ratio, self._unit = shard, block_ratio, cache.token_unit
+        self._ports = [EnginePort(node) for node in nodes]
+        self._cache, self._first_shard = cache, first_shard
+        self._ratio, self._unit = block_ratio, cache.token_unit
         self._scheduler_block_tokens = cache.layout.block_tokens * cache.token_unit * block_ratio
         self._preemption_s = preemption_s
-        self._books = _Books()
-        self._chunks: Sequence[tuple[Chunk, Outgoing, int, int]] = ()
-        """Of this step: what is computed, as positions of the layout."""
+        self._lock = threading.Lock()
+        self._requests: dict[str, _Request] = {}
+        self._results = Results()
+        self._news = threading.Event()
+        """Set while `_results` has something that was not taken."""
+        self._spans: list[tuple[str, int, int]] = []
+        """What this step computes for others: (request, start, end) in positions of the layout."""
+        self._complete: list[str] = []
+        """Requests whose last chunk is among them."""
         self._unsaved: set[str] = set()
         self.short_of_blocks = False
         """Whether requests waited for blocks in the last step."""
@@ -169,10 +112,9 @@ class WorkerHalf:
 
     def withdraw(self, plan: StepPlan) -> None:
         """Before the blocks of preempted requests are written to by others."""
-        for transfer_id in plan.withdrawn:
-            outgoing = self._books.outgoing.get(transfer_id)
-            if outgoing is not None:
-                outgoing.withdraw(self._preemption_s)
+        for request_id in plan.withdrawn:
+            for port in self._ports:
+                port.preempted(request_id, self._preemption_s)
 
     def begin(self, plan: StepPlan) -> None:
         """Before the forward pass."""
@@ -184,182 +126,221 @@ class WorkerHalf:
         for offer in plan.offers:
             self._offer(offer)
         if plan.chunks:
-            found = [(chunk, self._books.outgoing.get(chunk.transfer_id)) for chunk in plan.chunks]
-            self._chunks = [self._publish(chunk, outgoing) for chunk, outgoing in found if outgoing is not None]
-        if self._chunks:
+            self._spans, self._complete = [], []
+            for chunk in plan.chunks:
+                self._publish(chunk)
+        if self._spans:
             self._unsaved = {name for name, planes in self._cache.planes.items() if planes}
-            self._node.prefilling(on=True)
+            self._prefilling(on=True)
         for stop in plan.stops:
             self._stop(stop)
 
     def layer_saved(self, name: str) -> None:
         """In the forward pass: this layer's KV of the step's tokens is in its blocks.
 
-        With the last layer of its last chunk a prompt is complete. Decode need not wait for what follows that layer's
+        A prompt is complete with the last layer of its last chunk: decode need not wait for what follows that layer's
         attention here, nor for the sampling of a token that nobody reads.
         """
-        if not self._chunks or name not in self._unsaved:
+        if not self._spans or name not in self._unsaved:
             return
         self._unsaved.discard(name)
-        for plane in self._cache.planes[name]:
-            for _, outgoing, start, end in self._chunks:
-                outgoing.layer_ready(plane, start, end)
-        if not self._unsaved:
-            for chunk, outgoing, _, _ in self._chunks:
-                if chunk.end == chunk.num_tokens:
-                    outgoing.finish()
+        for port in self._ports:
+            for plane in self._cache.planes[name]:
+                port.layer_written(plane, self._spans)
+            for request_id in () if self._unsaved else self._complete:
+                port.finished(request_id)
 
     def end(self) -> None:
         """After the forward pass: layers whose hook did not run (a full graph) are ready now, too."""
-        if not self._chunks:
-            return
-        self._node.prefilling(on=False)
-        for name in self._cache.planes:
-            self.layer_saved(name)
-        self._chunks = ()
+        if self._spans:
+            self._prefilling(on=False)
+            for name in self._cache.planes:
+                self.layer_saved(name)
+            self._spans, self._complete = [], []
 
     def results(self, over: Collection[str]) -> Results:
-        """What has ended. over: requests that vLLM has done with since the last call."""
-        with self._books.lock:
-            if over and self._books.sends:
-                for request_id in over:
-                    send = self._books.sends.get(request_id)
-                    if send is not None:
-                        send.over_here = True
-                        self._report(request_id, send)
-            results, self._books.results = self._books.results, Results()
-            self._books.news.clear()
+        """What has ended. over: requests that vLLM has finished since the last call."""
+        with self._lock:
+            for request_id in over if self._requests else ():
+                request = self._requests.get(request_id)
+                if request is not None and request.sends:
+                    request.over_here = True
+                    self._report(request)
+            results, self._results = self._results, Results()
+            self._news.clear()
             return results
 
     def pause(self, timeout_s: float) -> None:
         """Wait for the next result, if vLLM waits for one; for steps that compute nothing."""
-        with self._books.lock:
-            awaited = any(receive.parked is not None for receive in self._books.receives.values()) or any(
-                send.over_here for send in self._books.sends.values()
-            )
+        with self._lock:
+            awaited = any(request.parked is not None or request.over_here for request in self._requests.values())
         if awaited:
-            self._books.news.wait(timeout_s)
+            self._news.wait(timeout_s)
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    def states(self) -> Mapping[str, int]:
+        """Requests that this half has not reported as ended yet."""
+        with self._lock:
+            num_sends = sum(request.sends for request in self._requests.values())
+            return {"sends": num_sends, "receives": len(self._requests) - num_sends}
+
+    # -- the plan ----------------------------------------------------------------------------------------------------
 
     def _announce(self, announce: Announce) -> None:
         if announce.request_id:
-            self._announce_one(announce)
-        if announce.last_of:
-            self._node.endpoint.sender.complete(announce.last_of, announce.num_prompts)
+            num_tokens = -(-announce.num_tokens // self._unit)
+            request = self._new(announce.request_id, announce.transfer_id, sends=True)
+            for port in self._ports:
+                self._join(request, port, partial(port.send, *_names(request), num_tokens))
+        for port in self._ports if announce.last_of else ():
+            port.node.complete(announce.last_of, announce.num_prompts)
 
-    def _announce_one(self, announce: Announce) -> None:
-        request_id, send = announce.request_id, _Send(announce.transfer_id)
-        with self._books.lock:
-            self._books.sends[request_id] = send
+    def _expect(self, expect: Expect) -> None:
+        num_tokens = -(-expect.num_tokens // self._unit)
+        request = self._new(expect.request_id, expect.transfer_id, sends=False)
 
-        def failed(reason: str) -> None:
-            _tell("transfer %s: the KV of request %s is not sent: %s", send.transfer_id, request_id, reason)
+        def receive(shard: int, port: EnginePort) -> Incoming:
+            if shard >= len(expect.addresses):
+                raise InvalidRequest(f"shard {shard} has no peer among {len(expect.addresses)} addresses")
+            return port.receive(*_names(request), expect.addresses[shard], num_tokens, by_layer=False)
 
-        def quiet() -> None:
-            with self._books.lock:
-                send.quiet = True
-                self._books.outgoing.pop(send.transfer_id, None)
-                self._report(request_id, send)
+        for shard, port in enumerate(self._ports, self._first_shard):
+            self._join(request, port, partial(receive, shard, port))
+
+    def _offer(self, offer: Offer) -> None:
+        """vLLM has reserved blocks. A request that is over on all shards by now is reported at once."""
+        with self._lock:
+            request = self._requests.get(offer.request_id)
+            if request is None:
+                return
+            request.asked = True
+            request.parked = offer.blocks[offer.start // self._scheduler_block_tokens :]
+            self._report(request)
+        blocks = self._kernel_blocks(offer.blocks)
+        for port in self._ports:
+            port.admitted(offer.request_id, blocks, offer.start // self._unit)
+
+    def _publish(self, chunk: Chunk) -> None:
+        with self._lock:
+            request = self._requests.get(chunk.request_id)
+            if request is None or not request.num_open:
+                return
+        blocks = self._kernel_blocks(chunk.blocks)
+        for port in self._ports:
+            if chunk.first:
+                port.admitted(chunk.request_id, blocks)
+            elif blocks:
+                port.extended(chunk.request_id, blocks)
+        is_last = chunk.end == chunk.num_tokens
+        end = -(-chunk.end // self._unit) if is_last else chunk.end // self._unit
+        self._spans.append((chunk.request_id, chunk.start // self._unit, end))
+        if is_last:
+            self._complete.append(chunk.request_id)
+
+    def _stop(self, stop: Stop) -> None:
+        with self._lock:
+            request = self._requests.get(stop.request_id)
+            if request is not None and not request.sends and not request.asked:  # vLLM does not wait for it
+                del self._requests[stop.request_id]
+        for port in self._ports:
+            port.ended(stop.request_id, stop.reason)
+
+    def _prefilling(self, on: bool) -> None:
+        for port in self._ports:
+            port.prefilling(on)
+
+    def _kernel_blocks(self, blocks: Sequence[int]) -> Sequence[int]:
+        ratio = self._ratio
+        return blocks if ratio == 1 else [block * ratio + part for block in blocks for part in range(ratio)]
+
+    # -- transfers ---------------------------------------------------------------------------------------------------
+
+    def _new(self, request_id: str, transfer_id: str, *, sends: bool) -> _Request:
+        num_shards = len(self._ports)
+        request = _Request(request_id, transfer_id, sends, num_shards, 0 if sends else num_shards)
+        with self._lock:
+            self._requests[request_id] = request
+        return request
+
+    def _join(self, request: _Request, port: EnginePort, begin: Callable[[], Outgoing | Incoming]) -> None:
+        """Begin the transfer on one shard, and follow it."""
+        try:
+            transfer = begin()
+        except PdlinkError as error:
+            reason = (port.node.why_stopped(request.transfer_id) if request.sends else "") or str(error)
+            if reason != NOT_NEEDED:
+                self._count(request, reason)
+            self._failed(request, reason)
+            self._released(request, failed=True)
+            return
 
         def done() -> None:
-            if outgoing.error is not None:
-                failed(outgoing.error.reason)
+            if transfer.error is not None:
+                self._failed(request, transfer.error.reason)
+            elif not request.sends:
+                with self._lock:
+                    request.num_missing -= 1
+                    self._report(request)
 
-        try:
-            outgoing = self._node.send(announce.transfer_id)
-        except PdlinkError as error:
-            reason = self._node.endpoint.sender.stopped(announce.transfer_id) or str(error)
-            if reason != NOT_NEEDED:
-                self._count("sender", announce.transfer_id, reason)
-            failed(reason)
-            quiet()
-            return
-        with self._books.lock:
-            send.outgoing = self._books.outgoing[announce.transfer_id] = outgoing
-        outgoing.done.then(done)
-        outgoing.released.then(quiet)
+        def released() -> None:
+            port.ended(request.request_id)
+            self._released(request, failed=transfer.error is not None)
 
-    def _count(self, side: str, transfer_id: str, reason: str) -> None:
+        transfer.done.then(done)
+        transfer.released.then(released)
+
+    def _failed(self, request: _Request, reason: str) -> None:
+        """Say so, at the level that the reason deserves, in words, on one line."""
+        with self._lock:
+            request.reason = code_of(reason)
+        level = logging.WARNING
+        if reason == NOT_NEEDED:
+            level = logging.DEBUG  # all is well
+        elif reason == "aborted" or reason.startswith("refused: "):
+            level = logging.INFO  # clients leave all the time; the endpoint has logged a refusal once
+        what = "is not sent" if request.sends else "will not come"
+        names = shown(request.transfer_id), shown(request.request_id)
+        log.log(level, "transfer %s: the KV of request %s %s: %s", *names, what, shown(in_words(reason)))
+
+    def _released(self, request: _Request, *, failed: bool) -> None:
+        with self._lock:
+            request.num_open -= 1
+            request.num_missing -= failed and not request.sends
+            self._report(request)
+
+    def _report(self, request: _Request) -> None:
+        """Report it, if it is time to, and forget it when nothing is left to report. Under the lock."""
+        results = self._results
+        forget = request.over_here if request.sends else request.asked
+        if request.sends and request.over_here and not request.num_open:
+            results.sent.add(request.request_id)
+            self._news.set()
+        elif request.parked is not None and not request.num_missing:
+            results.received.add(request.request_id)
+            if request.reason:
+                results.failed.add(request.request_id)
+                results.failed_blocks.update(request.parked)
+                results.reasons[request.request_id] = request.reason
+            request.parked = None
+            self._news.set()
+        if forget and not request.num_open and self._requests.get(request.request_id) is request:
+            del self._requests[request.request_id]
+
+    @staticmethod
+    def _count(request: _Request, reason: str) -> None:
         """A transfer that failed before the endpoint knew it."""
         emit(
             TransferEnded(
-                transfer_id=transfer_id,
-                side=side,
+                transfer_id=request.transfer_id,
+                side="sender" if request.sends else "receiver",
                 peer="",
                 state="FAILED",
                 reason=reason,
                 nbytes=0,
                 transport="",
-                started_s=self._node.endpoint.clock.now_s(),
+                started_s=time.monotonic(),
             )
         )
 
-    def _report(self, request_id: str, send: _Send) -> None:
-        """Tell vLLM, once, that it can have the blocks. Under the books' lock."""
-        if send.over_here and send.quiet and self._books.sends.pop(request_id, None) is not None:
-            self._books.results.sent.add(request_id)
-            self._books.news.set()
 
-    def _publish(self, chunk: Chunk, outgoing: Outgoing) -> tuple[Chunk, Outgoing, int, int]:
-        start = chunk.start // self._unit
-        whole = -(-chunk.num_tokens // self._unit)
-        if chunk.first:
-            outgoing.publish(self._kernel_blocks(chunk.blocks), whole)
-        elif chunk.blocks:
-            outgoing.extend(self._kernel_blocks(chunk.blocks))
-        return chunk, outgoing, start, whole if chunk.end == chunk.num_tokens else chunk.end // self._unit
-
-    def _expect(self, expect: Expect) -> None:
-        receive = _Receive(expect.request_id, expect.transfer_id, self._books)
-        with self._books.lock:
-            self._books.receives[expect.transfer_id] = receive
-        try:
-            if self._shard >= len(expect.addresses):
-                raise InvalidRequest(f"shard {self._shard} has no peer among {len(expect.addresses)} addresses")
-            address = expect.addresses[self._shard]
-            receive.follow(self._node.receive(expect.transfer_id, address, by_layer=False))
-        except PdlinkError as error:
-            self._count("receiver", expect.transfer_id, str(error))
-            receive.failed(str(error))
-            receive.released()
-
-    def _offer(self, offer: Offer) -> None:
-        start, end = offer.start // self._unit, -(-offer.end // self._unit)
-        blocks: Sequence[int] = ()
-        if offer.start == offer.end:
-            start = end
-        else:
-            block_tokens = self._cache.layout.block_tokens
-            blocks = self._kernel_blocks(offer.blocks)[start // block_tokens : -(-end // block_tokens)]
-        with self._books.lock:
-            receive = self._books.receives.get(offer.transfer_id)
-            if receive is None:
-                return
-            receive.asked = True
-            if blocks:
-                receive.parked = offer.blocks[offer.start // self._scheduler_block_tokens :]
-            self._books.report(receive)
-            if receive.over:
-                return
-        assert receive.incoming is not None
-        receive.incoming.offer(blocks, range(start, end))
-
-    def _stop(self, stop: Stop) -> None:
-        with self._books.lock:
-            receive = self._books.receives.get(stop.transfer_id)
-            if receive is not None and not receive.asked:  # vLLM does not wait for it: no report
-                del self._books.receives[stop.transfer_id]
-        if receive is not None:
-            self._node.endpoint.receiver.cancel(stop.transfer_id, stop.reason)
-        else:
-            self._node.endpoint.sender.cancel(stop.transfer_id, stop.reason)
-
-    def _kernel_blocks(self, blocks: Sequence[int]) -> list[int]:
-        ratio = self._ratio
-        return list(blocks) if ratio == 1 else [block * ratio + part for block in blocks for part in range(ratio)]
-
-    def states(self) -> Mapping[str, int]:
-        """Requests that this half has not reported as ended yet."""
-        with self._books.lock:
-            return {"sends": len(self._books.sends), "receives": len(self._books.receives)}
+def _names(request: _Request) -> tuple[str, str]:
+    return request.request_id, request.transfer_id
