@@ -1,0 +1,1 @@
+"""Where records lie below the arena; see `base.py`."""

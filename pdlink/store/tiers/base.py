@@ -1,0 +1,48 @@
+"""What the store asks of a tier below its arena."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Tier(Protocol):
+    """Keeps records by key as opaque bytes, within its capacity.
+
+    Methods block, and are called from several of the store's threads at once. Damaged, foreign and short records are
+    misses (None, False), never wrong bytes. An OSError says that the medium fails (gone, lying); the store takes
+    it for a miss, and keeps away for a while from a tier that fails often or takes longer than its deadline.
+    """
+
+    @property
+    def name(self) -> str:
+        """For messages and metrics: "disk", "shared", "valkey"."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds now; 0 where it cannot tell."""
+
+    @property
+    def capacity_nbytes(self) -> int:
+        """What it may hold; 0 where others decide that."""
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of them are probably here. `get` decides."""
+
+    def get(self, key: bytes, into: memoryview) -> int | None:
+        """Read the record to the beginning of `into`; its bytes. None if it is not here, damaged, or longer.
+
+        After a miss the contents of `into` are undefined, and a damaged record is gone, so that it can be put again.
+        """
+
+    def put(self, key: bytes, record: memoryview) -> bool:
+        """Keep a copy; whether it is here now. A key that is here already is left as it is."""
+
+    def remove(self, key: bytes) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None:
+        """Safe to call twice. What can outlive the process does. Every later call is a miss."""

@@ -1,0 +1,111 @@
+"""Tiers that the conformance suite runs over, and the tests' own, in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import xxhash
+
+from pdlink.store.tiers.base import Tier
+
+CAPACITY_NBYTES = 8 << 20
+"""Of the tiers with a bound: room for some 120 records of the suite."""
+
+
+def key(number: int) -> bytes:
+    return xxhash.xxh3_128_digest(str(number).encode()) * 2
+
+
+def record(number: int, nbytes: int = 65536) -> memoryview:
+    return memoryview(Random(number).randbytes(nbytes))
+
+
+def read(tier: Tier, which: bytes, room: int = 1 << 20) -> memoryview | None:
+    """The record of a key, as the tier gives it; None for a miss."""
+    into = bytearray(b"\xee") * room
+    nbytes = tier.get(which, memoryview(into))
+    if nbytes is None:
+        return None
+    assert into[nbytes:] == b"\xee" * (room - nbytes), "written behind the record"
+    return memoryview(into)[:nbytes]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tier of the suite."""
+
+    name: str
+    open: Callable[[Path], Tier]
+    """A tier over this directory; over the same directory again, the same records if `persists`."""
+    damage: Callable[[Tier, Path, bytes, Callable[[bytes], bytes]], None]
+    """Replace what is stored of a record, header and all, by what the function makes of it."""
+    persists: bool = True
+
+
+class MemoryTier:
+    """Records in a dict, oldest out first."""
+
+    name = "memory"
+
+    def __init__(self, capacity_nbytes: int = CAPACITY_NBYTES) -> None:
+        self.capacity_nbytes = capacity_nbytes
+        self.closed = False
+        self.records: dict[bytes, bytes] = {}
+        """Digest of the record, and the record."""
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        with self._lock:
+            return sum(map(len, self.records.values()))
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            return [key in self.records for key in keys]
+
+    def get(self, key: bytes, into: memoryview) -> int | None:
+        with self._lock:
+            stored = self.records.get(key)
+        if stored is None or len(stored) - 16 > len(into):
+            return None
+        if xxhash.xxh3_128_digest(stored[16:]) != stored[:16]:
+            self.remove(key)
+            return None
+        into[: len(stored) - 16] = stored[16:]
+        return len(stored) - 16
+
+    def put(self, key: bytes, record: memoryview) -> bool:
+        stored = xxhash.xxh3_128_digest(record) + record
+        with self._lock:
+            if self.closed or len(stored) > self.capacity_nbytes:
+                return False
+            if key in self.records:
+                return True
+            while sum(map(len, self.records.values())) + len(stored) > self.capacity_nbytes:
+                del self.records[next(iter(self.records))]
+            self.records[key] = stored
+        return True
+
+    def remove(self, key: bytes) -> None:
+        with self._lock:
+            self.records.pop(key, None)
+
+    def clear(self) -> None:
+        with self._lock:
+            self.records.clear()
+
+    def close(self) -> None:
+        self.closed = True
+        self.clear()
+
+
+def _damage_memory(tier: Tier, _: Path, key: bytes, change: Callable[[bytes], bytes]) -> None:
+    assert isinstance(tier, MemoryTier)
+    tier.records[key] = change(tier.records[key])
+
+
+ENTRIES = [Entry("memory", lambda _: MemoryTier(), _damage_memory, persists=False)]
