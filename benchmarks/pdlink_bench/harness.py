@@ -195,17 +195,20 @@ class Lane:
                 self.stop(viability.reason, failed=False)
                 return
 
-    def close(self) -> None:
-        for worker in reversed(self.workers):
-            worker.close()
-
 
 @contextmanager
 def opened(lanes: Sequence[Lane]) -> Iterator[None]:
-    """All of them, ready for turns; whatever happens, no process is left."""
+    """All of them, ready for turns; whatever happens, no process is left.
+
+    All are hung up before one is waited for. So a wait that is interrupted leaves no process that stands still: the
+    exit of this one would wait for that without end.
+    """
+    workers = [worker for lane in lanes for worker in lane.workers]
     with ExitStack() as stack:
+        for end in (Worker.close, Worker.hang_up):  # the last ones in the stack come first
+            for worker in workers:
+                stack.callback(end, worker)
         for lane in lanes:
-            stack.callback(lane.close)
             lane.attempt(lane.open)
         for lane in lanes:
             lane.attempt(lane.connect)

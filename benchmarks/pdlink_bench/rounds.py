@@ -114,7 +114,8 @@ class Lane(_Turns):
     def connect(self) -> None:
         super().connect()
         if self.stopped:
-            self.close()
+            for worker in self.workers:
+                worker.close()
             return
         invitation = self.receiver.ask("invite", timeout_s=SETUP_TIMEOUT_S)
         self.sender.ask("connect", invitation, timeout_s=SETUP_TIMEOUT_S)

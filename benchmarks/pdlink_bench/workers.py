@@ -100,13 +100,18 @@ class Worker:
         if self._pipe is not None and self._process.is_alive():
             os.kill(self._process.pid, number)
 
+    def hang_up(self) -> None:
+        """Let the process end by itself, and do not wait. Safe to call twice."""
+        if self._pipe is not None:
+            self.resume()
+            self._pipe.close()
+            self._pipe = None
+
     def close(self, grace_s: float = 3.0) -> None:
         """Hang up, wait for the process to end by itself, then make it. Safe to call twice."""
-        if self._pipe is None:
+        self.hang_up()
+        if self._process is None:
             return
-        self.resume()
-        self._pipe.close()
-        self._pipe = None
         deadline_s = time.monotonic() + grace_s
         for end in (lambda: None, self._process.terminate, self._process.kill):
             end()
@@ -115,6 +120,7 @@ class Worker:
                 break
         with contextlib.suppress(ValueError):  # "still running": a process the kernel cannot end now
             self._process.close()
+        self._process = None
 
     def _epitaph(self) -> str:
         self._process.join(1.0)

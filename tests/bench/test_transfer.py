@@ -6,11 +6,13 @@ import argparse
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -23,11 +25,13 @@ from pdlink.transport.mapped import MappedTransport
 from pdlink_bench import fitting, transfer
 from pdlink_bench.bars import judge
 from pdlink_bench.cases import sizes
-from pdlink_bench.harness import Table
+from pdlink_bench.harness import Lane, Table, opened
+from pdlink_bench.lanes import Viability
 from pdlink_bench.measure import Measured, available_memory_nbytes, machine_facts, median_ratio, summarise
 from pdlink_bench.report import report
 from pdlink_bench.rounds import DEFAULT, Case, Contestant, Results, Settings, Stage, measure
 from pdlink_bench.transfer import TRANSPORTS
+from pdlink_bench.workers import Worker
 from pdlink_bench.workload import Workload, check_and_clear, fill_source
 
 if TYPE_CHECKING:
@@ -48,6 +52,18 @@ SMALL = Workload(
 )
 REPEATING = replace(SMALL, source_tokens=16)
 QUICK = Settings(layer_ms=(0.1,), rounds=2, warm_ups=1, timeout_s=3.0)
+
+
+class Standing:
+    """What a worker needs to be one."""
+
+    def probe(self) -> Viability:
+        return Viability(True)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def close(self) -> None: ...
 
 
 def main(words: list[str]) -> int:
@@ -393,6 +409,7 @@ FOREVER = """
 import sys
 from rich.progress import Progress
 from pdlink_bench import rounds
+from pdlink_bench.workers import Worker
 from pdlink_bench.workload import Workload
 from pdlink.transport.mapped import MappedTransport
 
@@ -447,6 +464,33 @@ def test_no_process_outlives_the_run(end: str, tmp_path: Path) -> None:
         finally:
             for pid in members(parent.pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+def test_interrupt_while_one_process_ends_leaves_none_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C twice: multiprocessing joins its daemons at exit, and SIGTERM does not end one that is stopped."""
+    lane = Lane(*(Worker(name, Standing) for name in ("first", "second")))
+    ends: list[int] = []
+
+    def interrupted(self: object, timeout: float | None = None) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    def run() -> None:
+        with opened([lane]):
+            for worker in lane.workers:
+                ends.append(os.pidfd_open(worker.ask("pid", timeout_s=30.0)))
+                worker.suspend()
+            monkeypatch.setattr(SpawnProcess, "join", interrupted)
+            raise SystemExit("the first one")
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    left = [end for end in ends if not select.select([end], [], [], 20)[0]]
+    for end in left:
+        signal.pidfd_send_signal(end, signal.SIGKILL)
+    assert not left
+    for end in ends:
+        os.close(end)
 
 
 def members(group: int) -> list[int]:
