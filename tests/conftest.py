@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,9 @@ from .nursery import NURSERY
 settings.register_profile("long", settings.get_profile("default"))
 """`--hypothesis-profile=long`: other examples each time, and many more, where a test has a use for them."""
 
+
+# A shell's background job ignores Ctrl-C, and so would all children of such a run, also those that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _spawn = up.spawn
 
