@@ -21,8 +21,8 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 up: $(STAMP)  ## prefill, decode and proxy on this machine; prints a URL and a curl line
 	$(BIN)/pdlink up --config configs/up.yaml
 
-test: $(STAMP)  ## everything that needs no GPU and no heavy extra
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(STAMP)  ## everything that needs no GPU and no heavy extra; needs two cores
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 sanitize: $(STAMP)  ## the native modules under ASan, UBSan and TSan, with the tests that exercise them; 20 minutes
 	$(BIN)/python tools/sanitize.py $(SANITIZER) -- $(PYTEST_ARGS)

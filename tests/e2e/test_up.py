@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from pdlink.chaos.ledger import segments
+
 from .deployment import Deployment, prompt_of, request, until, worker_settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -35,66 +37,64 @@ def gone(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text() for pid in pids)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "SIGKILL"])
-def test_up_serves_and_leaves_nothing_behind(number: int) -> None:
-    before = set(os.listdir("/dev/shm"))
-    command = [sys.executable, "-m", "pdlink", "up", "--config", "configs/up.yaml", "--port", "0", "--decode", "2"]
-    root = Path(__file__).parents[2]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
-    assert process.stdout is not None
-    text = ""
-    while "Ctrl-C" not in text:
-        line = process.stdout.readline()
-        assert line, f"pdlink up ended early: {text}"
-        text += line
-    url = re.findall(r"curl -N (http://\S+)/v1/completions", text)[0]
-    children = descendants(process.pid)
-    assert len(children) == 4
-    until(lambda: request(url + "/health").status == 200, "the proxy sees its workers")
-    answer = request(url + "/v1/completions", {"model": "pdlink-tiny", "prompt": "Hello", "max_tokens": 4})
-    assert answer.status == 200
-    process.send_signal(number)
-    status = process.wait(30)
-    process.stdout.close()
-    assert status == (0 if number == signal.SIGINT else -number)
-    until(lambda: gone(children), "all children have ended", timeout_s=30)
-    assert set(os.listdir("/dev/shm")) <= before
+class Up:
+    """`pdlink up` on free ports, ready; a context manager."""
+
+    def __init__(self, *flags: str) -> None:
+        command = [sys.executable, "-m", "pdlink", "up", "--config", "configs/up.yaml", "--port", "0", *flags]
+        root = Path(__file__).parents[2]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=root
+        )
+        self.text = ""
+
+    def __enter__(self) -> Up:
+        self.read_until("Ctrl-C")
+        self.url = re.findall(r"curl -N (http://\S+)/v1/completions", self.text)[0]
+        until(lambda: request(self.url + "/health").status == 200, "the proxy sees its workers")
+        answer = request(self.url + "/v1/completions", {"model": "pdlink-tiny", "prompt": "Hello", "max_tokens": 4})
+        assert answer.status == 200
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def read_until(self, words: str) -> None:
+        assert self.process.stdout is not None
+        while words not in self.text:
+            line = self.process.stdout.readline()
+            assert line, f"pdlink up ended early: {self.text}"
+            self.text += line
 
 
-def test_a_killed_worker_comes_back_and_traces_are_left_at_the_end(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pdlink",
-        "up",
-        "--port",
-        "0",
-        "--set",
-        f"prefill.timeline={tmp_path}/{{name}}.json",
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    text = ""
-
-    def read_until(words: str) -> None:
-        nonlocal text
-        while words not in text:
-            line = process.stdout.readline() if process.stdout else ""
-            assert line, f"pdlink up ended early: {text}"
-            text += line
-
-    try:
-        read_until("Ctrl-C")
-        [decode] = [pid for pid in descendants(process.pid) if "decode-0" in Path(f"/proc/{pid}/cmdline").read_text()]
+def test_a_killed_worker_comes_back_and_ctrl_c_leaves_traces_and_nothing_else(tmp_path: Path) -> None:
+    before = segments()
+    with Up("--decode", "2", "--set", f"prefill.timeline={tmp_path}/{{name}}.json") as site:
+        children = descendants(site.process.pid)
+        assert len(children) == 4
+        [decode] = [pid for pid in children if "decode-0" in Path(f"/proc/{pid}/cmdline").read_text()]
         os.kill(decode, signal.SIGKILL)
-        read_until("decode-0 is back after")
-    finally:
-        process.send_signal(signal.SIGINT)
-        rest = process.communicate(timeout=60)[0]
-    assert process.returncode == 0, rest
-    assert "decode-0 was killed by SIGKILL; starting it again on the same ports" in text
+        site.read_until("decode-0 is back after")
+        children = descendants(site.process.pid)
+        site.process.send_signal(signal.SIGINT)
+        rest = site.process.communicate(timeout=60)[0]
+    assert site.process.returncode == 0, rest
+    assert "decode-0 was killed by SIGKILL; starting it again on the same ports" in site.text
     assert json.loads((tmp_path / "prefill-0.json").read_text())["traceEvents"]
     assert " WARNING " not in rest, "a normal end looks like one"
+    until(lambda: gone(children), "all children have ended", timeout_s=30)
+    assert segments() <= before
+
+
+def test_children_end_when_up_is_killed() -> None:
+    before = segments()
+    with Up() as site:
+        children = descendants(site.process.pid)
+        assert len(children) == 3
+        site.process.kill()
+        until(lambda: gone(children), "all children have ended", timeout_s=30)
+    assert segments() <= before
 
 
 def test_mistyped_setting_is_named_with_the_right_one() -> None:
