@@ -1,13 +1,13 @@
-"""ZeroMQ frames in and out, and nothing else: no protocol, no state of a peer.
+"""ZeroMQ frames in and out; no protocol, no state of a peer.
 
-A worker binds one ROUTER, and opens one DEALER per session it dials. Every socket is owned by the thread that calls
-`poll`; no call waits for a peer: a full queue makes `send` return False, sockets close without lingering, and a
-connection that is refused or cut is reported as `Disconnected` by a monitor.
+A worker binds one ROUTER and opens one DEALER per session that it dials. The thread that calls `poll` owns every
+socket. No call waits for a peer: a full queue makes `send` raise QueueFull, sockets close without lingering, and a
+monitor reports a refused or cut connection as `Disconnected`.
 
-With credentials every connection is encrypted and proves both keys (CURVE) before its first frame is delivered: the
-ROUTER asks our own loop about the client's key (ZAP, polled like any other socket), a DEALER connects only to the
-holder of the key in the address it dials. Each frame then comes with the public key of who sent it, because a route
-is only what the other side chose to call its connection. Who is turned away is reported as `Refused`.
+With credentials every connection is encrypted and proves both keys (CURVE) before its first frame is delivered. The
+ROUTER asks our own loop about the client's key (ZAP, polled like any other socket); a DEALER connects only to the
+holder of the key in the address. Each frame carries the sender's public key, because the other side chooses its own
+route. A connection without an allowed key is reported as `Refused`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from pdlink.protocol.auth import Credentials
 
 _MAX_SOCKETS = 32_768
-"""A session that we dialed takes three (itself, and the two ends of its monitor); libzmq's default is 1,023 in all.
-Descriptors run out before: it takes five of them, and one more on the other side."""
+"""A dialed session takes three: its own, and both ends of its monitor. libzmq's default is 1,023 in all. Descriptors
+run out first: a session takes five, and one on the other side."""
 
 _QUEUE_FRAMES = 16
-"""Frames that libzmq queues for one peer. What is more waits in `Sessions`, where its bytes are counted."""
+"""Frames that libzmq queues for one peer. More of them wait in `Sessions`, which counts their bytes."""
 
 _UNREAD_FRAMES = 32
-"""Whole frames of one peer that wait for us; then its socket is not read until we catch up. This times
-MAX_FRAME_NBYTES is what they can make us hold."""
+"""Whole unread frames of one peer; then libzmq stops reading its socket. A peer can make us hold this many times
+MAX_FRAME_NBYTES."""
 
 _CUT = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 """Monitored on dialed sockets: an established connection ended, or an attempt failed. Seen 6 ms after a SIGKILL."""
@@ -51,23 +51,23 @@ _CUT = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _DIAL_FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not have our key on its allow-list",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "only one of the two sides uses keys",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up: it does not hold the key we were told, or uses "
-    "none, or is no control port of pdlink at all (an HTTP port, perhaps)",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up: its key is not the one in the address, or it uses "
+    "no keys, or the port is not a control port of pdlink (an HTTP port, perhaps)",
 }
-"""Why a connection that was made did not become one. Each comes before the event of the connection's end (libzmq
-4.3.5). Where only one side uses keys both hang up, and who is second hears the third."""
+"""Why a connection failed its handshake. Each comes before the event of the connection's end (libzmq 4.3.5). If only
+one side uses keys, both hang up, and the slower one gets the third event."""
 
 _REFUSALS = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-"""Failures that a second try does not change. A side that hangs up may be a worker that is being stopped."""
+"""Failures that a second try does not change. A side that hangs up may just be stopping."""
 
 _TURNED_AWAY = {
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "no proof of a key, or meant for another one",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "no proof of a key, or meant for another worker",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "left before it proved a key",
 }
-"""The listener's view; keys that are not allowed are known from ZAP, with more detail."""
+"""The listener's view. ZAP reports keys that are not allowed, in more detail."""
 
 _HANDSHAKE_MS = 5000
-"""How long a connection may take to prove itself; libzmq's default is 30 s."""
+"""How long a connection may take to prove its key; libzmq's default is 30 s."""
 
 _ZAP = "inproc://zeromq.zap.01"
 """Where libzmq asks, within one context, whether a key may connect (rfc.zeromq.org/spec/27)."""
@@ -78,34 +78,34 @@ class Received:
     route: str
     frame: bytes
     public_key: str = ""
-    """Proven by whoever sent this frame; empty without credentials."""
+    """Proven by the sender of this frame; empty without credentials."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
     route: str
     reason: str = ""
-    """Why the other side did not let us in, or is not who it should be; empty for a plain end of a connection."""
+    """Why the handshake of the connection failed; empty for a plain end of a connection."""
     refused: bool = False
-    """Whether it will not let us in until somebody has changed a key or a list of keys."""
+    """Whether a retry is useless until somebody changes a key or an allow-list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Somebody wanted in and was turned away."""
+    """A client was turned away."""
 
     reason: str
     host: str = ""
-    """Where it came from, if known."""
+    """Its address, if known."""
     public_key: str = ""
-    """The key that is not allowed, if that was it."""
+    """Its key, if the key is not allowed."""
 
 
 Arrival = Received | Disconnected | Refused
 
 
-class QueueFull(Exception):  # noqa: N818  nothing is wrong: the frame has not been taken, and can be later
-    """What was sent to this peer before has not left yet."""
+class QueueFull(Exception):  # noqa: N818  back-pressure, not an error: send the frame again later
+    """Earlier frames to this peer have not left yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class _Dialed:
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     public_key: str
-    """Of the only worker that can answer on this connection; empty without credentials."""
+    """Only its holder can answer on this connection; empty without credentials."""
 
 
 class Channel:
@@ -123,13 +123,13 @@ class Channel:
         """identity: unique per worker life (name and epoch)."""
         self._identity = identity.encode()
         self.credentials: Credentials | None = None
-        """Set by `bind`; may be replaced between two polls by some with another allow-list."""
+        """Set by `bind`; may be replaced between two polls, with another allow-list."""
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: zmq.Socket[bytes] | None = None
         self._questions: zmq.Socket[bytes] | None = None
         """With credentials: libzmq's questions about keys."""
         self._gate: zmq.Socket[bytes] | None = None
-        """The ROUTER's monitor: connections that begin, and with credentials failed handshakes."""
+        """The ROUTER's monitor: accepted connections, and with credentials failed handshakes."""
         self._inflow = Inflow()
         self._dealers: dict[str, _Dialed] = {}
         self._routes: dict[zmq.Socket[bytes], str] = {}
@@ -139,9 +139,9 @@ class Channel:
         self._num_polls = 0
 
     def bind(self, host: str, port: int, credentials: Credentials | None = None) -> int:
-        """Listen on host:port (0 takes a free one); returns the port. Raises ConfigError if that cannot be.
+        """Listen on host:port (0 takes a free port); returns the port. Raises ConfigError if it cannot.
 
-        credentials: of every connection, in and out; None speaks in the clear with anybody.
+        credentials: of every connection, in and out; None accepts anybody, unencrypted.
         """
         self.credentials = credentials
         self._context = zmq.Context()
@@ -152,7 +152,7 @@ class Channel:
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if credentials is None:
                 self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            else:  # no handover: it would give a route to whoever calls his connection the same
+            else:  # no handover: a client that uses the same route would take it over
                 self._questions = self._guard(self._router, credentials)
             self._gate = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | _any_of(_TURNED_AWAY))
             self._poller.register(self._gate)
@@ -160,16 +160,16 @@ class Channel:
             self._poller.register(self._router)
         except zmq.ZMQError as error:
             self.close()
-            reason = zmq.strerror(error.errno or 0)  # error.strerror has the address once more
+            reason = zmq.strerror(error.errno or 0)  # error.strerror repeats the address
             raise ConfigError(f"control_port: cannot bind tcp://{host}:{port}: {reason}") from None
         endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         return int(endpoint.rsplit(":", 1)[1])
 
     def dial(self, address: str) -> str:
-        """Open a connection to a peer's ROUTER; returns the route. A failure is reported by `poll`.
+        """Open a connection to a peer's ROUTER; returns the route. `poll` reports a failure.
 
-        Raises ConfigError for what is no control address, and where only one of the two sides has keys;
-        TransportFailure if no socket or descriptor is left for it.
+        Raises ConfigError for an invalid address, or if only one side has keys; TransportFailure if no socket or
+        descriptor is left.
         """
         try:
             target = ControlAddress.parse(address)
@@ -191,7 +191,7 @@ class Channel:
                     dealer.setsockopt_string(zmq.CURVE_SERVERKEY, target.public_key)
                     dealer.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
                     dealer.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
-                monitored = f"inproc://pdlink-{route}"  # not get_monitor_socket(), which keeps half of it if it fails
+                monitored = f"inproc://pdlink-{route}"  # get_monitor_socket() leaks a socket if it fails
                 dealer.monitor(monitored, _CUT | zmq.EVENT_CONNECTED | _any_of(_DIAL_FAILURES))
                 monitor = self._socket(zmq.PAIR)
                 made.callback(monitor.close)
@@ -201,8 +201,7 @@ class Channel:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise ConfigError(f"cannot dial {target.endpoint}: {error}") from None
                 raise TransportFailure(
-                    f"cannot dial {target.endpoint}: no socket or descriptor is left ({error.strerror}); "
-                    "raise the limit on open files (ulimit -n)"
+                    f"cannot dial {target.endpoint}: no descriptor or socket left ({error.strerror}); raise ulimit -n"
                 ) from None
             made.pop_all()
         self._dealers[route] = _Dialed(dealer, monitor, target.public_key)
@@ -212,14 +211,14 @@ class Channel:
         return route
 
     def send(self, route: str, frame: bytes) -> bool:
-        """Queue one frame; False if the peer is gone. Raises QueueFull if it has to be tried again later."""
+        """Queue one frame; False if the peer is gone. Raises QueueFull if it must be sent again later."""
         try:
             return self._send(route, frame)
         except zmq.Again:
             pass
         socket = self._dealers[route].socket if route in self._dealers else self._router
         assert socket is not None
-        socket.getsockopt(zmq.EVENTS)  # what has left meanwhile is noticed once a millisecond only, or here
+        socket.getsockopt(zmq.EVENTS)  # makes libzmq notice frames that left; it looks once a millisecond otherwise
         try:
             return self._send(route, frame)
         except zmq.Again:
@@ -242,7 +241,7 @@ class Channel:
         return True
 
     def drop(self, route: str) -> None:
-        """Close a dialed connection; what is queued gets 100 ms to leave. Accepted ones are the peer's to close."""
+        """Close a dialed connection; queued frames get 100 ms to leave. The peer closes accepted connections."""
         dialed = self._dealers.pop(route, None)
         if dialed is not None:
             for socket in (dialed.socket, dialed.monitor):
@@ -264,10 +263,9 @@ class Channel:
             self._poller.unwatch(fd)
 
     def poll(self, timeout_s: float) -> tuple[Iterable[Arrival], set[int]]:
-        """Wait up to `timeout_s`; what arrived, and which watched descriptors are readable.
+        """Wait up to `timeout_s`; returns arrivals, and the watched descriptors that are readable.
 
-        Frames are read one by one as they are taken: one of every connection before the second one of any. What is
-        not taken before the next `poll` waits where it is.
+        Iterating reads the frames, one of each connection in turn. Unread frames wait in their sockets.
         """
         assert self._poller is not None, "bind() first"
         self._inflow.look()
@@ -287,10 +285,10 @@ class Channel:
                     yield Refused(_TURNED_AWAY[event])
         sources: deque[tuple[str, _Dialed | None]] = deque()
         if self._router in ready:
-            sources.append(("", None))  # itself takes from one peer after the other
+            sources.append(("", None))  # libzmq takes turns between its peers
         routes = sorted({self._routes[socket] for socket in ready if socket in self._routes})
         sources.extend((route, self._dealers[route]) for route in routes)
-        sources.rotate(-self._num_polls)  # who was first is last the next time
+        sources.rotate(-self._num_polls)  # so that no connection is always the first
         self._num_polls += 1
         while sources:
             route, dialed = source = sources.popleft()
@@ -298,7 +296,7 @@ class Channel:
             if arrival is not None:
                 sources.append(source)
                 yield from arrival
-            elif dialed is not None and dialed.monitor in ready:  # what it said before it was cut has been taken
+            elif dialed is not None and dialed.monitor in ready:  # only now: frames sent before the cut come first
                 for event, value in self._drain_events(dialed.monitor, 1):
                     if event == zmq.EVENT_CONNECTED:
                         self._inflow.begun(value)
@@ -306,20 +304,20 @@ class Channel:
                         yield Disconnected(route, _DIAL_FAILURES.get(event, ""), event in _REFUSALS)
 
     def _take(self, route: str, dialed: _Dialed | None) -> Sequence[Received] | None:
-        """The next frame of this socket, nothing for a malformed one, and None if there is no more."""
+        """The next frame of this socket, nothing for a malformed one, None if there is none left."""
         socket = dialed.socket if dialed is not None else self._router
         assert socket is not None
         try:
             parts = socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        with contextlib.suppress(zmq.ZMQError):  # who speaks a ZeroMQ of before 2013 has none, and is none of ours
+        with contextlib.suppress(zmq.ZMQError):  # a client with a ZeroMQ from before 2013 has no SRCFD
             self._inflow.delivered(int(parts[-1].get(zmq.SRCFD)))
         if dialed is not None:
             return [Received(route, parts[0].bytes, dialed.public_key)] if len(parts) == 1 else []
         if len(parts) != 2:
             return []
-        public_key = str(parts[1].get("User-Id")) if self.credentials is not None else ""  # libzmq's, with each part
+        public_key = str(parts[1].get("User-Id")) if self.credentials is not None else ""  # set by libzmq
         return [Received(parts[0].bytes.hex(), parts[1].bytes, public_key)]
 
     def _guard(self, router: zmq.Socket[bytes], credentials: Credentials) -> zmq.Socket[bytes]:
@@ -329,14 +327,14 @@ class Channel:
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt_string(zmq.CURVE_SECRETKEY, credentials.keys.secret)
         router.setsockopt(zmq.ZAP_DOMAIN, b"pdlink")
-        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody to ask means no, where libzmq's default is yes
+        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # libzmq's default lets everybody in if nobody answers
         router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         assert self._poller is not None
         self._poller.register(questions)
         return questions
 
     def _judge(self, questions: zmq.Socket[bytes]) -> Iterable[Refused]:
-        """Answer libzmq's questions whether a client's key may connect; tell who may not."""
+        """Answer libzmq's questions whether a client's key may connect; yields refused clients."""
         assert self.credentials is not None
         for version, request_id, _domain, host, _route, mechanism, *proof in self._drain(questions):
             key = z85.encode(proof[0]).decode() if mechanism == b"CURVE" and len(proof) == 1 else ""
@@ -348,7 +346,7 @@ class Channel:
 
     @staticmethod
     def _drain_events(monitor: zmq.Socket[bytes], limit: int = 256) -> Iterable[tuple[zmq.Event, int]]:
-        """What a monitor has to say now. libzmq's I/O thread waits for who does not listen, so listen."""
+        """Events waiting now. libzmq's I/O thread blocks on a monitor that is not read."""
         for _ in range(limit):
             try:
                 message = recv_monitor_message(monitor, zmq.NOBLOCK)
@@ -358,7 +356,7 @@ class Channel:
 
     @staticmethod
     def _drain(socket: zmq.Socket[bytes], limit: int = 256) -> Iterable[list[bytes]]:
-        """Messages waiting now, at most `limit` so that one peer cannot keep the loop to itself."""
+        """Messages waiting now, at most `limit`: one peer must not keep the loop busy."""
         for _ in range(limit):
             try:
                 yield socket.recv_multipart(zmq.NOBLOCK)
@@ -391,7 +389,7 @@ class Channel:
             self._poller.close()
             self._poller = None
         if self._context is not None:
-            self._context.destroy(linger=0)  # also a socket that half of a `bind` has left
+            self._context.destroy(linger=0)  # also closes sockets of a `bind` that failed halfway
             self._context = None
 
 

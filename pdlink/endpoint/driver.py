@@ -50,19 +50,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FLUSH_S = 0.0005
-"""Send outgoing messages at least this often while callbacks run; sending takes 0.02 ms. Without it a long batch of
-callbacks would hold messages back and leave the peer, and then this worker, idle."""
+"""Flush outgoing messages at least this often while callbacks run; it takes 0.02 ms. Without it a long batch of
+callbacks would hold back messages and leave the peer, and then this worker, idle."""
 
 _READ_S = 0.005
-"""A turn reads frames for this long; the rest waits for the next turn. A single frame may take longer: decoding the
-largest takes 35 ms."""
+"""A turn reads frames for this long, then the next turn goes on. Decoding the largest frame takes 35 ms."""
 
 _RETRY_S = 0.005
-"""How soon a frame is sent again that a full queue did not take."""
+"""How soon to retry a frame that found a full queue."""
 
 
 class Endpoint:
-    """One worker's end of every link: `sender` and `receiver` are what the worker talks to."""
+    """One worker's end of every link. The worker uses `sender` and `receiver`."""
 
     def __init__(
         self,
@@ -85,18 +84,18 @@ class Endpoint:
         """transports: opened, with the KV buffers registered, the preferred one first; the endpoint closes them.
 
         sharing: how transfers share a transport; None takes the defaults.
-        credentials: who we are and whom we know; None has sessions with anybody who can reach the control port.
+        credentials: our keys and allow-list; None has sessions with anybody who can reach the control port.
         short_of_blocks: whether requests of this worker wait for blocks.
-        on_death: called in the endpoint's thread if its loop dies, which only a bug can do.
-        channel, clock: for a caller of `turn` that has no sockets and no real time.
+        on_death: called in the endpoint's thread if its loop dies (a bug).
+        channel, clock: for a caller of `turn` without sockets and real time.
         """
         self.name, self.layout = name, identity.layout
         self.local = Local(name, secrets.token_hex(8), identity, credentials)
         self.work = Work()
         self.lock = self.work.lock
-        self.clock = clock or AwakeClock(timeouts.heartbeat_s)  # the loop never waits longer than half of that
+        self.clock = clock or AwakeClock(timeouts.heartbeat_s)  # the loop waits for half of that at most
         work, clock, tokens = self.work, self.clock, self.layout.block_tokens
-        self.verifier = Verifier(checksums, tokens, work.call) if checksums is not None else None
+        verifier = self.verifier = Verifier(checksums, tokens, work.call) if checksums is not None else None
         self._transports = {transport.name: transport for transport in transports}
         for transport in transports:
             transport.guard(identity.layout)
@@ -107,42 +106,34 @@ class Endpoint:
         faulty = chaos if chaos is not None and chaos.enabled else None
         slow = SlowLink(chaos.link_nbytes_per_s) if chaos is not None and chaos.link_nbytes_per_s else None
         self._channel = channel or (TamperedChannel(identified, name, faulty) if faulty else Channel(identified))
-        self.sessions = Sessions(self.local, work, clock, self._channel, self._transports, require_lane)
-        self.receiver = Receiver(self.layout, work, clock, self.sessions, self.verifier, timeouts)
+        sessions = self.sessions = Sessions(self.local, work, clock, self._channel, self._transports, require_lane)
+        self.receiver = Receiver(self.layout, work, clock, sessions, verifier, timeouts)
+        sharing = sharing or SharingConfig()
         self.sender = Sender(
-            self.layout,
-            work,
-            clock,
-            self.sessions,
-            self.verifier,
-            timeouts,
-            batch_timeout_s,
-            sharing or SharingConfig(),
-            self._short_of_blocks,
+            self.layout, work, clock, sessions, verifier, timeouts, batch_timeout_s, sharing, self._short_of_blocks
         )
         self._blame = Blame(name, clock.now_s)
-        self.reports = Reports(
-            self._transports, self._channel, self.sessions, self.sender.data_path, self._blame, slow, self._settle
-        )
+        data_path = self.sender.data_path
+        self.reports = Reports(self._transports, self._channel, sessions, data_path, self._blame, slow, self._settle)
         self._thread: threading.Thread | None = None
         self._stopping = False
-        """No new sessions; the loop ends when those there were are fenced."""
+        """No new sessions; the loop ends when all are fenced."""
         self._closed = False
         self._next_tick_s = 0.0
         self._on_death, self._ask_short_of_blocks = on_death, short_of_blocks
         self.failure = ""
         """Why the loop died; empty while it runs."""
         self.ticked_s = 0.0
-        """When the loop last went round (time.monotonic): the local data path is healthy while this moves."""
+        """Time of the loop's last turn (time.monotonic): the local data path is healthy while this moves."""
         self.longest_absence_s = 0.0
-        """Longest time for which the loop could not go round although it was its turn, since this was last taken."""
+        """Longest time for which the loop was ready but could not run, since `take_longest_absence_s`."""
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     def open(self, host: str, port: int, advertise_host: str | None = None) -> None:
-        """Bind the control port (0 takes a free one), publish `address`, start the thread.
+        """Bind the control port (0 takes a free port), publish `address`, start the thread.
 
-        Raises ConfigError if that cannot be, and what a transport raises that is not open; `close` closes them then.
+        Raises ConfigError if it cannot, and TransportUnavailable for a transport that is not open; call `close` then.
         """
         try:
             credentials = self.local.credentials
@@ -205,13 +196,13 @@ class Endpoint:
         self.work.call(end)
 
     def allow(self, allowed: auth.AllowList) -> None:
-        """Replace the allow-list. Sessions whose key is not on the new one end; nobody else notices."""
+        """Replace the allow-list. Only sessions whose key is not on the new list end."""
 
         def exchange() -> None:
-            local = self.local
-            if local.credentials is None:
+            credentials = self.local.credentials
+            if credentials is None:
                 return
-            local.credentials = self._channel.credentials = replace(local.credentials, allowed=allowed)
+            self.local.credentials = self._channel.credentials = replace(credentials, allowed=allowed)
             self.sessions.known.forget_refusals(auth.KEY_FACTOR)
             for peer in self.peers():
                 if allowed.name_of(peer.public_key) is None:
@@ -231,16 +222,16 @@ class Endpoint:
 
     @property
     def credentials(self) -> auth.Credentials | None:
-        """Our keys and whom we know, as `allow` left them."""
+        """Our keys, and the current allow-list."""
         return self.local.credentials
 
     @property
     def transports(self) -> list[Transport]:
-        """Those this endpoint offers, the preferred one first."""
+        """The transports that work, the preferred one first."""
         return list(self._transports.values())
 
     def take_longest_absence_s(self) -> float:
-        """`longest_absence_s`, and begin it anew."""
+        """Return `longest_absence_s`, and reset it."""
         absence_s, self.longest_absence_s = self.longest_absence_s, 0.0
         return absence_s
 
@@ -250,12 +241,12 @@ class Endpoint:
             return self.sessions.known.sessions()
 
     def refused(self) -> list[RefusedPeer]:
-        """Peers that this worker does not fit, for reports."""
+        """Peers that this worker does not fit, for reports (`docs/wire.md`, Refusals)."""
         with self.lock:
             return self.sessions.known.refusals()
 
     def queued_nbytes(self) -> int:
-        """Of frames that wait for peers to read those before."""
+        """Bytes of frames that wait for slow peers."""
         return self.sessions.queued_nbytes
 
     def num_closing(self) -> int:
@@ -267,7 +258,7 @@ class Endpoint:
     def _main(self) -> None:
         try:
             self._loop()
-        except Exception as error:  # noqa: BLE001  the outermost frame: a dead loop is reported by /health, not hidden
+        except Exception as error:  # noqa: BLE001  the outermost frame: /health reports a dead loop
             self.failure = f"{type(error).__name__}: {error}"
             log.exception("%s: the endpoint's loop has died", self.name)
             self._on_death()
@@ -309,9 +300,9 @@ class Endpoint:
             self.turn(arrived)
 
     def turn(self, arrived: Iterable[Arrival]) -> None:
-        """Once round the loop, without waiting: what arrived, what the transports report, what is due; then send.
+        """One turn of the loop, without waiting: arrivals, transport reports, commands, deadlines; then send.
 
-        arrived: taken one by one, no more of them once that has lasted `_READ_S`.
+        arrived: read for `_READ_S` at most.
         """
         with self.lock:
             self.clock.turn()
@@ -334,7 +325,7 @@ class Endpoint:
                 command, cost = commands.popleft()
                 self._blame.guard("command", command, cost)
                 self._settle()
-                if self.clock.now_s() >= until_s:  # dialing takes a millisecond; the others are run in the next turns
+                if self.clock.now_s() >= until_s:  # dialing takes a millisecond; the next turn goes on
                     break
             self.ticked_s = self.clock.now_s()
             if self.ticked_s >= self._next_tick_s:
@@ -346,7 +337,7 @@ class Endpoint:
             if self.clock.now_s() >= flush_s:
                 self._flush()
                 flush_s = self.clock.now_s() + _FLUSH_S
-        self._flush()  # last, so that what the worker says to what it has just heard leaves with it
+        self._flush()  # last: answers of the worker's callbacks leave in this turn
 
     def _flush(self) -> None:
         with self.lock:

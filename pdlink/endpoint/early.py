@@ -1,4 +1,4 @@
-"""What receivers sent about transfers whose request has not come here yet: bounded in time, per peer and in all."""
+"""Receivers' interest in transfers whose request has not come here yet; bounded in time, by peer and in all."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 MAX_NBYTES = 256 * 2**20
 MAX_PEER_NBYTES = 32 * 2**20
-"""Of one session: 32,000 transfers, or offers of 4 million blocks, which is 64 million tokens in blocks of 16. So a
-peer that promises too much is refused alone; it takes eight such peers to use up the room of all."""
+"""Of one session: 32,000 transfers, or offers of 4 million blocks (64 million tokens in blocks of 16). It takes eight
+greedy peers to use up the room of all."""
 ENTRY_NBYTES = 1024
-"""Of one transfer besides its blocks: the id of up to 128 characters and the entries here."""
+"""Of one transfer besides its blocks: its id of up to 128 characters, and the entries here."""
 _BLOCK_NBYTES = 8
 
 
@@ -35,7 +35,7 @@ class Early:
 
     @property
     def offer(self) -> Offer | None:
-        """None while the receiver has only announced that it will offer blocks."""
+        """None before the offer: the receiver has only sent *expect*."""
         return replace(self._offer, blocks=tuple(self._blocks)) if self._offer is not None else None
 
     @property
@@ -65,7 +65,7 @@ class EarlyInterest:
         return self._entries.get(transfer_id)
 
     def put(self, transfer_id: str, peer: Peer, offer: Offer | None, now: float) -> str:
-        """Keep what this peer sent, or return why not. A peer may add an offer to its entry, but not replace one."""
+        """Keep it, or return why not. A peer may add an offer to its entry, but not replace one."""
         old = self._entries.get(transfer_id)
         if old is not None and old.peer is not peer:
             return "taken_by_another_receiver"
@@ -93,7 +93,7 @@ class EarlyInterest:
         return early
 
     def older_than(self, since_s: float) -> list[str]:
-        """Transfer ids that have been here since then, or longer."""
+        """Transfer ids that came then or earlier."""
         found = []
         for transfer_id, early in self._entries.items():
             if early.since_s > since_s:

@@ -1,4 +1,4 @@
-"""`Ended`: which transfers are over, and why, so that late or repeated messages about them are recognised."""
+"""`Ended`: ids of ended transfers, with the reason, to recognise late or repeated messages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ _MAX_REASON = 200
 class Ended:
     """Reasons by transfer id.
 
-    Bounded, in all and for each peer: the oldest ids are forgotten, and then count as unknown. A peer that ends many
-    transfers makes room among its own.
+    Bounded, in all and for each peer: the oldest are forgotten. A peer that ends many transfers pushes out its own.
     """
 
     def __init__(self, capacity: int = 40_000, share: int = 5_000) -> None:

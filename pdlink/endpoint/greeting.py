@@ -1,16 +1,16 @@
-"""The handshake that opens a session, both halves: do we fit together, over which transport, may you write here?
+"""The handshake that opens a session, for both sides: do the workers fit together, and over which transport?
 
     dialer                              listener
     hello, identity, capabilities ────►             same factors? a common transport? a plan between the layouts?
                                 ◄────── welcome     same question, same answer
-    invite, what writes into us ──────►             connects the transport
+    invite, opens our pages     ──────►             connects the transport
                                 ◄────── ready
 
-Where the transport cannot invite or connect, the listener says *welcome* again with the next one that both have,
-until one works or none is left. It remembers what did not work for a life of the dialer.
+If the transport cannot invite or connect, the listener sends *welcome* again with the next common one, until one
+works or none is left. It remembers failed transports for this life of the dialer.
 
-Each of them is a frame of its own. Either side may say *refuse* instead, with the factor that differs. What is lost
-on the way shows by silence, until `connect_s`: nothing else is said by a side that waits for an answer.
+Each message is a frame of its own. Either side may send *refuse* instead, with the factor that differs. A lost
+message shows by silence: the session ends after `connect_s`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_HANDSHAKES = 1_000
-"""Accepted connections whose handshake is under way; more have to try again."""
+"""Accepted connections in the handshake; further ones are dropped and must try again."""
 
 
 class Greeter:
-    """Answers the handshake's messages for one endpoint."""
+    """Answers handshake messages for one endpoint."""
 
     def __init__(
         self,
@@ -55,22 +55,22 @@ class Greeter:
         transports: Mapping[str, Transport],
         require_lane: str | None,
     ) -> None:
-        """transports: by name, the preferred one first. require_lane: how bytes must travel, if they must."""
+        """transports: by name, the preferred one first. require_lane: the only lane allowed, if set."""
         self._sessions, self._known, self._local, self._clock = sessions, known, local, clock
         self._transports = transports
         self._require_lane = require_lane
         self._num_turned_away = 0
-        self._told_s = float("-inf")
+        self._logged_s = float("-inf")
 
     def hello(self) -> messages.Hello:
-        """The first word of a dialer."""
+        """The first message of a dialer."""
         local = self._local
         usable = (transport for transport in self._transports.values() if not transport.no_invitations)
         able = tuple(transport.capabilities for transport in usable)
         return messages.Hello(local.name, local.identity, able, local.address.partition("?")[0])
 
     def on_hello(self, item: Received, envelope: Envelope, hello: messages.Hello) -> None:
-        """The listener's half: same factors, a common transport, a plan between the layouts; then Welcome."""
+        """Listener: check factors, transports and layouts; then send Welcome or Refuse."""
         sessions, local, now = self._sessions, self._local, self._clock.awake_s()
         number, key = sessions.next_number(), item.public_key
         peer = Peer(number, item.route, envelope.session, dialed=False, since_s=now, heard_s=now, public_key=key)
@@ -81,7 +81,7 @@ class Greeter:
             self._refuse(peer, HandshakeRefused("name", auth.NAME_RULE, peer.name))
             return
         not_theirs = auth.name_problem(local.credentials, item.public_key, hello.name)
-        if not_theirs is not None:  # before anything is done in that name
+        if not_theirs is not None:  # before the name has any effect
             self.turned_away(Refused(f"the key of {not_theirs[0]} came with the name {hello.name!r}"))
             self._refuse(peer, HandshakeRefused(auth.NAME_FACTOR, *not_theirs))
             return
@@ -91,7 +91,7 @@ class Greeter:
             emit(MessageDropped(reason="old_session"))
             return
         if any(old.is_life_of(peer.name, peer.epoch, peer.session) for old in sessions.closing.values()):
-            emit(MessageDropped(reason="old_session"))  # a repeated hello of a session that waits for its fence
+            emit(MessageDropped(reason="old_session"))  # a repeated hello of a closing session
             return
         if sum(old.state is PeerState.CONNECTING for old in accepted) >= MAX_HANDSHAKES:
             emit(MessageDropped(reason="too_many_handshakes"))
@@ -108,14 +108,14 @@ class Greeter:
         except LayoutMismatch as mismatch:
             self._refuse(peer, HandshakeRefused("layout", str(mismatch), "see local"))
             return
-        for old in replaced:  # only now: who is refused takes nobody's place
+        for old in replaced:  # only now: a refused dialer replaces nobody
             sessions.lose(old, "replaced by a new session")
         sessions.by_route[peer.route] = peer
         self._known.begin(peer)
         self._welcome(peer)
 
     def _choice(self, peer: Peer, hello: messages.Hello) -> list[str]:
-        """Transports for this session, the first one to be tried first. Raises HandshakeRefused if there is none."""
+        """Transports for this session, in the order to try them. Raises HandshakeRefused if there are none."""
         common = self._common(hello.identity, hello.capabilities)
         unusable = self._known.unusable(peer)
         return [name for name in common if name not in unusable] or common
@@ -125,15 +125,15 @@ class Greeter:
         return handshake.common_transports(self._local.identity, ours, identity, theirs)
 
     def _welcome(self, peer: Peer) -> None:
-        """Let the dialer open its pages to the next transport."""
+        """Ask the dialer to open its pages to the next transport."""
         peer.transport = self._transports[peer.untried.pop(0)]
         welcome = messages.Welcome(self._local.name, self._local.identity, peer.transport.capabilities)
         self._sessions.post(peer, welcome)
 
     def _check_name_is_free(self, peer: Peer, namesakes: Sequence[Peer]) -> None:
-        """A restarted worker takes the place of its former life. Raises HandshakeRefused while another one lives.
+        """Raise HandshakeRefused if a live worker has this name already; a restarted one replaces its former life.
 
-        Two workers of one name would otherwise throw each other out at every request.
+        Otherwise two workers of one name would replace each other at every request.
         """
         for other in namesakes:
             if other.epoch != peer.epoch and other.route != peer.route and self._sessions.answers(other):
@@ -144,7 +144,7 @@ class Greeter:
                 )
 
     def on_welcome(self, peer: Peer, envelope: Envelope, welcome: messages.Welcome) -> None:
-        """The dialer's half: check what the listener said, and open our pages to it."""
+        """Dialer: check the listener's answer, and open our pages to it."""
         if not peer.dialed or peer.state is not PeerState.CONNECTING:
             emit(MessageDropped(reason="unexpected_welcome"))
             return
@@ -157,7 +157,7 @@ class Greeter:
         except HandshakeRefused as refusal:
             self._refuse(peer, refusal)
             return
-        self._sessions.shut(peer)  # it did not work for the listener
+        self._sessions.shut(peer)  # the last transport failed at the listener
         peer.transport = transport
         peer.tried.add(transport.name)
         try:
@@ -168,7 +168,7 @@ class Greeter:
         self._sessions.post(peer, invite)
 
     def _meet(self, peer: Peer, envelope: Envelope, welcome: messages.Welcome) -> None:
-        """Now we know who it is that we dialed. Raises HandshakeRefused if we do not fit."""
+        """The dialed worker has given its name and identity. Raises HandshakeRefused if we do not fit."""
         local = self._local
         peer.introduce(printable(welcome.name, 64), envelope.src_epoch, welcome.identity)
         if not auth.is_worker_name(welcome.name):
@@ -179,7 +179,7 @@ class Greeter:
         handshake.compare(local.identity, welcome.identity)
 
     def on_invite(self, peer: Peer, invite: messages.Invite) -> None:
-        """The listener may write into the dialer's pages now."""
+        """Listener: connect to the dialer's pages."""
         if peer.dialed or peer.state is not PeerState.CONNECTING or peer.transport is None:
             emit(MessageDropped(reason="unexpected_invite"))
             return
@@ -206,7 +206,7 @@ class Greeter:
             raise HandshakeRefused("transport.require", self._require_lane, lane)
 
     def _try_next(self, peer: Peer, failed: Transport, refusal: HandshakeRefused) -> None:
-        """A transport did not connect: take the next one that both have, or refuse if that was the last."""
+        """Go on to the next common transport, or refuse if this was the last."""
         self._sessions.shut(peer)
         if not peer.untried:
             self._refuse(peer, refusal)
@@ -215,7 +215,7 @@ class Greeter:
         self._welcome(peer)
 
     def on_failed(self, peer: Peer, reason: str) -> None:
-        """The data connection of a session has failed. If no byte ever crossed it, it never was one."""
+        """The data connection of a session failed. If no byte ever crossed it, the transport counts as failed."""
         if not peer.dialed and not peer.lane and peer.untried and peer.transport is not None:
             self._remember(peer, peer.transport, reason)
 
@@ -231,24 +231,24 @@ class Greeter:
         )
 
     def on_ready(self, peer: Peer) -> None:
-        """The listener has connected to our pages."""
+        """Dialer: the listener has connected to our pages."""
         if not peer.dialed or peer.state is not PeerState.CONNECTING or not peer.opened:
             emit(MessageDropped(reason="unexpected_ready"))
             return
         self._sessions.become_ready(peer)
 
     def on_refuse(self, peer: Peer, envelope: Envelope, refuse: messages.Refuse) -> None:
-        """The other side says that we do not fit; local and remote are as it sees them."""
+        """The other side refuses; `local` and `remote` are from its point of view."""
         self._end(peer, peer.name or envelope.src, HandshakeRefused(refuse.factor, refuse.remote, refuse.local))
 
     def on_key_refused(self, peer: Peer, reason: str) -> None:
-        """The connection that we dialed was not let in."""
+        """The listener did not accept our key."""
         credentials = self._local.credentials
         ours = credentials.keys.public if credentials else "none"
         self._end(peer, "", HandshakeRefused(auth.KEY_FACTOR, ours, f"{peer.address}: {reason}"))
 
     def turned_away(self, item: Refused) -> None:
-        """Count who is not let in. The log gets a line a second at most: whoever can connect could fill it."""
+        """Count a rejected connection. Log at most once a second: rejected connections could fill the disk."""
         emit(PeerChanged(peer=item.host, state="refused", reason=item.reason))
         self._num_turned_away += 1
         if item.public_key:
@@ -257,8 +257,8 @@ class Greeter:
             )
             self._known.refused(item.public_key, "", refusal, logged=True)
         now = self._clock.now_s()
-        if now - self._told_s >= 1.0:
-            self._told_s = now
+        if now - self._logged_s >= 1.0:
+            self._logged_s = now
             where = f" from {item.host}" if item.host else ""
             log.warning(
                 "%s: turned away a connection%s: %s (%d so far)",
@@ -274,7 +274,7 @@ class Greeter:
         self._end(peer, peer.name, HandshakeRefused(refusal.factor, local, remote))
 
     def _end(self, peer: Peer, name: str, refusal: HandshakeRefused) -> None:
-        """Remember that this peer and we do not fit, and end its session. name: what it calls itself."""
+        """Remember the refusal, and end the session. name: the peer's own, not proven yet."""
         credentials = self._local.credentials
         if credentials is not None and auth.name_problem(credentials, peer.public_key, name) is not None:
             name = credentials.allowed.name_of(peer.public_key) or ""

@@ -1,10 +1,10 @@
-"""Ends connections of which libzmq holds much that it cannot give us.
+"""Bounds the bytes of unfinished messages that libzmq buffers for a connection.
 
-ZMQ_MAXMSGSIZE bounds one part of a message and ZMQ_RCVHWM the number of whole messages. A message whose parts never
-end is read and kept without bound, before and after the handshake, with keys too (libzmq 4.3.5). The sockets that
-have no parts (SERVER, CLIENT) are drafts, which pyzmq's wheels lack. But libzmq tells the descriptor of each
-connection, and the kernel how many bytes came on it (TCP_INFO, Linux 4.1). What came since the last whole message is
-what libzmq keeps: a connection on which that is too much is shut down, and libzmq frees it.
+ZMQ_MAXMSGSIZE bounds one part of a message, ZMQ_RCVHWM the number of whole messages. libzmq 4.3.5 buffers a message
+of endless parts without bound, before and after the handshake, also with keys. Socket types without parts (SERVER,
+CLIENT) are drafts, and pyzmq's wheels leave them out. But libzmq reports the descriptor of each connection, and the
+kernel the bytes received on it (TCP_INFO, Linux 4.1). Bytes since the last whole message are the bytes libzmq holds;
+a connection with too many is shut down, and libzmq frees them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 MAX_HELD_NBYTES = 16 * 2**20
 """Of one connection, at two looks in a row: four times the largest frame."""
 MAX_ALL_HELD_NBYTES = 256 * 2**20
-"""Of all together: then the one with most is ended."""
+"""Of all connections; beyond it the one that holds most is shut down."""
 LOOK_S = 0.1
-"""Between two looks. What comes in between is held, too: 40 MB at 400 MB/s."""
+"""Interval of looks. Bytes that come in between are held, too: 40 MB at 400 MB/s."""
 _PER_LOOK = 256
-"""Connections that are looked at, some 5 us each; the others have their turn next time."""
+"""Connections per look, some 5 µs each; the others follow in the next look."""
 _BYTES_RECEIVED = struct.Struct("=Q")
 _AT = 128
 """Of tcpi_bytes_received in struct tcp_info (linux/tcp.h)."""
@@ -45,7 +45,7 @@ class _Connection:
     """Both addresses."""
     received_nbytes: int = 0
     base_nbytes: int = 0
-    """Received when the last whole message was noticed."""
+    """Received by the last whole message."""
     held_nbytes: int = 0
     fresh: bool = False
     """Whether a whole message came since the last look."""
@@ -53,10 +53,9 @@ class _Connection:
 
 
 class Inflow:
-    """Every TCP connection of a channel, by descriptor. libzmq owns these; nothing here closes one.
+    """Every TCP connection of a channel, by descriptor. libzmq owns and closes them.
 
-    A descriptor that libzmq has closed may be that of anything else, so before one is shut down its two addresses are
-    compared with those it had.
+    A descriptor that libzmq has closed may be reused, so its two addresses are compared before a shutdown.
     """
 
     def __init__(self) -> None:
@@ -75,13 +74,13 @@ class Inflow:
             self._turns.append(connection)
 
     def delivered(self, fd: int) -> None:
-        """A whole message of this connection was given to us."""
+        """libzmq has delivered a whole message of this connection."""
         connection = self._connections.get(fd)
         if connection is not None:
             connection.fresh = True
 
     def look(self) -> int:
-        """Shut down what holds too much, if it is time to look; returns how many."""
+        """Shut down connections that hold too much, every `LOOK_S`; returns how many."""
         now_s = time.monotonic()
         if now_s < self._next_look_s:
             return 0
@@ -116,7 +115,7 @@ class Inflow:
         if _ends(connection.fd) != connection.ends:
             return 0
         log.warning(
-            "control connection with %s is ended: it has sent %d bytes of a message that does not end, limit %d",
+            "control connection with %s shut down: got %d bytes of one unfinished message; limit %d",
             connection.ends[1], connection.held_nbytes, MAX_HELD_NBYTES,
         )  # fmt: skip
         try:
@@ -130,7 +129,7 @@ class Inflow:
 
 @contextlib.contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """A socket that somebody else closes. Raises OSError if it is none."""
+    """A socket object over a descriptor of libzmq. Raises OSError if it is not a socket."""
     borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=fd)
     try:
         yield borrowed
@@ -147,12 +146,12 @@ def _ends(fd: int) -> _Ends | None:
 
 
 def _received_nbytes(fd: int) -> int:
-    """0 where it is not a TCP socket, not open, or the kernel does not tell."""
+    """0 if it is not an open TCP socket, or the kernel does not report it."""
     try:
         borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=fd)
     except OSError:
         return 0
-    try:  # no context manager: this is done thousands of times a second
+    try:  # no context manager: this runs thousands of times a second
         info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _AT + _BYTES_RECEIVED.size)
     except OSError:
         return 0

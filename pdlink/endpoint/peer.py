@@ -1,4 +1,4 @@
-"""The two ends of a session: `Local`, who this worker is, and `Peer`, all that is known of the other one."""
+"""The two ends of a session: `Local` is this worker, `Peer` the other one."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Local:
-    """Who this worker is, as its peers see it."""
+    """This worker, as its peers see it."""
 
     name: str
     epoch: str
-    """Names this life of the worker: a restarted worker, on the same port too, is another peer."""
+    """Names this life of the worker: after a restart it is another peer, also on the same port."""
     identity: Identity
     credentials: Credentials | None
-    """Our keys and whom we know; None has sessions with everybody who can reach the control port."""
+    """Our keys and allow-list; None has sessions with everybody who can reach the control port."""
     address: str = ""
     """Control address that peers dial, with the key; empty until the port is bound."""
 
@@ -41,62 +41,61 @@ class PeerState(enum.Enum):
     READY = "ready"
     """Handshake done and the data connection opened; messages of transfers may be sent."""
     LOST = "lost"
-    """Over; waiting for the transport to report that the fence holds."""
+    """Over; waits for the fence."""
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One session, in one object: forgetting it is dropping this. A restarted worker, or a second connection to the
-    same one, is another `Peer`."""
+    """One session, with its transfers and byte counts. A second connection to the same worker is another `Peer`."""
 
     number: int
-    """Of this session among all of this endpoint's, dialed and accepted."""
+    """Unique among the sessions of this endpoint."""
     route: str
     session: int
     dialed: bool
     """True on the side that opened the connection, which receives KV; False on the side that sends it."""
     since_s: float
     heard_s: float
-    """When the last frame came, which renews the leases of this peer; both times are of `Clock.awake_s`."""
+    """When the last frame came; renews the leases of this peer. Both times are `Clock.awake_s`."""
     beat_s: float = 0.0
     """When we last sent a heartbeat."""
     address: str = ""
     """Control address that we dialed; empty on the side that was dialed."""
     listens_at: str = ""
-    """Where it can be dialed itself, as it says; known on the side that was dialed."""
+    """Its own control address, as it says; known on the side that was dialed."""
     public_key: str = ""
     """Proven by the other side of this session; empty without credentials."""
     name: str = ""
     epoch: str = ""
     key: str = ""
-    """Unique name of this session for the transport and for leases, once it is known whose it is."""
+    """Unique name of this session for the transport, once `introduce` has been called."""
     state: PeerState = PeerState.CONNECTING
     identity: Identity | None = None
     transport: Transport | None = None
     """Carries the bytes of this session; None until chosen."""
     untried: list[str] = field(default_factory=list)
-    """Transports left to choose from, should this one not connect; on the side that was dialed."""
+    """Common transports that follow if this one does not connect; on the side that was dialed."""
     tried: set[str] = field(default_factory=set)
-    """Names of transports that the listener told us to use; on the dialing side."""
+    """Transports that the listener asked for so far; on the dialing side."""
     shutting: list[Transport] = field(default_factory=list)
     """Transports closed for this session whose fence is not reported yet."""
     lane: str = ""
-    """How bytes to it travel (`Transport.lane`); known, on the sending side, once some have landed."""
+    """How bytes to it travel (`Transport.lane`); known on the sending side once some have landed."""
     opened: bool = False
-    """Whether the transport knows this session, and so will report its fence."""
+    """Whether the transport has a data connection for this session, so it will report the fence."""
     template: Template | None = None
     """How our pages map to theirs; only on the sending side."""
     outbox: list[Body] = field(default_factory=list)
-    """Messages of transfers that leave together at the end of the loop's turn, once READY."""
+    """Messages of transfers that leave together at the end of the turn, once READY."""
     queued: deque[bytes] = field(default_factory=deque)
-    """Frames that leave when it has read some of those before."""
+    """Frames that wait until it has read earlier ones."""
     queued_nbytes: int = 0
     num_sent: int = 0
-    """Frames of this session that we sent: the number of our next one."""
+    """Frames sent in this session; the number of our next one."""
     num_taken: int = 0
-    """Frames of theirs that we took: the number that their next one must have."""
+    """Frames taken in this session; the number that their next one must have."""
     flow: Flow[Job] | None = None
-    """What goes to it, in the order of its transport; only on the sending side, from its first push on."""
+    """Its place in the order of the transport; only on the sending side, from the first push on."""
     outgoing: dict[str, Outgoing] = field(default_factory=dict)
     """Live transfers to it, by id."""
     incoming: dict[str, Incoming] = field(default_factory=dict)
@@ -106,16 +105,16 @@ class Peer:
     early_nbytes: int = 0
 
     def introduce(self, name: str, epoch: str, identity: Identity) -> None:
-        """Now it is known who this is."""
+        """The handshake has named the other side."""
         self.name, self.epoch, self.identity = name, epoch, identity
         self.key = f"{name}#{self.number}"
 
     def is_life_of(self, name: str, epoch: str, session: int) -> bool:
-        """Whether this is the session that a worker opened under this number in this life."""
+        """Whether a worker opened this session, under this number in this life."""
         return not self.dialed and (self.name, self.epoch, self.session) == (name, epoch, session)
 
     def is_of(self, envelope: Envelope, epoch: str) -> bool:
-        """Whether this frame belongs to this life of both sides and to this session. epoch: ours."""
+        """Whether this frame belongs to this session, and to this life of both sides. epoch: ours."""
         return (
             envelope.session == self.session
             and envelope.dst_epoch == epoch
@@ -123,7 +122,7 @@ class Peer:
         )
 
     def successor_says_bye(self, envelope: Envelope, epoch: str) -> bool:
-        """Whether a new life of a listener answers, on the connection we dialed, a frame meant for its old one."""
+        """Whether a restarted listener answers, on the connection we dialed, a frame for its former life."""
         return (
             self.dialed
             and ends_session(envelope)
@@ -132,7 +131,7 @@ class Peer:
         )
 
     def take(self, envelope: Envelope) -> Sequence[Body] | None:
-        """What counts of a frame of this session: nothing if it was here before; None if one before it was lost."""
+        """The messages of a frame to act upon: none if it is a repeat; None if a frame before it was lost."""
         if envelope.number == self.num_taken:
             self.num_taken += 1
             return envelope.bodies
@@ -141,7 +140,7 @@ class Peer:
         return () if envelope.number < self.num_taken else None
 
     def open_offered(self, bodies: Sequence[Body]) -> None:
-        """Let the peer write to what is offered in messages that are about to leave."""
+        """Let the peer write to the blocks offered in these messages, which are about to leave."""
         if self.transport is not None and self.opened:
             for body in bodies:
                 if isinstance(body, Offer):
@@ -152,7 +151,7 @@ class Peer:
 
 
 def printable(text: str, max_chars: int) -> str:
-    """A peer's words for a log or a report: one line without control characters, cut."""
+    """A peer's text for a log or a report: one line without control characters, cut."""
     text = text[:max_chars]
     return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 

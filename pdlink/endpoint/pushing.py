@@ -1,9 +1,9 @@
 """`Pusher`: cuts pushes into parts, hands these to one transport in the order of `Order`, and joins their reports.
 
-A push (one layer of some tokens) that is large beside the transport's window goes in several parts. Small pushes that
-may go at the same moment share a part, because each part costs a native call and a wake-up. A push has landed when
-all its parts have. Only parts that fit into the window are handed over, so what a stopped transfer has waiting is
-taken back at once: it never was in flight.
+A push (some tokens of one layer) goes in several parts if it is large beside the transport's window. Small pushes of
+the same moment share a part, because each part costs a native call and a wake-up. A push has landed when all its
+parts have. Only parts that fit into the window are handed over; a stopped transfer takes back its waiting parts at
+once, because they never were in flight.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHARED_NBYTES = 2**20
-"""Most bytes of a part that several pushes share: moving as many takes 0.1 ms or more, beside which handing a part
-over, up to 0.05 ms, is little (measured, 2 cores)."""
+"""Size limit of a part that several pushes share. Moving as many bytes takes 0.1 ms or more; handing over a part
+takes up to 0.05 ms (measured, 2 cores)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class Flight:
     asked_s: float
     """When the machine asked for it."""
     left: int = 0
-    """Parts that wait or are in flight. A lost part counts for ever: only a fence ends it."""
+    """Parts that wait or are in flight. A lost part counts until the fence."""
     submitted_s: float = 0.0
     """When its first part was handed to the transport."""
     nbytes: int = 0
@@ -83,7 +83,7 @@ class Pusher:
     def __init__(
         self, transport: Transport, sharing: SharingConfig, batch_timeout_s: float, now_s: Callable[[], float]
     ) -> None:
-        """batch_timeout_s: counts from when a part is handed over, not from when it began to wait."""
+        """batch_timeout_s: counts from the hand-over of a part, not from the start of its wait."""
         self._transport, self._sharing = transport, sharing
         self._batch_timeout_s, self._now_s = batch_timeout_s, now_s
         self.order: Order[Job] = Order(sharing)
@@ -94,7 +94,7 @@ class Pusher:
         return len(self._in_flight)
 
     def add(self, transfer: Outgoing, peer: Peer, pushes: Sequence[Push]) -> None:
-        """Let these pushes of one transfer go when it is their turn. Call `release` afterwards."""
+        """Queue these pushes of one transfer. Call `release` afterwards."""
         assert peer.template is not None
         now_s = self._now_s()
         flights = [Flight(transfer, push, now_s) for push in pushes]
@@ -108,16 +108,17 @@ class Pusher:
             self.order.add(Part(backlog, nbytes, job))
 
     def release(self) -> Iterator[NotSent]:
-        """Hand over what has room; yields what cannot be. Call after `add` and `ended`, and periodically."""
+        """Hand over parts as far as there is room; yields parts that cannot be. Call after `add` and `ended`, and
+        periodically."""
         while (part := self.order.next(self._now_s())) is not None:
             not_sent = self._submit(part)
             if not_sent is not None:
                 yield not_sent
 
     def ended(self, done: BatchDone) -> list[Flight]:
-        """The flights that a batch was part of, all of one transfer; those that have ended have nothing `left`.
+        """The flights in this batch, all of one transfer; an ended flight has no parts `left`.
 
-        None if the batch is not ours. Call `release` afterwards: there may be room now.
+        Empty if the batch is not ours. Call `release` afterwards: there may be room now.
         """
         part = self._in_flight.pop(done.ticket, None)
         if part is None:
@@ -130,9 +131,9 @@ class Pusher:
         return [piece.flight for piece in part.job]
 
     def take_back(self, transfer: Outgoing) -> list[int]:
-        """Take back what a transfer has waiting, and forget its blocks. Returns the pushes that are over by that.
+        """Take back the waiting parts of a transfer, and forget its blocks. Returns the pushes that end by that.
 
-        Those with parts in flight end with these, not `whole`.
+        Pushes with parts in flight end with these parts, not `whole`.
         """
         if transfer.backlog is None:
             return []
@@ -149,7 +150,7 @@ class Pusher:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _jobs(self, template: Template, flights: Sequence[Flight]) -> list[tuple[int, Job]]:
-        """Cut what is large, put together what is small; each with its bytes."""
+        """Jobs with their bytes: large pushes cut, small pushes joined."""
         most_nbytes = min(SHARED_NBYTES, self._sharing.part_nbytes)
         jobs: list[tuple[int, Job]] = []
         shared: Job = []
@@ -191,7 +192,7 @@ class Pusher:
                 pieces.extend(plan.pieces(flight.push.layer))
             in_flight = True
             ticket = self._transport.submit(peer.key, pieces, self._batch_timeout_s)
-        except Exception as error:  # noqa: BLE001  a peer's numbers, in the engine's thread: they cost no more than it
+        except Exception as error:  # noqa: BLE001  a peer's numbers, in the engine's thread: they cost only the peer
             self.order.ended(part, self._now_s())
             if not isinstance(error, PdlinkError | ValueError):
                 emit(HandlingFailed(what="push", error=f"{type(error).__name__}: {error}"))
@@ -217,9 +218,9 @@ def plan_of(template: Template, push: Push, start: int, end: int) -> Plan:
 
 
 def cut(start: int, end: int, token_nbytes: int, block_tokens: int, part_nbytes: int) -> list[tuple[int, int]]:
-    """[start, end) in ranges of about equal size that begin at multiples of `block_tokens`, but for the first one.
+    """[start, end) in about equal ranges; all but the first begin at multiples of `block_tokens`.
 
-    As few as `part_nbytes` allows; rounding may make one larger, by less than a block.
+    As few ranges as `part_nbytes` allows; rounding may make one larger, by less than a block.
     """
     count = -(-(end - start) * token_nbytes // part_nbytes)
     if count <= 1:

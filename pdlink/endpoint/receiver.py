@@ -1,7 +1,7 @@
 """`Receiver`: the decode side of transfers.
 
-`expect` when a request arrives, `offer` when its blocks are reserved. The handler hears `ready` or `failed` once,
-and `released` once when nothing can write to the offered blocks any more; between the two the blocks are quarantined.
+`expect` when a request arrives, `offer` when its blocks are reserved. The handler gets `ready` or `failed` once, and
+`released` once when nothing can write to the offered blocks any more; in between the blocks are quarantined.
 """
 
 from __future__ import annotations
@@ -55,11 +55,10 @@ class Receiver:
     # -- for the worker ----------------------------------------------------------------------------------------------
 
     def expect(self, transfer_id: str, address: str, handler: ReceiveHandler) -> None:
-        """A request whose KV comes from the worker at control address `address` is here.
+        """A request is here, and its KV comes from the worker at control address `address`.
 
-        Connects to it if need be, so that the handshake runs while the request waits for blocks. Raises
-        InvalidRequest if the id is in use or was used, TransferFailed if the sender's side has failed already or has
-        refused this worker a moment ago.
+        Opens a session if there is none, so the handshake runs while the request waits for blocks. Raises
+        InvalidRequest for a used id, TransferFailed if the transfer was stopped already, or during a back-off.
         """
         with self._work.lock:
             reason = self._ended.get(transfer_id)
@@ -86,12 +85,11 @@ class Receiver:
     ) -> None:
         """Offer the blocks that hold the missing tokens [start, end); blocks[0] holds token `start`.
 
-        They belong to the transfer until the handler's `released`.
+        They belong to the transfer until the handler's `released`. Ignored if the transfer is over.
         on_landed(layer, end, first_token): asks the sender to announce single layers, and runs in the endpoint's
-        thread for each announcement: the offered tokens before `end` are visible in `layer`, not yet verified. The
-        first token of the answer is None until the sender has sampled it.
-        verify: compare checksums of "all" layers or of a "sample" before `ready`. An id that is over already is
-        ignored: its handler has been told.
+        thread for each: the offered tokens before `end` are visible in `layer`, not verified yet. first_token is
+        None until the sender has sampled it.
+        verify: compare checksums of "all" layers or of a "sample" before `ready`.
         """
         with self._work.lock:
             transfer = self._transfers.get(transfer_id)
@@ -102,7 +100,7 @@ class Receiver:
                 self._run(transfer, actions)
 
     def cancel(self, transfer_id: str, reason: str) -> None:
-        """End this transfer. An id that is not known yet is refused when it comes: the two may cross."""
+        """End this transfer. An unknown id is refused when its request comes later."""
         with self._work.lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is not None:
@@ -111,7 +109,7 @@ class Receiver:
                 self._ended.add(transfer_id, reason)
 
     def states(self) -> dict[str, int]:
-        """Live transfers by state, and `quarantined_blocks`: offered ones that wait for the fence."""
+        """Live transfers by state, and `quarantined_blocks`: offered blocks that wait for *quiet* or the fence."""
         with self._work.lock:
             counts = {state.value: 0 for state in ReceiverState}
             quarantined = 0
@@ -146,7 +144,7 @@ class Receiver:
                 emit(MessageDropped(reason="wrong_direction"))
 
     def on_peer_lost(self, peer: Peer, reason: str) -> None:
-        """The session is over: its requests fall back now, their blocks wait for the fence."""
+        """The session is over: its requests fall back now, their blocks are quarantined until the fence."""
         reason = reason if reason.startswith("refused: ") else f"peer_lost: {reason}"
         for transfer in list(peer.incoming.values()):
             self._run(transfer, transfer.machine.stopped(reason, self._clock.awake_s()))
@@ -157,7 +155,7 @@ class Receiver:
             self._run(transfer, transfer.machine.fenced("peer_lost", self._clock.awake_s()))
 
     def tick(self, now: float) -> None:
-        """End what has run out. now: `Clock.awake_s`, as for every deadline here."""
+        """End transfers whose time is over. now: `Clock.awake_s`, as for every deadline here."""
         for transfer in list(self._transfers.values()):
             if now >= transfer.deadline_s:
                 self._run(transfer, transfer.machine.stop("deadline", now))
@@ -189,19 +187,19 @@ class Receiver:
                     raise AssertionError(f"{machine.transfer_id}: a receiver does not {other}")
 
     def _on_done(self, transfer: Incoming, done: messages.Done) -> None:
-        """The sender says that everything has landed. What is to be verified is, before the handler is called."""
+        """The sender reports that everything has landed. Verify it, if asked for, before the handler is called."""
         machine, verifier = transfer.machine, self._verifier
         offered = machine.offered
         if machine.state is not ReceiverState.OFFERED or offered is None or offered.verify == "off":
             self._run(transfer, machine.done(done, self._clock.awake_s()))
         elif verifier is None:
-            self._verified(transfer, done, "verify was asked for, but this endpoint cannot read its buffers")
+            self._verified(transfer, done, "verify: this endpoint cannot read its buffers; use verify: off")
         elif not transfer.verifying:
             transfer.verifying = True
             verifier.compare(machine, done, lambda mismatch: self._verified(transfer, done, mismatch))
 
     def _verified(self, transfer: Incoming, done: messages.Done, mismatch: str) -> None:
-        """mismatch: what is wrong with the bytes that arrived; empty if nothing is."""
+        """mismatch: the difference found; empty if there is none."""
         if self._transfers.get(transfer.machine.transfer_id) is transfer:
             self._run(transfer, transfer.machine.done(done, self._clock.awake_s(), mismatch))
 

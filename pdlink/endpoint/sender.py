@@ -1,8 +1,8 @@
 """`Sender`: the prefill side of transfers.
 
 `announce` when a request arrives, `publish` when its blocks are reserved, `layer_ready` from the forward pass,
-`finish` with the first token. `layer_ready` is the hot path: it takes one lock, asks the machine, and if the offer is
-there and the transport has room makes one native call; it never waits for a peer.
+`finish` with the first token. `layer_ready` is the hot path: one lock, one decision of the machine, and one native
+call if the offer is there and the transport has room. It never waits for a peer.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Sender:
         self._early = EarlyInterest()
         self._ended = Ended()
         self._complete: OrderedDict[str, int] = OrderedDict()
-        """Number of transfers of the attempts that announced all of theirs."""
+        """Number of transfers, by attempt, once all of an attempt are announced."""
 
     # -- for the worker ----------------------------------------------------------------------------------------------
 
@@ -77,10 +77,9 @@ class Sender:
     ) -> None:
         """A request with this transfer id is here; its KV will be published.
 
-        on_failed(reason): the transfer will not succeed; prefill for it may stop. on_end(): called exactly once,
-        after success or failure; nothing reads the published blocks any more. on_receiver(): called at most once,
-        when the receiver has shown interest, in a session whose handshake holds. All run in the endpoint's thread.
-        Raises InvalidRequest if the id is in use or was used: an id names one attempt.
+        on_failed(reason): the transfer will not succeed; prefill may stop. on_end(): exactly once, after success or
+        failure; nothing reads the published blocks any more. on_receiver(): at most once, when the receiver has shown
+        interest in a ready session. All run in the endpoint's thread. Raises InvalidRequest for a used id.
         """
         with self._work.lock:
             old = self._ended.get(transfer_id)
@@ -100,9 +99,9 @@ class Sender:
                 self._take(transfer, early.peer, early.offer)
 
     def complete(self, attempt: str, num_transfers: int) -> None:
-        """No other transfer of this attempt (its id, "-", a digest of the prompt) will be announced.
+        """All transfers of this attempt (ids: attempt, "-", a digest of the prompt) are announced.
 
-        A receiver that expects another one computes another prompt. It is refused at once, not when its lease ends.
+        Receivers of any other id of it compute another prompt. They are refused at once, not when a lease ends.
         """
         with self._work.lock:
             self._complete[attempt] = num_transfers
@@ -113,12 +112,12 @@ class Sender:
                 self._refuse_other_prompt(peer, transfer_id)
 
     def stopped(self, transfer_id: str) -> str:
-        """Why this transfer is over; empty if it is not, or was sent."""
+        """Why this transfer failed; empty if it did not."""
         with self._work.lock:
             return self._ended.get(transfer_id) or ""
 
     def publish(self, transfer_id: str, blocks: Sequence[int], num_tokens: int, num_cached_tokens: int) -> None:
-        """The request's KV will be (its first `num_cached_tokens` tokens: is) in these blocks, from token 0 on.
+        """The blocks of the request, from token 0 on; its first `num_cached_tokens` tokens are written already.
 
         The caller keeps the blocks until `on_end`.
         """
@@ -128,17 +127,17 @@ class Sender:
                 self._run(transfer, transfer.machine.publish(blocks, num_tokens, num_cached_tokens))
 
     def extend(self, transfer_id: str, blocks: Sequence[int]) -> None:
-        """More blocks of a published request, behind those it has. Kept until `on_end`, too."""
+        """Append blocks to a published request. The caller keeps them until `on_end`, too."""
         with self._work.lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is not None:
                 transfer.machine.extend(blocks)
 
     def withdraw(self, transfer_id: str, timeout_s: float) -> None:
-        """Return when nothing reads the published blocks any more, which the caller is about to lose (preemption).
+        """Return when nothing reads the published blocks any more: the caller is about to lose them (preemption).
 
-        The request may be published again. If its pushes do not end within `timeout_s` the transfer does: what they
-        read from then on only reaches pages that the receiver has given up. Not for the endpoint's own thread.
+        The request may be published again. If pushes are still in flight after `timeout_s`, the transfer ends; later
+        writes only reach pages that the receiver keeps in quarantine. Not for the endpoint's own thread.
         """
         now_s = self._clock.now_s
         deadline_s = now_s() + timeout_s
@@ -179,7 +178,7 @@ class Sender:
                 self._run(transfer, transfer.machine.stop(reason))
 
     def states(self) -> dict[str, int]:
-        """Live transfers by state, and `early`: offers whose request has not come."""
+        """Live transfers by state, and `early`: receivers' interest in requests that have not come."""
         with self._work.lock:
             counts = {state.value: 0 for state in SenderState}
             for transfer in self._transfers.values():
@@ -188,7 +187,7 @@ class Sender:
             return counts
 
     def early_nbytes(self) -> int:
-        """Held for transfers whose request has not come."""
+        """Bytes held for transfers whose request has not come."""
         with self._work.lock:
             return self._early.nbytes
 
@@ -225,18 +224,18 @@ class Sender:
             self._end_early(transfer_id, reason)
 
     def on_fenced(self, peer: Peer) -> None:
-        """The data connection is closed for good."""
+        """The data connection is closed; nothing is in flight to this peer."""
         self.data_path.ended.notify_all()
         for transfer in list(peer.outgoing.values()):
             self._run(transfer, transfer.machine.fenced())
 
     def give_up(self, reason: str) -> None:
-        """No receiver can come any more: end what waits for one."""
+        """No receiver can come any more: end all transfers."""
         for transfer in list(self._transfers.values()):
             self._run(transfer, transfer.machine.stop(reason))
 
     def tick(self, now: float) -> None:
-        """End what has run out, and what holds blocks that others wait for. now: `Clock.awake_s`."""
+        """End transfers whose time is over, or that hold blocks others wait for. now: `Clock.awake_s`."""
         self.data_path.release()
         short_of_blocks = self._short_of_blocks()
         for transfer in list(self._transfers.values()):
@@ -273,7 +272,7 @@ class Sender:
                 self._refuse(peer, transfer_id, refusal)
 
     def _take(self, transfer: Outgoing, peer: Peer, offer: messages.Offer | None, problem: str = "") -> None:
-        """A receiver has shown interest in a transfer that is announced here. problem: with its offer."""
+        """A receiver shows interest in an announced transfer. problem: why its offer is invalid."""
         machine = transfer.machine
         if transfer.peer is None:
             transfer.peer = peer
@@ -287,7 +286,7 @@ class Sender:
             self._run(transfer, machine.stop(problem) if problem else machine.offer(offer))
 
     def _on_stop(self, peer: Peer, transfer_id: str, reason: str) -> None:
-        """A receiver ends a transfer. It needs *quiet*, whatever is known of the transfer here, or it fences us."""
+        """A receiver ends a transfer. Always answer *quiet*, also for an unknown id, or it fences us."""
         transfer, early = peer.outgoing.get(transfer_id), self._early.get(transfer_id)
         if transfer is not None:
             self._run(transfer, transfer.machine.stop(reason))
@@ -295,7 +294,7 @@ class Sender:
         unknown = transfer_id not in self._transfers and self._ended.get(transfer_id) is None
         if unknown and (early is None or early.peer is peer):
             self._early.pop(transfer_id)
-            self._ended.add(transfer_id, reason, peer.name)  # its request may still come: it is refused then
+            self._ended.add(transfer_id, reason, peer.name)  # refuses its request if it comes later
         else:
             emit(MessageDropped(reason="unknown_transfer"))
         self._sessions.send(peer, messages.Quiet(transfer_id))
@@ -308,12 +307,12 @@ class Sender:
         return early.peer
 
     def _refuse(self, peer: Peer, transfer_id: str, reason: str) -> None:
-        """Tell a receiver that nothing will be sent; nothing is in flight either."""
+        """Send *stop* and *quiet*: nothing is in flight, nor will be."""
         self._sessions.send(peer, messages.Stop(transfer_id, reason))
         self._sessions.send(peer, messages.Quiet(transfer_id))
 
     def _refuse_other_prompt(self, peer: Peer, transfer_id: str) -> None:
-        """A receiver has another prompt than this attempt. If the attempt has only one, no receiver will come."""
+        """A receiver has another prompt than this attempt. If the attempt has only one, end its transfer, too."""
         self._refuse(peer, transfer_id, OTHER_PROMPT)
         attempt = _attempt_of(transfer_id)
         if self._complete.get(attempt) == 1:
@@ -368,5 +367,5 @@ class Sender:
 
 
 def _attempt_of(transfer_id: str) -> str:
-    """The attempt of a transfer that is one of several: its id without the digest."""
+    """The attempt of a transfer: its id without the digest."""
     return transfer_id.rpartition("-")[0]

@@ -1,14 +1,14 @@
 """`Sessions`: the peers of this worker, from the first frame to the fence, and the frames between.
 
-A session is a `Peer`. One that we dial begins when somebody asks for it, an accepted one with its hello. It ends by
-`lose`, whatever the reason: its transfers stop, the transport closes the data connection, and once that is fenced its
+A session is a `Peer`. A dialed session begins with the first request for it, an accepted one with its hello. Every
+session ends in `lose`: its transfers stop, the transport closes the data connection, and after the fence the
 transfers end.
 
-This module knows no transfers. `on_frame` yields the messages about them, and `ended` holds the sessions that were
-lost or fenced, for the driver to act upon.
+This module knows no transfers: `on_frame` yields messages about them, `ended` queues lost and fenced sessions, both
+for the driver.
 
 Messages to a peer during one turn of the loop leave at its end as one frame. Frames of a session are numbered: a
-repeated frame is dropped, a gap ends the session, so nothing waits for a lost message.
+repeated frame is dropped, a gap ends the session.
 """
 
 from __future__ import annotations
@@ -51,15 +51,14 @@ _ABOUT_THE_SESSION = (
 
 
 MAX_DIALS = 500
-"""Workers that we dialed and that have not answered yet: a client that names workers in requests cannot make us dial
-any number at once."""
+"""Dialed workers that have not answered yet: requests name the workers to dial, so clients could name any number."""
 
 MAX_QUEUED_NBYTES = 256 * 2**20
 MAX_PEER_QUEUED_NBYTES = 16 * 2**20
-"""Back-pressure: bytes of frames that wait for one peer, and for all, to read what was sent before. Beyond it the
-session of the slow consumer ends; of all, the one for which most waits. libzmq holds 16 frames more of each."""
+"""Back-pressure: bytes of frames that wait for one peer, and for all peers, to read earlier ones. Beyond it the slow
+consumer loses its session; beyond the limit for all, the slowest does. libzmq holds 16 more frames for each."""
 _FRAME_NBYTES = 64 * 2**10
-"""Messages that leave together are split into frames of this size, but for single long ones."""
+"""Messages that leave together are split into frames of this size; a single message may be longer."""
 
 
 class Lost(NamedTuple):
@@ -70,13 +69,13 @@ class Lost(NamedTuple):
 
 
 class Fenced(NamedTuple):
-    """The data connection of a lost session is closed for good: end its transfers."""
+    """The data connection of a lost session is closed: end its transfers."""
 
     peer: Peer
 
 
 class Sessions:
-    """Used under the endpoint's lock; what touches the channel, in its thread."""
+    """Used under the endpoint's lock; everything that touches the channel, in its thread."""
 
     def __init__(
         self,
@@ -92,9 +91,9 @@ class Sessions:
         self.known = KnownPeers(local.name, clock.now_s)
         self.greeter = Greeter(self, self.known, local, clock, transports, require_lane)
         self.refuses = ""
-        """Why no session is dialed any more; empty while they are."""
+        """Why no session is dialed any more; empty while sessions are."""
         self.ended: deque[Lost | Fenced] = deque()
-        """For the driver, in order."""
+        """For the driver, oldest first."""
         self.by_route: dict[str, Peer] = {}
         """Live sessions whose connection is open."""
         self.closing: dict[str, Peer] = {}
@@ -102,19 +101,18 @@ class Sessions:
         self._num_dialed = 0
         self._num_sessions = 0
         self.unsent: dict[Peer, None] = {}
-        """Those with something in their outbox that may leave."""
+        """Peers with messages in their outbox that may leave."""
         self.waiting: dict[Peer, None] = {}
-        """Those with frames that their connection does not take now."""
+        """Peers with frames that their connection does not take now."""
         self.queued_nbytes = 0
-        """Of all of these."""
+        """Of all peers in `waiting`."""
 
     # -- begin and end -----------------------------------------------------------------------------------------------
 
     def at(self, address: str) -> Peer:
         """The live session with the worker at this address; opens one if there is none.
 
-        Raises TransferFailed if that worker refused us a moment ago, if too many others have not answered yet, and if
-        this endpoint is leaving, closed or dead: nobody would dial.
+        Raises TransferFailed during a back-off, beyond `MAX_DIALS`, and if this endpoint is leaving, closed or dead.
         """
         if self.refuses:
             raise TransferFailed(self.refuses)
@@ -134,15 +132,14 @@ class Sessions:
         return peer
 
     def next_number(self) -> int:
-        """Of the next session: no two have one, so transports and leases can tell them apart by it."""
+        """A number for the next session, unique in this endpoint."""
         self._num_sessions += 1
         return self._num_sessions
 
     def answers(self, peer: Peer) -> bool:
-        """Whether a session that somebody opened has its connection still; ends it if not.
+        """Whether the connection of an accepted session is still there; ends the session if not.
 
-        The kernel ends the connections of a process that has died, at once. A host that has vanished is noticed by
-        its silence.
+        The kernel ends the connections of a dead process at once. A vanished host shows only by its silence.
         """
         self.post(peer, messages.Heartbeat())
         return peer.state is not PeerState.LOST
@@ -162,7 +159,7 @@ class Sessions:
 
     def become_ready(self, peer: Peer) -> None:
         """The handshake is over: messages of transfers may be sent."""
-        if peer.state is PeerState.LOST:  # while the last message of the handshake was sent
+        if peer.state is PeerState.LOST:  # lost while it sent its last handshake message
             return
         peer.state = PeerState.READY
         transport = peer.transport.name if peer.transport else ""
@@ -192,14 +189,14 @@ class Sessions:
             self.ended.append(Fenced(peer))
 
     def shut(self, peer: Peer) -> None:
-        """Close the data connection, if the transport knows of one."""
+        """Close the data connection, if there is one."""
         if peer.opened and peer.transport is not None:
             peer.opened = False
             peer.shutting.append(peer.transport)
             peer.transport.close_peer(peer.key)
 
     def on_fenced(self, key: str, transport: Transport) -> None:
-        """A data connection is closed for good. The last one of a lost session was what its blocks waited for."""
+        """A data connection is closed. After the last one of a lost session, its quarantine ends."""
         peer = self.closing.get(key) or self.of_key(key)
         if peer is None or transport not in peer.shutting:
             return
@@ -208,14 +205,14 @@ class Sessions:
             self.ended.append(Fenced(peer))
 
     def on_failed(self, key: str, transport: Transport, reason: str) -> None:
-        """A data connection is unusable. If it is one that a session has given up, nobody minds."""
+        """A data connection has failed. Ignored if its session has given it up already."""
         peer = self.of_key(key)
         if peer is not None and peer.transport is transport:
             self.greeter.on_failed(peer, reason)
             self.lose(peer, reason)
 
     def of_key(self, key: str) -> Peer | None:
-        """The live session that transports know by this key."""
+        """The live session with this key."""
         return next((peer for peer in self.known.sessions() if peer.key == key), None)
 
     def _hang_up(self, peer: Peer, reason: str) -> None:
@@ -230,18 +227,18 @@ class Sessions:
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def on_frame(self, item: Received) -> Iterator[tuple[Peer, Body]]:
-        """Act upon a frame if it is the next one of a session, and count it if not.
+        """Act upon the next frame of a session; drop and count any other.
 
-        Yields its messages about transfers, each to be acted upon before the next is asked for.
+        Yields its messages about transfers; act upon each before asking for the next.
         """
         peer, epoch = self.by_route.get(item.route), self._local.epoch
         if len(item.frame) > MAX_HELLO_NBYTES and (peer is None or peer.public_key != item.public_key):
-            emit(MessageDropped(reason="too_long"))  # undecoded: all that a stranger has to say is hello
+            emit(MessageDropped(reason="too_long"))  # not decoded: without a session only hello is valid
             return
         try:
             envelope = messages.decode(item.frame)
         except ProtocolError as error:
-            log.debug("%s: %s", self._local.name, error)  # counted; a warning each would let anybody fill the disk
+            log.debug("%s: %s", self._local.name, error)  # counted; warnings would let anybody fill the disk
             emit(MessageDropped(reason="malformed"))
             return
         if isinstance(envelope.bodies[0], messages.Hello) and (peer is None or not peer.dialed):
@@ -291,11 +288,11 @@ class Sessions:
                 emit(MessageDropped(reason="before_handshake"))
 
     def disown(self, item: Received) -> None:
-        """A frame of no session, which could not be handled."""
+        """Answer a frame of no session that could not be handled."""
         self._disown(item.route, messages.decode(item.frame))
 
     def _disown(self, route: str, envelope: Envelope) -> None:
-        """A frame of no session that we know: tell its sender that the session is over."""
+        """Answer a frame of an unknown session with *bye*."""
         emit(MessageDropped(reason="old_session"))
         if not ends_session(envelope):
             bye = self._envelope(envelope.src_epoch, envelope.session, 0, messages.Bye("unknown session"))
@@ -316,7 +313,7 @@ class Sessions:
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def send(self, peer: Peer, body: Body) -> None:
-        """Let this leave at the end of the turn, or of the handshake; messages to a lost peer vanish."""
+        """Queue a message to leave at the end of the turn, or of the handshake. Ignored for a lost peer."""
         if peer.state is PeerState.LOST:
             return
         peer.outbox.append(body)
@@ -325,7 +322,7 @@ class Sessions:
             self._work.wake()
 
     def post(self, peer: Peer, *bodies: Body) -> None:
-        """Send a frame of this session now, in several if need be; ends the session if that cannot be."""
+        """Send these messages now, in as many frames as needed. Ends the session if the connection is gone."""
         frame = messages.encode(self._envelope(peer.epoch, peer.session, peer.num_sent, *bodies))
         if len(bodies) > 1 and (len(frame) > _FRAME_NBYTES or len(bodies) > messages.MAX_BODIES):
             half = len(bodies) // 2
@@ -333,14 +330,14 @@ class Sessions:
             self.post(peer, *bodies[half:])
             return
         if isinstance(bodies[0], messages.Hello) and len(frame) > MAX_HELLO_NBYTES:
-            self.lose(peer, f"our hello has {len(frame)} bytes, a listener takes {MAX_HELLO_NBYTES} at most")
+            self.lose(peer, f"hello: got {len(frame)} bytes; limit {MAX_HELLO_NBYTES}; a layout of 500 layers fits")
             return
         peer.num_sent += 1
         if peer.queued or not self._try(peer, frame):
             self._queue(peer, frame)
 
     def send_waiting(self) -> None:
-        """Send queued frames to peers that have read some of those before."""
+        """Send queued frames as far as peers have read earlier ones."""
         for peer in list(self.waiting):
             while peer.queued and self._try(peer, peer.queued[0]):
                 nbytes = len(peer.queued.popleft())
@@ -350,7 +347,7 @@ class Sessions:
                 del self.waiting[peer]
 
     def _try(self, peer: Peer, frame: bytes) -> bool:
-        """Whether this frame is on its way, or will never have to be; False if its queue is full."""
+        """False if the queue is full; True if the frame has left or its session is over."""
         try:
             if not self._channel.send(peer.route, frame) and peer.state is not PeerState.LOST:
                 self.lose(peer, "control connection is gone")

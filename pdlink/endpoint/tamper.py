@@ -1,8 +1,8 @@
-"""A control channel that loses, repeats and delays what it sends, and a slow data link: for tests only, off unless
-`chaos` is configured.
+"""Fault injection: a control channel that drops, repeats and delays frames, and a slow data link. Off unless `chaos`
+is configured.
 
-ZeroMQ over TCP does none of this inside one connection. What it stands for is everything else that can keep a message
-from being acted upon: a bug, a full queue, a process that is suspended between reading and acting, a slow network.
+ZeroMQ over TCP does none of this inside one connection. The faults stand for bugs, full queues, suspended processes
+and slow networks.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ log = logging.getLogger(__name__)
 _COPY_S = 0.05
 """A repeated frame comes up to this much later, so that others overtake it."""
 
-
 _FULL_S = 0.005
-"""After a full queue nothing is tried for this long."""
+"""Pause after a full queue."""
 
 
 class TamperedChannel(Channel):
-    """A `Channel` whose outgoing frames meet with a seeded fate. Delays keep the order of a route, copies do not."""
+    """A `Channel` with seeded faults of outgoing frames. Delays keep the order of a route, copies do not."""
 
     def __init__(self, identity: str, name: str, chaos: ChaosConfig) -> None:
-        """name: of the worker; with the seed it decides the fates, so every worker has its own."""
+        """name: of the worker; every worker draws its own faults from the seed."""
         super().__init__(identity)
         self._chaos = chaos
         self._chance = random.Random(f"{chaos.seed}/{name}")
@@ -49,7 +48,7 @@ class TamperedChannel(Channel):
         self._full_until_s = 0.0
         self._last_due_s: dict[str, float] = {}
         self._broken: set[str] = set()
-        """Routes on which a held frame could not be sent: the next `send` says so."""
+        """Routes on which a held frame could not be sent: the next `send` returns False."""
 
     def send(self, route: str, frame: bytes) -> bool:
         if route in self._broken:
@@ -61,7 +60,7 @@ class TamperedChannel(Channel):
         if self._chance.random() < self._chaos.duplicate:
             self._hold(due_s + self._chance.random() * max(_COPY_S, self._chaos.delay_s), route, frame)
         if self._chaos.delay_s == 0.0:
-            self._flush()  # what a full queue did not take goes first
+            self._flush()  # frames that found a full queue go first
             if time.monotonic() >= self._full_until_s:
                 try:
                     return super().send(route, frame)
@@ -72,7 +71,7 @@ class TamperedChannel(Channel):
         return True
 
     def drop(self, route: str) -> None:
-        """Close a connection; what is held for it leaves now, in its order."""
+        """Close a connection; its held frames leave now, in order."""
         leaving = sorted(item for item in self._held if item[2] == route)
         self._held = [item for item in self._held if item[2] != route]
         heapq.heapify(self._held)
@@ -101,27 +100,27 @@ class TamperedChannel(Channel):
             try:
                 if not super().send(route, frame):
                     self._broken.add(route)
-            except QueueFull:  # everybody waits: what is held keeps its order
+            except QueueFull:  # all routes wait, so held frames keep their order
                 heapq.heappush(self._held, (due_s, number, route, frame))
                 self._full_until_s = time.monotonic() + _FULL_S
 
 
 class SlowLink:
-    """Holds reports of batches back until a link of so many bytes a second would have carried them.
+    """Holds back reports of batches for as long as a link of `nbytes_per_s` would take.
 
-    The bytes are there earlier, which nobody may rely on; what waits for the report (the window, *done*, the blocks)
-    waits as it would on a slow wire. What is due is noticed by the loop's next turn, so within half a heartbeat.
+    The bytes land earlier, but the window, *done* and the blocks wait for the report as on a slow wire. The loop's
+    next turn notices due reports, so within half a heartbeat.
     """
 
     def __init__(self, nbytes_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._nbytes_per_s, self._clock = nbytes_per_s, clock
         self._free_s: dict[str, float] = {}
-        """By transport: when its link has carried all that is held."""
+        """By transport: when its link is free again."""
         self._held: dict[str, deque[tuple[float, Occurrence]]] = {}
-        """By transport: (due, report), the first due first."""
+        """By transport: (due, report), earliest first."""
 
     def passed(self, transport: str, occurrences: Sequence[Occurrence]) -> list[Occurrence]:
-        """What is to be acted upon now, in order of happening per peer, now that these have happened too."""
+        """Add these reports; returns the reports that are due now, in order for each peer."""
         now, out = self._clock(), []
         held = self._held.setdefault(transport, deque())
         for item in occurrences:
@@ -129,7 +128,7 @@ class SlowLink:
                 due_s = max(self._free_s.get(transport, 0.0), now) + item.nbytes / self._nbytes_per_s
                 self._free_s[transport] = due_s
                 held.append((due_s, item))
-            else:  # bad news and fences do not wait; what their peer has done before comes before them
+            else:  # failures and fences do not wait; earlier reports of the same peer go first
                 out += [earlier for _, earlier in held if earlier.peer == item.peer]
                 out.append(item)
                 held = self._held[transport] = deque(entry for entry in held if entry[1].peer != item.peer)
@@ -138,5 +137,5 @@ class SlowLink:
         return out
 
     def all(self, transport: str) -> list[Occurrence]:
-        """What is held of a transport that will report nothing more."""
+        """All held reports of a transport that will report nothing more."""
         return [item for _, item in self._held.pop(transport, ())]

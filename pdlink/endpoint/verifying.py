@@ -1,6 +1,6 @@
 """`Verifier`: computes and compares checksums of KV, in a thread of its own.
 
-A gigabyte takes a quarter of a second, for which neither the endpoint's thread nor its lock may wait.
+A gigabyte takes 0.25 s; neither the endpoint's thread nor its lock may wait for that.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SAMPLED = 8
-"""One push in so many, where only a sample is verified."""
+"""With `verify: sample`, one push in this many is verified."""
 
 
 class Verifier:
-    """One thread, which starts with the first job. A push or transfer that is verified has one job at most."""
+    """One thread, started with the first job. A push or transfer has one job at most."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Verifier:
 
     @property
     def closing(self) -> bool:
-        """Whether jobs are to give up: what they read will be unmapped."""
+        """Whether jobs must give up: the memory they read will be unmapped."""
         return self._closing.is_set()
 
     def wants(self, push: Push) -> bool:
@@ -52,22 +52,22 @@ class Verifier:
         return verify == "all" or (verify == "sample" and sample % _SAMPLED == 0)
 
     def compute(self, push: Push, then: Callable[[int], None], cost: Callable[[str], None]) -> None:
-        """The checksum of a push that has landed, from the source blocks, which must stay as they are until then.
+        """Compute the checksum of a landed push from its source blocks, which must not change until then.
 
-        Runs `then(checksum)` in the endpoint's thread and under its lock, or `cost(reason)`.
+        Calls `then(checksum)` or `cost(reason)` in the endpoint's thread, under its lock.
         """
         blocks = push.blocks[push.start // self._block_tokens :]
         self._submit(lambda: self._checksums.of(push.layer, blocks, push.start, push.end), then, cost)
 
     def compare(self, machine: Receiving, done: Done, then: Callable[[str], None]) -> None:
-        """Compare what landed with the sender's checksums: `then(mismatch)`, empty if nothing differs, as `compute`.
+        """Compare the landed bytes with the sender's checksums; calls `then(mismatch)` as `compute`, empty if equal.
 
-        The blocks belong to the transfer. If it ends meanwhile they may hold anything, and the result is not used.
+        If the transfer ends meanwhile, its blocks may hold anything, and the result is not used.
         """
         self._submit(lambda: self._mismatch(machine, done), then, then)
 
     def close(self) -> None:
-        """Return when nothing is read any more. Jobs that have not begun are dropped."""
+        """Drop waiting jobs, and return when the running one has ended."""
         self._closing.set()
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
@@ -92,17 +92,17 @@ class Verifier:
         assert offered is not None
         block_tokens = self._block_tokens
         num_tokens, num_covered = (offered.end - offered.start) * offered.num_layers, 0
-        for said in done.checksums:
+        for checksum in done.checksums:
             if machine.state is not ReceiverState.OFFERED or self.closing:
                 return "ended while it was verified"
-            where = f"checksum of layer {said.layer}, tokens [{said.start}, {said.end})"
-            in_order = offered.start <= said.start < said.end <= offered.end
-            if not (0 <= said.layer < offered.num_layers and in_order):
+            layer, start, end = checksum.layer, checksum.start, checksum.end
+            where = f"checksum of layer {layer}, tokens [{start}, {end})"
+            if not (0 <= layer < offered.num_layers and offered.start <= start < end <= offered.end):
                 return f"{where}, which were not offered"
-            blocks = offered.blocks[said.start // block_tokens - offered.start // block_tokens :]
-            if self._checksums.of(said.layer, blocks, said.start, said.end) != said.xxh3:
+            blocks = offered.blocks[start // block_tokens - offered.start // block_tokens :]
+            if self._checksums.of(layer, blocks, start, end) != checksum.xxh3:
                 return f"{where} differs"
-            num_covered += said.end - said.start
+            num_covered += end - start
         if offered.verify == "all" and num_covered != num_tokens:
-            return f"checksums of {num_covered} tokens, {num_tokens} were offered"
+            return f"checksums: got {num_covered} tokens; {num_tokens} were offered"
         return ""

@@ -1,4 +1,4 @@
-"""`Work`: what other threads leave for the endpoint's thread, and how they wake it."""
+"""`Work`: commands and callbacks for the endpoint's thread, from any thread."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     Cost = Callable[[str], None]
-    """What a failure costs the one that caused it; called with the reason."""
+    """Called with the reason if the command raises."""
 
 
 class Work:
-    """Commands touch sockets and run under the lock; callbacks are the worker's and run without it. Both in order."""
+    """Commands touch sockets and run under the lock; callbacks are the worker's and run without it. Both are FIFO."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        """Guards machines, peers and this. Held for short work that never blocks."""
+        """Guards machines, peers and this object. Held for short work that never blocks."""
         self.commands: deque[tuple[Callable[[], None], Cost | None]] = deque()
         self.callbacks: deque[Callable[[], None]] = deque()
         self.wake_fd = -1
-        """Readable once the thread is to go round again."""
+        """Readable after a wake-up."""
         self.asleep = False
-        """Whether the thread waits, or is about to, and has to be woken for what was added since."""
+        """Whether the thread waits, or is about to: new work must wake it."""
 
     def open(self) -> None:
         """Raises OSError if no descriptor is left."""
@@ -43,7 +43,7 @@ class Work:
         self.wake()
 
     def wake(self) -> None:
-        """Let the thread go round once more. Under the lock."""
+        """Make the thread run one more turn. Under the lock."""
         if self.asleep:
             self.asleep = False
             os.eventfd_write(self.wake_fd, 1)
@@ -53,7 +53,7 @@ class Work:
         os.eventfd_read(self.wake_fd)
 
     def close(self) -> None:
-        """Nobody is woken any more. Safe to call twice."""
+        """End wake-ups. Safe to call twice."""
         with self.lock:
             self.asleep = False
             wake_fd, self.wake_fd = self.wake_fd, -1

@@ -1,1 +1,1 @@
-"""What the two sides say and decide. Nothing here does I/O, reads a clock or starts a thread."""
+"""Messages and decisions of both sides. No I/O, no clock, no thread."""

@@ -8,7 +8,7 @@ from pdlink.protocol.messages import Body, Offer  # noqa: TC001  (msgspec reads 
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send this to the peer of the transfer. Before a peer has shown interest there is nobody to send it to."""
+    """Send this to the peer of the transfer; ignored before a peer has shown interest."""
 
     body: Body
 
@@ -48,7 +48,7 @@ class Fail(msgspec.Struct, frozen=True):
 
 
 class FencePeer(msgspec.Struct, frozen=True):
-    """The other side did not say that it is quiet in time: close the data connection to it."""
+    """*quiet* did not come in time: close the data connection to the peer."""
 
     reason: str
 

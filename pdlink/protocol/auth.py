@@ -1,13 +1,12 @@
-"""Who a peer is, and whether it may be one.
+"""Authentication of peers: names, keys, allow-lists, control addresses.
 
-A worker is a name and a CURVE key pair. Its allow-list says which names may have a session with it, and by which
-public key each of them is known; the same list decides who may connect here and whom a request may make us dial.
-A name belongs to the keys listed for it: a peer that proves one key cannot speak as the owner of another.
+A worker is a name and a CURVE key pair. Its allow-list maps public keys to names. The same list decides who may
+connect and which workers a request may make us dial. A name belongs to its listed keys: a peer that proves one key
+cannot speak as the owner of another.
 
-What proves a key is ZeroMQ's CURVE handshake (`endpoint/channel.py`); this file only decides. Nothing is kept here
-against replays, because nothing can be replayed: CURVE draws fresh keys for every connection and refuses a nonce that
-does not rise, so a recorded frame is noise on any other connection, and a frame of an earlier session of the same
-peer is dropped by its epochs and session number, as every old frame is.
+ZeroMQ's CURVE handshake proves the keys (`endpoint/channel.py`); this file only decides. Replays need no state here:
+CURVE draws fresh keys for every connection and refuses a nonce that does not rise, so a recorded frame is noise on
+any other connection. Epochs and session numbers drop frames of the same peer's earlier sessions.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ NAME_RULE = (
     "up to 4 parts of up to 64 letters, digits, '.', '_' and '-', each begun by a letter or digit, joined by '/'"
 )
 NAME_FACTOR = "name that goes with the key"
-"""What a refusal names if somebody speaks as somebody else."""
+"""Factor of a refusal if a peer's name does not belong to its key."""
 KEY_FACTOR = "key"
-"""What a refusal names if a connection is not let in because of its key."""
+"""Factor of a refusal if a key is not allowed."""
 
 
 def is_key(text: str) -> bool:
@@ -57,21 +56,21 @@ def is_key(text: str) -> bool:
 
 
 def is_name(text: str) -> bool:
-    """Whether a key may be called this. Such a name is also a safe file name."""
+    """Whether this is a valid name of a key; such a name is also a safe file name."""
     return _NAME.fullmatch(text) is not None
 
 
 def is_worker_name(text: str) -> bool:
-    """Whether a worker may be called this: `NAME`, or `NAME/PART` where several workers share a key or a setting.
+    """Whether this is a valid name of a worker: `NAME`, or `NAME/PART` if several workers share a key or a setting.
 
-    It goes into logs, labels and the names of sessions as it is.
+    It goes unescaped into logs, labels and the names of sessions.
     """
     return _WORKER_NAME.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """What makes a worker itself."""
+    """The identity of a worker."""
 
     name: str
     public: str
@@ -79,8 +78,8 @@ class KeyPair:
 
 
 class AllowList:
-    """Public keys that may be peers, each with the one name it may use. A name may have several keys, which is how
-    a key is replaced without a moment in which neither is valid."""
+    """Allowed public keys, each with its one name. A name may have several keys, so a key can be replaced without
+    an outage."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         """names: public key to name."""
@@ -96,7 +95,7 @@ class AllowList:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Who we are and whom we know."""
+    """Our keys and our allow-list."""
 
     keys: KeyPair
     allowed: AllowList
@@ -111,7 +110,7 @@ def write_key_file(keys: KeyPair) -> str:
 
 
 def parse_key_file(text: str, where: str) -> KeyPair:
-    """The key pair in a file written by `pdlink keygen`. Raises ConfigError, which never shows a key."""
+    """The key pair in a file written by `pdlink keygen`. Raises ConfigError, which never contains a key."""
     found = {}
     for number, line in _lines(text):
         word, _, value = line.partition(" ")
@@ -121,19 +120,19 @@ def parse_key_file(text: str, where: str) -> KeyPair:
     for word in ("name", "public", "secret"):
         valid = is_name if word == "name" else is_key
         if not valid(found.get(word, "")):
-            raise ConfigError(f"{where}: no valid `{word}` in it; make a new file with `pdlink keygen NAME`")
+            raise ConfigError(f"{where}: no valid `{word}`; make a new file with `pdlink keygen NAME`")
     return KeyPair(found["name"], found["public"], found["secret"])
 
 
 def allow_line(keys: KeyPair) -> str:
-    """What others put in their allow-lists to let this worker in."""
+    """The line for other workers' allow-lists that allows this one."""
     return f"{keys.name} {keys.public}"
 
 
 def parse_allow_list(text: str, where: str) -> AllowList:
-    """The allow-list in a file of lines `name public_key`; empty lines and lines that begin with # are skipped.
+    """The allow-list in a file of lines `name public_key`; skips empty lines and lines that begin with #.
 
-    Raises ConfigError naming the line for what is neither, and for one key under two names.
+    Raises ConfigError with the line number for any other line, and for one key under two names.
     """
     names: dict[str, str] = {}
     for number, line in _lines(text):
@@ -157,20 +156,20 @@ def _lines(text: str) -> Iterable[tuple[int, str]]:
 
 @dataclass(frozen=True, slots=True)
 class ControlAddress:
-    """Where a worker listens, and the key that proves that it is the one who answers there.
+    """The address where a worker listens, and the key it must prove there.
 
-    As text `tcp://host:port` or `tcp://host:port?key=PUBLIC_KEY`: the whole way from /health through the proxy to
-    the worker that dials it, so that nobody in between has to know about keys.
+    As text `tcp://host:port` or `tcp://host:port?key=PUBLIC_KEY`, unchanged from /health through the proxy to the
+    dialing worker, so nothing in between handles keys.
     """
 
     host: str
     port: int
     public_key: str = ""
-    """Empty if that worker uses no keys."""
+    """Empty if the worker uses no keys."""
 
     @classmethod
     def parse(cls, text: str) -> ControlAddress:
-        """Raises InvalidRequest for what is none."""
+        """Raises InvalidRequest for any other text."""
         place, mark, key = text.partition(_KEY_MARK)
         host, _, port = place.removeprefix(_SCHEME).rpartition(":")
         if (
@@ -180,7 +179,7 @@ class ControlAddress:
             or int(port) > 65535
             or (mark and not is_key(key))
         ):
-            raise InvalidRequest(f"control address must be tcp://host:port or tcp://host:port?key=..., got {text!r}")
+            raise InvalidRequest(f"control address: got {text!r}; must be tcp://host:port or tcp://host:port?key=...")
         return cls(host.strip("[]"), int(port), key)
 
     @property
@@ -193,11 +192,11 @@ class ControlAddress:
 
 
 def check_dial(address: ControlAddress, credentials: Credentials | None, *, insecure: bool) -> None:
-    """Return if a request may make this worker dial `address`; raise PeerNotAllowed, with the remedy, if not.
+    """Raise PeerNotAllowed, with the remedy, unless a request may make this worker dial `address`.
 
-    A request names the worker to fetch KV from, so whoever can send one could otherwise point this worker at any
-    address (vllm#45230). With keys, what counts is who answers there; without, only this host is dialed unless
-    `insecure` was written out.
+    A request names the worker to fetch KV from, so without a check its sender could point this worker at any address
+    (vllm#45230). With keys, the key in the address must be allowed; without, only this host is dialed, unless
+    `insecure` is set.
     """
     where = address.endpoint
     if credentials is not None:
@@ -213,15 +212,15 @@ def check_dial(address: ControlAddress, credentials: Credentials | None, *, inse
     elif not insecure and not is_loopback(address.host):
         raise PeerNotAllowed(
             f"this worker has no keys and dials loopback addresses only, got {where}; "
-            "set security.key_file and security.allow_file, or write out security.insecure: true"
+            "set security.key_file and security.allow_file, or security.insecure: true"
         )
 
 
 def name_problem(credentials: Credentials | None, public_key: str, name: str) -> tuple[str, str] | None:
-    """None if the peer that proved `public_key` may call itself `name`; else (what it may be called, what it said).
+    """None if the peer that proved `public_key` may use `name`; else (its allowed name, `name`).
 
     The owner of a key may also use names below its own (`owner/dp1`): processes of one server share its key. Without
-    credentials there are no keys, and a name is only what somebody says.
+    credentials every name is allowed.
     """
     if credentials is None:
         return None

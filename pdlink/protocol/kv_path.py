@@ -1,13 +1,13 @@
-"""How the KV of an answer's prompt came to the decode worker: the values of the header `X-Pdlink-KV`.
+"""The header `X-Pdlink-KV`: how the KV of a prompt came to the decode worker.
 
-An answer is right either way. But a deployment that recomputes every prompt pays for prefill twice, and without this
-header it looks healthy. Workers, the vLLM connector and the proxy write the same values:
+The answer is right either way. But a deployment that recomputes every prompt pays for prefill twice, and looks
+healthy without this header. Workers, the vLLM connector and the proxy write the same values:
 
     transferred                 the KV came from prefill
     cached                      decode had the whole prompt in its own prefix cache
     recomputed;reason=CODE      decode computed the prompt; CODE as of `reasons.code_of`
     transferring                the stream began before decode knew; a comment at its end has the final value
-    unknown                     decode does not say
+    unknown                     decode does not report it
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HEADER = "X-Pdlink-KV"
 TRANSFERRED, CACHED, RECOMPUTED = "transferred", "cached", "recomputed"
 TRANSFERRING, UNKNOWN = "transferring", "unknown"
 PATHS = (TRANSFERRED, CACHED, RECOMPUTED, TRANSFERRING, UNKNOWN)
-"""What a value begins with: the label `path` of the metric. Reasons are made by workers, so they are no label."""
+"""First words of the values: the label `path` of the metric. Reasons come from workers, so they are not in labels."""
 
 _VALUE = re.compile(r"transferred|cached|unknown|recomputed(;reason=[a-z0-9_:.-]{1,64})?")
 

@@ -1,8 +1,7 @@
-"""A lease: the promise to keep memory for somebody, which ends unless the other side shows that it is alive.
+"""A lease: the promise to keep memory for a peer while it gives signs of life, up to a limit.
 
-The owner of the memory keeps the lease, on its own clock (`now` is an argument), and never compares it with the clock
-of another host. A sign of life of a peer renews all its leases. At its limit a lease ends for good, however alive the
-peer is.
+The owner of the memory keeps the lease on its own clock (`now` is an argument), never on that of another host. A sign
+of life of a peer renews all its leases. At its limit a lease ends for good.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Lease:
-    """The lease of one transfer, which owns it. Until a peer holds it only time counts."""
+    """The lease of one transfer. Until a peer holds it, nothing renews it."""
 
     limit_s: float
-    """When it ends in any case."""
+    """The lease ends then in any case."""
     length_s: float
-    """Silence after which it ends."""
+    """The lease ends after this much silence."""
     from_s: float
-    """Silence counts from here, or from the last sign of life of its peer if that was later."""
+    """Silence counts from here, or from the peer's last sign of life if that is later."""
 
     def hold(self, length_s: float, now: float) -> None:
         """From now on a peer holds this lease: its signs of life renew it."""

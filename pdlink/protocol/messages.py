@@ -1,9 +1,9 @@
-"""Everything that crosses the control connection: tagged, versioned msgspec structs in MessagePack.
+"""All messages of the control connection: tagged, versioned msgspec structs in MessagePack.
 
-A frame is an `Envelope`: who sent it in which life (`src`, `src_epoch`), for which life of the other side it is meant
-(`dst_epoch`), in which session between the two and as which one of it. It carries all bodies that were to be sent at
-that moment: the structs below, told apart by their tags. Fields may be added with a default without a new version; a
-new kind or a changed meaning needs one (`docs/wire.md`).
+A frame is an `Envelope`: its sender and the sender's life (`src`, `src_epoch`), the life of the other side that it is
+for (`dst_epoch`), its session and its number in the session. It carries all bodies of one turn: the structs below,
+distinguished by their tags. A field with a default may be added without a new version; a new kind or a changed
+meaning needs one (`docs/wire.md`).
 
 The *dialer* is the worker that opened the control connection, always the receiver of KV; the *listener* is the
 worker that sends KV.
@@ -21,18 +21,17 @@ from pdlink.kv.layout import KVLayout  # noqa: TC001  (msgspec reads the annotat
 
 VERSION = 2
 MAX_FRAME_NBYTES = 4 * 2**20
-"""Larger frames are refused by ZeroMQ before they are read: an offer of 800,000 blocks fits. Frames wait in queues,
-so this times the length of a queue is what one peer can make us hold."""
+"""ZeroMQ refuses larger frames unread; an offer of 800,000 blocks fits. A peer can make us hold this times the length
+of a queue."""
 MAX_HELLO_NBYTES = 64 * 2**10
-"""Of the frame of a `Hello`, and of any other frame from somebody who has no session: longer ones are not even
-decoded. A layout of 500 layers fits."""
+"""Of a frame from a peer without a session: longer ones are dropped undecoded. A layout of 500 layers fits."""
 MAX_BODIES = 1000
-"""In one frame: what is read in one go, with a lock held."""
+"""In one frame, which is handled under one lock."""
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 TransferId = Annotated[str, msgspec.Meta(max_length=128)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
-"""For people. What we say ourselves is cut to `MAX_TEXT` characters where it may hold a peer's words."""
+"""For people. Our own texts are cut to `MAX_TEXT` characters if they may contain a peer's."""
 MAX_TEXT = 1000
 Verify = Literal["off", "sample", "all"]
 
@@ -42,7 +41,7 @@ class _Body(msgspec.Struct, frozen=True, tag_field="type"):
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What has to fit together on the two sides of a link."""
+    """The properties of a worker that must fit its peer's."""
 
     version: int
     model: Name
@@ -68,11 +67,11 @@ class Hello(_Body, frozen=True, tag="hello"):
     capabilities: Annotated[tuple[Capabilities, ...], msgspec.Meta(max_length=16)] = ()
     """Of the transports that work here, the preferred one first. Version 1 had none, and is refused by its number."""
     control: Annotated[str, msgspec.Meta(max_length=512)] = ""
-    """Where the dialer can be dialed itself: for people, who may have two workers of one name."""
+    """Control address of the dialer: for people who look for two workers of one name."""
 
 
 class Welcome(_Body, frozen=True, tag="welcome"):
-    """Listener to dialer: we fit together; use this transport. Again, if that did not work: try this one instead."""
+    """Listener to dialer: we fit together; use this transport. Sent again if the last one did not connect."""
 
     name: Name
     identity: Identity
@@ -81,7 +80,7 @@ class Welcome(_Body, frozen=True, tag="welcome"):
 
 
 class Refuse(_Body, frozen=True, tag="refuse"):
-    """Either way: we do not fit together. `local` and `remote` as the sender of this message sees them."""
+    """Either way: we do not fit together. `local` and `remote` from the view of this message's sender."""
 
     factor: Text
     local: Text
@@ -180,7 +179,7 @@ class Heartbeat(_Body, frozen=True, tag="heartbeat"):
 
 
 class Bye(_Body, frozen=True, tag="bye"):
-    """Either way: this session is over; close the data connection, your pages are to be fenced by you."""
+    """Either way: this session is over; close the data connection and fence your pages."""
 
     reason: Text
 
@@ -197,13 +196,13 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     src: Name
     src_epoch: Name
     dst_epoch: Name
-    """Empty in `Hello`, when the other side is not known yet."""
+    """Empty in `Hello`."""
     session: int
     """Chosen by the dialer, rising with each connection it opens."""
     number: int
-    """Of this frame among those of its sender in this session, from 0 on: a gap is a loss."""
+    """Counts its sender's frames in this session, from 0 on: a gap is a loss."""
     bodies: Annotated[tuple[Body, ...], msgspec.Meta(min_length=1, max_length=MAX_BODIES)]
-    """In the order in which they were said."""
+    """In the order of sending."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -216,7 +215,7 @@ def encode(envelope: Envelope) -> bytes:
 
 
 def decode(frame: bytes) -> Envelope:
-    """The envelope of one frame. Raises ProtocolError (remote) for anything that is not one; never executes input."""
+    """The envelope of one frame. Raises ProtocolError (remote) for any other bytes."""
     try:
         return _decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

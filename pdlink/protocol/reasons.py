@@ -1,7 +1,7 @@
-"""Why a transfer did not happen: as a code for counters and headers, and in words for people.
+"""Reasons of failed transfers: as a code for counters and headers, and in words for people.
 
-Where a transfer is stopped, the reason is one of the codes below or a sentence with numbers in it; either may be a
-peer's words. A code is one of a fixed few, whatever the reason says, so it can be a label.
+The reason of a *stop* is a code below or a sentence with numbers; either may be a peer's text. `code_of` maps every
+reason to one of a fixed few codes, so a code can be a label.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WORDS = {
     "too_many_early_blocks": "too many offers wait at prefill for their requests",
     "too_many_early_offers": "too many offers wait at prefill for their requests",
 }
-"""Reasons that are codes already."""
+"""Codes, and their meaning in words."""
 
 _SENTENCES = (
     (re.compile(r"cannot connect|cannot dial|no answer to the handshake"), "not_connected"),
@@ -49,10 +49,10 @@ _SENTENCES = (
     (re.compile(r"prefill_failed"), "prefill_failed"),
     (re.compile(r".*(connection|socket|process|reset by peer)"), "peer_lost"),
 )
-"""How sentences begin, and their codes."""
+"""Beginnings of sentences, and their codes."""
 
 _LOST = "peer_lost: "
-"""Before what a receiver says of a session that has ended."""
+"""Prefix of a receiver's reason after the end of a session."""
 
 _FACTOR = re.compile(r"refused: (.{1,80}?) differs", re.DOTALL)
 _LEFT_OVER = re.compile(r"[^a-z0-9]+")
@@ -63,23 +63,23 @@ def _error_codes(error: type[PdlinkError] = PdlinkError) -> set[str]:
 
 
 def code_of(reason: str) -> str:
-    """One token of [a-z0-9_:]; the same few for every reason, but for the factor after `refused:`."""
+    """The code of a reason: [a-z0-9_:], from a fixed set, except for the factor after `refused:`."""
     if reason in _WORDS or reason in _error_codes():
         return reason
     refused = _FACTOR.match(reason)
     if refused:
         return refused_code(refused[1])
-    sentence = reason.removeprefix(_LOST)  # which says less than most of the sentences behind it
+    sentence = reason.removeprefix(_LOST)  # the sentence behind it says more
     default = "peer_lost" if sentence != reason else OTHER
     return next((code for pattern, code in _SENTENCES if pattern.match(sentence)), default)
 
 
 def refused_code(factor: str) -> str:
-    """The code of a pair of workers that do not fit together. factor: what differs."""
+    """The code of a refused handshake. factor: the property that differs."""
     return "refused:" + _LEFT_OVER.sub("_", factor.lower()).strip("_")[:40]
 
 
 def in_words(reason: str) -> str:
-    """A sentence for a log, with the code in it where there is one. A peer's words are passed as they are."""
+    """A sentence for a log, with its code if there is one. A peer's text is unchanged."""
     words = _WORDS.get(reason)
     return reason.removeprefix(_LOST) if words is None else f"{words} ({reason})"

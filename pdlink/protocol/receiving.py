@@ -1,8 +1,8 @@
-"""One transfer as its receiver decides about it: what was offered, whether all of it came, when blocks may go.
+"""The receiver's decisions about one transfer: what it offered, whether all of it landed, when its blocks are free.
 
-The receiver never believes a count it did not fix itself: the offer says which tokens of how many layers are
-missing, and only a `Done` that says exactly the same makes the request ready. After a stop its blocks stay held
-until the sender says that it is quiet, or, if it does not say so in time, until the data connection is closed.
+The receiver trusts its own counts only: the offer names tokens and layers, and only a `Done` with the same numbers
+makes the request ready. After a stop its blocks are quarantined until the sender's *quiet* or, if that does not come
+in time, until the data connection is closed.
 
 No I/O, no clock: `now` is an argument, every method returns actions for the driver.
 """
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 class Receiving:
     """State of one transfer on the receiver.
 
-    Driven by: `offer`, `stop`, `tick` (this worker), `landed`, `done`, `stopped`, `quiet` (the peer's messages),
-    `fenced` (the transport).
+    Driven by this worker (`offer`, `stop`, `tick`), the peer's messages (`landed`, `done`, `stopped`, `quiet`) and
+    the transport (`fenced`).
     """
 
     def __init__(self, transfer_id: str, num_layers: int, token_nbytes: int, *, quiet_s: float) -> None:
-        """token_nbytes: payload of one token over all layers; quiet_s: longest wait for *quiet* after a stop."""
+        """token_nbytes: payload of one token over all layers. quiet_s: longest wait for *quiet* after a stop."""
         self.transfer_id = transfer_id
         self.state = ReceiverState.EXPECTED
         self.reason = ""
@@ -45,7 +45,7 @@ class Receiving:
     # -- this worker -------------------------------------------------------------------------------------------------
 
     def expect(self) -> list[Action]:
-        """Tell the sender, as soon as there is a connection, that this transfer is wanted."""
+        """Announce to the sender that blocks will be offered."""
         return [Send(messages.Expect(self.transfer_id))] if self.state is ReceiverState.EXPECTED else []
 
     def offer(
@@ -57,7 +57,7 @@ class Receiving:
         per_layer: bool = False,
         verify: messages.Verify = "off",
     ) -> list[Action]:
-        """The request's blocks are reserved: offer those that hold the missing tokens [start, end)."""
+        """The request's blocks are reserved: offer the blocks that hold the missing tokens [start, end)."""
         if self.state is not ReceiverState.EXPECTED:
             return []
         self.offered = messages.Offer(
@@ -67,11 +67,11 @@ class Receiving:
         return [Send(self.offered)]
 
     def stop(self, reason: str, now: float) -> list[Action]:
-        """End this transfer because this side wants it (abort, deadline, lost peer): the sender is told."""
-        return [*self._stop(reason, now, tell=True)]
+        """This worker ends the transfer (abort, deadline): send *stop*."""
+        return self._stop(reason, now, tell=True)
 
     def tick(self, now: float) -> list[Action]:
-        """Close the data connection if the sender did not become quiet in time."""
+        """Close the data connection if *quiet* did not come in time."""
         if self.state is ReceiverState.DRAINING and now >= self._quiet_by_s:
             self._quiet_by_s = float("inf")
             return [FencePeer("not quiet in time")]
@@ -80,7 +80,7 @@ class Receiving:
     # -- the sender's messages ---------------------------------------------------------------------------------------
 
     def landed(self, layer: int, end: int, first_token: int | None = None) -> list[Action]:
-        """The offered tokens before `end` are visible in `layer`. What was not asked for or offered is ignored."""
+        """The offered tokens before `end` are visible in `layer`. Ignored if not asked for or not offered."""
         offer = self.offered
         if self.state is not ReceiverState.OFFERED or offer is None or not offer.per_layer:
             return []
@@ -89,18 +89,18 @@ class Receiving:
         return [DeliverLayer(layer, end, first_token)]
 
     def done(self, done: messages.Done, now: float, mismatch: str = "") -> list[Action]:
-        """The sender says that everything is visible. mismatch: what is wrong with the bytes that were verified."""
-        if self.state is ReceiverState.DRAINING:  # it had ended before it read our stop: nothing is in flight
+        """Everything is visible. mismatch: the difference that verification found, if any."""
+        if self.state is ReceiverState.DRAINING:  # the sender ended before it read our stop: nothing is in flight
             return self._end(ReceiverEvent.QUIET)
         if self.state is not ReceiverState.OFFERED or self.offered is None:
             return []
         expected = (self.offered.start, self.offered.end, self._num_layers, self.nbytes)
-        told = (done.start, done.end, done.num_layers, done.nbytes)
-        if told != expected:
+        reported = (done.start, done.end, done.num_layers, done.nbytes)
+        if reported != expected:
             names = ("start", "end", "layers", "bytes")
             wrong = ", ".join(
                 f"{name} {theirs} of {ours}"
-                for name, ours, theirs in zip(names, expected, told, strict=True)
+                for name, ours, theirs in zip(names, expected, reported, strict=True)
                 if ours != theirs
             )
             return self._stop(f"incomplete: {wrong}", now, tell=True)
@@ -110,7 +110,7 @@ class Receiving:
         return [Send(messages.Ack(self.transfer_id)), Deliver(done.first_token), End("")]
 
     def stopped(self, reason: str, now: float) -> list[Action]:
-        """The sender ends this transfer; it says *quiet* when nothing is in flight."""
+        """The sender ends this transfer; *quiet* follows when nothing is in flight."""
         return self._stop(reason, now, tell=False)
 
     def quiet(self) -> list[Action]:

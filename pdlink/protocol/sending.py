@@ -1,8 +1,7 @@
-"""One transfer as its sender decides about it: what may be pushed when, and when its blocks may go.
+"""The sender's decisions about one transfer: what to push when, and when its blocks are free.
 
-Two things must come together for a push: the layer is written here, and the receiver has offered the tokens. Either
-may come first; whichever comes second triggers the push. A layer is written front to back, possibly in chunks, so
-one position per layer says all about it.
+A push needs two things: the layer is written here, and the receiver has offered the tokens. The second of the two
+triggers the push. A layer is written front to back, possibly in chunks, so one position per layer is its whole state.
 
 No I/O, no clock: every method returns actions for the driver.
 """
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 class Sending:
     """State of one transfer on the sender.
 
-    Driven by: `publish`, `extend`, `withdraw`, `written`, `finish`, `stop` (this worker), `offer`, `ack`, `stop`
-    (the peer's messages), `landed`, `dropped`, `lost`, `fenced` (the transport).
+    Driven by this worker (`publish`, `extend`, `withdraw`, `written`, `finish`, `stop`), the peer's messages
+    (`offer`, `ack`, `stop`) and the transport (`landed`, `dropped`, `lost`, `fenced`).
     """
 
     def __init__(self, transfer_id: str, num_layers: int, token_nbytes: int) -> None:
@@ -50,7 +49,7 @@ class Sending:
     # -- this worker -------------------------------------------------------------------------------------------------
 
     def publish(self, blocks: Sequence[int], num_tokens: int, num_cached_tokens: int) -> list[Action]:
-        """The blocks are reserved; the first `num_cached_tokens` tokens are in them already, for all layers."""
+        """The blocks are reserved; their first `num_cached_tokens` tokens are written already, in all layers."""
         if self.state not in (SenderState.WAITING, SenderState.WRITING) or self.blocks is not None:
             return []
         self.blocks = tuple(blocks)
@@ -59,14 +58,14 @@ class Sending:
         return self._check_range() or self._push_ready(range(self._num_layers))
 
     def extend(self, blocks: Sequence[int]) -> None:
-        """More blocks for the same tokens: an engine may reserve them chunk by chunk."""
+        """Append blocks: an engine may reserve them chunk by chunk."""
         if self.blocks is not None:
             self.blocks = (*self.blocks, *blocks)
 
     def withdraw(self) -> None:
-        """The published blocks are taken away; the request is computed again and published anew, or stopped.
+        """The engine takes the published blocks away (preemption). It publishes the request again, or stops it.
 
-        What has been pushed stays pushed. Nothing may be in flight: it would still read the old blocks.
+        Nothing may be in flight, since it would read the old blocks. Landed pushes count.
         """
         self.blocks = None
         self._first_token = None
@@ -81,7 +80,7 @@ class Sending:
         return self._push_ready((layer,))
 
     def finish(self, first_token: int) -> list[Action]:
-        """Prefill has ended and sampled `first_token`. Every layer must have been written by now."""
+        """Prefill has ended and sampled `first_token`. Every layer must be written by now."""
         if self.state not in (SenderState.WAITING, SenderState.WRITING):
             return []
         complete = sum(position >= self.num_tokens for position in self._written)
@@ -93,11 +92,11 @@ class Sending:
     # -- the receiver's messages -------------------------------------------------------------------------------------
 
     def offer(self, offer: messages.Offer) -> list[Action]:
-        """The receiver's blocks and the token range it lacks. A second offer is ignored."""
+        """The receiver's blocks, and its missing tokens. A second offer is ignored."""
         if self.state is not SenderState.WAITING:
             return []
         if offer.num_layers != self._num_layers:
-            return self.stop(f"offer of {offer.num_layers} layers, the model here has {self._num_layers}")
+            return self.stop(f"offer of {offer.num_layers} layers; the model here has {self._num_layers}")
         self.offered = offer
         self._pushed = [offer.start] * self._num_layers
         self._move(SenderEvent.OFFER)
@@ -111,7 +110,7 @@ class Sending:
         return [End("")]
 
     def stop(self, reason: str) -> list[Action]:
-        """End this transfer unsuccessfully, whoever wants it; the receiver is told, and later that we are quiet."""
+        """Fail this transfer, for this worker or the receiver: send *stop*, and *quiet* when nothing is in flight."""
         if self.state in SENDER_ENDS or self.state is SenderState.DRAINING:
             return []
         self.reason = reason
@@ -127,7 +126,7 @@ class Sending:
             return self._quiet()
         actions: list[Action] = []
         if self.offered is not None and self.offered.per_layer:
-            # Pushes of one layer may land in any order: announce only what has nothing in flight before it.
+            # Pushes of one layer land in any order: announce tokens only up to the first one in flight.
             starts = [other.start for other in self._in_flight.values() if other.layer == push.layer]
             end = min(starts, default=self._pushed[push.layer])
             if end > push.start:
@@ -135,9 +134,9 @@ class Sending:
         return actions + self._complete()
 
     def dropped(self, push_id: int) -> list[Action]:
-        """This push was taken back before the transport had all of it, and nothing of it is in flight any more.
+        """Part of this push was taken back, and nothing of it is in flight any more.
 
-        The transfer was stopped, or its blocks are withdrawn; then its tokens are pushed again from the new ones.
+        The transfer was stopped, or its blocks are withdrawn; then its tokens are pushed again from the new blocks.
         """
         push = self._in_flight.pop(push_id, None)
         if self.state is SenderState.DRAINING:
@@ -147,16 +146,13 @@ class Sending:
         return []
 
     def lost(self, push_id: int, reason: str) -> list[Action]:
-        """This push ended with an error: its bytes may be written partly, or even later.
-
-        Only `fenced` makes a transfer with a lost push quiet, so its entry stays in flight.
-        """
+        """This push failed: its bytes may be written partly, or even later, so it stays in flight until `fenced`."""
         if push_id not in self._in_flight:
             return []
         return self.stop(reason)
 
     def fenced(self) -> list[Action]:
-        """The data connection is closed and the transport's second promise holds."""
+        """The data connection is closed: nothing is in flight."""
         self._in_flight.clear()
         actions = self.stop("peer_lost")
         if self.state is SenderState.DRAINING:
@@ -168,20 +164,20 @@ class Sending:
 
     @property
     def num_in_flight(self) -> int:
-        """Pushes that the transport has not reported yet."""
+        """Pushes in flight, and lost ones."""
         return len(self._in_flight)
 
     def _move(self, event: SenderEvent) -> None:
         self.state = SENDER[self.state, event]
 
     def _check_range(self) -> list[Action]:
-        """Refuse an offer that asks for what this prompt does not have. Empty while one of the two is missing."""
+        """Stop if the offer exceeds this prompt. Nothing before both are known."""
         if self.offered is None or self.blocks is None:
             return []
         start, end = self.offered.start, self.offered.end
         if 0 <= start <= end <= self.num_tokens:
             return []
-        return self.stop(f"offer of tokens [{start}, {end}), the prompt here has {self.num_tokens}")
+        return self.stop(f"offer of tokens [{start}, {end}); the prompt here has {self.num_tokens}")
 
     def _push_ready(self, layers: Sequence[int]) -> list[Action]:
         if self.offered is None or self.blocks is None or self.state is not SenderState.WRITING:
@@ -221,12 +217,12 @@ class Sending:
 
 
 def offer_problem(offer: messages.Offer, layout: KVLayout) -> str:
-    """Why nothing can be written to this offer; empty if it can. layout: the receiver's, from its handshake."""
+    """Why this offer is invalid; empty if it is valid. layout: the receiver's, from its handshake."""
     if not 0 <= offer.start <= offer.end:
         return f"offer of tokens [{offer.start}, {offer.end})"
     needed = layout.blocks_for(offer.end) - offer.start // layout.block_tokens if offer.end > offer.start else 0
     if len(offer.blocks) != needed:
-        return f"offer of {len(offer.blocks)} blocks, tokens [{offer.start}, {offer.end}) take {needed}"
+        return f"offer of {len(offer.blocks)} blocks; tokens [{offer.start}, {offer.end}) take {needed}"
     if needed and not 0 <= min(offer.blocks) <= max(offer.blocks) < layout.num_blocks:
         return f"offer names a block outside 0..{layout.num_blocks - 1}"
     if len(set(offer.blocks)) != len(offer.blocks):

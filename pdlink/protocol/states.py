@@ -4,14 +4,14 @@ sender    WAITING -offer-> WRITING -complete-> SENT -ack-> DONE
 receiver  EXPECTED -offer-> OFFERED -done-> READY
 any live state -stop-> DRAINING -quiet | fenced-> FAILED
 
-Blocks are freed only in DONE, READY and FAILED. DRAINING is the state every other design forgets: the transfer is
-over, but bytes may still be in flight, so nobody may have its blocks yet. It ends when the sender says that nothing
-is in flight (*quiet*), or when the data connection is closed and the transport's second promise holds (*fenced*).
+Blocks are freed only in DONE, READY and FAILED. In DRAINING the transfer is over, but bytes may still be in flight,
+so its blocks are quarantined. It ends when the sender reports that nothing is in flight (*quiet*), or when the data
+connection is closed (*fenced*).
 
-A receiver that has not offered any block yet has nothing a peer could write: EXPECTED fails at once.
+A receiver in EXPECTED has offered no blocks, so it fails at once.
 
-`sending.py` and `receiving.py` move along these tables and nowhere else; `tests/protocol/test_states.py` compares
-the picture in `docs/wire.md` with them. Their members are strings because those hash without a call of Python code.
+`sending.py` and `receiving.py` move along these tables only; `tests/protocol/test_states.py` compares them with
+`docs/wire.md`. States are strings because those hash without a call of Python code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SenderState(enum.StrEnum):
     WRITING = "writing"
     """The offer is here: every layer is pushed as soon as it is written."""
     SENT = "sent"
-    """Everything offered is visible at the receiver, and it has been told."""
+    """Everything offered is visible at the receiver, and *done* is sent."""
     DONE = "done"
     DRAINING = "draining"
     FAILED = "failed"

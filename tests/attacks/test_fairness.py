@@ -87,5 +87,5 @@ def test_hello_that_no_listener_would_take_is_not_sent(pair: Pair, monkeypatch: 
     pair.decode.endpoint.receiver.expect("t", pair.prefill.endpoint.address, handler)
     failed, released = handler.wait()
     assert "our hello has " in failed
-    assert "a listener takes 100 at most" in failed
+    assert "bytes; limit 100" in failed
     assert released == "released"

@@ -126,7 +126,7 @@ def test_connection_that_never_shows_a_key_is_ended(monkeypatch: pytest.MonkeyPa
             id="unknown key",
         ),
         pytest.param(
-            "decode", knows(DECODE, OTHER), OTHER.public, "does not hold the key we were told", "no proof of a key",
+            "decode", knows(DECODE, OTHER), OTHER.public, "its key is not the one in the address", "no proof of a key",
             id="wrong key of the listener",
         ),
         pytest.param(
@@ -309,7 +309,7 @@ def test_key_taken_off_the_list_ends_its_session_and_no_other(settled: tuple[Sit
 def test_forged_key_for_a_good_address_does_not_disturb_its_session(settled: tuple[Site, Node]) -> None:
     site, decode = settled
     heard = site.transfer(decode, "u", keyed(site.prefill.endpoint.address, OTHER.public))
-    assert "does not hold the key we were told" in heard[0]
+    assert "its key is not the one in the address" in heard[0]
     assert [peer.state.value for peer in decode.endpoint.peers()] == ["ready"]
     assert site.transfer(decode, "v") == ["ready 42", "released"]
 

@@ -215,7 +215,7 @@ def test_push_that_fails_fences_the_peer_and_the_next_transfer_works(pair: Pair)
         ([11, 3, 32], "offer names a block outside 0..31"),
         ([11, 3, -1], "offer names a block outside 0..31"),
         ([11, 3, 11], "offer names a block twice"),
-        ([11, 3], "offer of 2 blocks, tokens [0, 21) take 3"),
+        ([11, 3], "offer of 2 blocks; tokens [0, 21) take 3"),
     ],
 )
 def test_offer_that_cannot_be_written_is_refused(pair: Pair, blocks: list[int], reason: str) -> None:

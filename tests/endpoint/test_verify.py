@@ -72,7 +72,7 @@ def test_done_with_fewer_checksums_than_layers_fails_the_transfer(
         return mismatch(machine, msgspec.structs.replace(done, checksums=done.checksums[:-1]))
 
     monkeypatch.setattr(verifier, "_mismatch", without_the_last)
-    reason = "checksums of 42 tokens, 63 were offered"
+    reason = "checksums: got 42 tokens; 63 were offered"
     assert begin(pair, "t", "all").wait() == [f"failed {reason}", "released"]
 
 

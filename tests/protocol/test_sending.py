@@ -111,11 +111,11 @@ def test_layer_written_twice_or_out_of_order_stops_the_transfer() -> None:
 def test_offer_beyond_the_prompt_stops_the_transfer() -> None:
     machine = sending()
     machine.publish([1, 2], 8, 0)
-    assert Fail("offer of tokens [0, 9), the prompt here has 8") in machine.offer(offer(0, 9))
+    assert Fail("offer of tokens [0, 9); the prompt here has 8") in machine.offer(offer(0, 9))
 
 
 def test_offer_for_another_number_of_layers_stops_the_transfer() -> None:
-    assert Fail("offer of 4 layers, the model here has 3") in sending().offer(offer(0, 8, num_layers=4))
+    assert Fail("offer of 4 layers; the model here has 3") in sending().offer(offer(0, 8, num_layers=4))
 
 
 def test_sender_is_quiet_only_after_its_last_push_has_ended() -> None:
@@ -171,7 +171,7 @@ def test_end_of_a_prefill_changes_nothing_once_all_was_said() -> None:
         (4, 4, (), ""),
         (8, 4, (), "offer of tokens [8, 4)"),
         (-1, 4, (0,), "offer of tokens [-1, 4)"),
-        (0, 8, (0,), "offer of 1 blocks, tokens [0, 8) take 2"),
+        (0, 8, (0,), "offer of 1 blocks; tokens [0, 8) take 2"),
         (0, 8, (0, 4), "offer names a block outside 0..3"),
         (0, 8, (1, 1), "offer names a block twice"),
     ],
