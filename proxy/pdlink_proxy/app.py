@@ -1,7 +1,6 @@
-"""The proxy's HTTP face: routes, what is refused before a worker hears of it, and going out of service.
+"""The proxy's HTTP interface: routes, checks before a worker is involved, draining.
 
-Workers need not be there when the proxy starts, and nothing here waits for a worker except a request that is meant
-for it.
+The proxy starts without its workers, and only requests wait for them.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Router:
     """One proxy: its workers, its requests, and whether it takes new ones."""
 
     def __init__(self, config: ProxyConfig) -> None:
-        """Raises ConfigError for worker URLs that are none, and for a key file without keys."""
+        """Raises ConfigError for an invalid worker URL, and for a key file without keys."""
         self.config = config
         self.dialect = DIALECTS[config.dialect]
         self.api_keys = api_keys(config)
@@ -60,7 +59,7 @@ class Router:
     async def open(self, _app: web.Application) -> AsyncIterator[None]:
         """Connections and health watchers, for as long as the app runs."""
         config = self.config
-        bound = config.max_connections and max(1, config.max_connections // 2)  # 0 is no bound
+        bound = config.max_connections and max(1, config.max_connections // 2)  # 0: no limit
         headers, timeout_s = self._worker_headers, config.connect_timeout_s
         async with (
             open_session(config, max_connections=bound, headers=headers) as prefill,
@@ -98,7 +97,7 @@ class Router:
             call.headers.update(headers)
             self.metrics.requests.labels("unavailable" if call.status == 503 else "rejected").inc()
             return call
-        for name in _TRACE_HEADERS:  # else each worker begins a trace of its own
+        for name in _TRACE_HEADERS:  # or each worker would begin its own trace
             if said := _clean(",".join(request.headers.getall(name, ()))):
                 headers[name] = said
         authorization = _clean(request.headers.get("Authorization"))
@@ -117,7 +116,7 @@ class Router:
                 self._idle.set()
 
     async def _checked(self, request: web.Request) -> Call | web.Response:
-        """What the client asks for, or why no worker will hear of it."""
+        """The client's checked request, or the error response."""
         if not self._may_enter(request):
             return self._no_entry()
         if self._draining:
@@ -131,7 +130,8 @@ class Router:
             limit = self.config.max_body_nbytes
             return _error(413, f"the body is larger than max_body_nbytes = {limit}", InvalidRequest.code)
         except TimeoutError:
-            return _error(408, "the body did not arrive in time", InvalidRequest.code)
+            limit_s = self.config.idle_timeout_s
+            return _error(408, f"the body did not arrive within {limit_s:g} s", InvalidRequest.code)
         try:
             call = parse(request.path, data)
         except BadField as error:
@@ -147,7 +147,7 @@ class Router:
         return may_enter(self.api_keys, request.headers.get("Authorization"))
 
     def _no_entry(self) -> web.Response:
-        """What everybody without a valid key gets; the connection ends, so that a body nobody reads is not sent."""
+        """The answer without a valid key. It closes the connection, so that the client stops sending the body."""
         refusal = _error(
             InvalidApiKey.http_status, "send a valid key as `Authorization: Bearer KEY`", InvalidApiKey.code
         )
@@ -166,9 +166,9 @@ class Router:
         return _json(200, {"object": "list", "data": data})
 
     async def health(self, request: web.Request) -> web.Response:
-        """GET /health: 200 if a request could be served now. Asks nobody; the watchers know.
+        """GET /health: 200 if a request could be served now, from the last polls.
 
-        Load balancers have no key, so without one the status is all there is: workers and addresses are not shown.
+        Without a key (load balancers) only the status is shown, no workers and addresses.
         """
         status, reason = self._standing()
         http_status = 200 if status in _SERVING else 503
@@ -178,7 +178,7 @@ class Router:
         for side, workers in self.pools.workers.items():
             body[side.value] = [worker.describe() for worker in workers]
         body["refused_pairs"] = [pair.describe() for pair in self.pools.refusals]
-        # Another proxy on the same port of this host would answer a load test just as well.
+        # Tells which proxy answers: another one may listen on the same port.
         body["proxy"] = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -188,17 +188,17 @@ class Router:
         return _json(http_status, body)
 
     def _standing(self) -> tuple[str, str]:
-        """The status, and the reason of one that is not plainly ok."""
+        """The status, and the reason if it is not plainly ok."""
         if self._draining:
             return "draining", "the proxy is shutting down"
         missing = [side for side in Leg if not self.pools.usable(side)]
         alone = missing == [Leg.PREFILL] and self.config.on_no_prefill == "decode_only"
         if alone and any(worker.state is State.UNKNOWN for worker in self.pools.workers[Leg.PREFILL]):
-            alone = False  # it is being asked for the first time
+            alone = False  # not known yet
         if missing and not alone:
             reason = f"no healthy {' and no healthy '.join(side.value for side in missing)} worker"
             if any(self.pools.barred(side) for side in missing):
-                reason += ": not let in by its workers, see worker_key_file"
+                reason += ": its workers refuse this proxy's key, see worker_key_file"
             return "unavailable", reason
         if len(self.pools.refusals):
             return "degraded", f"degraded: {'; '.join(map(str, itertools.islice(self.pools.refusals, 8)))}"
@@ -210,7 +210,7 @@ class Router:
         return _json(200 if status in _SERVING else 503, {"status": status})
 
     async def live(self, _: web.Request) -> web.Response:
-        """GET /livez: 200 while this process answers at all. A proxy without workers needs no restart."""
+        """GET /livez: 200 while this process runs. A proxy without workers needs no restart."""
         return _json(200, {"status": "ok"})
 
     async def version(self, request: web.Request) -> web.Response:
@@ -218,7 +218,7 @@ class Router:
         return _json(200, {"version": __version__}) if self._may_enter(request) else self._no_entry()
 
     async def about(self, _: web.Request) -> web.Response:
-        """GET /: what answers here, for people."""
+        """GET /: a page for people."""
         return web.Response(text=_ABOUT)
 
     async def exposition(self, request: web.Request) -> web.Response:
@@ -256,9 +256,8 @@ ROUTER = web.AppKey("router", Router)
 def build_app(config: ProxyConfig) -> web.Application:
     """The proxy as an aiohttp application; `app[ROUTER].drain()` takes it out of service.
 
-    Run it with `handler_cancellation=True` (otherwise a client that leaves does not end its request) and without an
-    access log (a line per request costs more than the request; /metrics counts them).
-    Raises ConfigError for worker URLs that are none.
+    Run it with `handler_cancellation=True` (or a client that leaves does not end its request) and without an access
+    log (a line costs more than the request; /metrics counts requests). Raises ConfigError for an invalid worker URL.
     """
     router = Router(config)
     # client_max_size: the default of 1 MiB is a prompt of some 200k tokens sent as ids.
@@ -279,7 +278,7 @@ def build_app(config: ProxyConfig) -> web.Application:
 
 
 def _clean(value: str | None) -> str | None:
-    """A client's header value that may be sent on; None if it is absent, endless, or not printable ASCII."""
+    """A client's header value if it may be sent on: printable ASCII of bounded length; else None."""
     if value is None or len(value) > _MAX_HEADER_CHARS or not value.isascii() or not value.isprintable():
         return None
     return value

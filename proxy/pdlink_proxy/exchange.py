@@ -1,9 +1,9 @@
-"""One client request on its way through: does what `flow.py` decides, and tells it what happened.
+"""One client request: does what `flow.py` decides, and reports events to it.
 
 Three tasks work on a request: the handler, which waits for the end and writes it, and one for each leg. A leg's task
-writes what it has for the client itself, so that a token costs one switch of task and a slow client slows its own
-worker. Two rules keep that right: the flow is asked, and its actions are done, without waiting in between; and what
-goes to the client takes its place in line (`_order`) at that same moment.
+writes to the client itself, so a token costs one task switch, and back-pressure of a slow client reaches its own
+worker. Two rules keep that right: the flow decides and its actions run without an await in between, and bytes for
+the client take their place in line (`_order`) in the same step.
 """
 
 from __future__ import annotations
@@ -68,29 +68,29 @@ if TYPE_CHECKING:
 log = logging.getLogger("pdlink.proxy")
 
 LET_GO_S = 1.0
-"""How long a leg that nobody needs may take to end by itself before its connection is closed."""
+"""A leg that is not needed any more may take this long to end by itself; then its connection is closed."""
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it
 
 
 @dataclass(slots=True, eq=False)
 class Shared:
-    """What all requests of one proxy share."""
+    """Shared by all requests of one proxy."""
 
     config: ProxyConfig
     dialect: Dialect
     pools: Pools
     metrics: Metrics
     sessions: dict[Leg, aiohttp.ClientSession]
-    """Connections of their own for each leg: where their number is bounded, decode legs that wait for KV must not
-    hold the connections that the prefill legs they wait for would need."""
+    """One for each leg: if connections are bounded, decode legs that wait for KV must not hold those that their
+    prefill legs need."""
     control: aiohttp.ClientSession
-    """For health and stop, which must get through when every connection of a leg is taken."""
+    """For health and stop, which must get through when all connections of the legs are in use."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    """Legs, and words to stop on their way."""
+    """Legs, and stop calls."""
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run something beside the request; it is cancelled when the proxy ends."""
+        """Run this in the background; cancelled when the proxy ends."""
         task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self._ended)
@@ -114,7 +114,7 @@ class Exchange:
     """One client request from its checked body to its answer."""
 
     def __init__(self, shared: Shared, request: web.Request, call: Call, headers: dict[str, str]) -> None:
-        """headers: those that go to both legs; X-Request-Id also to the client."""
+        """headers: for both legs; X-Request-Id also for the client."""
         config = shared.config
         self._shared, self._request, self._call, self._leg_headers = shared, request, call, headers
         self._loop = asyncio.get_running_loop()
@@ -134,9 +134,9 @@ class Exchange:
         self._transfer_id = ""
         """Of the newest attempt."""
         self._kv: str | None = None
-        """How the KV of the newest attempt came, once that is known."""
+        """How the KV of the newest attempt came, once known."""
         self._decode_spoke = asyncio.Event()
-        """Decode of the newest attempt has sent its headers, so that more will not be known of a stream's KV."""
+        """Decode of the newest attempt has sent its headers; a stream's KV path is known then, or not at all."""
         self._request_id = request_id
         self._answer_headers = {"X-Request-Id": request_id}
         self._client: web.StreamResponse | None = None
@@ -147,13 +147,13 @@ class Exchange:
         self._armed_s = 0.0
 
     async def run(self) -> web.StreamResponse:
-        """The answer, sent in full if it is a stream. Cancelling it means that the client has left."""
+        """The answer, sent in full if it is a stream. Cancelled if the client leaves."""
         try:
             self._happen(Started())
             await self._until_over()
             return await self._end()
         finally:
-            self._happen(ClientLeft())  # nothing, if it is over
+            self._happen(ClientLeft())  # no effect if it is over
             if self._client is not None:
                 self._shared.metrics.active_streams.dec()
             outcome = self._flow.outcome or Outcome.FAILED
@@ -165,7 +165,7 @@ class Exchange:
                 self._shared.metrics.kv.labels(kv_path.path_of(self._kv_value)).inc()
 
     def shut_down(self) -> None:
-        """End it now, telling the client why."""
+        """End it now, with an error for the client."""
         self._happen(ShuttingDown())
 
     # ---- the handler's task
@@ -181,8 +181,7 @@ class Exchange:
                 self._tick()
 
     def _due_s(self) -> float:
-        """When the flow has to be told the time. Silence of a worker does not count while its last words are still
-        on their way to the client."""
+        """Time of the next tick. Silence of a worker does not count while its last bytes wait for the client."""
         due_s = self._flow.deadline_s
         if self._writing_since_s is not None:
             due_s = max(due_s, self._writing_since_s + self._shared.config.idle_timeout_s)
@@ -226,7 +225,7 @@ class Exchange:
     # ---- events and actions
 
     def _happen(self, event: Event) -> bytes:
-        """Tell the flow, do what it says, and return what is to be sent to the client by who calls this."""
+        """Report an event to the flow and do its actions; returns bytes that the caller must send to the client."""
         flow = self._flow
         forward = b""
         for action in flow.on(event, self._loop.time()):
@@ -234,7 +233,7 @@ class Exchange:
                 case Forward(data=data):
                     forward = data
                 case CancelLeg(attempt=attempt, leg=leg):
-                    # If this is the leg's own task, it ends where it waits next: it has nothing left to say.
+                    # If this is the leg's own task, it ends at its next await.
                     self._runs[attempt, leg].task.cancel()
                 case Blame():
                     self._blame(action)
@@ -252,7 +251,7 @@ class Exchange:
                 case Respond():
                     self._final = action
                 case EndStream(data=data):
-                    # The handler's task sends the last words too: a leg's task may be let go before it has.
+                    # The handler's task sends them: a leg's task may be cancelled before it has.
                     self._final = EndStream(before_done(forward + data, kv_path.comment(self._kv_value)))
                     forward = b""
         if flow.over or flow.deadline_s < self._armed_s:
@@ -274,14 +273,14 @@ class Exchange:
             case Loss.CONNECT | Loss.RESET:
                 worker.fault(f"a request's connection failed ({reason})")
             case Loss.BARRED:
-                worker.barred(f"it lets no request in: {self._shared.dialect.key_setting}")
+                worker.barred(f"it refuses requests: {self._shared.dialect.key_setting}")
                 worker.poke.set()
             case Loss.MISPAIRED if self._chosen and self._chosen[0]:
                 self._shared.pools.refusals.note(*self._chosen, "peer_not_allowed")  # type: ignore[arg-type]
             case Loss.STALE:
                 worker.poke.set()  # most likely idle, perhaps gone
             case int() if action.reason in self._shared.dialect.rules.lost_statuses:
-                worker.poke.set()  # an engine may have died whose HTTP server still answers
+                worker.poke.set()  # the engine may be dead while the HTTP server still answers
 
     def _place(self, action: Place) -> Placed | Unplaced:
         shared, model = self._shared, self._call.model
@@ -324,7 +323,7 @@ class Exchange:
         self._transfer_id = f"xfer-{secrets.token_hex(16)}"
         headers = self._answer_headers
         headers["X-Pdlink-Transfer"] = self._transfer_id
-        headers["X-Pdlink-Decode"] = decode.label  # not its name, which may tell of hosts
+        headers["X-Pdlink-Decode"] = decode.label  # not its name, which may contain host names
         headers.pop("X-Pdlink-Prefill", None)
         if prefill is None:
             self._start_decode(action.attempt, self._call.body)

@@ -1,14 +1,14 @@
 """The two legs of one client request, as a machine: (event, now) -> actions. No HTTP, no I/O, no clock.
 
-A request is made in *attempts*. Each attempt has a prefill and a decode leg (or decode alone), which share their
-fate. They start together, or one after the other where the workers' dialect is such (`Rules.handover`). What the
-client gets is decode's answer; where prefill's leg streams too, output token 0 comes from whichever leg has it first,
-and the other leg's copy is dropped. Three rules, which the tests hold against random orders of events:
+A request is made in *attempts*. Each attempt has a prefill and a decode leg (or decode alone), which end together.
+They start together, or one after the other if the dialect needs it (`Rules.handover`). The client gets decode's
+answer. If prefill's leg streams, too, the faster leg sends output token 0, and the slower leg's copy is dropped.
+Three rules, which the tests hold against random orders of events:
   1. the client gets exactly one final answer, unless it left;
-  2. once a byte was sent there is no other attempt: what breaks then ends the stream with a typed error;
-  3. every leg that was started has ended, was cancelled or was let go when the machine is over.
+  2. after the first byte there is no other attempt: a failure ends the stream with a typed error;
+  3. when the machine is over, every started leg has ended, was cancelled or was let go.
 
-What a leg's bad news leads to is a table in `rules.py`. News of an attempt that is over is ignored.
+`rules.py` maps failures of legs to reactions. Events of an earlier attempt are ignored.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from .steps import (
     Why,
 )
 
-# What the client is told of a leg that was lost.
+# The client's error for a lost leg.
 _ERROR_OF: dict[Loss, type[PdlinkError]] = {
     Loss.CONNECT: PeerLost,
     Loss.RESET: PeerLost,
@@ -82,11 +82,11 @@ _ERROR_OF: dict[Loss, type[PdlinkError]] = {
     Loss.MISPAIRED: PeerNotAllowed,
 }
 _OF_THE_DEPLOYMENT = {
-    Loss.BARRED: "the workers do not let this proxy in; its operator has to mend that",
-    Loss.MISPAIRED: "the workers do not let each other in; their operator has to mend that",
+    Loss.BARRED: "the workers refuse this proxy's key; its operator must fix that",
+    Loss.MISPAIRED: "the workers refuse each other's keys; their operator must fix that",
 }
 _THEN = {
-    Reaction.ANSWER: "the client is told",
+    Reaction.ANSWER: "the client gets the error",
     Reaction.TELL_DECODE: "decode goes on without it",
     Reaction.RETRY: "tried again",
     Reaction.RESEND: "sent again",
@@ -96,25 +96,25 @@ _THEN = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request may take; seconds from `ProxyConfig`."""
+    """Limits of one request, from `ProxyConfig`."""
 
     retries: int
     first_byte_s: float
     idle_s: float
     request_s: float
     decode_alone: bool = False
-    """Decode may compute a prompt itself where prefill was lost (`on_no_prefill`)."""
+    """Decode may compute a prompt itself if prefill was lost (`on_no_prefill`)."""
 
 
 @dataclass(slots=True)
 class _LegState:
     worker: str
     since_s: float
-    """When it last gave a sign of life that counts against its deadline."""
+    """Its last sign of life; its deadline counts from here."""
     running: bool = True
     ended_well: bool = False
     spoke: bool = False
-    """Its first data event, or its whole answer, is here."""
+    """Its first data event or whole answer is here."""
     events: EventBuffer = field(default_factory=EventBuffer)
 
 
@@ -124,15 +124,15 @@ class Flow:
     def __init__(
         self, limits: Limits, now: float, rules: Rules | None = None, *, request_id: str = "", keyed: bool = True
     ) -> None:
-        """request_id: for the client's errors, which say nothing of workers. keyed: what the workers see is the
-        proxy's own key, so a 401 is its fault; otherwise they see the client's."""
+        """request_id: for the client's errors, which do not name workers. keyed: the workers get the proxy's key, so
+        a 401 is the proxy's fault; otherwise they get the client's."""
         self.attempt = 0
         self.first_leg: Leg | None = None
-        """Which leg's token 0 the client got; None while nothing was sent."""
+        """The leg whose token 0 the client got; None before the first byte."""
         self.outcome: Outcome | None = None
         """None until over."""
         self.prefill_spoke_s: float | None = None
-        """When prefill of the newest attempt had its token."""
+        """Time of prefill's token in the newest attempt."""
         self._limits, self._rules = limits, rules or Rules()
         self._request_id, self._keyed = request_id, keyed
         self._request_deadline_s = now + limits.request_s
@@ -152,7 +152,7 @@ class Flow:
 
     @property
     def deadline_s(self) -> float:
-        """When a Tick is due, on the clock of `now`; infinite when over."""
+        """Time of the next Tick, on the clock of `now`; infinite when over."""
         if self.over:
             return math.inf
         deadline_s = self._request_deadline_s
@@ -161,7 +161,7 @@ class Flow:
         return deadline_s
 
     def on(self, event: Event, now: float) -> list[Action]:
-        """What to do about `event`, in this order."""
+        """The actions for `event`, in order."""
         if self.over:
             return []
         match event:
@@ -210,7 +210,7 @@ class Flow:
     def _on_chunk(self, leg: Leg, data: bytes, now: float) -> list[Action]:
         state = self._legs[leg]
         if leg is Leg.PREFILL and state.spoke:
-            return []  # its only event is here; nothing that follows is of use
+            return []  # only its first event counts
         if state.spoke:
             state.since_s = now
         forward = b""
@@ -244,18 +244,18 @@ class Flow:
             if has_error(forward):
                 forward, blames = self._in_our_words(forward)
             if is_done(forward):
-                # Not waiting for the end of the HTTP body: a worker that dies now has lost nothing.
+                # Do not wait for the end of the HTTP body: a worker that dies now has lost nothing.
                 return [*blames, Forward(forward), *self._finish_stream()]
         return [*blames, Forward(forward)]
 
     def _in_our_words(self, events: bytes) -> tuple[bytes, list[Action]]:
-        """Decode's events with its errors as a client may see them, and the blame for those."""
+        """Decode's events with its errors rewritten for clients, and the blame for the errors."""
         blames: list[Action] = []
 
         def rewrite(document: bytes) -> bytes:
             if not is_error(document):
                 return document
-            blames.append(Blame(self.attempt, Leg.DECODE, Loss.ERROR, excerpt(document), "the client is told"))
+            blames.append(Blame(self.attempt, Leg.DECODE, Loss.ERROR, excerpt(document), "the client gets the error"))
             if is_rejection(document):
                 return rejection(400, document)
             message = self._with_id("decode worker failed in the middle of its answer")
@@ -273,7 +273,7 @@ class Flow:
             return []
         rest = state.events.take_rest()
         if leg is Leg.DECODE and state.spoke and is_done(rest):
-            # All was said but the blank line after it; without one the client would never see the event.
+            # Only the blank line after the last event is missing; without it the client would not see the event.
             return [Forward(rest.rstrip(b"\r\n") + b"\n\n"), *self._finish_stream()]
         return self._on_lost(leg, Loss.MALFORMED, "the stream ended early", now)
 
@@ -303,9 +303,9 @@ class Flow:
         if 400 <= status < 500:
             answer = Respond(status, rejection(status, event.body))
             return self._react(leg, News.REJECTED, status, answer, said, detail, now)
-        if leg is Leg.PREFILL:  # what its engine says of itself is for its operator, not for a client of decode
+        if leg is Leg.PREFILL:  # its engine's message is for the operator, not for the client
             answer = self._failure(PeerLost, said)
-        elif status < 400:  # a redirect would send the client's prompt wherever the worker says
+        elif status < 400:  # following a redirect would send the prompt to any address the worker names
             answer = self._failure(ProtocolError, said)
         else:
             answer = Respond(status, error_body(self._with_id(said), kind="server_error", code=code))
@@ -329,7 +329,7 @@ class Flow:
         return self._react(leg, news, loss, self._failure(_ERROR_OF[loss], said), said, detail, now)
 
     def _malformed(self, leg: Leg, message: str, document: bytes, now: float) -> list[Action]:
-        """A leg that is still running sent something other than tokens."""
+        """A running leg sent something other than tokens."""
         cancel = self._cancel(leg)
         said = f"{leg.value} worker: {message}"
         code = error_code(document) if document else ProtocolError.code

@@ -1,4 +1,4 @@
-"""What the proxy counts. One registry per proxy, so that two of them in one process do not add up.
+"""The proxy's metrics. One registry per proxy, so two proxies in one process do not add up.
 
 Labels come from the configuration and from enums, never from a client, so the number of series is bounded.
 """
@@ -63,7 +63,7 @@ class Metrics:
             f"{name}worker_healthy", "1 if it may get requests.", ["worker", "leg"], registry=registry
         )
 
-        # Series that are there from the start have a rate from the start.
+        # Create the series at the start, so that they have a rate from the start.
         for outcome in Outcome:
             self.requests.labels(outcome.value)
         for why in Why:

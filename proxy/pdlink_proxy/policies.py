@@ -1,6 +1,6 @@
-"""Which worker a request goes to: pure functions of what is known about the candidates.
+"""Placement policies: pure functions that choose a worker among candidates.
 
-A policy never sees a worker that must not get requests; health and roles are `pools.py`'s business.
+`pools.py` checks health and roles first: every candidate may get the request.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from typing import NamedTuple
 
 
 class Candidate(NamedTuple):
-    """One worker that may be chosen, at this moment."""
+    """One worker that may be chosen now."""
 
     key: str
     """Names the worker and its incarnation."""
     load: int
-    """Requests it has: in flight from here, plus running and waiting by its own account. A request of ours is counted
-    twice once the worker has reported it, for every worker alike."""
+    """Its requests: in flight from here, plus running and waiting as it reports. A request of ours counts twice once
+    the worker has reported it, for every worker alike."""
 
 
 Policy = Callable[[Sequence[Candidate], int], Candidate]
-"""(candidates, at least one; turn, which grows by one with every placement) -> the chosen one."""
+"""(at least one candidate, turn) -> the chosen one. The turn grows by one with every placement."""
 
 
 def round_robin(candidates: Sequence[Candidate], turn: int) -> Candidate:
-    """Each in its turn."""
+    """The candidates in turn."""
     return candidates[turn % len(candidates)]
 
 
 def least_loaded(candidates: Sequence[Candidate], turn: int) -> Candidate:
-    """The one with the fewest requests. Equal ones take turns: else the first gets all requests of an idle pool."""
+    """The candidate with the fewest requests. Equal ones take turns, or the first would get all of an idle pool."""
     least = min(candidate.load for candidate in candidates)
     return round_robin([candidate for candidate in candidates if candidate.load == least], turn)
 
@@ -47,10 +47,10 @@ def choose_pair(
     turn: int,
     fits: Callable[[Candidate, Candidate], bool] = lambda _prefill, _decode: True,
 ) -> tuple[Candidate | None, Candidate | None]:
-    """One worker for each leg, None where there is no candidate.
+    """One worker for each leg, None if it has no candidate.
 
-    avoid: keys that are taken only where there is no other. fits: whether KV goes from the one to the other; where
-    it does for no pair, decode works alone.
+    avoid: keys to take only if there is no other. fits: whether the pair can exchange KV; if no pair can, decode
+    works alone.
     """
     prefill, decode = _others(prefill, avoid), _others(decode, avoid)
     if not decode:
@@ -62,10 +62,10 @@ def choose_pair(
 
 
 def _decode_turn(turn: int, num_prefill: int, num_decode: int) -> int:
-    """Decode's turn where prefill's is `turn`.
+    """Decode's turn if prefill's is `turn`.
 
-    With the same turn on both sides, two pools of equal size would always pair the same workers, and one bad worker
-    on each side would spoil every pair. So decode slips by one whenever all pairs of the same turn have been.
+    With equal turns, two pools of equal size would always pair the same workers, and one bad worker on each side
+    could spoil every pair. So decode slips by one after each full round.
     """
     if num_prefill == 0:
         return turn

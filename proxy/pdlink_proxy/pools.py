@@ -1,9 +1,8 @@
-"""The workers, what they said last, and whether they may get requests.
+"""The workers, their last health, and whether they may get requests.
 
-A worker is known by its URL and judged by what it says of itself, asked all the time, and by the legs sent to it: a
-refused or broken connection takes it out at once, the next good answer to a question asked *after* that takes it
-back. So there is no list of banned workers to be cleared by hand, and what a client does wrong never counts against a
-worker. The same URL with another epoch is another incarnation.
+A worker is known by its URL. Its health is polled all the time; a leg's refused or broken connection takes it out at
+once, and the next good health, asked for *after* that, takes it back. So there is no list of banned workers to clear
+by hand, and a client's mistake never counts against a worker. The same URL with another epoch is another incarnation.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("pdlink.proxy")
 
 _SILENCES_UNTIL_UNREACHABLE = 2
-"""One late answer is a busy host; a refused connection needs no second one."""
+"""One late answer may be a busy host; one refused connection is enough."""
 
 QUIET_S = 10.0
-"""How long it is no news that a worker cannot be reached: after the proxy's start, when workers may still load their
-models, and after a worker has said that it is leaving."""
+"""No warning about unreachable workers for this long after the proxy's start (workers may still load their models),
+and after a worker reports that it drains."""
 
 _MAX_REASON_CHARS = 400
 _MAX_NAME_CHARS = 256
@@ -52,15 +51,14 @@ class State(enum.Enum):
     """Has not answered yet."""
     OK = "ok"
     DRAINING = "draining"
-    """Finishes what it has, by its own word."""
+    """Reports that it finishes its requests and takes no others."""
     FAILED = "failed"
-    """Cannot serve, by its own word."""
+    """Reports that it cannot serve."""
     UNREACHABLE = "unreachable"
     WRONG_ROLE = "wrong role"
     INVALID = "invalid"
-    """Something answers there that is not a worker."""
+    """Its answer is not a worker's."""
     BARRED = "refuses our key"
-    """It does not let this proxy in."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,55 +68,55 @@ class Worker:
     url: str
     side: Leg
     label: str = ""
-    """Its place in this proxy's list, which is how clients know it: "prefill-0"."""
+    """Its place in this proxy's list, "prefill-0"; clients see this, not the URL."""
     control: tuple[str, ...] = ()
-    """Where its control plane listens, rank by rank, if it has to be configured."""
+    """Configured control addresses, by rank, if its health does not report them."""
     state: State = State.UNKNOWN
     reason: str = "has not answered yet"
     health: Health | None = None
-    """The last valid one, kept while the worker is away: it says which model would be back."""
+    """The last valid one, kept while the worker is away: it names its model."""
     heard_s: float | None = None
     """time.monotonic of the last answer."""
     in_flight: int = 0
-    """Legs of ours that have not ended."""
+    """Our running legs."""
     incarnations: int = 0
     faults: int = 0
-    """Grows whenever a leg finds the worker gone."""
+    """Legs that found the worker gone."""
     poke: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to ask for its health now."""
+    """Set it to ask for health now."""
     quiet_until_s: float = field(default_factory=lambda: time.monotonic() + QUIET_S)
     """Until then its absence is expected."""
     _silences: int = 0
     _warned_s: float | None = None
-    """time.monotonic of the warning that nothing has taken back yet."""
+    """time.monotonic of the warning, until the worker is back."""
 
     @property
     def key(self) -> str:
-        """Names this incarnation: a restarted worker is not the one to be avoided."""
+        """Names this incarnation: a restarted worker is another one."""
         return f"{self.url}#{self.health.epoch if self.health else ''}"
 
     @property
     def name(self) -> str:
-        """For people: its own, if that is one."""
+        """For people: its reported name if that is printable, else its URL."""
         said = self.health.name if self.health else ""
         return said if said.isprintable() and 0 < len(said) <= _MAX_NAME_CHARS else self.url
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where its control plane listens, without keys."""
+        """Its control addresses, without keys."""
         said = self.control or (self.health and self.health.control) or ()
         return tuple(address.partition("?")[0] for address in ((said,) if isinstance(said, str) else said))
 
     @property
     def address(self) -> PrefillAddress:
-        """Where decode finds it. It must have been heard."""
+        """Its name and control address for decode. Its health must be known."""
         if self.health is None:
             raise RuntimeError(f"{self.url} has not been heard")
         control = self.control or self.health.control or ""
         return PrefillAddress(self.health.name, control[0] if len(control) == 1 else control)
 
     def heard(self, health: Health | str, *, faults_when_asked: int) -> None:
-        """Take in what it says of itself; a text says why that is nothing that a worker says."""
+        """Take in its health, or the text why its answer is invalid."""
         self.heard_s = time.monotonic()
         self._silences = 0
         if isinstance(health, str):
@@ -149,17 +147,17 @@ class Worker:
             )
 
     def unreachable(self, reason: str) -> None:
-        """GET /health did not get through."""
+        """GET /health failed."""
         self._become(State.UNREACHABLE, reason)
 
     def fault(self, reason: str) -> None:
-        """A leg found it gone. Asked for its health at once."""
+        """A leg found it gone: ask for its health at once."""
         self.faults += 1
         self._become(State.UNREACHABLE, reason)
         self.poke.set()
 
     def barred(self, reason: str) -> None:
-        """It does not let this proxy in. Taken back by the next look that it does let in."""
+        """It refuses this proxy's key, until the next health that it answers."""
         self.heard_s = time.monotonic()
         self._silences = 0
         self._become(State.BARRED, reason)
@@ -173,7 +171,7 @@ class Worker:
         now, warned_s = time.monotonic(), self._warned_s
         if state is State.OK:
             self._warned_s = None
-            if changed:  # at the level at which it was missed
+            if changed:  # at the level of its loss
                 self._log(*((logging.INFO, "") if warned_s is None else (logging.WARNING, " again")))
             return
         expected = state is State.DRAINING or (state is State.UNREACHABLE and now < self.quiet_until_s)
@@ -187,7 +185,7 @@ class Worker:
         log.log(level, "%s worker %s: %s%s", self.side.value, self.url, self.state.value, more)
 
     def describe(self) -> dict[str, Any]:
-        """What GET /health of the proxy says about it."""
+        """Its entry in the proxy's GET /health."""
         now = time.monotonic()
         health = msgspec.structs.asdict(self.health) if self.health else None
         if health is not None and self.control:
@@ -214,10 +212,9 @@ class Pools:
         policy: str,
         control: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
-        """control: by URL of the prefill worker.
+        """control: addresses by URL of the prefill worker.
 
-        Raises ConfigError for what is not a base URL, or is listed twice on one side, and for control addresses of
-        others.
+        Raises ConfigError for an invalid or repeated base URL, and for control addresses of unknown workers.
         """
         where = {url.rstrip("/"): addresses for url, addresses in (control or {}).items()}
         self.workers = {
@@ -233,7 +230,7 @@ class Pools:
         self._turn = 0
         self.refusals = Refusals()
         self._alone: RefusedPair | None = None
-        """Why decode works alone although there is prefill; told once."""
+        """Why decode works alone although prefill is healthy; logged once."""
 
     @property
     def all(self) -> list[Worker]:
@@ -248,7 +245,7 @@ class Pools:
         ]
 
     def models(self) -> list[str]:
-        """Models that some decode worker holds or, if it is away, held when it was last heard."""
+        """Models of the decode workers; of an absent worker, its last known ones."""
         found = [
             worker.health
             for worker in self.workers[Leg.DECODE]
@@ -257,23 +254,23 @@ class Pools:
         return sorted({name for health in found for name in (health.model, *health.aliases)})
 
     def heard(self, worker: Worker) -> None:
-        """A worker has said how it is."""
+        """A worker's health has been updated."""
         other = Leg.DECODE if worker.side is Leg.PREFILL else Leg.PREFILL
         self.refusals.heard(worker, self.workers[other])
         if self._alone is not None and self.refusals.known(self._alone.prefill, self._alone.decode) is None:
             self._tell_alone(None)
 
     def barred(self, side: Leg) -> bool:
-        """Whether some worker does not let this proxy in."""
+        """Whether some worker refuses this proxy's key."""
         return any(worker.state is State.BARRED for worker in self.workers[side])
 
     def leaving(self) -> None:
-        """The proxy ends, and as a rule its workers with it: that is no news."""
+        """The proxy ends, and usually its workers with it: expect their absence."""
         for worker in self.all:
             worker.quiet_until_s = float("inf")
 
     def choose(self, model: str, avoid: Set[str]) -> Choice:
-        """A pair for a request, None where no worker of that model may get it."""
+        """A pair for a request; None for a side without a usable worker of that model."""
         prefill, decode = self.usable(Leg.PREFILL, model), self.usable(Leg.DECODE, model)
         turn, self._turn = self._turn, self._turn + 1
         chosen = choose_pair(
@@ -313,7 +310,7 @@ class Choice(NamedTuple):
     prefill: Worker | None
     decode: Worker | None
     refused: RefusedPair | None = None
-    """Why there is no prefill although one is well."""
+    """Why there is no prefill although a prefill worker is healthy."""
 
 
 def _candidate(worker: Worker) -> Candidate:
@@ -330,7 +327,9 @@ def _base_urls(side: str, urls: Iterable[str]) -> list[str]:
     for text in urls:
         url = text.rstrip("/")
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"{side}: {text!r} is not a base URL; write http://{text}")
+            raise ConfigError(
+                f"{side}: got {text!r}; a base URL begins with http:// or https://; write http://{text}"
+            )
         if url in found:
             raise ConfigError(f"{side}: {url} is listed twice")
         found.append(url)
@@ -338,7 +337,7 @@ def _base_urls(side: str, urls: Iterable[str]) -> list[str]:
 
 
 async def watch(pools: Pools, worker: Worker, asking: Asking, dialect: Dialect, interval_s: float) -> None:
-    """Ask a worker for its health, every interval and when poked, until cancelled."""
+    """Poll a worker's health, every interval and when poked, until cancelled."""
     while True:
         worker.poke.clear()
         faults = worker.faults

@@ -1,8 +1,8 @@
-"""Which workers cannot exchange KV, by their own account, so that no prompt is computed twice for nothing.
+"""Pairs of workers that cannot exchange KV: placing a request on them would compute its prompt twice.
 
-A worker's health lists whom it refused, or was refused by, with what differs. A pair in such a list is avoided. When
-the worker that dials says that its next try is due, the pair gets one request, which finds out whether the cause was
-mended; whatever comes of it, the answer is right.
+A worker's health lists the peers it refused, or that refused it, with the factor that differs. Such a pair is
+avoided. When the dialing worker reports that its next try is due, the pair gets one request, to find out whether the
+cause is fixed. The answer is right either way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pdlink.proxy")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
-"""Between two tries of a pair where no worker says when the next one is due; doubled by each."""
+"""Pause between two tries of a pair if no worker reports one; doubled by each try."""
 
 
 @dataclass(slots=True)
@@ -35,14 +35,14 @@ class RefusedPair:
     decode: Worker
     factor: str
     local: str
-    """As decode sees it, if decode has told of it; otherwise as prefill does."""
+    """From decode's view, if decode reported the pair; otherwise from prefill's."""
     remote: str
     until_s: float
     """time.monotonic of the next try."""
     pause_s: float = FIRST_PAUSE_S
-    """After the next try, if nobody says how long."""
+    """After the next try, unless a worker reports one."""
     lives: tuple[str, str] | None = None
-    """Of the two workers, where only a request has told of the pair."""
+    """The lives of the two workers, if a request and not their health found the pair."""
 
     def describe(self) -> dict[str, Any]:
         """For GET /health."""
@@ -59,7 +59,7 @@ class RefusedPair:
 
 
 class Refusals:
-    """All such pairs of one proxy."""
+    """All refused pairs of one proxy."""
 
     def __init__(self) -> None:
         self._pairs: dict[tuple[str, str], RefusedPair] = {}
@@ -71,7 +71,7 @@ class Refusals:
         return len(self._pairs)
 
     def heard(self, worker: Worker, others: Sequence[Worker]) -> None:
-        """Take in what a worker, just heard, says about those of the other side."""
+        """Take in the refusals in a worker's new health. others: the workers of the other side."""
         if not self._pairs and not (worker.health and worker.health.refused):
             return
         now = time.monotonic()
@@ -93,7 +93,7 @@ class Refusals:
                 self._forget(known)
 
     def note(self, prefill: Worker, decode: Worker, factor: str) -> None:
-        """A request has found out that decode will not have this prefill worker."""
+        """A request found that decode refuses this prefill worker."""
         known = self._pairs.get(_key(prefill, decode))
         if known is None:
             until_s = time.monotonic() + FIRST_PAUSE_S
@@ -103,7 +103,7 @@ class Refusals:
             _tell(pair)
 
     def fits(self, prefill: Worker, decode: Worker) -> None:
-        """A request of this pair is answered: what an earlier one has told is not true any more."""
+        """A request of this pair was answered: forget a refusal that an earlier request found."""
         known = self._pairs.get(_key(prefill, decode))
         if known is not None and known.lives is not None:
             self._forget(known)
@@ -113,16 +113,16 @@ class Refusals:
         log.warning("%s and %s no longer refuse each other", pair.prefill.name, pair.decode.name)
 
     def known(self, prefill: Worker, decode: Worker) -> RefusedPair | None:
-        """What is known against this pair."""
+        """The refusal of this pair, if any."""
         return self._pairs.get(_key(prefill, decode))
 
     def between(self, prefill: Worker, decode: Worker) -> RefusedPair | None:
-        """Why this pair is to be avoided now, if it is."""
+        """The refusal of this pair, if it is to be avoided now."""
         pair = self._pairs.get(_key(prefill, decode))
         return pair if pair is not None and time.monotonic() < pair.until_s else None
 
     def try_again(self, prefill: Worker, decode: Worker) -> bool:
-        """The pair gets a request. Whether that is a try of a refused one: no other follows until its time."""
+        """The pair gets a request. True if it is refused: no other request follows until the pause is over."""
         pair = self._pairs.get(_key(prefill, decode))
         if pair is None:
             return False
@@ -141,7 +141,7 @@ def _tell(pair: RefusedPair) -> None:
 
 
 def _found(prefill: Worker, decode: Worker) -> Refused | None:
-    """What decode says of prefill, which it dials, and otherwise what prefill says of decode."""
+    """Decode's refusal of prefill, which it dials, or else prefill's refusal of decode."""
     for asked, about in ((decode, prefill), (prefill, decode)):
         if asked.health is None or about.health is None:
             continue

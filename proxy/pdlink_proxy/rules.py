@@ -1,4 +1,4 @@
-"""What a leg's bad news leads to, and how dialects differ in it: data for `flow.py`."""
+"""Reactions to failures of legs, and how dialects differ: data for `flow.py`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class News(enum.Enum):
-    """Bad news of a leg, by what can be done about it."""
+    """Failures of a leg, by the possible reaction."""
 
     REJECTED = "rejected"
-    """4xx: the request is at fault and would be rejected everywhere."""
+    """4xx: the request is at fault; every worker would reject it."""
     FAILED = "failed"
-    """A status that nobody says would go away by trying again."""
+    """An error status that a retry would not change."""
     LOST = "lost"
-    """Another try may succeed: such a status, no connection, a broken one, silence."""
+    """A retry may succeed: status in `lost_statuses`, no connection, broken connection, silence."""
     STALE = "stale"
 
 
@@ -28,7 +28,7 @@ class Reaction(enum.Enum):
     ANSWER = "answer"
     """Cancel the other leg and give the client this leg's answer."""
     TELL_DECODE = "tell decode"
-    """Decode can go on without prefill: it recomputes, or fails by its own setting. If it has its KV, it need not."""
+    """Decode goes on without prefill: it recomputes, or fails by its own setting, unless it has its KV."""
     RETRY = "retry"
     """A new attempt if one is left, else ANSWER."""
     RESEND = "resend"
@@ -38,7 +38,7 @@ class Reaction(enum.Enum):
 
 
 Reactions = dict[tuple[Leg, News], tuple[Reaction, Reaction]]
-"""(leg, news) -> reaction while nothing was sent to the client, and after that."""
+"""(leg, news) -> reaction before the first byte to the client, and after it."""
 
 REACTIONS: Reactions = {
     (Leg.PREFILL, News.REJECTED): (Reaction.ANSWER, Reaction.TELL_DECODE),
@@ -51,7 +51,7 @@ REACTIONS: Reactions = {
     (Leg.DECODE, News.STALE): (Reaction.RESEND, Reaction.BREAK),
 }
 
-# For decode workers that nobody can tell: one whose prefill is lost is cancelled, and the request tried again.
+# For decode workers without a stop call: if prefill is lost, decode is cancelled and the request tried again.
 REACTIONS_UNTOLD: Reactions = {
     **REACTIONS,
     (Leg.PREFILL, News.FAILED): (Reaction.ANSWER, Reaction.TELL_DECODE),
@@ -65,24 +65,24 @@ def _as_it_is(_prefill_answer: bytes, data: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How a dialect's workers differ in the course of a request; the defaults are those of pdlink's own."""
+    """How the workers of a dialect behave; the defaults are pdlink's own workers."""
 
     untold: bool = False
-    """There is no way to tell a worker that the other side of its transfer will not come, but closing its leg."""
+    """The workers have no stop call: only closing their HTTP connection tells them that the other leg failed."""
     handover: Callable[[bytes], bytes | None] | None = None
-    """Makes the legs follow each other: decode's starts with what this finds in prefill's answer. None in place of
-    the function starts both at once; None from it says that this was no answer."""
+    """If set, decode's leg starts after prefill's answer, with the parameters that this finds there; it returns None
+    for an invalid answer. If not set, both legs start at once."""
     lost_statuses: frozenset[int] = frozenset({502, 503, 504})
-    """Statuses after which another try may succeed."""
+    """Statuses after which a retry may succeed."""
     no_kv_status: int = 502
-    """What decode answers if it is well but its KV did not come."""
+    """The status of a healthy decode worker whose KV did not come."""
     merge_answer: Callable[[bytes, bytes], bytes] = _as_it_is
-    """(prefill's answer, decode's) -> the client's. Prefill's is empty if it is not here yet. Called, as the next one
-    is, for every attempt with a prefill leg."""
+    """(prefill's answer, decode's) -> the client's. Prefill's is empty until it is here. Called, as `merge_events`,
+    for every attempt with a prefill leg."""
     merge_events: Callable[[bytes, bytes], bytes] = _as_it_is
     """(prefill's answer, whole events of decode's stream) -> the client's."""
 
     @property
     def reactions(self) -> Reactions:
-        # A decode leg that has not begun cannot be told either.
+        # A decode leg that has not started has no stop call either.
         return REACTIONS_UNTOLD if self.untold or self.handover else REACTIONS

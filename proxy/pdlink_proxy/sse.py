@@ -1,7 +1,7 @@
-"""Server-sent events, as far as a router must know them: where one event ends and what the first one says.
+"""Server-sent events: event boundaries, and the meaning of first, last and error events.
 
-The bytes of a stream are passed on as they came; they are only cut at event boundaries, so that a stream that breaks
-never leaves the client with half a line before the error event.
+A stream's bytes pass through unchanged. They are cut at event boundaries only, so a broken stream never leaves the
+client with half a line before the error event.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 DONE = b"data: [DONE]\n\n"
 
 MAX_EVENT_NBYTES = 16 * 2**20
-"""Longest single event held back. One token with the log-probabilities of a 128k-token prompt is about 10 MiB."""
+"""Longest single event to hold. One token with the log-probabilities of a 128k-token prompt is about 10 MiB."""
 
-# Lines may end in \n or \r\n; a bare \r, which the standard also allows, is used by no inference server.
+# Lines end in \n or \r\n; no inference server uses the bare \r that the standard also allows.
 _BOUNDARY = re.compile(rb"\r?\n\r?\n")
 
 
@@ -28,18 +28,18 @@ class EventTooLong(ValueError):
 
 
 class EventBuffer:
-    """Bytes that arrived, given out again in whole events. Every byte is searched once, however it was cut."""
+    """Cuts arriving bytes into whole events. Every byte is searched once."""
 
     def __init__(self) -> None:
         self._held = bytearray()
         self._searched = 0
-        """Bytes of `_held` that begin no boundary, or one that is not complete."""
+        """Bytes of `_held` without a complete boundary."""
 
     def feed(self, data: bytes) -> None:
         self._held += data
 
     def take_first_data_event(self) -> bytes | None:
-        """The first event that carries data, or None while it is incomplete. Comments before it are dropped."""
+        """The first event with data, or None while it is incomplete. Comments before it are dropped."""
         while (end := self._first_end()) > 0:
             event = self._take(end)
             if event.startswith(b"data:") or b"\ndata:" in event:
@@ -48,7 +48,7 @@ class EventBuffer:
         return None
 
     def take_whole_events(self) -> bytes:
-        """Everything up to the last event boundary; what follows it is held."""
+        """All bytes up to the last event boundary; the rest is held."""
         held, start = self._held, self._searched
         if held.endswith(b"\n\n"):
             return self._take(len(held))
@@ -59,18 +59,18 @@ class EventBuffer:
         return self._take(end)
 
     def pass_whole_events(self, data: bytes) -> bytes:
-        """The same with newly arrived bytes, which as a rule are whole events and are not copied."""
+        """`feed`, then `take_whole_events`; does not copy bytes that are whole events already."""
         if not self._held and data.endswith(b"\n\n"):
             return data
         self.feed(data)
         return self.take_whole_events()
 
     def take_rest(self) -> bytes:
-        """What is held, when no more will come."""
+        """All held bytes, at the end of the stream."""
         return self._take(len(self._held))
 
     def _first_end(self) -> int:
-        """Where the first event ends; 0 if it does not yet."""
+        """End of the first event; 0 if it is incomplete."""
         start = self._searched
         lf = self._held.find(b"\n\n", start)
         mixed = self._held.find(b"\n\r\n", start, lf if lf >= 0 else len(self._held))
@@ -83,19 +83,19 @@ class EventBuffer:
         return taken
 
     def _hold(self) -> None:
-        self._searched = max(0, len(self._held) - 2)  # the longest boundary, as searched for, has three bytes
+        self._searched = max(0, len(self._held) - 2)  # the longest boundary has three bytes
         if len(self._held) > MAX_EVENT_NBYTES:
             raise EventTooLong(f"an event of more than {MAX_EVENT_NBYTES} bytes")
 
 
 def is_done(data: bytes) -> bool:
-    """Whether whole events end with the marker after which nothing follows."""
-    # A JSON line ends in "}", so this cannot be met by generated text.
+    """Whether whole events end with the [DONE] marker."""
+    # Generated text cannot match: a JSON line ends in "}".
     return data[-16:].rstrip().endswith(b"[DONE]")
 
 
 def before_done(data: bytes, comment: bytes) -> bytes:
-    """Events that end with that marker, with a comment before it. Others are returned as they are."""
+    """Insert a comment before [DONE], if the events end with it."""
     if not is_done(data):
         return data
     start = data.rfind(b"\n", 0, data.rindex(b"[DONE]")) + 1
@@ -106,12 +106,12 @@ ERROR_MARK = b'{"error"'
 
 
 def has_error(data: bytes) -> bool:
-    """Whether whole events may hold an error object of the worker. Quotes inside generated text are escaped."""
+    """Whether whole events may contain a worker's error object. Quotes in generated text are escaped."""
     return ERROR_MARK in data
 
 
 def rewritten(data: bytes, mark: bytes, rewrite: Callable[[bytes], bytes]) -> bytes:
-    """Whole events, those of them that hold `mark` with another payload if `rewrite` gives one."""
+    """Whole events, with the payloads that contain `mark` replaced by `rewrite(payload)`."""
     out, start = b"", 0
     while (end := _BOUNDARY.search(data, start)) is not None:
         event, start = data[start : end.end()], end.end()
@@ -136,7 +136,7 @@ def is_error(document: bytes) -> bool:
 
 
 class _Peek(msgspec.Struct):
-    error: msgspec.Raw = msgspec.Raw(b"null")  # with `| None` msgspec 0.22 takes nothing but null
+    error: msgspec.Raw = msgspec.Raw(b"null")  # with `| None` msgspec 0.22 accepts null only
 
 
 def problem_of(event: bytes) -> tuple[str, bytes] | None:

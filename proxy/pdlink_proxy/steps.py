@@ -1,4 +1,4 @@
-"""What goes into the flow of a request, what comes out, and how it can end. `flow.py` says which follows which."""
+"""Events, actions and outcomes of a request's flow (`flow.py`)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Loss(enum.Enum):
     CONNECT = "connect"
     """No connection: refused, unreachable or not in time."""
     RESET = "reset"
-    """The connection broke while the answer was awaited or half here."""
+    """The connection broke before or in the middle of the answer."""
     STALE = "stale"
-    """A pooled connection broke before any byte of the answer: most likely the worker had closed it as idle."""
+    """A pooled connection broke before any byte of the answer: probably the worker closed it as idle."""
     TIMEOUT = "timeout"
     MALFORMED = "malformed"
-    """The worker answered something that is no answer."""
+    """The worker's answer is invalid."""
     ERROR = "error"
-    """It sent an error where a stream should have gone on."""
+    """It sent an error in the middle of a stream."""
     BARRED = "barred"
-    """The worker does not let this proxy in."""
+    """The worker refuses this proxy's key."""
     MISPAIRED = "mispaired"
-    """Decode must not connect to this prefill worker."""
+    """Decode may not connect to this prefill worker."""
     LOCAL = "local"
     """This process is out of sockets or ports; the worker is not to blame."""
 
@@ -40,7 +40,7 @@ class Started(msgspec.Struct, frozen=True):
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """Workers for the attempt that was asked for; no prefill means that decode works alone."""
+    """Workers for the attempt; no prefill means that decode works alone."""
 
     prefill: str | None
     decode: str
@@ -51,7 +51,7 @@ class Unplaced(msgspec.Struct, frozen=True):
 
     message: str
     barred: bool = False
-    """The workers that could serve it do not let this proxy in."""
+    """The workers that could serve it refuse this proxy's key."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -63,14 +63,14 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """A leg's event stream ended as HTTP says it should."""
+    """A leg's event stream ended properly."""
 
     attempt: int
     leg: Leg
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """A leg's whole answer: any answer to a request that does not stream, otherwise one that is not 2xx."""
+    """A leg's whole answer: to a request that does not stream, or with a status that is not 2xx."""
 
     attempt: int
     leg: Leg
@@ -89,7 +89,7 @@ class Lost(msgspec.Struct, frozen=True):
 
 
 class ClientLeft(msgspec.Struct, frozen=True):
-    """Nobody reads any more."""
+    """The client has closed its connection."""
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -97,14 +97,14 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 class ShuttingDown(msgspec.Struct, frozen=True):
-    """The time that running requests were given to finish is over."""
+    """The drain time is over."""
 
 
 Event: TypeAlias = Started | Placed | Unplaced | Chunk | Ended | Answered | Lost | ClientLeft | Tick | ShuttingDown
 
 
 class Why(enum.Enum):
-    """What an attempt is made for."""
+    """The reason of an attempt."""
 
     FIRST = "first"
     RETRY = "retry"
@@ -119,11 +119,11 @@ class Place(msgspec.Struct, frozen=True):
     why: Why
     avoid: frozenset[str]
     alone: bool = False
-    """Decode is to serve it alone."""
+    """Decode must serve it alone."""
 
 
 class StartLegs(msgspec.Struct, frozen=True):
-    """Make a transfer id and send both legs, neither waiting for the other; only prefill's if decode is to follow."""
+    """Make a transfer id and send both legs at once; only prefill's if decode's follows it."""
 
     attempt: int
     prefill: str | None
@@ -131,7 +131,7 @@ class StartLegs(msgspec.Struct, frozen=True):
 
 
 class StartDecode(msgspec.Struct, frozen=True):
-    """Send decode's leg, which has waited for prefill's answer."""
+    """Send decode's leg, after prefill's answer."""
 
     attempt: int
     params: bytes
@@ -139,35 +139,35 @@ class StartDecode(msgspec.Struct, frozen=True):
 
 
 class CancelLeg(msgspec.Struct, frozen=True):
-    """Close the leg's connection now; the worker takes that as an abort."""
+    """Close the leg's connection now; the worker aborts."""
 
     attempt: int
     leg: Leg
 
 
 class Blame(msgspec.Struct, frozen=True):
-    """Count and log that the leg failed. Comes before the Place that it leads to."""
+    """Count and log that the leg failed. Comes before the Place that follows from it."""
 
     attempt: int
     leg: Leg
     reason: Loss | int
-    """A kind of loss, or the status that its worker answered."""
+    """A kind of loss, or its worker's status."""
     detail: str = ""
-    """For the log; clients are not told what a worker sent."""
+    """For the log only: clients do not see a worker's texts."""
     then: str = ""
-    """What becomes of the request."""
+    """How the request goes on."""
 
 
 class LetGo(msgspec.Struct, frozen=True):
-    """Nobody needs the leg any more, but it is expected to end by itself in a moment: close its connection only if it
-    does not."""
+    """The leg is not needed any more, and should end by itself in a moment: close its connection only if it does
+    not."""
 
     attempt: int
     leg: Leg
 
 
 class TellToStop(msgspec.Struct, frozen=True):
-    """Tell the leg's worker that the other side of its transfer will not come."""
+    """Tell the leg's worker that the other leg failed."""
 
     attempt: int
     leg: Leg
@@ -175,7 +175,7 @@ class TellToStop(msgspec.Struct, frozen=True):
 
 
 class Forward(msgspec.Struct, frozen=True):
-    """Send bytes to the client, beginning the answer if these are the first."""
+    """Send bytes to the client; the first ones begin the answer."""
 
     data: bytes
 

@@ -1,7 +1,7 @@
-"""Talking to workers: one pool of connections, one leg from request to last byte, and the word to stop.
+"""HTTP to workers: connection pools, one leg from request to last byte, the stop call.
 
-The defaults of aiohttp's client are made for browsing. Each one that would hurt a router of long streams is set here,
-with the reason beside it.
+aiohttp's client has defaults for browsing; the settings here differ for a router of long streams, each with its
+reason.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ if TYPE_CHECKING:
     from pdlink.config import ProxyConfig
 
 KEEPALIVE_S = 2.5
-"""How long an idle connection is kept. Servers close theirs after 5 s (uvicorn, vLLM) or more; a client that keeps it
-longer than the server sends requests into closed connections. aiohttp's default is 15 s."""
+"""Lifetime of an idle connection: shorter than the servers' (5 s for uvicorn and vLLM), or requests would go into
+closed connections. aiohttp's default is 15 s."""
 
-# A host that vanished sends no reset, and a stream that only listens never notices: the kernel asks after 10 s of
-# silence and gives up after three unanswered questions 3 s apart.
+# A vanished host sends no reset, and a stream that only reads never notices: TCP keep-alive probes after 10 s of
+# silence, and gives up after three unanswered probes 3 s apart.
 _KEEPALIVE_OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    # Tokens are small and each is waited for.
+    # Tokens are small; do not delay them.
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
 
 _MAX_WORDS_CHARS = 300
 
 MAX_REPLY_NBYTES = 64 * 1024
-"""Of an answer to a question about a worker itself."""
+"""Of an answer about a worker itself (health, models)."""
 
 _OUT_OF_SOCKETS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 
 
 class AnswerTooLarge(ValueError):
-    """A worker answered with more bytes than one answer may have."""
+    """A worker's answer exceeds the limit."""
 
 
 def open_session(
     config: ProxyConfig, *, max_connections: int, headers: Mapping[str, str] | None = None
 ) -> aiohttp.ClientSession:
-    """The one session for many requests; the caller closes it. headers: those that show us to workers."""
+    """A session for many requests; the caller closes it. headers: the proxy's own, for every request."""
     connector = aiohttp.TCPConnector(
-        limit=max_connections,  # 0 is no limit; the default lets the 101st stream wait for one of the others to end
+        limit=max_connections,  # 0: no limit; with the default the 101st stream would wait for another to end
         keepalive_timeout=KEEPALIVE_S,
         socket_factory=_socket,
         ssl=worker_tls(config),
     )
     timeout = aiohttp.ClientTimeout(
-        total=None,  # the default ends every stream after 300 s; the flow has deadlines of its own
+        total=None,  # the default ends every stream after 300 s; the flow has its own deadlines
         sock_connect=config.connect_timeout_s,
     )
     reuse = aiohttp.TraceConfig()
@@ -69,9 +69,9 @@ def open_session(
     return aiohttp.ClientSession(
         connector=connector,
         timeout=timeout,
-        auto_decompress=False,  # bytes are passed on as they are, with the headers that describe them
+        auto_decompress=False,  # bytes pass through unchanged, with the headers that describe them
         cookie_jar=aiohttp.DummyCookieJar(),  # a worker's cookie must not go to another client's request
-        # What the workers are asked for is uncompressed; aiohttp would offer gzip.
+        # Ask for uncompressed answers; aiohttp would offer gzip.
         headers={"Accept-Encoding": "identity", "Content-Type": "application/json", **(headers or {})},
         trace_configs=[reuse],
     )
@@ -102,12 +102,12 @@ class LegCall:
     streaming: bool
     max_answer_nbytes: int
     on_head: Callable[[Mapping[str, str]], None]
-    """Gets the headers of a 2xx answer before anything else of it is said."""
+    """Called with the headers of a 2xx answer before its first event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """Whom to ask a small question, and how long."""
+    """A worker to ask about itself, with a deadline."""
 
     session: aiohttp.ClientSession
     url: str
@@ -121,21 +121,20 @@ class Reply(NamedTuple):
 
 
 async def ask(asking: Asking, path: str) -> Reply:
-    """GET. Raises TimeoutError, and aiohttp.ClientError, OSError or ValueError where there is no answer for another
-    reason."""
+    """GET. Raises TimeoutError, aiohttp.ClientError, OSError or ValueError."""
     timeout = aiohttp.ClientTimeout(total=asking.timeout_s)
     async with asking.session.get(asking.url + path, timeout=timeout, allow_redirects=False) as response:
         return Reply(response.status, await read_bounded(response, MAX_REPLY_NBYTES))
 
 
 Say = Callable[[Event], Awaitable[None]]
-"""Reports one event of a leg. Waits while the client is slow, and so slows the worker."""
+"""Reports one event of a leg. Waits while the client is slow: back-pressure for the worker."""
 
 
 async def run_leg(session: aiohttp.ClientSession, call: LegCall, say: Say) -> None:
-    """Send a leg's request and report what comes of it: chunks and their end, or one answer, or one loss.
+    """Send a leg's request and report its result: chunks and their end, or one answer, or one loss.
 
-    Returns when the leg is over. Being cancelled closes the connection, which is what tells the worker to abort.
+    Returns when the leg is over. Cancelling it closes the connection, and the worker aborts.
     """
     trace = SimpleNamespace(reused=False)
     head_seen = False
@@ -165,20 +164,20 @@ async def run_leg(session: aiohttp.ClientSession, call: LegCall, say: Say) -> No
 
 
 def describe(error: Exception) -> str:
-    """What an exception says, or its name: some of aiohttp's say nothing.
+    """The text of an exception, or its name if the text is empty, as some of aiohttp's are.
 
-    Of a connection that failed the system's words alone: aiohttp's name the address again, and `ssl:default` where
-    nothing is encrypted.
+    For a failed connection the system's text alone: aiohttp's repeats the address, and names `ssl:default` without
+    encryption.
     """
     if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
         cause = error.os_error
-        known = cause.errno is not None and cause.errno > 0  # those of name look-ups are not
+        known = cause.errno is not None and cause.errno > 0  # name look-ups have negative ones
         return os.strerror(cause.errno) if known and cause.errno else cause.strerror or str(cause)
     return printable(str(error)) or type(error).__name__
 
 
 def printable(text: str) -> str:
-    """Words that a worker may have a part in, as they may be in the log: in one line, and not long."""
+    """A text that may contain a worker's words, for the log: one line, cut."""
     return "".join(char if char.isprintable() else " " for char in text[:_MAX_WORDS_CHARS])
 
 
@@ -195,10 +194,10 @@ async def read_bounded(response: aiohttp.ClientResponse, max_nbytes: int) -> byt
 
 
 def loss_of(error: Exception, *, reused: bool) -> Loss:
-    """What an exception of aiohttp's client says about the leg. reused: on a pooled connection, before any byte of
-    the answer."""
+    """The kind of loss that an exception of aiohttp's client means. reused: on a pooled connection, before any byte
+    of the answer."""
     match error:
-        case aiohttp.ClientSSLError():  # first: those about certificates have no os_error (aiohttp 3.14)
+        case aiohttp.ClientSSLError():  # first: certificate errors have no os_error (aiohttp 3.14)
             return Loss.CONNECT
         case aiohttp.ClientConnectorError() if error.os_error.errno in _OUT_OF_SOCKETS:
             return Loss.LOCAL
@@ -217,9 +216,9 @@ def loss_of(error: Exception, *, reused: bool) -> Loss:
 async def tell_to_stop(
     session: aiohttp.ClientSession, worker_url: str, transfer_id: str, reason: str, *, timeout_s: float
 ) -> bool:
-    """Tell a worker that the other side of a transfer will not come; whether it took note of it.
+    """Stop a transfer on a worker, because the other leg failed; returns whether the worker accepted.
 
-    A worker that cannot be told is found out by its own deadline, so failing here is no error.
+    A failure here is no error: the worker's own deadline ends the transfer.
     """
     try:
         async with session.post(

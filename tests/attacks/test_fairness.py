@@ -86,6 +86,6 @@ def test_hello_that_no_listener_would_take_is_not_sent(pair: Pair, monkeypatch: 
     handler = Handler()
     pair.decode.endpoint.receiver.expect("t", pair.prefill.endpoint.address, handler)
     failed, released = handler.wait()
-    assert "our hello has " in failed
+    assert "hello: got " in failed
     assert "bytes; limit 100" in failed
     assert released == "released"

@@ -126,7 +126,7 @@ def test_connection_that_never_shows_a_key_is_ended(monkeypatch: pytest.MonkeyPa
             id="unknown key",
         ),
         pytest.param(
-            "decode", knows(DECODE, OTHER), OTHER.public, "its key is not the one in the address", "no proof of a key",
+            "decode", knows(DECODE, OTHER), OTHER.public, "its key is not the one in", "no proof of a key",
             id="wrong key of the listener",
         ),
         pytest.param(
