@@ -11,6 +11,7 @@ from random import Random
 import xxhash
 
 from pdlink.store.tiers.base import Tier
+from pdlink.store.tiers.shared_dir import SharedDir
 
 CAPACITY_NBYTES = 8 << 20
 """Of the tiers with a bound: room for some 120 records of the suite."""
@@ -108,4 +109,13 @@ def _damage_memory(tier: Tier, _: Path, key: bytes, change: Callable[[bytes], by
     tier.records[key] = change(tier.records[key])
 
 
-ENTRIES = [Entry("memory", lambda _: MemoryTier(), _damage_memory, persists=False)]
+def _damage_shared_dir(_: Tier, path: Path, key: bytes, change: Callable[[bytes], bytes]) -> None:
+    file = path / "model" / key.hex()[:2] / key.hex()[2:]
+    file.write_bytes(change(file.read_bytes()))
+
+
+ENTRIES = [
+    Entry("memory", lambda _: MemoryTier(), _damage_memory, persists=False),
+    Entry("shared_dir", lambda path: SharedDir(path, "model"), _damage_shared_dir),
+    Entry("shared_dir with a bound", lambda path: SharedDir(path, "model", CAPACITY_NBYTES), _damage_shared_dir),
+]
