@@ -106,7 +106,10 @@ class Engine:
         Raises InvalidRequest (empty prompt, token outside the vocabulary, id in use), CapacityExceeded (can never
         fit) or Overloaded (too many requests now, or the engine is stopping).
         """
-        self._check(request)
+        request.check(max_tokens=self._model.max_tokens, vocab_size=self._model.vocab_size)
+        num_blocks = self._scheduler.blocks_for(request)
+        if num_blocks > self._pool.num_blocks:
+            raise CapacityExceeded(f"{num_blocks} KV blocks are needed, this worker has {self._pool.num_blocks}")
         limit = self._config.max_running + self._config.max_waiting
         with self._wakeup:
             if self._stopping:
@@ -391,32 +394,6 @@ class Engine:
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._end(sequence, RequestAborted(f"request {request_id!r} was aborted"))
-
-    # --- Checks
-
-    def _check(self, request: GenerationRequest) -> None:
-        prompt, max_tokens = request.prompt_token_ids, request.sampling.max_tokens
-        if not prompt:
-            raise InvalidRequest("the prompt is empty; at least one token is needed")
-        covered = 0
-        for known in request.external:
-            if known.begin != covered or not covered < known.end <= len(prompt):
-                raise InvalidRequest(
-                    f"external: got tokens [{known.begin}, {known.end}) after {covered} of {len(prompt)} prompt "
-                    f"tokens; ranges must join, from token 0 on: nothing is computed before external KV"
-                )
-            covered = known.end
-        if len(prompt) + max_tokens > self._model.max_tokens:
-            raise CapacityExceeded(
-                f"{len(prompt)} prompt tokens and max_tokens {max_tokens} make {len(prompt) + max_tokens}, "
-                f"this worker serves at most {self._model.max_tokens}"
-            )
-        for token in (min(prompt), max(prompt)):
-            if not 0 <= token < self._model.vocab_size:
-                raise InvalidRequest(f"token {token} is outside the vocabulary of {self._model.vocab_size}")
-        num_blocks = self._scheduler.blocks_for(request)
-        if num_blocks > self._pool.num_blocks:
-            raise CapacityExceeded(f"{num_blocks} KV blocks are needed, this worker has {self._pool.num_blocks}")
 
     def _namespace(self, salt: str) -> bytes:
         model = self._model

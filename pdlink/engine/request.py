@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pdlink.errors import InvalidRequest
+from pdlink.errors import CapacityExceeded, InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,6 +60,28 @@ class GenerationRequest:
     held back then is left to it."""
     salt: str = ""
     """Prefixes are shared only between requests of equal salt: keeps tenants apart."""
+
+    def check(self, *, max_tokens: int, vocab_size: int) -> None:
+        """Raises InvalidRequest for an impossible request, CapacityExceeded for more than `max_tokens` tokens."""
+        prompt = self.prompt_token_ids
+        if not prompt:
+            raise InvalidRequest("the prompt is empty; at least one token is needed")
+        covered = 0
+        for known in self.external:
+            if known.begin != covered or not covered < known.end <= len(prompt):
+                raise InvalidRequest(
+                    f"external: got tokens [{known.begin}, {known.end}) after {covered} of {len(prompt)} prompt "
+                    f"tokens; ranges must join, from token 0 on: nothing is computed before external KV"
+                )
+            covered = known.end
+        if len(prompt) + self.sampling.max_tokens > max_tokens:
+            raise CapacityExceeded(
+                f"{len(prompt)} prompt tokens and max_tokens {self.sampling.max_tokens} make "
+                f"{len(prompt) + self.sampling.max_tokens}, this worker serves at most {max_tokens}"
+            )
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < vocab_size:
+                raise InvalidRequest(f"token {token} is outside the vocabulary of {vocab_size}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING
 
 from pdlink.errors import DeadlineExceeded, PdlinkError
-from pdlink.serve.legs import DecodeLeg, PrefillLeg, recomputed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from pdlink.engine.request import TokenOutput
     from pdlink.errors import TransferFailed
-    from pdlink.serve.legs import Item
+    from pdlink.serve.legs import PrefillLeg
+
+    Item = TokenOutput | PdlinkError | None
+    """What a client gets: a token, or the end (None, or the error that ended the request)."""
 
 log = logging.getLogger(__name__)
 
@@ -23,34 +26,51 @@ log = logging.getLogger(__name__)
 class Stream:
     """The tokens of one request, in the asyncio loop that asked for them."""
 
+    kv_path = ""
+    """How the KV of a decode leg's prompt came here, for a header; known with its first token. Else empty."""
+    failure: TransferFailed | None = None
+    """Why the transfer of a prefill leg failed, which aborts its request."""
+    leg: PrefillLeg | None = None
+    """Of a prefill leg, which waits for its receiver longer than the engine computes."""
+    first_token_s: float | None = None
+    num_tokens = 0
+    """Of the answer, so far."""
+    finish_reason = ""
+
     def __init__(self, request_id: str, num_prompt_tokens: int, timeout_s: float) -> None:
         self.request_id, self.num_prompt_tokens = request_id, num_prompt_tokens
-        self.leg: PrefillLeg | DecodeLeg | None = None
-        """Its part in a transfer."""
-        self.fallback: TransferFailed | None = None
-        """Why a decode leg has no part in its transfer from the start."""
         self.started_s = time.monotonic()
-        self.first_token_s: float | None = None
-        self.num_tokens = 0
-        """Of the answer, so far."""
-        self.finish_reason = ""
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
+        self._lock = threading.Lock()
+        self._held: list[Item] | None = None
+        """What waits for `let_pass`; None if nothing has to."""
 
     @property
-    def kv_path(self) -> str:
-        """How the KV of a decode leg's prompt came here, for a header; known with its first token. Else empty."""
-        if self.fallback is not None:
-            return recomputed(self.fallback)
-        return self.leg.kv_path if isinstance(self.leg, DecodeLeg) else ""
+    def holds(self) -> bool:
+        return self._held is not None
 
-    def say(self, item: Item) -> None:
-        """A token, or the end, from the engine's thread: to the client when its leg lets it pass."""
-        (self.leg if isinstance(self.leg, PrefillLeg) else self).put(item)
+    def hold(self) -> None:
+        """Keep what is put from the client until `let_pass`."""
+        self._held = []
+
+    def let_pass(self) -> None:
+        with self._lock:
+            held, self._held = self._held or [], None
+            for item in held:
+                self._put(item)
 
     def put(self, item: Item) -> None:
-        """To the client, from any thread: a token, or the end (None, or the error that ended the request)."""
+        """From any thread: a token, or the end. An error is not held, and drops what is."""
+        with self._lock:
+            if self._held is not None and not isinstance(item, PdlinkError):
+                self._held.append(item)
+            else:
+                self._held = None
+                self._put(item)
+
+    def _put(self, item: Item) -> None:
         try:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
         except RuntimeError:  # the loop is closed: nobody reads any more

@@ -25,7 +25,7 @@ from pdlink.memory.blocks import BlockPool
 from pdlink.memory.buffers import available_nbytes
 from pdlink.node.node import Node
 from pdlink.node.port import EnginePort
-from pdlink.serve.legs import DecodeLeg, PrefillLeg
+from pdlink.serve.legs import DecodeLeg, PrefillLeg, recomputed
 from pdlink.serve.stream import Stream
 
 if TYPE_CHECKING:
@@ -150,64 +150,57 @@ class Worker:
         if self.draining:
             raise Draining("this worker is shutting down; send the request to another one")
         stream = Stream(request_id, len(prompt), self.config.timeouts.request_s)
-        goes_on = False
-        if params is not None:
-            if self.config.role not in (params.leg, "both"):
-                raise InvalidRequest(f"this worker has role {self.config.role!r}, the request is a {params.leg} leg")
-            goes_on = params.leg == "prefill" and sampling.max_tokens > 1
-            self._join(stream, params)
-            if params.leg == "prefill":
-                sampling = replace(sampling, max_tokens=1)
-        leg = stream.leg
-        external = leg.incoming.lookup(()) if isinstance(leg, DecodeLeg) else ()
-        request = GenerationRequest(request_id, prompt, sampling, external=external, goes_on=goes_on, salt=salt)
+        with self._lock:
+            if request_id in self._running:
+                raise InvalidRequest(f"request id {request_id!r} is in use")
+            self._running[request_id] = stream  # the engine's thread may speak of it before `submit` returns
         try:
-            self._submit(request, stream)
+            leg = self._leg(stream, params) if params is not None else None
+            is_prefill = isinstance(leg, PrefillLeg)
+            self.engine.submit(
+                GenerationRequest(
+                    request_id,
+                    prompt,
+                    replace(sampling, max_tokens=1) if is_prefill else sampling,
+                    external=leg.incoming.lookup(()) if isinstance(leg, DecodeLeg) else (),
+                    goes_on=is_prefill and sampling.max_tokens > 1,
+                    salt=salt,
+                )
+            )
         except PdlinkError as error:
-            if leg is not None:
-                self.port.ended(request_id, error.code)
+            with self._lock:
+                del self._running[request_id]
+            self.port.ended(request_id, error.code)
             raise
         if isinstance(leg, DecodeLeg):
             leg.submitted()
         return stream
 
-    def _join(self, stream: Stream, params: TransferParams) -> None:
-        """Make the request a leg of its transfer. Raises as `start`."""
-        names = (stream.request_id, params.transfer_id, stream.num_prompt_tokens)
+    def _leg(self, stream: Stream, params: TransferParams) -> PrefillLeg | DecodeLeg | None:
+        """The request's part in its transfer; None if that has failed already and the prompt is computed here."""
+        if self.config.role not in (params.leg, "both"):
+            raise InvalidRequest(f"this worker has role {self.config.role!r}, the request is a {params.leg} leg")
         if params.leg == "prefill":
-            stream.leg = PrefillLeg(*names, put=stream.put, engine=self.engine, port=self.port)
-            return
+            stream.leg = PrefillLeg(stream, params.transfer_id, self.engine, self.port)
+            return stream.leg
         if params.prefill is None:
             raise InvalidRequest("kv_transfer_params.prefill is missing on a decode leg")
         recompute = self.config.on_transfer_failure == "recompute"
         try:
-            stream.leg = DecodeLeg(
-                *names, params.prefill.control, recompute=recompute, engine=self.engine, port=self.port
+            return DecodeLeg(
+                stream, params.transfer_id, params.prefill.control, self.engine, self.port, recompute=recompute
             )
         except TransferFailed as error:
             if not recompute:
                 raise
             emit(FallbackUsed(kind="recompute", reason=str(error)))
-            stream.fallback = error
-
-    def _submit(self, request: GenerationRequest, stream: Stream) -> None:
-        """Hand the request to the engine, whose thread may tell of it at once. Raises what `Engine.submit` raises."""
-        request_id = request.request_id
-        with self._lock:
-            if request_id in self._running:
-                raise InvalidRequest(f"request id {request_id!r} is in use")
-            self._running[request_id] = stream
-        try:
-            self.engine.submit(request)
-        except PdlinkError:
-            with self._lock:
-                del self._running[request_id]
-            raise
+            stream.kv_path = recomputed(error)
+            return None
 
     def abort(self, stream: Stream) -> None:
         """Nobody wants the answer any more. Safe in every state."""
         self.engine.abort(stream.request_id)
-        if isinstance(stream.leg, PrefillLeg):
+        if stream.leg is not None:
             stream.leg.left()
 
     # -- EngineListener, in the engine's thread ----------------------------------------------------------------------
@@ -222,7 +215,7 @@ class Worker:
             self.port.finished(output.request_id, output.token_id)
         stream.num_tokens += 1
         stream.finish_reason = output.finish_reason or ""
-        stream.say(output)
+        stream.put(output)
 
     def ended(self, request_id: str, error: PdlinkError | None) -> None:
         with self._lock:
@@ -230,10 +223,10 @@ class Worker:
             self._fewer.notify_all()
         if stream is None:
             return
-        if isinstance(stream.leg, PrefillLeg) and stream.leg.failure is not None and error is not None:
-            error = stream.leg.failure
+        if error is not None:
+            error = stream.failure or error
         self.port.ended(request_id, error.code if error else "")
-        stream.say(error)
+        stream.put(error)
         emit(
             RequestEnded(
                 request_id=request_id,

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from pdlink.node.node import Node as FrontDoor
     from pdlink.protocol.receiving import Receiving
     from pdlink.protocol.sending import Sending
+    from pdlink.serve.stream import Stream
     from tests.loopback import Flight, LoopbackHub
 
 TIMEOUTS = TimeoutConfig(heartbeat_s=1.0, peer_s=4.0, connect_s=5.0, lease_s=8.0, request_s=40.0)
@@ -269,6 +270,18 @@ class _FrontDoor:
         return Incoming(receiver, transfer_id, address, layout, pool=pool, live=set(), by_layer=by_layer)
 
 
+@dataclass
+class _NoClient:
+    """The stream of a request whose answer nobody reads."""
+
+    request_id: str
+    num_prompt_tokens: int
+    holds = False
+
+    def hold(self) -> None: ...
+    def let_pass(self) -> None: ...
+
+
 class Node:
     """One life. A restarted worker is another Node with the same name and address."""
 
@@ -341,11 +354,11 @@ class Node:
         self.transfer_of[request.number] = request.transfer_id
         self.requests[request.transfer_id] = request
         engine, port = cast("RealEngine", self.engine), self.engine.port
-        names = (request.transfer_id, request.transfer_id, request.num_tokens)
+        stream = cast("Stream", _NoClient(request.transfer_id, request.num_tokens))
         if self.role == "prefill":
-            request.leg = PrefillLeg(*names, put=lambda _item: None, engine=engine, port=port)
+            request.leg = PrefillLeg(stream, request.transfer_id, engine, port)
         else:
-            request.leg = DecodeLeg(*names, address, recompute=recompute, engine=engine, port=port)
+            request.leg = DecodeLeg(stream, request.transfer_id, address, engine, port, recompute=recompute)
         if request.transfer_id in self.legs:
             raise Violation(f"{request.transfer_id}: {self.name} took it a second time")
         self.legs[request.transfer_id] = request.leg

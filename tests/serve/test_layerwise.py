@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pdlink.errors import TransferFailed
 from pdlink.node.node import Node
 from pdlink.node.port import EnginePort
 from pdlink.serve.legs import DecodeLeg
+from pdlink.serve.stream import Stream
 from tests.endpoint.conftest import until
 from tests.engine.small import NUM_LAYERS, Rig, oracle, prompt_of, rig
 from tests.loopback import LoopbackHub, LoopbackTransport
@@ -30,12 +32,17 @@ class Link:
     hub: LoopbackHub
     decode: Rig
     port: EnginePort
+    stream: Stream
     leg: DecodeLeg
     asked: list[int]
 
     def land(self, layer: int) -> None:
         self.hub.land(self.hub.flights[0])
         until(lambda: self.leg.incoming.has_layer(layer), f"layer {layer} is here")
+
+
+async def _stream() -> Stream:
+    return Stream("r", len(PROMPT), 60.0)
 
 
 @pytest.fixture
@@ -59,8 +66,9 @@ def link() -> Iterator[Link]:
     outgoing = nodes[0].send("t")
     outgoing.publish(prefill.heard.tables["r"], len(PROMPT), 0)
     port = EnginePort(nodes[1])
-    leg = DecodeLeg("r", "t", len(PROMPT), nodes[0].address, recompute=True, engine=decode.engine, port=port)
-    link = Link(hub, decode, port, leg, [])
+    stream = asyncio.run(_stream())
+    leg = DecodeLeg(stream, "t", nodes[0].address, decode.engine, port, recompute=True)
+    link = Link(hub, decode, port, stream, leg, [])
 
     def layer_needed(name: str, layer: int, timeout_s: float) -> bool:
         link.asked.append(layer)
@@ -118,4 +126,4 @@ def test_a_transfer_that_fails_during_the_pass_is_computed_here(link: Link) -> N
     link.decode.run()
     assert isinstance(link.leg.incoming.error, TransferFailed)
     assert link.decode.heard.tokens("r") == oracle(PROMPT, MAX_TOKENS)
-    assert link.leg.kv_path.startswith("recomputed")
+    assert link.stream.kv_path.startswith("recomputed")
