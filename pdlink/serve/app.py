@@ -92,10 +92,10 @@ def build_app(worker: Worker, http_key: str | None = None) -> web.Application:
             raise InvalidRequest(f"transfer id: got {len(transfer_id)} characters, at most {MAX_TRANSFER_ID_CHARS}")
         body = await _body(request, _MAX_STOP_NBYTES)
         try:
-            told = msgspec.json.decode(body, type=dict[str, str])
+            fields = msgspec.json.decode(body, type=dict[str, str])
         except (msgspec.DecodeError, UnicodeDecodeError):
-            told = {}
-        worker.node.other_side_failed(transfer_id, told.get("reason", "prefill failed")[:200])
+            fields = {}
+        worker.node.other_side_failed(transfer_id, fields.get("reason", "prefill failed")[:200])
         return web.Response(status=202)
 
     async def metrics_text(_: web.Request) -> web.Response:

@@ -52,13 +52,13 @@ def gauges(worker: Worker) -> Gauges:
     return {
         "sender_transfers": ("Live transfers sent from here, by state", report.sending),
         "push_nbytes": (
-            "KV bytes that could leave: waiting for room, and handed to a transport and not landed",
+            "KV bytes of pushes: waiting for room on their transport, and in flight",
             report.push_nbytes,
         ),
         "receiver_transfers": ("Live transfers received here, by state", report.receiving),
         "peers": ("Sessions with other workers", {"live": report.num_peers, "closing": report.num_closing}),
         "refused_peers": (
-            "Workers that do not fit this one (names and reasons: /health): dialed by it, or accepted",
+            "Refused peers (names and reasons: /health), by the side that dialed",
             {"dialed": num_dialed, "accepted": len(report.refused) - num_dialed},
         ),
         "control_nbytes": (
@@ -66,7 +66,7 @@ def gauges(worker: Worker) -> Gauges:
             report.control_nbytes,
         ),
         "endpoint_longest_absence_seconds": (
-            "Longest time since the last scrape for which the endpoint's loop could not go round",
+            "Longest time since the last scrape for which the endpoint's loop could not run",
             {"loop": worker.node.take_longest_absence_s()},
         ),
         "blocks": (
