@@ -36,20 +36,20 @@ class TestSending:
         requests.arrived("r", PREFILL, PROMPT)
         requests.arrived("r", PREFILL, PROMPT)
         first = requests.step([Scheduled("r", (7, 8), True, 0, 32)])
-        assert first.announces == (Announce("r", ID, 100),)
-        assert first.chunks == (Chunk("r", (7, 8), True, 0, 32, 100),)
-        assert requests.step([Scheduled("r", (9, 3), False, 32, 64)]).chunks == (
-            Chunk("r", (9, 3), False, 32, 96, 100),
-        )
-        assert requests.step([Scheduled("r", (), False, 96, 4)]).chunks == (Chunk("r", (), False, 96, 100, 100),)
+        assert first.announces == [Announce("r", ID, 100)]
+        assert first.chunks == [Chunk("r", (7, 8), True, 0, 32, 100)]
+        assert requests.step([Scheduled("r", (9, 3), False, 32, 64)]).chunks == [
+            Chunk("r", (9, 3), False, 32, 96, 100)
+        ]
+        assert requests.step([Scheduled("r", (), False, 96, 4)]).chunks == [Chunk("r", (), False, 96, 100, 100)]
         assert requests.step([Scheduled("r", (), False, 100, 1)]) is NOTHING, "generated tokens are not sent"
 
     def test_a_cached_prefix_is_sent_with_the_first_chunk(self) -> None:
         requests = book()
         requests.arrived("r", PREFILL, PROMPT)
-        assert requests.step([Scheduled("r", (1, 2, 3), True, 64, 36)]).chunks == (
-            Chunk("r", (1, 2, 3), True, 0, 100, 100),
-        )
+        assert requests.step([Scheduled("r", (1, 2, 3), True, 64, 36)]).chunks == [
+            Chunk("r", (1, 2, 3), True, 0, 100, 100)
+        ]
 
     def test_blocks_are_kept_from_the_end_of_the_request_until_nothing_reads_them(self) -> None:
         requests = book()
@@ -58,7 +58,7 @@ class TestSending:
         assert requests.ended("r")
         assert requests.step([]) is NOTHING, "its KV is complete: nobody is told to stop"
         requests.sent({"r"})
-        assert requests.num_sending == 0
+        assert not requests._sending
 
     @pytest.mark.parametrize("computed", [0, 32])
     def test_an_abort_stops_the_transfer_and_keeps_the_blocks(self, computed: int) -> None:
@@ -68,23 +68,23 @@ class TestSending:
             requests.step([Scheduled("r", (1,), True, 0, computed)])
         assert requests.ended("r"), "pushes may be in flight"
         plan = requests.step([])
-        assert plan.stops == (Stop("r", "aborted"),)
+        assert plan.stops == [Stop("r", "aborted")]
         assert bool(plan.announces) == (computed == 0), "the peer that waits for it hears of it, too"
 
     def test_a_preempted_request_is_withdrawn_and_published_anew(self) -> None:
         requests = book()
         requests.arrived("r", PREFILL, PROMPT)
         requests.step([Scheduled("r", (1, 2), True, 0, 64)])
-        assert requests.step([], {"r", "stranger"}).withdrawn == ("r",)
+        assert requests.step([], {"r", "stranger"}).withdrawn == ["r"]
         again = requests.step([Scheduled("r", (5,), True, 0, 32)])
-        assert again.chunks == (Chunk("r", (5,), True, 0, 32, 100),)
-        assert again.stops == ()
+        assert again.chunks == [Chunk("r", (5,), True, 0, 32, 100)]
+        assert again.stops == []
 
     def test_a_preemption_nobody_told_of_ends_the_transfer(self) -> None:
         requests = book()
         requests.arrived("r", PREFILL, PROMPT)
         requests.step([Scheduled("r", (1, 2), True, 0, 64)])
-        assert requests.step([Scheduled("r", (5,), True, 0, 32)]).stops == (Stop("r", "preempted"),)
+        assert requests.step([Scheduled("r", (5,), True, 0, 32)]).stops == [Stop("r", "preempted")]
 
     def test_of_two_requests_with_one_id_the_second_is_not_sent(self) -> None:
         requests = book()
@@ -98,10 +98,10 @@ class TestReceiving:
     def test_decode_asks_for_all_but_the_last_token(self) -> None:
         requests = book()
         requests.arrived("r", DECODE, PROMPT)
-        assert requests.step([]).expects == (Expect("r", ID, 99, (CONTROL,)),)
+        assert requests.step([]).expects == [Expect("r", ID, 99, (CONTROL,))]
         assert requests.missing("r", 0) == requests.missing("r", 0) == (99, True)
         requests.allocated("r", [4, 5, 6, 7], 99)
-        assert requests.step([]).offers == (Offer("r", (4, 5, 6, 7), 0),)
+        assert requests.step([]).offers == [Offer("r", (4, 5, 6, 7), 0)]
         requests.received({"r"})
         assert requests.missing("r", 99) == (0, False)
         requests.allocated("r", [4, 5, 6, 7], 0)
@@ -112,7 +112,7 @@ class TestReceiving:
         requests.arrived("r", DECODE, PROMPT)
         assert requests.missing("r", 64) == (35, True)
         requests.allocated("r", [4, 5, 6, 7], 35)
-        assert requests.step([]).offers == (Offer("r", (4, 5, 6, 7), 64),)
+        assert requests.step([]).offers == [Offer("r", (4, 5, 6, 7), 64)]
 
     def test_where_nothing_is_missing_the_sender_is_told_so(self) -> None:
         requests = book()
@@ -120,7 +120,7 @@ class TestReceiving:
         assert requests.missing("r", 99) == (0, False)
         requests.allocated("r", [4, 5, 6, 7], 0)
         plan = requests.step([])
-        assert (plan.offers, plan.stops) == ((), (Stop("r", "not_needed"),))
+        assert (plan.offers, plan.stops) == ([], [Stop("r", "not_needed")])
         assert requests.path("r") == "cached"
         assert not requests.ended("r")
         assert requests.step([]) is NOTHING
@@ -144,8 +144,8 @@ class TestReceiving:
         if offered:
             requests.allocated("r", [1, 2], 99)
         assert not requests.ended("r"), "vLLM keeps a parked request's blocks by itself"
-        assert requests.step([]).stops == (Stop("r", "aborted"),)
-        assert requests.num_receiving == 0
+        assert requests.step([]).stops == [Stop("r", "aborted")]
+        assert not requests._receiving
 
     def test_samples_of_one_prompt_wait_for_the_first_one(self) -> None:
         requests = book()
@@ -157,7 +157,7 @@ class TestReceiving:
         requests.received({"0_r"})
         assert requests.missing("1_r", 64) == (0, False)
         requests.allocated("1_r", [1, 3], 0)
-        assert requests.step([]).offers == (Offer("0_r", (1, 2), 0),)
+        assert requests.step([]).offers == [Offer("0_r", (1, 2), 0)]
 
     def test_samples_whose_first_one_is_aborted_compute_the_prompt(self) -> None:
         requests = book()
@@ -191,27 +191,24 @@ class TestReceiving:
 class TestLists:
     """How many prompts an HTTP request has, and so when all of them have come."""
 
-    def announced(self, requests: RequestBook, *prompts: list[int], count: int) -> list[str]:
-        for prompt in prompts:
-            name = f"r{requests.num_sending}-{len(prompt)}"
-            requests.arrived(name, {**PREFILL, "num_prompts": count}, prompt)
-        return [announce.last_of for announce in requests.step([]).announces]
+    def complete(self, *prompts: list[int], count: int) -> list[tuple[str, int]]:
+        requests = book()
+        for number, prompt in enumerate(prompts):
+            requests.arrived(f"r{number}", {**PREFILL, "num_prompts": count}, prompt)
+        plan = requests.step([])
+        assert len(plan.announces) == len({tuple(prompt) for prompt in prompts})
+        return plan.complete
 
-    def test_the_announcement_of_the_last_prompt_says_so(self) -> None:
-        assert self.announced(book(), PROMPT, count=1) == ["a"]
-        assert self.announced(book(), PROMPT, [1, 2], [3], count=3) == ["", "", "a"]
-        assert self.announced(book(), PROMPT, [1, 2], count=3) == ["", ""]
+    def test_an_attempt_is_complete_with_its_last_prompt(self) -> None:
+        assert self.complete(PROMPT, count=1) == [("a", 1)]
+        assert self.complete(PROMPT, [1, 2], [3], count=3) == [("a", 3)]
+        assert self.complete(PROMPT, [1, 2], count=3) == []
 
     def test_without_a_count_nothing_is_said(self) -> None:
-        assert self.announced(book(), PROMPT, [1, 2], count=0) == ["", ""]
+        assert self.complete(PROMPT, [1, 2], count=0) == []
 
     def test_a_prompt_that_is_there_twice_counts_twice(self) -> None:
-        requests = book()
-        for name, prompt in (("r", PROMPT), ("s", [1]), ("t", PROMPT)):
-            requests.arrived(name, {**PREFILL, "num_prompts": 3}, prompt)
-        first, second, twice = requests.step([]).announces
-        assert (first.last_of, second.last_of) == ("", "")
-        assert (twice.request_id, twice.last_of) == ("", "a")
+        assert self.complete(PROMPT, [1], PROMPT, count=3) == [("a", 3)]
 
     def test_lists_that_never_come_whole_are_forgotten(self) -> None:
         requests = book()
@@ -321,5 +318,6 @@ def test_nothing_is_left_of_requests_that_have_ended(seed: int) -> None:
         assert {chunk.request_id for chunk in plan.chunks} <= announced
         assert all(chunk.start < chunk.end <= chunk.num_tokens for chunk in plan.chunks)
     requests.step([])
-    assert requests.num_sending == requests.num_receiving == 0
+    assert not requests._sending
+    assert not requests._receiving
     assert requests.step([]) is NOTHING

@@ -70,7 +70,7 @@ def test_only_layerwise_servers_need_piecewise_graphs() -> None:
 
 
 def test_a_plan_survives_the_way_to_the_workers() -> None:
-    plan = StepPlan(expects=(Expect("r", "t", 3, ("tcp://127.0.0.1:1",)),), offers=(Offer("r", (1, 2), 0),))
+    plan = StepPlan(expects=[Expect("r", "t", 3, ("tcp://127.0.0.1:1",))], offers=[Offer("r", (1, 2), 0)])
     assert pickle.loads(pickle.dumps(PDLinkMetadata(plan))).plan == plan
     assert pickle.loads(pickle.dumps(PDLinkMetadata(NOTHING))).plan == NOTHING
 

@@ -68,7 +68,7 @@ class Server:
         raise AssertionError(f"not reported: {sent or received}")
 
     def idle(self) -> bool:
-        return not any(self.half.states().values()) and not (self.book.num_sending or self.book.num_receiving)
+        return not (self.half._requests or self.book._sending or self.book._receiving)
 
 
 @pytest.fixture
@@ -462,7 +462,7 @@ def test_an_http_port_for_a_control_port_is_told_as_such(
         http.shutdown()
     assert results.reasons == {"d": "not_connected"}
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "no control port of pdlink" in said
+    assert "not a control port of pdlink" in said
 
 
 def test_an_id_that_was_used_before_is_not_sent_and_still_reported(servers: tuple[Server, Server]) -> None:

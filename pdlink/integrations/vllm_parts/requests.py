@@ -46,10 +46,6 @@ class Announce:
     request_id: str
     transfer_id: str
     num_tokens: int
-    last_of: str = ""
-    """The attempt, if no other prompt of it will be announced: every other one that decode asks for is none of it."""
-    num_prompts: int = 0
-    """Of that attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +94,19 @@ class Stop:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepPlan:
     """What one step means for transfers, in the order in which it is to be done."""
 
-    withdrawn: tuple[str, ...] = ()
+    withdrawn: list[str] = field(default_factory=list)
     """Preempted requests: their blocks are overwritten from this step on."""
-    announces: tuple[Announce, ...] = ()
-    expects: tuple[Expect, ...] = ()
-    offers: tuple[Offer, ...] = ()
-    chunks: tuple[Chunk, ...] = ()
-    stops: tuple[Stop, ...] = ()
+    announces: list[Announce] = field(default_factory=list)
+    complete: list[tuple[str, int]] = field(default_factory=list)
+    """Attempts whose prompts have all been announced, and how many those are."""
+    expects: list[Expect] = field(default_factory=list)
+    offers: list[Offer] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    stops: list[Stop] = field(default_factory=list)
     short: bool = False
     """Requests wait for blocks: prompts that are computed and that nobody asks for are in their way."""
 
@@ -172,10 +170,8 @@ class RequestBook:
     _receiving: dict[str, _Receiving] = field(default_factory=dict)
     _in_use: dict[str, str] = field(default_factory=dict)
     """Transfer id to the request that owns it."""
-    _announces: list[Announce] = field(default_factory=list)
-    _expects: list[Expect] = field(default_factory=list)
-    _offers: list[Offer] = field(default_factory=list)
-    _stops: list[Stop] = field(default_factory=list)
+    _plan: StepPlan = field(default_factory=StepPlan)
+    """Of the next step."""
     _arrivals: OrderedDict[str, int] = field(default_factory=OrderedDict)
     """By attempt: prompts that have come, of those with several. Bounded: see `_is_last`."""
     _tried: set[str] = field(default_factory=set)
@@ -210,14 +206,13 @@ class RequestBook:
             if leader is not None:
                 receiving.path = leader.path
             if owner == request_id:
-                self._expects.append(Expect(request_id, transfer_id, len(prompt) - 1, leg.prefill.addresses))
+                self._plan.expects.append(Expect(request_id, transfer_id, len(prompt) - 1, leg.prefill.addresses))
         else:
-            last_of = leg.transfer_id if self._is_last(leg) else ""
             if owner == request_id:
                 self._sending[request_id] = _Sending(transfer_id, len(prompt))
-                self._announces.append(Announce(request_id, transfer_id, len(prompt), last_of, leg.num_prompts))
-            elif last_of:  # the same prompt twice in one list, at its end
-                self._announces.append(Announce("", transfer_id, len(prompt), last_of, leg.num_prompts))
+                self._plan.announces.append(Announce(request_id, transfer_id, len(prompt)))
+            if self._is_last(leg):
+                self._plan.complete.append((leg.transfer_id, leg.num_prompts))
 
     def _is_last(self, leg: legs.PrefillParams) -> bool:
         """Whether all prompts of this attempt have come. Of several that never all come the oldest are forgotten."""
@@ -258,51 +253,39 @@ class RequestBook:
         request.asked = True
         if request.leads and num_external == 0:
             request.over, request.path.said = True, kv_path.CACHED
-            self._stops.append(Stop(request_id, NOT_NEEDED))
+            self._plan.stops.append(Stop(request_id, NOT_NEEDED))
         elif request.leads:
-            self._offers.append(Offer(request_id, tuple(blocks), request.num_tokens - 1 - num_external))
+            self._plan.offers.append(Offer(request_id, tuple(blocks), request.num_tokens - 1 - num_external))
 
     def step(self, scheduled: Iterable[Scheduled], preempted: Collection[str] = ()) -> StepPlan:
         """The plan of the step that vLLM has just put together."""
-        withdrawn = []
+        plan = self._plan
         if self._sending:
             for request_id in preempted:
                 request = self._sending.get(request_id)
                 if request is not None:
                     request.started = request.complete = False
-                    withdrawn.append(request_id)
-        chunks = self._chunks(scheduled) if self._sending else ()
-        short = bool(self._tried)
+                    plan.withdrawn.append(request_id)
+            for part in scheduled:
+                self._compute(part)
+        plan.short = bool(self._tried)
         self._tried.clear()
-        if not (short or withdrawn or chunks or self._announces or self._expects or self._offers or self._stops):
+        if plan == NOTHING:
             return NOTHING
-        plan = StepPlan(
-            tuple(withdrawn),
-            tuple(self._announces),
-            tuple(self._expects),
-            tuple(self._offers),
-            chunks,
-            tuple(self._stops),
-            short,
-        )
-        for queue in (self._announces, self._expects, self._offers, self._stops):
-            queue.clear()
+        self._plan = StepPlan()
         return plan
 
-    def _chunks(self, scheduled: Iterable[Scheduled]) -> tuple[Chunk, ...]:
-        chunks = []
-        for part in scheduled:
-            request = self._sending.get(part.request_id)
-            if request is None or request.complete or part.start >= request.num_tokens:
-                continue
-            end = min(part.start + part.count, request.num_tokens)
-            request.complete = end == request.num_tokens
-            if part.whole and request.started:  # preempted, and nobody said so before its blocks were given away
-                self._stops.append(Stop(part.request_id, "preempted"))
-            request.started = True
-            start = 0 if part.whole else part.start
-            chunks.append(Chunk(part.request_id, part.blocks, part.whole, start, end, request.num_tokens))
-        return tuple(chunks)
+    def _compute(self, part: Scheduled) -> None:
+        request = self._sending.get(part.request_id)
+        if request is None or request.complete or part.start >= request.num_tokens:
+            return
+        end = min(part.start + part.count, request.num_tokens)
+        request.complete = end == request.num_tokens
+        if part.whole and request.started:  # preempted, and nobody said so before its blocks were given away
+            self._plan.stops.append(Stop(part.request_id, "preempted"))
+        request.started = True
+        start = 0 if part.whole else part.start
+        self._plan.chunks.append(Chunk(part.request_id, part.blocks, part.whole, start, end, request.num_tokens))
 
     def path(self, request_id: str) -> str:
         """Where the KV of this request's prompt came from; empty if it is in no transfer, or that is not known."""
@@ -314,13 +297,13 @@ class RequestBook:
         sending = self._sending.get(request_id)
         if sending is not None:
             if not sending.complete:
-                self._stops.append(Stop(request_id, "aborted"))
+                self._plan.stops.append(Stop(request_id, "aborted"))
             return True
         receiving = self._receiving.pop(request_id, None)
         if receiving is not None and receiving.leads:
             del self._in_use[receiving.transfer_id]
             if not receiving.over:
-                self._stops.append(Stop(request_id, "aborted"))
+                self._plan.stops.append(Stop(request_id, "aborted"))
         return False
 
     # -- what the workers report -------------------------------------------------------------------------------------
@@ -343,11 +326,3 @@ class RequestBook:
             request = self._sending.pop(request_id, None)
             if request is not None:
                 del self._in_use[request.transfer_id]
-
-    @property
-    def num_sending(self) -> int:
-        return len(self._sending)
-
-    @property
-    def num_receiving(self) -> int:
-        return len(self._receiving)

@@ -27,7 +27,7 @@ from pdlink.node.port import EnginePort
 from pdlink.protocol.reasons import NOT_NEEDED, code_of, in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from pdlink.integrations.vllm_parts.layout import CacheLayout
     from pdlink.integrations.vllm_parts.requests import Announce, Chunk, Expect, Offer, StepPlan, Stop
@@ -121,6 +121,9 @@ class WorkerHalf:
         self.short_of_blocks = plan.short
         for announce in plan.announces:
             self._announce(announce)
+        for attempt, num_prompts in plan.complete:
+            for port in self._ports:
+                port.node.complete(attempt, num_prompts)
         for expect in plan.expects:
             self._expect(expect)
         for offer in plan.offers:
@@ -177,22 +180,13 @@ class WorkerHalf:
         if awaited:
             self._news.wait(timeout_s)
 
-    def states(self) -> Mapping[str, int]:
-        """Requests that this half has not reported as ended yet."""
-        with self._lock:
-            num_sends = sum(request.sends for request in self._requests.values())
-            return {"sends": num_sends, "receives": len(self._requests) - num_sends}
-
     # -- the plan ----------------------------------------------------------------------------------------------------
 
     def _announce(self, announce: Announce) -> None:
-        if announce.request_id:
-            num_tokens = -(-announce.num_tokens // self._unit)
-            request = self._new(announce.request_id, announce.transfer_id, sends=True)
-            for port in self._ports:
-                self._join(request, port, partial(port.send, *_names(request), num_tokens))
-        for port in self._ports if announce.last_of else ():
-            port.node.complete(announce.last_of, announce.num_prompts)
+        num_tokens = -(-announce.num_tokens // self._unit)
+        request = self._new(announce.request_id, announce.transfer_id, sends=True)
+        for port in self._ports:
+            self._join(request, port, partial(port.send, *_names(request), num_tokens))
 
     def _expect(self, expect: Expect) -> None:
         num_tokens = -(-expect.num_tokens // self._unit)
