@@ -47,6 +47,7 @@ _BENCHMARKS: dict[str, str] = {
     "sharing": "many transfers at once over one link: who waits for whom",
     "bind": "how long the planner takes to turn block lists into byte runs",
     "tune": "how short a run must be for packing it to pay over tcp",
+    "replay": "hit rates of eviction policies on a trace of requests, beside the best there can be",
     "figures": "all of them: a page of tables, and pictures, into one directory",
 }
 """Modules of `pdlink_bench`, each with `add_arguments(parser)` and `run(args)`."""

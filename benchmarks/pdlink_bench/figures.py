@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, str] = {
     "control": "control",
     "sharing": "sharing",
     "serving": "serving",
+    "replay": "replay",
 }
 """Name of the figure, which is part of its files' names, and the command that makes it."""
 

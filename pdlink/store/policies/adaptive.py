@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .clock import Clock
+from .lru import Lru
 from .s3fifo import S3Fifo
 from .w_tinylfu import WTinyLfu
 
@@ -52,7 +53,7 @@ class Adaptive:
     """
 
     def __init__(self, policies: Sequence[Policy] = ()) -> None:
-        policies = policies or (Clock(), S3Fifo(0.3), WTinyLfu())
+        policies = policies or (Lru(), Clock(), S3Fifo(0.3), WTinyLfu())
         self._shadows = [_Shadow(policy, 1 << index) for index, policy in enumerate(policies)]
         self._entries: dict[Key, _Entry] = {}
         self._num_resident = self._nbytes = self._capacity_nbytes = 0

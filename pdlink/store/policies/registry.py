@@ -33,6 +33,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "s3fifo": S3Fifo,
     "w_tinylfu": WTinyLfu,
 }
+DEFAULT_POLICY = "adaptive"
 _VERBS = ("insert", "touch", "evict", "remove", "__len__")
 
 
