@@ -34,6 +34,8 @@
 #include <string>
 #include <system_error>
 
+#include "common/descriptor.h"
+
 namespace pdlink {
 
 using GateNonce = std::array<std::uint8_t, 16>;
@@ -132,20 +134,14 @@ struct GateName {
 // The side whose memory is written. Holds the descriptor that the writer opens through /proc.
 class GateOwner {
   public:
-    GateOwner() : fd_(create()), page_(fd_) {
+    GateOwner() : file_(create()), page_(file_.get()) {
         GateNonce& nonce = page_.words().nonce;
         struct stat status;
         if (::getrandom(nonce.data(), nonce.size(), 0) != static_cast<ssize_t>(nonce.size()) ||
-            ::fstat(fd_, &status) != 0) {
-            const int code = errno;
-            ::close(fd_);
-            throw std::system_error(code, std::generic_category(), "gate page");
-        }
-        name_ = {fd_, status.st_dev, status.st_ino, nonce};
+            ::fstat(file_.get(), &status) != 0)
+            throw std::system_error(errno, std::generic_category(), "gate page");
+        name_ = {file_.get(), status.st_dev, status.st_ino, nonce};
     }
-    GateOwner(const GateOwner&) = delete;
-    GateOwner& operator=(const GateOwner&) = delete;
-    ~GateOwner() { ::close(fd_); }
 
     const GateName& name() const { return name_; }
 
@@ -163,17 +159,14 @@ class GateOwner {
     }
 
   private:
-    static int create() {
-        const int fd = ::memfd_create("pdlink-gate", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-        if (fd < 0) throw std::system_error(errno, std::generic_category(), "memfd for gate page");
-        if (::ftruncate(fd, kGateNbytes) != 0 || ::fcntl(fd, F_ADD_SEALS, kGateSeals) != 0) {
-            const int code = errno;
-            ::close(fd);
-            throw std::system_error(code, std::generic_category(), "memfd for gate page");
-        }
-        return fd;
+    static Descriptor create() {
+        Descriptor file(::memfd_create("pdlink-gate", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+        if (file.get() < 0 || ::ftruncate(file.get(), kGateNbytes) != 0 ||
+            ::fcntl(file.get(), F_ADD_SEALS, kGateSeals) != 0)
+            throw std::system_error(errno, std::generic_category(), "memfd for gate page");
+        return file;
     }
-    int fd_;
+    Descriptor file_;
     GatePage page_;
     GateName name_;
 };
@@ -221,35 +214,24 @@ class GateWriter {
 
 // Open another process's descriptor and make sure it is the file that was meant (a pid can be reused).
 // The first open is O_PATH, so that a wrong file (a pipe, a device) is not really opened before it is recognised.
-// Throws std::system_error; the caller closes the result.
-inline int open_peer_file(std::int64_t pid, int peer_fd, std::uint64_t device, std::uint64_t inode) {
+// Throws std::system_error.
+inline Descriptor open_peer_file(std::int64_t pid, int peer_fd, std::uint64_t device, std::uint64_t inode) {
     const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(peer_fd);
-    const int there = ::open(path.c_str(), O_PATH | O_CLOEXEC);
-    if (there < 0) throw std::system_error(errno, std::generic_category(), path);
+    const Descriptor there(::open(path.c_str(), O_PATH | O_CLOEXEC));
+    if (there.get() < 0) throw std::system_error(errno, std::generic_category(), path);
     struct stat status;
-    if (::fstat(there, &status) != 0 || status.st_dev != device || status.st_ino != inode ||
-        !S_ISREG(status.st_mode)) {
-        ::close(there);
+    if (::fstat(there.get(), &status) != 0 || status.st_dev != device || status.st_ino != inode ||
+        !S_ISREG(status.st_mode))
         throw std::system_error(ESTALE, std::generic_category(), path + " is not the invited file any more");
-    }
-    const int fd = ::open(("/proc/self/fd/" + std::to_string(there)).c_str(), O_RDWR | O_CLOEXEC);
-    const int code = errno;
-    ::close(there);
-    if (fd < 0) throw std::system_error(code, std::generic_category(), path);
-    return fd;
+    Descriptor file(::open(("/proc/self/fd/" + std::to_string(there.get())).c_str(), O_RDWR | O_CLOEXEC));
+    if (file.get() < 0) throw std::system_error(errno, std::generic_category(), path);
+    return file;
 }
 
 // The gate of an invitation, found to be the one that was meant and not taken yet. Throws as the two above.
 inline std::unique_ptr<GateWriter> open_gate(std::int64_t pid, const GateName& name) {
-    const int fd = open_peer_file(pid, name.fd, name.device, name.inode);
-    try {
-        auto gate = std::make_unique<GateWriter>(fd, name.nonce);
-        ::close(fd);
-        return gate;
-    } catch (...) {
-        ::close(fd);
-        throw;
-    }
+    const Descriptor file = open_peer_file(pid, name.fd, name.device, name.inode);
+    return std::make_unique<GateWriter>(file.get(), name.nonce);
 }
 
 }  // namespace pdlink

@@ -96,18 +96,8 @@ std::size_t Copier::add_region(std::byte* base, std::size_t nbytes) {
     return regions_.size() - 1;
 }
 
-Copier::Peer* Copier::find(const std::string& name) {
-    const auto at = peers_.find(name);
-    return at == peers_.end() ? nullptr : at->second.get();
-}
-
-// The peer of this name, to be given one more direction; made if there is none.
-Copier::Peer& Copier::peer_for(const std::string& name) {
+void Copier::refuse_closed() const {
     if (std::isfinite(give_up_s_)) throw PeerUnusable("the transport is closed");
-    std::unique_ptr<Peer>& slot = peers_[name];
-    if (!slot) slot = std::make_unique<Peer>(name);
-    if (slot->closing || !slot->failure.empty()) throw NameTaken("peer name " + name + " is used twice");
-    return *slot;
 }
 
 GateName Copier::invite(const std::string& name) {
@@ -115,9 +105,8 @@ GateName Copier::invite(const std::string& name) {
     auto gate = std::make_unique<GateOwner>();
     const GateName gate_name = gate->name();
     const std::lock_guard lock(mutex_);
-    Peer& peer = peer_for(name);
-    if (peer.gate) throw NameTaken("peer name " + name + " is used twice");
-    peer.gate = std::move(gate);
+    refuse_closed();
+    peers_.to_open(name, [](const Peer& peer) { return peer.gate != nullptr; }).gate = std::move(gate);
     return gate_name;
 }
 
@@ -126,8 +115,8 @@ void Copier::connect(const std::string& name, std::int64_t pid, const std::vecto
     refuse_fork();
     auto memory = std::make_shared<PeerMemory>(pid, files, gate);
     const std::lock_guard lock(mutex_);
-    Peer& peer = peer_for(name);
-    if (peer.memory) throw NameTaken("peer name " + name + " is used twice");
+    refuse_closed();
+    Peer& peer = peers_.to_open(name, [](const Peer& one) { return one.connected(); });
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.ptr = &peer;
@@ -142,18 +131,11 @@ std::uint64_t Copier::submit(const std::string& name, const std::vector<Piece>& 
     refuse_fork();
     if (std::isnan(timeout_s)) throw std::invalid_argument("timeout_s is not a number");
     const double submitted_s = now_s();
-    const auto ready = [&]() -> Peer& {
-        Peer* peer = find(name);
-        if (!peer || peer->closing) throw PeerUnusable("no open peer " + name);
-        if (!peer->failure.empty()) throw PeerUnusable("peer " + name + " has failed: " + peer->failure);
-        if (!peer->memory) throw PeerUnusable("not connected to peer " + name);
-        return *peer;
-    };
     std::shared_ptr<PeerMemory> memory;
     std::vector<Extent> local, remote;
     {
         const std::lock_guard lock(mutex_);
-        memory = ready().memory;
+        memory = peers_.to_write(name).memory;
         local = regions_;
     }
     for (const Region& region : memory->regions())
@@ -163,7 +145,7 @@ std::uint64_t Copier::submit(const std::string& name, const std::vector<Piece>& 
     batch.deadline_s = submitted_s + timeout_s;
 
     const std::lock_guard lock(mutex_);
-    Peer& peer = ready();
+    Peer& peer = peers_.to_write(name);
     if (peer.memory != memory) throw PeerUnusable("peer " + name + " was connected anew");
     batch.ticket = next_ticket_++;
     const std::uint64_t ticket = batch.ticket;
@@ -199,8 +181,8 @@ std::array<std::uint64_t, 2> Copier::slices_taken() {
 bool Copier::connected(const std::string& name) {
     if (forked()) return false;
     const std::lock_guard lock(mutex_);
-    const Peer* peer = find(name);
-    return peer && peer->memory;
+    const Peer* peer = peers_.named(name);
+    return peer && peer->connected();
 }
 
 void Copier::begin_closing(Peer& peer) {
@@ -215,7 +197,7 @@ void Copier::begin_closing(Peer& peer) {
 void Copier::close_peer(const std::string& name) {
     if (forked()) return;
     const std::lock_guard lock(mutex_);
-    if (Peer* peer = find(name)) begin_closing(*peer);
+    if (Peer* peer = peers_.named(name)) begin_closing(*peer);
     kick();
 }
 
@@ -318,8 +300,8 @@ void Copier::serve(Peer& peer, Lock& lock) {
 void Copier::fail(Peer& peer, const std::string& reason, Outcome outcome, Lock& lock) {
     peer.failure = reason;
     settle(peer, lock);
-    outbox_.put({Report::Kind::kPeerFailed, peer.name, 0, outcome, 0, 0, now_s(), reason});
-    finish_batches(peer, outcome, reason);
+    outbox_.put({.kind = Report::Kind::kPeerFailed, .peer = peer.name, .detail = reason});
+    end_batches(peer, outcome, reason);
     drop_memory(peer, lock);
 }
 
@@ -329,15 +311,8 @@ void Copier::settle(Peer& peer, Lock& lock) {
     if (second_) second_->slice_ended.wait(lock, [&] { return peer.num_copying == 0; });
 }
 
-// Report every open batch. Where a deadline was missed, only those that missed theirs are TIMEOUT.
-void Copier::finish_batches(Peer& peer, Outcome outcome, const std::string& detail) {
-    const double now = now_s();
-    for (const Batch& batch : peer.queue) {
-        const bool other = outcome == Outcome::kTimeout && batch.deadline_s > now;
-        outbox_.put({Report::Kind::kBatchDone, peer.name, batch.ticket, other ? Outcome::kPeerFailed : outcome,
-                     batch.nbytes, batch.submitted_s, now, detail});
-    }
-    peer.queue.clear();
+void Copier::end_batches(Peer& peer, Outcome outcome, const std::string& detail) {
+    end_all(outbox_, peer.name, peer.queue, outcome, detail);
     peer.waiting_nbytes = 0;
 }
 
@@ -360,13 +335,13 @@ void Copier::advance_closing(Lock& lock) {
     for (std::size_t i = 0; i < closing_.size();) {
         Peer& peer = *closing_[i];
         settle(peer, lock);
-        finish_batches(peer, Outcome::kCancelled, "closed by this side");
+        end_batches(peer, Outcome::kCancelled, "closed by this side");
         drop_memory(peer, lock);  // others may append to closing_ meanwhile
         if (peer.gate && !peer.gate->quiet()) {
             ++i;
             continue;
         }
-        outbox_.put({Report::Kind::kPeerClosed, peer.name, 0, Outcome::kOk, 0, 0, now_s()});
+        outbox_.put({.kind = Report::Kind::kPeerClosed, .peer = peer.name});
         closing_.erase(closing_.begin() + static_cast<std::ptrdiff_t>(i));
         std::erase(turns_, &peer);
         peers_.erase(std::string(peer.name));
@@ -402,8 +377,7 @@ void Copier::copy_slice(Peer& peer, Who who, Lock& lock) {
 void Copier::report_landed(Peer& peer) {
     while (!peer.queue.empty() && peer.queue.front().landed()) {
         const Batch& batch = peer.queue.front();
-        outbox_.put({Report::Kind::kBatchDone, peer.name, batch.ticket, Outcome::kOk, batch.nbytes, batch.submitted_s,
-                     now_s()});
+        outbox_.put(done(peer.name, batch));
         const bool was_earliest = batch.deadline_s <= peer.earliest_deadline_s;
         peer.queue.pop_front();
         if (was_earliest) {

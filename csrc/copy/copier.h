@@ -36,28 +36,21 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
-#include <unordered_map>
 #include <vector>
 
 #include "common/descriptor.h"
 #include "common/gate.h"
 #include "common/native.h"
 #include "common/outbox.h"
+#include "common/peers.h"
 #include "common/runs.h"
 #include "copy/batch.h"
 #include "copy/peer_memory.h"
 
 namespace pdlink {
 
-// A peer that cannot be used: unknown, failed or closed.
-struct PeerUnusable : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
-
-// A name that stands for a connection already. The caller's mistake.
-struct NameTaken : std::invalid_argument {
-    using std::invalid_argument::invalid_argument;
-};
+using PeerUnusable = Unusable<class Copier>;
+using NameTaken = Taken<class Copier>;
 
 class Copier {
   public:
@@ -112,6 +105,8 @@ class Copier {
         bool refused = false;  // the gate was shut
         bool in_turn = false;  // is in turns_
         bool closing = false;
+
+        bool connected() const { return memory != nullptr; }
     };
 
     // The second thread, and what it and the first one wait for.
@@ -132,16 +127,15 @@ class Copier {
     void report_landed(Peer& peer);
     void fail(Peer& peer, const std::string& reason, Outcome outcome, Lock& lock);
     void settle(Peer& peer, Lock& lock);
-    void finish_batches(Peer& peer, Outcome outcome, const std::string& detail);
+    void end_batches(Peer& peer, Outcome outcome, const std::string& detail);
     void drop_memory(Peer& peer, Lock& lock);
     void advance_closing(Lock& lock);
     void begin_closing(Peer& peer);
     void take_turn(Peer& peer);
-    Peer& peer_for(const std::string& name);
-    Peer* find(const std::string& name);
     void kick();
     bool forked() const { return ::getpid() != owner_pid_; }
     void refuse_fork() const;
+    void refuse_closed() const;
 
     const pid_t owner_pid_ = ::getpid();
     Outbox outbox_;
@@ -151,7 +145,7 @@ class Copier {
 
     std::mutex mutex_;  // guards everything below; may be held while taking the outbox's
     std::vector<Extent> regions_;
-    std::unordered_map<std::string, std::unique_ptr<Peer>> peers_;
+    Peers<Peer, Copier> peers_;
     std::deque<Peer*> turns_;     // peers with something to do, in order
     std::vector<Peer*> closing_;  // peers whose gate may not be quiet yet
     double next_quiet_look_s_ = 0;

@@ -9,7 +9,6 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <system_error>
 #include <tuple>
 #include <vector>
 
@@ -103,16 +102,7 @@ std::tuple<const char*, int> told(const Failure& failure) {
 NB_MODULE(_cuda, m) {
     using namespace pdlink;
     using namespace pdlink::cuda;
-    nb::register_exception_translator(
-        [](const std::exception_ptr& error, void*) {
-            try {
-                std::rethrow_exception(error);
-            } catch (const std::system_error& failure) {
-                const nb::object args = nb::make_tuple(failure.code().value(), failure.what());
-                PyErr_SetObject(PyExc_OSError, args.ptr());
-            }
-        },
-        nullptr);
+    translate_system_errors();
 
     nb::class_<Place>(m, "Place")
         .def(nb::new_(&make_place), nb::kw_only(), "base"_a = 0, "table"_a = 0, "alignment"_a = 0,

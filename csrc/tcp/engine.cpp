@@ -81,31 +81,21 @@ void Engine::guard(std::vector<Band> bands, std::uint64_t num_blocks) {
 void Engine::open_blocks(const std::string& name, std::span<const std::int64_t> blocks) {
     refuse_fork();
     const std::lock_guard lock(mutex_);
-    const Peer* peer = find(name);
+    const Peer* peer = peers_.named(name);
     if (guard_ && peer && peer->invited && peer->usable()) guard_->open(peer->number, blocks);
 }
 
 void Engine::close_blocks(const std::string& name, std::span<const std::int64_t> blocks) {
     if (forked()) return;
     const std::lock_guard lock(mutex_);
-    const Peer* peer = find(name);
+    const Peer* peer = peers_.named(name);
     if (!guard_ || !peer || !peer->invited) return;
     guard_->close(peer->number, blocks);
     for (const auto& in : peer->in) in->look_again();
 }
 
-Engine::Peer* Engine::find(const std::string& name) {
-    const auto at = peers_.find(name);
-    return at == peers_.end() ? nullptr : at->second.get();
-}
-
-// The peer of this name, to be given one more direction; made if there is none.
-Engine::Peer& Engine::peer_for(const std::string& name) {
+void Engine::refuse_closed() const {
     if (std::isfinite(give_up_s_)) throw PeerUnusable("the transport is closed");
-    std::unique_ptr<Peer>& slot = peers_[name];
-    if (!slot) slot = std::make_unique<Peer>(name);
-    if (!slot->usable()) throw NameTaken("peer name " + name + " is used twice");
-    return *slot;
 }
 
 Invitation Engine::invite(const std::string& name) {
@@ -114,8 +104,8 @@ Invitation Engine::invite(const std::string& name) {
     fill_random(&made.session, sizeof made.session);
     fill_random(made.token.data(), made.token.size());
     const std::lock_guard lock(mutex_);
-    Peer& peer = peer_for(name);
-    if (peer.invited) throw NameTaken("peer name " + name + " is used twice");
+    refuse_closed();
+    Peer& peer = peers_.to_open(name, [](const Peer& one) { return one.invited; });
     while (!sessions_.emplace(made.session, &peer).second) ++made.session;
     peer.invited = true;
     peer.number = next_number_++;
@@ -135,8 +125,8 @@ void Engine::connect(const std::string& name, const Address& address, const Invi
         out.push_back(std::make_unique<Outgoing>(begin_connect(address), hello, settings_.pack_below));
     }
     const std::lock_guard lock(mutex_);
-    Peer& peer = peer_for(name);
-    if (peer.dialed) throw NameTaken("peer name " + name + " is used twice");
+    refuse_closed();
+    Peer& peer = peers_.to_open(name, [](const Peer& one) { return one.dialed; });
     peer.dialed = true;
     peer.address = address;
     for (const std::uint64_t nbytes : there.regions) peer.remote.push_back({0, nbytes});
@@ -154,17 +144,10 @@ std::uint64_t Engine::submit(const std::string& name, const std::vector<Piece>& 
     Batch& batch = one.front();
     batch.submitted_s = now_s();
     batch.deadline_s = batch.submitted_s + timeout_s;
-    const auto ready = [&]() -> Peer& {
-        Peer* peer = find(name);
-        if (!peer || peer->closing) throw PeerUnusable("no open peer " + name);
-        if (!peer->failure.empty()) throw PeerUnusable("peer " + name + " has failed: " + peer->failure);
-        if (!peer->dialed) throw PeerUnusable("not connected to peer " + name);
-        return *peer;
-    };
     std::vector<Extent> local, remote;
     {
         const std::lock_guard lock(mutex_);
-        remote = ready().remote;
+        remote = peers_.to_write(name).remote;
         for (const Region& region : regions_)
             local.push_back({reinterpret_cast<std::uintptr_t>(region.base), region.nbytes});
     }
@@ -172,7 +155,7 @@ std::uint64_t Engine::submit(const std::string& name, const std::vector<Piece>& 
     for (const Put& put : batch.puts) batch.nbytes += put.nbytes;
 
     const std::lock_guard lock(mutex_);
-    Peer& peer = ready();  // a name is not used twice, so it is the one whose regions were looked at
+    Peer& peer = peers_.to_write(name);  // a name is not used twice, so it is the one whose regions were looked at
     const std::uint64_t ticket = batch.ticket = next_ticket_++;
     const bool alone = peer.batches.empty() || peer.batches.back().cut;
     const bool looks_in_time = look_s_ <= batch.deadline_s;
@@ -197,7 +180,7 @@ bool Engine::sent_at_once(Peer& peer, Batch& batch) {
 bool Engine::connected(const std::string& name) {
     if (forked()) return false;
     const std::lock_guard lock(mutex_);
-    const Peer* peer = find(name);
+    const Peer* peer = peers_.named(name);
     return peer && !peer->out.empty() && peer->out.front()->connected();
 }
 
@@ -205,7 +188,7 @@ std::vector<std::string> Engine::congestion(const std::string& name) {
     std::vector<std::string> names;
     if (forked()) return names;
     const std::lock_guard lock(mutex_);
-    if (const Peer* peer = find(name))
+    if (const Peer* peer = peers_.named(name))
         for (const auto& out : peer->out) names.push_back(congestion_of(out->fd()));
     return names;
 }
@@ -218,7 +201,7 @@ std::uint64_t Engine::strangers_dropped() {
 void Engine::close_peer(const std::string& name) {
     if (forked()) return;
     const std::lock_guard lock(mutex_);
-    if (Peer* peer = find(name)) {
+    if (Peer* peer = peers_.named(name)) {
         peer->closing = ending_ = true;
         kick();
     }

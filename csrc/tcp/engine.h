@@ -30,7 +30,6 @@
 #include <cstdint>
 #include <limits>
 #include <list>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -44,6 +43,7 @@
 #include "common/descriptor.h"
 #include "common/native.h"
 #include "common/outbox.h"
+#include "common/peers.h"
 #include "common/runs.h"
 #include "copy/peer_memory.h"
 #include "tcp/guard.h"
@@ -54,15 +54,8 @@
 
 namespace pdlink::tcp {
 
-// A peer that cannot be used: unknown, failed or closed.
-struct PeerUnusable : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
-
-// A name that stands for a connection already. The caller's mistake.
-struct NameTaken : std::invalid_argument {
-    using std::invalid_argument::invalid_argument;
-};
+using PeerUnusable = Unusable<class Engine>;
+using NameTaken = Taken<class Engine>;
 
 using Token = std::array<std::uint8_t, kTokenNbytes>;
 
@@ -145,6 +138,7 @@ class Engine {
         double drain_by_s = std::numeric_limits<double>::infinity();
 
         bool usable() const { return !closing && failure.empty(); }
+        bool connected() const { return dialed; }
     };
     // Somebody who has connected and not said yet who it is.
     struct Stranger {
@@ -178,11 +172,10 @@ class Engine {
     // Both ends of a connection say good-bye now, and no event of it comes any more. Then it may be closed.
     void end(int fd);
     void look_by(double when_s) { look_s_ = when_s < look_s_ ? when_s : look_s_; }
-    Peer& peer_for(const std::string& name);
-    Peer* find(const std::string& name);
     void kick();
     bool forked() const { return ::getpid() != owner_pid_; }
     void refuse_fork() const;
+    void refuse_closed() const;
 
     const pid_t owner_pid_ = ::getpid();
     const Settings settings_;
@@ -196,7 +189,7 @@ class Engine {
 
     std::mutex mutex_;  // guards everything below; may be held while taking the outbox's
     std::vector<Region> regions_;
-    std::map<std::string, std::unique_ptr<Peer>> peers_;
+    Peers<Peer, Engine> peers_;
     std::unordered_map<std::uint64_t, Peer*> sessions_;
     std::list<Stranger> strangers_;  // oldest first
     std::uint64_t strangers_dropped_ = 0;

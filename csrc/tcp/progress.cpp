@@ -251,8 +251,7 @@ void Engine::took(Peer& peer, const std::vector<Batch*>& answered) {
     for (Batch* batch : answered) {
         --batch->unanswered;
         if (!batch->landed()) continue;
-        outbox_.put({Report::Kind::kBatchDone, peer.name, batch->ticket, Outcome::kOk, batch->nbytes,
-                     batch->submitted_s, now_s()});
+        outbox_.put(done(peer.name, *batch));
         peer.batches.remove_if([batch](const Batch& one) { return &one == batch; });
     }
 }
@@ -289,20 +288,13 @@ void Engine::look_at_deadlines(double now) {
 
 void Engine::fail(Peer& peer, const std::string& reason, Outcome outcome) {
     peer.failure = reason;
-    outbox_.put({Report::Kind::kPeerFailed, peer.name, 0, outcome, 0, 0, now_s(), reason});
+    outbox_.put({.kind = Report::Kind::kPeerFailed, .peer = peer.name, .detail = reason});
     quiesce(peer, outcome, reason);
 }
 
-// Report every open batch, end what the peer writes through and send no more. Where a deadline was missed, only those
-// batches that missed theirs are TIMEOUT.
+// Report every open batch, end what the peer writes through and send no more.
 void Engine::quiesce(Peer& peer, Outcome outcome, const std::string& detail) {
-    const double now = now_s();
-    for (const Batch& batch : peer.batches) {
-        const bool other = outcome == Outcome::kTimeout && batch.deadline_s > now;
-        outbox_.put({Report::Kind::kBatchDone, peer.name, batch.ticket, other ? Outcome::kPeerFailed : outcome,
-                     batch.nbytes, batch.submitted_s, now, detail});
-    }
-    peer.batches.clear();
+    end_all(outbox_, peer.name, peer.batches, outcome, detail);
     peer.connect_by_s = kForever;
     for (const auto& in : peer.in) end(in->fd());
     peer.in.clear();
@@ -314,7 +306,7 @@ void Engine::quiesce(Peer& peer, Outcome outcome, const std::string& detail) {
     if (peer.invited) sessions_.erase(peer.session);
     peer.drained = true;
     if (!peer.out.empty()) {
-        peer.drain_by_s = now + kDrainLimit_s;
+        peer.drain_by_s = now_s() + kDrainLimit_s;
         look_by(peer.drain_by_s);
     }
 }
@@ -332,7 +324,7 @@ void Engine::advance_ends() {
             peer.drain_by_s = kForever;
         }
         if (peer.closing && peer.out.empty()) {
-            outbox_.put({Report::Kind::kPeerClosed, peer.name, 0, Outcome::kOk, 0, 0, now_s()});
+            outbox_.put({.kind = Report::Kind::kPeerClosed, .peer = peer.name});
             at = peers_.erase(at);
         } else {
             ++at;

@@ -11,9 +11,7 @@
 
 namespace pdlink::ucx {
 
-using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC: what Python's time.monotonic() reads
-
-inline double seconds(Clock::time_point at) { return std::chrono::duration<double>(at.time_since_epoch()).count(); }
+using Clock = std::chrono::steady_clock;
 
 // An eventfd that others make readable and its owner makes quiet.
 class Bell {

@@ -5,8 +5,6 @@
 #include <cmath>
 #include <new>
 
-#include "common/native.h"
-
 namespace pdlink::ucx {
 namespace {
 
@@ -216,9 +214,9 @@ std::uint64_t Engine::submit(const std::string& peer, std::span<const Piece> pie
     }
     batch->puts = plan_puts(pieces, local, remote);
     for (const Put& put : batch->puts) batch->nbytes += put.nbytes;
-    batch->submitted = Clock::now();
+    batch->submitted_s = now_s();
     batch->deadline =
-        batch->submitted + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
+        Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
 
     // Under one lock with the check, so that it is in the queue before a close_peer() of another thread.
     const std::lock_guard lock(mutex_);

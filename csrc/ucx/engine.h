@@ -20,19 +20,13 @@
 #include <unordered_map>
 #include <vector>
 
+#include "common/peers.h"
 #include "ucx/progress.h"
 
 namespace pdlink::ucx {
 
-// The peer is failed, closed, unknown, or cannot be connected from here.
-struct PeerUnusable : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
-
-// A peer of that name has been invited or connected to.
-struct NameTaken : std::invalid_argument {
-    using std::invalid_argument::invalid_argument;
-};
+using PeerUnusable = Unusable<class Engine>;  // also of one that cannot be connected from here
+using NameTaken = Taken<class Engine>;
 
 using Command = std::function<void(Progress&)>;
 

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <utility>
 
+#include "common/peers.h"
+
 namespace pdlink::ucx {
 namespace {
 
@@ -251,8 +253,7 @@ void Outgoing::reap() {
 
 void Outgoing::report(Batch& batch, Outcome outcome, const std::string& detail) {
     batch.reported = true;
-    outbox_.put({Report::Kind::kBatchDone, peer_, batch.ticket, outcome, batch.nbytes, seconds(batch.submitted),
-                 seconds(Clock::now()), detail});
+    outbox_.put(done(peer_, batch, outcome, detail));
 }
 
 void Outgoing::report_open(Outcome outcome, const std::string& detail) {

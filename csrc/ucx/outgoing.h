@@ -49,7 +49,7 @@ struct Remote {
 struct Batch {
     std::uint64_t ticket;
     std::uint64_t nbytes;
-    Clock::time_point submitted;
+    double submitted_s;
     Clock::time_point deadline;
     std::vector<Put> puts;
 

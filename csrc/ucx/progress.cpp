@@ -9,7 +9,7 @@
 #include <cstring>
 #include <system_error>
 
-#include "common/native.h"
+#include "common/peers.h"
 
 namespace pdlink::ucx {
 namespace {
@@ -32,14 +32,13 @@ Progress::Progress(const Library& library, const Choice& choice, Outbox& outbox,
     : outbox_(outbox),
       context_(std::make_unique<Context>(library, choice)),
       writing_(context_->make_worker()),
-      bell_(bell) {
+      bell_(bell),
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
     try {
-        epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
-        if (epoll_ < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1");
+        if (epoll_.get() < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1");
         watch(commands_watch_, Watch::Kind::COMMANDS, nullptr, bell.fd());
         watch(writing_watch_, Watch::Kind::WRITING, nullptr, context_->worker_fd(writing_));
     } catch (...) {
-        if (epoll_ >= 0) ::close(epoll_);
         library.ucp_worker_destroy(writing_);
         throw;
     }
@@ -52,7 +51,6 @@ Progress::~Progress() {
         ended = ended && (!peer->outgoing || peer->outgoing->ended());
     }
     for (const auto& outgoing : leaving_) ended = ended && outgoing->ended();
-    ::close(epoll_);
     if (ended) {
         context_->ucx().ucp_worker_destroy(writing_);
         return;
@@ -66,12 +64,12 @@ Progress::~Progress() {
 void Progress::watch(Watch& watch, Watch::Kind kind, Peer* peer, int fd) {
     watch = {kind, peer, fd};
     epoll_event event{.events = EPOLLIN, .data = {.ptr = &watch}};
-    if (::epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0)
+    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0)
         throw std::system_error(errno, std::generic_category(), "epoll_ctl");
 }
 
 void Progress::unwatch(Watch& watch) {
-    if (watch.fd >= 0) ::epoll_ctl(epoll_, EPOLL_CTL_DEL, watch.fd, nullptr);
+    if (watch.fd >= 0) ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, watch.fd, nullptr);
     watch.fd = -1;
 }
 
@@ -114,8 +112,7 @@ void Progress::submit(const std::string& name, std::unique_ptr<Batch> batch) {
     const auto found = peers_.find(name);
     if (found != peers_.end() && found->second->outgoing) return found->second->outgoing->submit(std::move(batch));
     // Submitted by another thread while connect() was failing.
-    outbox_.put({Report::Kind::kBatchDone, name, batch->ticket, Outcome::kPeerFailed, batch->nbytes,
-                 seconds(batch->submitted), seconds(Clock::now()), "not connected"});
+    outbox_.put(done(name, *batch, Outcome::kPeerFailed, "not connected"));
 }
 
 void Progress::close_peer(const std::string& name) {
@@ -216,7 +213,7 @@ void Progress::sleep() {
         peer->incoming_awake = false;
     }
     std::array<epoll_event, 64> ready;
-    const int num_ready = ::epoll_wait(epoll_, ready.data(), ready.size(), sleep_ms(Clock::now()));
+    const int num_ready = ::epoll_wait(epoll_.get(), ready.data(), ready.size(), sleep_ms(Clock::now()));
     for (int i = 0; i < num_ready; ++i) {
         Watch& watch = *static_cast<Watch*>(ready[i].data.ptr);
         if (watch.kind == Watch::Kind::INCOMING) {

@@ -14,6 +14,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "common/descriptor.h"
 #include "common/outbox.h"
 #include "ucx/bell.h"
 #include "ucx/context.h"
@@ -86,7 +87,7 @@ class Progress {
     std::unique_ptr<Context> context_;
     ucp_worker_h writing_ = nullptr;
     const Bell& bell_;
-    int epoll_ = -1;
+    Descriptor epoll_;
     Watch commands_watch_{};
     Watch writing_watch_{};
     std::unordered_map<std::string, std::unique_ptr<Peer>> peers_;
