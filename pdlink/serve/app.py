@@ -1,4 +1,4 @@
-"""The HTTP interface of a worker: OpenAI routes, health, metrics, timeline, and the proxy's word about a transfer."""
+"""The HTTP interface of a worker: OpenAI routes, health, metrics, timeline, and the proxy's stop call."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ MAX_BODY_NBYTES = 16 * 2**20
 """Two million token ids; aiohttp's default of 1 MiB answers 413 to a long prompt."""
 
 _LONG_NBYTES = 32 * 1024
-"""Bodies from here on are read and tokenised in a thread: 1 to 3 s a megabyte, for which all others would wait."""
+"""Larger bodies are parsed and tokenised in a thread: 1 to 3 s a megabyte would block all other requests."""
 
 BODY_S = 60.0
-"""How long a body may take to arrive; aiohttp waits for ever, so that slow clients could hold every descriptor."""
+"""Deadline for a body to arrive; aiohttp has none, so slow clients could hold every descriptor."""
 
 _MAX_STOP_NBYTES = 4096
 
 
 KEY_HEADER = "X-Pdlink-Key"
-"""Carries the secret that proxy and workers share; Authorization is the client's own, and passes through."""
+"""Carries the secret shared by proxy and workers; Authorization is the client's and passes through."""
 _OPEN_TO_ALL = frozenset({("GET", "/health"), ("GET", "/metrics")})
 
 
 class BodyTooLarge(InvalidRequest):
-    """More than this route reads."""
+    """The body exceeds the limit of its route."""
 
     http_status = 413
 
 
 def build_app(worker: Worker, http_key: str | None = None) -> web.Application:
-    """The routes of one open worker. Cleaning the app up stops listening to events; it does not close the worker.
+    """The routes of one open worker. Cleanup of the app stops its event listeners; it does not close the worker.
 
-    http_key: what callers must send in X-Pdlink-Key, other than for health and metrics.
+    http_key: callers must send it in X-Pdlink-Key, except for health and metrics.
     """
     app = web.Application(middlewares=[_errors_as_json, _callers_with(http_key)])
     metrics, timeline = WorkerMetrics(lambda: health.gauges(worker)), Timeline(worker.name)
@@ -141,7 +141,7 @@ async def _generate(
                     await response.prepare(http)
                 await response.write(answer.event())
                 if params is not None and params.leg == "prefill":
-                    return response  # one event is all of a prefill leg; the transfer goes on without its client
+                    return response  # a prefill leg has one event; its transfer goes on without the client
             elif params is not None and params.leg == "prefill":
                 return _json(answer.whole())
         if response is None:
@@ -169,7 +169,7 @@ async def _generate(
 async def _request(
     worker: Worker, kind: type[CompletionRequest] | type[ChatRequest], body: bytes, reader: ThreadPoolExecutor
 ) -> tuple[Generation, tuple[int, ...]]:
-    """The checked request and its prompt's tokens. reader: where long ones wait their turn."""
+    """The checked request and its prompt's tokens. reader: runs long ones, one by one."""
 
     def read() -> tuple[Generation, tuple[int, ...]]:
         request = parse(kind, body, worker.model.name)
@@ -186,7 +186,7 @@ async def _request(
 
 
 def _kv_path(stream: Stream) -> dict[str, str]:
-    """Known once the first token is here."""
+    """Known from the first token on."""
     return {kv_path.HEADER: stream.kv_path} if stream.kv_path else {}
 
 
@@ -200,7 +200,7 @@ async def _body(request: web.Request, max_nbytes: int = MAX_BODY_NBYTES) -> byte
                 if len(body) > max_nbytes:
                     raise BodyTooLarge(f"the body: got more than {max_nbytes} bytes; send a shorter request")
     except TimeoutError:
-        raise web.HTTPRequestTimeout(reason="the body did not arrive in time") from None
+        raise web.HTTPRequestTimeout(reason=f"the body did not arrive within {BODY_S:g} s") from None
     return bytes(body)
 
 
@@ -222,15 +222,15 @@ async def _errors_as_json(
 
 
 def _callers_with(http_key: str | None) -> Middleware:
-    """Turns away who does not know the key, before anything of the request is read."""
+    """Rejects callers without the key, before reading the body."""
 
     @web.middleware
     async def check(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if http_key is not None and (request.method, request.path) not in _OPEN_TO_ALL:
-            said = request.headers.get(KEY_HEADER, "")
-            if not hmac.compare_digest(said.encode(errors="surrogateescape"), http_key.encode()):
+            sent = request.headers.get(KEY_HEADER, "")
+            if not hmac.compare_digest(sent.encode(errors="surrogateescape"), http_key.encode()):
                 raise InvalidApiKey(f"this worker serves its proxy only: {KEY_HEADER} is missing or wrong")
         return await handler(request)
 

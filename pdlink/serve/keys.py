@@ -1,4 +1,4 @@
-"""Keys on disk: made by `pdlink keygen`, read when a process starts. What they mean is `pdlink/protocol/auth.py`."""
+"""Key files: made by `pdlink keygen`, read when a process starts. `pdlink/protocol/auth.py` gives their meaning."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class KeyFileExists(LocalError):
-    """`pdlink keygen` never overwrites a key: whoever trusts the old one would lose its peer."""
+    """`pdlink keygen` never overwrites a key: peers that trust the old one would lose this worker."""
 
     code = "key_file_exists"
 
 
 def keygen(name: str, directory: str) -> tuple[Path, str]:
     """Make a key pair in DIRECTORY/NAME.key, readable by this user only; returns the path and the line for
-    allow-lists. Raises ConfigError for a name that cannot be one, KeyFileExists instead of overwriting."""
+    allow-lists. Raises ConfigError for an invalid name, KeyFileExists instead of overwriting."""
     if not auth.is_name(name):
         raise ConfigError(
             f"NAME: up to 64 letters, digits, '.', '_' and '-', the first a letter or digit, got {name!r}"
@@ -37,7 +37,7 @@ def keygen(name: str, directory: str) -> tuple[Path, str]:
     path = Path(directory) / f"{name}.key"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # O_EXCL follows no link and takes no file that is there; the mode holds from the first byte on.
+        # O_EXCL follows no link and opens no existing file; the mode holds from the first byte on.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         raise KeyFileExists(f"{path} is there already; a new key needs another name or directory") from None
@@ -49,7 +49,7 @@ def keygen(name: str, directory: str) -> tuple[Path, str]:
 
 
 def load_credentials(security: SecurityConfig) -> auth.Credentials | None:
-    """Who this worker is and whom it knows; None without keys. Raises ConfigError naming the setting and the file."""
+    """This worker's keys and allow-list; None without keys. Raises ConfigError with the setting and the file."""
     if security.key_file is None or security.allow_file is None:
         return None
     setting = "security.key_file"
@@ -61,7 +61,7 @@ def load_credentials(security: SecurityConfig) -> auth.Credentials | None:
 
 
 def load_allow_list(path: str) -> auth.AllowList:
-    """Raises ConfigError for a file that is no allow-list, that every user can change, or that allows nobody."""
+    """Raises ConfigError if the file is not an allow-list, is writable by other users, or is empty."""
     setting = "security.allow_file"
     allowed = auth.parse_allow_list(read_private(path, setting, secret=False), f"{setting}: {path}")
     if not len(allowed):
@@ -70,10 +70,10 @@ def load_allow_list(path: str) -> auth.AllowList:
 
 
 def worker_name(config: WorkerConfig, credentials: auth.Credentials | None, port: int) -> str:
-    """What this worker is called: as configured, as its key says, or after role, host and port.
+    """The name of this worker: configured, or of its key, or made of role, host and port.
 
-    Two hosts with one configuration have two names: of two workers of one name only the first gets sessions. Raises
-    ConfigError for a name that every peer would refuse: because of its characters, or because the key is another's.
+    Host and port make it unique: of two workers of one name only the first gets sessions. Raises ConfigError for a
+    name that every peer would refuse: invalid characters, or not the key's name.
     """
     name = config.name
     if name is not None and not auth.is_worker_name(name):
@@ -89,25 +89,25 @@ def worker_name(config: WorkerConfig, credentials: auth.Credentials | None, port
 
 
 def as_name(text: str, max_chars: int = 64) -> str:
-    """A part of a worker's name that is as like `text` as can be."""
+    """`text` as a valid part of a worker's name."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", text)[:max_chars].lstrip("._-") or "x"
 
 
 def http_key(security: SecurityConfig) -> str | None:
-    """The secret that callers of a worker's HTTP interface must know; None lets everybody call."""
+    """The secret for callers of a worker's HTTP interface; None lets everybody call."""
     if security.http_key_file is None:
         return None
     return read_secrets(security.http_key_file, "security.http_key_file")[0]
 
 
 def server_tls(cert: str | None, key: str | None) -> ssl.SSLContext | None:
-    """What HTTPS is served with; None for plain HTTP. Raises ConfigError if the two files cannot be used."""
+    """The TLS context of the server; None for plain HTTP. Raises ConfigError if the files cannot be used."""
     if cert is None or key is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         check_private(key, "tls_key")
-        context.load_cert_chain(cert, key, password="")  # a key with a password is an error, not a question
+        context.load_cert_chain(cert, key, password="")  # a key with a password raises, instead of prompting
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"tls_cert, tls_key: cannot use {cert} with {key}: {error}") from None
     return context

@@ -1,7 +1,7 @@
-"""The OpenAI request and response shapes of a worker: parse, check, and write answers.
+"""The OpenAI requests and answers of a worker: parse, check, write.
 
-msgspec reads a request because it stops at the first thing that is wrong, in C. A library that collects all of them
-took 170 s for 16 MB of a mixed list, with the interpreter's lock held.
+msgspec parses requests because it stops at the first error, in C. A library that collects all errors took 170 s for
+16 MB of a mixed list, with the GIL held.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions when the client gives none, as OpenAI documents it."""
 DEFAULT_CHAT_TOKENS = 256
-"""The same for chat, where OpenAI sets no limit: all blocks are reserved up front, so there has to be one."""
+"""The same for chat, where OpenAI has no default: a worker reserves all blocks up front, so it needs a limit."""
 
 MAX_STOPS = 4
-"""Stop strings of a request, as OpenAI has it: each is looked for at every token."""
+"""Stop strings of a request, OpenAI's limit: each costs a search at every token."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_MESSAGE_CHARS = 2000
 MAX_TRANSFER_ID_CHARS = 128
@@ -46,7 +46,7 @@ class TransferParams(Struct, frozen=True, kw_only=True):
     seed: int
     created: int
     prefill: PrefillAddress | None = None
-    """Where the KV comes from; on the decode leg."""
+    """The source of the KV; on the decode leg."""
 
 
 _NumTokens = Annotated[int, Meta(ge=1)]
@@ -75,19 +75,17 @@ class _Generation(Struct, frozen=True, kw_only=True):
         return bool(self.stream_options and self.stream_options.get("include_usage"))
 
     def check(self) -> None:
-        """What the types above do not say. Raises InvalidRequest."""
+        """Check limits that the types do not express. Raises InvalidRequest."""
         for name, given, limit in (
             ("stop", self.stop if isinstance(self.stop, list) else (), MAX_STOPS),
             ("stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS),
         ):
             if len(given) > limit:
-                raise InvalidRequest(f"{name}: got {len(given)}, at most {limit} are looked for; send fewer")
+                raise InvalidRequest(f"{name}: got {len(given)}; limit {limit}; send fewer")
         if self.n not in (None, 1):
-            raise InvalidRequest(
-                f"n: got {self.n}, one answer per request is served; send the request {self.n} times"
-            )
+            raise InvalidRequest(f"n: got {self.n}; limit 1; send the request {self.n} times")
         if self.logprobs:
-            raise InvalidRequest(f"logprobs: got {self.logprobs}, this worker computes none; leave it out")
+            raise InvalidRequest(f"logprobs: got {self.logprobs}; this worker computes none; leave it out")
 
     def limit(self) -> int:
         """Tokens to generate."""
@@ -98,7 +96,7 @@ class _Generation(Struct, frozen=True, kw_only=True):
         raise AssertionError("every kind of request has its own prompt")
 
     def sampling(self) -> SamplingParams:
-        """What the engine needs. Without a seed of the client, the proxy's is taken, so that both legs agree."""
+        """The engine's parameters. Without the client's seed, the proxy's: both legs must sample alike."""
         seed = self.seed
         if seed is None:
             seed = self.kv_transfer_params.seed if self.kv_transfer_params else secrets.randbits(63)
@@ -129,7 +127,7 @@ class CompletionRequest(_Generation, frozen=True, kw_only=True):
             ("suffix", self.suffix, ""),
         ):
             if given not in (None, usual):
-                raise InvalidRequest(f"{name}: got {given!r:.100}, only {usual!r} is served; leave it out")
+                raise InvalidRequest(f"{name}: got {given!r:.100}; only {usual!r} is served; leave it out")
 
     def limit(self) -> int:
         return self.max_tokens or DEFAULT_COMPLETION_TOKENS
@@ -141,9 +139,9 @@ class CompletionRequest(_Generation, frozen=True, kw_only=True):
 
 
 def _the_one(prompt: msgspec.Raw) -> str | tuple[int, ...]:
-    """A text or token ids; either may come as the only item of a list.
+    """A text or token ids, alone or as the only item of a list.
 
-    How it begins tells which, so that what is something else is seen at its first item.
+    The first bytes choose the type to decode, so a wrong type is found at the first item.
     """
     begin = bytes(memoryview(prompt)[:_BEGIN_NBYTES])
     if begin.startswith(b'"'):
@@ -158,11 +156,11 @@ def _the_one(prompt: msgspec.Raw) -> str | tuple[int, ...]:
     except InvalidRequest as error:
         if "of length 1" not in str(error):
             raise
-        raise InvalidRequest("prompt: got several, one per request is served; send them one by one") from None
+        raise InvalidRequest("prompt: got several; limit 1; send one request for each") from None
 
 
 _BEGIN_NBYTES = 64
-"""Of a JSON value, enough to tell what it is; a list with more white space than this counts as one of token ids."""
+"""Enough to find the type of a JSON value; a list that begins with more white space counts as token ids."""
 _Tokens = tuple[int, ...]
 _OneText = tuple[str]
 _OneTokens = tuple[_Tokens]
@@ -170,7 +168,7 @@ _OneTokens = tuple[_Tokens]
 
 class ChatRequest(_Generation, frozen=True, kw_only=True):
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
-    """Each with its role, and what else the model's chat template makes use of."""
+    """Each with its role, and other fields for the model's chat template."""
     max_completion_tokens: _NumTokens | None = None
 
     def limit(self) -> int:
@@ -207,7 +205,7 @@ def _tokenized(text: str, model: LoadedModel, field: str = "prompt", **options: 
 
 
 def _check_length(field: str, num_chars: int, model: LoadedModel) -> None:
-    """Refuse what is too long whatever its tokens are: to find them out takes 1 to 3 s a megabyte."""
+    """Refuse a text too long for any tokens, before tokenising it: that takes 1 to 3 s a megabyte."""
     limit = model.max_tokens * model.longest_token
     if num_chars > limit:
         raise CapacityExceeded(
@@ -217,7 +215,7 @@ def _check_length(field: str, num_chars: int, model: LoadedModel) -> None:
 
 
 def parse(kind: type[CompletionRequest] | type[ChatRequest], body: bytes, model: str) -> Generation:
-    """A checked request. Raises InvalidRequest naming the field, UnknownModel if it is for another model."""
+    """A checked request. Raises InvalidRequest with the field, UnknownModel for another model."""
     request: Generation = _decoded(body, kind)
     request.check()
     if request.model != model:
@@ -226,11 +224,11 @@ def parse(kind: type[CompletionRequest] | type[ChatRequest], body: bytes, model:
 
 
 _SHOWN_NBYTES = 64 * 1024
-"""JSON up to this is read a second time for the value that was wrong."""
+"""JSON up to this size is parsed again to show the wrong value."""
 
 
 def _decoded(data: bytes | msgspec.Raw, kind: Any, field: str = "") -> Any:
-    """The value of this JSON. field: what it is of the request; empty for all of it. Raises InvalidRequest."""
+    """The value of this JSON. field: its name in the request; empty for the body. Raises InvalidRequest."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -245,7 +243,7 @@ def _explain(problem: str, data: bytes | msgspec.Raw, field: str) -> str:
     path = path.rstrip("`")
     shown = ""
     if path and ", got " not in what and len(memoryview(data)) <= _SHOWN_NBYTES:
-        with contextlib.suppress(msgspec.DecodeError):  # a number that no type holds
+        with contextlib.suppress(msgspec.DecodeError):  # a number too large for any type
             value = msgspec.json.decode(data)
             for key in re.findall(r"[^.\[\]]+", path):
                 value = value[int(key)] if isinstance(value, list) else value[key]
@@ -261,7 +259,7 @@ def error_body(error: PdlinkError) -> dict[str, Any]:
 
 
 class Answer:
-    """Writes one answer, whole or as server-sent events. Both legs of a request write the same id and times."""
+    """Writes one answer, whole or as server-sent events. Both legs of a request write the same id and time."""
 
     def __init__(self, request: Generation, transfer_id: str, created: int, num_prompt_tokens: int) -> None:
         self._chat = isinstance(request, ChatRequest)
@@ -286,7 +284,7 @@ class Answer:
         self._text.append(text)
 
     def whole(self) -> dict[str, Any]:
-        """The JSON of an answer that is not streamed."""
+        """The JSON of a whole answer."""
         text = "".join(self._text)
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": self._finish_reason}
         if self._chat:
@@ -304,7 +302,7 @@ class Answer:
         }
 
     def event(self) -> bytes:
-        """The newest token as an event. The first one holds exactly token 0, with chat's role beside its text."""
+        """The newest token as an event. The first event has exactly token 0, and chat's role."""
         if self._chat:
             delta = {"content": self._text[-1]}
             if self.num_tokens == 1:
@@ -313,7 +311,7 @@ class Answer:
         return self._sse([{"index": 0, "text": self._text[-1], "logprobs": None, "finish_reason": None}])
 
     def last_events(self) -> bytes:
-        """What closes a stream: the finish reason, the usage if it was asked for, and [DONE]."""
+        """The end of a stream: the finish reason, the usage if asked for, and [DONE]."""
         body: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         events = self._sse([{"index": 0, **body, "logprobs": None, "finish_reason": self._finish_reason}])
         if self._include_usage:

@@ -46,7 +46,7 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
     if http_key is None and not is_loopback(config.host):
         log.warning("host %s without security.http_key_file: HTTP is open to anybody who reaches it", config.host)
     if security.insecure:
-        log.warning("security.insecure: whoever reaches this worker's ports can read and write its KV cache")
+        log.warning("security.insecure: anybody who reaches this worker's ports can read and write its KV cache")
     trace_path = traces.path_of(config.timeline, worker.name) if config.timeline is not None else None
     if parent is not None:
         parent.doing(f"loading the model {config.model.name}")
@@ -79,7 +79,7 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
         try:
             worker.node.allow(keys.load_allow_list(security.allow_file))
         except ConfigError as error:
-            log.error("the allow-list stays as it was: %s", error)
+            log.error("the allow-list is unchanged: %s", error)
 
     app = build_app(worker, http_key)
     try:

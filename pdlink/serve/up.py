@@ -1,10 +1,10 @@
 """`pdlink up`: prefill workers, decode workers and a proxy as child processes of this one.
 
-Each child of ours gets its settings through a socket and says on it when it is ready; the socket's end is its signal
-to leave, so nothing is left behind even if this process is killed. (vLLM's servers: `serve/vllm.py`.) A worker that
-dies is started again on the same ports (`serve/keeper.py`), and nothing else is restarted: the others find it by its
-new epoch. The ports are bound here first and stay so, not listened on: one that is taken is found before any model is
-loaded, and nobody else gets one while its worker is away.
+Each child gets its settings through a socket and reports on it when it is ready. The child ends when the socket ends,
+so none outlives this process, even after SIGKILL. (vLLM's servers: `serve/vllm.py`.) A dead worker is restarted on
+the same ports (`serve/keeper.py`), and nothing else: its peers recognise the new epoch. This process binds the ports
+first and keeps them bound, without listening: a taken port shows before any model is loaded, and no other process
+gets one while its worker is away.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 __all__ = ["START_TIMEOUT_S", "Child", "ChildFailed", "log", "start", "stop", "up", "wait_ready"]
 
 START_TIMEOUT_S = 120.0
-"""Longest wait for a child to be ready; loading a large model takes most of it."""
+"""Longest wait for a child to be ready, mostly to load a large model."""
 
 _LOOK_S = 0.05
 _WORD_S = 5.0
-"""While children start, what they do is said this often."""
+"""Interval of progress lines while children start."""
 _MAX_LINE_NBYTES = 1 << 20
 _LAST_WORDS_S = 5.0
-"""How long a child may live on after it closed its link."""
+"""A child may live this long after it closed its link."""
 
 
 @dataclass(slots=True)
 class Child:
-    """One process and what it said when it was ready."""
+    """One process and the facts it reported when it was ready."""
 
     label: str
     role: str
@@ -57,20 +57,20 @@ class Child:
     link: socket.socket
     facts: dict[str, Any]
     doing: str = "starting Python"
-    """What it is doing until it is ready."""
+    """Its progress until it is ready."""
     warnings: list[str] = field(default_factory=list)
-    """What it warned of until it was ready."""
+    """Its warnings until it was ready."""
     _heard: bytes = b""
 
     def look(self) -> bool:
-        """Take in what it has said; True once it is ready, with its `facts`. Raises ChildFailed if it will not be."""
+        """Read its reports; True once it is ready, with its `facts`. Raises ChildFailed if it failed or ended."""
         while select.select([self.link], [], [], 0)[0]:
             more = self.link.recv(65536)
             self._heard += more
             if not more or len(self._heard) > _MAX_LINE_NBYTES:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.process.wait(_LAST_WORDS_S)
-                self.kill()  # its link has ended, so nobody can hold it any more
+                self.kill()  # without its link nothing would end it
                 how = how_it_ended(self.process.returncode)
                 raise ChildFailed(f"{self.label} ended before it was ready: it {how}")
             while b"\n" in self._heard:
@@ -80,7 +80,7 @@ class Child:
         return False
 
     def wait_ready(self, timeout_s: float) -> None:
-        """As the function of this name."""
+        """See `wait_ready`."""
         wait_ready(self, timeout_s)
 
     def _take(self, message: dict[str, Any]) -> bool:
@@ -94,7 +94,7 @@ class Child:
         return True
 
     def again(self) -> None:
-        """The same process once more, on the ports it had."""
+        """Start it again, on the same ports."""
         self.link.close()
         ports: dict[str, Any] = {key: self.facts[key] for key in ("port", "control_port") if key in self.facts}
         started = start(self.label, self.role, {**self.settings, **ports})
@@ -115,7 +115,7 @@ class Child:
 
 
 def start(label: str, role: str, settings: dict[str, Any]) -> Child:
-    """Start one child, which logs at this process's level; `look` and `wait_ready` tell when it can be used."""
+    """Start one child, which logs at this process's level. Call `look` or `wait_ready` until it is ready."""
     ours, theirs = socket.socketpair()
     level = logging.getLevelName(logging.getLogger().level).lower()
     with theirs:
@@ -129,16 +129,16 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 
 def spawn(arguments: Sequence[str], link: socket.socket) -> subprocess.Popen[bytes]:
-    """Run `pdlink` with these arguments, as a child with this end of a link to us."""
+    """Run `pdlink` with these arguments, as a child with this end of a link."""
     return subprocess.Popen(
         [sys.executable, "-m", "pdlink", *arguments, "--parent-fd", str(link.fileno())],
         pass_fds=[link.fileno()],
-        start_new_session=True,  # Ctrl-C reaches us only; we tell the children, so that they drain in order
+        start_new_session=True,  # Ctrl-C reaches this process only, so that the children drain in order
     )
 
 
 def wait_ready(child: Child, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Fill in `child.facts`, and log what it warned of. Raises ChildFailed if it dies or is not ready in time."""
+    """Fill in `child.facts`, and log its warnings. Raises ChildFailed if it dies or is not ready in time."""
     deadline_s = time.monotonic() + timeout_s
     try:
         while not child.look():
@@ -151,17 +151,17 @@ def wait_ready(child: Child, timeout_s: float = START_TIMEOUT_S) -> None:
 
 
 def _warn_once(children: Iterable[Child | Server]) -> None:
-    """Log what children warned of while they started: the same words once, with all that said them."""
-    said: dict[str, list[str]] = {}
+    """Log the children's warnings of their start: each text once, with the labels of all its children."""
+    labels_of: dict[str, list[str]] = {}
     for child in children:
         for text in getattr(child, "warnings", ()):
-            said.setdefault(text, []).append(child.label)
-    for text, labels in said.items():
+            labels_of.setdefault(text, []).append(child.label)
+    for text, labels in labels_of.items():
         log.warning("%s: %s", ", ".join(labels), text)
 
 
 def stop(children: Sequence[Child | Server], timeout_s: float) -> None:
-    """Tell every child to drain; kill what is still there after `timeout_s`."""
+    """Let every child drain; kill those left after `timeout_s`."""
     for child in children:
         child.terminate()
     deadline_s = time.monotonic() + timeout_s
@@ -175,13 +175,13 @@ def stop(children: Sequence[Child | Server], timeout_s: float) -> None:
 
 
 class _Told(BaseException):
-    """SIGINT or SIGTERM, wherever they came; no handler of other errors takes it for one."""
+    """SIGINT or SIGTERM. A BaseException, so that no handler of errors catches it."""
 
 
 def up(config: UpConfig, say: Callable[[str], None]) -> None:
     """Run the deployment until SIGINT or SIGTERM. Raises ConfigError and ChildFailed.
 
-    say: for what people read and copy once all is there; what happens is logged.
+    say: prints the summary when all are ready; progress is logged.
     """
     told = False
 
@@ -221,7 +221,7 @@ def up(config: UpConfig, say: Callable[[str], None]) -> None:
             return
         finally:
             told = True
-            # The proxy first: its requests need the workers, and workers that leave would alarm it.
+            # The proxy first: its requests need the workers, and it would warn about workers that leave.
             if workers:
                 log.info("stopping; running requests have up to %g s", config.proxy.drain_s)
             stop(proxies, config.proxy.drain_s + 5)
@@ -232,7 +232,7 @@ _ROLES = ("prefill", "decode")
 
 
 def _hold(held: contextlib.ExitStack, host: str, port: int, setting: str) -> int:
-    """Bind a port until the end, free or configured, for a child to listen on. Raises ConfigError if it is taken."""
+    """Bind a port, free or configured, for a child to listen on. Raises ConfigError if it is taken."""
     bound = bind(host, port, setting)
     held.callback(bound.close)
     found: int = bound.getsockname()[1]
@@ -247,7 +247,7 @@ def _is_address(host: str) -> bool:
 
 
 def _await_all(children: Sequence[Child | Server], timeout_s: float) -> None:
-    """Return when all are ready, and say meanwhile how far they are. Raises ChildFailed for the first that fails."""
+    """Return when all are ready, and log their progress. Raises ChildFailed for the first failure."""
     began_s = said_s = time.monotonic()
     log.info("starting %s", ", ".join(child.label for child in children))
     waiting = list(children)
@@ -270,7 +270,7 @@ def _await_all(children: Sequence[Child | Server], timeout_s: float) -> None:
 
 
 def worker_settings(side: str, worker: WorkerConfig, count: int) -> dict[str, dict[str, Any]]:
-    """Label to settings of every worker of one side. Ports that are not 0 count up."""
+    """Label to settings of every worker of one side. Ports other than 0 count up."""
     settings = worker.model_dump(mode="json")
     found = {}
     for index in range(count):
@@ -292,7 +292,7 @@ def _start_own(config: UpConfig, children: list[Child | Server], held: contextli
         for side, (worker, count) in sides.items()
         for label, settings in worker_settings(side, worker, count).items()
     ]
-    for _, side, settings in plans:  # all of them before the first model is loaded
+    for _, side, settings in plans:  # all ports before the first model is loaded
         settings["port"] = _hold(held, settings["host"], settings["port"], f"{side}.port")
         if _is_address(settings["control_host"]):
             port = _hold(held, settings["control_host"], settings["control_port"], f"{side}.control_port")
@@ -301,7 +301,7 @@ def _start_own(config: UpConfig, children: list[Child | Server], held: contextli
 
 
 def _start_vllm(config: UpConfig, children: list[Child | Server], held: contextlib.ExitStack) -> dict[str, Any]:
-    """Start vLLM's servers; returns what the proxy must know of them. held: what lives as long as they do."""
+    """Start vLLM's servers; returns the proxy's settings for them. held: closed after they end."""
     from pdlink.serve import vllm
 
     executable = vllm.find_executable(config.vllm.executable)
@@ -321,14 +321,12 @@ def _start_vllm(config: UpConfig, children: list[Child | Server], held: contextl
             port = int(plan.url.rsplit(":", 1)[1])
             _hold(tried, config.vllm.host, port, f"vllm.{plan.role}_port")
     log.info("vLLM's own output: %s/*.log", log_dir)
-    children.extend(
-        vllm.Server(plan, log_dir) for plan in plans
-    )  # one by one: those started are ended, whatever comes
+    children.extend(vllm.Server(plan, log_dir) for plan in plans)  # one by one, so that a failure ends earlier ones
     return vllm.proxy_settings(config.vllm, plans)
 
 
 def _picture(config: UpConfig, children: list[Child | Server], took_s: float) -> str:
-    """What is running where, and a line to try it with."""
+    """All children with their addresses, and a line to try it with."""
     proxy = children[-1].facts["url"]
     if config.engine == "vllm":
         model, how = config.vllm.model_name, f"vLLM with {config.vllm.connector}'s connector"

@@ -1,8 +1,8 @@
-"""vLLM servers as children: what each one is started with, and its life.
+"""vLLM servers as children: command lines, start, end.
 
-They are not ours, so nothing is said over a socket: a server is ready when its /health says so, its output goes to a
-file, and the kernel is asked to end it when this process ends (PR_SET_PDEATHSIG). A server is several processes in a
-group of their own; the engine's follow the API server's, and are killed with it if they do not.
+They have no socket to us: a server is ready when its /health answers 200, its output goes to a file, and the kernel
+ends it when this process ends (PR_SET_PDEATHSIG). A server is a process group: the engine's processes end with the
+API server, or are killed with the group.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ CONNECTORS: dict[str, tuple[dict[str, str], str]] = {
     "nixl": ({"kv_connector": "NixlConnector"}, "vllm-nixl"),
     "nixl-push": ({"kv_connector": "NixlPushConnector"}, "vllm-nixl"),
 }
-"""`VllmConfig.connector` to what vLLM calls it, and the proxy's dialect for it."""
+"""`VllmConfig.connector` to vLLM's settings for it, and the proxy's dialect."""
 
 MADE = Path(".venv-vllm/bin/vllm")
-"""Where `make vllm` puts it."""
+"""Installed by `make vllm`."""
 
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -49,7 +49,7 @@ _POLL_S = 0.25
 
 
 class VllmMissing(ConfigError):
-    """There is no `vllm` command where it was looked for."""
+    """No `vllm` command was found."""
 
     code = "vllm_missing"
 
@@ -63,7 +63,7 @@ def find_executable(configured: str | None) -> str:
     if configured is not None:
         found = shutil.which(configured)
         if found is None:
-            raise VllmMissing(f"vllm.executable: {configured} is no program that can be run")
+            raise VllmMissing(f"vllm.executable: got {configured}, which is not an executable program")
         return found
     beside = Path(sys.executable).with_name("vllm")
     for place in (beside, "vllm", MADE):
@@ -84,14 +84,14 @@ class Plan:
     role: str
     url: str
     control: tuple[str, ...]
-    """Where its connector listens, rank by rank; none for a server that nobody dials."""
+    """Control addresses of its connector, by rank; none for a server that only dials."""
     command: tuple[str, ...]
     environment: dict[str, str] = field(repr=False)
-    """What it gets besides ours."""
+    """Added to our own."""
 
 
 def plan(config: VllmConfig, num_prefill: int, num_decode: int, *, executable: str, model: str) -> list[Plan]:
-    """The servers of a deployment. Ports that are 0 are chosen here, and taken when a server binds them."""
+    """The servers of a deployment. Ports of 0 are chosen here; the servers bind them later."""
     found = []
     for role, count in (("prefill", num_prefill), ("decode", num_decode)):
         ranks = config.prefill_ranks if role == "prefill" else config.decode_ranks
@@ -148,7 +148,7 @@ def _transfer_config(config: VllmConfig, role: str, label: str, control_port: in
 
 
 def proxy_settings(config: VllmConfig, plans: Sequence[Plan]) -> dict[str, Any]:
-    """What a proxy must know about these servers."""
+    """The proxy's settings for these servers."""
     unequal = config.prefill_ranks != config.decode_ranks and config.connector == "pdlink"
     return {
         "dialect": CONNECTORS[config.connector][1],
@@ -181,7 +181,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a group of its own; and Ctrl-C reaches us only
+                start_new_session=True,  # its own group; and Ctrl-C reaches this process only
                 preexec_fn=_die_with_parent(os.getpid()),
             )
 
@@ -215,8 +215,8 @@ class Server:
         return "\n  ".join([f"the end of {self.log_path}:", *lines])
 
     def again(self) -> None:
-        """The same server once more, on its ports."""
-        self.kill()  # what is left of its group
+        """Start it again, on the same ports."""
+        self.kill()  # the rest of its group
         self.process = self._started()
 
     def terminate(self) -> None:
@@ -231,14 +231,14 @@ class Server:
         self.process.wait()
 
     def close(self) -> None:
-        """The server has ended, or is made to."""
+        """End the server."""
         self.kill()
 
 
 def _die_with_parent(parent: int) -> Any:
     libc = ctypes.CDLL(None)
 
-    def run() -> None:  # in the child, before vLLM: nothing here may allocate much or take locks
+    def run() -> None:  # in the child before exec: must not allocate much or take locks
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -247,7 +247,7 @@ def _die_with_parent(parent: int) -> Any:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many consecutive ports that nobody listens on now."""
+    """The first of `count` consecutive free ports."""
     for _ in range(100):
         with contextlib.ExitStack() as held:
             first = 0

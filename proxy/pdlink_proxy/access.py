@@ -1,4 +1,4 @@
-"""Who may use the proxy, and how it shows itself to the workers."""
+"""Keys: of the proxy's clients, and of the proxy at its workers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from pdlink.config import ProxyConfig
 
 WORKER_KEY_HEADER = "X-Pdlink-Key"
-"""Carries the secret that proxy and workers share. Authorization is the client's own, and passes through."""
+"""Carries the secret shared by proxy and workers. Authorization is the client's and passes through."""
 
 _BEARER = "bearer "
 
 
 def api_keys(config: ProxyConfig) -> tuple[bytes, ...]:
-    """The keys of clients; none lets everybody in. Raises ConfigError for a file that holds none."""
+    """The keys of clients; without any, everybody may call. Raises ConfigError for a file without keys."""
     found = config.api_keys
     if config.api_key_file is not None:
         found += read_secrets(config.api_key_file, "api_key_file")
@@ -27,7 +27,7 @@ def api_keys(config: ProxyConfig) -> tuple[bytes, ...]:
 
 
 def may_enter(keys: tuple[bytes, ...], authorization: str | None) -> bool:
-    """Whether this Authorization header shows one of the keys. Takes as long for a near miss as for any other."""
+    """Whether this Authorization header has one of the keys. Runs in constant time."""
     if not keys:
         return True
     if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
@@ -38,7 +38,7 @@ def may_enter(keys: tuple[bytes, ...], authorization: str | None) -> bool:
 
 
 def worker_headers(config: ProxyConfig, *, bearer: bool = False) -> dict[str, str]:
-    """What goes with every request to a worker. bearer: as the API key of another engine."""
+    """Headers of every request to a worker. bearer: send the key as the engine's API key."""
     if config.worker_key_file is None:
         return {}
     secret = read_secrets(config.worker_key_file, "worker_key_file")[0]
@@ -46,7 +46,7 @@ def worker_headers(config: ProxyConfig, *, bearer: bool = False) -> dict[str, st
 
 
 def worker_tls(config: ProxyConfig) -> ssl.SSLContext | bool:
-    """How https:// workers are verified: against `worker_ca`, or as the system does. Never not at all."""
+    """Verification of https:// workers: against `worker_ca`, or the system's CAs; never off."""
     if config.worker_ca is None:
         return True
     try:

@@ -391,12 +391,12 @@ class Exchange:
         run.task.add_done_callback(ended)
 
     def _note_kv(self, headers: Mapping[str, str], body: bytes) -> None:
-        if self._kv is None:  # otherwise it is known that there was no transfer
+        if self._kv is None:  # or there was no transfer
             self._kv = kv_path.checked(self._shared.dialect.kv_path(headers, body))
 
     @property
     def _kv_value(self) -> str:
-        """What the client is told now."""
+        """The client's header value now."""
         waiting = self._call.streaming and not self._decode_spoke.is_set()
         return self._kv or (kv_path.TRANSFERRING if waiting else kv_path.UNKNOWN)
 
@@ -404,8 +404,8 @@ class Exchange:
         shared = self._shared
         timeout_s = shared.config.connect_timeout_s
         if not await tell_to_stop(shared.control, run.worker.url, run.transfer_id, reason, timeout_s=timeout_s):
-            # No error: its own deadline tells it.
-            log.info("request %s: %s could not be told to stop %s", self._request_id, run.worker.url, run.transfer_id)
+            # No error: its own deadline ends the transfer.
+            log.info("request %s: no stop call to %s for %s", self._request_id, run.worker.url, run.transfer_id)
 
     # ---- the client's side
 
@@ -424,14 +424,14 @@ class Exchange:
             self._happen(ClientLeft())
 
     async def _await_decode(self) -> None:
-        """A moment for decode to say what becomes of the KV: the client's headers cannot be taken back."""
+        """Wait a moment for decode's KV path: the client's headers cannot be changed later."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._shared.config.kv_header_grace_s):
                 await self._decode_spoke.wait()
 
     def _note_times(self, last: str) -> None:
-        """For people who ask where the time went, in milliseconds: what prefill took, and all until now, which is
-        the time to the first token (`ttft`) of a stream and that of the whole answer (`total`) otherwise."""
+        """Server-Timing in milliseconds: prefill's time, and all until now: the time to the first token (`ttft`) of a
+        stream, otherwise that of the whole answer (`total`)."""
         times = {last: self._loop.time()}
         if self._flow.prefill_spoke_s is not None:
             times = {"prefill": self._flow.prefill_spoke_s, **times}
@@ -444,7 +444,7 @@ class Exchange:
         headers[kv_path.HEADER] = self._kv_value
         headers["Content-Type"] = "text/event-stream; charset=utf-8"
         headers["Cache-Control"] = "no-cache"
-        headers["X-Accel-Buffering"] = "no"  # nginx in front would otherwise collect tokens
+        headers["X-Accel-Buffering"] = "no"  # or nginx in front would collect tokens
         client = web.StreamResponse(headers=headers)
         await client.prepare(self._request)
         self._client = client
@@ -463,7 +463,7 @@ class Exchange:
 
 
 def _level_of(reason: Loss | int) -> int:
-    """A request that was lost or tried again is told; what a client did wrong, or an idle connection, is not."""
+    """WARNING for lost legs; less for a client's mistake or an idle connection."""
     if reason is Loss.STALE:
         return logging.INFO
     return logging.DEBUG if isinstance(reason, int) and 400 <= reason < 500 else logging.WARNING

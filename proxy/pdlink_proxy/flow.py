@@ -353,7 +353,7 @@ class Flow:
     def _react(
         self, leg: Leg, news: News, reason: Loss | int, answer: Respond, said: str, detail: str, now: float
     ) -> list[Action]:
-        """answer: what the client gets if this news decides the request. said: the same in a sentence, if a stream
+        """answer: the client's, if this failure decides the request. said: the same as a sentence, for a stream that
         has begun. detail: for the log."""
         before, after = self._rules.reactions[leg, news]
         reaction = before if self.first_leg is None else after
@@ -385,8 +385,8 @@ class Flow:
     def _tell_decode(self, reason: str, now: float) -> list[Action]:
         decode = self._legs[Leg.DECODE]
         if decode.spoke:
-            return []  # it has the KV, or has recomputed it
-        decode.since_s = now  # what it does instead takes its own time
+            return []  # it has its KV, or has recomputed it
+        decode.since_s = now  # recomputing gets the full deadline
         return [TellToStop(self.attempt, Leg.DECODE, reason)]
 
     def _again(self, why: Why, failure: Respond, *, alone: bool = False) -> list[Action]:
@@ -396,9 +396,9 @@ class Flow:
         return [*actions, Place(why, self._avoid, alone)]
 
     def _to_avoid(self, leg: Leg, reason: Loss | int) -> frozenset[str]:
-        """Workers the next attempt should do without, after this leg was lost."""
+        """Workers to avoid in the next attempt, after this leg was lost."""
         if reason is Loss.MISPAIRED:
-            return frozenset()  # each is well; the pair is not
+            return frozenset()  # each is healthy; the pair does not fit
         if leg is Leg.PREFILL:
             return frozenset({self._legs[leg].worker})
         decode, prefill = self._legs[Leg.DECODE], self._legs.get(Leg.PREFILL)
@@ -406,8 +406,8 @@ class Flow:
             return frozenset({decode.worker})
         prefill_failed = not prefill.running and not prefill.ended_well
         if reason == self._rules.no_kv_status:
-            # Decode is well but did not get its KV: either end of the link may be the bad one, unless prefill has
-            # failed openly.
+            # Decode is healthy but did not get its KV: either end of the link may be at fault, unless prefill has
+            # failed, too.
             return frozenset({prefill.worker} if prefill_failed else {prefill.worker, decode.worker})
         return frozenset({prefill.worker, decode.worker} if prefill_failed else {decode.worker})
 
@@ -441,8 +441,8 @@ class Flow:
             if state.running:
                 actions += self._cancel(leg)
         if not untold and prefill is not None and prefill.ended_well and decode is not None and not decode.spoke:
-            # Its connection is closed already, so closing cannot tell it that nobody will come for the KV: decode
-            # may have gone before it knew of the transfer.
+            # Its connection is closed already, so closing cannot tell it that no receiver will come: decode may have
+            # ended before it knew of the transfer.
             actions.append(TellToStop(self.attempt, Leg.PREFILL, "decode ended without taking the KV"))
         return actions
 
@@ -464,9 +464,9 @@ class Flow:
     def _failure(self, error: type[PdlinkError], said: str) -> Respond:
         status = (
             error.http_status if error.http_status >= 500 else 502
-        )  # an error of the deployment is no error of the client
+        )  # an error of the deployment, not of the client
         return Respond(status, error_body(self._with_id(said), kind="server_error", code=error.code))
 
     def _with_id(self, said: str) -> str:
-        """For the client, who can quote it; the log has the details under the same id."""
+        """A message with the request's id, under which the log has the details."""
         return f"{said} (request {self._request_id[:128]})" if self._request_id else said

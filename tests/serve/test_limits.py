@@ -108,7 +108,7 @@ def test_more_stops_than_the_limit_are_refused_by_name_with_both_numbers(
 ) -> None:
     status, code, message = refusal(pair, COMPLETIONS, prompt="x", **{field: given})
     assert (status, code) == (400, "invalid_request")
-    assert message.startswith(f"{field}: got {len(given)}, at most {limit}")
+    assert message.startswith(f"{field}: got {len(given)}; limit {limit}")
 
 
 @pytest.mark.parametrize(

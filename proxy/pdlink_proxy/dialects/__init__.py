@@ -1,4 +1,4 @@
-"""The engines that may stand behind a proxy, by the name in `ProxyConfig.dialect`."""
+"""Dialects: the engines a proxy can route to, by the name in `ProxyConfig.dialect`."""
 
 from __future__ import annotations
 

@@ -21,36 +21,36 @@ if TYPE_CHECKING:
 
 
 class PrefillAddress(msgspec.Struct, frozen=True):
-    """Where the decode worker finds the prefill worker of its request."""
+    """The address of the prefill worker, for the decode worker of its request."""
 
     name: str
     control: str | tuple[str, ...]
-    """Of every rank, if there are several."""
+    """By rank, if there are several."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What an attempt is known by, and who prefills it."""
+    """One attempt: its transfer id, and its prefill worker."""
 
     transfer_id: str
     created: int
     """Unix seconds; the same in both legs' answers."""
     seed: int
-    """To sample with if the client gave none."""
+    """The sampling seed if the client gave none."""
     prefill: PrefillAddress
     decode_ranks: int | None = None
-    """Of the decode worker, if it has another number than the prefill worker."""
+    """Of the decode worker, if it differs from the prefill worker's."""
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """A worker of the other side that a worker cannot exchange KV with, by its own account."""
+    """A worker of the other side that this worker reports as refused."""
 
     peer: str = ""
-    """Its name; empty if that is not known."""
+    """Its name; empty if unknown."""
     address: str = ""
     """Its control address, if it was dialed."""
     factor: str = ""
-    """What differs, and both values."""
+    """The property that differs; its two values follow."""
     local: str = ""
     remote: str = ""
     retry_s: float = 0.0
@@ -58,7 +58,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """What a worker says of itself: the body of a pdlink worker's GET /health. None is what it does not say."""
+    """A worker's health: the body of a pdlink worker's GET /health. None for values that it does not report."""
 
     status: str
     name: str
@@ -73,44 +73,44 @@ class Health(msgspec.Struct, frozen=True):
     block_tokens: int | None = None
     refused: tuple[Refused, ...] = ()
     aliases: tuple[str, ...] = ()
-    """More names that requests may ask for, of adapters for example."""
+    """Other valid model names, of adapters for example."""
 
     def serves(self, model: str | None) -> bool:
-        """Whether a request for this model may come here; None is any model."""
+        """Whether it serves this model; None is any model."""
         return model is None or model == self.model or model in self.aliases
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of a worker before it is asked again."""
+    """The state of a worker before the next poll."""
 
     last: Health | None
     """Its last valid answer."""
     well: bool
-    """Whether it has been well since."""
+    """Whether it has been healthy since."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One engine's way to be asked for the two legs of a request."""
+    """One engine's HTTP interface for the two legs of a request."""
 
     name: str
     legs: Callable[[Call, Attempt], tuple[bytes, bytes]]
-    """The bodies of the prefill and the decode leg. Where decode follows prefill's answer (`Rules.handover`), the
-    second is not used: the client's own body is sent, with what that answer says."""
+    """The bodies of the prefill and the decode leg. With `Rules.handover` the second is not used: decode's leg gets
+    the client's own body, with the parameters from prefill's answer."""
     look: Callable[[Asking, Known], Awaitable[Health | str]]
-    """Asks a worker how it is. A text says what is wrong with something that answers, but is no worker of this kind.
-    Raises what `upstream.ask` raises, and WorkerKeyRefused if the worker does not let this proxy in."""
+    """Polls a worker's health; returns a text if the answer is invalid. Raises as `upstream.ask`, and
+    WorkerKeyRefused if the worker refuses this proxy's key."""
     rules: Rules = field(default_factory=Rules)
     prefill_streams: bool = False
-    """The first event of prefill's stream is output token 0, as it is of decode's. Otherwise prefill's leg is
-    answered in one piece, and all that the client gets is decode's."""
+    """Prefill streams, and its first event is output token 0, as decode's is. Otherwise prefill answers in one piece,
+    and the client gets decode's answer only."""
     whole: Callable[[Call], bool] = lambda _: False
-    """Requests that decode must serve alone, from prompt to end."""
+    """Whether decode must serve a request alone."""
     kv_path: Callable[[Mapping[str, str], bytes], str | None] = lambda _headers, _body: None
-    """How decode got the KV, from its answer's headers and body: a value of `pdlink.protocol.kv_path`, or None if the
-    answer does not say. Called for a request with a prefill leg; for a stream with its headers and an empty body."""
+    """How decode got the KV, from its answer's headers and body: a value of `pdlink.protocol.kv_path`, or None.
+    Called for a request with a prefill leg; for a stream with its headers and an empty body."""
     key_as_bearer: bool = False
-    """The secret that proxy and workers share is the engine's API key."""
+    """The secret shared by proxy and workers is the engine's API key."""
     key_setting: str = "worker_key_file must hold the secret of the worker's security.http_key_file"
-    """What to mend where a worker does not let the proxy in."""
+    """The setting to check if a worker refuses the proxy's key."""

@@ -1,4 +1,4 @@
-"""Workers with pdlink's own engine: both legs get the client's body, and /health says everything."""
+"""Workers with pdlink's own engine: both legs get the client's body, and /health reports everything."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_health(status: int, body: bytes) -> Health | str:
 async def _look(asking: Asking, known: Known) -> Health | str:
     health = read_health(*await ask(asking, "/health"))
     if isinstance(health, Health) and not (known.well and known.last and known.last.epoch == health.epoch):
-        # Anybody may ask for its health, so that says nothing about our key.
+        # Health needs no key, so a good answer proves nothing about ours.
         reply = await ask(asking, "/v1/models")
         if reply.status in (401, 403):
             raise WorkerKeyRefused(f"GET /v1/models answered {reply.status}: {PDLINK.key_setting}")

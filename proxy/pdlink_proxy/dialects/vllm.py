@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 _KEY_SETTING = "worker_key_file must hold the key that vLLM was given as --api-key"
 _LOST_STATUSES = frozenset({500, 502, 503, 504})
-_NO_KV_STATUS = 500  # a failed load ends in it, as every error inside vLLM does (kv_load_failure_policy: fail)
+_NO_KV_STATUS = 500  # of a failed load, as of every error inside vLLM (kv_load_failure_policy: fail)
 
 _NOT_FOR_PREFILL = frozenset(
     (
         *("max_tokens", "max_completion_tokens", "min_tokens"),  # vLLM answers 400 to more min_tokens than max_tokens
         *("n", "best_of", "stream", "stream_options"),
-        *("logprobs", "top_logprobs", "echo", "return_token_ids"),  # work for an answer that nobody reads
+        *("logprobs", "top_logprobs", "echo", "return_token_ids"),  # not needed: nobody reads this answer
         "seed",  # with a prompt computed in chunks it kills the engine on CPUs (docs/gotchas.md)
     )
 )
@@ -67,10 +67,10 @@ _SAMPLING = _NOT_FOR_PREFILL | frozenset(
         "routed_experts_prompt_start",
     )
 )
-"""How a token is chosen and told; nothing of it changes the KV of a prompt. What a chat template may be given stays
-(`tools`, `tool_choice`, `response_format`, `reasoning_effort`, ...): both servers must make the same prompt of it."""
+"""Fields for sampling and output; they do not change the KV of a prompt. Fields for the chat template stay (`tools`,
+`tool_choice`, `response_format`, `reasoning_effort`, ...): both servers must make the same prompt."""
 _GRAMMARS = frozenset(("response_format", "structured_outputs"))
-"""The prompt of a completion does not depend on these, and a request waits until they are compiled."""
+"""A completion's prompt does not depend on these, and compiling them delays the request."""
 
 
 def _prefill_body(call: Call, params: object, without: frozenset[str], **more: object) -> bytes:
@@ -93,7 +93,7 @@ def _legs(call: Call, attempt: Attempt) -> tuple[bytes, bytes]:
 
 
 def _num_prompts(call: Call) -> int:
-    """Prompts in this request, so that prefill knows when all have come."""
+    """Number of prompts in this request, so that prefill knows when all have arrived."""
     prompt = b"" if call.path == CHAT else bytes(call.fields["prompt"])
     return len(msgspec.json.decode(prompt, type=list[msgspec.Raw])) if _is_list(prompt) else 1
 
@@ -104,19 +104,19 @@ def _is_list(prompt: bytes) -> bool:
 
 
 def _nixl_legs(call: Call, _attempt: Attempt) -> tuple[bytes, bytes]:
-    # What vLLM rejects it should reject here: KV that decode does not fetch is held for minutes (480 s in 0.32).
+    # Let prefill reject what vLLM rejects: KV that decode does not fetch is held for minutes (480 s in 0.32).
     params = {"do_remote_decode": True, "do_remote_prefill": False}
     return _prefill_body(call, params, _NOT_FOR_PREFILL), call.body
 
 
 def _small(call: Call, name: str) -> Any:
-    """The value of a field as far as it is a number, a boolean or null; anything else is left to vLLM to judge."""
+    """The value of a field if it is a number, a boolean or null; vLLM checks anything else."""
     raw = call.fields.get(name)
     if raw is None or bytes(raw)[:1] in b'"[{':
         return None
     try:
         return msgspec.json.decode(raw)
-    except msgspec.DecodeError:  # a number that no double holds
+    except msgspec.DecodeError:  # a number too large for a double
         return None
 
 
@@ -142,7 +142,7 @@ def _nixl_whole(call: Call) -> bool:
     answers = _small(call, "n")
     if _whole(call) or (answers is not None and answers != 1):
         return True
-    # A list, even of one prompt alone: nobody sends that and hopes for speed.
+    # A list, even of a single prompt.
     return _is_list(bytes(call.fields.get("prompt", b"null")))
 
 
@@ -150,7 +150,7 @@ def _nixl_whole(call: Call) -> bool:
 
 
 def _nixl_handover(answer: bytes) -> bytes | None:
-    """What decode must know to fetch the KV; null if prefill kept none, and decode computes the prompt."""
+    """Decode's parameters to fetch the KV; null if prefill kept none, so decode computes the prompt."""
     try:
         fields = msgspec.json.decode(answer, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):
@@ -171,13 +171,13 @@ class _Answer(msgspec.Struct):
 
     @property
     def cached_tokens(self) -> int:
-        """0 if it does not say: vLLM leaves out the details when there is nothing to tell."""
+        """0 if missing: vLLM leaves out empty details."""
         details = self.usage and self.usage.prompt_tokens_details
         return (details and details.cached_tokens) or 0
 
 
 _CACHED_MARK, _PARAMS_MARK = b'"prompt_tokens_details":{', b'"kv_transfer_params":{'
-"""Quotes inside generated text are escaped, so these are found as fields only. vLLM writes no spaces here."""
+"""Found as fields only: quotes in generated text are escaped, and vLLM writes no spaces here."""
 
 
 def _merged_object(prefill_answer: bytes, document: bytes) -> bytes:
@@ -193,7 +193,7 @@ def _merged_object(prefill_answer: bytes, document: bytes) -> bytes:
     except (msgspec.DecodeError, RecursionError):
         return document
     if KV_PARAMS in fields:
-        fields[KV_PARAMS] = None  # as vLLM writes it where there are none
+        fields[KV_PARAMS] = None  # as vLLM writes an absent value
     if usage and isinstance(details := usage.get("prompt_tokens_details"), dict):
         details["cached_tokens"] = said.cached_tokens
         fields["usage"] = {**usage, "prompt_tokens_details": details if prefill_answer else None}
@@ -209,7 +209,7 @@ class _WithParams(msgspec.Struct):
 
 
 def _kv_path(_headers: Mapping[str, str], body: bytes) -> str | None:
-    """What decode's connector says in the answer. vLLM puts it into no stream (0.32)."""
+    """The KV path that decode's connector writes into the answer; vLLM 0.32 writes it into no stream."""
     if _PARAMS_MARK not in body:
         return None
     try:
@@ -259,7 +259,7 @@ async def _look(asking: Asking, known: Known) -> Health | str:
         return f"GET /v1/models answered {reply.status} with something else: {error}"
     if not names:
         return "GET /v1/models names no model"
-    # vLLM has no name for one life of a process. It is taken to be another one whenever it has been away.
+    # vLLM reports no epoch. A server that was away counts as restarted.
     epoch = str(int(known.last.epoch) + 1) if known.last else "1"
     name = urlsplit(asking.url).netloc
     return Health("ok", name, epoch, None, names[0], None, aliases=tuple(names[1:]))
