@@ -1,7 +1,8 @@
 """A prefill and a decode worker without sockets or threads of their own, joined by a real transport, and strangers.
 
-Whoever tests turns the endpoints' loops himself and hands them frames, so that thousands of attacks fit into seconds,
-and an exception that would have ended a loop ends the test. Keys are what the channel would have proven.
+A test turns the endpoints' loops itself and hands them frames, so that thousands of attacks fit into seconds, and an
+exception that would have ended a loop ends the test. A `pdlink.Node` has a thread and sockets, so there is none here.
+Keys are what the channel would have proven.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""One life of a worker: endpoint, transport, engine and clock, and oracles around what they tell each other."""
+"""One life of a worker: endpoint, transport, engine and clock, and oracles around what they tell each other.
+
+The world turns the endpoint's loop on virtual time; a `pdlink.Node` turns its own, so handles are made without one.
+"""
 
 from __future__ import annotations
 
