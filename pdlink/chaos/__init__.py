@@ -1,1 +1,1 @@
-"""Faults on purpose: a seeded schedule of them against a deployment, and a verdict on what its clients saw."""
+"""Fault injection: a seeded schedule of faults against a deployment, and a verdict on its clients' answers."""

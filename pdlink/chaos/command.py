@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 HELP = "break a deployment on purpose, and judge what its clients see"
 
 DESCRIPTION = """\
-Send requests whose right answers are known, break things meanwhile, and judge every answer. Without --url it starts
-its own deployment on this machine: it kills, stops, drains and restarts the processes, fills their pools, loses,
-repeats and delays their messages, and slows their link. With --url it sends its load, bad requests, bursts and
-clients that leave to a proxy that is there already, and harms nothing.
+Send requests with known answers, inject faults meanwhile, and judge every answer. Without --url it starts its own
+deployment on this machine: it kills, stops, drains and restarts the processes, fills their pools, drops, repeats and
+delays their messages, and slows their link. With --url it sends load, bad requests, bursts and clients that leave to
+a running proxy, and harms nothing.
 
 The verdict: requests sent, answered right, answered with an explicit error, wrong (must be 0), unsettled at their
 deadline (must be 0), leaked blocks (must be 0), longest silence. Exit status 0 if all is well, 1 if not.
@@ -39,7 +39,7 @@ examples:
   pdlink chaos --seed 7                            the same faults at the same times as before
   pdlink chaos --faults kill --every 2             nothing but SIGKILL
   pdlink chaos --blocks 48                         a pool that is too small for the load
-  pdlink chaos --faults lost,duplicated,late --drop 0.01    nothing but a control channel that cannot be trusted
+  pdlink chaos --faults lost,duplicated,late --drop 0.01    only faults of the control channel
   pdlink chaos --url http://127.0.0.1:8000         load and bad clients only
 """
 
@@ -59,14 +59,14 @@ STEADY: dict[Kind, tuple[str, float]] = {
     Kind.LATE: ("delay_s", 0.02),
     Kind.SLOW: ("link_nbytes_per_s", 8 * 2**20),
 }
-"""Setting of `chaos` and its value, for kinds that go on all the time. A link of 8 MiB a second takes half a second
+"""Setting of `chaos` and its value, for permanent kinds. A link of 8 MiB a second takes half a second
 for the longest prompt of the load."""
 
 FULL_BLOCKS = 192
-"""Blocks in a pool that is to run full: five of the longest requests."""
+"""Blocks of a pool that should run full: five of the longest requests."""
 
 PREFILL_LAYER_S = 0.005
-"""`simulate_layer_s` of prefill: the small model is so quick that hardly a fault would hit a transfer."""
+"""`simulate_layer_s` of prefill: the small model is so fast that few faults would hit a transfer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,11 +112,11 @@ _OF_ITS_OWN: dict[str, tuple[str, object]] = {
     "--link": ("link", None),
     "--set": ("set", []),
 }
-"""Flags about the deployment that is started, with where they are kept and their defaults."""
+"""Flags of the started deployment, with attribute and default."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run it; 0 if the verdict is ok, 1 if not. Raises ConfigError for flags that do not fit together."""
+    """Run it; 0 if the verdict is ok, 1 if not. Raises ConfigError for flags that exclude each other."""
     seconds = args.minutes * 60 if args.minutes is not None else 60.0 if args.seconds is None else args.seconds
     plan = Plan(
         command="pdlink " + shlex.join(_without_file(args.words)),
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _without_file(words: Sequence[str]) -> Sequence[str]:
-    """The command as somebody else would type it again: where the verdict is written is not part of it."""
+    """The command to repeat this run, without the output path."""
     at = words.index("--json") if "--json" in words else len(words)
     return [*words[:at], *words[at + 2 :]]
 

@@ -1,8 +1,7 @@
-"""A deployment on this machine, and how each fault is done to it.
+"""A deployment on this machine, and the injection of each fault.
 
-The processes are those of `pdlink up`, with short deadlines. Whatever is killed is started again on the same ports;
-a process that ends without having been told to, that cannot be started again, or that does not drain in time is a
-finding of its own.
+The processes are those of `pdlink up`, with short deadlines. A killed process is restarted on the same ports. A
+process that ends unasked, cannot be restarted, or does not drain in time is a finding.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ if TYPE_CHECKING:
 READY_S = 120.0
 _TICK_S = 0.1
 _MAX_STARTS = 5
-"""Tries to start a process again; each that fails is a finding."""
+"""Tries to restart a process; each failed one is a finding."""
 _DRAIN_SLACK_S = 8.0
-"""A process that was told to stop may take this much longer than its drain time."""
+"""A stopping process may take this much longer than its drain time."""
 
 
 @dataclass(slots=True)
 class _Slot:
-    """The place of one process, whatever life it is in."""
+    """The place of one process, over its restarts."""
 
     child: Child
     up: bool = True
-    """Ready, and not being hurt now."""
+    """Ready, and without a fault now."""
     baseline: Process = field(default_factory=Process)
 
 
@@ -57,17 +56,17 @@ class LocalDeployment:
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
         self.absences: list[tuple[float, float]] = []
-        """When the proxy was away: from, until (time.monotonic)."""
+        """Absences of the proxy: from, until (time.monotonic)."""
         self.outages: list[tuple[float, float]] = []
-        """When nobody could have answered: the proxy, or every worker of one role, was away."""
+        """Times without any possible answer: the proxy, or every worker of one role, was away."""
         self.findings: list[str] = []
-        """Processes that did what they must not."""
+        """Processes that misbehaved."""
         self.done: dict[str, int] = {}
-        """Faults that were carried out, by kind, and `skipped` ones, whose target was not there."""
+        """Injected faults by kind, and `skipped` ones, whose target was away."""
         self.last_fault_s = 0.0
-        """The last moment at which a fault began to be done, or a stopped process went on."""
+        """Time of the last fault's beginning, or of the last SIGCONT."""
         self.last_ready_s = 0.0
-        """When the last process that had been ended was ready again."""
+        """Time when the last restarted process was ready."""
 
     @property
     def workers(self) -> list[str]:
@@ -76,7 +75,7 @@ class LocalDeployment:
 
     @property
     def deadline_s(self) -> float:
-        """A request is settled within this: the proxy's own limit, and a little for the last words."""
+        """Deadline of a request: the proxy's own, and a little more for the end of the answer."""
         return self._request_s * 1.4 + 4.0
 
     @property
@@ -116,7 +115,7 @@ class LocalDeployment:
         self._watch = asyncio.create_task(self._watch_processes())
 
     async def close(self) -> None:
-        """End every process, in order if they can, and say who could not."""
+        """End every process, with a drain if possible; others are findings."""
         for task in [*self._tasks, *([self._watch] if self._watch else [])]:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -133,12 +132,12 @@ class LocalDeployment:
         ]
 
     async def settled(self) -> None:
-        """Return when every fault has been done to its end."""
+        """Return when every fault is over."""
         while self._tasks:
             await asyncio.gather(*self._tasks)
 
     def remember(self) -> None:
-        """Take the present resources of every process as what it needs."""
+        """Record the present resources of every process as its baseline."""
         for slot in self._slots.values():
             slot.baseline = self._process(slot)
 
@@ -172,7 +171,7 @@ class LocalDeployment:
     # -- faults ------------------------------------------------------------------------------------------------------
 
     def begin(self, fault: Fault) -> bool:
-        """Start doing this fault to a process. False if its target is away already."""
+        """Begin to inject this fault. False if its target is away already."""
         slot = self._slots[fault.target]
         if not slot.up:
             self.done["skipped"] = self.done.get("skipped", 0) + 1
@@ -220,7 +219,7 @@ class LocalDeployment:
         self._note_absence(label, gone_s)
 
     async def _come_back(self, label: str, slot: _Slot, gone_s: float) -> None:
-        """The same process again, on the ports it had."""
+        """Restart a process on the same ports."""
         old = slot.child
         old.link.close()
         ports: dict[str, Any] = {key: old.facts[key] for key in ("port", "control_port") if key in old.facts}

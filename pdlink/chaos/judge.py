@@ -1,7 +1,7 @@
-"""What a client is owed, and whether it got it.
+"""Verdicts on clients' answers.
 
-A request has a known right answer. It must be answered with exactly that, or with an explicit error, before its
-deadline; text that arrived before an error must still be the beginning of the right one. Anything else is wrong.
+A request has a known answer. Before its deadline the client must get exactly this answer or an explicit error; text
+before an error must be a prefix of the answer. Anything else is wrong.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Outcome(enum.Enum):
     UNSETTLED = "unsettled"
     """No end before the deadline."""
     CUT = "cut"
-    """The connection to the proxy was refused or broke: right only while the proxy itself is away."""
+    """The connection to the proxy was refused or broke: right only while the proxy is away."""
     LEFT = "client left"
 
 
 class End(enum.Enum):
-    """How the exchange ended, seen from the client."""
+    """The end of an exchange, seen by the client."""
 
     COMPLETE = "complete"
-    """HTTP's own end; a stream also had its [DONE]."""
+    """The proper end of HTTP, and of a stream also [DONE]."""
     SHORT = "stream without [DONE]"
     BROKEN = "connection broke"
     DEADLINE = "deadline"
@@ -53,7 +53,7 @@ class Case:
     path: str
     body: dict[str, Any]
     expected: Expected | None = None
-    """None: the request is invalid, and must be refused with a 4xx."""
+    """None: the request is invalid and must get a 4xx."""
 
 
 @dataclass(slots=True)
@@ -83,11 +83,11 @@ class Verdict:
 
 
 _HONEST_4XX = frozenset({408, 429})
-"""Client errors that a valid request may get from a server in trouble."""
+"""4xx statuses that a valid request may get from a server in trouble."""
 
 
 def judge(case: Case, reply: Reply) -> Verdict:
-    """Whether this reply may be given to this request."""
+    """Whether this reply is allowed for this request."""
     if reply.end is End.DEADLINE:
         return Verdict(Outcome.UNSETTLED, f"status {reply.status or 'none'}, {len(reply.text)} characters by then")
     expected = case.expected
@@ -118,7 +118,7 @@ def judge(case: Case, reply: Reply) -> Verdict:
 
 
 def _around(got: str, expected: str) -> str:
-    """Where two texts begin to differ."""
+    """The first difference of two texts."""
     at = next(
         (i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected))
     )
@@ -137,7 +137,7 @@ class Tally:
     cuts: list[tuple[float, float, str]] = field(default_factory=list)
     """Start, end (time.monotonic) and detail of every CUT: explained only by the proxy's own absence."""
     right_s: list[float] = field(default_factory=list)
-    """When right answers were complete (time.monotonic)."""
+    """Times of complete right answers (time.monotonic)."""
     slowest_s: float = 0.0
 
     @property
@@ -162,7 +162,7 @@ class Tally:
         return verdict
 
     def unexplained_cuts(self, absences: list[tuple[float, float]]) -> list[str]:
-        """Cuts that do not fall into an absence of the proxy."""
+        """Cuts outside an absence of the proxy."""
         return [
             f"{detail} after {ended_s - started_s:.2f} s"
             for started_s, ended_s, detail in self.cuts
@@ -170,7 +170,7 @@ class Tally:
         ]
 
     def longest_silence_s(self, from_s: float, to_s: float, outages: Sequence[tuple[float, float]] = ()) -> float:
-        """Longest time between two right answers; what of it lies in `outages` is not counted."""
+        """Longest time between two right answers, without `outages`."""
         moments = [from_s, *sorted(at for at in self.right_s if from_s <= at <= to_s), to_s]
         return max(
             later - earlier - sum(max(0.0, min(later, end) - max(earlier, begin)) for begin, end in outages)
@@ -178,7 +178,7 @@ class Tally:
         )
 
     def full_again_s(self, from_s: float, to_s: float, rate: float) -> float | None:
-        """When, after `from_s`, right answers came at 80% of `rate` for 2 s again; None if they never did."""
+        """The first time after `from_s` with right answers at 80% of `rate` for 2 s; None if there is none."""
         at_s = from_s
         while at_s + _WINDOW_S <= to_s:
             if sum(at_s <= right < at_s + _WINDOW_S for right in self.right_s) >= _FULL * rate * _WINDOW_S:

@@ -1,6 +1,6 @@
-"""What a deployment holds: blocks, transfers, sessions by its own word, descriptors, threads and segments by /proc.
+"""Resources of a deployment: blocks, transfers, sessions by its reports; descriptors, threads, segments by /proc.
 
-After the last request is settled and every deadline has passed, nothing may be held for anybody.
+After the last request and every deadline, all must be free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ASK_S = 3.0
 
 @dataclass(slots=True)
 class Held:
-    """What one worker says that it holds."""
+    """Resources that one worker reports as held."""
 
     blocks: int = 0
     requests: int = 0
@@ -28,15 +28,15 @@ class Held:
     closing_peers: int = 0
     live_peers: int = 0
     moved_nbytes: int = 0
-    """KV that this life of the worker has sent and that was visible at the receiver."""
+    """KV sent by this life of the worker and landed."""
     fallbacks: int = 0
-    """Requests of this life of the worker that took their second way."""
+    """Requests of this life of the worker that fell back."""
     unreadable: str = ""
-    """Why it could not be asked."""
+    """Why it could not be polled."""
 
     @property
     def leaked(self) -> int:
-        """Blocks that are not free; those whose fence has not come should be among them."""
+        """Blocks that are not free, quarantined ones included."""
         return max(self.blocks, self.quarantined_blocks)
 
     @property
@@ -54,7 +54,7 @@ class Held:
 
 
 def parse_metrics(text: str) -> dict[tuple[str, str], float]:
-    """Samples with exactly one label, by name and that label's value; the others are left out."""
+    """Samples with exactly one label, by name and label value."""
     found = {}
     for line in text.splitlines():
         name, bracket, rest = line.partition("{")
@@ -65,7 +65,7 @@ def parse_metrics(text: str) -> dict[tuple[str, str], float]:
 
 
 def held(health: dict[str, Any], metrics: dict[tuple[str, str], float]) -> Held:
-    """What /health and /metrics of a worker add up to."""
+    """The sums of a worker's /health and /metrics."""
 
     def total(name: str, *leave_out: str) -> int:
         return int(sum(value for (key, kind), value in metrics.items() if key == name and kind not in leave_out))
@@ -103,7 +103,7 @@ class Process:
     threads: int = 0
     rss_mib: int = 0
     fds: dict[str, int] = field(default_factory=dict)
-    """Open descriptors by kind. HTTP connections, which come and go with clients, are not among them."""
+    """Open descriptors by kind, without HTTP connections, which come and go with clients."""
 
     @property
     def num_fds(self) -> int:
@@ -111,7 +111,7 @@ class Process:
 
 
 def process(pid: int, http_ports: set[int]) -> Process:
-    """What the kernel says about a process of ours. Empty if it has gone."""
+    """Resources of a process from /proc; empty if it has ended."""
     found = Process()
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():

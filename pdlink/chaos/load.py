@@ -1,9 +1,8 @@
-"""Requests with known right answers, sent the way clients do: streaming or not, impatient, in bursts, mistaken.
+"""Requests with known answers, sent as clients do: streaming or not, impatient, in bursts, invalid.
 
-The catalogue is drawn from the seed. Its lengths lie around the borders of blocks, many prompts begin with the same
-tokens, and half of the answers are sampled with a seed: whatever is mixed up on the way shows in the text. Some are
-awkward to put together from two legs: text that is held back after the first token, because a stop string may begin
-there or because it is a part of a character.
+The seed draws the catalogue. Lengths lie around block boundaries, many prompts share their first tokens, and half of
+the answers are sampled with a seed, so any mix-up on the way shows in the text. Some answers are hard to join from
+two legs: text held back after the first token, because a stop string may begin there or a character is incomplete.
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ _BORDERS = (1, 15, 16, 17, 31, 33, 48, 64, 65, 127, 129, 200, 256, 257, 400, 513
 _ANSWERS = (1, 2, 8, 16, 24, 48)
 """`max_tokens`."""
 _FRESH = 0.7
-"""Share of requests with a `cache_salt` of their own: nothing of their KV is anywhere, so all of it has to cross."""
+"""Share of requests with their own `cache_salt`: none of their KV is cached, so all of it must cross."""
 _LEAVES = 0.06
-"""Share of requests whose client goes away in the middle."""
+"""Share of requests whose client leaves in the middle."""
 _SLOW = 0.04
 """Share of streams that are read slowly."""
 _INVALID = 0.03
 """Share of requests that must be refused."""
 _BACK_OFF_S = 0.1
-"""A client that got no answer waits this long, so that refused connections are not counted by the thousand."""
+"""Pause of a client after no answer, so that refused connections do not count by the thousand."""
 
 
 class NoAnswers(LocalError):
-    """The right answers could not be found out."""
+    """The right answers could not be determined."""
 
     code = "no_answers"
 
 
 def catalogue(seed: int, model: str, size: int = 40) -> list[Case]:
-    """Valid requests of one run, their answers still unknown."""
+    """Valid requests of one run, without their answers."""
     chance = random.Random(f"catalogue/{seed}")
     prefixes = [_tokens(chance, length) for length in (16, 48, 100, 256)]
     cases = []
@@ -70,8 +69,8 @@ def catalogue(seed: int, model: str, size: int = 40) -> list[Case]:
 
 
 def awkward(seed: int, answered: Sequence[Case]) -> list[Case]:
-    """More valid requests, made of answered ones: with stop strings that begin with the first character, that span
-    tokens, that are never completed; with prompts of many bytes a character."""
+    """More valid requests, made of answered ones: with stop strings that begin with the first character, span tokens,
+    or are never completed; with prompts of many bytes per character."""
     chance = random.Random(f"awkward/{seed}")
     cases: list[Case] = []
     for case in answered:
@@ -87,7 +86,7 @@ def awkward(seed: int, answered: Sequence[Case]) -> list[Case]:
 
 
 def hot(seed: int, model: str) -> list[Case]:
-    """Requests that may begin with any byte at all, so that some begin with a part of a character."""
+    """Requests whose answers may begin with any byte, so some begin inside a character."""
     chance = random.Random(f"hot/{seed}")
     body = {"model": model, "max_tokens": 6, "temperature": 2.0}
     return [
@@ -97,13 +96,13 @@ def hot(seed: int, model: str) -> list[Case]:
 
 
 NEVER = "\N{SNOWMAN}"
-"""No model is expected to say it: what ends with it is a stop string that is never completed."""
+"""No model generates it: a stop string that ends with it is never completed."""
 _STOPPABLE_CHARS = 6
 _STOPS = 16
 """Cases with stop strings."""
 _PARTS = 3
 _HOT = 60
-"""With the built model one in fifteen of them begins with a byte that is no character."""
+"""With the built model one answer in fifteen begins with an incomplete character."""
 
 
 async def all_answers(
@@ -118,7 +117,7 @@ async def all_answers(
 async def parts_of_characters(
     session: aiohttp.ClientSession, url: str, seed: int, model: str, timeout_s: float
 ) -> list[Case]:
-    """A few requests whose answers begin with no ASCII character, if the model has such. Raises NoAnswers."""
+    """A few requests whose answers do not begin with ASCII, if the model has any. Raises NoAnswers."""
     found: list[Case] = []
     for case in hot(seed, model):
         (answered,) = await find_answers(session, url, [case], timeout_s)
@@ -130,7 +129,7 @@ async def parts_of_characters(
 
 
 def invalid(model: str) -> list[Case]:
-    """Requests that must be refused with a 4xx, whatever state the deployment is in."""
+    """Requests that must get a 4xx in any state of the deployment."""
     return [
         Case(COMPLETIONS, {"model": model, "prompt": [65] * 200_000, "max_tokens": 8}),
         Case(COMPLETIONS, {"model": model, "prompt": [65, 66], "max_tokens": 0}),
@@ -170,7 +169,7 @@ async def ask(
     leave_after_s: float | None = None,
     pause_s: float = 0.0,
 ) -> Reply:
-    """Send one request and take in what comes. leave_after_s: hang up then; pause_s: between events of a stream."""
+    """Send one request and read its reply. leave_after_s: hang up then; pause_s: between events of a stream."""
     body = {**case.body, "stream": True, "stream_options": {"include_usage": True}} if stream else case.body
     reply = Reply(started_s=time.monotonic())
     leaves = leave_after_s is not None and leave_after_s < deadline_s
@@ -216,7 +215,7 @@ def _take_whole(reply: Reply, data: bytes) -> None:
 
 
 def _take(reply: Reply, data: bytes) -> None:
-    """One JSON object of an answer. One that is none leaves its mark as an unknown text, which is judged wrong."""
+    """One JSON object of an answer. Invalid JSON becomes an unknown text, which is judged wrong."""
     try:
         value = msgspec.json.decode(data, type=dict[str, Any])
     except msgspec.DecodeError:
@@ -234,7 +233,7 @@ def _take(reply: Reply, data: bytes) -> None:
 
 
 class Load:
-    """Clients that send requests until told to stop, and judge every answer."""
+    """Clients that send requests until `stop`, and judge every answer."""
 
     def __init__(
         self,
@@ -247,7 +246,7 @@ class Load:
         deadline_s: float,
         rate: float | None = None,
     ) -> None:
-        """cases: with answers. deadline_s: a request is settled by then. rate: requests per second at most."""
+        """cases: with answers. deadline_s: of a request. rate: requests per second at most."""
         self.tally = Tally()
         self.running = 0
         self._session, self._url = session, url
@@ -275,7 +274,7 @@ class Load:
         await asyncio.gather(*self._clients)
 
     async def abandon(self) -> None:
-        """End every client now, whatever it waits for. Nothing to do after `stop`."""
+        """End every client at once. No effect after `stop`."""
         for client in self._clients:
             client.cancel()
         await asyncio.gather(*self._clients, return_exceptions=True)
@@ -292,7 +291,7 @@ class Load:
                     await self._stopping.wait()
 
     async def _one(self, case: Case | None = None) -> Outcome:
-        """case: a request whose KV shall be nowhere; None draws one."""
+        """case: a request whose KV must not be cached; None draws one."""
         chance, fresh = self._chance, case is not None
         if case is None:
             case = chance.choice(self._refused if self._refused and chance.random() < _INVALID else self._cases)

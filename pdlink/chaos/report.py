@@ -1,4 +1,4 @@
-"""What people see: a table while it runs, and the verdict; and the same as JSON."""
+"""Output: a table while it runs, and the verdict, also as JSON."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ class Verdict:
     seconds: float
     """Length of the phase with faults."""
     machine: dict[str, Any] = field(default_factory=lambda: {"cores": os.cpu_count(), "load": os.getloadavg()})
-    """What else this machine had to do, as the load average at the start, explains slow recoveries."""
+    """Load average at the start; other load on the machine explains slow recoveries."""
     outcomes: dict[str, int] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
-    """Done, by kind."""
+    """Injected, by kind."""
     leaked_blocks: int = 0
     slowest_s: float = 0.0
     longest_silence_s: float = 0.0
     """Longest time without a right answer."""
     longest_served_silence_s: float = 0.0
-    """The same without the times in which the proxy or every worker of one role was away."""
+    """The same without the outages: the proxy or every worker of one role was away."""
     outage_s: float = 0.0
-    """All those times together."""
+    """Sum of the outages."""
     clean_rate: float = 0.0
     """Right answers per second before the first fault."""
     rate: float = 0.0
-    """Right answers per second while faults went on."""
+    """Right answers per second during the faults."""
     full_after_fault_s: float | None = None
-    """From the last fault until answers came at full rate again; None if they did not before the end."""
+    """From the last fault until answers came at full rate again; None if they did not."""
     full_after_ready_s: float | None = None
     """The same from the moment the last restarted process was ready."""
     ready_after_fault_s: float | None = None
     settled_s: float | None = None
-    """From the last request's end until nobody held anything; None if somebody still does."""
+    """From the last request's end until all was free; None if something leaked."""
     moved_mib: float = 0.0
-    """KV sent by the workers that live at the end, since they were started."""
+    """KV sent by the workers alive at the end, since their start."""
     fallbacks: int = 0
-    """Requests that those workers computed without the KV of another one."""
+    """Requests that these workers computed without another worker's KV."""
     held: dict[str, str] = field(default_factory=dict)
-    """What a worker still holds, if anything."""
+    """Resources still held, by worker."""
     resources: dict[str, str] = field(default_factory=dict)
     """Threads, descriptors and memory of every process, before and after."""
     problems: list[str] = field(default_factory=list)
-    """Everything that must not be, in words. Empty if all is well."""
+    """Findings, in words; empty if all is well."""
 
     @property
     def ok(self) -> bool:
         return not self.problems
 
     def take(self, tally: Tally, absences: list[tuple[float, float]]) -> None:
-        """Fill in what the clients saw."""
+        """Fill in the clients' verdicts."""
         self.outcomes = {outcome.value: count for outcome, count in tally.counts.items()}
         self.errors = dict(sorted(tally.errors.items()))
         self.slowest_s = round(tally.slowest_s, 2)
@@ -107,7 +107,7 @@ def _counts(tally: Tally, running: int) -> str:
 
 
 def line(at_s: float, states: dict[str, str], tally: Tally, running: int) -> str:
-    """The same on one line, for output that is no terminal."""
+    """The same on one line, for output to a file or pipe."""
     away = [label for label, state in states.items() if state != "up"]
     return f"{at_s:6.1f} s  {_counts(tally, running).strip()}" + (f"; away: {', '.join(away)}" if away else "")
 

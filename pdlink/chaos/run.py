@@ -1,8 +1,7 @@
 """One run of `pdlink chaos`: right answers, clean load, faults under load, calm, settle, verdict.
 
-The clean phase gives the throughput and the resources that the end is compared with. The calm phase goes on with the
-load after the last fault, to see how long it takes until all is as before. Then the load ends, and within every
-deadline of the deployment nothing may be held for anybody.
+The clean phase measures the baseline of throughput and resources. The calm phase continues the load after the last
+fault, to measure the recovery. Then the load ends, and after every deadline of the deployment all must be free.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 _ANSWER_S = 60.0
 _LOOK_S = 0.5
 _THREAD_SLACK = 4
-"""Threads that may come without being a leak: asyncio's pool for blocking calls, UCX's on demand."""
+"""Additional threads that are no leak: asyncio's pool for blocking calls, UCX's on demand."""
 _FD_SLACK = 6
 """The same for descriptors."""
 
@@ -55,7 +54,7 @@ class Plan:
 async def run_local(
     plan: Plan, prefill: WorkerConfig, decode: WorkerConfig, num_prefill: int, num_decode: int
 ) -> report.Verdict:
-    """Start a deployment, hurt it, judge it, and end it. Raises ChildFailed, NoAnswers before the first fault."""
+    """Start a deployment, inject faults, judge it, end it. Raises ChildFailed, NoAnswers before the first fault."""
     before = ledger.segments()
     local = LocalDeployment(prefill, decode, num_prefill, num_decode)
     try:
@@ -83,7 +82,7 @@ async def run_local(
 
 
 async def run_remote(plan: Plan, url: str, deadline_s: float) -> report.Verdict:
-    """The same against a deployment that is there already, with faults that clients can make. Raises NoAnswers."""
+    """The same against a running deployment, with clients' faults only. Raises NoAnswers."""
     async with _session() as session:
         try:
             async with asyncio.timeout(_ANSWER_S), session.get(f"{url}/health") as answer:
@@ -101,7 +100,7 @@ async def run_remote(plan: Plan, url: str, deadline_s: float) -> report.Verdict:
 
 @contextlib.asynccontextmanager
 async def _session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A connection for every request: a cut one is then never just an idle one that was closed."""
+    """One connection for each request, so that a cut is never just a closed idle connection."""
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
@@ -109,7 +108,7 @@ async def _session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 class _Run:
-    """The phases, and what is collected on the way."""
+    """The phases, and their results."""
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class _Run:
         workers: Callable[[], dict[str, str]],
         local: LocalDeployment | None,
     ) -> None:
-        """workers: label to base URL. local: where faults can be done; None in front of somebody else's workers."""
+        """workers: label to base URL. local: the deployment for faults; None for another's workers."""
         self._plan, self._session, self._load = plan, session, load
         self._workers, self._local = workers, local
         self._verdict = report.Verdict(plan.command, plan.seed, plan.seconds)
@@ -163,7 +162,7 @@ class _Run:
         return verdict
 
     async def _phase(self, name: str, work: Awaitable[object]) -> float:
-        """Do it, and return when it began."""
+        """Run a phase; returns its start."""
         self._last = name
         began_s = time.monotonic()
         await work
@@ -193,7 +192,7 @@ class _Run:
         await (self._load.fill if fault.kind is Kind.FULL else self._load.burst)(fault.count)
 
     async def _look(self) -> None:
-        """The live table, or a line now and then."""
+        """The live table, or a line at intervals."""
         if self._plan.quiet:
             return
         if not self._console.is_terminal:
@@ -219,14 +218,14 @@ class _Run:
         return self._local.states() if self._local else dict.fromkeys(self._workers(), "up")
 
     async def _read(self) -> dict[str, ledger.Held]:
-        """What every worker that is up holds."""
+        """Held resources of every live worker."""
         states = self._states()
         urls = {label: url for label, url in self._workers().items() if states.get(label) == "up"}
         held = await asyncio.gather(*(ledger.read(self._session, url) for url in urls.values()))
         return dict(zip(urls, held, strict=True))
 
     async def _settle(self, from_s: float) -> None:
-        """Wait until nobody holds anything, for as long as the longest deadline; what is left then has leaked."""
+        """Wait until all is free, for the longest deadline at most; the rest has leaked."""
         limit_s = self._local.deadline_s if self._local else _ANSWER_S
         while True:
             held = await self._read()
@@ -266,7 +265,7 @@ class _Run:
             verdict.problems.append("no right answer after the last fault")
 
     def _judge_resources(self, local: LocalDeployment) -> None:
-        """Compare every process with what its role needed before: restarted ones have another pid."""
+        """Compare every process with its role's baseline: restarted ones have another pid."""
         grown = local.growth()
         for label, role, own, now in grown:
             same = [before for _, other, before, _ in grown if other == role]

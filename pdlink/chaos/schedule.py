@@ -1,7 +1,6 @@
-"""What goes wrong when: a pure function of the seed, so that a run that found something can be done again.
+"""The schedule of faults: a pure function of the seed, to repeat a run with a finding.
 
-What the machine makes of a fault depends on the moment it hits, and no seed repeats that; the faults, their order,
-their targets and their times are repeated exactly.
+The seed repeats faults, order, targets and times exactly, but not the state of the machine at these times.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ if TYPE_CHECKING:
 
 PROXY = "proxy"
 LOAD = "load"
-"""Target of faults that clients make."""
+"""Target of clients' faults."""
 
 
 class Kind(enum.Enum):
     KILL = "kill"
-    """SIGKILL, then started again on the same ports."""
+    """SIGKILL, then a restart on the same ports."""
     TERM = "term"
-    """SIGTERM: it drains and ends, then it is started again on the same ports."""
+    """SIGTERM: drain and end, then a restart on the same ports."""
     STOP = "stop"
-    """SIGSTOP for a while, then SIGCONT: alive, silent, and back with old plans."""
+    """SIGSTOP for a while, then SIGCONT: alive but silent, then back with old state."""
     BURST = "burst"
     """Many requests at the same moment."""
     FULL = "full"
-    """So many long ones that they cannot all have blocks: pools run full, and requests wait for each other."""
+    """More long requests than the blocks allow: pools run full, and requests wait for each other."""
     LOST = "lost"
-    """Control messages are lost. This kind and the next ones go on for the whole run, from the first request."""
+    """Control messages are lost. This kind and the next ones last for the whole run."""
     DUPLICATED = "duplicated"
     LATE = "late"
     SLOW = "slow"
@@ -39,15 +38,15 @@ class Kind(enum.Enum):
 
 
 _MIX = {Kind.KILL: 5, Kind.STOP: 3, Kind.TERM: 1, Kind.BURST: 1, Kind.FULL: 1}
-"""The kinds that happen at a moment, and how often each is drawn, relative to the others."""
+"""Momentary kinds, with their relative frequency."""
 MOMENTARY = tuple(kind for kind in Kind if kind in _MIX)
 
 _STOP_S = (0.5, 20.0)
-"""From shorter than a heartbeat's tolerance to much longer than every deadline about peers."""
+"""From less than the tolerance of silence to much more than every deadline about peers."""
 _PROXY_STOP_S = (0.5, 3.0)
-"""Nobody can answer for a stopped proxy, so its stops stay below what clients are promised."""
+"""A stopped proxy answers nobody, so its stops stay below the clients' deadline."""
 _PROXY_SHARE = 0.1
-"""Most faults hit workers: a killed proxy takes every running request with it, and hides what workers would do."""
+"""Most faults hit workers: a killed proxy ends every running request, and hides the workers' faults."""
 _BURST = (30, 90)
 """Requests of a burst."""
 _FULL = (16, 32)
@@ -56,15 +55,15 @@ _FULL = (16, 32)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong."""
+    """One fault."""
 
     at_s: float
-    """Since the first moment of the fault phase."""
+    """Since the start of the fault phase."""
     kind: Kind
     target: str
     """Label of a process, or `LOAD`."""
     for_s: float = 0.0
-    """How long a STOP lasts."""
+    """Length of a STOP."""
     count: int = 0
     """Requests of a BURST, or of a FULL."""
 

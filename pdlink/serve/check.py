@@ -1,4 +1,4 @@
-"""`pdlink check`: what works on this machine, and why the rest does not."""
+"""`pdlink check`: which transports work on this machine, and why the others do not."""
 
 from __future__ import annotations
 

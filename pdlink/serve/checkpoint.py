@@ -1,4 +1,4 @@
-"""The small model of `engine/tiny.py` on disk, for engines that load theirs from there."""
+"""The small model of `engine/tiny.py` on disk, for engines that load models from files."""
 
 from __future__ import annotations
 

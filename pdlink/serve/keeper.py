@@ -1,6 +1,6 @@
-"""Processes that end are started again, later after each failure, while all others go on serving.
+"""Restarts dead processes, with a pause that grows with each failure; the others go on serving.
 
-Nothing here waits: the caller looks after each process in turn, a few times a second.
+Nothing here waits: the caller polls each `Keeper` a few times a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("pdlink.up")
 _FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 30.0
 STEADY_S = 10.0
-"""A process that ends within this time after it was ready has failed too: it may do so every time."""
+"""Ending within this time after it was ready counts as a failed start."""
 
 
 class ChildFailed(LocalError):
@@ -30,18 +30,18 @@ class ChildFailed(LocalError):
 
 
 class Kept(Protocol):
-    """A process that can be started again."""
+    """A process that can be restarted."""
 
     label: str
     process: Any
     """subprocess.Popen of its present life."""
 
     def look(self) -> bool:
-        """Whether it is ready. Raises ChildFailed if it has ended or can never be."""
+        """Whether it is ready. Raises ChildFailed if it has ended or failed."""
         ...
 
     def again(self) -> None:
-        """Start it once more, on the ports it had."""
+        """Start it again, on the same ports."""
         ...
 
     def kill(self) -> None: ...
@@ -58,12 +58,12 @@ def how_it_ended(status: int) -> str:
 
 
 def delay_s(num_failures: int) -> float:
-    """How long to wait before a process that has failed so often in a row is started again."""
+    """Pause before the next start, after this many failures in a row."""
     return min(MAX_DELAY_S, _FIRST_DELAY_S * 2 ** min(num_failures - 1, 10)) if num_failures else 0.0
 
 
 class Keeper:
-    """Keeps one process, which is ready when this begins."""
+    """Keeps one process running; it is ready at the beginning."""
 
     def __init__(
         self,
@@ -72,19 +72,19 @@ class Keeper:
         max_failures: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """timeout_s: longest start. max_failures: so many in a row are an error; None tries for ever."""
+        """timeout_s: longest start. max_failures: raise after this many in a row; None never does."""
         self.child = child
         self._timeout_s, self._max_failures, self._clock = timeout_s, max_failures, clock
         self._num_failures = 0
         self._ready_s: float | None = clock()
-        """When it became ready; None while it is not."""
+        """Time of its readiness; None while it is not ready."""
         self._lost_s = 0.0
         self._start_at_s: float | None = None
-        """When it is to be started; None if it has been."""
+        """Time of the next start; None if none is due."""
         self._deadline_s = 0.0
 
     def look(self) -> None:
-        """Do what is to be done now. Raises ChildFailed after `max_failures`."""
+        """Check the process, and restart it if due. Raises ChildFailed after `max_failures`."""
         now_s = self._clock()
         if self._start_at_s is not None:
             if now_s >= self._start_at_s:
@@ -114,7 +114,7 @@ class Keeper:
             return
         if ready:
             self._ready_s = now_s
-            # As a warning, like the loss: who is shown the one must see the other.
+            # A warning, like its loss: a log that shows the one must show the other.
             log.warning("%s is back after %.1f s", self.child.label, now_s - self._lost_s)
 
     def _failed(self, now_s: float, reason: str) -> None:

@@ -1,9 +1,9 @@
 """The life of one process of a deployment: settings in, bind, say "ready", run until told to stop, drain, leave.
 
-A process may have a parent (`pdlink up`) at the other end of a socket: it reads its settings from there, answers
-with JSON lines, and stops when the parent has gone, however the parent went. A line says what it does now (`doing`),
-why it cannot start (`failed`), or that it is ready and where (`url` and more). What it warns of before it is ready
-goes along with those: several children warn of the same, and the parent tells it once.
+A process may have a parent (`pdlink up`) at the other end of a socket: it reads its settings there, reports in JSON
+lines, and stops when the socket ends. A line has its progress (`doing`), why it cannot start (`failed`), or its
+address once it is ready (`url` and more). It also carries the warnings so far, so that the parent can log the same
+warning of several children once.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 _MAX_SETTINGS_NBYTES = 1 << 20
-
-
 _MAX_DESCRIPTORS = 2**20
 
 
 def raise_descriptor_limit() -> int:
-    """Let this process open as many files as it may (`ulimit -Hn`); returns how many. Most systems begin with 1,024.
+    """Raise this process's limit of open files to `ulimit -Hn`; returns it. Most systems begin with 1,024.
 
-    A session with a prefill worker takes six descriptors of a decode worker, and one of the other.
+    A session takes six descriptors of the decode worker, and one of the prefill worker.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
@@ -44,25 +42,25 @@ def raise_descriptor_limit() -> int:
 
 
 class Parent:
-    """The parent's end of life seen from the child."""
+    """The socket to the parent, in the child."""
 
     def __init__(self, fd: int) -> None:
-        """Holds back warnings until the process is ready or has failed."""
+        """Collects warnings until the process is ready or has failed."""
         self._socket = socket.socket(fileno=fd)
         self._starting = True
         self._warnings: list[str] = []
         self.status = 0
-        """How the process is to exit."""
+        """Exit status of the process."""
         for handler in logging.getLogger().handlers:
             handler.addFilter(self._pass)
 
     def settings(self) -> dict[str, Any]:
-        """The JSON object the parent sent, one line."""
+        """The parent's settings, one line of JSON."""
         text = b""
         while not text.endswith(b"\n") and len(text) < _MAX_SETTINGS_NBYTES:
             more = self._socket.recv(65536)
             if not more:
-                raise ConfigError("the parent process went away before it sent the settings")
+                raise ConfigError("the parent process ended before it sent the settings")
             text += more
         data = json.loads(text)
         if not isinstance(data, dict):
@@ -70,7 +68,7 @@ class Parent:
         return data
 
     def doing(self, what: str) -> None:
-        """What the start takes its time for."""
+        """Report the present step of the start."""
         self._tell({"doing": what})
 
     def ready(self, facts: dict[str, Any]) -> None:
@@ -78,7 +76,7 @@ class Parent:
         self._tell({**facts, "warnings": self._warnings})
 
     def failed(self, reason: str, status: int) -> bool:
-        """Whether it is the parent that tells the reason: it waits for nothing else while the process starts."""
+        """Report why the start failed; returns whether the parent will log it."""
         if not self._starting:
             return False
         self._starting, self.status = False, status
@@ -89,7 +87,7 @@ class Parent:
         return True
 
     def close(self) -> None:
-        """Hold nothing back any more, and give the socket back."""
+        """Stop collecting warnings, and close the socket."""
         for handler in logging.getLogger().handlers:
             handler.removeFilter(self._pass)
         self._socket.close()
@@ -111,10 +109,10 @@ class Parent:
 
 
 def bind(host: str, port: int, setting: str = "port") -> socket.socket:
-    """A listening-to-be TCP socket, so that the port is ours before anybody hears of it.
+    """A bound TCP socket that does not listen yet: it owns the port before anybody learns of it.
 
-    Raises ConfigError that begins with the name of the setting. Another process that sets SO_REUSEADDR can bind the
-    same port until somebody listens: that is how `pdlink up` keeps the ports of children that are away.
+    Raises ConfigError that begins with the name of the setting. Until one listens, another process with SO_REUSEADDR
+    can bind the same port: so `pdlink up` keeps the ports of absent children.
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -123,12 +121,12 @@ def bind(host: str, port: int, setting: str = "port") -> socket.socket:
     except (OSError, OverflowError) as error:
         bound.close()
         reason = error.strerror if isinstance(error, OSError) else "ports end at 65535"
-        raise ConfigError(f"{setting}: cannot bind {host}:{port}: {reason}; port 0 takes a free one") from None
+        raise ConfigError(f"{setting}: cannot bind {host}:{port}: {reason}; port 0 takes a free port") from None
     return bound
 
 
 def _stop_signals() -> asyncio.Event:
-    """Set by SIGTERM and SIGINT, from now on."""
+    """An event that SIGTERM and SIGINT set."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -158,7 +156,7 @@ async def serve(
 ) -> None:
     """Serve until told to stop, then drain, then close every connection.
 
-    ready: from the base URL to what the parent is told, with a `line` for people. reload: on SIGHUP.
+    ready: makes the facts for the parent from the base URL, with a `line` for people. reload: on SIGHUP.
     """
     if reload is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
@@ -166,12 +164,12 @@ async def serve(
         app,
         handler_cancellation=True,  # a client that leaves ends its request; aiohttp's default lets it run on
         access_log=None,
-        keepalive_timeout=75.0,  # longer than clients of ours keep a connection, so that they close first
-        shutdown_timeout=1.0,  # after the drain nothing is worth aiohttp's 60 s
+        keepalive_timeout=75.0,  # longer than our clients': they close first
+        shutdown_timeout=1.0,  # the drain is over; aiohttp would wait 60 s
     )
     await runner.setup()
     await web.SockSite(runner, bound, backlog=1024, ssl_context=tls).start()
-    stop = _stop_signals()  # before anybody is told that it is ready, and may tell it to drain
+    stop = _stop_signals()  # before it reports ready: a stop may follow at once
     host, port = bound.getsockname()[:2]
     facts = ready(f"{'https' if tls else 'http'}://{host}:{port}")
     say(facts["line"])
