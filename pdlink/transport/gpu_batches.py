@@ -1,21 +1,15 @@
-"""What the GPU copier works with: a peer's memory, a batch, and the slot of one launch."""
+"""What the GPU copier works with: its peers, their memory, and batches."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
-
-from pdlink.cuda.buffers import PinnedBuffer
-from pdlink.cuda.driver import Event
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pdlink import _cuda
     from pdlink.cuda.buffers import PeerBuffer
-    from pdlink.cuda.driver import Device
-
-SLOT_NBYTES: Final = 256 << 10
-"""Room for 10,922 runs: a layer of 2,048 tokens takes 256 in blocks of 16, and 32,768 where every head goes alone."""
 
 
 class PeerMemory:
@@ -50,19 +44,20 @@ class Batch:
     """All of it."""
 
 
-class Slot:
-    """What one launch needs until it has run: room for its list of runs, where the kernel reads it, an event."""
+@dataclass(eq=False)
+class Peer:
+    """One peer of the copier."""
 
-    def __init__(self, device: Device) -> None:
-        self._list = PinnedBuffer(device, SLOT_NBYTES, name="pdlink-runs")
-        self.place = (self._list.ptr, self._list.device_ptr, self._list.nbytes)
-        """The list's address here and for kernels, and its size."""
-        try:
-            self.event = Event(device)
-        except BaseException:
-            self._list.close()
-            raise
-
-    def close(self) -> None:
-        self._list.close()
-        self.event.close()
+    name: str
+    gate: _cuda.GateOwner | None = None
+    """Invited."""
+    memory: PeerMemory | None = None
+    """Connected, and not failed."""
+    queue: deque[Batch] = field(default_factory=deque)
+    """Not launched in full."""
+    open: dict[int, Batch] = field(default_factory=dict)
+    """Not reported, by ticket, in order."""
+    failure: str = ""
+    closing: bool = False
+    unfinished: bool = False
+    """Something of ours may be writing there, and nobody will tell when it has ended."""

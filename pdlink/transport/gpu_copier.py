@@ -7,12 +7,8 @@ itself, so the thread has time to be Python. Whoever submits launches at once wh
 
 Order. A batch is cut into slices, a launch each: one slice unless a batch is larger than any layer. The gate of the
 destination (csrc/common/gate.h) is entered before a launch and left when its event is reached: the owner's PeerClosed
-comes after the last store of the last kernel. All launches share one stream, so they end in the order they began.
-A host function behind the oldest one in flight, on a stream of its own, makes an eventfd readable, and the thread
-collects all that have ended. Nothing polls while nothing happens.
-
-Credits. A launch holds a slot: pinned memory for its list of runs, and an event. Their number bounds what is in
-flight, and what has to be waited for when a peer is closed. Peers take turns, a slice each.
+comes after the last store of the last kernel. `gpu_launches` rings when the oldest launch in flight has run, and the
+thread collects all that have ended. Nothing polls while nothing happens. Peers take turns, a slice each.
 
 Faults. After a failure in a kernel the context is dead, and with it every peer of this transport; whether the stores
 of that kernel have ended is not known then, so those gates stay entered until this process ends (a dead writer is
@@ -28,14 +24,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from pdlink import _cuda
-from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Stream
+from pdlink.cuda.driver import CudaFailure
 from pdlink.errors import TransportFailure
 from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Status
-from pdlink.transport.gpu_batches import Batch, Slot
+from pdlink.transport.gpu_batches import Batch, Peer
+from pdlink.transport.gpu_launches import Launches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,8 +40,6 @@ if TYPE_CHECKING:
     from pdlink.cuda.kernels import Kernels
     from pdlink.transport.gpu_batches import PeerMemory
 
-NUM_SLOTS: Final = 32
-"""A push of as many layers waits for none of them."""
 SLICE_NBYTES: Final = 256 << 20
 """Longer than a layer of any model, so that a layer is one launch. How long one takes is not measured."""
 
@@ -54,55 +48,24 @@ _LOOK_S: Final = 0.25
 _QUIET_LOOKS_S: Final = (0.0005, 0.02)
 """Shortest and longest time between two looks at a gate that has to become quiet."""
 
-_ABANDONED: list[list[Slot]] = []
-"""Kept to the end of the process: a kernel that nobody hears of may still read them."""
-
-
-@dataclass(eq=False)
-class _Peer:
-    name: str
-    gate: _cuda.GateOwner | None = None
-    """Invited."""
-    memory: PeerMemory | None = None
-    """Connected, and not failed."""
-    queue: deque[Batch] = field(default_factory=deque)
-    """Not launched in full."""
-    open: dict[int, Batch] = field(default_factory=dict)
-    """Not reported, by ticket, in order."""
-    failure: str = ""
-    closing: bool = False
-    unfinished: bool = False
-    """Something of ours may be writing there, and nobody will tell when it has ended."""
-
-
-@dataclass(eq=False)
-class _Launch:
-    peer: _Peer
-    batch: Batch
-    memory: PeerMemory
-    slot: Slot | None
-    """None for a batch of no bytes, which is done when its turn has come."""
-    last: bool
-
 
 class GpuCopier:
     """Callers of any thread put work into tables under one lock and wake the thread; only `close` waits for it."""
 
     def __init__(self, device: Device, kernels: Kernels, slice_nbytes: int = SLICE_NBYTES) -> None:
-        """Makes the streams and the slots and starts the thread. Raises CudaFailure, CudaUnavailable, OSError."""
-        self._device, self._slice_nbytes = device, slice_nbytes
+        """Starts the thread. Raises CudaFailure, CudaUnavailable, OSError."""
+        self._slice_nbytes = slice_nbytes
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._peers: dict[str, _Peer] = {}
-        self._turns: deque[_Peer] = deque()
-        self._in_flight: deque[_Launch] = deque()
+        self._peers: dict[str, Peer] = {}
+        self._turns: deque[Peer] = deque()
         self._reports: list[Occurrence] = []
         self._next_ticket = 1
         self._broken = ""
         self._quiet_look_s = _QUIET_LOOKS_S[0]
         self._give_up_s: float | None = None
         """Set once closing down: when to stop waiting for others."""
-        self._lives: dict[int, _Peer] = {}
+        self._lives: dict[int, Peer] = {}
         """By the descriptor of the peer's life."""
         self._thread: threading.Thread | None = None
         with contextlib.ExitStack() as made:
@@ -113,22 +76,7 @@ class GpuCopier:
             self._epoll = select.epoll()
             made.callback(self._epoll.close)
             self._epoll.register(self._wake, select.EPOLLIN)
-            self._stream = Stream(device)
-            made.callback(self._stream.close)
-            self._bell = Stream(device)
-            made.callback(self._bell.close)
-            self._all_slots: list[Slot] = []
-            for _ in range(NUM_SLOTS):
-                slot = Slot(device)
-                made.callback(slot.close)
-                self._all_slots.append(slot)
-            self._slots = list(self._all_slots)
-            handles = (device.context, kernels.function("pdlink_runs"), self._stream.handle, self._bell.handle)
-            try:
-                self._launcher = _cuda.Launcher(device.driver.path, *handles)
-            except RuntimeError as error:
-                raise CudaUnavailable(str(error)) from None
-            self._bell_is_set = False
+            self._launches = Launches(device, kernels, self._wake)
             made.pop_all()
         weakref.finalize(self, os.close, self._told)  # what was not fetched before `close` can be fetched after it
         self._thread = threading.Thread(target=self._run, name="pdlink-gpu-copy", daemon=True)
@@ -170,14 +118,14 @@ class GpuCopier:
         with self._usable():
             self._writable(name)
             peer = self._peers[name]
-            asleep = not self._in_flight
+            asleep = not self._launches.in_flight
             batch = Batch(self._next_ticket, submitted_s, submitted_s + timeout_s, rows.nbytes, rows)
             self._next_ticket += 1
             peer.queue.append(batch)
             peer.open[batch.ticket] = batch
             if peer not in self._turns:
                 self._turns.append(peer)
-            self._go_on(look=not self._slots)
+            self._go_on(look=not self._launches.has_room)
             if asleep or self._broken:
                 self._kick()
             return batch.ticket
@@ -226,16 +174,10 @@ class GpuCopier:
         if thread is None:
             return False
         thread.join()
-        if self._in_flight or any(peer.unfinished for peer in self._peers.values()):
-            _ABANDONED.append(self._all_slots)
+        if self._launches.in_flight or any(peer.unfinished for peer in self._peers.values()):
+            self._launches.abandon()
             return False
-        with contextlib.suppress(CudaFailure):  # of a dead context: nothing of it can be freed, or is left
-            self._stream.synchronize()
-            self._bell.synchronize()  # the last host function may not have rung yet
-            for slot in self._all_slots:
-                slot.close()
-            self._bell.close()
-            self._stream.close()
+        self._launches.close()
         self._epoll.close()
         os.close(self._wake)
         return True
@@ -254,8 +196,8 @@ class GpuCopier:
                 raise TransportFailure(f"the GPU has failed: {self._broken}")
             yield
 
-    def _peer_for(self, name: str) -> _Peer:
-        peer = self._peers.setdefault(name, _Peer(name))
+    def _peer_for(self, name: str) -> Peer:
+        peer = self._peers.setdefault(name, Peer(name))
         if peer.closing or peer.failure:
             raise ValueError(f"peer name {name} is used twice")
         return peer
@@ -270,7 +212,7 @@ class GpuCopier:
             raise TransportFailure(f"not connected to peer {name}")
         return peer.memory
 
-    def _begin_closing(self, peer: _Peer) -> None:
+    def _begin_closing(self, peer: Peer) -> None:
         if not peer.closing:
             peer.closing = True
             self._quiet_look_s = _QUIET_LOOKS_S[0]
@@ -295,7 +237,7 @@ class GpuCopier:
             for fd, _ in self._epoll.poll(wait_s):
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
-                    self._bell_is_set = False  # whoever else rang; set twice it does no harm
+                    self._launches.rung()
                 else:
                     with self._lock:
                         self._on_death(fd)
@@ -306,22 +248,14 @@ class GpuCopier:
             if look:
                 self._collect()
             self._launch()
-            slot = next((launch.slot for launch in self._in_flight if launch.slot is not None), None)
-            if slot is not None and not self._bell_is_set:
-                self._check(self._launcher.ring_after(slot.event.handle, self._wake))
-                self._bell_is_set = True
+            self._launches.ring_at_end()
         except (CudaFailure, OSError) as failure:
             self._break(str(failure))
-
-    def _check(self, answer: tuple[str, int]) -> None:
-        call, number = answer
-        if number:
-            raise self._device.driver.failure(call, number)
 
     def _next_look_s(self, now: float) -> float | None:
         """Seconds to sleep at most; None until something happens."""
         looks = [peer_batch.deadline_s - now for peer in self._peers.values() for peer_batch in peer.open.values()]
-        if self._in_flight:
+        if self._launches.in_flight:
             looks.append(_LOOK_S)
         if any(peer.closing for peer in self._peers.values()):
             looks.append(self._quiet_look_s)
@@ -332,15 +266,7 @@ class GpuCopier:
 
     def _collect(self) -> None:
         """Launches that have run."""
-        while self._in_flight:
-            launch = self._in_flight[0]
-            if launch.slot is not None and not launch.slot.event.done():
-                return
-            self._in_flight.popleft()
-            if launch.slot is not None:
-                self._slots.append(launch.slot)
-                launch.memory.gate.leave()
-            launch.memory.in_flight -= 1
+        for launch in self._launches.take_ended():
             if launch.last and launch.batch.ticket in launch.peer.open:
                 self._report_batch(launch.peer, launch.batch, Status.OK, "")
             self._close_unused(launch.memory)
@@ -353,31 +279,20 @@ class GpuCopier:
 
     def _launch(self) -> None:
         """A slice of each peer in turn, while there are slots."""
-        while self._turns and self._slots:
+        while self._turns and self._launches.has_room:
             peer = self._turns.popleft()
             memory = peer.memory
             if memory is None or peer.closing or not peer.queue:
                 continue
             batch = peer.queue[0]
-            slot, answer = None, ("", 0)
-            if not batch.rows.empty:
-                if not memory.gate.enter():
-                    self._fail(peer, "peer closed", Status.CANCELLED)
-                    continue
-                slot = self._slots.pop()
-                answer = self._launcher.put(batch.rows, self._slice_nbytes, *slot.place, slot.event.handle)
-                if answer[0] not in ("", "cuEventRecord"):  # nothing is on its way
-                    memory.gate.leave()
-                    self._check(answer)
-            batch.launched = batch.rows.empty
-            memory.in_flight += 1
-            self._in_flight.append(_Launch(peer, batch, memory, slot, last=batch.launched))
+            if not self._launches.begin(peer, batch, memory, self._slice_nbytes):
+                self._fail(peer, "peer closed", Status.CANCELLED)
+                continue
             if batch.launched:
                 peer.queue.popleft()
             if peer.queue:
                 self._turns.append(peer)
-            self._check(answer)
-            if slot is None:
+            if self._launches.in_flight[-1].slot is None:
                 self._kick()  # nobody else will
 
     def _on_death(self, life_fd: int) -> None:
@@ -388,7 +303,7 @@ class GpuCopier:
         if not peer.closing:
             self._fail(peer, f"process {peer.memory.pid} has ended", Status.PEER_FAILED)
 
-    def _fail(self, peer: _Peer, reason: str, status: Status) -> None:
+    def _fail(self, peer: Peer, reason: str, status: Status) -> None:
         """Where a deadline was missed, only the batches that missed theirs are TIMEOUT."""
         now = time.monotonic()
         if not peer.closing:
@@ -402,9 +317,9 @@ class GpuCopier:
     def _break(self, reason: str) -> None:
         """The context is dead: no launch of ours is heard of again."""
         self._broken = reason
-        for launch in self._in_flight:
+        for launch in self._launches.in_flight:
             launch.peer.unfinished = True
-        self._in_flight.clear()
+        self._launches.in_flight.clear()
         for peer in self._peers.values():
             if not peer.failure and (peer.memory is not None or not peer.closing):
                 self._fail(peer, f"the GPU has failed: {reason}", Status.PEER_FAILED)
@@ -415,14 +330,14 @@ class GpuCopier:
                 if not batch.launched:
                     self._report_batch(peer, batch, Status.CANCELLED, "closed by this side")
             peer.queue.clear()
-            if peer.unfinished or any(launch.peer is peer for launch in self._in_flight):
+            if peer.unfinished or any(launch.peer is peer for launch in self._launches.in_flight):
                 continue
             self._drop_memory(peer)
             if peer.gate is None or peer.gate.quiet():
                 del self._peers[peer.name]
                 self._report(PeerClosed(peer.name))
 
-    def _drop_memory(self, peer: _Peer) -> None:
+    def _drop_memory(self, peer: Peer) -> None:
         memory, peer.memory = peer.memory, None
         peer.queue.clear()
         if memory is not None:
@@ -439,7 +354,7 @@ class GpuCopier:
             with contextlib.suppress(CudaFailure):  # of a dead context: the mapping is gone with it
                 memory.close()
 
-    def _report_batch(self, peer: _Peer, batch: Batch, status: Status, detail: str) -> None:
+    def _report_batch(self, peer: Peer, batch: Batch, status: Status, detail: str) -> None:
         del peer.open[batch.ticket]
         now = time.monotonic()
         self._report(BatchDone(batch.ticket, peer.name, status, batch.nbytes, batch.submitted_s, now, detail))
