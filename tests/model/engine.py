@@ -82,6 +82,8 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.ended: dict[str, str] = {}
         """By transfer id: "kv", "recomputed", "sent" or the code of the error."""
+        self.num_early_layers = 0
+        """Layers that were read before all had come."""
         self._posted: deque[Callable[[], None]] = deque()
         self.port: EnginePort
 
@@ -93,8 +95,12 @@ class Engine:
     def abort(self, request_id: str) -> None:
         self._posted.append(partial(self._on_abort, request_id))
 
-    num_running = 1
-    """Busy: legs do not ask for single layers."""
+    @property
+    def num_running(self) -> int:
+        return sum(request.state == "running" for request in self.requests.values())
+
+    def kv_arriving(self, request_id: str, first_token: int) -> None:
+        self._posted.append(partial(self._on_kv_arriving, request_id, first_token))
 
     def kv_arrived(self, request_id: str, _upto: int, first_token: int) -> None:
         self._posted.append(partial(self._on_kv_arrived, request_id, first_token))
@@ -120,6 +126,8 @@ class Engine:
                     self._prefill(request)
                 else:
                     self._decode(request)
+            elif request.state == "awaiting_kv":
+                self._early_pass(request)
         return busy
 
     def _admit(self, request: Request) -> bool:
@@ -156,6 +164,15 @@ class Engine:
             self.check(request, 0, request.num_tokens, "a running request")
             self._end(request, None, "recomputed" if request.recomputed else "kv")
 
+    def _early_pass(self, request: Request) -> None:
+        """Read each layer that is said to be here; the first one that is not ends the pass."""
+        for layer in range(NUM_LAYERS):
+            if not self.port.layer_needed(request.transfer_id, layer, 0.0):
+                return
+            self.num_early_layers += 1
+            if not self.holds(request.blocks, request.number, 0, request.num_tokens, slice(layer, layer + 1)):
+                raise Violation(f"{request.transfer_id}: layer {layer} is said to be here and holds other bytes")
+
     def _end(self, request: Request, error: PdlinkError | None, how: str) -> None:
         del self.requests[request.transfer_id]
         self.ended[request.transfer_id] = how
@@ -169,12 +186,20 @@ class Engine:
         if request is not None:
             self._end(request, RequestAborted("aborted"), "aborted")
 
+    def _check_token(self, request: Request, token: int) -> None:
+        if token != first_token(request.number):
+            raise Violation(f"{request.transfer_id}: first token {token} is another transfer's")
+
+    def _on_kv_arriving(self, request_id: str, token: int) -> None:
+        request = self.requests.get(request_id)
+        if request is not None and request.state == "awaiting_kv":
+            self._check_token(request, token)
+
     def _on_kv_arrived(self, request_id: str, token: int) -> None:
         request = self.requests.get(request_id)
         if request is None or request.state != "awaiting_kv":
             return
-        if token != first_token(request.number):
-            raise Violation(f"{request_id}: first token {token} is another transfer's")
+        self._check_token(request, token)
         self.check(request, 0, request.num_tokens, "a delivered prompt")
         request.state = "running"
 
@@ -202,13 +227,15 @@ class Engine:
         if not self.holds(request.blocks, request.number, start, end):
             raise Violation(f"{request.transfer_id}: {what} holds bytes that are not its own")
 
-    def holds(self, blocks: Sequence[int], number: int, start: int, end: int) -> bool:
-        """Whether these blocks (from token 0 on) hold tokens [start, end) of transfer `number`."""
+    def holds(self, blocks: Sequence[int], number: int, start: int, end: int, layers: slice = slice(None)) -> bool:
+        """Whether these blocks (from token 0 on) hold tokens [start, end) of transfer `number` in `layers`."""
         if start == end:
             return True
         tokens = np.arange(start, end)
-        found = self.kv_LPBTE[:, :, np.asarray(blocks)[tokens // self.block_tokens], tokens % self.block_tokens]
-        return bool((found == content(number)[:, :, start:end]).all())
+        found = self.kv_LPBTE[layers][
+            :, :, np.asarray(blocks)[tokens // self.block_tokens], tokens % self.block_tokens
+        ]
+        return bool((found == content(number)[layers, :, start:end]).all())
 
 
 def first_token(number: int) -> int:

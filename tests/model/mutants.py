@@ -25,7 +25,7 @@ from pdlink.endpoint.sessions import Sessions
 from pdlink.node.incoming import Incoming
 from pdlink.node.port import EnginePort
 from pdlink.protocol import messages
-from pdlink.protocol.actions import End
+from pdlink.protocol.actions import End, Send
 from pdlink.protocol.leases import Lease
 from pdlink.protocol.receiving import Receiving
 from pdlink.protocol.sending import Sending
@@ -60,6 +60,18 @@ def _quiet_at_stop(right: Any) -> Callable[..., Any]:
 
 def _landed_if_known(right: Any) -> Callable[..., Any]:
     return lambda self, push_id: right(self, push_id) if push_id in self._in_flight else []
+
+
+def _announced_when_pushed(right: Any) -> Callable[..., Any]:
+    def landed(self: Sending, push_id: int) -> Any:
+        return [
+            Send(replace(action.body, end=self._pushed[action.body.layer]))
+            if isinstance(action, Send) and isinstance(action.body, messages.Landed)
+            else action
+            for action in right(self, push_id)
+        ]
+
+    return landed
 
 
 def _finish_without_counting_layers(_right: Any) -> Callable[..., Any]:
@@ -307,6 +319,7 @@ _PLANTED: tuple[tuple[Any, ...], ...] = (
         (Sending, "lost", _lost_is_quiet),
         (Sending, "landed", _landed_if_known),
     ),
+    ("layer announced while pushes of it are in flight", "gentle", (Sending, "landed", _announced_when_pushed)),
     ("reaper stops at the first live lease", "lossy", (Sender, "tick", _stop_at_first_live)),
     ("no reply to a late offer", "gentle", (Sender, "_on_interest", _no_reply_to_late_offers)),
     ("no stop on failure", "gentle", (Sending, "stop", _without_stop)),
