@@ -87,6 +87,36 @@ class FallbackUsed(Event, frozen=True, kw_only=True, gc=False):
     reason: str
 
 
+class PrefixFound(Event, frozen=True, kw_only=True, gc=False):
+    """A store was asked for a prefix. Counts chunks."""
+
+    asked: int
+    in_memory: int
+    below: int
+    """Leading ones after those in memory that are in a tier, or on their way from one."""
+
+
+class RecordsChanged(Event, frozen=True, kw_only=True, gc=False):
+    """Records came into a store's memory or went."""
+
+    kind: str
+    """"stored", "evicted" or "removed"."""
+    records: int
+    nbytes: int
+
+
+class TierCalled(Event, frozen=True, kw_only=True, gc=False):
+    """A call of a tier below memory ended."""
+
+    tier: str
+    call: str
+    """"contains", "get", "put", "remove" or "clear"."""
+    outcome: str
+    """"done", "missed" or "failed"."""
+    nbytes: int
+    took_s: float
+
+
 class RequestEnded(Event, frozen=True, kw_only=True, gc=False):
     """A request of the engine or the proxy reached its end."""
 

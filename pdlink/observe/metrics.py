@@ -15,7 +15,10 @@ from pdlink.events import (
     LayerLanded,
     MessageDropped,
     PeerChanged,
+    PrefixFound,
+    RecordsChanged,
     RequestEnded,
+    TierCalled,
     TransferEnded,
 )
 
@@ -75,6 +78,22 @@ class WorkerMetrics:
             "pdlink_ttft_seconds", "From a request's arrival to its first token here", ["role"], buckets=_SECONDS,
             registry=self._registry,
         )  # fmt: skip
+        self._chunks = Counter(
+            "pdlink_store_chunks", "Chunks of prompts looked up in the store, by where they were", ["place"],
+            registry=self._registry,
+        )  # fmt: skip
+        self._records = Counter(
+            "pdlink_store_records", "Records that came into the store's memory or went", ["kind"],
+            registry=self._registry,
+        )  # fmt: skip
+        self._tier_bytes = Counter(
+            "pdlink_tier_bytes", "Bytes of records read from and written to tiers", ["tier", "call"],
+            registry=self._registry,
+        )  # fmt: skip
+        self._tier_s = Histogram(
+            "pdlink_tier_seconds", "Calls of tiers, by outcome", ["tier", "call", "outcome"], buckets=_SECONDS,
+            registry=self._registry,
+        )  # fmt: skip
         self._registry.register(_Gauges(gauges))
 
     def __call__(self, event: Event) -> None:
@@ -95,6 +114,16 @@ class WorkerMetrics:
                 self._failures.labels(event.what).inc()
             case FallbackUsed():
                 self._fallbacks.labels(event.kind).inc()
+            case PrefixFound():
+                self._chunks.labels("memory").inc(event.in_memory)
+                self._chunks.labels("below").inc(event.below)
+                self._chunks.labels("missed").inc(event.asked - event.in_memory - event.below)
+            case RecordsChanged():
+                self._records.labels(event.kind).inc(event.records)
+            case TierCalled():
+                if event.outcome == "done":
+                    self._tier_bytes.labels(event.tier, event.call).inc(event.nbytes)
+                self._tier_s.labels(event.tier, event.call, event.outcome).observe(event.took_s)
             case RequestEnded():
                 self._requests.labels(event.role, event.outcome).inc()
                 self._tokens.labels("prompt").inc(event.prompt_tokens)

@@ -1,0 +1,73 @@
+"""`Fetch`: a prefix on its way into the arena, leased there until it is closed."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pdlink.store.catalog import Lease, Slot
+
+
+@dataclass(eq=False)
+class Arrival:
+    """A record that a thread reads into its slot. Those who want it wait for the same one."""
+
+    slot: Slot
+    waiting: list[tuple[Fetch, int]] = field(default_factory=list)
+    """Who, and which of their chunks it is."""
+
+
+class Fetch:
+    """Made by `Store.fetch`; everything but `done` and `close` is for the store, under its lock."""
+
+    def __init__(
+        self, request: str, give_up_s: float, deadline_s: float, release: Callable[[Iterable[Lease]], bool]
+    ) -> None:
+        """give_up_s: when to go on with what is there. deadline_s: of the leases."""
+        self.request, self.give_up_s, self.deadline_s = request, give_up_s, deadline_s
+        self.slots: list[Slot | None] = []
+        """One per chunk; None while it is on its way, or if it does not come."""
+        self.leases: list[Lease] = []
+        self.closed = False
+        self.missing = 0
+        """Chunks that are on their way."""
+        self.failed_at: int | None = None
+        """The first chunk that does not come."""
+        self._release = release
+        self.done: Future[tuple[Slot, ...]] = Future()
+        """The leading chunks that are in the arena, once no more will come. Set in any thread."""
+
+    def add(self, slot: Slot | None) -> int:
+        """The next chunk; its index."""
+        self.slots.append(slot)
+        self.missing += slot is None
+        return len(self.slots) - 1
+
+    def settled(self, index: int, slot: Slot | None) -> None:
+        """Chunk `index` has come, or will not."""
+        self.missing -= 1
+        self.slots[index] = slot
+        if slot is None and (self.failed_at is None or index < self.failed_at):
+            self.failed_at = index
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing that matters is on its way."""
+        return None not in self.slots[: self.failed_at]
+
+    def finish(self) -> None:
+        """Set `done`, if it is not; without the store's lock, because callbacks run here."""
+        leading = self.slots[: self.slots.index(None)] if None in self.slots else self.slots
+        with suppress(InvalidStateError):
+            self.done.set_result(tuple(slot for slot in leading if slot is not None))
+
+    def close(self) -> bool:
+        """Give the leases back; whether all of them stood. If not, what was read counts for nothing."""
+        self.closed = True
+        leases, self.leases = self.leases, []
+        return self._release(leases)

@@ -1,0 +1,69 @@
+"""`GuardedTier`: a tier behind its breaker, with threads that wait for it, and never an exception."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, TypeVar
+
+from pdlink.events import TierCalled, emit
+from pdlink.store.breaker import Breaker
+from pdlink.store.line import Line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdlink.store.tiers.base import Tier
+
+log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_READERS = 2
+"""Threads that read from one tier; two keep a disk busy with records of a megabyte and more."""
+
+
+class GuardedTier:
+    def __init__(self, tier: Tier, *, deadline_s: float, clock: Callable[[], float]) -> None:
+        self.tier = tier
+        self.askers = Line(f"pdlink-ask-{tier.name}")
+        self.readers = Line(f"pdlink-read-{tier.name}", _READERS)
+        self.writers = Line(f"pdlink-write-{tier.name}")
+        self.queued_nbytes = 0
+        """Of records that wait to be written; the store's lock guards it."""
+        self._breaker = Breaker(deadline_s)
+        self._clock = clock
+        self._lock = threading.Lock()
+
+    @property
+    def available(self) -> bool:
+        """Whether it would be asked now."""
+        with self._lock:
+            return self._breaker.allows(self._clock())
+
+    def call(self, what: str, function: Callable[[], _T], otherwise: _T, nbytes: int = 0) -> _T:
+        """What `function` gives, in this thread; `otherwise` if the tier is kept away or the call raises."""
+        with self._lock:
+            began_s = self._clock()
+            if not self._breaker.allows(began_s):
+                return otherwise
+            call = self._breaker.begin(began_s)
+        failed = True
+        result = otherwise
+        try:
+            result = function()
+            failed = False
+        except OSError as error:
+            log.warning("tier %s: %s failed: %s", self.tier.name, what, error)
+        except Exception:
+            log.exception("tier %s: %s failed", self.tier.name, what)
+        with self._lock:
+            now_s = self._clock()
+            self._breaker.end(call, now_s, failed=failed)
+        outcome = "failed" if failed else "missed" if result is None or result is False else "done"
+        emit(TierCalled(tier=self.tier.name, call=what, outcome=outcome, nbytes=nbytes, took_s=now_s - began_s))
+        return result
+
+    def close(self, timeout_s: float) -> None:
+        for line in (self.askers, self.readers, self.writers):
+            line.close(timeout_s)
+        self.tier.close()

@@ -1,0 +1,61 @@
+"""A tier that fails or stalls is left alone for a growing while, and one call finds out that it is back."""
+
+from __future__ import annotations
+
+from pdlink.store.breaker import Breaker
+
+
+def fail(breaker: Breaker, now_s: float) -> None:
+    assert breaker.allows(now_s)
+    breaker.end(breaker.begin(now_s), now_s, failed=True)
+
+
+def test_three_failures_in_a_row_keep_calls_away_and_a_success_between_does_not_count() -> None:
+    breaker = Breaker(10.0)
+    fail(breaker, 0)
+    fail(breaker, 0)
+    breaker.end(breaker.begin(0), 0, failed=False)
+    for _ in range(3):
+        fail(breaker, 0)
+    assert not breaker.allows(0.9)
+
+
+def test_pauses_double_up_to_a_minute_and_begin_anew_after_a_success() -> None:
+    breaker, now_s = Breaker(10.0), 0.0
+    for _ in range(3):
+        fail(breaker, now_s)
+    pauses = []
+    for _ in range(8):
+        began_s = now_s
+        while not breaker.allows(now_s):
+            now_s += 0.5
+        pauses.append(now_s - began_s)
+        fail(breaker, now_s)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    now_s += 60
+    breaker.end(breaker.begin(now_s), now_s, failed=False)
+    for _ in range(3):
+        fail(breaker, now_s)
+    assert breaker.allows(now_s + 1)
+
+
+def test_one_call_at_a_time_finds_out() -> None:
+    breaker = Breaker(10.0)
+    for _ in range(3):
+        fail(breaker, 0)
+    call = breaker.begin(2)
+    assert not breaker.allows(2)
+    breaker.end(call, 2, failed=False)
+    assert breaker.allows(2)
+
+
+def test_a_call_that_takes_longer_than_its_deadline_keeps_others_away_while_it_lasts_and_counts_as_failure() -> None:
+    breaker = Breaker(10.0)
+    for _ in range(3):
+        assert breaker.allows(0)
+        call = breaker.begin(0)
+        assert breaker.allows(10)
+        assert not breaker.allows(10.5)
+        breaker.end(call, 11, failed=False)
+    assert not breaker.allows(11.5)
+    assert breaker.allows(12)

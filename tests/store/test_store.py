@@ -1,0 +1,327 @@
+"""The store over its arena and tiers: right bytes or none, whatever a tier does, and nobody waits for one."""
+
+from __future__ import annotations
+
+import random
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdlink.errors import CapacityExceeded, ConfigError
+from pdlink.store.policies.registry import make_policy
+from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
+from pdlink.store.store import Store
+
+from .stubs import SHAPE, WAIT_S, StubTier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pdlink.store.catalog import Slot
+    from pdlink.store.fetch import Fetch
+    from pdlink.store.tiers.base import Tier
+
+KEYS = [b"%032d" % index for index in range(8)]
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@contextmanager
+def opened(
+    records: int = 4, tiers: Sequence[Tier] = (), clock: Clock | None = None, lease_s: float = 1000.0
+) -> Iterator[Store]:
+    store = Store(
+        records * SHAPE.nbytes,
+        make_policy("lru"),
+        tiers,
+        tier_deadline_s=WAIT_S if clock is None else 100.0,
+        lease_s=lease_s,
+        clock=clock or Clock(),
+    )
+    store.open()
+    try:
+        yield store
+        store.check()
+    finally:
+        store.close()
+
+
+def payload(store: Store, slot: Slot) -> bytes:
+    return store.array[slot.offset + HEADER_NBYTES : slot.offset + SHAPE.nbytes].tobytes()
+
+
+def content(key: bytes) -> bytes:
+    return random.Random(key).randbytes(SHAPE.payload_nbytes)
+
+
+def put(store: Store, keys: Sequence[bytes]) -> int:
+    slots = store.reserve(keys, SHAPE)
+    for slot in slots:
+        store.array[slot.offset + HEADER_NBYTES : slot.offset + SHAPE.nbytes] = memoryview(content(slot.key))
+    store.commit(slots, SHAPE)
+    return len(slots)
+
+
+def fetch(store: Store, keys: Sequence[bytes]) -> Fetch:
+    return store.fetch(store.lookup(keys, WAIT_S), SHAPE, "request")
+
+
+def read(store: Store, keys: Sequence[bytes]) -> int:
+    """How many leading records come; all of them are right."""
+    begun = fetch(store, keys)
+    slots = begun.done.result(WAIT_S)
+    assert [slot.key for slot in slots] == list(keys[: len(slots)])
+    for slot in slots:
+        assert payload(store, slot) == content(slot.key)
+    assert begun.close()
+    return len(slots)
+
+
+def put_below(store: Store, keys: Sequence[bytes], *tiers: StubTier) -> None:
+    """Put records and wait until the tiers have them."""
+    for key in keys:
+        assert put(store, [key]) == 1
+        for tier in tiers:
+            assert tier.kept.acquire(timeout=WAIT_S)
+
+
+def test_what_was_put_is_found_up_to_the_first_gap() -> None:
+    with opened() as store:
+        assert put(store, [KEYS[0], KEYS[1], KEYS[3]]) == 3
+        assert read(store, KEYS) == 2
+        assert put(store, KEYS[:4]) == 1
+        assert read(store, KEYS) == 4
+
+
+def test_a_record_that_memory_has_lost_comes_from_the_tier_and_stays() -> None:
+    tier = StubTier()
+    with opened(2, [tier]) as store:
+        put_below(store, KEYS[:4], tier)
+        assert read(store, KEYS[:2]) == 2
+        assert tier.calls.count("get") == 2
+        assert read(store, KEYS[:2]) == 2
+        assert tier.calls.count("get") == 2, "a hit below is kept in memory"
+    assert tier.closed
+
+
+def test_a_prefix_may_lie_in_memory_and_in_two_tiers() -> None:
+    first, second = StubTier(), StubTier()
+    with opened(4, [first, second]) as store:
+        put_below(store, KEYS[:8], first, second)
+        first.records = {KEYS[1]: first.records[KEYS[1]]}
+        second.flip(KEYS[1])
+        assert read(store, KEYS[:3]) == 3
+
+
+@pytest.mark.parametrize("damage", ["flip", "header", "short", "long", "empty", "other"])
+def test_a_damaged_record_is_a_shorter_prefix_and_is_dropped(damage: str) -> None:
+    tier = StubTier()
+    with opened(4, [tier]) as store:
+        put_below(store, KEYS[:3], tier)
+        records = dict(tier.records)
+        store.clear()
+        tier_is_empty(tier)
+        tier.records = records
+        if damage in ("flip", "header"):
+            tier.flip(KEYS[1], HEADER_NBYTES + 5 if damage == "flip" else 20)
+        else:
+            whole = records[KEYS[1]]
+            tier.records[KEYS[1]] = {
+                "short": whole[:-1],
+                "long": whole + b"x",
+                "empty": b"",
+                "other": records[KEYS[2]],
+            }[damage]
+        assert read(store, KEYS[:3]) == 1
+        assert KEYS[1] not in tier.records or damage == "long"
+        assert put(store, KEYS[:3]) == 1, "computed again, it is stored again"
+        assert read(store, KEYS[:3]) == 3
+
+
+def tier_is_empty(tier: StubTier) -> None:
+    """Wait for the clearing, which the tier's thread does."""
+    done = threading.Event()
+    for _ in range(200):
+        if not tier.records:
+            return
+        done.wait(0.05)
+    raise AssertionError("the tier was not cleared")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyError("bug"), MemoryError()])
+def test_a_tier_that_raises_costs_its_records_and_nothing_else(error: Exception) -> None:
+    tier = StubTier()
+    with opened(8, [tier]) as store:
+        tier.error = error
+        for at in range(0, 8, 2):
+            assert read(store, KEYS[at:]) == 0
+            assert put(store, KEYS[at : at + 2]) == 2
+            assert read(store, KEYS) == at + 2
+
+
+def test_a_tier_that_fails_is_left_alone_and_comes_back() -> None:
+    tier, clock = StubTier(), Clock()
+    with opened(2, [tier], clock) as store:
+        put_below(store, KEYS[:4], tier)
+        tier.error = OSError(5, "Input/output error")
+        for _ in range(3):
+            assert read(store, KEYS[:1]) == 0
+        calls = len(tier.calls)
+        assert read(store, KEYS[:1]) == 0
+        assert len(tier.calls) == calls, "it is not asked any more"
+        tier.error = None
+        clock.now_s += 2
+        assert read(store, KEYS[:1]) == 1
+
+
+def test_a_stalled_read_delays_its_own_request_by_the_deadline_only() -> None:
+    """Its slot is not used again before the tier lets go of it."""
+    tier, clock = StubTier(), Clock()
+    with opened(3, [tier], clock) as store:
+        put_below(store, KEYS[:5], tier)
+        tier.going.clear()
+        begun = fetch(store, KEYS[:1])
+        assert tier.stalled.wait(WAIT_S)
+        assert not begun.done.done()
+        clock.now_s += 101
+        assert begun.done.result(WAIT_S) == ()
+        begun.close()
+        assert len(store.lookup(KEYS[:1], WAIT_S).keys) == 1, "somebody still brings it"
+        assert put(store, KEYS[5:8]) == 2, "a slot is the tier's"
+        assert not fetch(store, KEYS[1:2]).done.result(WAIT_S), "the tier is left alone"
+        tier.going.set()
+        done = threading.Event()
+        for _ in range(200):
+            if read(store, KEYS[:1]):
+                break
+            clock.now_s += 70
+            done.wait(0.02)
+        else:
+            pytest.fail("the tier did not come back")
+
+
+def test_two_requests_for_one_prefix_read_it_once() -> None:
+    tier = StubTier()
+    with opened(4, [tier]) as store:
+        put_below(store, KEYS[:6], tier)
+        tier.going.clear()
+        first, second = fetch(store, KEYS[:2]), fetch(store, KEYS[:2])
+        tier.going.set()
+        for begun in (first, second):
+            assert [payload(store, slot) for slot in begun.done.result(WAIT_S)] == [content(key) for key in KEYS[:2]]
+            assert begun.close()
+        assert tier.calls.count("get") == 2
+
+
+def test_a_load_without_room_is_a_shorter_prefix_and_waits_for_nobody() -> None:
+    """LMCache #2942: loads that hold memory and wait for more block each other for ever."""
+    tier = StubTier()
+    with opened(4, [tier]) as store:
+        put_below(store, KEYS, tier)
+        holding = fetch(store, KEYS[4:7])
+        assert len(holding.done.result(WAIT_S)) == 3
+        begun = fetch(store, KEYS[:4])
+        assert len(begun.done.result(WAIT_S)) == 1
+        assert holding.close()
+        assert begun.close()
+        assert read(store, KEYS[:4]) == 4
+
+
+def test_a_fetch_that_is_never_closed_keeps_its_records_for_its_lease_only() -> None:
+    clock = Clock()
+    with opened(2, clock=clock, lease_s=5.0) as store:
+        put(store, KEYS[:2])
+        forgotten = fetch(store, KEYS[:2])
+        assert put(store, KEYS[2:4]) == 0
+        clock.now_s += 6
+        done = threading.Event()
+        for _ in range(200):
+            if put(store, KEYS[2:4]):
+                break
+            done.wait(0.05)
+        assert read(store, KEYS[2:4]) == 2
+        assert not forgotten.close(), "what was read late counts for nothing"
+
+
+def test_a_frozen_store_answers_and_keeps_nothing_new() -> None:
+    tier = StubTier()
+    with opened(2, [tier]) as store:
+        put_below(store, KEYS[:4], tier)
+        store.frozen = True
+        assert put(store, KEYS[4:5]) == 0
+        assert read(store, KEYS[2:4]) == 2
+        assert read(store, KEYS[:2]) == 0
+        assert "get" not in tier.calls
+
+
+def test_a_tier_that_is_behind_loses_records_and_holds_no_memory_back() -> None:
+    """AIBrix keeps the reference of a write that it denied: 328 MB unreclaimable."""
+    tier = StubTier()
+    with opened(8, [tier]) as store:
+        tier.going.clear()
+        put(store, KEYS[:8])
+        assert tier.stalled.wait(WAIT_S)
+        others = [b"%032d" % index for index in range(100, 106)]
+        assert put(store, others) == 6
+        tier.going.set()
+        for _ in range(2):
+            assert tier.kept.acquire(timeout=WAIT_S)
+
+
+def test_a_record_larger_than_the_arena_is_refused_with_both_numbers() -> None:
+    huge = RecordShape("uint8", 4, (Group("full", (0,), 2, 1, 1 << 20),))
+    with opened(2) as store, pytest.raises(CapacityExceeded, match=f"{huge.nbytes} bytes; limit {2 * SHAPE.nbytes}"):
+        store.reserve(KEYS[:1], huge)
+    with pytest.raises(ConfigError, match="max_local_cpu_size"):
+        Store(0, make_policy("lru"))
+
+
+def test_memory_comes_in_steps_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdlink.store.store._STEP_NBYTES", 4 * SHAPE.nbytes)
+    with opened(100) as store:
+        assert store.gauges()["committed"] == 4 * SHAPE.nbytes
+        put(store, KEYS[:3])
+        done = threading.Event()
+        for _ in range(200):
+            if store.gauges()["committed"] == 8 * SHAPE.nbytes:
+                break
+            done.wait(0.05)
+        assert put(store, KEYS[3:7]) == 4
+        assert read(store, KEYS) == 7
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_threads_never_read_another_ones_record(seed: int) -> None:
+    tier = StubTier()
+    failures: list[BaseException] = []
+    keys = [b"%032d" % index for index in range(30)]
+
+    def work(number: int) -> None:
+        rng = random.Random(seed * 100 + number)
+        try:
+            for _ in range(150):
+                first = rng.randrange(28)
+                mine = keys[first : first + rng.randint(1, 4)]
+                if rng.random() < 0.5:
+                    put(store, mine)
+                elif rng.random() < 0.05:
+                    store.clear(mine)
+                else:
+                    read(store, mine)
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    with opened(8, [tier]) as store:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not failures, failures
