@@ -1,17 +1,16 @@
-// The gate: how the owner of memory shuts out a writer on the same host that stores into it directly.
+// The gate: fences a writer on the same host that stores directly into the owner's memory.
 //
 // A process that has mapped our pages, or reaches them by cross-memory attach, cannot be stopped by closing a
 // connection: it may be suspended in the middle of a copy and go on a minute later. So every invited peer gets one
 // page of shared memory with two words. The writer raises `busy` and then looks at `closed`; the owner raises
 // `closed` and then looks at `busy`. Both orders are sequentially consistent, so at least one of them sees the
-// other: either the writer does not begin, or the owner waits until it has ended. A writer that is dead is quiet.
+// other: either the writer does not begin, or the owner waits until it has ended. A dead writer counts as quiet.
 //
-// One page per peer, never reused: a late writer can only ever see its own gate, and that stays closed.
+// One page per peer, never reused: a late writer only ever sees its own gate, which stays closed.
 //
-// An invitation is what somebody says: which process, which of its files. So the page holds a random number that the
-// invitation repeats. A writer that finds it in the page knows that the invitation was made by the process it names,
-// which is one of this host, and for this gate; nobody can make us write to memory of a process that has not invited
-// him.
+// An invitation names a process and its files, but anybody could have made it. So the page holds a random number that
+// the invitation repeats. If the numbers match, the named process made the invitation, on this host, for this gate.
+// So nobody can make us write to the memory of a process that did not invite us.
 #pragma once
 
 #include <fcntl.h>
@@ -46,7 +45,7 @@ struct GateWords {
     std::atomic<std::uint32_t> busy;         // copies of the writer that have begun and not ended
     std::atomic<std::int64_t> writer_pid;    // 0 until the writer has mapped the page
     std::atomic<std::uint64_t> writer_born;  // start time of that process in clock ticks since boot
-    GateNonce nonce;                         // set by the owner before anybody is told of the page
+    GateNonce nonce;                         // set by the owner before it sends the invitation
 };
 static_assert(sizeof(GateWords) == 40 && std::atomic<std::uint64_t>::is_always_lock_free);
 
@@ -54,9 +53,9 @@ constexpr std::size_t kGateNbytes = 4096;
 
 constexpr std::uint64_t kBornUnknown = std::numeric_limits<std::uint64_t>::max();
 
-// Start time of a process (field 22 of /proc/PID/stat): with the pid it names a process for ever. 0 if there is no
-// such process or it has ended (a zombie whose every thread is gone), kBornUnknown if that cannot be told now (no
-// descriptor left, /proc hidden): whoever asks "has it ended?" must not take a failure to look for a yes.
+// Start time of a process (field 22 of /proc/PID/stat): with the pid it names a process for ever. 0 if the process
+// has ended (also as a zombie without threads); kBornUnknown if /proc cannot be read now (no descriptor left, /proc
+// hidden): that must not count as "ended".
 inline std::uint64_t process_born(std::int64_t pid) {
     char path[64];
     std::snprintf(path, sizeof path, "/proc/%lld/stat", static_cast<long long>(pid));
@@ -67,7 +66,7 @@ inline std::uint64_t process_born(std::int64_t pid) {
     }
     char text[1024];
     const std::size_t got = std::fread(text, 1, sizeof text - 1, file);
-    const bool none = got == 0 && errno == ESRCH;  // it went between open and read
+    const bool none = got == 0 && errno == ESRCH;  // it ended between open and read
     std::fclose(file);
     text[got] = 0;
     const char* after_name = std::strrchr(text, ')');  // the name may hold spaces and parentheses
@@ -88,9 +87,9 @@ inline std::uint64_t process_born(std::int64_t pid) {
     return (state == 'Z' || state == 'X') && threads <= 1 ? 0 : born;
 }
 
-// Throws unless `fd` is an anonymous memory file of `nbytes` that nobody can cut shorter. A process that maps a
-// peer's file checks it first: touching a page beyond the end of a file is SIGBUS, and a file that is no memory file
-// (or a device) is not what an invitation may make us write to.
+// Throws unless `fd` is an anonymous memory file of `nbytes`, sealed against shrinking. Check a peer's file before
+// mapping it: touching a page beyond the end of a file is SIGBUS, and an invitation must not make us write to other
+// kinds of files or devices.
 inline void require_sealed_memory(int fd, std::uint64_t nbytes, int wanted_seals = F_SEAL_SHRINK) {
     const int seals = ::fcntl(fd, F_GET_SEALS);
     if (seals < 0 || (seals & wanted_seals) != wanted_seals)
@@ -123,7 +122,7 @@ class GatePage {
 
 constexpr int kGateSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
-// A gate as an invitation names it: a file of the inviting process, and what the page holds.
+// A gate in an invitation: a file of the inviting process, and the nonce in its page.
 struct GateName {
     int fd;
     std::uint64_t device;
@@ -148,7 +147,7 @@ class GateOwner {
     // From here on no new copy begins.
     void shut() { page_.words().closed.store(1, std::memory_order_seq_cst); }
 
-    // True if no copy is under way and none can begin: only meaningful after shut().
+    // True if no copy is in progress and none can begin; valid only after shut().
     bool quiet() const {
         GateWords& words = page_.words();
         if (words.busy.load(std::memory_order_seq_cst) == 0) return true;
@@ -180,7 +179,7 @@ class GateWriter {
             throw std::invalid_argument("the gate is not the one that this invitation was made with");
     }
 
-    // Become the one writer; before anything else. Throws std::system_error if there was one.
+    // Become the only writer; call first. Throws std::system_error if there is one already.
     void take() {
         const std::uint64_t born = process_born(::getpid());
         if (born == 0 || born == kBornUnknown)
@@ -199,7 +198,7 @@ class GateWriter {
         return false;
     }
 
-    // Call when nothing of the copy can still be written.
+    // Call when all bytes of the copy are written.
     void leave() { page_.words().busy.fetch_sub(1, std::memory_order_seq_cst); }
 
     bool shut() const { return page_.words().closed.load(std::memory_order_seq_cst) != 0; }
@@ -212,9 +211,8 @@ class GateWriter {
     GatePage page_;
 };
 
-// Open another process's descriptor and make sure it is the file that was meant (a pid can be reused).
-// The first open is O_PATH, so that a wrong file (a pipe, a device) is not really opened before it is recognised.
-// Throws std::system_error.
+// Open another process's descriptor, and check that it is the invited file: a pid can be reused. The first open is
+// O_PATH, which has no effect on a wrong file (a pipe, a device). Throws std::system_error.
 inline Descriptor open_peer_file(std::int64_t pid, int peer_fd, std::uint64_t device, std::uint64_t inode) {
     const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(peer_fd);
     const Descriptor there(::open(path.c_str(), O_PATH | O_CLOEXEC));
@@ -228,7 +226,7 @@ inline Descriptor open_peer_file(std::int64_t pid, int peer_fd, std::uint64_t de
     return file;
 }
 
-// The gate of an invitation, found to be the one that was meant and not taken yet. Throws as the two above.
+// The gate of an invitation, checked and not taken yet. Throws as the two above.
 inline std::unique_ptr<GateWriter> open_gate(std::int64_t pid, const GateName& name) {
     const Descriptor file = open_peer_file(pid, name.fd, name.device, name.inode);
     return std::make_unique<GateWriter>(file.get(), name.nonce);

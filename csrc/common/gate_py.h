@@ -15,7 +15,7 @@ namespace pdlink {
 
 namespace nb = nanobind;
 
-// A gate as an invitation has it: descriptor in its process, device, inode, what the page holds.
+// A gate in an invitation: descriptor in its process, device, inode, nonce.
 using PyGate = std::tuple<int, std::uint64_t, std::uint64_t, nb::bytes>;
 
 inline PyGate py_gate(const GateName& gate) {

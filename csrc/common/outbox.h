@@ -1,4 +1,4 @@
-// What has happened and was not fetched yet, with a descriptor that is readable exactly while there is something.
+// Reports that are not fetched yet, with a descriptor that is readable while there are any.
 #pragma once
 
 #include <sys/eventfd.h>

@@ -21,8 +21,8 @@ bool inside(const Extent& region, std::int64_t base, std::int64_t offset, std::i
            static_cast<std::uint64_t>(nbytes) <= region.nbytes - static_cast<std::uint64_t>(at);
 }
 
-// One place of a run as unsigned numbers. With `base` inside the region no sum that is really too large or negative
-// can come out right: a negative one is above any limit.
+// One end of a run as unsigned numbers. With `base` inside the region, a sum that is too large or negative always
+// exceeds the limit: a negative one wraps above it.
 bool beyond(std::uint64_t base, std::uint64_t offset, std::uint64_t nbytes, std::uint64_t limit) {
     const std::uint64_t at = base + offset;
     return (at > limit) | (nbytes > limit - at);

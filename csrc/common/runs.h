@@ -1,4 +1,4 @@
-// From the runs a caller asked for to the puts that are made: checked, joined, cut. The same for every transport.
+// Makes puts of runs: checked, joined, cut. The same for every transport.
 #pragma once
 
 #include <cstddef>
@@ -37,9 +37,9 @@ struct Put {
 // cost is 3.5 us over TCP and below 1 us elsewhere: nothing to 4 MiB.
 constexpr std::uint64_t kMaxPutNbytes = 4 << 20;
 
-// The addresses that the offsets of a piece count from. Anything may be written through mapped memory, and TCP and
-// cross-memory attach do not check where a put goes, so nothing is made of any piece before all of its runs are known
-// to lie inside. Throws std::invalid_argument naming piece, run and limits.
+// The addresses that the offsets of a piece count from. Neither mapped memory nor TCP nor cross-memory attach checks
+// the target of a put, so all runs of a piece are checked before any put. Throws std::invalid_argument with piece,
+// run and limits.
 struct Bases {
     std::uint64_t src;
     std::uint64_t dst;

@@ -1,4 +1,4 @@
-// One batch of byte runs, the slices it is copied in, and how far it has come.
+// One batch of byte runs, cut into slices to copy, and its progress.
 #pragma once
 
 #include <cstddef>
@@ -36,8 +36,8 @@ class Batch {
     bool all_taken() const { return begun_ && next_ == runs.size(); }
     bool landed() const { return all_taken() && num_open_ == 0; }
 
-    // The next slice, about `budget_nbytes` long. The time between two looks at the gate, the deadline and the other
-    // peers is bounded by this, so long runs are cut and short ones cost at least a cache line each.
+    // The next slice of about `budget_nbytes`. This bounds the time between two checks of gate, deadline and other
+    // peers, so long runs are cut, and short ones count as at least a cache line each.
     Slice take(std::size_t budget_nbytes) {
         Slice slice{next_, done_, 0, 0, 0};
         begun_ = true;

@@ -22,7 +22,7 @@ constexpr double kFirstQuietLook_s = 0.0002;
 constexpr double kLastQuietLook_s = 0.01;
 // Most bytes that a caller copies itself. That takes less time than a thread needs to wake up (5 to 20 us).
 constexpr std::uint64_t kAtOnceNbytes = std::uint64_t{64} << 10;
-// From how much on the second thread is woken, which takes as long as copying half of it.
+// Wake the second thread for batches of this size; waking takes as long as copying half of it.
 constexpr std::uint64_t kWakeSecondNbytes = std::uint64_t{1} << 20;
 
 Batch resolve(const std::vector<Piece>& pieces, const std::vector<Extent>& local, const std::vector<Extent>& remote) {
@@ -267,7 +267,7 @@ void Copier::wait(Lock& lock, int timeout_ms) {
     lock.lock();
     for (int i = 0; i < count; ++i) {
         if (Peer* peer = static_cast<Peer*>(events[i].data.ptr)) {
-            // Peers leave the table on this thread only, so the pointer is good; the memory may be gone already.
+            // Only this thread removes peers, so the pointer is valid; the peer's memory may be unmapped already.
             if (peer->memory && !peer->closing)
                 fail(*peer, "process " + std::to_string(peer->memory->pid()) + " has ended", Outcome::kPeerFailed,
                      lock);
@@ -305,8 +305,8 @@ void Copier::fail(Peer& peer, const std::string& reason, Outcome outcome, Lock& 
     drop_memory(peer, lock);
 }
 
-// No slice is taken any more of a peer that has failed or is closing; wait for the one that the second thread may be
-// copying. Afterwards nothing changes the peer's queue but this thread.
+// A failed or closing peer gets no more slices; wait for the slice that the second thread may be copying. Afterwards
+// only this thread changes the peer's queue.
 void Copier::settle(Peer& peer, Lock& lock) {
     if (second_) second_->slice_ended.wait(lock, [&] { return peer.num_copying == 0; });
 }
@@ -326,8 +326,8 @@ void Copier::drop_memory(Peer& peer, Lock& lock) {
     lock.lock();
 }
 
-// A closing peer's batches are cancelled as soon as none of its slices is in progress; then it stays until its own
-// writes into our memory have ended.
+// Cancel a closing peer's batches when none of its slices is in progress. Then the peer stays until its own writes
+// into our memory have ended.
 void Copier::advance_closing(Lock& lock) {
     if (closing_.empty() || now_s() < next_quiet_look_s_) return;
     next_quiet_look_s_ = now_s() + quiet_look_period_s_;
@@ -360,7 +360,7 @@ void Copier::copy_slice(Peer& peer, Who who, Lock& lock) {
     ++slices_taken_[who];
     if (!peer.queue.back().all_taken()) take_turn(peer);  // now, for the other thread
     lock.unlock();
-    const bool entered = copied(*memory, batch, slice);  // others of the deque may come and go, this one stays
+    const bool entered = copied(*memory, batch, slice);  // this batch stays in the deque; others come and go
     lock.lock();
     --peer.num_copying;
     if (who == kSecond) second_->slice_ended.notify_one();
@@ -402,7 +402,7 @@ void Copier::run_second() {
     }
 }
 
-// Whose turn it is among the peers that have a slice and need no other attention.
+// The next peer in turn that has a slice and is neither failed nor closing.
 Copier::Peer* Copier::next_to_copy() {
     const double now = now_s();
     const auto at = std::ranges::find_if(turns_, [now](const Peer* peer) {

@@ -1,28 +1,27 @@
-// `Copier`: a native thread that copies batches of runs into memory that peers on this host have opened to us, and
-// that shuts peers out of the memory we have opened to them; and perhaps a second one that only copies.
+// `Copier`: a native thread that copies batches of runs into the memory of peers on this host, and fences peers from
+// our memory; optionally a second thread that only copies.
 //
 // Threads. Callers of any thread put work into tables under one mutex and wake the copier through an eventfd; they
-// never wait for it, except `close`. The copier takes the mutex only to choose work and to record what became of it,
-// never while it copies, maps or unmaps. It never calls into Python, so it needs no GIL and may be joined under it.
-// A small batch that nothing is before is copied by its caller, with the mutex: the thread would not be up by then.
+// never wait for it, except in `close`. The copier takes the mutex to choose work and to record results, never while
+// it copies, maps or unmaps. It never calls into Python, so it needs no GIL and may be joined under it. The caller
+// itself copies a small batch that nothing precedes, under the mutex: waking the thread would take longer.
 //
 // Order. A batch is copied in slices of a quarter megabyte. Around every slice stands the gate of the destination
 // (csrc/common/gate.h): enter, copy, fence, leave. Between slices the copier looks at deadlines, at closed gates, at
-// the descriptors of the peers' lives and at the other peers, which take turns. So one slice is all that can happen
-// after anything has gone wrong, and one slice is what another peer waits for.
+// the descriptors of the peers' lives and at the other peers, which take turns. So after any failure at most one more
+// slice is copied, and another peer waits for at most one slice.
 //
-// The second thread takes slices like the first, under the same mutex and through the same gate, of whatever peer is
-// next in turn. It is woken for much at once, and sleeps while `computing` says that a core is needed for something
-// better. Deadlines, failures and ends are the first one's alone: it marks the peer, so that no slice of it is taken
-// any more, and waits for the one that the second may be copying before it reports, unmaps or forgets anything.
-// Whoever lands the last slice reports the batch, in the order in which batches were submitted.
+// The second thread takes slices like the first: under the same mutex, through the same gate, of the next peer in
+// turn. Large batches wake it; it sleeps while `computing` reserves a core for a prefill. The first thread alone
+// handles deadlines, failures and ends: it marks the peer, so that no more slices are taken, and waits for the slice
+// in progress before it reports, unmaps or forgets anything. The thread that lands the last slice reports the batch,
+// in the order of submission.
 //
-// Peers. A peer is invited (it may write here: we own a gate), connected (we write there) or both. It fails as a
-// whole; the memory of a failed peer is unmapped at once, so that a dead process's pool is given back, and what
-// remains is a tombstone until `close_peer`. A peer leaves the table only on the copier's thread, after its gate is
-// quiet; that is also the only place that says PeerClosed.
+// Peers. A peer is invited (it writes here: we own a gate), connected (we write there) or both. It fails as a whole.
+// The memory of a failed peer is unmapped at once, which frees a dead process's pool; a tombstone remains until
+// `close_peer`. Only the copier's thread removes a peer and reports PeerClosed, after its gate is quiet.
 //
-// Fork. A child has no copier threads. There, every call is refused and the destructor joins nothing.
+// Fork. A child has no copier threads. There, every call throws, and the destructor joins nothing.
 #pragma once
 
 #include <array>
@@ -67,7 +66,7 @@ class Copier {
     // Throws NameTaken.
     GateName invite(const std::string& peer);
 
-    // Map what a peer has opened to us. Throws what PeerMemory throws, NameTaken.
+    // Map a peer's memory. Throws as PeerMemory, and NameTaken.
     void connect(const std::string& peer, std::int64_t pid, const std::vector<PeerFile>& files, const GateName& gate);
 
     // Queue one batch and return its ticket. Throws std::invalid_argument for a run outside its region.

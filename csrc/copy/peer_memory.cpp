@@ -29,7 +29,7 @@ Region map_file(std::int64_t pid, const PeerFile& file) {
     struct stat status;
     if (::fstat(fd.get(), &status) != 0)
         throw std::system_error(errno, std::generic_category(), "fstat of peer file");
-    // A hole would be filled when we touch it, at the expense of our own memory limit.
+    // Touching a hole would allocate it from our own memory limit.
     if (static_cast<std::uint64_t>(status.st_blocks) * 512 < file.nbytes)
         throw std::invalid_argument("a region is a file with holes");
     void* at = ::mmap(nullptr, file.nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
@@ -43,9 +43,9 @@ void unmap(const std::vector<Region>& regions) {
 
 }  // namespace
 
-// The pidfd is opened before the files are checked: if the pid belonged to another process by then, the files of the
-// invitation would not be found there, so the pidfd is that of the process that invited us. The gate is looked at
-// first, since it shows that the process has made this invitation, and taken last, since that can be done once.
+// Open the pidfd before checking the files: if the pid were reused by then, the check of the files would fail, so the
+// pidfd belongs to the inviting process. Check the gate first, because it proves the invitation; take it last,
+// because that works only once.
 PeerMemory::PeerMemory(std::int64_t pid, const std::vector<PeerFile>& files, const GateName& gate)
     : pid_(pid), life_(open_life(pid)), gate_(open_gate(pid, gate)) {
     try {

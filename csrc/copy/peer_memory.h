@@ -1,4 +1,4 @@
-// The memory a peer process has opened to us: its regions mapped here, its gate, and a descriptor of its life.
+// The memory of a peer process that invited us: its regions mapped here, its gate, and its pidfd.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace pdlink {
 
-// A file of another process: its descriptor number there, and what fstat must say about it.
+// A file of another process: its descriptor number there, and its expected fstat.
 struct PeerFile {
     int fd;
     std::uint64_t device;
@@ -34,8 +34,8 @@ class PeerMemory {
     ~PeerMemory();
 
     std::int64_t pid() const { return pid_; }
-    // Readable as soon as the process has ended. Writing to a dead process's memory succeeds silently, so this is
-    // the only way to know.
+    // Readable when the process has ended. Writing to a dead process's memory succeeds silently, so only this shows
+    // its end.
     int life_fd() const { return life_.get(); }
     const std::vector<Region>& regions() const { return regions_; }
     GateWriter& gate() { return *gate_; }

@@ -9,7 +9,7 @@
 
 namespace pdlink::cuda {
 
-// Make a context the calling thread's own for good. Whoever has a context has loaded the driver.
+// Make a context current in the calling thread, for good. The driver is loaded, since there is a context.
 // Throws std::runtime_error.
 inline void make_current(std::uintptr_t context) {
     void* driver = ::dlopen("libcuda.so.1", RTLD_NOW);

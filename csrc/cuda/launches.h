@@ -1,4 +1,4 @@
-// From what is to be moved to the launches that move it: the host's half of the kernels, the same for GPU and CPU.
+// Makes launches from descriptions of copies: the host side of the kernels, the same for GPU and CPU.
 #pragma once
 
 #include <cstddef>
@@ -41,11 +41,11 @@ struct Request {
     std::uint32_t max_strands = 0x7fffffff;  // per launch; more tokens make more launches
 };
 
-// Throws std::invalid_argument for sizes that are none, for addresses that elements cannot have, and for more than
-// 65,535 planes (the grid's limit). Addresses themselves are taken on trust.
+// Throws std::invalid_argument for invalid sizes, misaligned addresses, and more than 65,535 planes (the grid's
+// limit). Does not check that addresses are mapped.
 std::vector<Launch> plan_reshape(Request request);
 
-// `runs`: address, for whoever launches, of [num_runs][3] uint64; `longest_nbytes`: the longest of them.
+// `runs`: address, in the launching process, of [num_runs][3] uint64; `longest_nbytes`: the longest of them.
 Launch plan_runs(std::uint64_t runs, std::uint64_t num_runs, std::uint64_t longest_nbytes);
 
 // Do on this CPU what the GPU would do, block by block, thread by thread. Throws std::invalid_argument for a kernel

@@ -1,8 +1,8 @@
-// A batch of runs on its way into a kernel's list, and what one launch asks of the driver, in one native call.
+// One launch of a batch of runs as one native call.
 //
-// A push of 32 layers is 32 launches. Made from Python call by call they cost more than the bytes: each call gives
-// the interpreter's lock away and waits for it again. Here a launch is one call, which copies the list into the
-// memory of its slot, launches, and records the slot's event.
+// A push of 32 layers is 32 launches. As separate driver calls from Python they cost more than the bytes, because
+// each call releases the GIL and waits for it again. Here one call copies the list into the memory of its slot,
+// launches, and records the slot's event.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ struct Row {
 };
 static_assert(sizeof(Row) == 24);
 
-// What has not been launched of a batch.
+// The rows of a batch that are not launched yet.
 class RowQueue {
   public:
     explicit RowQueue(std::span<const Put> puts);
@@ -51,7 +51,7 @@ struct Failure {
     int number = 0;
 };
 
-// Where one launch keeps its list until it has run: pinned memory, read by the kernel where it is.
+// The list of one launch until it has run: pinned memory that the kernel reads in place.
 struct SlotMemory {
     Row* host = nullptr;
     std::uint64_t device = 0;  // the same memory, for kernels
@@ -73,8 +73,8 @@ class Launcher {
     // nothing was launched and `rows` is as it was.
     Failure put(RowQueue& rows, std::uint64_t slice_nbytes, const SlotMemory& slot, std::uintptr_t event) const;
 
-    // Make an eventfd readable once `event` is reached. Over the bell stream: on the other one, the next launch would
-    // have to wait for the host.
+    // Make an eventfd readable once `event` is reached. Uses the bell stream: on the work stream the next launch
+    // would wait for the host.
     Failure ring_after(std::uintptr_t event, int fd) const;
 
   private:

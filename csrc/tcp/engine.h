@@ -1,27 +1,26 @@
 // `Engine`: one native thread that owns every socket of the tcp transport.
 //
 // Threads. Callers of any thread put work into tables under one mutex and wake the progress thread through an
-// eventfd; they never wait for it, except `close`. The progress thread takes the mutex to choose work and to record
-// what became of it, never while it sends, receives or closes. It never calls into Python. Batches, connections and
-// peers are added by anybody and removed by it alone, so what it points to while the mutex is free stays.
+// eventfd; they never wait for it, except in `close`. The progress thread takes the mutex to choose work and to
+// record results, never while it sends, receives or closes. It never calls into Python. Any thread adds batches,
+// connections and peers; only the progress thread removes them, so its pointers stay valid while the mutex is free.
 //
-// Rounds. Sockets are edge-triggered: the kernel's word is kept in `Ready` until EAGAIN takes it back. In every round
-// each connection has one turn of about a frame in each direction, so peers share the thread whatever they send.
+// Rounds. Sockets are edge-triggered: `Ready` keeps the kernel's event until EAGAIN. In every round each connection
+// has one turn of about a frame in each direction, so all peers share the thread.
 //
-// Who may write here. An invitation is a session number and a secret. A connection is a stranger until it has said
-// both, has little time for it, and the oldest stranger makes room for a new one. A frame is checked against the
-// regions of its session, and the blocks that are open to its peer (tcp/guard.h), before a byte of it is placed.
-// Blocks may be closed while a frame for them arrives: the rest of it is not placed. Any rule broken fails the peer
-// as a whole.
+// Who may write here. An invitation is a session number and a secret. A connection is a stranger until it has sent
+// both, with a short deadline; a new stranger replaces the oldest. A frame is checked against the regions of its
+// session, and the blocks that are open to its peer (tcp/guard.h), before a byte of it is placed. If blocks are
+// closed while a frame for them arrives, the rest of it is not placed. A broken rule fails the peer as a whole.
 //
-// The fence. Owner: PeerClosed is said after the peer's sockets are ended on the thread that places bytes; what was
-// in their buffers is gone. Writer: it sends no more, shuts its side, and says PeerClosed when the owner has ended
-// the connection too, which the owner does as soon as it has read the rest: up to 10 seconds later, for an owner that
-// is stopped; what then still lies in the owner's own kernel is a matter of the owner's fence.
+// The fence. Owner: it reports PeerClosed after the placing thread has ended the peer's sockets; bytes in their
+// buffers are discarded. Writer: it stops sending, shuts its side, and reports PeerClosed when the owner has ended
+// the connection, too. The owner does so after it has read the rest; a suspended owner gets 10 seconds, and its own
+// fence discards bytes that are still in its kernel then.
 //
-// Fork. A child has no progress thread. There, every call is refused, and destructors close descriptors without
-// shutting the parent's connections. While a child lives it holds a copy of every descriptor, and epoll goes on to
-// report a socket until its last copy is closed: so no socket is closed but by `end`, which takes it out first.
+// Fork. A child has no progress thread. There, every call throws, and destructors close descriptors without shutting
+// the parent's connections. A child holds a copy of every descriptor, and epoll reports a socket until its last copy
+// is closed: so sockets are closed only by `end`, which removes them from epoll first.
 #pragma once
 
 #include <unistd.h>
@@ -84,11 +83,11 @@ class Engine {
 
     std::uint16_t port() const { return address_.port; }
     std::size_t add_region(std::byte* base, std::size_t nbytes);
-    // From now on peers may write only to blocks that are open to them. Before the first peer is invited, and once;
-    // throws std::invalid_argument otherwise, and as Guard.
+    // Restrict peers to the blocks that are open to them. Call once, before the first invitation; throws
+    // std::invalid_argument otherwise, and as Guard.
     void guard(std::vector<Band> bands, std::uint64_t num_blocks);
-    // Let a peer write to blocks, and no longer. When `close_blocks` returns nothing of it is being placed there, nor
-    // will be. Both ignore peers that are not there. Throw as Guard.
+    // Open blocks to a peer, and close them. After `close_blocks` no byte of the peer is placed there any more. Both
+    // ignore unknown peers. Throw as Guard.
     void open_blocks(const std::string& peer, std::span<const std::int64_t> blocks);
     void close_blocks(const std::string& peer, std::span<const std::int64_t> blocks);
     // Throws NameTaken.
@@ -102,7 +101,7 @@ class Engine {
     bool connected(const std::string& peer);
     // The congestion control of the connections to a peer, in order.
     std::vector<std::string> congestion(const std::string& peer);
-    // Connections that were ended because they did not say what was expected of them.
+    // Connections that were ended because they broke the protocol.
     std::uint64_t strangers_dropped();
 
     void close_peer(const std::string& peer);
@@ -134,13 +133,13 @@ class Engine {
 
         std::string failure;  // not empty: failed
         bool closing = false;
-        bool drained = false;  // closing or failed: batches are reported, owners have been told
+        bool drained = false;  // closing or failed: batches are reported, our side is shut
         double drain_by_s = std::numeric_limits<double>::infinity();
 
         bool usable() const { return !closing && failure.empty(); }
         bool connected() const { return dialed; }
     };
-    // Somebody who has connected and not said yet who it is.
+    // A connection that has not sent its Hello yet.
     struct Stranger {
         Descriptor socket;
         double by_s;
@@ -148,7 +147,7 @@ class Engine {
         Hello hello{};
         std::size_t nbytes = 0;
     };
-    // What a stranger has said so far.
+    // Bytes of a stranger's Hello so far.
     enum class Heard { kNotAll, kInvited, kNothing };
     using Lock = std::unique_lock<std::mutex>;
 
@@ -167,9 +166,9 @@ class Engine {
     void advance_ends();
     void fail(Peer& peer, const std::string& reason, Outcome outcome = Outcome::kPeerFailed);
     void quiesce(Peer& peer, Outcome outcome, const std::string& detail);
-    // False if the kernel will not; the connection's deadline then says so.
+    // False if the kernel refuses; the connection's deadline reports it then.
     bool watch(int fd, Ready& ready, std::uint32_t events);
-    // Both ends of a connection say good-bye now, and no event of it comes any more. Then it may be closed.
+    // End a connection in both directions and remove it from epoll; then it may be closed.
     void end(int fd);
     void look_by(double when_s) { look_s_ = when_s < look_s_ ? when_s : look_s_; }
     void kick();

@@ -1,11 +1,9 @@
-// Which blocks of our regions each peer may write now.
+// The blocks of our regions that each peer may write now: only the blocks offered to it, not the whole pool.
 //
-// A peer that was let in may write what it was offered, as long as it is; not every page of the pool. So there is one
-// word for each block, the number of the peer that it is open to: a block is open to one peer at most. Where the
-// bytes of a block lie is told once, as bands: the part of a region in which block b has the bytes [begin + b *
-// stride, begin + b * stride + extent).
+// One word for each block holds the number of the peer that it is open to: one peer at most. Bands give the bytes of
+// blocks: in a band of a region, block b has the bytes [begin + b * stride, begin + b * stride + extent).
 //
-// Blocks are opened and closed by any thread, and looked up by the thread that places bytes.
+// Any thread opens and closes blocks; the placing thread looks them up.
 #pragma once
 
 #include <algorithm>
@@ -55,7 +53,7 @@ class Guard {
         for (const std::int64_t block : blocks) at(block).store(peer, std::memory_order_release);
     }
 
-    // Blocks that are open to somebody else stay so.
+    // Blocks that are open to another peer stay open to it.
     void close(std::uint32_t peer, std::span<const std::int64_t> blocks) {
         check(blocks);
         for (const std::int64_t block : blocks) {
@@ -64,11 +62,11 @@ class Guard {
         }
     }
 
-    // Whether every byte of a list is in blocks that are open to this peer; `why` says what is not.
+    // Whether every byte of a list is in blocks that are open to this peer; `why` names the first that is not.
     bool all_open(std::span<const PackedRun> list, std::uint32_t peer, std::string& why) const {
         Found found;
         for (const PackedRun& run : list) {
-            // Neighbours in the list are mostly in one block: 1 ns instead of 25.
+            // Neighbours in the list are usually in one block: 1 ns instead of 25.
             if (run.region == found.region && run.offset >= found.from && run.offset < found.to &&
                 run.nbytes <= found.to - run.offset)
                 continue;

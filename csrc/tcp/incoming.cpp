@@ -97,7 +97,7 @@ void Incoming::header_complete() {
     if (header_.num_runs == 0) table_complete();
 }
 
-// Nothing of a frame is placed before all of it was found to be inside what the peer was invited to.
+// Check the whole frame against the invited regions before a byte of it is placed.
 void Incoming::table_complete() {
     const std::span<const PackedRun> runs(table_, header_.num_runs);
     if (const Verdict verdict = check_runs(header_, runs, *regions_, reason_); verdict != Verdict::kPlaced)
@@ -138,7 +138,7 @@ void Incoming::look_again() {
         revoked_ = why + " any more";
 }
 
-// The table was checked and is our own copy of it: nobody can have changed it since.
+// The table is checked and is our own copy, so it cannot change.
 void Incoming::unpack() {
     if (unpack_.empty()) return;
     const TouchesPages pages;

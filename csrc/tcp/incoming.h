@@ -17,7 +17,7 @@
 
 namespace pdlink::tcp {
 
-// What the kernel last said about a socket (edge-triggered): set by epoll, cleared by EAGAIN.
+// The last events of a socket (edge-triggered): set by epoll, cleared by EAGAIN.
 struct Ready {
     bool in = false;
     bool out = false;
@@ -26,16 +26,16 @@ struct Ready {
 // How a turn of a connection ended.
 enum class Turn {
     kMore,    // its share is used up; there may be more to do
-    kIdle,    // nothing to do until the kernel says so
+    kIdle,    // nothing to do until the next event
     kEnded,   // the other side has ended it between two frames
-    kBroken,  // it cannot go on; `reason()` says why
+    kBroken,  // it has failed, see `reason()`
 };
 
 // Owned by the progress thread, which alone calls it, but for `look_again`.
 class Incoming {
   public:
     // guard: which blocks are open to the peer of this number; null if all of the regions are.
-    // pack_below: shorter runs are received side by side, and put into their places when the frame is complete.
+    // pack_below: shorter runs arrive packed, and are placed when the frame is complete.
     Incoming(Descriptor socket, std::uint64_t session, std::shared_ptr<const std::vector<Region>> regions,
              std::shared_ptr<const Guard> guard, std::uint32_t peer, std::uint64_t pack_below)
         : socket_(std::move(socket)),
@@ -55,8 +55,8 @@ class Incoming {
     // Place about a frame. After a refused frame nothing more is read.
     Turn receive();
 
-    // After blocks were closed: nothing more is placed of a frame that was let in when they were open. Any thread;
-    // waits for one call of recvmsg at most.
+    // After blocks were closed: stop placing a frame that was accepted while they were open. Any thread; waits for
+    // one recvmsg at most.
     void look_again();
 
   private:

@@ -15,7 +15,7 @@
 
 namespace pdlink::tcp {
 
-// One batch of puts (`dst` counts from the beginning of the peer's region) and how far it has come.
+// One batch of puts (`dst` counts from the beginning of the peer's region) and its progress.
 struct Batch {
     std::uint64_t ticket = 0;
     double submitted_s = 0;
@@ -31,7 +31,7 @@ struct Batch {
     bool landed() const { return cut && unanswered == 0; }
 };
 
-// Used by whoever holds the engine's mutex, and by the progress thread without it while it is `busy`.
+// Used under the engine's mutex, and by the progress thread without it while `busy`.
 class Outgoing {
   public:
     // pack_below: shorter runs are packed before they are sent.
@@ -46,18 +46,18 @@ class Outgoing {
 
     // Nothing is left to send of what was loaded.
     bool sent() const { return next_piece_ == pieces_.size(); }
-    // The owner has said of every frame that it is placed.
+    // The owner has acknowledged every frame.
     bool answered() const { return sent() && asked_.empty(); }
 
-    // Make the next frame of a batch the one to be sent; it must not go before its answer.
+    // Load the next frame of a batch to send; the batch must stay until its answer.
     void load(Batch& batch);
     Turn send();
 
     // Read answers; appends the batches of answered frames, one entry each.
     Turn receive(std::vector<Batch*>& answered);
 
-    // Send no more. What is on its way may still be placed until the owner has ended its side, which is what
-    // `receive` then waits for; the answers are read and forgotten. False if nothing is on its way.
+    // Stop sending. Sent bytes may still be placed until the owner ends its side; `receive` then waits for that, and
+    // ignores answers. False if nothing is in flight.
     bool drain();
 
   private:

@@ -1,4 +1,4 @@
-// Runs that travel packed: one after the other, with a list of where each of them goes.
+// Packed runs: their bytes one after the other, with a list of their places.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ struct PackedRun {
 };
 static_assert(sizeof(PackedRun) == 16);
 
-// Add a run to a list; one that goes on where the last one ended makes that longer.
+// Add a run to a list; if it is adjacent to the last run, extend that.
 inline void append_run(std::vector<PackedRun>& list, std::uint32_t region, std::uint64_t offset,
                        std::uint64_t nbytes) {
     if (!list.empty() && list.back().region == region && list.back().offset + list.back().nbytes == offset)
@@ -26,7 +26,7 @@ inline void append_run(std::vector<PackedRun>& list, std::uint32_t region, std::
         list.push_back({offset, region, static_cast<std::uint32_t>(nbytes)});
 }
 
-// Whether every byte of a list lies in one of the regions; `nbytes` becomes their number, `why` what is wrong.
+// Whether every byte of a list lies in one of the regions. Sets `nbytes` to their number, or `why` to the reason.
 template <class AnyRegion>
 bool all_inside(std::span<const PackedRun> list, std::span<const AnyRegion> regions, std::uint64_t& nbytes,
                 std::string& why) {

@@ -1,4 +1,4 @@
-// The progress thread of the tcp transport; tcp/engine.h tells how it works.
+// The progress thread of the tcp transport; see tcp/engine.h.
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -18,14 +18,14 @@ constexpr double kAcceptPause_s = 0.1;  // after the process has run out of desc
 constexpr double kDrainLimit_s = 10.0;
 constexpr double kForever = std::numeric_limits<double>::infinity();
 
-// Takes the same time whatever the bytes are.
+// Constant time.
 bool equal(const std::uint8_t* one, const std::uint8_t* other, std::size_t nbytes) {
     std::uint8_t difference = 0;
     for (std::size_t i = 0; i < nbytes; ++i) difference |= one[i] ^ other[i];
     return difference == 0;
 }
 
-// Works on a connection without the mutex, as long as it is here.
+// While it exists, its owner works on a connection without the mutex.
 class Away {
   public:
     Away(std::unique_lock<std::mutex>& lock, Outgoing& out) : lock_(lock), out_(out) {
@@ -76,7 +76,7 @@ void Engine::wait(Lock& lock, int timeout_ms) {
     const int count = ::epoll_wait(epoll_.get(), events, std::size(events), timeout_ms);
     lock.lock();
     for (int i = 0; i < count; ++i) {
-        // Whoever this belongs to is there: connections are removed on this thread only, and not while events wait.
+        // Its connection exists: only this thread removes connections, and not while events wait.
         Ready& ready = *static_cast<Ready*>(events[i].data.ptr);
         const bool trouble = events[i].events & (EPOLLERR | EPOLLHUP);
         if (trouble || events[i].events & (EPOLLIN | EPOLLRDHUP)) ready.in = true;
@@ -88,7 +88,7 @@ void Engine::wait(Lock& lock, int timeout_ms) {
     }
 }
 
-// One turn for everybody. True if somebody is not done.
+// One turn for each connection. True if one of them has more to do.
 bool Engine::round(Lock& lock) {
     bool more = false;
     if (knocked_.in) more = accept_some();
@@ -141,7 +141,7 @@ std::list<Engine::Stranger>::iterator Engine::send_away(std::list<Stranger>::ite
     return strangers_.erase(stranger);
 }
 
-// Hear what a stranger says. One that was invited has given its socket to its peer.
+// Read a stranger's Hello. An invited stranger passes its socket to its peer.
 Engine::Heard Engine::listen_to(Stranger& stranger) {
     auto* at = reinterpret_cast<std::byte*>(&stranger.hello);
     while (stranger.nbytes < sizeof stranger.hello) {
@@ -166,7 +166,7 @@ Engine::Heard Engine::listen_to(Stranger& stranger) {
     return Heard::kInvited;
 }
 
-// The peer a hello is from, null if it proves nothing.
+// The peer that sent a Hello; null if the proof is wrong.
 Engine::Peer* Engine::introduced(const Stranger& stranger) {
     const Hello& hello = stranger.hello;
     if (hello.magic != kHelloMagic || hello.version != kVersion || hello.stream >= kMaxStreams) return nullptr;
@@ -189,7 +189,7 @@ bool Engine::serve_in(Peer& peer, std::size_t index, Lock& lock) {
     const std::string reason = in.reason();
     end(in.fd());
     peer.in.erase(peer.in.begin() + static_cast<std::ptrdiff_t>(index));
-    // An end between two frames is how a writer closes: nothing is wrong, and nothing more will come.
+    // An end between two frames: the writer has closed properly.
     if (turn == Turn::kBroken && peer.usable()) fail(peer, "the connection from it: " + reason);
     return false;
 }
@@ -230,7 +230,7 @@ bool Engine::serve_out(Peer& peer, Outgoing& out, Lock& lock) {
             const Away away(lock, out);
             turn = out.send();
             if (turn == Turn::kBroken) {
-                out.ready.in = true;  // the owner may have said why before it ended the connection
+                out.ready.in = true;  // read the owner's reason first, if it sent one
                 out.receive(answered);
             }
         }
@@ -246,7 +246,7 @@ bool Engine::serve_out(Peer& peer, Outgoing& out, Lock& lock) {
     return false;
 }
 
-// Strike off answered frames; report batches that have none left.
+// Remove answered frames; report batches without unanswered ones.
 void Engine::took(Peer& peer, const std::vector<Batch*>& answered) {
     for (Batch* batch : answered) {
         --batch->unanswered;
@@ -258,7 +258,7 @@ void Engine::took(Peer& peer, const std::vector<Batch*>& answered) {
 
 // ---- ends -------------------------------------------------------------------------------------------------------
 
-// Look at everything that has a deadline, and find the next one.
+// Check all deadlines, and find the next one.
 void Engine::look_at_deadlines(double now) {
     look_s_ = give_up_s_;
     if (now >= accept_again_s_) {
@@ -266,7 +266,7 @@ void Engine::look_at_deadlines(double now) {
         knocked_.in = true;
     }
     look_by(accept_again_s_);
-    // Each has as much time as any other, so the oldest is first.
+    // All have the same deadline, so the oldest is first.
     while (!strangers_.empty() && now >= strangers_.front().by_s) send_away(strangers_.begin());
     if (!strangers_.empty()) look_by(strangers_.front().by_s);
     for (auto& [name, peer] : peers_) {
@@ -311,7 +311,7 @@ void Engine::quiesce(Peer& peer, Outcome outcome, const std::string& detail) {
     }
 }
 
-// Bring closing peers nearer to their end.
+// Advance closing peers.
 void Engine::advance_ends() {
     ending_ = false;
     const double now = now_s();

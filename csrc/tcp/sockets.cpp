@@ -13,7 +13,7 @@
 namespace pdlink::tcp {
 namespace {
 
-// A peer host that answers nothing is given up after this, also while its window is closed.
+// Give up a silent peer host after this, also while its window is closed.
 constexpr int kUserTimeout_ms = 10'000;
 constexpr int kKeepIdle_s = 3;
 constexpr int kKeepInterval_s = 1;
@@ -101,7 +101,7 @@ int accept_one(int listener) { return ::accept4(listener, nullptr, nullptr, SOCK
 
 void set_options(int fd) {
     const auto set = [fd](int level, int option, int value) {
-        ::setsockopt(fd, level, option, &value, sizeof value);  // each is a refinement; none is needed to be right
+        ::setsockopt(fd, level, option, &value, sizeof value);  // optional: correctness does not depend on any
     };
     set(IPPROTO_TCP, TCP_NODELAY, 1);
     set(SOL_SOCKET, SO_KEEPALIVE, 1);

@@ -19,10 +19,10 @@ struct Address {
 // std::invalid_argument for a host that is not numeric.
 Descriptor listen_on(Address& address);
 
-// A socket that is being connected; writable once that has ended. Throws as listen_on.
+// A connecting socket; writable once the attempt has ended. Throws as listen_on.
 Descriptor begin_connect(const Address& address);
 
-// The error of a connection attempt that has ended, 0 if it is there.
+// The error of an ended connection attempt; 0 if it succeeded.
 int connect_error(int fd);
 
 // The next connection, -1 with errno if there is none.
@@ -38,7 +38,7 @@ std::string congestion_of(int fd);
 // Whether a congestion control can be used here and by us.
 bool congestion_usable(const std::string& name);
 
-// Both ends say good-bye now; nothing that is not in our memory yet can get there.
+// End both directions; bytes that are not in our memory yet are discarded.
 void shut(int fd);
 
 }  // namespace pdlink::tcp

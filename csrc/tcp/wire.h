@@ -1,8 +1,8 @@
-// What travels on a connection of the tcp transport, byte for byte.
+// The wire format of the tcp transport.
 //
-// The writer connects and says Hello once; then it sends frames: a header, a table of runs, and the bytes of the runs
-// one after the other. The owner answers each frame with an Answer, in order, when its last byte is in its pages.
-// Everything is little-endian. A frame is small enough to be checked as a whole before a byte of it is placed.
+// The writer connects and sends Hello once; then it sends frames: a header, a table of runs, and the bytes of the
+// runs one after the other. The owner answers each frame with an Answer, in order, when its last byte is in its
+// pages. Everything is little-endian. A frame is small enough to be checked as a whole before a byte of it is placed.
 #pragma once
 
 #include <bit>
@@ -62,7 +62,7 @@ struct Answer {
 };
 static_assert(sizeof(Answer) == 24);
 
-// Whether a header may be followed by its table. `why` says what is wrong with it.
+// Whether a header is valid; sets `why` if not.
 inline Verdict check_header(const FrameHeader& header, std::uint64_t session, std::uint64_t sequence,
                             std::string& why) {
     if (header.magic != kFrameMagic || header.num_runs > kMaxRuns || header.nbytes > kMaxFrameNbytes) {
@@ -76,7 +76,7 @@ inline Verdict check_header(const FrameHeader& header, std::uint64_t session, st
     return Verdict::kPlaced;
 }
 
-// Whether a frame is one, and every byte of it inside our regions. Whether it may be there: tcp/guard.h.
+// Whether a frame is valid and every byte of it inside our regions. tcp/guard.h checks permission.
 inline Verdict check_runs(const FrameHeader& header, std::span<const PackedRun> runs, std::span<const Region> regions,
                           std::string& why) {
     std::uint64_t nbytes = 0;
