@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from pdlink.node.incoming import Incoming as Incoming
     from pdlink.node.node import Node as Node
     from pdlink.node.outgoing import Outgoing as Outgoing
+    from pdlink.node.port import EnginePort as EnginePort
     from pdlink.serve.keys import load_credentials as load_credentials
 
 _HOMES = {
     "BlockPool": "pdlink.memory.blocks",
+    "EnginePort": "pdlink.node.port",
     "Incoming": "pdlink.node.incoming",
     "KVLayout": "pdlink.kv.layout",
     "load_credentials": "pdlink.serve.keys",

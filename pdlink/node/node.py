@@ -21,6 +21,7 @@ nothing is to be done. It sends and receives, with any number of peers at once.
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -366,3 +367,11 @@ def _registered(layout: KVLayout, given: Sequence[Any] | None, opened: ExitStack
         if has < needs:
             raise LayoutMismatch(f"buffers[{region}]: got {has} bytes, the layout reaches to byte {needs}")
     return buffers
+
+
+def end_process() -> None:
+    """For `on_death`: end this process, so that its supervisor starts it again.
+
+    Without its loop it would keep blocks, and requests that wait for KV, until their deadlines.
+    """
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -6,8 +6,6 @@ calls `start` from an asyncio loop and reads the answer's tokens from a `Stream`
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from dataclasses import replace
@@ -23,7 +21,7 @@ from pdlink.errors import ConfigError, Draining, InvalidRequest, PdlinkError, Tr
 from pdlink.events import FallbackUsed, RequestEnded, emit
 from pdlink.memory.blocks import BlockPool
 from pdlink.memory.buffers import available_nbytes
-from pdlink.node.node import Node
+from pdlink.node.node import Node, end_process
 from pdlink.node.port import EnginePort
 from pdlink.serve.legs import DecodeLeg, PrefillLeg, recomputed
 from pdlink.serve.stream import Stream
@@ -115,7 +113,7 @@ class Worker:
             credentials=self._credentials,
             insecure=config.security.insecure,
             chaos=config.chaos,
-            on_death=self._die,
+            on_death=end_process,
         )
         self.port = EnginePort(self.node)
         self.engine = Engine(
@@ -246,14 +244,7 @@ class Worker:
             self.engine.run()
         finally:
             if not self.draining:
-                self._die()
-
-    def _die(self) -> None:
-        """A thread this worker cannot be without has ended: end the process, so that whoever runs it starts it again.
-
-        As a zombie it would keep blocks, and requests that wait for KV, until their deadlines.
-        """
-        os.kill(os.getpid(), signal.SIGTERM)
+                end_process()
 
     @property
     def engine_is_dead(self) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import signal
 from typing import TYPE_CHECKING, Any
 
 from pdlink.errors import ConfigError
@@ -17,7 +15,7 @@ from pdlink.integrations.vllm_parts.memory import SharedAllocation, regions
 from pdlink.integrations.vllm_parts.stats import Counts
 from pdlink.integrations.vllm_parts.trace_file import TraceFile
 from pdlink.integrations.vllm_parts.worker import WorkerHalf
-from pdlink.node.node import Node
+from pdlink.node.node import Node, end_process
 from pdlink.serve.keys import as_name, load_credentials
 
 if TYPE_CHECKING:
@@ -98,7 +96,7 @@ class Rank:
                 timeouts=settings.timeouts,
                 credentials=credentials,
                 insecure=settings.security.insecure,
-                on_death=_die,
+                on_death=end_process,
             )
         except ConfigError as error:
             raise ConfigError(
@@ -148,11 +146,3 @@ class Rank:
             "content": versions.content(self._config),
             "num_ranks": self._num_shards,
         }
-
-
-def _die() -> None:
-    """A loop that this process cannot be without has ended: end the process, vLLM then ends the server.
-
-    As a zombie it would keep blocks, and requests that wait for KV, until their deadlines.
-    """
-    os.kill(os.getpid(), signal.SIGTERM)
