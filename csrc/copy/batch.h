@@ -9,6 +9,9 @@
 
 namespace pdlink {
 
+// 256 KiB takes 15 to 40 microseconds; gate, clock and mutex around it about a tenth of one.
+constexpr std::size_t kSliceNbytes = std::size_t{256} << 10;
+
 struct Run {
     std::byte* dst;
     const std::byte* src;

@@ -122,6 +122,8 @@ class Copier {
     void serve(Peer& peer, Lock& lock);
     Peer* next_to_copy();
     void copy_slice(Peer& peer, Who who, Lock& lock);
+    // Copy a slice through the gate of its destination. False if that was shut.
+    static bool copied(PeerMemory& memory, const Batch& batch, const Slice& slice);
     bool landed_at_once(Peer& peer);
     void report_landed(Peer& peer);
     void fail(Peer& peer, const std::string& reason, Outcome outcome, Lock& lock);

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from pdlink.errors import PdlinkError, ProtocolError, TransportFailure
+from pdlink.memory.host import boot_id, pid_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+MAX_INVITATION_NBYTES = 1 << 20
+_Invitation = TypeVar("_Invitation")
 
 REMEDIES = {
     errno.EMFILE: "raise the limit on open files of this process (ulimit -n)",
@@ -37,3 +43,28 @@ def translated(what: str) -> Iterator[None]:
         raise TransportFailure(f"{what}: {error}{'; ' + remedy if remedy else ''}") from error
     except RuntimeError as error:  # also of a peer that has failed: `PeerUnusable` is one
         raise TransportFailure(f"{what}: {error}") from error
+
+
+def decoded(invitation: bytes, kind: type[_Invitation], transport: str) -> _Invitation:
+    """An invitation of this kind in MessagePack. Raises ProtocolError."""
+    if len(invitation) > MAX_INVITATION_NBYTES:
+        raise ProtocolError(
+            f"invitation over {transport}: got {len(invitation)} bytes; limit {MAX_INVITATION_NBYTES}"
+        )
+    try:
+        return msgspec.msgpack.decode(invitation, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"invitation over {transport} cannot be read: {error}") from error
+
+
+def require_this_host(peer: str, boot: str, namespace: int) -> None:
+    """Raises TransportFailure if a peer of another host or pid namespace has invited us; OSError."""
+    if boot != boot_id():
+        raise TransportFailure(
+            f"peer {peer} is on another host (boot id here {boot_id()}, there {boot}); use another transport"
+        )
+    if namespace != pid_namespace():
+        raise TransportFailure(
+            f"peer {peer} is in another pid namespace (here {pid_namespace()}, there {namespace}); run both "
+            "containers in one (docker --pid, Kubernetes shareProcessNamespace) or use another transport"
+        )

@@ -28,14 +28,13 @@ from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.memory.buffers import Buffer
 from pdlink.memory.host import boot_id, pid_namespace
 from pdlink.transport.base import Probe, Site
-from pdlink.transport.edge import translated
+from pdlink.transport.edge import decoded, require_this_host, translated
 from pdlink.transport.native import NativeTransport
 
 if TYPE_CHECKING:
     from pdlink.config import TransportConfig
     from pdlink.memory.buffers import AnyBuffer, HostBuffer
 
-_MAX_INVITATION_NBYTES = 1 << 20
 _CLOSE_GRACE_S = 1.0
 """How long `close()` waits for writers that are in the middle of a slice; the promise is two seconds in all."""
 
@@ -162,20 +161,9 @@ class MappedTransport(NativeTransport[_copy.Copier, "HostBuffer"]):
 
     def connect(self, peer: str, invitation: bytes) -> None:
         copier = self._engine
-        there = _decode(invitation)
+        there = decoded(invitation, _Invitation, "mapped memory")
         with translated(f"cannot map the memory of peer {peer}"):
-            boot, namespace = boot_id(), pid_namespace()
-            if there.boot_id != boot:
-                raise TransportFailure(
-                    f"peer {peer} is on another host (boot id here {boot}, there {there.boot_id}); "
-                    "mapped memory needs one host, use another transport"
-                )
-            if there.pid_namespace != namespace:
-                raise TransportFailure(
-                    f"peer {peer} is in another pid namespace (here {namespace}, there {there.pid_namespace}); "
-                    "run both containers in one (docker --pid, Kubernetes shareProcessNamespace) "
-                    "or use another transport"
-                )
+            require_this_host(peer, there.boot_id, there.pid_namespace)
             if there.pid == os.getpid() and not self._within_process:
                 raise ProtocolError(
                     f"invitation of peer {peer} names this process ({there.pid}) as the one to write to"
@@ -201,15 +189,6 @@ class MappedTransport(NativeTransport[_copy.Copier, "HostBuffer"]):
         self._closed = True
         if self._native is not None:
             self._native.close(_CLOSE_GRACE_S)
-
-
-def _decode(invitation: bytes) -> _Invitation:
-    if len(invitation) > _MAX_INVITATION_NBYTES:
-        raise ProtocolError(f"invitation has {len(invitation)} bytes, at most {_MAX_INVITATION_NBYTES} are read")
-    try:
-        return msgspec.msgpack.decode(invitation, type=_Invitation)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"invitation for mapped memory cannot be read: {error}") from error
 
 
 def _file_of(buffer: HostBuffer) -> _File:

@@ -31,7 +31,7 @@ from pdlink.cuda.kernels import Kernels
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.memory.host import boot_id, pid_namespace
 from pdlink.transport.base import Occurrence, Probe, Site, Transport
-from pdlink.transport.edge import translated
+from pdlink.transport.edge import decoded, require_this_host, translated
 from pdlink.transport.gpu_batches import PeerMemory
 from pdlink.transport.gpu_copier import SLICE_NBYTES, GpuCopier
 
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from pdlink.kv.layout import Piece
     from pdlink.memory.buffers import AnyBuffer
 
-_MAX_INVITATION_NBYTES = 1 << 20
 _CLOSE_GRACE_S = 1.0
 _PROBE_NBYTES = 2 << 20
 
@@ -178,16 +177,9 @@ class MappedCudaTransport(Transport):
 
     def connect(self, peer: str, invitation: bytes) -> None:
         copier = self._open_copier()
-        there = _decode(invitation)
+        there = decoded(invitation, _Invitation, "mapped device memory")
         with translated(f"cannot map the device memory of peer {peer}"):
-            for what, ours, theirs in (
-                ("on another host", boot_id(), there.boot_id),
-                ("in another pid namespace", str(pid_namespace()), str(there.pid_namespace)),
-            ):
-                if ours != theirs:
-                    raise TransportFailure(
-                        f"peer {peer} is {what} (here {ours}, there {theirs}); use another transport"
-                    )
+            require_this_host(peer, there.boot_id, there.pid_namespace)
             memory = self._map(peer, there)
             try:
                 copier.connect(peer, memory)
@@ -266,12 +258,3 @@ class MappedCudaTransport(Transport):
 
 _OPEN_HERE: weakref.WeakSet[MappedCudaTransport] = weakref.WeakSet()
 """Transports of this process, which may be each other's peers."""
-
-
-def _decode(invitation: bytes) -> _Invitation:
-    if len(invitation) > _MAX_INVITATION_NBYTES:
-        raise ProtocolError(f"invitation has {len(invitation)} bytes, at most {_MAX_INVITATION_NBYTES} are read")
-    try:
-        return msgspec.msgpack.decode(invitation, type=_Invitation)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"invitation for mapped device memory cannot be read: {error}") from error

@@ -25,7 +25,7 @@ from pdlink import _tcp
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.kv.bands import bands
 from pdlink.transport.base import Probe, Site
-from pdlink.transport.edge import translated
+from pdlink.transport.edge import decoded, translated
 from pdlink.transport.native import NativeTransport
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ HELLO_TIMEOUT_S = 5.0
 """How long a connection may take to say who it is."""
 _CLOSE_GRACE_S = 1.0
 """How long `close()` waits for owners that have not read all yet; the promise is two seconds in all."""
-_MAX_INVITATION_NBYTES = 1 << 16
 
 _Word = Annotated[int, msgspec.Meta(ge=0)]
 _Nbytes = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
@@ -207,17 +206,13 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
 
 
 def _decode(invitation: bytes) -> _Invitation:
-    if len(invitation) > _MAX_INVITATION_NBYTES:
-        raise ProtocolError(f"invitation has {len(invitation)} bytes, at most {_MAX_INVITATION_NBYTES} are read")
+    there = decoded(invitation, _Invitation, "tcp")
     try:
-        decoded = msgspec.msgpack.decode(invitation, type=_Invitation)
-        if "%" in str(ipaddress.ip_address(decoded.host)):  # inet_pton knows no interfaces
-            raise ValueError(f"{decoded.host} names an interface of another host")
-    except (msgspec.DecodeError, ValueError) as error:
+        if "%" in str(ipaddress.ip_address(there.host)):  # inet_pton knows no interfaces
+            raise ValueError(f"{there.host} names an interface of another host")
+    except ValueError as error:
         raise ProtocolError(f"invitation over tcp cannot be read: {error}") from error
-    if decoded.session >= 2**64:
-        raise ProtocolError("invitation over tcp cannot be read: the session is no 64-bit number")
-    return decoded
+    return there
 
 
 def _numeric(host: str) -> str:

@@ -72,10 +72,19 @@ def bench(request: pytest.FixtureRequest) -> Iterator[tuple[str, Bench]]:
 
 # -- invitations -----------------------------------------------------------------------------------------------------
 
+
+def reader(kind: type[Any]) -> Callable[[bytes], Any]:
+    return msgspec.msgpack.Decoder(kind).decode
+
+
 FORMS: dict[str, tuple[Callable[[bytes], Any], Callable[[Any], bytes], frozenset[str]]] = {
-    "mapped": (mapped._decode, msgspec.msgpack.encode, frozenset()),
+    "mapped": (reader(mapped._Invitation), msgspec.msgpack.encode, frozenset()),
     "tcp": (tcp._decode, msgspec.msgpack.encode, frozenset()),
-    "mapped-cuda-double": (mapped_cuda._decode, msgspec.msgpack.encode, frozenset()),
+    "mapped-cuda-double": (
+        msgspec.msgpack.Decoder(mapped_cuda._Invitation).decode,
+        msgspec.msgpack.encode,
+        frozenset(),
+    ),
     "ucx-tcp": (ucx._unpack, ucx._pack, frozenset({"address", "rkey", "base"})),
     "ucx-shm": (ucx._unpack, ucx._pack, frozenset({"address", "rkey", "base"})),
 }

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 POOL_NBYTES = 1 << 20
 SLICE_NBYTES = 256 << 10
-"""`kSliceNbytes` of csrc/copy/copier.cpp."""
+"""`kSliceNbytes` of csrc/copy/batch.h."""
 GATE_WORDS = struct.Struct("=IIqQ")
 """closed, busy, writer_pid, writer_born: `GateWords` of csrc/common/gate.h."""
 
