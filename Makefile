@@ -7,6 +7,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The compiler of the GPU kernels comes as a wheel (115 MB) where there is none; nothing else of CUDA is needed to build.
 NVCC := $(if $(shell PATH="$$PATH:/usr/local/cuda/bin" command -v nvcc),,nvidia-cuda-nvcc)
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
+# The tests of the Valkey tier want a real server; they skip without. RUNLEVEL keeps Debian from starting a service.
+VALKEY := $(shell which valkey-server redis-server 2>/dev/null)
 STAMP := $(VENV)/.installed
 # Another vLLM than the one that everything is run with, in an environment beside it: docs/vllm.md, Versions.
 VLLM_VERSION ?= 0.32.0
@@ -54,6 +56,8 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja libucx-cu13 torch==2.13.0 $(NVCC)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation \
 		--config-settings=cmake.define.PDLINK_ANCHORS=ON -e '.[dev]'
+	-$(if $(VALKEY),,[ "$$(id -u)" != 0 ] || { apt-get update -qq && \
+		RUNLEVEL=1 apt-get install -y -qq --no-install-recommends redis-server; })
 	touch $@
 
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt tools/vllm_cpu.py $(NATIVE)

@@ -12,6 +12,9 @@ import xxhash
 
 from pdlink.store.tiers.base import Tier
 from pdlink.store.tiers.shared_dir import SharedDir
+from pdlink.store.tiers.valkey import Valkey
+
+from .server import valkey_server
 
 CAPACITY_NBYTES = 8 << 20
 """Of the tiers with a bound: room for some 120 records of the suite."""
@@ -114,8 +117,20 @@ def _damage_shared_dir(_: Tier, path: Path, key: bytes, change: Callable[[bytes]
     file.write_bytes(change(file.read_bytes()))
 
 
+def _open_valkey(path: Path) -> Tier:
+    return Valkey(valkey_server().url, str(path))
+
+
+def _damage_valkey(_: Tier, path: Path, key: bytes, change: Callable[[bytes], bytes]) -> None:
+    name = f"pdlink:{path}:{key.hex()}".encode()
+    stored = valkey_server().ask(b"GET", name)
+    assert isinstance(stored, bytes)
+    valkey_server().ask(b"SET", name, change(stored))
+
+
 ENTRIES = [
     Entry("memory", lambda _: MemoryTier(), _damage_memory, persists=False),
     Entry("shared_dir", lambda path: SharedDir(path, "model"), _damage_shared_dir),
     Entry("shared_dir with a bound", lambda path: SharedDir(path, "model", CAPACITY_NBYTES), _damage_shared_dir),
+    Entry("valkey", _open_valkey, _damage_valkey),
 ]
