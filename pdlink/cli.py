@@ -45,7 +45,6 @@ _BENCHMARKS: dict[str, str] = {
     "soak": "very many tiny transfers in a row, and what they leave behind",
     "control": "what the control plane costs: latency, transfers per second, idle CPU",
     "sharing": "many transfers at once over one link: who waits for whom",
-    "bind": "how long the planner takes to turn block lists into byte runs",
     "tune": "how short a run must be for packing it to pay over tcp",
     "replay": "hit rates of eviction policies on a trace of requests, beside the best there can be",
     "figures": "all of them: a page of tables, and pictures, into one directory",

@@ -20,7 +20,7 @@ stages=(gpu-tests benchmarks memcheck racecheck cpu-tests)
 python=${PYTHON:-python3}
 if [[ ${1:-} == --plan ]]; then
     echo "stages: build ${stages[*]}"
-    PYTHONPATH=$source_tree/benchmarks exec "$python" -m pdlink_bench.gpu.plan
+    PYTHONPATH=$source_tree/benchmarks exec "$python" -m pdlink_bench.gpu.figures
 fi
 results=$(mkdir -p "${1:-benchmarks/results}" && cd "${1:-benchmarks/results}" && pwd) || exit 1
 shift || true

@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .rounds import DEFAULT
+from .workload import BLOCK_16_TO_128, DEFAULT, NHD_TO_HND
 
 if TYPE_CHECKING:
     from .measure import Measured
     from .rounds import Results
 
 CEILING = "ceiling"
-NHD_TO_HND, BLOCK_16_TO_128 = "NHD to HND", "blocks 16 to 128"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,32 +73,25 @@ class Verdict:
     what: str
     required: float
     ratio: float | None
-    """None: not measured in this run, `missing` says what."""
+    """None: not measured in this run."""
     at_best: float | None
-    met: bool
-    missing: str = ""
+
+    @property
+    def met(self) -> bool:
+        return self.ratio is not None and self.ratio >= self.required
 
 
 def judge(results: Results) -> list[Verdict]:
     """Every bar, with or without figures."""
-    return [_judge(bar, results) for bar in BARS]
-
-
-def _judge(bar: Bar, results: Results) -> Verdict:
-    ratio = _ratio(bar.ours, bar.theirs, results)
-    missing = ", ".join(
-        f"{figure.lane}" + (f" in {figure.case}" if figure.case != DEFAULT else "")
-        for figure in (bar.ours, bar.theirs)
-        if (measured := figure.find(results)) is None or measured.summary(figure.name) is None
-    )
-    return Verdict(
-        bar.what,
-        bar.required,
-        ratio,
-        max(filter(None, (_ratio(bound, bar.theirs, results) for bound in bar.bounds)), default=None),
-        ratio is not None and ratio >= bar.required,
-        missing,
-    )
+    return [
+        Verdict(
+            bar.what,
+            bar.required,
+            _ratio(bar.ours, bar.theirs, results),
+            max(filter(None, (_ratio(bound, bar.theirs, results) for bound in bar.bounds)), default=None),
+        )
+        for bar in BARS
+    ]
 
 
 def _ratio(ours: Figure, theirs: Figure, results: Results) -> float | None:

@@ -2,8 +2,8 @@
 
 Every transport gets two processes of its own with real endpoints, and all of them take turns: transfers of one block
 alone, each beside a bare ZeroMQ round trip between the same two processes; many tiny transfers at once; and the CPU
-of both processes while nothing happens, with and without transfers that wait. What limits the first is the number of
-times that one thread wakes another; the bare round trip is six of those.
+of both processes while nothing happens. What limits the first is the number of times that one thread wakes another;
+the bare round trip is six of those.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pdlink.errors import ConfigError
-
 from . import harness
 from .ends import ReceivingEnd, SendingEnd
 from .harness import SETUP_TIMEOUT_S, Report, Table, in_turns, opened, positive
 from .measure import Measured, summarise
-from .plot import Bar, Bars
 from .transfer import TRANSPORTS
-from .workers import Worker, WorkerFailed
+from .workers import Worker
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from rich.progress import Progress
 
@@ -34,10 +31,6 @@ if TYPE_CHECKING:
 
 ENDS = ("sender", "receiver")
 TIMEOUT_S = 90.0
-ROUND_TRIPS_ALLOWED, PER_S_WANTED, IDLE_CPU_ALLOWED = 3.0, 10_000, 0.01
-"""What we hold ourselves to; lines in the picture."""
-MAX_LIVE = 5_000
-"""Transfers that wait at once: half of what a sender keeps of receivers whose request has not come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +45,6 @@ class Settings:
     """Transfers per round and window."""
     windows: tuple[int, ...] = (64, 256)
     idle_s: float = 5.0
-    live: int = 1000
-    """Transfers that wait while the CPU of idle processes is measured."""
 
 
 class Lane(harness.Lane):
@@ -82,11 +73,9 @@ class Lane(harness.Lane):
         echo = self._sender.ask("start_echo", timeout_s=TIMEOUT_S)
         self._sender.ask("feed", prefix, count, count, timeout_s=TIMEOUT_S)
         self._receiver.ask("expect", prefix, count, self._address, timeout_s=TIMEOUT_S)
-        in_a_row = self._receiver.ask("round_trips", echo, count, timeout_s=TIMEOUT_S)
         bare, ready = self._receiver.ask("one_by_one", echo, timeout_s=TIMEOUT_S)
         self._sender.ask("stop_echo", timeout_s=TIMEOUT_S)
         if keep:
-            self.measured.add("round trips in a row", *in_a_row)
             self.measured.add("round trip", *bare)
             self.measured.add("offer to ready", *ready)
             self.measured.add("in round trips", float(np.median(ready) / np.median(bare)))
@@ -102,29 +91,14 @@ class Lane(harness.Lane):
             for end, then, now in zip(ENDS, before, self._cpu_s(), strict=True):
                 self.measured.add(f"{end} CPU seconds per transfer, {window} at once", (now - then) / count)
 
-    def begin_waiting(self) -> None:
-        """Have transfers that are offered, and never computed."""
-        prefix = self._run()
-        self._sender.ask("announce", prefix, self._settings.live, timeout_s=TIMEOUT_S)
-        self._receiver.ask("expect", prefix, self._settings.live, self._address, timeout_s=TIMEOUT_S)
-        self._receiver.ask("offer", timeout_s=TIMEOUT_S)
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while self._sender.ask("num_writing", timeout_s=TIMEOUT_S) < self._settings.live:
-            if time.monotonic() > deadline_s:
-                raise WorkerFailed(f"{self._settings.live} offers did not arrive within {TIMEOUT_S} s")
-            time.sleep(0.05)
-
-    def end_waiting(self) -> None:
-        self._receiver.ask("cancel", timeout_s=TIMEOUT_S)
-
     def begin_idle(self) -> None:
         self._before = self._cpu_s()
         self._idle_from_s = time.monotonic()
 
-    def end_idle(self, what: str) -> None:
+    def end_idle(self) -> None:
         idle_s = time.monotonic() - self._idle_from_s
         for end, then, now in zip(ENDS, self._before, self._cpu_s(), strict=True):
-            self.measured.add(f"{end} CPU, idle, {what}", (now - then) / idle_s)
+            self.measured.add(f"{end} CPU, idle", (now - then) / idle_s)
 
     def _cpu_s(self) -> list[float]:
         return [worker.ask("cpu_s", timeout_s=TIMEOUT_S) for worker in self.workers]
@@ -142,22 +116,13 @@ def measure(names: Sequence[str], settings: Settings, progress: Progress) -> dic
         for number, lane in in_turns(list(lanes.values()), 1 + settings.rounds):  # the first one warms up
             lane.attempt(lane.turn, number > 0)
             progress.advance(task)
-        _idle(lanes.values(), settings, "nothing waits")
+        time.sleep(0.5)  # what was going on has ended
         for lane in lanes.values():
-            lane.attempt(lane.begin_waiting)
-        _idle(lanes.values(), settings, f"{settings.live} wait")
+            lane.attempt(lane.begin_idle)
+        time.sleep(settings.idle_s)
         for lane in lanes.values():
-            lane.attempt(lane.end_waiting)
+            lane.attempt(lane.end_idle)
     return {name: lane.measured for name, lane in lanes.items()}
-
-
-def _idle(lanes: Collection[Lane], settings: Settings, what: str) -> None:
-    time.sleep(0.5)  # what was going on has ended
-    for lane in lanes:
-        lane.attempt(lane.begin_idle)
-    time.sleep(settings.idle_s)
-    for lane in lanes:
-        lane.attempt(lane.end_idle, what)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -175,7 +140,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=positive, default=how.count, help="transfers per round and window")
     parser.add_argument("--windows", type=positive, nargs="+", default=list(how.windows), help="transfers at once")
     parser.add_argument("--idle-s", type=float, default=how.idle_s, help="how long to watch idle processes")
-    parser.add_argument("--live", type=positive, default=how.live, help="transfers that wait meanwhile")
     harness.add_output_arguments(parser)
 
 
@@ -185,35 +149,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace, progress: Progress) -> Report:
-    if args.live > MAX_LIVE:
-        raise ConfigError(f"--live: got {args.live}, at most {MAX_LIVE} can wait at a sender")
-    settings = Settings(args.layers, args.rounds, args.alone, args.count, tuple(args.windows), args.idle_s, args.live)
+    settings = Settings(args.layers, args.rounds, args.alone, args.count, tuple(args.windows), args.idle_s)
     results = measure(args.transport or list(TRANSPORTS), settings, progress)
     working = {name: measured for name, measured in results.items() if not measured.problem}
     return Report(
         {"settings": settings, "transports": results},
         [_table(working, settings)],
-        _panels(working, settings) if working else (),
-        f"blocks of 4 KiB per layer, {settings.num_layers} layers",
-        results,
-        bool(working),
+        problems=results,
+        ok=bool(working),
     )
 
 
 def _table(results: dict[str, Measured], settings: Settings) -> Table:
-    waits = ("nothing waits", f"{settings.live} wait")
     table = Table(
-        ("transport", "lane", "ZeroMQ round\ntrip µs", "the same\nin a row µs", "offer to\nready µs", "round\ntrips")
+        ("transport", "lane", "ZeroMQ round\ntrip µs", "offer to\nready µs", "round\ntrips")
         + tuple(f"per second,\n{window} at once" for window in settings.windows)
-        + ("CPU µs each,\nsender + receiver", *(f"idle CPU,\n{what}" for what in waits)),
-        f"transfers of one block in {settings.num_layers} layers; p50 (p90)",
+        + ("CPU µs each,\nsender + receiver", "idle CPU"),
+        f"transfers of one block of 4 KiB in {settings.num_layers} layers; p50 (p90)",
         num_left=2,
     )
     busy = f"CPU seconds per transfer, {settings.windows[-1]} at once"
     for name, measured in results.items():
-        alone = [
-            summarise(measured.samples[what]) for what in ("round trip", "round trips in a row", "offer to ready")
-        ]
+        alone = [summarise(measured.samples[what]) for what in ("round trip", "offer to ready")]
         table.add(
             name,
             measured.lane,
@@ -221,25 +178,6 @@ def _table(results: dict[str, Measured], settings: Settings) -> Table:
             f"{measured.median('in round trips'):.1f}",
             *(f"{measured.median(f'per second, {window} at once'):,.0f}" for window in settings.windows),
             " + ".join(f"{measured.median(f'{end} {busy}') * 1e6:.0f}" for end in ENDS),
-            *(", ".join(f"{measured.median(f'{end} CPU, idle, {what}'):.2%}" for end in ENDS) for what in waits),
+            ", ".join(f"{measured.median(f'{end} CPU, idle'):.2%}" for end in ENDS),
         )
     return table
-
-
-def _panels(results: dict[str, Measured], settings: Settings) -> list[Bars]:
-    def bars(samples: Sequence[str], factor: float = 1.0) -> dict[str, list[Bar]]:
-        return {
-            name: [Bar.of(what, summarise(measured.samples[what]), lambda value: value * factor) for what in samples]
-            for name, measured in results.items()
-        }
-
-    waits = ("nothing waits", f"{settings.live} wait")
-    idle = [f"{end} CPU, idle, {what}" for what in waits for end in ENDS]
-    alone = ("round trips in a row", "round trip", "offer to ready")
-    many = [f"per second, {window} at once" for window in settings.windows]
-    return [
-        Bars("one block, alone", "µs", bars(alone, 1e6)),
-        Bars("offer to ready", "round trips", bars(["in round trips"]), {"at most": ROUND_TRIPS_ALLOWED}),
-        Bars("tiny transfers", "per second", bars(many), {"at least": PER_S_WANTED}),
-        Bars("CPU while nothing happens", "% of a core", bars(idle, 100.0), {"below": 100 * IDLE_CPU_ALLOWED}),
-    ]

@@ -18,14 +18,12 @@ from pdlink.errors import TransferFailed
 from pdlink.kv.layout import paged_layout
 from pdlink.node.node import Node
 
-from .lanes import Viability
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdlink.kv.layout import KVLayout
     from pdlink.node.incoming import Incoming
-    from pdlink.transport.base import Transport
+    from pdlink.transport.base import Probe, Transport
 
 BLOCK_TOKENS, NUM_BLOCKS = 16, 256
 PAYLOAD = b"x" * 128
@@ -54,9 +52,8 @@ class _End:
         self.transport = make_transport()
         self._node: Node | None = None
 
-    def probe(self) -> Viability:
-        probe = self.transport.probe()
-        return Viability(probe.ok, probe.reason)
+    def probe(self) -> Probe:
+        return self.transport.probe()
 
     def start(self) -> str:
         """Open everything; the control address."""
@@ -105,15 +102,6 @@ class SendingEnd(_End):
         peers = self.node.report().peers
         return peers[-1]["lane"] if peers else ""
 
-    def num_writing(self) -> int:
-        """Transfers whose offer is here."""
-        return self.node.report().sending["writing"]
-
-    def announce(self, prefix: str, count: int) -> None:
-        """Know of these transfers, and compute nothing."""
-        for number in range(count):
-            self.node.send(f"{prefix}-{number}")
-
     def feed(self, prefix: str, count: int, window: int) -> None:
         """Have `window` computed transfers ready, and a new one for each that ends, until it was `count`. Returns."""
         fed = 0
@@ -144,24 +132,6 @@ class ReceivingEnd(_End):
     def expect(self, prefix: str, count: int, address: str) -> None:
         """Tell the sender at `address` that these transfers are wanted."""
         self._expected = [self.node.receive(f"{prefix}-{number}", address, by_layer=False) for number in range(count)]
-
-    def offer(self) -> None:
-        """Offer a block for each of the expected transfers."""
-        for number, incoming in enumerate(self._expected):
-            incoming.offer([number % NUM_BLOCKS], range(BLOCK_TOKENS))
-
-    def cancel(self) -> None:
-        """Give the expected transfers up."""
-        for incoming in self._expected:
-            incoming.cancel("enough")
-
-    def round_trips(self, echo: str, count: int) -> list[float]:
-        """Seconds of bare round trips, one right after the other: both sides find everything at hand."""
-        asking = _Asking(echo)
-        try:
-            return [asking.round_trip() for _ in range(count + 1)][1:]
-        finally:
-            asking.close()
 
     def one_by_one(self, echo: str) -> tuple[list[float], list[float]]:
         """Seconds of bare round trips with `echo`, and from offer to ready; the two take turns."""

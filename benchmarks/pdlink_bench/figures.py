@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 COMMANDS: Mapping[str, str] = {
     "bars": "transfer --bars --peers {peers} --layer-ms 2.5",
-    "sizes": "transfer --sweep sizes --peers {peers}",
-    "layouts": "transfer --sweep layouts",
-    "bind": "bind",
+    "layouts": "transfer --layouts",
     "tune": "tune",
     "overlap": "overlap",
     "control": "control",

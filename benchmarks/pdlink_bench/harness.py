@@ -20,13 +20,13 @@ from rich.text import Text
 from pdlink.errors import ConfigError
 
 from . import plot
-from .measure import Facts, Measured, machine_facts, machine_line, summarise
+from .measure import Facts, Measured, available_memory_nbytes, machine_facts, machine_line, summarise
 from .workers import Worker, WorkerFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from .lanes import Viability
+    from pdlink.transport.base import Probe
 
 SETUP_TIMEOUT_S = 120.0
 """For starting a process, filling its pool and compiling: minutes on a loaded machine."""
@@ -90,9 +90,7 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """The outputs that every benchmark has."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and the machine's facts here")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the figures: .png, .svg or .html (needs the extra `bench`)"
-    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures (.png; needs the extra `bench`)")
 
 
 def run(name: str, args: argparse.Namespace, measure: Callable[[argparse.Namespace, Progress], Report]) -> int:
@@ -157,6 +155,15 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} cannot be kept")
 
 
+def check_memory(needed: int, remedy: str) -> None:
+    """Raise ConfigError if so many bytes are more than can be taken without swapping."""
+    available = available_memory_nbytes()
+    if available and needed > 0.9 * available:
+        raise ConfigError(
+            f"memory: needs {needed / 1e9:.1f} GB; {available / 1e9:.1f} GB are available; try {remedy}"
+        )
+
+
 class Lane:
     """Whatever has turns: its processes, and what came of them."""
 
@@ -190,10 +197,16 @@ class Lane:
     def connect(self) -> None:
         """Wait until they can work together, or stop."""
         for worker in self.workers:
-            viability: Viability = worker.answer(SETUP_TIMEOUT_S)
-            if not viability.ok:
-                self.stop(viability.reason, failed=False)
+            probe: Probe = worker.answer(SETUP_TIMEOUT_S)
+            if not probe.ok:
+                self.stop(probe.reason, failed=False)
                 return
+
+
+def check(owner: Worker, what: str = "") -> None:
+    """Have the process look at every byte that was moved to it. Raises WorkerFailed."""
+    if wrong := owner.ask("check_and_clear", timeout_s=SETUP_TIMEOUT_S):
+        raise WorkerFailed(f"wrong bytes{f' ({what})' if what else ''}: {wrong}")
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import select
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,19 +23,11 @@ if TYPE_CHECKING:
 
     from pdlink.kv.layout import RunArray
     from pdlink.kv.plan import Plan
-    from pdlink.transport.base import Transport
+    from pdlink.transport.base import Probe, Transport
 
     from .workload import Workload
 
 SENDER, RECEIVER = "bench-sender", "bench-receiver"
-
-
-@dataclass(frozen=True, slots=True)
-class Viability:
-    """What the transport's `probe()` said."""
-
-    ok: bool
-    reason: str = ""
 
 
 class _End:
@@ -48,9 +39,8 @@ class _End:
         self.transport = make_transport()
         self.buffer: Buffer | None = None
 
-    def probe(self) -> Viability:
-        probe = self.transport.probe()
-        return Viability(probe.ok, probe.reason)
+    def probe(self) -> Probe:
+        return self.transport.probe()
 
     def array(self, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """Open the transport with a buffer of this size."""

@@ -17,7 +17,7 @@ from pdlink.errors import ConfigError
 from . import harness, plot
 from .harness import SETUP_TIMEOUT_S, Report, Table, opened, positive, positive_float
 from .measure import Summary, spread, summarise
-from .rounds import DEFAULT
+from .rounds import Pair
 from .shaped import (
     DEVICE,
     RECEIVER_ADDRESS,
@@ -28,8 +28,8 @@ from .shaped import (
     check_tools,
     plug_in,
 )
-from .workers import Worker, WorkerFailed
-from .workload import Workload
+from .workers import Worker
+from .workload import DEFAULT, Workload
 
 if TYPE_CHECKING:
     import argparse
@@ -84,16 +84,18 @@ class Point:
         return summarise([exposed / whole * num_layers for exposed, whole in pairs])
 
 
-class Lane(harness.Lane):
+class Lane(Pair):
     """One transport over a cable of its own."""
 
     def __init__(self, name: str, workload: Workload) -> None:
         self.name, self.workload = name, workload
         self.points: list[Point] = []
         cases, make = {DEFAULT: workload}, TRANSPORTS[name]
-        self.sender = Worker(f"{name} sender", ShapedSender, cases, partial(make, SENDER_ADDRESS))
-        self.receiver = Worker(f"{name} receiver", ShapedReceiver, cases, partial(make, RECEIVER_ADDRESS))
-        super().__init__(self.sender, self.receiver)
+        super().__init__(
+            cases,
+            Worker(f"{name} sender", ShapedSender, cases, partial(make, SENDER_ADDRESS)),
+            Worker(f"{name} receiver", ShapedReceiver, cases, partial(make, RECEIVER_ADDRESS)),
+        )
 
     def open(self) -> None:
         for worker in self.workers:
@@ -113,11 +115,8 @@ class Lane(harness.Lane):
         super().connect()
         if self.stopped:
             return
-        invitation = self.receiver.ask("invite", timeout_s=SETUP_TIMEOUT_S)
-        self.sender.ask("connect", invitation, timeout_s=SETUP_TIMEOUT_S)
-        for worker, _ in ends:
-            worker.ask("take_up", DEFAULT, timeout_s=SETUP_TIMEOUT_S)
-        self.push("push_whole")  # the connection is made by the first one
+        self.take_up(DEFAULT)
+        self.push("push_whole", timeout_s=TIMEOUT_S)  # the connection is made by the first one
 
     def calibrate(self, point: Point, transfer_s: float) -> None:
         """Set the bucket so that the whole transfer takes `transfer_s`."""
@@ -125,22 +124,16 @@ class Lane(harness.Lane):
         for _ in range(CALIBRATIONS):
             self.sender.ask("shape", point.bits_per_s, timeout_s=SETUP_TIMEOUT_S)
             # Half of the error beyond a factor of two: there it is not the bucket that limits.
-            correction = min(2.0, self.push("push_whole") / transfer_s)
+            correction = min(2.0, self.push("push_whole", timeout_s=TIMEOUT_S) / transfer_s)
             point.bits_per_s *= correction
 
-    def turn(self, point: Point, layer_s: float) -> None:
+    def at(self, point: Point, layer_s: float) -> None:
+        """One turn at one speed."""
         self.sender.ask("shape", point.bits_per_s, timeout_s=SETUP_TIMEOUT_S)
-        whole_s = self.push("push_whole")
-        exposed_s = self.push("push_during_prefill", layer_s)
+        whole_s = self.push("push_whole", timeout_s=TIMEOUT_S)
+        exposed_s = self.push("push_during_prefill", layer_s, timeout_s=TIMEOUT_S)
         point.whole_s.append(whole_s)
         point.exposed_s.append(exposed_s)
-
-    def push(self, question: str, *args: float) -> float:
-        seconds: float = self.sender.ask(question, *args, TIMEOUT_S, timeout_s=2 * TIMEOUT_S + 10)
-        wrong = self.receiver.ask("check_and_clear", timeout_s=SETUP_TIMEOUT_S)
-        if wrong:
-            raise WorkerFailed(f"wrong bytes: {wrong}")
-        return seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -223,7 +216,7 @@ def measure(lanes: list[Lane], speeds: Sequence[float], layer_s: float, rounds: 
         for _ in range(rounds):
             for index in range(len(speeds)):
                 for lane in lanes:
-                    lane.attempt(lane.turn, lane.points[index], layer_s)
+                    lane.attempt(lane.at, lane.points[index], layer_s)
                     progress.advance(task)
 
 
@@ -282,24 +275,21 @@ def _kept(lane: Lane, layer_s: float) -> dict[str, Any]:
 
 
 def _panels(lanes: Sequence[Lane], layer_s: float) -> list[plot.Panel]:
-    num_layers = lanes[0].workload.num_layers
-    shares, times = [], []
-    for lane in lanes:
-        points = sorted(lane.points, key=lambda point: point.speed)
-        layers = {point.speed: point.layers(num_layers) for point in points}
-        shares.append(plot.Line.of(lane.name, layers, lambda _, layers: layers / num_layers))
-        times.append(plot.Line.of(lane.name, {p.speed: summarise(p.exposed_s) for p in points}, lambda _, s: s * 1e3))
-    points = sorted(lanes[0].points, key=lambda point: point.speed)
-    least_ms = [summarise(point.theory_s(layer_s * num_layers, num_layers)).median * 1e3 for point in points]
-    whole_ms = [summarise(point.whole_s).median * 1e3 for point in points]
-    x = [point.speed for point in points]
-    least = [a / b for a, b in zip(least_ms, whole_ms, strict=True)]
-    shares.append(plot.Line("least possible", x, least, dashed=True))
-    times.append(plot.Line("least possible", x, least_ms, dashed=True))
-    times.append(plot.Line("whole transfer", x, whole_ms, dashed=True))
-    ticks = {speed: f"{speed:g}" for speed in x}
-    label = "speed of the link / speed of compute"
-    return [
-        plot.Lines("exposed after the last layer", label, "share of the transfer", shares, log_x=True, x_ticks=ticks),
-        plot.Lines("the same in time", label, "ms", times, log_x=True, log_y=True, x_ticks=ticks),
+    num_layers, points = lanes[0].workload.num_layers, sorted(lanes[0].points, key=lambda point: point.speed)
+    lines = [
+        plot.Line.of(
+            lane.name,
+            {point.speed: point.layers(num_layers) for point in sorted(lane.points, key=lambda point: point.speed)},
+            1 / num_layers,
+        )
+        for lane in lanes
     ]
+    least = [
+        summarise(point.theory_s(layer_s * num_layers, num_layers)).median / summarise(point.whole_s).median
+        for point in points
+    ]
+    speeds = {point.speed: f"{point.speed:g}" for point in points}
+    lines.append(plot.Line("least possible", list(speeds), least, dashed=True))
+    label = "speed of the link / speed of compute"
+    title = "exposed after the last layer"
+    return [plot.Lines(title, label, "share of the transfer", lines, log_x=True, x_ticks=speeds)]

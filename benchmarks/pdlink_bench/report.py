@@ -8,53 +8,30 @@ from typing import TYPE_CHECKING, Any
 
 from . import plot
 from .bars import judge
-from .cases import size_name
 from .harness import Report, Table
 from .measure import gb_per_s
-from .rounds import DEFAULT
+from .workload import DEFAULT
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from .bars import Verdict
     from .measure import Measured, Summary
     from .rounds import Case, Results, Settings
-    from .workload import Workload
 
-CASES_PER_TABLE = 6
 CEILINGS = {"memcpy": "one core, memcpy", "nt": "one core, non-temporal"}
 
 
-def report(results: Results, sizes: Collection[str] = (), *, bars: bool = False) -> Report:
-    """The default workload with everything about it, then speeds over a sweep.
-
-    sizes: the cases of a sweep over sizes; the others are layouts. bars: what this project wants to reach, too.
-    """
-    cases, default = results.cases, results.cases.get(DEFAULT)
-    sizes = [name for name in cases if name in sizes]
-    layouts = [name for name in cases if name not in sizes]
-    shown: list[str | Table] = []
-    panels: list[plot.Panel] = []
-    notes = []
-    if default:
-        shown += [workload_line(default), *_ceilings_line(default), _case_table(default, results.settings)]
-        panels += [
-            _speeds(default, "whole", "all layers in one submit"),
-            _speeds(default, "layers", "layer by layer"),
-        ]
-        notes.append(workload_line(default))
-    if len(layouts) > 1:
-        shown += _sweep_tables("layouts", {name: cases[name] for name in layouts})
-        panels.append(_layouts(results, layouts))
-    if sizes:
-        shape = f"sizes: {shape_line(cases[sizes[0]].workload)}"
-        shown += [shape, *_sweep_tables("sizes", {name: cases[name] for name in sizes})]
-        panels += [_sizes(results, sizes, "GB/s"), _sizes(results, sizes, "ms")]
-        dashed = "lines: medians; bands: p10 to p90; dashed: the same runs copied by one core inside one process"
-        notes += [shape, dashed]
+def report(results: Results, *, bars: bool = False) -> Report:
+    """The default workload with everything about it, then speeds over all layouts. bars: with verdicts."""
+    cases, default = results.cases, results.cases[DEFAULT]
+    shown: list[str | Table] = [workload_line(default), *_ceilings_line(default)]
+    shown.append(_case_table(default, results.settings))
+    panels = [_speeds(default, "whole", "all layers in one submit"), _speeds(default, "layers", "layer by layer")]
+    if len(cases) > 1:
+        shown.append(_layouts_table(cases))
+        panels.append(_layouts(cases))
     verdicts = judge(results)
     if bars:
-        shown += _bars(verdicts)
+        shown.append(_bars(verdicts))
     return Report(
         {
             "settings": results.settings,
@@ -63,7 +40,7 @@ def report(results: Results, sizes: Collection[str] = (), *, bars: bool = False)
         },
         shown,
         panels,
-        "\n".join(notes),
+        workload_line(default),
         {name: lane for case in cases.values() for name, lane in _everybody(case).items() if lane.problem},
     )
 
@@ -80,15 +57,6 @@ def workload_line(case: Case) -> str:
         f"{workload.head_dim} {workload.dtype} = {workload.nbytes / 1e6:.1f} MB in {case.num_runs} runs of "
         f"{workload.nbytes // case.num_runs} B on average; blocks of {workload.src_block_tokens} -> "
         f"{workload.dst_block_tokens} tokens, {workload.src_order} -> {workload.dst_order}"
-    )
-
-
-def shape_line(workload: Workload) -> str:
-    """One line about what has a size when only the number of tokens changes."""
-    return (
-        f"{workload.num_layers} layers x {workload.num_heads} heads x {workload.head_dim} {workload.dtype}, blocks "
-        f"of {workload.src_block_tokens} -> {workload.dst_block_tokens} tokens, {workload.src_order} -> "
-        f"{workload.dst_order}: {workload.src.token_nbytes // 1024} KiB a token"
     )
 
 
@@ -137,45 +105,35 @@ def _cells(case: Case, settings: Settings, measured: Measured) -> list[str]:
     return cells
 
 
-def _sweep_tables(what: str, cases: dict[str, Case]) -> list[Table]:
-    names = list(cases)
-    parts = [names[first : first + CASES_PER_TABLE] for first in range(0, len(names), CASES_PER_TABLE)]
-    return [_sweep_table(what, {name: cases[name] for name in part}) for part in parts]
-
-
-def _sweep_table(what: str, cases: dict[str, Case]) -> Table:
+def _layouts_table(cases: dict[str, Case]) -> Table:
     """Cases side by side, for those who have figures in more than the default one."""
     runs = [f"{name}\n{case.num_runs} x {case.workload.nbytes // case.num_runs} B" for name, case in cases.items()]
-    table = Table(("transport", *runs), f"{what}: GB/s whole / layer by layer, ms whole")
+    table = Table(("transport", *runs), "layouts: GB/s whole / layer by layer, ms whole")
     others = [case for name, case in cases.items() if name != DEFAULT]
     for lane in dict.fromkeys(lane for case in others for lane in case.transports):
         if any(case.transports[lane].samples for case in others if lane in case.transports):
-            table.add(lane, *(_sweep_cell(case, case.transports.get(lane)) for case in cases.values()))
+            table.add(lane, *(_layout_cell(case, case.transports.get(lane)) for case in cases.values()))
     table.add()
     for name, text in CEILINGS.items():
         table.add(text, *(_gb(case, case.ceiling, name) for case in cases.values()))
     return table
 
 
-def _sweep_cell(case: Case, measured: Measured | None) -> str:
+def _layout_cell(case: Case, measured: Measured | None) -> str:
     whole = measured.summary("whole") if measured else None
     if not measured or not whole:
         return "-"
     return f"{_gb(case, measured, 'whole')} / {_gb(case, measured, 'layers')}\n{whole.median * 1e3:.3g} ms"
 
 
-def _bars(verdicts: list[Verdict]) -> list[str | Table]:
+def _bars(verdicts: list[Verdict]) -> Table:
     columns = ("bar", "ratio", "at least", "met", "bare copies or\nloops reach")
     table = Table(columns, "bars: medians of the ratios of each round")
-    missing = []
     for verdict in verdicts:
-        if verdict.ratio is None:
-            missing.append(f"[dim]bar not measured: {verdict.what}, no figures of {verdict.missing}[/]")
-        else:
-            met = "[green]yes[/]" if verdict.met else "[red]no[/]"
-            at_best = "-" if verdict.at_best is None else f"{verdict.at_best:.2f}"
-            table.add(verdict.what, f"{verdict.ratio:.2f}", f"{verdict.required:g}", met, at_best)
-    return [table, *missing]
+        met = "[green]yes[/]" if verdict.met else "[red]no[/]" if verdict.ratio else "not measured"
+        ratio, at_best = ("-" if one is None else f"{one:.2f}" for one in (verdict.ratio, verdict.at_best))
+        table.add(verdict.what, ratio, f"{verdict.required:g}", met, at_best)
+    return table
 
 
 def _gb(case: Case, measured: Measured, name: str) -> str:
@@ -209,63 +167,22 @@ def _kept(case: Case, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _convert(case: Case) -> partial[float]:
-    return partial(gb_per_s, case.workload.nbytes)
-
-
 def _speeds(case: Case, name: str, title: str) -> plot.Bars:
-    bars = [
-        plot.Bar.of(lane, summary, _convert(case))
-        for lane, measured in case.transports.items()
-        if (summary := measured.summary(name))
-    ]
     limits = {
         text: gb_per_s(case.workload.nbytes, summary.median)
         for ceiling, text in CEILINGS.items()
         if (summary := case.ceiling.summary(ceiling))
     }
-    return plot.Bars(title, "GB/s (p10 to p90)", {"": bars}, limits)
+    return plot.Bars(title, "GB/s (p10 to p90)", {"": _lanes(case, name)}, limits)
 
 
-def _layouts(results: Results, names: list[str]) -> plot.Bars:
-    groups = {}
-    everywhere = set.intersection(*(set(results.cases[name].transports) for name in names))
-    for name in names:
-        case = results.cases[name]
-        bars = [
-            plot.Bar.of(lane, summary, _convert(case))
-            for lane, measured in case.transports.items()
-            if lane in everywhere and (summary := measured.summary("whole"))
-        ]
-        bars += [
-            plot.Bar.of(text, summary, _convert(case))
-            for ceiling, text in CEILINGS.items()
-            if (summary := case.ceiling.summary(ceiling))
-        ]
-        groups["same" if name == DEFAULT else name] = bars
+def _layouts(cases: dict[str, Case]) -> plot.Bars:
+    everywhere = set.intersection(*(set(case.transports) for case in cases.values()))
+    groups = {name: [bar for bar in _lanes(case) if bar.name in everywhere] for name, case in cases.items()}
     return plot.Bars("layouts: all layers in one submit", "GB/s", groups)
 
 
-def _sizes(results: Results, names: list[str], unit: str) -> plot.Lines:
-    def convert(nbytes: float, seconds: float) -> float:
-        return nbytes / seconds / 1e9 if unit == "GB/s" else seconds * 1e3
-
-    cases = [results.cases[name] for name in names]
-    lanes = list(dict.fromkeys(lane for case in cases for lane in case.transports))
-    lines = []
-    for lane in lanes:
-        points = {
-            float(case.workload.nbytes): summary
-            for case in cases
-            if lane in case.transports and (summary := case.transports[lane].summary("whole"))
-        }
-        if points:
-            lines.append(plot.Line.of(lane, points, convert))
-    for ceiling, text in CEILINGS.items():
-        points = {float(case.workload.nbytes): s for case in cases if (s := case.ceiling.summary(ceiling))}
-        if points:
-            medians = [convert(nbytes, summary.median) for nbytes, summary in points.items()]
-            lines.append(plot.Line(text, list(points), medians, dashed=True))
-    ticks = {float(case.workload.nbytes): size_name(case.workload.nbytes) for case in cases}
-    title = f"{'speed' if unit == 'GB/s' else 'time'} by size of the transfer, all layers in one submit"
-    return plot.Lines(title, "", unit, lines, log_x=True, log_y=unit == "ms", x_ticks=ticks)
+def _lanes(case: Case, name: str = "whole") -> list[plot.Bar]:
+    speed = partial(gb_per_s, case.workload.nbytes)
+    lanes = {lane: measured.summary(name) for lane, measured in case.transports.items()}
+    return [plot.Bar.of(lane, summary, speed) for lane, summary in lanes.items() if summary]

@@ -14,11 +14,11 @@ import random
 import signal
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import harness, plot, resting
+from . import harness, resting
 from .deployments import Deployment, Options, SystemFailed, launch
 from .harness import Report, Table, in_turns, positive
 from .http_load import BadAnswer, Streamed, in_parallel, once, stream
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 SYSTEMS = {"vllm": ("pdlink", "nixl", "nixl-push"), "builtin": ("pdlink",)}
-BAR = 1 / 3
-"""The overhead over the bare prefill is to be at most this share of NixlConnector's, at the longest prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,93 +49,40 @@ class Settings:
     """Whether vLLM's and NIXL's threads that spin while they wait sleep instead (`resting.py`)."""
 
 
-@dataclass(slots=True)
-class Times:
-    """Seconds, in order of the rounds, of one system and one length of prompt."""
-
-    bare: list[float] = field(default_factory=list)
-    """The prefill server alone: one token, no transfer, another prompt of this length."""
-    prefill: list[float] = field(default_factory=list)
-    """The prefill leg of the request that `ttft` is of, as the proxy saw it. With a push, decode may have its first
-    token before prefill's answer is through: then this is as long."""
-    ttft: list[float] = field(default_factory=list)
-    between_tokens: list[float] = field(default_factory=list)
-    """All gaps of an answer, as they came."""
-
-    @property
-    def over_bare(self) -> list[float]:
-        """What a client waits longer for its first token than a bare prefill takes: pairs of one round."""
-        return [ttft - bare for ttft, bare in zip(self.ttft, self.bare, strict=True)]
-
-    @property
-    def over_prefill(self) -> list[float]:
-        """The same beyond the request's own prefill leg: transfer, hand-over and decode's first step."""
-        return [ttft - prefill for ttft, prefill in zip(self.ttft, self.prefill, strict=True)]
+PER_S = "requests per second"
+COLUMNS = ("bare", "prefill", "ttft", "over_bare", "over_prefill", "between_tokens")
+"""What is measured at each length, in seconds: `bare` is the prefill server alone, one token of another prompt and no
+transfer; `prefill` the prefill leg of the request that `ttft` is of, as the proxy saw it (with a push decode may have
+its first token before prefill's answer is through: then this is as long); `over_bare` and `over_prefill` what `ttft`
+is longer, in pairs of one turn; `between_tokens` all gaps of an answer, as they came."""
 
 
-@dataclass(slots=True)
-class Results:
-    engine: str
-    settings: Settings
-    by_length: dict[str, dict[int, Times]] = field(default_factory=dict)
-    """System -> prompt tokens -> times."""
-    per_s: dict[str, list[float]] = field(default_factory=dict)
-    """Requests per second of a batch, by system."""
-    failed: dict[str, str] = field(default_factory=dict)
-    """Systems that did not come to the end, and why; their figures are of the turns before."""
-
-    def overhead_s(self, name: str, column: str) -> float:
-        """A system's median at the longest prompt; column: over_bare or over_prefill."""
-        return summarise(getattr(self.by_length[name][self.settings.lengths[-1]], column)).median
-
-    def _ratio(self, other: str, column: str) -> float | None:
-        theirs_s = self.overhead_s(other, column)
-        return self.overhead_s("pdlink", column) / theirs_s if theirs_s > 0 else None
-
-    def kept(self) -> dict[str, Any]:
-        """Every sample, by system and length."""
-        systems = {}
-        for name, by_length in self.by_length.items():
-            lengths = {}
-            for length, times in by_length.items():
-                columns = {**asdict(times), "over_bare": times.over_bare, "over_prefill": times.over_prefill}
-                lengths[length] = {column: summarise(samples) for column, samples in columns.items()}
-            systems[name] = {"prompt_tokens": lengths, "requests_per_s": summarise(self.per_s[name])}
-        head = {"engine": self.engine, "settings": self.settings, "failed": self.failed}
-        return {**head, "seconds": systems, "ratios": self.ratios()}
-
-    def ratios(self) -> dict[str, dict[str, float | None]]:
-        """pdlink's median overheads at the longest prompt as shares of each other system's; None if that has none."""
-        others = [name for name in self.by_length if name != "pdlink" and "pdlink" in self.by_length]
-        return {
-            name: {column: self._ratio(name, column) for column in ("over_bare", "over_prefill")} for name in others
-        }
+def column(name: str, length: int) -> str:
+    """Under which name the samples of a length of prompt are kept."""
+    return f"{name}, {length} tokens"
 
 
-def measure(deployments: Sequence[Deployment], engine: str, settings: Settings, tick: Callable[[], None]) -> Results:
+def measure(deployments: Sequence[Deployment], settings: Settings, tick: Callable[[], None]) -> dict[str, Measured]:
     """Turns of all systems. One that does not answer right has no more turns, and the others go on."""
-    results = Results(engine, settings)
+    found = {deployment.name: Measured() for deployment in deployments}
     for deployment in deployments:
-        results.by_length[deployment.name] = {length: Times() for length in settings.lengths}
-        results.per_s[deployment.name] = []
         deployment.stop_time()
     prompts = random.Random(settings.seed)
     for turn, deployment in in_turns(deployments, settings.rounds):
-        if deployment.name not in results.failed:
+        measured = found[deployment.name]
+        if not measured.problem:
             try:
-                _turn(deployment, prompts, settings, results, first=turn == 0)
+                _turn(deployment, prompts, settings, measured, first=turn == 0)
             except (SystemFailed, BadAnswer, OSError, http.client.HTTPException) as error:
-                results.failed[deployment.name] = f"turn {turn + 1}: {error}"
+                why = f"failed in turn {turn + 1}: {error}; its figures, if any, are of the turns before"
+                measured.problem, measured.failed = why, True
             deployment.stop_time()
         tick()
-    for name in results.failed:
-        if not results.per_s[name]:
-            del results.per_s[name], results.by_length[name]
-    return results
+    return found
 
 
 def _turn(
-    deployment: Deployment, prompts: random.Random, settings: Settings, results: Results, *, first: bool
+    deployment: Deployment, prompts: random.Random, settings: Settings, measured: Measured, *, first: bool
 ) -> None:
     deployment.go_on()
     # Kernels are made for every new shape once; after that a turn only has to make its session again.
@@ -147,12 +92,11 @@ def _turn(
     taken = [(length, *_one(deployment, prompts, length, settings)) for length in settings.lengths]
     per_s = _batch(deployment, prompts, settings)
     for length, bare_s, streamed in taken:
-        into = results.by_length[deployment.name][length]
-        into.bare.append(bare_s)
-        into.ttft.append(streamed.first_s)
-        into.prefill.append(streamed.prefill_s)
-        into.between_tokens += streamed.gaps_s
-    results.per_s[deployment.name].append(per_s)
+        over = (streamed.first_s - bare_s, streamed.first_s - streamed.prefill_s)
+        for name, seconds in zip(COLUMNS, (bare_s, streamed.prefill_s, streamed.first_s, *over), strict=False):
+            measured.add(column(name, length), seconds)
+        measured.add(column("between_tokens", length), *streamed.gaps_s)
+    measured.add(PER_S, per_s)
 
 
 def _one(deployment: Deployment, prompts: random.Random, length: int, settings: Settings) -> tuple[float, Streamed]:
@@ -183,73 +127,34 @@ def _prompt(prompts: random.Random, length: int) -> list[int]:
     return [prompts.randrange(33, 127) for _ in range(length)]
 
 
-def _report_of(results: Results) -> Report:
-    settings = results.settings
-    what = f"engine {results.engine}{', waiting threads rest' if settings.rest else ''}; {settings.rounds} turns"
-    compared = [
-        _compared(results, other, column, words)
-        for other in results.ratios()
-        for column, words in (("over_bare", "a bare prefill"), ("over_prefill", "the prefill leg"))
-    ]
-    failed = {
-        name: Measured(problem=f"failed in {reason}; its figures, if any, are of the turns before", failed=True)
-        for name, reason in results.failed.items()
-    }
-    shown: list[str | Table] = [f"{what}; milliseconds, medians", _table(results), *compared]
-    return Report(results.kept(), shown, _panels(results) if results.by_length else (), what, failed)
+def _report_of(results: dict[str, Measured], engine: str, settings: Settings) -> Report:
+    rest = ", waiting threads rest" if settings.rest else ""
+    what = f"engine {engine}{rest}; {settings.rounds} turns; milliseconds, medians"
+    kept = {"engine": engine, "settings": settings, "systems": results}
+    return Report(kept, [what, _table(results, settings)], problems=results)
 
 
-def _table(results: Results) -> Table:
+def _table(results: dict[str, Measured], settings: Settings) -> Table:
     """One row per system and length; medians, with p10 and p90 of what is compared."""
     table = Table(
         ("system", "prompt", "bare\nprefill", "prefill\nleg", "TTFT", "over bare", "over leg")
         + ("between\ntokens", "requests/s")
     )
-    for name, by_length in results.by_length.items():
-        for length, times in by_length.items():
-            first = length == results.settings.lengths[0]
+    for name, measured in results.items():
+        for length in settings.lengths if PER_S in measured.samples else ():
+            first = length == settings.lengths[0]
+            *times, over_bare, over_prefill, between = (
+                summarise(measured.samples[column(one, length)]) for one in COLUMNS
+            )
             table.add(
                 name if first else "",
                 str(length),
-                *(f"{summarise(column).median * 1e3:.0f}" for column in (times.bare, times.prefill, times.ttft)),
-                *(spread(summarise(column), digits=0) for column in (times.over_bare, times.over_prefill)),
-                f"{summarise(times.between_tokens).median * 1e3:.1f}",
-                f"{summarise(results.per_s[name]).median:.2f}" if first else "",
+                *(f"{summary.median * 1e3:.0f}" for summary in times),
+                *(spread(summary, digits=0) for summary in (over_bare, over_prefill)),
+                f"{between.median * 1e3:.1f}",
+                f"{measured.median(PER_S):.2f}" if first else "",
             )
     return table
-
-
-def _compared(results: Results, other: str, column: str, words: str) -> str:
-    """One bar, in a sentence."""
-    mine_ms, theirs_ms = (1e3 * results.overhead_s(name, column) for name in ("pdlink", other))
-    share = results.ratios()[other][column]
-    said = "no share can be told" if share is None else f"{max(0.0, share):.2f} of it"
-    tokens = results.settings.lengths[-1]
-    return (
-        f"{tokens} tokens: pdlink's first token comes {_when(mine_ms)} {words}, {other}'s {_when(theirs_ms)}: "
-        f"{said} (bar {BAR:.2f})"
-    )
-
-
-def _when(ms: float) -> str:
-    return f"{abs(ms):.0f} ms {'before' if ms < 0 else 'after'}"
-
-
-def _panels(results: Results) -> list[plot.Bars]:
-    def bars(title: str, samples: Callable[[Times], Sequence[float]]) -> plot.Bars:
-        groups = {
-            f"{length} tokens": [
-                plot.Bar.of(name, summarise(samples(by_length[length])), lambda s: s * 1e3)
-                for name, by_length in results.by_length.items()
-            ]
-            for length in results.settings.lengths
-        }
-        return plot.Bars(title, "ms", groups)
-
-    return [
-        bars("TTFT beyond a bare prefill", lambda times: times.over_bare),
-        bars("TTFT beyond the prefill leg", lambda times: times.over_prefill),
-    ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -325,7 +230,8 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
             launch(names, options, deployments)
             progress.update(starting, visible=False)
             turns = progress.add_task("turns", total=settings.rounds * len(deployments))
-            return _report_of(measure(deployments, args.engine, settings, lambda: progress.advance(turns)))
+            results = measure(deployments, settings, lambda: progress.advance(turns))
+            return _report_of(results, args.engine, settings)
         finally:
             for deployment in deployments:
                 deployment.close()

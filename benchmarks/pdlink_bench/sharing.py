@@ -1,38 +1,29 @@
 """`pdlink bench sharing`: many transfers at once over one link, and who waits for whom.
 
-Two questions, each answered by turns in one run, so that what disturbs the machine disturbs both sides of a ratio.
-
-*Order.* Transfers of very different lengths come at random, at a share of what the link can carry. The same trace is
-played with every order: `at once` hands everything to the transport as it comes, `fcfs` and `shortest` keep a window
-(`pdlink/endpoint/order.py`). What counts is the time from a transfer's offer to its being ready.
-
-*Peers.* One receiver takes transfer after transfer, while a second one that has asked for a lot is stopped, or runs a
-tenth of the time only. What counts is how fast the first one is, compared with being alone. (Not where a receiver
-takes no part in a transfer, as with mapped memory: stopping it stops nothing there.)
+Transfers of very different lengths come at random, at a share of what the link can carry. The same trace is played
+with every order, in turns: `at once` hands everything to the transport as it comes, `fcfs` and `shortest` keep a
+window (`pdlink/endpoint/order.py`). What counts is the time from a transfer's offer to its being ready.
 """
 
 from __future__ import annotations
 
-import threading
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pdlink.config import SharingConfig
-from pdlink.errors import ConfigError
 
 from . import harness, plot
-from .harness import SETUP_TIMEOUT_S, Report, Table, opened, positive
-from .measure import available_memory_nbytes, median_ratio, summarise
-from .traffic import MIXES, Arrival, Decode, Prefill, Shape, trace
+from .harness import SETUP_TIMEOUT_S, Report, Table, check, opened, positive
+from .measure import median_ratio
+from .traffic import Arrival, Decode, Prefill, Shape, trace
 from .transfer import TRANSPORTS
-from .workers import Worker, WorkerFailed
+from .workers import Worker
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from rich.progress import Progress
 
@@ -44,18 +35,12 @@ ORDERS = {
     "fcfs": SharingConfig(order="fcfs"),
     "shortest": SharingConfig(),
 }
-NEEDS_RECEIVER = ("tcp", "ucx-tcp")
-OTHERS = {"alone": None, "slow": 0.1, "stopped": 0.0}
-"""What the second receiver does meanwhile: nothing, or running this share of the time."""
-SLICE_S = 0.02
-"""How long a slow receiver runs and is stopped, taken together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How it is measured."""
 
-    mix: str = "lognormal"
     transfers: int = 100
     load: float = 0.9
     """Share of the link's capacity that the trace asks for."""
@@ -73,8 +58,6 @@ class Played:
     """By order, one list per round: seconds from offer to ready, by number of the transfer."""
     num_tokens: list[list[int]] = field(default_factory=list)
     """One list per round: length of each transfer."""
-    beside_gb_per_s: dict[str, list[float]] = field(default_factory=dict)
-    """By what the second receiver did, one value per round: speed of the first."""
 
     def figures(self, order: str) -> dict[str, float]:
         """Milliseconds over all rounds."""
@@ -93,13 +76,9 @@ class Played:
         """Mean time to ready beside that of another order; median over the rounds."""
         return median_ratio(*([float(np.mean(seconds)) for seconds in self.ready_s[name]] for name in (order, to)))
 
-    def beside(self, other: str) -> float:
-        """Speed of the first receiver beside that of being alone; median over the rounds."""
-        return median_ratio(self.beside_gb_per_s[other], self.beside_gb_per_s["alone"])
-
 
 class Lane(harness.Lane):
-    """The processes of one transport: a sender for each order, and two receivers."""
+    """The processes of one transport: a sender for each order, and one receiver."""
 
     def __init__(self, name: str, make_transport: Callable[[], Transport], shape: Shape, settings: Settings) -> None:
         self.shape, self.settings = shape, settings
@@ -108,10 +87,8 @@ class Lane(harness.Lane):
             order: Worker(f"{name} sender {order}", Prefill, f"prefill-{index}", shape, make_transport, sharing)
             for index, (order, sharing) in enumerate(ORDERS.items())
         }
-        self._receivers = [
-            Worker(f"{name} receiver {index}", Decode, f"decode-{index}", shape, make_transport) for index in range(2)
-        ]
-        super().__init__(*self._senders.values(), *self._receivers)
+        self._receiver = Worker(f"{name} receiver", Decode, "decode", shape, make_transport)
+        super().__init__(*self._senders.values(), self._receiver)
         self._addresses: dict[str, str] = {}
         self._num_names = 0
 
@@ -126,7 +103,7 @@ class Lane(harness.Lane):
         for order in ORDERS:
             self._stream(order, 2)  # sessions, page faults
         self.played.gb_per_s = max(self._stream("fcfs", 6) for _ in range(3))
-        self._check()
+        check(self._receiver)
 
     def play(self, round_: int) -> None:
         """One trace with every order, in turns."""
@@ -135,31 +112,14 @@ class Lane(harness.Lane):
         orders = list(ORDERS)
         for index in range(len(orders)):
             order = orders[(index + round_) % len(orders)]
-            arrivals = trace(
-                self._name(), settings.seed + round_, settings.transfers, settings.mix, shape.max_tokens, tokens_per_s
-            )
+            arrivals = trace(self._name(), settings.seed + round_, settings.transfers, shape.max_tokens, tokens_per_s)
             self._publish(order, [(arrival.transfer_id, arrival.num_tokens) for arrival in arrivals])
             self.played.ready_s.setdefault(order, []).append(self._play(order, arrivals))
-            self._check()
+            check(self._receiver)
         self.played.num_tokens.append([arrival.num_tokens for arrival in arrivals])
 
-    def stand_beside(self) -> None:
-        """The first receiver streams, whatever the second one does."""
-        for other, share in OTHERS.items():
-            held = [(self._name(), self.shape.max_tokens) for _ in range(4)]
-            if share is None:
-                speed = self._stream("shortest", 6)
-            else:
-                self._publish("shortest", held)
-                self._receivers[1].ask("hold", self._addresses["shortest"], held, timeout_s=SETUP_TIMEOUT_S)
-                with _running(self._receivers[1], share):
-                    speed = self._stream("shortest", 6)
-                self._receivers[1].ask("held", PLAY_TIMEOUT_S, timeout_s=2 * PLAY_TIMEOUT_S)
-            self.played.beside_gb_per_s.setdefault(other, []).append(speed)
-            self._check()
-
     def _play(self, order: str, arrivals: Sequence[Arrival]) -> list[float]:
-        seconds: list[float] = self._receivers[0].ask(
+        seconds: list[float] = self._receiver.ask(
             "play", self._addresses[order], arrivals, PLAY_TIMEOUT_S, timeout_s=2 * PLAY_TIMEOUT_S
         )
         return seconds
@@ -168,7 +128,7 @@ class Lane(harness.Lane):
         transfers = [(self._name(), self.shape.max_tokens // 4) for _ in range(count)]
         self._publish(order, transfers)
         address = self._addresses[order]
-        seconds: float = self._receivers[0].ask(
+        seconds: float = self._receiver.ask(
             "stream", address, transfers, PLAY_TIMEOUT_S, timeout_s=2 * PLAY_TIMEOUT_S
         )
         return count * (self.shape.max_tokens // 4) * self.shape.layout.token_nbytes / seconds / 1e9
@@ -180,35 +140,6 @@ class Lane(harness.Lane):
         self._num_names += 1
         return f"t{self._num_names}"
 
-    def _check(self) -> None:
-        for receiver in self._receivers:
-            if wrong := receiver.ask("check_and_clear", timeout_s=SETUP_TIMEOUT_S):
-                raise WorkerFailed(f"wrong bytes: {wrong}")
-
-
-@contextmanager
-def _running(worker: Worker, share: float) -> Iterator[None]:
-    """Let a worker run only this share of the time."""
-    done = threading.Event()
-
-    def toggle() -> None:
-        while not done.wait(SLICE_S * (1 - share)):
-            worker.resume()
-            done.wait(SLICE_S * share)
-            worker.suspend()
-
-    worker.suspend()
-    thread = threading.Thread(target=toggle)
-    if share:
-        thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        if share:
-            thread.join()
-        worker.resume()
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `pdlink bench sharing`."""
@@ -216,7 +147,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transport", action="append", choices=sorted(TRANSPORTS), help="repeatable (mapped and tcp)"
     )
-    parser.add_argument("--mix", choices=sorted(MIXES), default=how.mix, help="lengths (default %(default)s)")
     parser.add_argument(
         "--transfers", type=positive, default=how.transfers, metavar="N", help="per trace (%(default)s)"
     )
@@ -237,19 +167,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace, progress: Progress) -> Report:
-    settings = Settings(args.mix, args.transfers, args.load, args.rounds, args.seed)
+    settings = Settings(args.transfers, args.load, args.rounds, args.seed)
     shape = Shape(args.layers, args.heads, max_tokens=args.max_tokens)
-    needed, available = shape.layout.extent(0) * (len(ORDERS) + 2), available_memory_nbytes()
-    if available and needed > 0.9 * available:
-        raise ConfigError(f"memory: needs {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are free: try --max-tokens")
+    harness.check_memory(shape.layout.extent(0) * (len(ORDERS) + 1), "fewer --max-tokens")
     lanes = {name: Lane(name, TRANSPORTS[name], shape, settings) for name in args.transport or ("mapped", "tcp")}
     for name, lane in lanes.items():
         task = progress.add_task(name, total=settings.rounds)
         with opened([lane]):  # each by itself: it is the whole link that is shared
             for round_ in range(settings.rounds):
                 lane.attempt(lane.play, round_)
-                if name in NEEDS_RECEIVER:
-                    lane.attempt(lane.stand_beside)
                 progress.advance(task)
     good = {name: lane.played for name, lane in lanes.items() if not lane.stopped}
     figures = {name: {order: played.figures(order) for order in ORDERS} for name, played in good.items()}
@@ -260,9 +186,9 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
             "orders": {order: sharing.model_dump() for order, sharing in ORDERS.items()},
             "transports": {name: asdict(played) | {"figures_ms": figures[name]} for name, played in good.items()},
         },
-        [_orders(good, settings, shape), _beside(good)],
+        [_orders(good, settings, shape)],
         _panels(good),
-        f"{settings.mix} lengths up to {shape.max_tokens} tokens",
+        f"lognormal lengths up to {shape.max_tokens} tokens",
         {name: lane.measured for name, lane in lanes.items()},
     )
 
@@ -271,7 +197,7 @@ def _orders(results: dict[str, Played], settings: Settings, shape: Shape) -> Tab
     columns = ("mean", "p50", "p99", "longest", "mean of the longest tenth")
     table = Table(
         ("transport", "order", *columns, "mean, of fcfs"),
-        f"time to ready in ms: {settings.transfers} {settings.mix} transfers of up to {shape.max_tokens} "
+        f"time to ready in ms: {settings.transfers} lognormal transfers of up to {shape.max_tokens} "
         f"tokens ({shape.layout.token_nbytes // 1024} KiB each), {settings.load:.0%} of the link",
         num_left=2,
     )
@@ -280,17 +206,6 @@ def _orders(results: dict[str, Played], settings: Settings, shape: Shape) -> Tab
             figures = played.figures(order)
             numbers = [f"{figures[column]:.1f}" for column in columns]
             table.add(f"{name} {played.gb_per_s:.1f} GB/s", order, *numbers, f"{played.ratio(order):.2f}")
-    return table
-
-
-def _beside(results: dict[str, Played]) -> Table:
-    others = [other for other in OTHERS if other != "alone"]
-    title = "speed of one receiver while another one is …, of its speed alone"
-    table = Table(("transport", "alone GB/s", *others), title)
-    for name, played in results.items():
-        if played.beside_gb_per_s:
-            alone = summarise(played.beside_gb_per_s["alone"]).median
-            table.add(name, f"{alone:.2f}", *(f"{played.beside(other):.2f}" for other in others))
     return table
 
 
@@ -303,9 +218,4 @@ def _panels(results: dict[str, Played]) -> list[plot.Panel]:
             all_ms = np.concatenate([np.array(seconds) for seconds in rounds]) * 1e3
             lines.append(plot.Line(order, percentiles, np.percentile(all_ms, percentiles).tolist()))
         panels.append(plot.Lines(f"{name}: time to ready", "percentile", "ms", lines, log_y=True))
-    groups = {
-        name: [plot.Bar.of(other, summarise(speeds)) for other, speeds in played.beside_gb_per_s.items()]
-        for name, played in results.items()
-        if played.beside_gb_per_s
-    }
-    return [*panels, plot.Bars("one receiver, while another one is …", "GB/s", groups)] if groups else panels
+    return panels

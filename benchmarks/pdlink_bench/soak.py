@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pdlink.kv.layout import paged_layout
 from pdlink.node.node import Node
 
-from . import harness, plot
+from . import harness
 from .harness import Report, Table, positive
 from .transfer import TRANSPORTS
 
@@ -123,7 +123,6 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
     for sample in samples:
         numbers = map(str, (sample.descriptors, sample.threads, sample.held))
         table.add(str(sample.transfers), f"{sample.rss_kib / 1024:.1f}", *numbers, f"{sample.absence_s * 1e3:.1f}")
-    memory = plot.Line(args.transport, [one.transfers for one in samples], [one.rss_kib / 1024 for one in samples])
     return Report(
         {
             "transport": args.transport,
@@ -137,6 +136,5 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
             f"memory: {slope:.1f} bytes per transfer after the first tenth; grown: {', '.join(grown) or 'nothing'}; "
             f"longest absence of a loop: {longest_s * 1e3:.1f} ms",
         ],
-        [plot.Lines("memory of the process", "transfers", "MiB", [memory])],
         ok=not grown,
     )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pdlink.transport.base import Transport
 
 TIMEOUTS = TimeoutConfig(peer_s=45.0, lease_s=90.0, request_s=600.0)
-"""A process that is stopped on purpose is not given up."""
+"""A process that gets little of a loaded machine is slow, not gone."""
 BATCH_TIMEOUT_S = 60.0
 BLOCK_TOKENS = 16
 
@@ -77,18 +77,10 @@ def lognormal(chance: random.Random, max_tokens: int) -> int:
     return min(max_tokens, max(BLOCK_TOKENS, int(chance.lognormvariate(6.9, 1.2))))
 
 
-def bimodal(chance: random.Random, max_tokens: int) -> int:
-    """Nine short questions for every document."""
-    return 256 if chance.random() < 0.9 else max_tokens
-
-
-MIXES = {"lognormal": lognormal, "bimodal": bimodal}
-
-
-def trace(name: str, seed: int, count: int, mix: str, max_tokens: int, tokens_per_s: float) -> list[Arrival]:
+def trace(name: str, seed: int, count: int, max_tokens: int, tokens_per_s: float) -> list[Arrival]:
     """Transfers that come at random, as many as make `tokens_per_s` on average."""
     chance = random.Random(seed)
-    lengths = [MIXES[mix](chance, max_tokens) for _ in range(count)]
+    lengths = [lognormal(chance, max_tokens) for _ in range(count)]
     gap_s = sum(lengths) / count / tokens_per_s
     arrivals, at_s = [], 0.0
     for index, num_tokens in enumerate(lengths):
@@ -167,7 +159,6 @@ class Decode(_Side):
         self._covered = np.zeros(shape.num_blocks, np.int64)
         """Tokens of each block that some transfer has written."""
         self._ended = threading.Semaphore(0)
-        self._held: list[_Wait] = []
 
     def play(self, address: str, arrivals: Sequence[Arrival], timeout_s: float) -> list[float]:
         """Seconds from each offer to ready."""
@@ -191,15 +182,6 @@ class Decode(_Side):
             waits.append(self._offer(address, transfer_id, self._draw(num_tokens), num_tokens))
         self._wait(waits, timeout_s, len(waits) - max(0, len(transfers) - 2))
         return time.monotonic() - start_s
-
-    def hold(self, address: str, transfers: Sequence[tuple[str, int]]) -> None:
-        """Ask for these and do not wait; `held` does."""
-        for transfer_id, num_tokens in transfers:
-            self._held.append(self._offer(address, transfer_id, self._draw(num_tokens), num_tokens))
-
-    def held(self, timeout_s: float) -> None:
-        self._wait(self._held, timeout_s)
-        self._held.clear()
 
     def check_and_clear(self) -> str:
         """What is wrong in the pool, "" if nothing is; afterwards it is empty. Looks at every byte."""

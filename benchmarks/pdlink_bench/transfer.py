@@ -8,20 +8,18 @@ Every byte of every transfer is checked at the receiver, outside of the timing.
 from __future__ import annotations
 
 import argparse
+import importlib
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from pdlink.errors import ConfigError
 
-from . import cases as sets
 from . import harness
-from .bars import BLOCK_16_TO_128, NHD_TO_HND
-from .fitting import fitting, without_many_runs
 from .harness import positive, positive_float
 from .report import report
-from .rounds import DEFAULT, Contestant, Settings, Stage, measure
-from .workload import ITEMSIZE, Workload
+from .rounds import Contestant, Settings, measure
+from .workload import BLOCK_16_TO_128, DEFAULT, ITEMSIZE, NHD_TO_HND, Workload, layouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,83 +31,49 @@ if TYPE_CHECKING:
     from .harness import Report
 
 
-def _mapped(threads: int = 2) -> Transport:
-    from pdlink.transport.mapped import MappedTransport
-
-    return MappedTransport(threads, within_process=True)  # tests run both ends of a benchmark in one
-
-
-def _tcp() -> Transport:
-    from pdlink.transport.tcp import TcpTransport
-
-    return TcpTransport()
-
-
-def _ucx_tcp() -> Transport:
-    from pdlink.transport.ucx import UcxTransport
-
-    return UcxTransport(tls="tcp")
-
-
-def _ucx_shm() -> Transport:
-    from pdlink.transport.ucx import UcxTransport
-
-    return UcxTransport(tls="shm")
-
-
-def _nixl(tls: str, progress_thread: bool) -> Transport:
-    from .peers import Nixl
-
-    return Nixl(tls, progress_thread)
-
-
-def _mooncake() -> Transport:
-    from .peers import Mooncake
-
-    return Mooncake()
-
-
-def _bare_puts(tls: str) -> Transport:
-    from .anchors import PutLoop
-
-    return PutLoop(tls)
-
-
-def _bare_sockets() -> Transport:
-    from .anchors import SocketPair
-
-    return SocketPair()
+def _made(module: str, name: str, *args: object, **options: object) -> Transport:
+    """Imported in the two processes of a transport only."""
+    transport: Transport = getattr(importlib.import_module(module, __package__), name)(*args, **options)
+    return transport
 
 
 TRANSPORTS: Mapping[str, Callable[[], Transport]] = {
-    "mapped": _mapped,
-    "ucx-shm": _ucx_shm,
-    "tcp": _tcp,
-    "ucx-tcp": _ucx_tcp,
+    # Tests run both ends of a benchmark in one process.
+    "mapped": partial(_made, "pdlink.transport.mapped", "MappedTransport", within_process=True),
+    "ucx-shm": partial(_made, "pdlink.transport.ucx", "UcxTransport", tls="shm"),
+    "tcp": partial(_made, "pdlink.transport.tcp", "TcpTransport"),
+    "ucx-tcp": partial(_made, "pdlink.transport.ucx", "UcxTransport", tls="tcp"),
 }
-"""What `--transport` offers. Each is loaded in its own two processes only."""
+"""What `--transport` offers."""
 
 PEERS: Mapping[str, Mapping[str, Contestant]] = {
     "nixl": {
-        "nixl-shm": Contestant(partial(_nixl, "", True)),
-        "nixl-tcp": Contestant(partial(_nixl, "tcp", True)),
+        "nixl-shm": Contestant(partial(_made, ".peers", "Nixl", "", True)),
+        "nixl-tcp": Contestant(partial(_made, ".peers", "Nixl", "tcp", True)),
     },
     "nixl-polled": {
-        "nixl-polled-shm": Contestant(partial(_nixl, "", False)),
-        "nixl-polled-tcp": Contestant(partial(_nixl, "tcp", False)),
+        "nixl-polled-shm": Contestant(partial(_made, ".peers", "Nixl", "", False)),
+        "nixl-polled-tcp": Contestant(partial(_made, ".peers", "Nixl", "tcp", False)),
     },
-    "mooncake": {"mooncake-tcp": Contestant(_mooncake, asynchronous=False)},
+    "mooncake": {"mooncake-tcp": Contestant(partial(_made, ".peers", "Mooncake"), asynchronous=False)},
 }
 """What `--peers` offers."""
 
 ANCHORS: Mapping[str, Contestant] = {
-    "bare-put-shm": Contestant(partial(_bare_puts, "shm"), asynchronous=False),
-    "bare-put-tcp": Contestant(partial(_bare_puts, "tcp"), asynchronous=False),
-    "bare-sockets": Contestant(_bare_sockets, asynchronous=False),
+    "bare-put-shm": Contestant(partial(_made, ".anchors", "PutLoop", "shm"), asynchronous=False),
+    "bare-put-tcp": Contestant(partial(_made, ".anchors", "PutLoop", "tcp"), asynchronous=False),
+    "bare-sockets": Contestant(partial(_made, ".anchors", "SocketPair"), asynchronous=False),
 }
 """What `--anchors` adds."""
 
 SWEEP_ROUNDS = 5
+
+
+PROCESS_NBYTES = 200_000_000
+"""Of an interpreter with numpy, numba and a transport."""
+MANY_RUNS = 1 << 17
+"""More runs than this are for those who pack them. Peers and bare loops make a request of each: NIXL took 10 to 20 us
+for one of 256 bytes (32,768 of them, on a busy machine), and in such runs the default workload has a million."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--heads", type=positive, default=shape.num_heads, help="KV heads (default %(default)s)")
     model.add_argument("--head-dim", type=positive, default=shape.head_dim, help="default %(default)s")
     model.add_argument(
-        "--parts", type=positive, default=shape.num_parts, help="2 for K and V, 1 for MLA (default %(default)s)"
+        "--parts", type=positive, default=shape.num_parts, help="2 for K and V, 1 for MLA (%(default)s)"
     )
     model.add_argument("--dtype", choices=sorted(ITEMSIZE), default=shape.dtype, help="default %(default)s")
     model.add_argument("--tokens", type=positive, default=shape.num_tokens, help="default %(default)s")
@@ -147,24 +111,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="size of each pool in sequences; the blocks are drawn from all of it (default %(default)s)",
     )
     pages.add_argument("--seed", type=int, default=shape.seed, help="of that draw (default %(default)s)")
-    pages.add_argument(
-        "--sweep",
-        choices=["sizes", "layouts", "all"],
-        help="go through sizes from one block to 1 GiB, through pairs of layouts, or both, in one run",
-    )
-    pages.add_argument(
-        "--largest",
-        type=positive,
-        default=sets.LARGEST_NBYTES >> 20,
-        metavar="MIB",
-        help="largest size of a sweep (default %(default)s)",
-    )
+    pages.add_argument("--layouts", action="store_true", help="go through pairs of layouts in one run")
     who = parser.add_argument_group("who takes part")
     who.add_argument(
-        "--transport",
-        action="append",
-        choices=sorted(TRANSPORTS),
-        help="repeat for several; without it, every one that works here",
+        "--transport", action="append", choices=sorted(TRANSPORTS), help="repeatable (all that work here)"
     )
     who.add_argument(
         "--peers",
@@ -172,13 +122,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME,...",
         help=f"of {', '.join(PEERS)}: where their wheels are installed",
-    )
-    who.add_argument(
-        "--copy-threads",
-        type=int,
-        choices=(1, 2),
-        nargs="+",
-        help="adds mapped-1 or mapped-2: mapped with so many copying threads; mapped itself has two",
     )
     who.add_argument("--anchors", action="store_true", help="bare loops over ucp_put and over a pair of sockets")
     who.add_argument(
@@ -192,20 +135,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_float,
         nargs="+",
         metavar="MS",
-        help="pace of the simulated prefill, one column each (default 1 2.5 5, none in a sweep; 2.5 is an 8B model, "
-        "2,048 tokens and 400 TFLOP/s)",
+        help="pace of the simulated prefill, one column each (default 1 2.5 5, none with --layouts; 2.5 is an 8B "
+        "model, 2,048 tokens and 400 TFLOP/s)",
     )
+    run_options.add_argument("--rounds", type=positive, help=f"default {how.rounds}; {SWEEP_ROUNDS} with --layouts")
+    run_options.add_argument("--warm-ups", type=positive, help=f"default {how.warm_ups}; 1 with --layouts")
     run_options.add_argument(
-        "--rounds",
-        type=positive,
-        help=f"default {how.rounds}; in a sweep {SWEEP_ROUNDS} for layouts, for sizes as many as move 4 GiB, 4 to 12",
-    )
-    run_options.add_argument("--warm-ups", type=positive, help=f"default {how.warm_ups}, 1 in a sweep")
-    run_options.add_argument(
-        "--timeout-s",
-        type=positive_float,
-        default=how.timeout_s,
-        help="deadline of one transfer, in proportion longer above 256 MiB (default %(default)s)",
+        "--timeout-s", type=positive_float, default=how.timeout_s, help="of one transfer (default %(default)s)"
     )
     harness.add_output_arguments(parser)
 
@@ -216,27 +152,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace, progress: Progress) -> Report:
-    tell = partial(progress.console.print, highlight=False)
+    how = Settings()
+    contestants = _contestants(args)
     try:
-        base = _workload(args)
-        contestants = _contestants(args)
-        sizes, layouts = _cases(args, base)
-        cases = fitting(sizes, layouts, contestants, tell)
-        contestants = without_many_runs(contestants, cases, tell)
+        cases = _cases(args, _workload(args))
+        nbytes = max(workload.src.extent(0) + workload.dst.extent(0) for workload in cases.values())
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    stages = _stages(args, sizes, layouts)
-    how = Settings()
+    needed = (nbytes + 2 * PROCESS_NBYTES) * (1 + len(contestants))  # the ceilings have pools, too
+    harness.check_memory(needed, "fewer --tokens, a smaller --pool-factor or one --transport")
+    few = [name for name, workload in cases.items() if workload.plan().num_runs <= MANY_RUNS]
+    contestants = {
+        name: one if name in TRANSPORTS else replace(one, cases=[case for case in one.cases or cases if case in few])
+        for name, one in contestants.items()
+    }
     settings = Settings(
-        tuple(args.layer_ms or (() if args.sweep else how.layer_ms)),
-        stages[0].rounds,
-        args.warm_ups or (1 if args.sweep else how.warm_ups),
+        tuple(args.layer_ms or (() if args.layouts else how.layer_ms)),
+        args.rounds or (SWEEP_ROUNDS if args.layouts else how.rounds),
+        args.warm_ups or (1 if args.layouts else how.warm_ups),
         args.timeout_s,
     )
-    results = measure(
-        cases, contestants, settings, progress, stages, tell if progress.disable else lambda _text: None
-    )
-    found = report(results, sizes, bars=args.bars)
+    results = measure(cases, contestants, settings, progress)
+    found = report(results, bars=args.bars)
     foreign = {name for some in (*PEERS.values(), ANCHORS) for name in some}
     found.problems = {
         name: replace(lane, failed=lane.failed and name not in foreign) for name, lane in found.problems.items()
@@ -263,41 +200,21 @@ def _workload(args: argparse.Namespace) -> Workload:
     )
 
 
+def _cases(args: argparse.Namespace, base: Workload) -> dict[str, Workload]:
+    every = layouts(base)
+    if args.layouts:
+        return every
+    return {name: every[name] for name in (DEFAULT, *((NHD_TO_HND, BLOCK_16_TO_128) if args.bars else ()))}
+
+
 def _contestants(args: argparse.Namespace) -> dict[str, Contestant]:
-    # Only mapped needs the other layouts for the bars; everybody else would only take time and memory.
-    only_default = (DEFAULT,) if args.bars and not args.sweep else None
-    names = args.transport or list(TRANSPORTS)
-    found = {
-        name: Contestant(TRANSPORTS[name], None if name == "mapped" else only_default)
-        for name in dict.fromkeys(names)
-    }
-    for threads in args.copy_threads or ():
-        found[f"mapped-{threads}"] = Contestant(partial(_mapped, threads), only_default)
-    peers = dict.fromkeys([*args.peers, *(["nixl"] if args.bars else [])])
-    others = {name: contestant for peer in peers for name, contestant in PEERS[peer].items()}
+    others = {who: one for name in [*args.peers, *["nixl"] * args.bars] for who, one in PEERS[name].items()}
     if args.anchors or args.bars:
         others |= ANCHORS
-    return found | {
-        name: replace(contestant, cases=only_default, many_runs=False) for name, contestant in others.items()
-    }
-
-
-def _cases(args: argparse.Namespace, base: Workload) -> tuple[dict[str, Workload], dict[str, Workload]]:
-    """Sizes and layouts to go through; the default workload is among the layouts."""
-    sizes = sets.sizes(base, args.largest << 20) if args.sweep in ("sizes", "all") else {}
-    if args.sweep in ("layouts", "all"):
-        return sizes, sets.layouts(base)
-    if args.bars:
-        every = sets.layouts(base)
-        return sizes, {name: every[name] for name in (DEFAULT, NHD_TO_HND, BLOCK_16_TO_128)}
-    return sizes, {} if sizes else {DEFAULT: base}
-
-
-def _stages(args: argparse.Namespace, sizes: Mapping[str, Workload], layouts: Mapping[str, Workload]) -> list[Stage]:
-    """Layouts together, because they are compared with the default one; then each size alone."""
-    rounds = args.rounds or (SWEEP_ROUNDS if args.sweep else Settings().rounds)
-    stages = [Stage(tuple(layouts), rounds)] if layouts else []
-    return stages + [Stage((name,), args.rounds or sets.rounds(workload)) for name, workload in sizes.items()]
+    # Only mapped needs the other layouts for the bars; everybody else would only take time and memory.
+    taken = [DEFAULT] if args.bars and not args.layouts else None
+    ours = {name: Contestant(TRANSPORTS[name]) for name in args.transport or TRANSPORTS}
+    return {name: one if name == "mapped" else replace(one, cases=taken) for name, one in (ours | others).items()}
 
 
 def _peers(text: str) -> list[str]:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from pdlink import _tcp
 from pdlink.transport.tcp import TcpTransport
 
-from . import harness, plot
+from . import harness
 from .harness import Report, Table, positive
 from .measure import gb_per_s, median_ratio, summarise
-from .rounds import Contestant, Settings, Stage, measure
+from .rounds import Contestant, Settings, measure
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
     lengths = tuple(sorted(args.length or LENGTHS))
     cases = {f"{length} B": pushed(length) for length in lengths}
     ways = {way: Contestant(partial(TcpTransport, pack_below_nbytes=below)) for way, below in WAYS.items()}
-    stages = [Stage((name,), args.rounds) for name in cases]
-    found = measure(cases, ways, Settings((), args.rounds, warm_ups=1), progress, stages)
+    found = measure(cases, ways, Settings((), args.rounds, warm_ups=1), progress)
     lanes = {way: {length: found.cases[f"{length} B"].transports[way] for length in lengths} for way in WAYS}
     problems = {way: lane for way, by_length in lanes.items() for lane in by_length.values() if lane.problem}
     if problems:
@@ -82,7 +81,6 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
     return Report(
         {"seconds": seconds, "transport.tcp.pack_below_nbytes": below},
         [_table(seconds, lengths), f"transport.tcp.pack_below_nbytes: {below}"],
-        [_panel(seconds, lengths)],
     )
 
 
@@ -93,16 +91,3 @@ def _table(seconds: Seconds, lengths: Sequence[int]) -> Table:
         cells = [f"[bold]{speed:.2f}[/]" if speed == max(speeds) else f"{speed:.2f}" for speed in speeds]
         table.add(f"{length} B", *cells)
     return table
-
-
-def _panel(seconds: Seconds, lengths: Sequence[int]) -> plot.Lines:
-    lines = [
-        plot.Line.of(
-            way,
-            {length: summarise(samples) for length, samples in seconds[way].items()},
-            lambda length, seconds: gb_per_s(pushed(int(length)).nbytes, seconds),
-        )
-        for way in WAYS
-    ]
-    ticks = {float(length): str(length) for length in lengths[::2]}
-    return plot.Lines("tcp", "bytes per run", "GB/s", lines, log_x=True, log_y=True, x_ticks=ticks)

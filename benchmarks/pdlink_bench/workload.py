@@ -7,7 +7,7 @@ and know nothing of plans and runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,33 +42,23 @@ class Workload:
     dst_order: str = "LPBTH"
     pool_factor: int = 2
     """Each side's pool has so many times the blocks that the sequence needs; its blocks are drawn from all of it."""
-    source_tokens: int = 0
-    """The sequence repeats itself after so many tokens, a multiple of both block sizes, and its source has memory for
-    no more; 0: it does not. The destination has memory for all of it."""
     seed: int = 0
 
     @property
     def src(self) -> KVLayout:
-        return self._layout(self.src_order, self.src_block_tokens, self.distinct_tokens)
+        return self._layout(self.src_order, self.src_block_tokens)
 
     @property
     def dst(self) -> KVLayout:
-        return self._layout(self.dst_order, self.dst_block_tokens, self.num_tokens)
-
-    @property
-    def distinct_tokens(self) -> int:
-        """Tokens before the sequence repeats itself."""
-        return min(self.num_tokens, self.source_tokens or self.num_tokens)
+        return self._layout(self.dst_order, self.dst_block_tokens)
 
     @property
     def src_blocks(self) -> BlockIds:
-        layout = self.src
-        distinct = self._draw(layout, self.distinct_tokens, self.seed)
-        return np.resize(distinct, layout.blocks_for(self.num_tokens))
+        return self._draw(self.src, self.seed)
 
     @property
     def dst_blocks(self) -> BlockIds:
-        return self._draw(self.dst, self.num_tokens, self.seed + 1)
+        return self._draw(self.dst, self.seed + 1)
 
     @property
     def nbytes(self) -> int:
@@ -80,12 +70,12 @@ class Workload:
 
         return bind(template(self.src, self.dst), self.src_blocks, self.dst_blocks, 0, self.num_tokens)
 
-    def _layout(self, order: str, block_tokens: int, num_tokens: int) -> KVLayout:
+    def _layout(self, order: str, block_tokens: int) -> KVLayout:
         return paged_layout(
             dtype=self.dtype,
             itemsize=ITEMSIZE[self.dtype],
             num_layers=self.num_layers,
-            num_blocks=-(-num_tokens // block_tokens) * self.pool_factor,
+            num_blocks=-(-self.num_tokens // block_tokens) * self.pool_factor,
             block_tokens=block_tokens,
             num_heads=self.num_heads,
             head_dim=self.head_dim,
@@ -93,22 +83,37 @@ class Workload:
             num_parts=self.num_parts,
         )
 
-    def _draw(self, layout: KVLayout, num_tokens: int, seed: int) -> BlockIds:
+    def _draw(self, layout: KVLayout, seed: int) -> BlockIds:
         chosen = np.random.default_rng(seed).permutation(layout.num_blocks)
-        return chosen[: layout.blocks_for(num_tokens)].astype(np.int64)
+        return chosen[: layout.blocks_for(self.num_tokens)].astype(np.int64)
+
+
+DEFAULT = "default"
+"""The case of a run that has only one."""
+NHD_TO_HND, BLOCK_16_TO_128 = "NHD to HND", "blocks 16 to 128"
+
+
+def layouts(base: Workload) -> dict[str, Workload]:
+    """The layout pairs that peers of different engines have; the same number of bytes in each, but for MLA."""
+    return {
+        DEFAULT: base,
+        NHD_TO_HND: replace(base, src_order="LPBTH", dst_order="LPBHT"),
+        BLOCK_16_TO_128: replace(base, src_block_tokens=16, dst_block_tokens=128),
+        "both": replace(base, dst_order="LPBHT", src_block_tokens=16, dst_block_tokens=128),
+        "MLA latent": replace(base, num_parts=1, num_heads=1, head_dim=576),
+    }
 
 
 def fill_source(array: Bytes, workload: Workload) -> None:
     """Write the sequence into its source blocks and foreign bytes everywhere else."""
     array.fill(FOREIGN)
-    layout, num_tokens = workload.src, workload.distinct_tokens
-    blocks = workload.src_blocks[: layout.blocks_for(num_tokens)]
+    layout, blocks = workload.src, workload.src_blocks
     for layer_index, layer in enumerate(layout.layers):
         for part_index, part in enumerate(layer.parts):
             view_BTHD = _view(array, layout, layer, part)
             kv_BTHD = view_BTHD[blocks]
             kv_THD = kv_BTHD.reshape(-1, *kv_BTHD.shape[2:])
-            kv_THD[:num_tokens] = _pattern(workload, layer_index, part_index)
+            kv_THD[: workload.num_tokens] = _pattern(workload, layer_index, part_index)
             view_BTHD[blocks] = kv_BTHD
 
 
@@ -125,9 +130,7 @@ def check_and_clear(array: Bytes, workload: Workload) -> str:
             got_BTHD = view_BTHD[blocks]
             got_THD = got_BTHD.reshape(-1, *got_BTHD.shape[2:])
             expected_THD = np.zeros_like(got_THD)  # zero beyond the last token
-            expected_THD[: workload.num_tokens] = np.resize(
-                _pattern(workload, layer_index, part_index), (workload.num_tokens, *got_THD.shape[1:])
-            )
+            expected_THD[: workload.num_tokens] = _pattern(workload, layer_index, part_index)
             if not wrong and not np.array_equal(got_THD, expected_THD):
                 at = tuple(int(index) for index in np.argwhere(got_THD != expected_THD)[0])
                 count = int(np.count_nonzero(got_THD != expected_THD))
@@ -155,10 +158,10 @@ def _view(array: Bytes, layout: KVLayout, layer: LayerLayout, part: Part) -> Byt
 
 
 def _pattern(workload: Workload, layer: int, part: int) -> Bytes:
-    """[token, head, byte] before it repeats: each word is its number times an odd constant, so no two are equal."""
+    """[token, head, byte]: each word is its number times an odd constant, so no two are equal."""
     head_nbytes = workload.head_dim * ITEMSIZE[workload.dtype]
     words = -(-head_nbytes // 8)
-    count = workload.distinct_tokens * workload.num_heads * words
+    count = workload.num_tokens * workload.num_heads * words
     first = (layer * workload.num_parts + part) * count + 1
     numbers = np.arange(first, first + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return numbers.view(np.uint8).reshape(-1, workload.num_heads, words * 8)[:, :, :head_nbytes]

@@ -32,13 +32,13 @@ def test_one_that_fails_does_not_stop_the_others(
         ran.append(words[4:])
         if "overlap" in words:
             Path(words[words.index("--markdown") + 1]).write_text("| tcp | 1.00 |\n")
-        return subprocess.CompletedProcess(words, 1 if "layouts" in words else 0)
+        return subprocess.CompletedProcess(words, 1 if "--layouts" in words else 0)
 
     monkeypatch.setattr(subprocess, "run", run)
     assert figures.run(options("--only", "layouts", "overlap", "-d", str(tmp_path), "--peers", "nixl")) == 1
     stem = tmp_path / datetime.now(UTC).date().isoformat()
     assert ran == [
-        ["transfer", "--sweep", "layouts", "--markdown", f"{stem}-layouts.md", "--plot", f"{stem}-layouts.png"],
+        ["transfer", "--layouts", "--markdown", f"{stem}-layouts.md", "--plot", f"{stem}-layouts.png"],
         ["overlap", "--markdown", f"{stem}-overlap.md", "--plot", f"{stem}-overlap.png"],
     ]
     assert [path.name for path in tmp_path.iterdir()] == [f"{stem.name}.md"]

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdlink_bench.gpu import bench
-from pdlink_bench.gpu.figures import Figure, Run, table
-from pdlink_bench.gpu.plan import BARS, CASES, MAPPED, UCX
+from pdlink_bench.gpu.figures import BARS, CASES, MAPPED, UCX, Figure, Run, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,7 +108,7 @@ def test_a_case_ends_with_its_own_process(tmp_path: Path) -> None:
 def test_the_plan_is_shown_without_torch_or_a_gpu() -> None:
     """By the script people run; `-S` hides every installed package."""
     done = subprocess.run(
-        [sys.executable, "-S", "-m", "pdlink_bench.gpu.plan"],
+        [sys.executable, "-S", "-m", "pdlink_bench.gpu.figures"],
         env={"PYTHONPATH": str(ROOT / "benchmarks")},
         capture_output=True,
         text=True,

@@ -12,8 +12,14 @@ from pdlink_bench import plot
 from pdlink_bench.measure import summarise
 
 PANELS: list[plot.Panel] = [
-    plot.Bars("one group", "GB/s", {"": [plot.Bar("mapped", 8.0, 7.0, 9.0), plot.Bar("tcp", 5.0)]}, {"limit": 8.8}),
-    plot.Bars("two groups", "GB/s", {"same": [plot.Bar("mapped", 8.0)], "other": [plot.Bar("mapped", 4.0)]}),
+    plot.Bars(
+        "one group", "GB/s", {"": [plot.Bar("mapped", 8.0, 7.0, 9.0), plot.Bar("tcp", 5.0, 4.0, 6.0)]}, {"limit": 8.8}
+    ),
+    plot.Bars(
+        "two groups",
+        "GB/s",
+        {"same": [plot.Bar("mapped", 8.0, 7.0, 9.0)], "other": [plot.Bar("mapped", 4.0, 3.0, 5.0)]},
+    ),
     plot.Lines(
         "sizes",
         "bytes",
@@ -29,35 +35,15 @@ PANELS: list[plot.Panel] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".html", b"<!doctype html>")]
-)
-def test_every_kind_of_panel_is_drawn_into_every_kind_of_file(suffix: str, start: bytes, tmp_path: Path) -> None:
-    path = tmp_path / f"figure{suffix}"
-    plot.write(path, PANELS, "title <1>", "machine & load")
-    assert path.read_bytes().startswith(start)
-
-
-def test_a_page_holds_its_text_and_needs_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "figure.html"
-    plot.write(path, PANELS, "title <1>", "machine & load")
-    page = path.read_text()
-    assert "machine &amp; load" in page
-    assert "<title>title &lt;1&gt;</title>" in page
-    assert "<svg" in page
-    assert "src=" not in page
+def test_every_kind_of_panel_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "figure.png"
+    plot.write(path, PANELS, "title", "machine & load\nworkload")
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_panel_without_figures_is_drawn_empty(tmp_path: Path) -> None:
     """When every transport of a run has failed."""
     plot.write(tmp_path / "figure.png", [plot.Lines("sizes", "bytes", "s", []), plot.Bars("none", "s", {})], "title")
-
-
-def test_neighbours_with_the_same_names_have_one_legend() -> None:
-    lines = [plot.Line(name, [1.0, 2.0], [1.0, 2.0]) for name in "abcdef"]
-    same = [plot.Lines("speed", "bytes", "GB/s", lines), plot.Lines("time", "bytes", "s", lines)]
-    drawn = plot._draw([*same, *same, plot.Lines("other", "bytes", "s", lines[:5])], "title", "")
-    assert [axes.get_legend() is not None for axes in drawn.axes] == [True, False, True, False, True]
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -67,7 +53,7 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
     plot.check_can_plot(None)
 
 
-@pytest.mark.parametrize("name", ["figure.gif", "figure", "missing/figure.png"])
+@pytest.mark.parametrize("name", ["figure.svg", "figure", "missing/figure.png"])
 def test_a_file_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=name):
         plot.check_can_plot(tmp_path / name)
@@ -81,7 +67,7 @@ def test_a_bar_of_speeds_has_the_slow_times_at_its_low_end() -> None:
     assert 2.0 < bar.low < bar.value < bar.high < 8.0
 
 
-def test_a_line_of_speeds_has_its_band_the_right_way_round() -> None:
-    line = plot.Line.of("tcp", {2.0: summarise([1.0, 2.0, 4.0])}, lambda size, seconds: size / seconds)
+def test_a_line_has_its_band_around_its_medians() -> None:
+    line = plot.Line.of("tcp", {2.0: summarise([1.0, 2.0, 4.0])}, 1e3)
     assert list(line.x) == [2.0]
-    assert line.low[0] < line.y[0] == 1.0 < line.high[0]
+    assert line.low[0] < line.y[0] == 2e3 < line.high[0]

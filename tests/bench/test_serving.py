@@ -15,7 +15,8 @@ import pytest
 
 from pdlink_bench import serving
 from pdlink_bench.http_load import BadAnswer, once, stream
-from pdlink_bench.serving import Results, Settings, Times
+from pdlink_bench.measure import Measured
+from pdlink_bench.serving import Settings
 from tests.proxy.fake_vllm import command
 
 
@@ -39,17 +40,14 @@ def test_systems_take_turns_and_every_sample_is_kept(
     log_dir = tmp_path / "logs"
     assert serving.run(few(command(tmp_path), "--json", str(file), "--log-dir", str(log_dir))) == 0
     result = json.loads(file.read_text())
-    assert list(result["seconds"]) == ["pdlink", "nixl"]
-    for system in result["seconds"].values():
-        assert list(system["prompt_tokens"]) == ["5", "9"]
-        for times in system["prompt_tokens"].values():
-            for column in ("bare", "prefill", "ttft", "over_bare", "over_prefill"):
-                assert len(times[column]["samples"]) == 2
-            assert len(times["between_tokens"]["samples"]) == 2 * (3 - 1)
-        assert len(system["requests_per_s"]["samples"]) == 2
+    assert list(result["systems"]) == ["pdlink", "nixl"]
+    for system in result["systems"].values():
+        counts = {name: len(summary["samples"]) for name, summary in system["measured"].items()}
+        between = {serving.column("between_tokens", length): 2 * (3 - 1) for length in (5, 9)}
+        columns = [serving.column(name, length) for name in serving.COLUMNS for length in (5, 9)]
+        assert counts == {serving.PER_S: 2, **dict.fromkeys(columns, 2), **between}
     shown = capsys.readouterr().out
-    assert "5 tokens: pdlink's first token" not in shown
-    assert "9 tokens: pdlink's first token comes" in " ".join(shown.split())
+    assert "requests/s" in shown
     logs = {path.relative_to(log_dir): path.read_text() for path in log_dir.rglob("*.log")}
     assert len(logs) == 4
     assert "NixlConnector" in logs[Path("nixl/decode-0.log")]
@@ -76,33 +74,22 @@ class Standing:
 def test_a_system_that_fails_has_no_more_turns_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[str] = []
 
-    def turn(deployment: Standing, _prompts: object, _settings: Settings, results: Results, *, first: bool) -> None:
+    def turn(deployment: Standing, _prompts: object, _settings: Settings, measured: Measured, *, first: bool) -> None:
         turns.append(deployment.name)
         if deployment.name == "never" or (deployment.name == "once" and not first):
             raise BadAnswer("no tokens")
-        results.per_s[deployment.name].append(1.0)
+        measured.add(serving.PER_S, 1.0)
 
     monkeypatch.setattr(serving, "_turn", turn)
     systems: list[Any] = [Standing(name) for name in ("always", "once", "never")]
-    results = serving.measure(systems, "vllm", Settings(rounds=3), lambda: None)
+    results = serving.measure(systems, Settings(rounds=3), lambda: None)
     assert sorted(turns) == ["always"] * 3 + ["never"] + ["once"] * 2
-    assert results.per_s == {"always": [1.0] * 3, "once": [1.0]}
-    assert list(results.by_length) == ["always", "once"]
-    assert results.failed == {"never": "turn 1: no tokens", "once": "turn 2: no tokens"}
-
-
-def test_ratios_are_of_medians_at_the_longest_prompt() -> None:
-    def measured(*overheads: float) -> dict[int, Times]:
-        long = Times([1.0] * 3, [1.5] * 3, [1.0 + over for over in overheads], [0.1])
-        return {5: Times([9.0], [9.0], [9.0], [9.0]), 9: long}
-
-    results = Results("vllm", Settings(lengths=(5, 9)))
-    results.by_length = {"nixl": measured(0.9, 1.0, 5.0)}
-    assert results.ratios() == {}, "nothing to compare with"
-    results.by_length |= {"pdlink": measured(0.7, 0.1, 0.6), "nixl-push": measured(0.4, 0.4, 0.4)}
-    shares = results.ratios()
-    assert shares["nixl"] == pytest.approx({"over_bare": 0.6, "over_prefill": 0.1 / 0.5})
-    assert shares["nixl-push"]["over_prefill"] is None, "a share of less than nothing says nothing"
+    assert [one.samples.get(serving.PER_S) for one in results.values()] == [[1.0] * 3, [1.0], None]
+    assert [one.problem.partition(";")[0] for one in results.values()] == [
+        "",
+        "failed in turn 2: no tokens",
+        "failed in turn 1: no tokens",
+    ]
 
 
 # ---- one answer

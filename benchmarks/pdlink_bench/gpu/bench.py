@@ -20,8 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .figures import Figure, Run, table
-from .plan import CASES, MAPPED, UCX
+from .figures import CASES, MAPPED, UCX, Figure, Run, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

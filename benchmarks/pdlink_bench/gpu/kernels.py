@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +11,6 @@ import torch
 from pdlink.cuda import ops
 
 from .figures import Figure
-from .timing import called_s, device_s, host_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +19,7 @@ LAYERS, TOKENS, BLOCK_TOKENS, HEADS, HEAD_DIM = 32, 8192, 16, 8, 128
 POOL_BLOCKS = 2 * TOKENS // BLOCK_TOKENS
 """Twice what is used, so that the pages lie scattered."""
 COPY = "device-to-device copy"
+REPEATS = 21
 
 
 def run() -> list[Figure]:
@@ -108,3 +110,45 @@ def scattered_slots(device: torch.device) -> torch.Tensor:
     """Of TOKENS tokens, block by block, the blocks anywhere in the pool."""
     blocks = torch.randperm(POOL_BLOCKS)[: TOKENS // BLOCK_TOKENS]
     return (blocks[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)).flatten().to(device)
+
+
+def device_s(work: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Seconds the device needs for `work`: it is captured once, and replays are timed by events around each.
+
+    Timed call by call, the time that Python takes before a launch would be counted as the kernel's.
+    """
+    for _ in range(3):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return called_s(graph.replay, repeats)
+
+
+def called_s(work: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Seconds between the device's beginning and end of `work`, with whatever the host does in between."""
+    for _ in range(3):
+        work()
+    times = []
+    for _ in range(repeats):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        before.record()
+        work()
+        after.record()
+        after.synchronize()
+        times.append(float(before.elapsed_time(after)) / 1e3)
+    return statistics.median(times)
+
+
+def host_s(work: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Seconds the host is busy with one call of `work`, which the device may finish later."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return statistics.median(times)
