@@ -156,7 +156,10 @@ def _fits(kind: type[BaseModel], data: Mapping[str, Any]) -> bool:
         field = kind.model_fields.get(name)
         if field is None:
             return False
-        if value is not None and isinstance(value, dict) != (_section_of(field) is not None or _holds_keys(field)):
+        holds = _section_of(field) is not None or _holds_keys(field)
+        if value is None or (holds and str in get_args(field.annotation)):
+            continue
+        if isinstance(value, dict) != holds:
             return False
     return True
 

@@ -8,6 +8,8 @@ from pydantic import Field, field_validator, model_validator
 
 from pdlink.config.section import Port, Seconds, Section, in_pairs, no_use
 
+DEFAULT_POLICY = "least_loaded"
+
 
 class ProxyConfig(Section):
     """The router in front of the two pools."""
@@ -40,8 +42,11 @@ class ProxyConfig(Section):
     control: dict[str, tuple[str, ...]] = {}
     """Dialect vllm: by base URL of a prefill worker, the address its connector listens on ("tcp://10.0.0.1:8101"), or
     a list with one for each tensor parallel rank. Workers of pdlink's own engine say it themselves."""
-    policy: Literal["round_robin", "least_loaded"] = "least_loaded"
-    """Who gets a leg: each worker in turn, or the one with the least to do."""
+    policy: str | dict[Literal["prefill", "decode"], str] = DEFAULT_POLICY
+    """How workers are chosen, for both legs or each: `round_robin`; `least_loaded` (fewest tokens to do);
+    `power_of_two` (the less loaded of two, for many routers); `consistent_hash` (equal beginnings of prompts to one
+    worker); `session` (by header X-Session-Id or `user`); `prefix` (where most of the prompt was sent before); `cost`
+    (where the first token is expected soonest); or `path.to.module:Class`, a policy of your own."""
     retries: int = Field(default=1, ge=0)
     """New attempts, each with a new transfer id and other workers where there are some, before the first token."""
     on_no_prefill: Literal["fail", "decode_only"] = "decode_only"
@@ -66,6 +71,10 @@ class ProxyConfig(Section):
     """Open connections to workers; 0 sets no limit."""
     drain_s: Seconds = 10.0
     """How long a proxy that was told to stop lets running requests finish."""
+
+    def policy_of(self, leg: Literal["prefill", "decode"]) -> str:
+        """The name of one leg's policy."""
+        return self.policy if isinstance(self.policy, str) else self.policy.get(leg, DEFAULT_POLICY)
 
     @field_validator("control", mode="before")
     @classmethod

@@ -25,6 +25,7 @@ from .dialects import DIALECTS
 from .exchange import Exchange, Shared
 from .metrics import Metrics
 from .openai import CHAT, COMPLETIONS, BadField, Call, error_body, parse
+from .placement import Placer
 from .pools import Pools, State, watch
 from .steps import Leg
 from .upstream import Asking, open_session
@@ -46,7 +47,8 @@ class Router:
         self.config = config
         self.dialect = DIALECTS[config.dialect]
         self.api_keys = api_keys(config)
-        self.pools = Pools(config.prefill, config.decode, config.policy, config.control)
+        placer = Placer(config.policy_of("prefill"), config.policy_of("decode"))
+        self.pools = Pools(config.prefill, config.decode, placer, config.control)
         self._worker_headers = worker_headers(config, bearer=self.dialect.key_as_bearer)
         self.metrics = Metrics()
         self.started = int(time.time())

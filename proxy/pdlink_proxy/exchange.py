@@ -24,11 +24,15 @@ from pdlink.protocol import kv_path, reasons
 
 from .dialects import Attempt
 from .flow import Flow, Limits
+from .openai import wanted
+from .placement import Refused
+from .pools import Choice
 from .sse import before_done
 from .steps import (
     Answered,
     Blame,
     CancelLeg,
+    Chunk,
     ClientLeft,
     EndStream,
     Event,
@@ -130,7 +134,10 @@ class Exchange:
         keyed = not (shared.dialect.key_as_bearer and "Authorization" in headers)
         self._flow = Flow(limits, self._started_s, shared.dialect.rules, request_id=request_id, keyed=keyed)
         self._runs: dict[tuple[int, Leg], _LegRun] = {}
+        self._wanted = wanted(call, request.headers.get("X-Session-Id"))
         self._chosen: tuple[Worker | None, Worker] | None = None
+        self._cached_tokens = 0
+        """Of the prompt, expected at the chosen prefill worker."""
         self._transfer_id = ""
         """Of the newest attempt."""
         self._kv: str | None = None
@@ -283,23 +290,23 @@ class Exchange:
                 worker.poke.set()  # the engine may be dead while the HTTP server still answers
 
     def _place(self, action: Place) -> Placed | Unplaced:
-        shared, model = self._shared, self._call.model
-        prefill, decode, refused = shared.pools.choose(model, action.avoid)
+        shared = self._shared
+        whole = shared.dialect.whole(self._call)
+        self._wanted.avoid = action.avoid
+        needs_prefill = shared.config.on_no_prefill == "fail" and not whole
+        choice = shared.pools.choose(self._wanted, needs_prefill=needs_prefill, full=True)
+        if not isinstance(choice, Choice):
+            return Unplaced(choice.reason, isinstance(choice, Refused))
+        prefill, decode, self._cached_tokens, refused = choice
         self._kv = None
         self._decode_spoke.clear()
-        if decode is None:
-            barred = shared.pools.barred(Leg.DECODE)
-            return Unplaced(f"no healthy decode worker for model {model!r}; see /health", barred)
-        if shared.dialect.whole(self._call):
+        if whole:
             prefill = None
             self._kv = kv_path.recomputed("prompt_only_decode")
         elif refused is not None:
             self._kv = kv_path.recomputed(reasons.refused_code(refused.factor))
             self._count_fallback("decode_only", "no pair of workers fits together")
         elif prefill is None:
-            if shared.config.on_no_prefill == "fail":
-                barred = shared.pools.barred(Leg.PREFILL)
-                return Unplaced(f"no healthy prefill worker for model {model!r}; see /health", barred)
             self._kv = kv_path.recomputed("no_prefill")
             self._count_fallback("decode_only", "no healthy prefill worker")
         elif action.alone or (prefill.key in action.avoid and shared.config.on_no_prefill == "decode_only"):
@@ -367,7 +374,23 @@ class Exchange:
             on_head=on_head,
         )
 
+        tokens = self._wanted.total_tokens
+        if leg is Leg.PREFILL:
+            tokens = max(1, self._wanted.num_tokens - self._cached_tokens)
+        work = shared.pools.sent(self._wanted, worker, tokens, self._loop.time())
+        done = False
+
+        def finish(*, served: bool) -> None:
+            nonlocal done
+            if not done:
+                done = True
+                work.finished(tokens, self._loop.time(), served=served)
+
         async def say(event: Event) -> None:
+            if leg is Leg.PREFILL or not isinstance(event, Chunk):  # prefill has nothing to do after its first token
+                finish(
+                    served=not isinstance(event, Lost) and not (isinstance(event, Answered) and event.status >= 300)
+                )
             if isinstance(event, Answered) and leg is Leg.DECODE and head:
                 self._note_kv(head, event.body)
             forward = self._happen(event)
@@ -383,6 +406,7 @@ class Exchange:
         def ended(task: asyncio.Task[None]) -> None:
             worker.in_flight -= 1
             in_flight.dec()
+            finish(served=False)
             if run.timer is not None:
                 run.timer.cancel()
             if not task.cancelled() and (error := task.exception()) is not None:

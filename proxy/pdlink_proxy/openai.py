@@ -14,6 +14,7 @@ import msgspec
 from pdlink import errors
 from pdlink.errors import InvalidRequest, PdlinkError
 
+from .fleet import UNKNOWN_ANSWER_TOKENS, PlacementRequest, count_tokens
 from .sse import DONE
 
 if TYPE_CHECKING:
@@ -79,6 +80,28 @@ def parse(path: str, data: bytes) -> Call:
     seed = _field(fields, "seed", int, "an integer")
     fields.pop(KV_PARAMS, None)
     return Call(path, model, streaming, seed, fields, msgspec.json.encode(fields))
+
+
+def wanted(call: Call, session: str | None) -> PlacementRequest:
+    """What placement must know of a request. session: the client's header; otherwise its `user` counts."""
+    prompt = bytes(call.fields[_INPUT_FIELDS[call.path][0]])
+    limit = _said(call, "max_completion_tokens", int) or _said(call, "max_tokens", int)
+    return PlacementRequest(
+        call.model,
+        count_tokens(prompt),
+        UNKNOWN_ANSWER_TOKENS if limit is None else max(0, limit),
+        prompt,
+        _said(call, "cache_salt", str) or "",
+        session or _said(call, "user", str) or "",
+    )
+
+
+def _said(call: Call, name: str, kind: type[_T]) -> _T | None:
+    """The value of a field, whose other types are the worker's to judge."""
+    try:
+        return _field(call.fields, name, kind, "")
+    except BadField:
+        return None
 
 
 def error_body(message: str, *, kind: str, code: str, param: str | None = None) -> bytes:
@@ -160,7 +183,7 @@ def stream_error(message: str, *, code: str) -> bytes:
 _T = TypeVar("_T")
 
 
-def _field(fields: dict[str, msgspec.Raw], name: str, kind: type[_T], wanted: str) -> _T | None:
+def _field(fields: Mapping[str, msgspec.Raw], name: str, kind: type[_T], wanted: str) -> _T | None:
     """The value of one small field; None if it is absent or null."""
     raw = fields.get(name)
     if raw is None or bytes(raw) == b"null":

@@ -21,13 +21,14 @@ from pdlink.errors import ConfigError, WorkerKeyRefused
 from pdlink.events import PeerChanged, emit
 
 from .dialects import Health, Known, PrefillAddress
-from .policies import POLICIES, Candidate, choose_pair
+from .fleet import Fleet, PlacementRequest, WorkerState, compare
+from .placement import Placed, Placer, Queued, Refused
 from .refusals import Refusals
 from .steps import Leg
 from .upstream import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Set
+    from collections.abc import Iterable, Mapping
 
     from .dialects import Dialect
     from .refusals import RefusedPair
@@ -41,6 +42,9 @@ _SILENCES_UNTIL_UNREACHABLE = 2
 QUIET_S = 10.0
 """No warning about unreachable workers for this long after the proxy's start (workers may still load their models),
 and after a worker reports that it drains."""
+
+_COMPARE_S = 0.5
+"""Between two comparisons of the workers' speeds."""
 
 _MAX_REASON_CHARS = 400
 _MAX_NAME_CHARS = 256
@@ -86,6 +90,8 @@ class Worker:
     """Set it to ask for health now."""
     quiet_until_s: float = field(default_factory=lambda: time.monotonic() + QUIET_S)
     """Until then its absence is expected."""
+    work: WorkerState = field(default_factory=lambda: WorkerState(""))
+    """What this incarnation has to do."""
     _silences: int = 0
     _warned_s: float | None = None
     """time.monotonic of the warning, until the worker is back."""
@@ -209,7 +215,7 @@ class Pools:
         self,
         prefill: Iterable[str],
         decode: Iterable[str],
-        policy: str,
+        placer: Placer,
         control: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         """control: addresses by URL of the prefill worker.
@@ -226,8 +232,8 @@ class Pools:
         }
         if where:
             raise ConfigError(f"control: {', '.join(where)} is not listed under prefill")
-        self._policy = POLICIES[policy]
-        self._turn = 0
+        self._placer = placer
+        self._compared_s = 0.0
         self.refusals = Refusals()
         self._alone: RefusedPair | None = None
         """Why decode works alone although prefill is healthy; logged once."""
@@ -257,6 +263,7 @@ class Pools:
         """A worker's health has been updated."""
         other = Leg.DECODE if worker.side is Leg.PREFILL else Leg.PREFILL
         self.refusals.heard(worker, self.workers[other])
+        self._update(worker)
         if self._alone is not None and self.refusals.known(self._alone.prefill, self._alone.decode) is None:
             self._tell_alone(None)
 
@@ -269,32 +276,50 @@ class Pools:
         for worker in self.all:
             worker.quiet_until_s = float("inf")
 
-    def choose(self, model: str, avoid: Set[str]) -> Choice:
-        """A pair for a request; None for a side without a usable worker of that model."""
-        prefill, decode = self.usable(Leg.PREFILL, model), self.usable(Leg.DECODE, model)
-        turn, self._turn = self._turn, self._turn + 1
-        chosen = choose_pair(
-            self._policy,
-            [_candidate(worker) for worker in prefill],
-            [_candidate(worker) for worker in decode],
-            avoid=avoid,
-            turn=turn,
-            **({"fits": self._fits(prefill, decode)} if len(self.refusals) else {}),
-        )
-        choice = Choice(_of(chosen[0], prefill), _of(chosen[1], decode))
-        if not prefill or choice.decode is None:
-            return choice
-        if choice.prefill is not None:
-            if not self.refusals.try_again(choice.prefill, choice.decode):
-                self._tell_alone(None)
-            return choice
-        refused = self.refusals.known(prefill[0], choice.decode)
-        self._tell_alone(refused)
-        return choice._replace(refused=refused)
+    def _update(self, worker: Worker) -> None:
+        """What a worker has said of its load."""
+        work, said = worker.work, worker.health
+        if work.key != worker.key:
+            self._placer.forget(work.key)
+            worker.work = work = WorkerState(worker.key)
+        if said is None:
+            return
+        free = said.free_blocks * said.block_tokens if said.free_blocks is not None and said.block_tokens else None
+        work.heard(work.requests if said.running is None else said.running + (said.waiting or 0), free)
+        if time.monotonic() - self._compared_s > _COMPARE_S:
+            self._compared_s = time.monotonic()
+            for side in Leg:
+                compare([each.work for each in self.workers[side]])
 
-    def _fits(self, prefill: list[Worker], decode: list[Worker]) -> Callable[[Candidate, Candidate], bool]:
-        workers = {worker.key: worker for worker in (*prefill, *decode)}
-        return lambda one, other: self.refusals.between(workers[one.key], workers[other.key]) is None
+    def choose(self, request: PlacementRequest, *, needs_prefill: bool, full: bool) -> Choice | Queued | Refused:
+        """A pair for a request. full: see `Placer.place`."""
+        prefill, decode = self.usable(Leg.PREFILL, request.model), self.usable(Leg.DECODE, request.model)
+        fleet = Fleet(
+            [worker.work for worker in prefill],
+            [worker.work for worker in decode],
+            self.refusals.now() if len(self.refusals) else frozenset(),
+            frozenset() if prefill and decode else frozenset(side.value for side in Leg if self.barred(side)),
+            needs_prefill,
+        )
+        placed = self._placer.place(request, fleet, full=full)
+        if not isinstance(placed, Placed):
+            return placed
+        to = next(worker for worker in decode if worker.work is placed.decode)
+        if placed.prefill is not None:
+            one = next(worker for worker in prefill if worker.work is placed.prefill)
+            if not self.refusals.try_again(one, to):
+                self._tell_alone(None)
+            return Choice(one, to, placed.cached_tokens)
+        refused = self.refusals.known(prefill[0], to) if placed.misfit else None
+        if placed.misfit:
+            self._tell_alone(refused)
+        return Choice(None, to, refused=refused)
+
+    def sent(self, request: PlacementRequest, worker: Worker, tokens: int, now: float) -> WorkerState:
+        """A leg with so many tokens to do leaves for the worker; the caller says when it is `finished`."""
+        self._placer.sent(request, worker.side.value, worker.work)
+        worker.work.sent(tokens, now)
+        return worker.work
 
     def _tell_alone(self, refused: RefusedPair | None) -> None:
         if refused is not None and self._alone is None:
@@ -308,18 +333,11 @@ class Choice(NamedTuple):
     """Workers for a request."""
 
     prefill: Worker | None
-    decode: Worker | None
+    decode: Worker
+    cached_tokens: int = 0
+    """Of the prompt, expected at the prefill worker."""
     refused: RefusedPair | None = None
     """Why there is no prefill although a prefill worker is healthy."""
-
-
-def _candidate(worker: Worker) -> Candidate:
-    said = worker.health
-    return Candidate(worker.key, worker.in_flight + ((said.running or 0) + (said.waiting or 0) if said else 0))
-
-
-def _of(candidate: Candidate | None, workers: list[Worker]) -> Worker | None:
-    return next((worker for worker in workers if candidate and worker.key == candidate.key), None)
 
 
 def _base_urls(side: str, urls: Iterable[str]) -> list[str]:

@@ -116,10 +116,10 @@ class Refusals:
         """The refusal of this pair, if any."""
         return self._pairs.get(_key(prefill, decode))
 
-    def between(self, prefill: Worker, decode: Worker) -> RefusedPair | None:
-        """The refusal of this pair, if it is to be avoided now."""
-        pair = self._pairs.get(_key(prefill, decode))
-        return pair if pair is not None and time.monotonic() < pair.until_s else None
+    def now(self) -> frozenset[tuple[str, str]]:
+        """Keys of the pairs to be avoided now."""
+        now = time.monotonic()
+        return frozenset((pair.prefill.key, pair.decode.key) for pair in self if now < pair.until_s)
 
     def try_again(self, prefill: Worker, decode: Worker) -> bool:
         """The pair gets a request. True if it is refused: no other request follows until the pause is over."""

@@ -41,6 +41,7 @@ VALUES: dict[str, Any] = {
     "timeouts.lease_s": 20.0,
     "memory_fraction": 0.5,
     "control": {"http://a:1": ["tcp://a:2"]},
+    "policy": {"prefill": "prefix"},
     "transport.verify": "all",
     "transport.sharing.part_nbytes": 1024,
     "transport.sharing.peer_window_nbytes": 8 * 2**20,

@@ -1,4 +1,4 @@
-"""The small pure parts: event boundaries, request and error shapes, policies."""
+"""The small pure parts: event boundaries, request and error shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pdlink import errors
 from pdlink_proxy.dialects import Attempt, PrefillAddress
 from pdlink_proxy.dialects.own import PDLINK
 from pdlink_proxy.openai import CHAT, COMPLETIONS, BadField, error_code, parse, stream_error
-from pdlink_proxy.policies import Candidate, choose_pair, least_loaded, round_robin
 from pdlink_proxy.sse import EventBuffer, EventTooLong, has_error, is_done, problem_of
 
 
@@ -136,42 +135,6 @@ def test_any_error_document_has_a_code(body: bytes) -> None:
 def test_codes_of_workers_that_stop_or_are_full_reach_the_client() -> None:
     for error in (errors.Draining, errors.Overloaded, errors.PoolExhausted):
         assert error_code(msgspec.json.encode({"error": {"code": error.code}})) == error.code
-
-
-def candidates(*loads: int) -> list[Candidate]:
-    return [Candidate(f"w{i}", load) for i, load in enumerate(loads)]
-
-
-def test_round_robin_takes_each_in_turn() -> None:
-    assert [round_robin(candidates(9, 0, 0), turn).key for turn in range(6)] == ["w0", "w1", "w2"] * 2
-
-
-def test_least_loaded_rotates_among_equals_only() -> None:
-    assert [least_loaded(candidates(1, 2, 1), turn).key for turn in range(4)] == ["w0", "w2"] * 2
-
-
-def test_avoided_workers_are_taken_only_without_another() -> None:
-    pools = candidates(0, 0), candidates(0)
-    for turn in range(3):
-        prefill, decode = choose_pair(round_robin, *pools, avoid={"w0"}, turn=turn)
-        assert prefill is not None
-        assert decode is not None
-        assert (prefill.key, decode.key) == ("w1", "w0")
-    assert choose_pair(round_robin, [], [], avoid=set(), turn=3) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("num_prefill", "num_decode"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (2, 4), (3, 3), (4, 2), (4, 6)]
-)
-def test_round_robin_pairs_everyone_with_everyone_evenly(num_prefill: int, num_decode: int) -> None:
-    """In lock step, one bad worker on each side would spoil every pair."""
-    pools = candidates(*[0] * num_prefill), candidates(*[0] * num_decode)
-    rounds = num_prefill * num_decode * 4
-    pairs = [choose_pair(round_robin, *pools, avoid=set(), turn=turn) for turn in range(rounds)]
-    assert len(set(pairs)) == num_prefill * num_decode
-    for side, num in ((0, num_prefill), (1, num_decode)):
-        counts = [sum(pair[side] == candidate for pair in pairs) for candidate in pools[side]]
-        assert counts == [rounds // num] * num
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first event", "later event"])

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from pdlink.config import ProxyConfig
 from pdlink.errors import ConfigError
+from pdlink_proxy.app import build_app
 from pdlink_proxy.dialects import Health
 from pdlink_proxy.dialects.own import read_health
+from pdlink_proxy.placement import Placer
 from pdlink_proxy.pools import Pools, State, Worker
 from pdlink_proxy.steps import Leg
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
@@ -112,7 +115,7 @@ def test_another_epoch_is_another_incarnation_which_nobody_avoids() -> None:
 @pytest.mark.parametrize("urls", [["10.0.0.1:8000"], ["http://a", "http://a/"], ["ftp://a"]])
 def test_urls_that_cannot_be_meant_are_refused(urls: list[str]) -> None:
     with pytest.raises(ConfigError, match="prefill"):
-        Pools(urls, [], "round_robin")
+        Pools(urls, [], Placer("round_robin", "round_robin"))
 
 
 # ---- through the proxy
@@ -234,3 +237,32 @@ async def test_requests_go_to_workers_of_their_model(prefills: list[FakeWorker],
     async with proxy_of(prefills, decodes, settled=False) as proxy:
         await until(lambda: states(proxy)[2:] == [State.OK, State.UNREACHABLE])
         assert await status_of(proxy, model="other") == 503, "the worker that never answered may hold it"
+
+
+async def test_each_leg_may_have_a_policy_of_its_own(prefills: list[FakeWorker], decodes: list[FakeWorker]) -> None:
+    policy = {"prefill": "prefix", "decode": "round_robin"}
+    async with proxy_of(prefills, decodes, policy=policy) as proxy:
+        for turn in range(4):
+            async with proxy.post(prompt="once upon a time " * 200 + str(turn)) as response:
+                assert response.status == 200
+        assert sorted(len(worker.received) for worker in prefills) == [0, 4]
+        assert [len(worker.received) for worker in decodes] == [2, 2]
+
+
+async def test_what_a_worker_has_to_do_is_known_while_it_does_it(prefill: FakeWorker, decode: FakeWorker) -> None:
+    decode.gates = {1: asyncio.Event()}
+    async with proxy_of([prefill], [decode]) as proxy:
+        one, other = (worker.work for worker in proxy.router.pools.all)
+        running = asyncio.create_task(proxy.stream(prompt=list(range(100)), max_tokens=10))
+        await until(lambda: prefill.received != [] and one.requests == 0, "prefill's token")
+        assert (other.requests, other.tokens) == (1, 110)
+        decode.gates[1].set()
+        await running
+        await until(lambda: other.requests == 0)
+        assert one.tokens == other.tokens == 0
+        assert one.tokens_per_s
+
+
+def test_a_policy_that_nobody_has_is_refused_at_start() -> None:
+    with pytest.raises(ConfigError, match="policy: got 'fastest'"):
+        build_app(ProxyConfig(policy={"prefill": "fastest"}))

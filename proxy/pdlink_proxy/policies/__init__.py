@@ -1,0 +1,1 @@
+"""Policies: which of several workers gets a leg."""

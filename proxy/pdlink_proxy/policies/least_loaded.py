@@ -1,0 +1,17 @@
+"""The worker with the fewest tokens to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .base import Pick, Policy, least
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..fleet import PlacementRequest, WorkerState
+
+
+class LeastLoaded(Policy):
+    def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
+        return Pick(least(workers, turn))

@@ -1,0 +1,34 @@
+"""The worker that has the most of the prompt, as long as it is not overloaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .base import Pick, Policy, least, within
+from .prefix_index import PrefixIndex
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..fleet import PlacementRequest, WorkerState
+
+BOUND = 1.25
+"""Times the mean load."""
+
+
+class Prefix(Policy):
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+
+    def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
+        allowed = within(workers, BOUND, request.num_tokens)
+        cached = self.index.cached_tokens(request, allowed)
+        most = max(cached)
+        equal = [worker for worker, tokens in zip(allowed, cached, strict=True) if tokens == most]
+        return Pick(least(equal, turn), most)
+
+    def placed(self, request: PlacementRequest, worker: WorkerState) -> None:
+        self.index.note(request, worker)
+
+    def forget(self, key: str) -> None:
+        self.index.forget(key)

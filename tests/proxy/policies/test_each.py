@@ -1,0 +1,167 @@
+"""What each policy is for."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from pdlink_proxy.fleet import PlacementRequest, compare, count_tokens
+from pdlink_proxy.policies.prefix_index import PrefixIndex
+from pdlink_proxy.policies.registry import make_policy
+from tests.proxy.policies.fleets import pool, request, worker
+
+
+def test_round_robin_takes_each_in_turn() -> None:
+    policy, workers = make_policy("round_robin"), pool(9, 0, 0)
+    picked = [policy.pick(request(), workers, turn).worker for turn in range(6)]
+    assert picked == workers * 2
+
+
+def test_least_loaded_rotates_among_equals_only() -> None:
+    policy, workers = make_policy("least_loaded"), pool(1, 2, 1)
+    picked = [policy.pick(request(), workers, turn).worker for turn in range(4)]
+    assert picked == [workers[0], workers[2]] * 2
+
+
+def test_load_is_tokens_and_not_requests() -> None:
+    many, one = worker("many"), worker("one", 5000)
+    for _ in range(10):
+        many.sent(10, 0.0)
+    assert make_policy("least_loaded").pick(request(), [many, one], 0).worker is many
+
+
+def test_requests_of_others_count_as_requests_of_mean_length() -> None:
+    busy = worker("busy", 100)
+    busy.heard(4, None)
+    assert (busy.foreign, busy.load) == (3, 400)
+    busy.finished(100, 1.0, served=True)
+    assert busy.load == 300
+
+
+def test_power_of_two_never_takes_the_most_loaded_of_the_pool() -> None:
+    policy, workers = make_policy("power_of_two"), pool(1, 2, 3, 4)
+    picked = Counter(policy.pick(request(), workers, turn).worker.key for turn in range(1200))
+    assert [picked[each.key] for each in workers] == pytest.approx([600, 400, 200, 0], abs=80)
+
+
+def test_a_worker_that_leaves_moves_only_its_own_prompts() -> None:
+    policy, workers = make_policy("consistent_hash"), pool(*[0] * 5)
+    before = {key: policy.pick(request(key), workers, 0).worker for key in range(500)}
+    after = {key: policy.pick(request(key), workers[:-1], 1).worker for key in range(500)}
+    assert {key for key in before if before[key] is not after[key]} == {
+        key for key in before if before[key] is workers[-1]
+    }
+
+
+def test_a_restarted_worker_keeps_its_share_of_the_prompts() -> None:
+    policy = make_policy("consistent_hash")
+    before = [policy.pick(request(key), pool(0, 0, 0), 0).worker.key for key in range(50)]
+    again = [worker(f"http://w{i}#e2") for i in range(3)]
+    after = [policy.pick(request(key), again, 0).worker.key for key in range(50)]
+    assert [key.replace("#e1", "#e2") for key in before] == after
+
+
+@pytest.mark.parametrize(("name", "bound"), [("consistent_hash", 1.25), ("session", 2.0), ("prefix", 1.25)])
+def test_a_popular_prompt_does_not_overload_its_worker(name: str, bound: float) -> None:
+    policy, workers = make_policy(name), pool(*[0] * 4)
+    for turn in range(200):
+        wanted = request(1, 2, session="s")
+        pick = policy.pick(wanted, workers, turn)
+        policy.placed(wanted, pick.worker)
+        pick.worker.sent(200, 0.0)
+        mean = sum(each.load for each in workers) / len(workers)
+        assert max(each.load for each in workers) <= bound * mean + 200
+
+
+def test_a_session_stays_and_requests_without_one_go_where_least_is_to_do() -> None:
+    policy, workers = make_policy("session"), pool(30, 20, 10)
+    assert len({policy.pick(request(turn, session="s"), workers, turn).worker.key for turn in range(20)}) == 1
+    assert policy.pick(request(1), workers, 0).worker is workers[2]
+
+
+@pytest.mark.parametrize("name", ["prefix", "cost"])
+def test_a_prompt_that_continues_goes_where_its_beginning_is(name: str) -> None:
+    policy, workers = make_policy(name), pool(0, 0, 0)
+    policy.placed(request(1, 2, 3), workers[1])
+    pick = policy.pick(request(1, 2, 3, 4, 5), workers, 0)
+    assert pick == (workers[1], 300)
+    assert policy.pick(request(1, 9), workers, 0).cached_tokens == 100
+    assert policy.pick(request(9, 1), workers, 0).cached_tokens == 0
+
+
+def test_cost_leaves_a_cached_prefix_when_waiting_takes_longer_than_computing() -> None:
+    policy, workers = make_policy("cost"), pool(0, 0)
+    policy.placed(request(1, 2, 3), workers[0])
+    workers[0].sent(250, 0.0)
+    assert policy.pick(request(1, 2, 3), workers, 0).worker is workers[0]
+    workers[0].sent(100, 0.0)
+    assert policy.pick(request(1, 2, 3), workers, 0) == (workers[1], 0)
+
+
+def test_cost_gives_a_slow_worker_less() -> None:
+    workers = pool(0, 0, 0)
+    for each, seconds in zip(workers, (1.0, 1.05, 4.0), strict=True):
+        each.sent(1000, 0.0)
+        each.finished(1000, seconds, served=True)
+    compare(workers)
+    assert workers[2].tokens_per_s == 250
+    assert workers[0].slowness == workers[1].slowness or workers[0].slowness < 1
+    assert workers[2].slowness > 2
+    policy = make_policy("cost")
+    for turn in range(300):
+        policy.pick(request(), workers, turn).worker.sent(100, 0.0)
+    assert workers[2].requests < 60
+
+
+def test_time_without_work_does_not_make_a_worker_slow() -> None:
+    each = worker("w")
+    for start in (0.0, 100.0, 200.0):
+        each.sent(1000, start)
+        each.finished(1000, start + 1, served=True)
+    assert each.tokens_per_s == pytest.approx(1000)
+
+
+@pytest.mark.parametrize("max_keys", [200, 1000])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_index_finds_the_longest_prefix_it_holds_and_stays_bounded(seed: int, max_keys: int) -> None:
+    rng = random.Random(seed)
+    index, workers = PrefixIndex(max_keys=max_keys, max_worker_keys=100), pool(0, 0, 0)
+    for _ in range(300):
+        first = rng.randrange(6)
+        wanted = request(*[(first, i) for i in range(rng.randrange(1, 40))])  # type: ignore[arg-type]
+        each = rng.choice(workers)
+        index.note(wanted, each)
+        assert len(index) <= max_keys
+        assert len(index) == sum(len(held) for held in index._of.values())
+        for other in workers:
+            held = index._of.get(other.key, ())
+            longest = 0
+            while longest < len(wanted.keys) and wanted.keys[longest] in held:
+                longest += 1
+            assert index.cached_tokens(wanted, [other]) == [100 * longest]
+        if max_keys == 1000:
+            assert index.cached_tokens(wanted, [each]) == [wanted.num_tokens], "the newest is held whole"
+
+
+def keys_of(prompt: bytes, **more: str) -> list[object]:
+    return list(PlacementRequest(more.pop("model", "m"), 1, prompt=prompt, **more).keys)  # type: ignore[arg-type]
+
+
+def test_prompts_share_the_keys_of_the_beginning_they_share() -> None:
+    text = b'"' + b"x" * 5000
+    assert len(keys_of(text + b'"')) == 4
+    assert keys_of(text + b'"')[:4] == keys_of(text + b" and more" * 500 + b'"')[:4]
+    assert not set(keys_of(text)) & set(keys_of(text.replace(b"x", b"y")))
+    ids = ",".join(map(str, range(1000)))
+    assert keys_of(f"[{ids}]".encode()) == keys_of(f"[ {ids.replace(',', ', ')}, 7]".encode())[:3]
+    for more in ({"salt": "s"}, {"model": "n"}):
+        assert not set(keys_of(text)) & set(keys_of(text, **more)), "others cannot see what is here"
+
+
+def test_a_prompt_that_is_none_has_no_keys() -> None:
+    for prompt in (b"[1, -1]", b'[1, "a"]', b'["a", "b"]', b"[[1], [2]]", b"[]", b'""', b"[99999999999]"):
+        assert keys_of(prompt) == []
+        assert count_tokens(prompt) >= 1
+    assert count_tokens(b"[5,6, 7]") == 3
