@@ -39,6 +39,11 @@ class PrefillLeg:
         self.outgoing.done.then(self._on_done)
         self.outgoing.released.then(engine.wake)
 
+    def submitted(self) -> None:
+        """The engine has the request now. It has missed a failure that came before: repeat it."""
+        if self.outgoing.error is not None:
+            self._on_done()
+
     def left(self) -> None:
         """The client has gone: nobody waits for a token that still waits for the receiver."""
         if self._stream.holds:

@@ -170,7 +170,7 @@ class Worker:
                 del self._running[request_id]
             self.port.ended(request_id, error.code)
             raise
-        if isinstance(leg, DecodeLeg):
+        if leg is not None:
             leg.submitted()
         return stream
 

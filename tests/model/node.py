@@ -366,8 +366,7 @@ class Node:
             raise Violation(f"{request.transfer_id}: {self.name} took it a second time")
         self.legs[request.transfer_id] = request.leg
         self.engine.requests[request.transfer_id] = request
-        if isinstance(request.leg, DecodeLeg):
-            request.leg.submitted()
+        request.leg.submitted()
 
     def holds(self, transfer_id: str) -> set[int]:
         """Blocks that the endpoint keeps for this transfer."""

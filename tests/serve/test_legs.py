@@ -6,7 +6,8 @@ import asyncio
 import json
 import re
 import threading
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -15,12 +16,17 @@ from hypothesis import strategies as st
 from pdlink.config import ModelConfig, TimeoutConfig
 from pdlink.engine.tiny import END_TOKEN_ID, SPECIAL_TOKENS
 from pdlink.errors import TransferFailed
-from pdlink.serve.legs import recomputed
-from tests.endpoint.conftest import until
+from pdlink.node.node import Node
+from pdlink.node.port import EnginePort
+from pdlink.serve.legs import PrefillLeg, recomputed
+from pdlink.serve.stream import Stream
+from tests.endpoint.conftest import layout, until
 from tests.serve.pair import WAIT_S, Reply, Script, WorkerPair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from pdlink.engine.engine import Engine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NEVER = "\N{SNOWMAN}"
@@ -205,6 +211,30 @@ def test_prefill_that_waits_for_decode_hears_that_it_will_not_come(patient: Work
         assert "gone" in json.loads(reply.body)["error"]["message"]
 
     patient.run(ask())
+
+
+def test_prefill_whose_transfer_failed_before_its_engine_had_the_request_is_aborted() -> None:
+    """The engine ignores an abort of a request that it does not know yet."""
+    aborted: list[str] = []
+    engine = cast("Engine", SimpleNamespace(abort=aborted.append, wake=lambda: None))
+
+    async def items() -> tuple[list[str], TransferFailed | None]:
+        stream = Stream("r", 3, WAIT_S)
+        with Node("prefill", layout(4)) as node:
+            leg = PrefillLeg(stream, "t", engine, EnginePort(node))
+            node.other_side_failed("t", "gone")
+            assert await asyncio.to_thread(leg.outgoing.released.wait, WAIT_S)
+            before = list(aborted)
+            leg.submitted()
+            stream.put(None)
+        assert aborted == [*before, "r"]
+        with pytest.raises(TransferFailed, match="gone"):
+            _ = [token async for token in stream]
+        return before, stream.failure
+
+    before, failure = asyncio.run(items())
+    assert before == ["r"]
+    assert failure is not None
 
 
 def test_client_that_leaves_while_prefills_token_waits_frees_its_blocks(patient: WorkerPair) -> None:
