@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_SCHEMES = ("redis", "valkey", "rediss", "valkeys", "unix")
+SCHEMES = ("redis", "valkey", "rediss", "valkeys", "unix")
 _TLS_FILES = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
 
 

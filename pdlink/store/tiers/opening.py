@@ -1,0 +1,71 @@
+"""Tiers by the URL or path that settings give."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+
+from pdlink.errors import ConfigError
+
+from .resp_server import SCHEMES
+from .shared_dir import SharedDir
+from .valkey import Valkey
+
+if TYPE_CHECKING:
+    from .base import Tier
+
+_VERBS = ("name", "nbytes", "capacity_nbytes", "contains", "get", "put", "remove", "clear", "close")
+_LIMIT = "limit file:///DIRECTORY, redis://HOST and its kin, or path.to.module:name"
+
+
+def open_tier(url: str, namespace: str) -> Tier:
+    """A tier that others may share.
+
+    url: file:///DIRECTORY[?max_size=GIB], a directory that nodes mount; a server as in `resp_server.Server`, with
+    ttl_s, timeout_s and connections in its query; or path.to.module:name, which is called with the namespace.
+    namespace: digest of what the bytes of records depend on.
+    Raises ConfigError for anything else, without repeating a URL, which may hold a password.
+    """
+    scheme = urlsplit(url).scheme
+    if scheme == "file":
+        parts = urlsplit(url)
+        (max_size,), rest = _taken(url, max_size=0.0)
+        if rest != parts._replace(query="").geturl() or parts.netloc:
+            raise ConfigError(f"remote_url: got {url!r}; limit file:///DIRECTORY[?max_size=GIB]; correct it")
+        return SharedDir(Path(unquote(parts.path)), namespace, int(max_size * 2**30))
+    if scheme in SCHEMES:
+        (ttl_s, timeout_s, connections), rest = _taken(url, ttl_s=0.0, timeout_s=5.0, connections=4.0)
+        if timeout_s == 0 or connections < 1:
+            raise ConfigError("remote_url: got timeout_s or connections of 0; limit more; raise it")
+        return Valkey(rest, namespace, ttl_s=ttl_s, timeout_s=timeout_s, num_connections=int(connections))
+    module, colon, name = url.partition(":")
+    if not colon or "/" in url:
+        raise ConfigError(f"remote_url: got no tier; {_LIMIT}; use one of them")
+    try:
+        tier: Tier = getattr(importlib.import_module(module), name)(namespace)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"remote_url: got {url!r}, which cannot be made ({error}); {_LIMIT}; put its module on PYTHONPATH"
+        ) from error
+    if missing := [verb for verb in _VERBS if not hasattr(tier, verb)]:
+        raise ConfigError(
+            f"remote_url: got {url!r}, which has no {', '.join(missing)}; limit what `Tier` has; add what is missing"
+        )
+    return tier
+
+
+def _taken(url: str, **defaults: float) -> tuple[list[float], str]:
+    """The numbers that the URL's query gives for these names, and the URL without them."""
+    parts = urlsplit(url)
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    numbers = []
+    for name, default in defaults.items():
+        try:
+            numbers.append(float(query.pop(name, default)))
+        except ValueError:
+            numbers.append(-1.0)
+        if not 0 <= numbers[-1] < 1e12:
+            raise ConfigError(f"remote_url: got a {name} that is no number; limit 0 or more; correct it")
+    return numbers, parts._replace(query=urlencode(query, safe="/")).geturl()
