@@ -19,7 +19,7 @@ pid namespace. Two containers need a shared one (docker `--pid`, Kubernetes `sha
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 
@@ -33,7 +33,7 @@ from pdlink.transport.native import NativeTransport
 
 if TYPE_CHECKING:
     from pdlink.config import TransportConfig
-    from pdlink.memory.buffers import AnyBuffer, HostBuffer
+    from pdlink.memory.buffers import HostBuffer
 
 _CLOSE_GRACE_S = 1.0
 """How long `close()` waits for writers that are in the middle of a slice; the promise is two seconds in all."""
@@ -118,23 +118,15 @@ class MappedTransport(NativeTransport[_copy.Copier, "HostBuffer"]):
             return Probe(self.name, ok=False, reason=f"{step}: {error}", facts=facts)
         return Probe(self.name, ok=True, facts=facts)
 
-    def open(self) -> None:
-        if self._closed:
-            raise TransportUnavailable("the mapped transport was closed; make a new one")
-        if self._native is None:
-            probe = self.probe()
-            if not probe.ok:
-                raise TransportUnavailable(f"mapped memory does not work here: {probe.reason}")
-            self._native = _copy.Copier(self._threads)
+    def _start(self) -> _copy.Copier:
+        probe = self.probe()
+        if not probe.ok:
+            raise TransportUnavailable(f"mapped memory does not work here: {probe.reason}")
+        return _copy.Copier(self._threads)
 
-    def register(self, buffer: AnyBuffer) -> int:
-        """As in the contract. What is no shared memory can only be sent from: see `no_invitations`."""
-        if buffer.kind != "host":
-            raise TransportUnavailable(f"buffer: got {buffer.kind} memory; mapped memory moves host memory only")
-        with self._registering:
-            index = self._engine.add_region(buffer.ptr, buffer.nbytes)
-            self._buffers.append(cast("HostBuffer", buffer))
-        return index
+    def _add(self, buffer: HostBuffer) -> int:
+        """What is no shared memory can only be sent from: see `no_invitations`."""
+        return self._engine.add_region(buffer.ptr, buffer.nbytes)
 
     @property
     def no_invitations(self) -> str:
@@ -149,8 +141,7 @@ class MappedTransport(NativeTransport[_copy.Copier, "HostBuffer"]):
     def invite(self, peer: str) -> bytes:
         """An invitation to the buffers registered by now."""
         copier = self._engine
-        if not self._buffers:
-            raise TransportUnavailable("register a buffer before inviting a peer to it")
+        self._require_buffers()
         if self.no_invitations:
             raise TransportFailure(self.no_invitations)
         with translated(f"cannot invite peer {peer}"):

@@ -1,16 +1,17 @@
 """`NativeTransport`: what the transports with an engine in `csrc/` share.
 
-Such a transport makes its engine in `open()` and describes its own invitations; submitting, reports and the end of a
-peer are one binding in C++ (`csrc/common/native_py.h`) and this class in Python. Errors of the engine are translated
-here and in `edge.translated`, nowhere else.
+Such a transport starts its engine (`_start`), adds buffers to it (`_add`) and describes its own invitations;
+submitting, reports and the end of a peer are one binding in C++ (`csrc/common/native_py.h`) and this class in Python.
+Errors of the engine are translated here and in `edge.translated`, nowhere else.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
-from pdlink.errors import TransportFailure
+from pdlink.errors import TransportFailure, TransportUnavailable
 from pdlink.transport.base import Occurrence, Transport, occurrence
 
 if TYPE_CHECKING:
@@ -48,6 +49,36 @@ class NativeTransport(Transport, Generic[AnyEngine, Kept]):
         if self._native is None or self._closed:
             raise TransportFailure(f"the {self.name} transport is {'closed' if self._closed else 'not open'}")
         return self._native
+
+    @abstractmethod
+    def _start(self) -> AnyEngine:
+        """Raises TransportUnavailable."""
+
+    @abstractmethod
+    def _add(self, buffer: Kept) -> int:
+        """The region index of a buffer of a kind that is in `memory`."""
+
+    def open(self) -> None:
+        if self._closed:
+            raise TransportUnavailable(f"the {self.name} transport was closed; make a new one")
+        if self._native is None:
+            self._native = self._start()
+
+    def register(self, buffer: AnyBuffer) -> int:
+        if buffer.kind not in self.memory:
+            moved = " and ".join(self.memory)
+            raise TransportUnavailable(f"buffer: got {buffer.kind} memory; {self.name} moves {moved} memory only")
+        with self._registering:
+            try:
+                index = self._add(cast("Kept", buffer))
+            except RuntimeError as error:  # `PeerUnusable` of this engine
+                raise TransportFailure(str(error)) from error
+            self._buffers.append(cast("Kept", buffer))
+        return index
+
+    def _require_buffers(self) -> None:
+        if not self._buffers:
+            raise TransportUnavailable("register a buffer before inviting a peer to it")
 
     def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
         try:

@@ -106,12 +106,8 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
         fast = next((name for name in ("cubic", "reno") if _tcp.congestion_usable(name)), default)
         return Probe(self.name, ok=True, facts={"congestion on one host": fast, "congestion else": default})
 
-    def open(self) -> None:
-        """As in the contract; looks up the names it was given."""
-        if self._closed:
-            raise TransportUnavailable("the tcp transport was closed; make a new one")
-        if self._native is not None:
-            return
+    def _start(self) -> _tcp.Engine:
+        """Looks up the names it was given."""
         if not 1 <= self._streams <= _tcp.MAX_STREAMS:
             raise TransportUnavailable(f"tcp: {self._streams} streams, possible are 1 to {_tcp.MAX_STREAMS}")
         if not 0 <= self._pack_below <= _tcp.MAX_PACK_BELOW:
@@ -129,7 +125,7 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
             raise TransportUnavailable(f"tcp: nobody can connect to {self._advertised}; set advertise_host")
         self._on_loopback = ipaddress.ip_address(listen).is_loopback
         try:
-            self._native = _tcp.Engine(
+            return _tcp.Engine(
                 listen,
                 self._streams,
                 self._congestion or "",
@@ -140,16 +136,8 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
         except OSError as error:
             raise TransportUnavailable(f"tcp: {error}") from error
 
-    def register(self, buffer: AnyBuffer) -> int:
-        if buffer.kind != "host":
-            raise TransportUnavailable(f"buffer: got {buffer.kind} memory; tcp moves host memory only")
-        with self._registering:
-            try:
-                index = self._engine.add_region(buffer.ptr, buffer.nbytes)
-            except _tcp.PeerUnusable as error:
-                raise TransportFailure(str(error)) from error
-            self._buffers.append(buffer)
-        return index
+    def _add(self, buffer: AnyBuffer) -> int:
+        return self._engine.add_region(buffer.ptr, buffer.nbytes)
 
     def guard(self, layout: KVLayout) -> None:
         """As in the contract, for every byte: a frame for a block that is not open ends its session."""
@@ -165,8 +153,7 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
     def invite(self, peer: str) -> bytes:
         """An invitation to the buffers registered by now."""
         engine = self._engine
-        if not self._buffers:
-            raise TransportUnavailable("register a buffer before inviting a peer to it")
+        self._require_buffers()
         with translated(f"cannot invite peer {peer}"):
             with self._registering:
                 if self._to_guard is not None:

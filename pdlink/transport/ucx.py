@@ -172,15 +172,11 @@ class UcxTransport(NativeTransport["_ucx.Engine", "AnyBuffer"]):
             return Probe(self.name, ok=False, reason=str(error))
         return Probe(self.name, ok=True, facts={"version": loaded.version, "library": loaded.path})
 
-    def open(self) -> None:
-        if self._finalizer is not None and not self._finalizer.alive:
-            raise TransportUnavailable("the ucx transport was closed; make a new one")
-        if self._native is not None:
-            return
+    def _start(self) -> _ucx.Engine:
         self._library = _load(self._library_choice)
         self._host = host_id()
         try:
-            self._native = _ucx.Engine(self._library, self._tls, self._devices)
+            engine = _ucx.Engine(self._library, self._tls, self._devices)
         except RuntimeError as error:
             raise TransportUnavailable(
                 f"UCX {self._library.version} ({self._library.path}) with transports {self._tls!r}"
@@ -188,30 +184,28 @@ class UcxTransport(NativeTransport["_ucx.Engine", "AnyBuffer"]):
                 + f": {error}"
             ) from None
         # Also at interpreter exit: UCX's own exit handlers must not find the thread at work.
-        self._finalizer = weakref.finalize(self, self._native.close)
+        self._finalizer = weakref.finalize(self, engine.close)
+        return engine
 
-    def register(self, buffer: AnyBuffer) -> int:
+    def _add(self, buffer: AnyBuffer) -> int:
         """Device memory is registered as such, with its context."""
         context = cast("DeviceMemory", buffer).device.context if buffer.kind == "cuda" else 0
-        with self._registering:
-            try:
-                index, rkey = self._engine.register_memory(buffer.ptr, buffer.nbytes, context)
-            except _ucx.PeerUnusable as error:
-                raise TransportFailure(str(error)) from None
-            except RuntimeError as error:
-                raise TransportUnavailable(f"UCX cannot register {buffer.nbytes} bytes: {error}") from None
-            self._regions.append(_Region(buffer.ptr, buffer.nbytes, rkey))
-            self._buffers.append(buffer)
-            return index
+        try:
+            index, rkey = self._engine.register_memory(buffer.ptr, buffer.nbytes, context)
+        except _ucx.PeerUnusable:
+            raise
+        except RuntimeError as error:
+            raise TransportUnavailable(f"UCX cannot register {buffer.nbytes} bytes: {error}") from None
+        self._regions.append(_Region(buffer.ptr, buffer.nbytes, rkey))
+        return index
 
     def invite(self, peer: str) -> bytes:
         engine, library, host = self._engine, self._library, self._host
         assert library is not None
         assert host is not None
+        self._require_buffers()
         with self._registering:
             regions = list(self._regions)
-        if not regions:
-            raise TransportUnavailable("register a buffer before inviting a peer to it")
         pid = os.getpid()
         with translated(f"UCX cannot open a worker for peer {peer}"):
             born = _ucx.process_born(pid)

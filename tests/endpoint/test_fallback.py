@@ -188,6 +188,30 @@ def test_transport_of_one_host_is_not_tried_between_two() -> None:
     pair.close()
 
 
+def test_pair_without_a_transport_that_reaches_so_far_is_told_what_both_declare() -> None:
+    pair = NearPair(hosts=("one", "two"), far=False)
+    assert pair.play("t")[0].startswith("failed refused: transport differs: ")
+    refusal = pair.decode.endpoint.refused()[0]
+    for said, host in ((refusal.local, "two"), (refusal.remote, "one")):
+        assert said.startswith("host memory in process ")
+        assert said.endswith(f" of host {host}, near (reach host, moves host+cuda, trusts with pool)")
+    pair.close()
+
+
+def test_dialer_opens_nothing_to_a_transport_that_the_listener_declares_too_near(pair: Pair) -> None:
+    handler = Handler()
+    with FalsePrefill(pair) as false:
+        pair.decode.endpoint.receiver.expect("t", false.address, handler)
+        false.hear(messages.Hello)
+        elsewhere = replace(pair.prefill.endpoint.local.identity, host="elsewhere")
+        false.say(messages.Welcome("false", elsewhere, replace(LOOPBACK, reach="host")))
+        refusal = false.hear(messages.Refuse)
+        assert refusal.factor == "transport"
+        assert "loopback (reach network" in refusal.local
+        assert "elsewhere, loopback (reach host" in refusal.remote
+    assert handler.wait()[-1] == "released"
+
+
 def test_blocks_wait_for_the_fence_of_the_transport_that_was_given_up(near: NearPair) -> None:
     """Its invitation was out: until it is closed for good, whoever has it may write."""
     near.near["prefill"].broken = fails("connect", NOT_THAT_USER)
