@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from pdlink.node.incoming import Incoming
     from pdlink.transport.base import Probe, Transport
 
-BLOCK_TOKENS, NUM_BLOCKS = 16, 256
+BLOCK_TOKENS, NUM_BLOCKS = 16, 1024
+"""Transfers reuse blocks in turn. NUM_BLOCKS exceeds the live ones by far, so that no two of these share a block."""
 PAYLOAD = b"x" * 128
 """About what an offer of one block takes."""
 PAUSE_S = 0.0002
