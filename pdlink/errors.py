@@ -1,4 +1,4 @@
-"""One tree of errors: who is to blame, whether trying again can help, and what an HTTP client is told.
+"""One tree of errors: the side at fault, whether a retry can help, and the HTTP status.
 
 `LocalError` is our own configuration, capacity or use; `RemoteError` is something a peer did or failed to do.
 Neither base is raised itself. A message names the field, both values and the remedy.
@@ -10,12 +10,12 @@ from typing import ClassVar
 
 
 class PdlinkError(Exception):
-    """Base of every error of this package. Carries what the edges need to report it."""
+    """Base of every error of this package, with the values to report it."""
 
     code: ClassVar[str] = "internal_error"
     """Stable name: `error.code` in HTTP bodies, the `reason` label of metrics."""
     retryable: ClassVar[bool] = False
-    """True if the same request may succeed when tried again, here or on another worker."""
+    """True if a retry of the same request may succeed, here or on another worker."""
     http_status: ClassVar[int] = 500
 
 
@@ -41,28 +41,28 @@ class InvalidRequest(LocalError):
 
 
 class UnknownModel(InvalidRequest):
-    """The request names a model that this server does not hold."""
+    """The request names a model that this server does not serve."""
 
     code = "model_not_found"
     http_status = 404
 
 
 class InvalidApiKey(InvalidRequest):
-    """The caller did not prove that it may use this server."""
+    """The caller's key is missing or wrong."""
 
     code = "invalid_api_key"
     http_status = 401
 
 
 class PeerNotAllowed(InvalidRequest):
-    """The request names a worker that this one must not connect to; the message says what would allow it."""
+    """The request names a worker that this one may not connect to; the message has the remedy."""
 
     code = "peer_not_allowed"
     http_status = 403
 
 
 class CapacityExceeded(InvalidRequest):
-    """The request needs more than this worker can ever give (both numbers are in the message)."""
+    """The request exceeds the capacity of this worker (both numbers are in the message)."""
 
     code = "capacity_exceeded"
 
@@ -76,7 +76,7 @@ class Overloaded(LocalError):
 
 
 class Draining(LocalError):
-    """The worker was told to stop and takes no new requests; another one may."""
+    """The worker is stopping and takes no new requests; another one may."""
 
     code = "draining"
     retryable = True
@@ -84,7 +84,7 @@ class Draining(LocalError):
 
 
 class WorkerKeyRefused(LocalError):
-    """The workers do not let this proxy in: its own key is wrong or missing, which is no fault of a client."""
+    """The workers refuse this proxy's key: it is wrong or missing, which is not the client's fault."""
 
     code = "worker_key_refused"
     http_status = 502
@@ -99,7 +99,7 @@ class NoWorker(LocalError):
 
 
 class PoolExhausted(LocalError):
-    """Fewer free blocks than were asked for, at this moment."""
+    """Fewer free blocks than requested, at this moment."""
 
     code = "pool_exhausted"
     retryable = True
@@ -107,14 +107,14 @@ class PoolExhausted(LocalError):
 
 
 class RequestAborted(LocalError):
-    """The client went away, the other leg failed or the worker is stopping; nobody waits for the answer."""
+    """The client left, the other leg failed or the worker is stopping; nobody waits for the answer."""
 
     code = "request_aborted"
     http_status = 499
 
 
 class EngineFailure(LocalError):
-    """A forward pass failed or gave numbers that are none; the request's tokens so far are still right."""
+    """A forward pass failed or produced NaN or Inf; the request's tokens so far are right."""
 
     code = "engine_failure"
     retryable = True
@@ -127,7 +127,7 @@ class LayoutMismatch(LocalError):
 
 
 class TransportUnavailable(LocalError):
-    """A transport was asked for that cannot work here; the message says why and what would help."""
+    """A configured transport cannot work here; the message has the reason and the remedy."""
 
     code = "transport_unavailable"
 
@@ -148,7 +148,7 @@ class ProtocolError(RemoteError):
 
 
 class HandshakeRefused(RemoteError):
-    """Two workers do not fit together. `factor` names what differs, `local` and `remote` the two values."""
+    """Two workers do not fit together: `factor` differs, with the values `local` and `remote`."""
 
     code = "handshake_refused"
     http_status = 502
@@ -174,7 +174,7 @@ class PeerLost(RemoteError):
 
 
 class TransferFailed(RemoteError):
-    """KV that was promised did not arrive; the message gives the reason the other side or the link gave."""
+    """Promised KV did not arrive; the message has the reason from the other side or the link."""
 
     code = "transfer_failed"
     retryable = True
@@ -183,7 +183,7 @@ class TransferFailed(RemoteError):
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.reason = reason or message
-        """What is known of the cause, without the frame of the message."""
+        """The cause alone, without the rest of the message."""
 
 
 class DeadlineExceeded(RemoteError):

@@ -1,13 +1,12 @@
-"""A vLLM plugin for servers that share few cores: threads that would spin while they wait sleep instead.
+"""A vLLM plugin for servers that share few cores: spinning threads sleep instead.
 
-Prefill and decode are meant for machines of their own. On one machine with few cores the threads that spin take them
-from those that compute, and no system is measured but the kernel's scheduler. Two kinds are known, both looked for in
-the releases that were run (vLLM 0.32, nixl 1.5.1):
+Prefill and decode are meant for separate machines. On one machine with few cores spinning threads take the cores of
+computing ones, so a benchmark would measure the kernel's scheduler. Two kinds are known (vLLM 0.32, nixl 1.5.1):
   - a worker of vLLM polls its queue for a second after every message, calling sched_yield (SpinCondition in
     distributed/device_communicators/shm_broadcast.py), and decode's gets messages while a request waits for its KV;
   - NIXL's progress thread polls its descriptors with a timeout of 0 (`pthrDelay` in nixl/_api.py), idle or not: one
     core of every server. With a delay it sleeps in poll(), and an event wakes it at once.
-Every system gets the same plugin, so what is left is compared alike, and each at its best.
+Every system gets the same plugin.
 """
 
 from __future__ import annotations

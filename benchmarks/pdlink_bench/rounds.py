@@ -158,7 +158,7 @@ class Case:
     """Copies per transfer, after joining neighbours."""
     ceiling: Measured
     transports: dict[str, Measured]
-    """Only of those that took part in it."""
+    """Only the transports that took part."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class _Namespaced:
         """The process id, by which others can reach the new namespace."""
         libc = ctypes.CDLL(None, use_errno=True)
         # /sys/class/net shows the interfaces of the namespace that /sys was mounted in, and UCX looks there.
-        # Only this thread moves, and those that it starts: transports start theirs in open().
+        # Only this thread and its later threads move: transports start theirs in open().
         for what, call, arguments in (
             ("unshare", libc.unshare, (CLONE_NEWNET | CLONE_NEWNS,)),
             ("mount /", libc.mount, (b"none", b"/", None, MS_REC | MS_PRIVATE, None)),

@@ -59,7 +59,7 @@ Report done(const std::string& peer, const Batch& batch, Outcome outcome = Outco
             batch.submitted_s,        now_s(), std::move(detail)};
 }
 
-// Report and forget every open batch. Where a deadline was missed, only those that missed theirs are TIMEOUT.
+// Report and forget every open batch. After a missed deadline only the overdue batches are TIMEOUT.
 template <class Batches>
 void end_all(Outbox& outbox, const std::string& peer, Batches& batches, Outcome outcome, const std::string& detail) {
     const double now = now_s();

@@ -1,9 +1,9 @@
-// What one invited peer may reach: a worker of its own, and a gate.
+// What one invited peer may reach: its own worker, and a gate.
 //
-// UCX over TCP checks no keys: whoever is connected can write, also after a batch was cancelled, for as long as bytes
-// of it sit in socket buffers (measured: 1021 of 4096 cancelled pages landed later). Destroying the worker closes the
-// sockets, so one worker per peer makes `shut()` the fence: 0 of 4096. It is no fence against a peer that stores into
-// our memory directly (cross-memory attach); for that one there is the gate, see gate.h.
+// UCX over TCP checks no keys: any connected peer can write, also after a batch was cancelled, while bytes of it are
+// in socket buffers (measured: 1021 of 4096 cancelled pages landed later). Destroying the worker closes the sockets,
+// so one worker per peer makes `shut()` the fence: 0 of 4096. Against a peer that stores directly into our memory
+// (cross-memory attach) the gate is the fence, see gate.h.
 #pragma once
 
 #include <string>

@@ -14,7 +14,7 @@
 namespace pdlink::ucx {
 namespace {
 
-// A net under the wake-ups of UCX, whose upstream users all keep one (NIXL polls with a delay).
+// Fallback poll interval in case UCX misses a wake-up; NIXL polls for the same reason.
 constexpr std::chrono::milliseconds kNet{100};
 // So many progress calls before commands and other peers get their turn.
 constexpr int kProgressPerTurn = 256;

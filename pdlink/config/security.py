@@ -64,7 +64,7 @@ def read_private(path: str, setting: str, *, secret: bool = True) -> str:
 
 
 def read_secrets(path: str, setting: str) -> tuple[str, ...]:
-    """The secrets in a file, one a line; empty lines and those that begin with # are skipped.
+    """The secrets in a file, one a line; skips empty lines and lines that begin with #.
 
     Raises ConfigError, which names the setting and never shows a secret, for a file that holds none, or that every
     user of this host can read or change.

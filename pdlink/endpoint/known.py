@@ -113,7 +113,7 @@ class KnownPeers:
     # -- sessions ----------------------------------------------------------------------------------------------------
 
     def sessions(self, *, dialed: bool = True, accepted: bool = True) -> list[Peer]:
-        """Live sessions: those that we opened, those that others opened, or both."""
+        """Live sessions: dialed ones, accepted ones, or both."""
         tables = (self.dialed,) * dialed + (self.accepted,) * accepted
         return [known.session for table in tables for known in table.values() if known.session is not None]
 

@@ -1,14 +1,13 @@
-"""`BlockPool`: who holds which block of the paged KV cache, and which blocks still hold a known prefix.
+"""`BlockPool`: reference counts of the blocks of the paged KV cache, and the blocks with a known prefix.
 
 A block is in exactly one of three states:
-- *held*: somebody counts on it; the number of references says how many. Never handed out.
-- *cached*: nobody holds it, but it has a name (`pdlink.kv.hashing`), so an equal prefix can find it again. Handed out
-  when nothing else is free, least recently used first.
+- *held*: it has references. Never handed out.
+- *cached*: no references, but a name (`pdlink.kv.hashing`), so an equal prefix can find it again. Handed out when
+  nothing else is free, least recently used first.
 - *free*: neither.
 
-The pool knows numbers, not memory. It is shared between the engine, which holds the blocks of running requests, and
-the endpoint, which holds those that are being sent or that a peer may still write; hence the lock. Every operation
-either happens whole or raises and changes nothing.
+The pool knows numbers, not memory. A lock guards it: the engine holds the blocks of running requests, the node holds
+blocks in transfers or quarantine. Every operation succeeds as a whole, or raises and changes nothing.
 
 Listeners hear which named blocks are stored and evicted, one change after the other, with no lock held. The thread
 that changes a name reports it, unless another thread is reporting: then that one reports this change too.

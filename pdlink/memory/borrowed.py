@@ -1,8 +1,8 @@
-"""Memory that somebody else allocated, as a buffer that transports can register: numpy, torch, DLPack, bytearray.
+"""Borrowed memory as a buffer that transports can register: numpy, torch, DLPack, bytearray.
 
-Nothing is copied and nothing is freed: a borrowed buffer keeps its owner alive and knows where the bytes lie. Peers
-on this host cannot map borrowed host memory, because it has no descriptor to hand out; they write to it over another
-transport. Device memory can be exported whoever allocated it (`pdlink.cuda.buffers`).
+A borrowed buffer copies and frees nothing; it keeps its owner alive. Peers on this host cannot map borrowed host
+memory, because it has no descriptor; they write to it over another transport. Borrowed device memory can be exported
+(`pdlink.cuda.buffers`).
 """
 
 from __future__ import annotations

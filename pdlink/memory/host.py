@@ -21,6 +21,6 @@ def pid_namespace() -> int:
 def host_id() -> str:
     """Boot id and pid namespace: equal strings mean that two processes can reach each other through /proc.
 
-    Containers on one machine with pid namespaces of their own differ, and rightly so: they cannot.
+    Containers with separate pid namespaces get different ids, because they cannot map each other's memory.
     """
     return f"{boot_id()}/{pid_namespace()}"

@@ -86,8 +86,8 @@ class Shared:
     pools: Pools
     metrics: Metrics
     sessions: dict[Leg, aiohttp.ClientSession]
-    """One for each leg: if connections are bounded, decode legs that wait for KV must not hold those that their
-    prefill legs need."""
+    """One for each leg: if connections are bounded, decode legs that wait for KV must not hold the connections of
+    their prefill legs."""
     control: aiohttp.ClientSession
     """For health and stop, which must get through when all connections of the legs are in use."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.case:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # whoever ends the parent ends the case
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the case ends with its parent
         figures = _cases()[args.case]()
         args.part.write_text(json.dumps({"machine": _machine(), "figures": [asdict(one) for one in figures]}))
         return 0
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _cases() -> dict[str, Callable[[], list[Figure]]]:
-    """Imported here: whoever only shows a table needs no torch."""
+    """Imported here: showing a table needs no torch."""
     from . import kernels, links
 
     return {

@@ -85,7 +85,7 @@ class Run:
     """Why a case gave no figures."""
 
     def complete(self) -> list[Figure]:
-        """The figures, those that compare two of them, and a row for every bar that nobody measured."""
+        """The figures, comparisons of two of them, and a row for every bar without a measurement."""
         known = {one.name: one for one in self.figures}
         name, ours, theirs = "mapped-cuda against UCX", known.get(MAPPED), known.get(UCX)
         if ours and theirs and ours.seconds and theirs.seconds:

@@ -249,7 +249,10 @@ def run_exposed() -> list[Figure]:
         for _ in range(2):
             prefill.run_s(link.submit, link.wait)
         for turn in range(PREFILLS):
-            for pushed in (turn % 2 == 0, turn % 2 == 1):  # who comes second finds the clocks as the first left them
+            for pushed in (
+                turn % 2 == 0,
+                turn % 2 == 1,
+            ):  # in turns: the second one starts with the GPU clocks of the first
                 if pushed:
                     seconds, tail_s = prefill.run_s(link.submit, link.wait)
                     with_s.append(seconds)

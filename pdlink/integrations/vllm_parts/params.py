@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _Id = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,99}\Z")]
-"""It stands in logs and on the control connection of two servers, so nothing but what an id needs."""
+"""It goes into logs and messages of two servers, so only harmless characters are allowed."""
 _Address = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 _DIGEST_NBYTES = 8
-"""It tells the prompts of one HTTP request apart; whoever made two of them collide would only hurt himself."""
+"""Distinguishes the prompts of one HTTP request; a client that makes two collide hurts only its own request."""
 
 
 class PrefillServer(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ class DecodeParams(msgspec.Struct, frozen=True, tag_field="leg", tag="decode"):
 
 
 def parse(params: Mapping[str, object]) -> PrefillParams | DecodeParams:
-    """Raises InvalidRequest: the field comes from whoever can reach the server."""
+    """Raises InvalidRequest: anybody who reaches the server can send this field."""
     try:
         return msgspec.convert(params, PrefillParams | DecodeParams)
     except msgspec.ValidationError as error:

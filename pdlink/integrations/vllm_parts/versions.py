@@ -1,7 +1,7 @@
-"""Which vLLM this is, and the few things that differ between those that the connector works with.
+"""The installed vLLM, and the few differences between the supported releases.
 
-The interface of vLLM's connectors changes with almost every release (a table is in docs/vllm.md). What the connector
-uses is the same from 0.24 to 0.33; what is not is asked for here, by feature where that is possible.
+The interface of vLLM's connectors changes with almost every release (a table is in docs/vllm.md). The connector
+mostly uses parts that are equal from 0.24 to 0.33; this module handles the others, by feature if possible.
 """
 
 from __future__ import annotations
