@@ -29,7 +29,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "store": BASE | {"kv", "memory", "_copy"},
     "observe": BASE,
     "serve": BASE
-    | {"kv", "memory", "cuda", "transport", "protocol", "endpoint", "node", "engine", "observe", "pdlink_proxy"},
+    | {"kv", "memory", "cuda", "transport", "protocol", "endpoint", "node", "engine", "store", "observe"}
+    | {"pdlink_proxy"},
     "chaos": BASE | {"serve"},
     "integrations": BASE | {"kv", "memory", "transport", "protocol", "endpoint", "node", "observe", "serve.keys"},
     "pdlink_proxy": BASE | {"kv.hashing", "observe", "protocol"},

@@ -23,6 +23,7 @@ from pdlink.config.model import ModelConfig
 from pdlink.config.proxy import ProxyConfig
 from pdlink.config.section import Port, Role, Seconds, Section, is_loopback
 from pdlink.config.security import SecurityConfig, check_private, read_private, read_secrets
+from pdlink.config.tiers import TiersConfig
 from pdlink.config.timeouts import TimeoutConfig
 from pdlink.config.transport import SharingConfig, TransportConfig
 from pdlink.config.up import UpConfig
@@ -42,6 +43,7 @@ __all__ = [
     "Section",
     "SecurityConfig",
     "SharingConfig",
+    "TiersConfig",
     "TimeoutConfig",
     "TransportConfig",
     "UpConfig",

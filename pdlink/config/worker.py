@@ -12,6 +12,7 @@ from pdlink.config.engine import EngineConfig
 from pdlink.config.model import ModelConfig
 from pdlink.config.section import Port, Role, Section, is_loopback, no_use
 from pdlink.config.security import SecurityConfig
+from pdlink.config.tiers import TiersConfig
 from pdlink.config.timeouts import TimeoutConfig
 from pdlink.config.transport import TransportConfig
 
@@ -37,6 +38,8 @@ class WorkerConfig(Section):
     """Which model."""
     cache: CacheConfig = CacheConfig()
     """Its KV cache."""
+    tiers: TiersConfig = TiersConfig()
+    """Where KV stays when its blocks are needed for others. Not yet with `engine.device` on a GPU."""
     engine: EngineConfig = EngineConfig()
     """How requests are batched."""
     transport: TransportConfig = TransportConfig()
@@ -70,7 +73,9 @@ class WorkerConfig(Section):
         if self.engine.device == "cpu":
             if self.cache.memory_fraction is not None:
                 raise ValueError("cache.memory_fraction: is of a GPU's memory; set engine.device or cache.num_blocks")
-        elif self.transport.verify != "off":
+            return self
+        no_use(self.tiers, "tiers.", type(self.tiers).model_fields, "reads host memory, and engine.device is a GPU")
+        if self.transport.verify != "off":
             raise ValueError(
                 f"transport.verify: {self.transport.verify!r} reads host memory; with engine.device "
                 f"{self.engine.device!r} it must be off"

@@ -141,6 +141,14 @@ class Engine:
         with self._wakeup:
             self._post(partial(self._on_kv_arrived, request_id, upto, first_token))
 
+    def kv_ends(self, request_id: str, upto: int) -> None:
+        """As `kv_arrived`, and no more will come: the rest of the prompt is computed, in the same blocks.
+
+        The source writes to none of them any more.
+        """
+        with self._wakeup:
+            self._post(partial(self._on_kv_ends, request_id, upto))
+
     def kv_failed(self, request_id: str, *, recompute: bool, error: PdlinkError) -> None:
         """The rest of the external KV will not come. recompute: compute from where it ends; else end with `error`.
 
@@ -379,6 +387,14 @@ class Engine:
             if early is not None and early.first_token == first_token and request_id in self._sequences:
                 self._scheduler.computed(sequence, sequence.num_prompt + 1)
                 self._sample(sequence, early.logits)
+
+    def _on_kv_ends(self, request_id: str, upto: int) -> None:
+        sequence = self._scheduler.awaiting_kv.get(request_id)
+        if sequence is not None and upto < min(sequence.external_end, sequence.num_prompt):
+            self._scheduler.computed(sequence, max(upto, sequence.num_computed))
+            self._scheduler.start_prefilling(sequence)
+        else:
+            self._on_kv_arrived(request_id, upto, None)
 
     def _on_kv_failed(self, request_id: str, recompute: bool, error: PdlinkError) -> None:
         sequence = self._sequences.get(request_id)

@@ -17,7 +17,7 @@ from pdlink.engine.engine import Engine
 from pdlink.engine.models import load_model
 from pdlink.engine.paged_cache import PagedCache
 from pdlink.engine.request import GenerationRequest
-from pdlink.errors import ConfigError, Draining, InvalidRequest, PdlinkError, TransferFailed
+from pdlink.errors import ConfigError, Draining, EngineFailure, InvalidRequest, PdlinkError, TransferFailed
 from pdlink.events import FallbackUsed, RequestEnded, emit
 from pdlink.memory.blocks import BlockPool
 from pdlink.memory.buffers import available_nbytes
@@ -25,6 +25,7 @@ from pdlink.node.node import Node, end_process
 from pdlink.node.port import EnginePort
 from pdlink.serve.legs import DecodeLeg, PrefillLeg, recomputed
 from pdlink.serve.stream import Stream
+from pdlink.serve.tiers import Tiered, open_source
 
 if TYPE_CHECKING:
     from pdlink.config import WorkerConfig
@@ -97,6 +98,7 @@ class Worker:
             order=config.cache.order,
         )
         self.cache.layer_delay_s = config.simulate_layer_s
+        source = open_source(config.tiers, self.model, self.cache, self.pool, released=lambda: self.engine.wake())
         self.node = Node(
             self.name,
             self.cache.layout,
@@ -116,13 +118,17 @@ class Worker:
             on_death=end_process,
         )
         self.port = EnginePort(self.node)
+        self.tiers: Tiered | None = None
+        """None where nothing is kept."""
+        if source is not None:
+            self.tiers = Tiered(self.port, source, arrived=lambda *upto: self.engine.kv_ends(*upto))
         self.engine = Engine(
             self.model,
             self.pool,
             self.cache,
             config.engine,
             self,
-            self.port,
+            self.tiers or self.port,
             share_prefixes=config.cache.share_prefixes,
         )
         self.node.short_of_blocks = lambda: self.engine.num_waiting > 0
@@ -155,12 +161,16 @@ class Worker:
         try:
             leg = self._leg(stream, params) if params is not None else None
             is_prefill = isinstance(leg, PrefillLeg)
+            if isinstance(leg, DecodeLeg):
+                external = leg.incoming.lookup(())
+            else:
+                external = self.tiers.begin(request_id, prompt, salt) if self.tiers is not None else ()
             self.engine.submit(
                 GenerationRequest(
                     request_id,
                     prompt,
                     replace(sampling, max_tokens=1) if is_prefill else sampling,
-                    external=leg.incoming.lookup(()) if isinstance(leg, DecodeLeg) else (),
+                    external=external,
                     goes_on=is_prefill and sampling.max_tokens > 1,
                     salt=salt,
                 )
@@ -169,6 +179,8 @@ class Worker:
             with self._lock:
                 del self._running[request_id]
             self.port.ended(request_id, error.code)
+            if self.tiers is not None:
+                self.tiers.ended(request_id)
             raise
         if leg is not None:
             leg.submitted()
@@ -221,6 +233,8 @@ class Worker:
             self._fewer.notify_all()
         if stream is None:
             return
+        if self.tiers is not None:
+            self.tiers.ended(request_id, forget=isinstance(error, EngineFailure))
         if error is not None:
             error = stream.failure or error
         self.port.ended(request_id, error.code if error else "")
@@ -274,4 +288,6 @@ class Worker:
         self.engine.stop()
         self._thread.join(5.0)
         self.node.close()
+        if self.tiers is not None:
+            self.tiers.close()
         self.cache.close()

@@ -189,9 +189,12 @@ class StoredPrompt:
         if self._pass is not None:
             self.source.copier.put(partial(self._copy_layer, self._pass, layer))
 
-    def close(self) -> None:
-        """The request has ended: nothing more is stored, and chunks that are not complete are dropped."""
-        self.source.copier.put(self._close)
+    def close(self, *, forget: bool = False) -> None:
+        """The request has ended: nothing more is stored, and chunks that are not complete are dropped.
+
+        forget: its KV is not to be trusted, so what the store has of the prompt is dropped, too.
+        """
+        self.source.copier.put(partial(self._close, forget=forget))
 
     def _begin(self, begin: int, end: int, blocks: Sequence[int]) -> _Pass | None:
         source, chunk_tokens = self.source, self.source.chunk_tokens
@@ -232,11 +235,13 @@ class StoredPrompt:
         if layer + 1 == len(source.layout.layers):
             self._give_back(part)
 
-    def _close(self) -> None:
+    def _close(self, *, forget: bool) -> None:
         self.source.store.abandon([filling.slot for filling in self._filling.values()])
         self._filling.clear()
         if self._pass is not None:
             self._give_back(self._pass)
+        if forget:
+            self.source.store.clear(self.keys)
 
     def _give_back(self, part: _Pass) -> None:
         """The blocks of a pass, once."""

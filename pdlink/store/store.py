@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_STEP_NBYTES = 256 << 20
-"""Of memory that the arena is given at a time; a tenth of a second and more on a virtual machine."""
+_STEP_NBYTES = 64 << 20
+"""Of memory that the arena is given at a time; some hundredths of a second of first touches."""
 _KEEPER_S = 0.5
 _GROW_AGAIN_S = 10.0
 """After memory was refused."""

@@ -54,6 +54,27 @@ def test_decode_from_given_kv_continues_as_one_process_would(length: int) -> Non
     assert decode.heard.outputs["r"][0].text == prefill.heard.text("r")
 
 
+@pytest.mark.parametrize("came", [0, 5, BLOCK, 2 * BLOCK + 3])
+def test_kv_that_ends_early_is_computed_from_there_in_the_same_blocks(came: int) -> None:
+    prompt = prompt_of(3 * BLOCK + 2)
+    prefill, worker = rig(), rig(share_prefixes=True)
+    prefill.generate(prompt, 1)
+    worker.submit("r", prompt, 6, external=3 * BLOCK)
+    worker.run()
+    table = worker.heard.tables["r"]
+    _fill_from(prefill, "r", worker, "r", 0, came)
+    worker.engine.kv_ends("r", came)
+    worker.run()
+    assert worker.heard.tokens("r") == oracle(prompt, 6)
+    assert worker.heard.tables["r"] == table
+    assert worker.heard.order == ["r"]
+    assert worker.heard.written("r")[0] == (0, came, len(prompt))
+    worker.engine.kv_ends("r", came)
+    worker.engine.kv_ends("unknown", came)
+    worker.run()
+    assert worker.generate(prompt, 6, "again") == oracle(prompt, 6)
+
+
 def test_given_kv_is_found_again_by_name_up_to_a_full_hit() -> None:
     prompt = prompt_of(3 * BLOCK)
     prefill, decode = rig(), rig(share_prefixes=True)

@@ -1,0 +1,136 @@
+"""Tiers of the built-in engine: prompts are looked up before they are computed, and kept when they are.
+
+`Tiered` stands between the engine and its port. What the store has of a prompt is loaded into the request's blocks,
+and then pushed like what is computed; what is computed goes to the store, layer by layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pdlink.errors import ConfigError
+from pdlink.kv.sources import TokenRange
+from pdlink.memory.buffers import Buffer
+from pdlink.store.policies.registry import make_policy
+from pdlink.store.source import StoreSource
+from pdlink.store.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+
+    from pdlink.config import TiersConfig
+    from pdlink.engine.models import LoadedModel
+    from pdlink.engine.paged_cache import PagedCache
+    from pdlink.memory.blocks import BlockPool
+    from pdlink.node.port import EnginePort
+    from pdlink.store.source import StoredPrompt, StoreLoad
+
+_GIB = 1 << 30
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    prompt: StoredPrompt
+    end: int
+    """Tokens before this one were found in the store."""
+    blocks: Sequence[int] = ()
+    load: StoreLoad | None = None
+
+
+class Tiered:
+    """Implements `pdlink.engine.request.KVListener`; hands on to the port what it is told."""
+
+    def __init__(self, port: EnginePort, source: StoreSource, arrived: Callable[[str, int], None]) -> None:
+        """arrived: told, in any thread, up to which token a request's KV came; the rest is to be computed."""
+        self._port, self._source, self._arrived = port, source, arrived
+        self._requests: dict[str, _Request] = {}
+        """Added to before the engine knows the request; otherwise the engine's thread's."""
+
+    def begin(self, request_id: str, prompt: Sequence[int], salt: str) -> tuple[TokenRange, ...]:
+        """What the store has of this prompt, which is to be computed here otherwise. Ends with `ended`."""
+        try:
+            stored = self._source.prompt(request_id, prompt, salt)
+        except OverflowError:  # no token of any vocabulary: the engine will say so
+            return ()
+        found = stored.lookup()
+        self._requests[request_id] = _Request(stored, found[0].end if found else 0)
+        return found
+
+    def ended(self, request_id: str, *, forget: bool = False) -> None:
+        """The request is over, or was not accepted. forget: its KV is not to be trusted."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            if request.load is not None:
+                request.load.cancel()
+            request.prompt.close(forget=forget)
+
+    def admitted(self, request_id: str, block_table: Sequence[int], num_cached_tokens: int) -> None:
+        self._port.admitted(request_id, block_table, num_cached_tokens)
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        request.blocks = block_table
+        if num_cached_tokens < request.end:
+            block_tokens = self._source.layout.block_tokens
+            mine = block_table[num_cached_tokens // block_tokens : -(-request.end // block_tokens)]
+            request.load = request.prompt.load(TokenRange(num_cached_tokens, request.end, request.prompt), mine)
+            request.load.done.add_done_callback(partial(self._loaded, request_id, num_cached_tokens))
+
+    def layer_needed(self, request_id: str, layer: int, timeout_s: float) -> bool:
+        return self._port.layer_needed(request_id, layer, timeout_s)
+
+    def prefilling(self, on: bool) -> None:
+        self._port.prefilling(on)
+
+    def layer_written(self, layer: int, spans: Sequence[tuple[str, int, int]]) -> None:
+        self._port.layer_written(layer, spans)
+        for request_id, start, end in spans:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.prompt.store(start, end, request.blocks, layer)
+
+    def _loaded(self, request_id: str, begin: int, done: Future[int]) -> None:
+        """In the copier's thread."""
+        end = done.result()
+        if end > begin:
+            for layer in range(len(self._source.layout.layers)):
+                self._port.layer_written(layer, [(request_id, begin, end)])
+        self._arrived(request_id, end)
+
+    def close(self) -> None:
+        """After the engine has ended."""
+        self._source.close()
+        self._source.store.close()
+
+
+def open_source(
+    config: TiersConfig, model: LoadedModel, cache: PagedCache, pool: BlockPool, released: Callable[[], None]
+) -> StoreSource | None:
+    """The store that the settings describe, opened, as a source for this engine; None where they want none.
+
+    released: told that blocks were given back. Raises ConfigError, and OSError if there is not enough memory.
+    """
+    nbytes = int(config.max_local_cpu_size * _GIB)
+    if nbytes == 0 or not isinstance(cache.buffer, Buffer):
+        return None
+    store = Store(nbytes, make_policy(config.cache_policy), reserve_nbytes=int(config.reserve_local_cpu_size * _GIB))
+    source = StoreSource(
+        store,
+        cache.layout,
+        [cache.buffer],
+        pool,
+        model=model.name,
+        revision=f"{model.revision} {model.content}",
+        chunk_tokens=config.chunk_size,
+        released=released,
+    )
+    if source.shape.nbytes > nbytes:
+        raise ConfigError(
+            f"tiers.chunk_size: got {config.chunk_size} tokens, {source.shape.nbytes} bytes of this model; limit "
+            f"{nbytes} bytes; lower it, or raise tiers.max_local_cpu_size"
+        )
+    store.open()
+    return source

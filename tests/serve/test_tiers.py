@@ -1,0 +1,275 @@
+"""A worker finds prompts again that its pool has lost, and answers as if it had computed them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+import torch
+
+from pdlink.config import CacheConfig, ModelConfig, TiersConfig, TransportConfig, WorkerConfig
+from pdlink.engine.request import SamplingParams
+from pdlink.errors import ConfigError, EngineFailure, RequestAborted
+from pdlink.serve.openai import PrefillAddress, TransferParams
+from pdlink.serve.worker import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pdlink.store.store import Store
+
+MODEL = ModelConfig(num_layers=2)
+CHUNK = 32
+SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
+WAIT_S = 20.0
+
+
+@contextmanager
+def opened(
+    *,
+    role: Literal["prefill", "decode", "both"] = "both",
+    records: int = 64,
+    num_blocks: int = 256,
+    share_prefixes: bool = False,
+) -> Iterator[Worker]:
+    """records: that the worker's tiers hold; 0 for none."""
+    record_nbytes = 4096 + CHUNK * 2 * 2 * 512
+    config = WorkerConfig(
+        role=role,
+        model=MODEL,
+        cache=CacheConfig(num_blocks=num_blocks, share_prefixes=share_prefixes),
+        transport=TransportConfig(kind="tcp"),
+        tiers=TiersConfig(chunk_size=CHUNK, max_local_cpu_size=records * record_nbytes / (1 << 30)),
+    )
+    worker = Worker(config, role)
+    worker.open()
+    try:
+        assert worker.tiers is None or worker.tiers._source.shape.nbytes == record_nbytes
+        yield worker
+    finally:
+        worker.close()
+
+
+def prompt_of(length: int, seed: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randint(32, 126) for _ in range(length))
+
+
+def store_of(worker: Worker) -> Store:
+    assert worker.tiers is not None
+    return worker.tiers._source.store
+
+
+def settle(worker: Worker) -> None:
+    """Until the copies that are in line have been made."""
+    assert worker.tiers is not None
+    done = threading.Event()
+    worker.tiers._source.copier.put(done.set)
+    assert done.wait(WAIT_S)
+
+
+class Computed:
+    """Counts the prompt tokens that a worker computes."""
+
+    def __init__(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tokens = 0
+        assert worker.tiers is not None
+        right = worker.tiers.layer_written
+
+        def layer_written(layer: int, spans: Sequence[tuple[str, int, int]]) -> None:
+            if layer == 0:
+                self.tokens += sum(end - start for _, start, end in spans)
+            right(layer, spans)
+
+        monkeypatch.setattr(worker.tiers, "layer_written", layer_written)
+
+    def take(self) -> int:
+        tokens, self.tokens = self.tokens, 0
+        return tokens
+
+
+_ids = iter(range(1_000_000))
+
+
+async def answer(worker: Worker, prompt: tuple[int, ...]) -> list[int]:
+    stream = worker.start(f"r{next(_ids)}", prompt, SAMPLING, None)
+    return [token.token_id async for token in stream]
+
+
+def answers(worker: Worker, prompts: Sequence[tuple[int, ...]], *, at_once: bool) -> list[list[int]]:
+    async def all_of_them() -> list[list[int]]:
+        if at_once:
+            return list(await asyncio.gather(*(answer(worker, prompt) for prompt in prompts)))
+        return [await answer(worker, prompt) for prompt in prompts]
+
+    result = asyncio.run(all_of_them())
+    if worker.tiers is not None:
+        settle(worker)
+    return result
+
+
+def computed_here(prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """What a worker without tiers answers."""
+    with opened(records=0) as worker:
+        assert worker.tiers is None
+        return answers(worker, prompts, at_once=False)
+
+
+@pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK, 5 * CHUNK + 7])
+def test_an_answer_from_memory_is_the_computed_one(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = prompt_of(length, length)
+    with opened() as worker:
+        computed = Computed(worker, monkeypatch)
+        first, second = (answers(worker, [prompt], at_once=False), answers(worker, [prompt], at_once=False))
+        assert first == second == computed_here([prompt])
+        assert computed.take() == length + length - (length - 1) // CHUNK * CHUNK
+        assert worker.pool.num_held == 0
+
+
+def test_an_answer_depends_on_what_was_loaded() -> None:
+    """Otherwise the tests here could not fail."""
+    prompt = prompt_of(5 * CHUNK, 1)
+    with opened() as worker:
+        (right,) = answers(worker, [prompt], at_once=False)
+        store_of(worker).array[:] = 0
+        assert answers(worker, [prompt], at_once=False) != [right]
+
+
+def test_sixteen_at_once_get_what_each_would_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = prompt_of(3 * CHUNK, 2)
+    prompts = [head + prompt_of(10 + 9 * index, index) for index in range(16)]
+    expected = computed_here(prompts)
+    with opened(records=128, num_blocks=512) as worker:
+        computed = Computed(worker, monkeypatch)
+        assert answers(worker, prompts, at_once=True) == expected
+        computed.take()
+        assert answers(worker, prompts, at_once=True) == expected
+        assert computed.take() == sum((len(prompt) - 1) % CHUNK + 1 for prompt in prompts)
+        assert worker.pool.num_held == 0
+
+
+@pytest.mark.parametrize("records", [1, 5, 11])
+def test_answers_are_right_while_records_are_evicted(records: int) -> None:
+    heads = [prompt_of(2 * CHUNK, seed) for seed in range(3)]
+    rng = random.Random(records)
+    prompts = [rng.choice(heads) + prompt_of(rng.randint(1, 60), rng.randint(0, 4)) for _ in range(40)]
+    expected = computed_here(prompts)
+    with opened(records=records, num_blocks=64, share_prefixes=True) as worker:
+        assert answers(worker, prompts[:20], at_once=False) == expected[:20]
+        assert answers(worker, prompts[20:], at_once=True) == expected[20:]
+        store_of(worker).check()
+        assert worker.pool.num_held == 0
+
+
+def test_a_record_that_goes_between_look_up_and_load_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = prompt_of(5 * CHUNK, 3)
+    with opened() as worker:
+        expected = answers(worker, [prompt], at_once=False)
+        computed, store = Computed(worker, monkeypatch), store_of(worker)
+        right = store.fetch
+
+        def fetch(found: Any, *rest: Any) -> Any:
+            store.clear(found.keys[2:])
+            return right(found, *rest)
+
+        monkeypatch.setattr(store, "fetch", fetch)
+        assert answers(worker, [prompt], at_once=False) == expected
+        assert computed.take() == 3 * CHUNK
+        assert worker.pool.num_held == 0
+
+
+def test_kv_of_a_pass_that_failed_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = prompt_of(3 * CHUNK, 4)
+    with opened() as worker:
+        right = worker.model.logits
+
+        def logits(*args: Any, **named: Any) -> torch.Tensor:
+            return right(*args, **named) * float("nan")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(type(worker.model), "logits", lambda _, *args, **named: logits(*args, **named))
+            with pytest.raises(EngineFailure):
+                answers(worker, [prompt], at_once=False)
+        settle(worker)
+        assert store_of(worker).gauges()["used"] == 0
+        assert answers(worker, [prompt], at_once=False) == computed_here([prompt])
+
+
+def test_prefill_pushes_what_it_loaded_like_what_it_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [prompt_of(5 * CHUNK + 3, seed) for seed in range(3)]
+    expected = computed_here(prompts)
+    with opened(role="prefill") as prefill, opened(role="decode", records=0) as decode:
+        computed = Computed(prefill, monkeypatch)
+        where = PrefillAddress(name="prefill", control=prefill.node.address)
+
+        async def pushed(prompt: tuple[int, ...]) -> list[int]:
+            name = f"t{next(_ids)}"
+            sends = TransferParams(transfer_id=name, leg="prefill", seed=1, created=1)
+            receives = TransferParams(transfer_id=name, leg="decode", seed=1, created=1, prefill=where)
+            prefill.start(f"p{name}", prompt, SAMPLING, sends)
+            stream = decode.start(f"d{name}", prompt, SAMPLING, receives)
+            tokens = [token.token_id async for token in stream]
+            assert stream.kv_path == "transferred"
+            return tokens
+
+        async def all_pushed() -> list[list[int]]:
+            return list(await asyncio.gather(*map(pushed, prompts)))
+
+        assert asyncio.run(all_pushed()) == expected
+        settle(prefill)
+        assert computed.take() == 3 * (5 * CHUNK + 3)
+        assert asyncio.run(all_pushed()) == expected
+        assert computed.take() == 3 * 3
+
+
+def test_an_aborted_request_gives_everything_back_while_its_kv_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = prompt_of(5 * CHUNK, 5)
+    with opened() as worker:
+        (expected,) = answers(worker, [prompt], at_once=False)
+        stop = threading.Event()
+        assert worker.tiers is not None
+        worker.tiers._source.copier.put(lambda: None if stop.wait(WAIT_S) else None)
+
+        loading = asyncio.Event()
+
+        async def aborted(patch: pytest.MonkeyPatch) -> None:
+            assert worker.tiers is not None
+            loop, right = asyncio.get_running_loop(), worker.tiers.admitted
+
+            def admitted(*args: Any) -> None:
+                right(*args)
+                loop.call_soon_threadsafe(loading.set)
+
+            patch.setattr(worker.tiers, "admitted", admitted)
+            stream = worker.start("aborted", prompt, SAMPLING, None)
+            await loading.wait()
+            worker.abort(stream)
+            with pytest.raises(RequestAborted):
+                assert not [token async for token in stream]
+
+        with monkeypatch.context() as patch:
+            asyncio.run(aborted(patch))
+        assert worker.pool.num_held > 0, "the copier may still write to the blocks"
+        stop.set()
+        settle(worker)
+        assert worker.pool.num_held == 0
+        assert answers(worker, [prompt], at_once=False) == [expected]
+        store_of(worker).check()
+
+
+def test_chunks_that_do_not_fit_are_refused_with_both_numbers() -> None:
+    config = WorkerConfig(model=MODEL, tiers=TiersConfig(chunk_size=1 << 20, max_local_cpu_size=0.001))
+    worker = Worker(config, "large")
+    with pytest.raises(
+        ConfigError, match=r"tiers.chunk_size: got 1048576 tokens, \d+ bytes of this model; limit 1073741 "
+    ):
+        worker.open()
+
+
+def test_tiers_of_a_gpu_are_refused_while_they_read_host_memory_only() -> None:
+    with pytest.raises(ValueError, match="tiers.chunk_size: reads host memory"):
+        WorkerConfig.model_validate({"engine": {"device": "cuda"}, "tiers": {"chunk_size": 64}})
