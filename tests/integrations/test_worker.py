@@ -17,7 +17,7 @@ from pdlink.integrations.vllm_parts.layout import CacheLayout
 from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled, StepPlan
 from pdlink.integrations.vllm_parts.stats import Counts
 from pdlink.integrations.vllm_parts.worker import Results, WorkerHalf
-from tests.endpoint.conftest import WAIT_S, Node, Pair, until
+from tests.endpoint.conftest import TIMEOUTS, WAIT_S, Node, Pair, until
 
 PROMPT = list(range(30))
 ID = params.transfer_id("a", PROMPT)
@@ -85,7 +85,7 @@ def servers(pair: Pair) -> tuple[Server, Server]:
 
 
 def ask(prefill: Server, decode: Server) -> None:
-    control = {"control": prefill.node.endpoint.address}
+    control = {"control": prefill.node.node.address}
     prefill.book.arrived("p", {"transfer_id": "a", "leg": "prefill"}, PROMPT)
     decode.book.arrived("d", {"transfer_id": "a", "leg": "decode", "prefill": control}, PROMPT)
 
@@ -239,12 +239,12 @@ def test_a_prompt_that_decode_has_is_no_failure_of_anybody(
     decode.book.allocated("d", [5, 2], 0)
     if decode_first:
         decode.step()
-        until(lambda: pair.prefill.endpoint.sender.stopped(ID) == "not_needed", "prefill has heard it")
+        until(lambda: pair.prefill.node.why_stopped(ID) == "not_needed", "prefill has heard it")
     prefill.step([Scheduled("p", tuple(SRC[:4]), True, 0, 16)])
     if not decode_first:
-        until(lambda: pair.prefill.endpoint.sender.states()["waiting"] == 1, "it is announced")
+        until(lambda: pair.prefill.node.report().sending["waiting"] == 1, "it is announced")
         decode.step()
-        until(lambda: pair.prefill.endpoint.sender.stopped(ID) == "not_needed", "prefill has heard it")
+        until(lambda: pair.prefill.node.why_stopped(ID) == "not_needed", "prefill has heard it")
     if not aborted:
         prefill.step([Scheduled("p", tuple(SRC[4:]), False, 16, 14)])
     prefill.end("p")
@@ -263,7 +263,7 @@ def test_another_prompt_under_one_id_is_told_at_once_and_in_words(
 ) -> None:
     """Two chat templates, for example. Both legs waited until a lease of 30 s had ended."""
     prefill, decode = servers
-    control = {"control": prefill.node.endpoint.address}
+    control = {"control": prefill.node.node.address}
     prefill.book.arrived("p", {"transfer_id": "a", "leg": "prefill", "num_prompts": 1}, [1, *PROMPT])
     decode.book.arrived("d", {"transfer_id": "a", "leg": "decode", "prefill": control}, PROMPT)
     offer(decode)
@@ -272,7 +272,7 @@ def test_another_prompt_under_one_id_is_told_at_once_and_in_words(
     started_s = time.monotonic()
     results = decode.until_reported(received="d")
     prefill.until_reported(sent="p")
-    assert time.monotonic() - started_s < prefill.node.endpoint._timeouts.peer_s
+    assert time.monotonic() - started_s < TIMEOUTS.peer_s
     assert (results.failed, results.reasons) == ({"d"}, {"d": "other_prompt"})
     assert decode.book.path("d") == "recomputed;reason=other_prompt"
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -288,8 +288,8 @@ def test_a_peers_words_cannot_forge_lines_of_the_log(
     offer(decode)
     decode.step()
     prefill.step()
-    until(lambda: prefill.node.endpoint.sender.states()["writing"] == 1, "the offer has come")
-    prefill.node.endpoint.sender.cancel(ID, "x\n" * 100 + "WARNING all is lost\x1b[31m")
+    until(lambda: prefill.node.node.report().sending["writing"] == 1, "the offer has come")
+    prefill.node.node.other_side_failed(ID, "x\n" * 100 + "WARNING all is lost\x1b[31m")
     assert decode.until_reported(received="d").reasons == {"d": "other"}
     said = [record.getMessage() for record in caplog.records]
     assert said
@@ -335,7 +335,7 @@ def test_transports_hear_when_a_prompt_is_computed_for_others(
     pair: Pair, servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = servers
-    (transport,) = prefill.node.endpoint.transports
+    transport = prefill.node.transport
     said: list[bool] = []
     monkeypatch.setattr(transport, "computing", said.append)
     ask(prefill, decode)

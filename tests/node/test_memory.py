@@ -60,7 +60,7 @@ def lane_of_transfer(source: str, destination: str, *kinds: Callable[[], Transpo
         incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
         assert incoming.wait(WAIT_S) == 42
         assert_same(prefill, decode)
-        return prefill.endpoint.peers()[0].lane
+        return prefill.report().peers[0]["lane"]
 
 
 def mapped() -> Transport:

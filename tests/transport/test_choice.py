@@ -123,7 +123,7 @@ def test_a_line_in_the_registry_makes_a_class_a_transport_of_every_node(monkeypa
                 sent, got = prefill.pages(layer, part), decode.pages(layer, part)
                 assert (got[5] == sent[1]).all()
                 assert (got[2, :3] == sent[6, :3]).all()
-        assert [peer.lane for peer in prefill.endpoint.peers()] == ["direct"]
+        assert [peer["lane"] for peer in prefill.report().peers] == ["direct"]
 
 
 @pytest.mark.parametrize(
