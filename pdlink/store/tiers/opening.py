@@ -17,14 +17,16 @@ if TYPE_CHECKING:
     from .base import Tier
 
 _VERBS = ("name", "nbytes", "capacity_nbytes", "contains", "get", "put", "remove", "clear", "close")
-_LIMIT = "limit file:///DIRECTORY, redis://HOST and its kin, or path.to.module:name"
+_BUCKETS = ("s3", "gs", "az", "abfs")
+_LIMIT = "limit file:///DIRECTORY, redis://HOST and its kin, s3://BUCKET and its kin, or path.to.module:name"
 
 
 def open_tier(url: str, namespace: str) -> Tier:
     """A tier that others may share.
 
     url: file:///DIRECTORY[?max_size=GIB], a directory that nodes mount; a server as in `resp_server.Server`, with
-    ttl_s, timeout_s and connections in its query; or path.to.module:name, which is called with the namespace.
+    ttl_s, timeout_s and connections in its query; a bucket as in `object_store.bucket_of`, with timeout_s; or
+    path.to.module:name, which is called with the namespace.
     namespace: digest of what the bytes of records depend on.
     Raises ConfigError for anything else, without repeating a URL, which may hold a password.
     """
@@ -40,6 +42,16 @@ def open_tier(url: str, namespace: str) -> Tier:
         if timeout_s == 0 or connections < 1:
             raise ConfigError("remote_url: got timeout_s or connections of 0; limit more; raise it")
         return Valkey(rest, namespace, ttl_s=ttl_s, timeout_s=timeout_s, num_connections=int(connections))
+    if scheme in _BUCKETS:
+        try:
+            from .object_store import Objects, bucket_of
+        except ImportError as error:
+            raise ConfigError(
+                "remote_url: got a bucket, which takes obstore; limit file, redis and kin without it; "
+                "pip install 'pdlink[objects]'"
+            ) from error
+        (timeout_s,), rest = _taken(url, timeout_s=5.0)
+        return Objects(bucket_of(rest, timeout_s), namespace)
     module, colon, name = url.partition(":")
     if not colon or "/" in url:
         raise ConfigError(f"remote_url: got no tier; {_LIMIT}; use one of them")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+import pytest
 import xxhash
 
 from pdlink.store.tiers.base import Tier
@@ -128,9 +129,22 @@ def _damage_valkey(_: Tier, path: Path, key: bytes, change: Callable[[bytes], by
     valkey_server().ask(b"SET", name, change(stored))
 
 
+def _open_objects(path: Path) -> Tier:
+    store = pytest.importorskip("obstore.store", reason="no obstore; pip install 'pdlink[objects]'")
+    from pdlink.store.tiers.object_store import Objects
+
+    return Objects(store.LocalStore(path), "model")
+
+
+def _damage_objects(_: Tier, path: Path, key: bytes, change: Callable[[bytes], bytes]) -> None:
+    file = path / "model" / key.hex()
+    file.write_bytes(change(file.read_bytes()))
+
+
 ENTRIES = [
     Entry("memory", lambda _: MemoryTier(), _damage_memory, persists=False),
     Entry("shared_dir", lambda path: SharedDir(path, "model"), _damage_shared_dir),
     Entry("shared_dir with a bound", lambda path: SharedDir(path, "model", CAPACITY_NBYTES), _damage_shared_dir),
     Entry("valkey", _open_valkey, _damage_valkey),
+    Entry("objects", _open_objects, _damage_objects),
 ]

@@ -39,6 +39,18 @@ def test_a_server_by_url(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_a_bucket_by_url() -> None:
+    """Of which nobody answers."""
+    pytest.importorskip("obstore")
+    here = "endpoint=http://127.0.0.1:9&region=x&access_key_id=x&secret_access_key=x"
+    tier = open_tier(f"s3://bucket/prefix?{here}&timeout_s=5", "n")
+    for verb in (lambda: tier.contains([key(1)]), lambda: read(tier, key(1)), lambda: tier.put(key(1), record(1))):
+        with pytest.raises(OSError, match="object store"):
+            verb()
+    tier.close()
+    assert read(tier, key(1)) is None
+
+
 def test_a_tier_of_someone_elses_by_its_path() -> None:
     tier = open_tier(f"{__name__}:Named", "n")
     assert tier.put(key(1), record(1))
@@ -49,7 +61,9 @@ def test_a_tier_of_someone_elses_by_its_path() -> None:
     [
         ("", "limit file"),
         ("/mnt/shared", "limit file"),
-        ("s3://bucket", "limit file"),
+        ("ftp://bucket", "limit file"),
+        ("s3://bucket?nonsense=1&secret_access_key=hunter2", "limit what obstore takes"),
+        ("s3://bucket?timeout_s=x", "timeout_s"),
         ("file://host/path", "file:///DIRECTORY"),
         ("file:///tmp?size=3", "file:///DIRECTORY"),
         ("file:///tmp?max_size=big", "max_size"),
