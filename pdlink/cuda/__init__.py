@@ -1,1 +1,1 @@
-"""What GPUs need: driver, buffers, kernels that reshape paged KV. Imports without CUDA; only `ops` needs torch."""
+"""GPUs: driver, buffers, kernels that reshape paged KV. Imports without CUDA; only `ops` needs torch."""

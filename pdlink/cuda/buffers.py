@@ -1,9 +1,8 @@
-"""Memory that GPUs work on: device pools that peers can map, and host pools that a GPU reaches directly.
+"""Memory for GPUs: device pools that peers can map, and host pools that a GPU reaches directly.
 
-`DeviceBuffer` is a whole allocation of the driver, not a piece of torch's pool: only such a one can be exported, and
-UCX falls off its CUDA lane, silently and by orders of magnitude, for the virtual memory that torch's expandable
-segments are made of. Its export is a CUDA IPC handle.
-torch sees it through `__cuda_array_interface__`, without a copy.
+`DeviceBuffer` is a whole allocation of the driver, not a piece of torch's pool. Only a whole one can be exported, as
+a CUDA IPC handle. For the virtual memory of torch's expandable segments UCX leaves its CUDA lane silently, which is
+slower by orders of magnitude. torch uses the buffer through `__cuda_array_interface__`, without a copy.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Export(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class DeviceMemory:
-    """What `pdlink.memory.buffers.AnyBuffer` asks for, of memory of a GPU."""
+    """The part of `pdlink.memory.buffers.AnyBuffer` that is common to GPU memory."""
 
     kind: ClassVar[Literal["cuda"]] = "cuda"
     device: Device
@@ -60,12 +59,12 @@ class DeviceMemory:
 
 
 class DeviceBuffer(DeviceMemory):
-    """A block of device memory. Whoever creates it closes it, after the transports it is registered with."""
+    """A block of device memory. Its creator closes it, after the transports it is registered with."""
 
     borrowed: ClassVar[bool] = False
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        """Allocate; the contents are undefined. Raises CudaFailure (CUDA_ERROR_OUT_OF_MEMORY, for one)."""
+        """Allocate; the contents are undefined. Raises CudaFailure (for example CUDA_ERROR_OUT_OF_MEMORY)."""
         if nbytes <= 0:
             raise ValueError(f"nbytes must be positive, got {nbytes}")
         self.device, self.nbytes = device, nbytes
@@ -95,7 +94,7 @@ class DeviceBuffer(DeviceMemory):
 
 
 class BorrowedDeviceBuffer(DeviceMemory):
-    """Device memory that somebody else allocated, such as a torch tensor, as a buffer."""
+    """Borrowed device memory, such as a torch tensor, as a buffer."""
 
     borrowed: ClassVar[bool] = True
 
@@ -120,10 +119,10 @@ class PeerBuffer:
     """A peer's device buffer, mapped here."""
 
     def __init__(self, device: Device, export: Export) -> None:
-        """device: whose kernels are to reach it; the same GPU, or one with peer access to it.
+        """device: its kernels will access the memory; the same GPU, or one with peer access to it.
 
-        Raises CudaFailure: the peer is gone, is this process, or the two GPUs cannot reach each other. ValueError:
-        the memory is not as large as is said; a kernel that goes beyond it would cost this process its context.
+        Raises CudaFailure if the peer is gone, is this process, or the two GPUs cannot reach each other; ValueError
+        if the memory is smaller than announced: a kernel beyond its end would destroy this process's context.
         """
         self.nbytes = export.nbytes
         self._device = device
@@ -133,7 +132,7 @@ class PeerBuffer:
         try:
             start, nbytes = device.extent(self._mapped)
             if export.offset < 0 or self.ptr + self.nbytes > start + nbytes:
-                raise ValueError(f"the peer's buffer is said to have {self.nbytes} bytes, it has {nbytes}")
+                raise ValueError(f"the peer's buffer: got {nbytes} bytes; its invitation says {self.nbytes}")
         except BaseException:
             self.close()
             raise
@@ -144,7 +143,7 @@ class PeerBuffer:
         return _as_bytes(self.ptr, self.nbytes)
 
     def close(self) -> None:
-        """Unmap. Nothing may be on its way there. Safe to call twice."""
+        """Unmap. Nothing may be in flight there. Safe to call twice."""
         if not self._closed:
             self._closed = True
             self._device.ipc_close(self._mapped)
@@ -167,7 +166,7 @@ class PinnedBuffer(Buffer):
         self._pinned = True
 
     def close(self) -> None:
-        """Unpins it, too. No copy may be under way. Safe to call twice."""
+        """Unpins it, too. No copy may be in progress. Safe to call twice."""
         if self._pinned:
             self._pinned = False
             self._device.unpin(self.ptr)

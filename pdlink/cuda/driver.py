@@ -1,12 +1,12 @@
-"""The CUDA driver, called through ctypes: nothing is linked, and no toolkit has to be there.
+"""The CUDA driver through ctypes: nothing is linked, and no toolkit is needed.
 
-`Device` is one GPU with its primary context, the one that torch and every other user of the runtime share, so that
-pointers, streams and events can be passed between us and them. A context belongs to a thread: every call here pushes
-ours, does its work and pops it again, so any thread may call anything, and none is left with a context it did not
-have. Every failure is a `CudaFailure` that names the call and the driver's own name for the error.
+`Device` is one GPU with its primary context, which torch and every other user of the runtime share, so pointers,
+streams and events are valid for all of them. A context is current per thread: every call here pushes the context,
+works and pops it, so any thread may call, and keeps its own context. Every failure is a `CudaFailure` with the call
+and the driver's name of the error.
 
-Signatures: CUDA driver API 12 (https://docs.nvidia.com/cuda/cuda-driver-api). Where the header renames a function to
-a newer version (`cuMemAlloc` is `cuMemAlloc_v2`), the name of the library is used.
+Signatures: CUDA driver API 12 (https://docs.nvidia.com/cuda/cuda-driver-api). If the header renames a function to a
+newer version (`cuMemAlloc` is `cuMemAlloc_v2`), the library's name is used.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _IPC_LAZY_PEER_ACCESS: Final = 1
 
 
 class CudaUnavailable(LocalError):
-    """There is no driver, no GPU of that number, or a build without kernels; the message says which."""
+    """No driver, no GPU of that number, or a build without kernels; see the message."""
 
     code = "cuda_unavailable"
 
 
 class CudaFailure(LocalError):
-    """A call into the driver failed. `call` and `name` are the driver's own words."""
+    """A driver call failed. `call` and `name` are the driver's names."""
 
     code = "cuda_failure"
 
@@ -56,7 +56,7 @@ class Driver:
     """A loaded and initialised driver library."""
 
     def __init__(self, path: str) -> None:
-        """Raises CudaUnavailable if there is none, CudaFailure if it cannot be initialised (no GPU, for one)."""
+        """Raises CudaUnavailable without a driver, CudaFailure if it cannot be initialised (without a GPU)."""
         try:
             self._library = ctypes.CDLL(path)
         except OSError as error:
@@ -68,7 +68,7 @@ class Driver:
         self.version = f"{version.value // 1000}.{version.value % 1000 // 10}"
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Arguments are ctypes values, so that none is cut to 32 bits. Raises CudaFailure."""
+        """Arguments are ctypes values, or they would be cut to 32 bits. Raises CudaFailure."""
         number = self.status(name, *arguments)
         if number:
             raise self.failure(name, number)
@@ -122,7 +122,7 @@ class Device:
             self.driver = driver
 
     def close(self) -> None:
-        """Release the context. What was allocated in it goes with its last user. Safe to call twice."""
+        """Release the context. Its last user frees its allocations. Safe to call twice."""
         with self._lock:
             if self.context:
                 self._context = c_void_p()
@@ -130,7 +130,7 @@ class Device:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[Driver]:
-        """This thread has the device's context inside, and what it had before after it."""
+        """Make the device's context current in this thread; restore the former one afterwards."""
         if not self.context:
             raise CudaUnavailable(f"CUDA device {self.index} is not open")
         self.driver.call("cuCtxPushCurrent_v2", self._context)
@@ -141,7 +141,7 @@ class Device:
 
     @property
     def context(self) -> int:
-        """The handle, for libraries that have to make it current in threads of their own."""
+        """The handle, for libraries that make it current in their own threads."""
         return self._context.value or 0
 
     # -- Facts -------------------------------------------------------------------------------------------------------
@@ -154,14 +154,14 @@ class Device:
 
     @cached_property
     def uuid(self) -> str:
-        """Names the GPU on this host in every process, whatever CUDA_VISIBLE_DEVICES says."""
+        """Names the GPU in every process of this host, independent of CUDA_VISIBLE_DEVICES."""
         raw = (c_char * 16)()
         self.driver.call("cuDeviceGetUuid_v2", raw, self._ordinal)
         return raw.raw.hex()
 
     @cached_property
     def pci_address(self) -> str:
-        """As /sys spells it, but for the case: "0000:81:00.0"."""
+        """As in /sys, except for upper and lower case: "0000:81:00.0"."""
         text = (c_char * 32)()
         self.driver.call("cuDeviceGetPCIBusId", text, c_int(len(text)), self._ordinal)
         return text.value.decode()
@@ -183,7 +183,7 @@ class Device:
         return ptr.value
 
     def free(self, ptr: int) -> None:
-        """Waits for work that uses it (the driver does)."""
+        """Waits for work that uses the memory (the driver does)."""
         with self.current() as driver:
             driver.call("cuMemFree_v2", c_uint64(ptr))
 
@@ -204,16 +204,16 @@ class Device:
             driver.call("cuMemHostUnregister", c_void_p(ptr))
 
     def ipc_export(self, ptr: int) -> bytes:
-        """What another process on this host needs to open this allocation. It must be a whole one of `allocate`."""
+        """A handle to open this allocation in another process of this host; only for a whole one of `allocate`."""
         handle = (c_char * IPC_HANDLE_NBYTES)()
         with self.current() as driver:
             driver.call("cuIpcGetMemHandle", handle, c_uint64(ptr))
         return handle.raw
 
     def ipc_open(self, handle: bytes) -> int:
-        """Map another process's allocation; undone by `ipc_close`. Peer access between two GPUs is switched on.
+        """Map another process's allocation; undone by `ipc_close`. Enables peer access between the two GPUs.
 
-        Raises CudaFailure, for a handle of this process too: it has the memory already.
+        Raises CudaFailure, also for a handle of this process.
         """
         ptr = c_uint64()
         with self.current() as driver:
@@ -232,18 +232,18 @@ class Device:
         return start.value, nbytes.value
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int = 0) -> None:
-        """Between any two addresses, in order with `stream`; returns before it is done (host memory: if pinned)."""
+        """Copy between any two addresses, in order with `stream`; asynchronous (host memory: if pinned)."""
         with self.current() as driver:
             driver.call("cuMemcpyAsync", c_uint64(dst), c_uint64(src), c_size_t(nbytes), c_void_p(stream))
 
     def synchronize(self) -> None:
-        """Wait for everything this process has given the device."""
+        """Wait for all work that this process has given to the device."""
         with self.current() as driver:
             driver.call("cuCtxSynchronize")
 
 
 class IpcHandle(ctypes.Structure):
-    """CUipcMemHandle: the one argument that the driver takes by value and that is no number."""
+    """CUipcMemHandle: the only struct that the driver takes by value."""
 
     _fields_ = (("reserved", c_char * IPC_HANDLE_NBYTES),)
 
@@ -255,7 +255,7 @@ class IpcHandle(ctypes.Structure):
 
 
 class Stream:
-    """A stream of our own, not synchronised with the default one."""
+    """A stream that is not synchronised with the default one."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -265,7 +265,7 @@ class Stream:
         self.handle: int = handle.value or 0
 
     def wait(self, event: Event) -> None:
-        """What is put into the stream from now on begins after what `event` stands for."""
+        """Later work in this stream begins after `event`."""
         with self._device.current() as driver:
             driver.call("cuStreamWaitEvent", c_void_p(self.handle), c_void_p(event.handle), c_uint(0))
 
@@ -274,7 +274,7 @@ class Stream:
             driver.call("cuStreamSynchronize", c_void_p(self.handle))
 
     def close(self) -> None:
-        """What is in it still runs. Safe to call twice."""
+        """Work in the stream still runs. Safe to call twice."""
         handle, self.handle = self.handle, 0
         if handle:
             with self._device.current() as driver:
@@ -292,12 +292,12 @@ class Event:
         self.handle: int = handle.value or 0
 
     def record(self, stream: int) -> None:
-        """From now on it stands for all that is in the stream (0: the default one)."""
+        """Record the present work of the stream (0: the default one)."""
         with self._device.current() as driver:
             driver.call("cuEventRecord", c_void_p(self.handle), c_void_p(stream))
 
     def done(self) -> bool:
-        """Whether all it stands for has happened. Raises CudaFailure if something of it failed."""
+        """Whether the recorded work is done. Raises CudaFailure if some of it failed."""
         with self._device.current() as driver:
             number = driver.status("cuEventQuery", c_void_p(self.handle))
             if number not in (0, _NOT_READY):
@@ -305,12 +305,12 @@ class Event:
         return number == 0
 
     def synchronize(self) -> None:
-        """Wait for it, asleep. There is no deadline: a kernel cannot be called off."""
+        """Wait for it, asleep. There is no deadline: a kernel cannot be cancelled."""
         with self._device.current() as driver:
             driver.call("cuEventSynchronize", c_void_p(self.handle))
 
     def close(self) -> None:
-        """Safe to call twice, and while it is not done."""
+        """Safe to call twice, and before it is done."""
         handle, self.handle = self.handle, 0
         if handle:
             with self._device.current() as driver:

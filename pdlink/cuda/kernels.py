@@ -1,4 +1,4 @@
-"""The kernels on one device: the module in `pdlink._cuda`, loaded by the driver, and how a launch is handed to it."""
+"""The kernels on one device: the module in `pdlink._cuda`, loaded by the driver, and their launch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Kernels:
     """Loaded once per device; usable from any thread."""
 
     def __init__(self, device: Device, image: bytes | None = None) -> None:
-        """image: what `cuModuleLoadData` takes; None takes the built-in one.
+        """image: for `cuModuleLoadData`; None takes the built-in one.
 
         Raises CudaUnavailable in a build without nvcc, CudaFailure for a GPU older than the kernels (sm_80).
         """
@@ -32,7 +32,7 @@ class Kernels:
             driver.call("cuModuleLoadData", byref(self._module), ctypes.c_char_p(image))
 
     def launch(self, launch: _cuda.Launch, stream: int) -> None:
-        """Put it into a stream (0: the default one). The memory it works on must stay until it has run."""
+        """Launch it in a stream (0: the default one). Its memory must stay until it has run."""
         argument = ctypes.create_string_buffer(launch.argument, len(launch.argument))
         arguments = (c_void_p * 1)(ctypes.addressof(argument))
         blocks_x, blocks_y = launch.grid
@@ -47,7 +47,7 @@ class Kernels:
             )
 
     def function(self, name: str) -> int:
-        """The driver's handle of a kernel. Its code is loaded by the first call, which takes its time."""
+        """The driver's handle of a kernel. The first call loads the code, which is slow."""
         with self._lock:
             if name not in self._functions:
                 function = c_void_p()

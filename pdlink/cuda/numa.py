@@ -1,8 +1,8 @@
-"""Host memory on the NUMA node that a GPU hangs on: a copy across sockets shares the link between them.
+"""Host memory on the NUMA node of a GPU: copies across sockets share the link between them.
 
-The policy is the calling thread's and counts when pages are first touched, which `Buffer` does while it is made. The
-system call is made through ctypes, without libnuma. Where it is forbidden (some containers) memory comes from
-wherever the kernel takes it, which is slower and nothing else.
+The memory policy belongs to the calling thread and applies when pages are first touched; `Buffer` touches them when
+it is made. The system call goes through ctypes, without libnuma. If it is forbidden (some containers), the kernel
+chooses the node, which is only slower.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_NODES: Final = 1024
 
 
 def node_of(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """The node of a PCI device ("0000:81:00.0"); None where the system does not know."""
+    """The node of a PCI device ("0000:81:00.0"); None if unknown."""
     try:
         node = int((devices / pci_address.lower() / "numa_node").read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -36,7 +36,7 @@ def node_of(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> i
 
 @contextlib.contextmanager
 def prefer_node(node: int | None) -> Iterator[None]:
-    """Pages that this thread touches first are taken from `node` while it has any. None changes nothing."""
+    """Prefer `node` for pages that this thread touches first. None changes nothing."""
     changed = node is not None and _set_policy(_MPOL_PREFERRED, node)
     try:
         yield
@@ -53,7 +53,7 @@ def _set_policy(mode: int, node: int | None) -> bool:
     if node is not None:
         mask[node // 64] = 1 << node % 64
     libc = ctypes.CDLL(None, use_errno=True)
-    # The kernel reads one bit less than it is told.
+    # The kernel reads one bit less than maxnode.
     size = _MAX_NODES + 1 if node is not None else 0
     failed = libc.syscall(
         ctypes.c_long(number), ctypes.c_int(mode), mask if node is not None else None, ctypes.c_ulong(size)

@@ -1,7 +1,7 @@
-"""`reshape`: paged KV from any layout to any other, as a torch operator that graphs and torch.compile see.
+"""`reshape`: paged KV from any layout to any other, as a torch operator for graphs and torch.compile.
 
-A *plane* is one part (K, V, or MLA's latent) of one layer, given as a view [block, token, head, element] of whatever
-strides: a layout is how one makes the view, not an argument.
+A *plane* is one part (K, V, or MLA's latent) of one layer, given as a view [block, token, head, element] of any
+strides: the view expresses the layout.
 
     vLLM, fused [2, B, T, H, D]        cache[0], cache[1]
     vLLM 0.26+, [B, H, T, 2 * D]       cache[..., :D].transpose(1, 2), cache[..., D:].transpose(1, 2)
@@ -12,7 +12,7 @@ strides: a layout is how one makes the view, not an argument.
     a slice of the heads               any of these, [:, :, start:end]
 
 Token i is read from `src_slots[i]` and written to `dst_slots[i]`; a slot is block * block size + token inside the
-block, and -1 skips the token. Other block sizes on the two sides are just other slots.
+block, and -1 skips the token. Different block sizes on the two sides are just different slots.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def reshape(
     and elements are the same on both sides. src_slots, dst_slots: int64 [tokens]; None is 0, 1, 2, …
     bfloat16 to float8_e4m3fn divides by scales (multiplies by the reciprocal) and saturates, the reverse multiplies;
     scales: float32 [], [planes] or [planes, heads], None is 1. See csrc/cuda/fp8.h.
-    refused: int32 [1], set to 1 if a slot was outside its planes (that token is left out). Without it a CPU raises
-    IndexError, and a GPU only leaves out the token: it has nobody to tell before the kernel has run.
+    refused: int32 [1], set to 1 if a slot was outside its planes (that token is skipped). Without it a CPU raises
+    IndexError, and a GPU only skips the token.
     On a GPU one side may be pinned host memory. Planes that are not evenly spaced need a table in device memory,
-    made when such a list is first seen: call once before capturing a graph.
+    made at the first call with such a list: call once before capturing a graph.
     Raises ValueError for shapes, dtypes and devices that do not fit.
     """
     _reshape(src, dst, src_slots, dst_slots, scales, refused)
@@ -96,7 +96,7 @@ def gather(planes: Sequence[Tensor], slots: Tensor, scales: Tensor | None = None
 
 
 def scatter(rows: Tensor, planes: Sequence[Tensor], slots: Tensor, scales: Tensor | None = None) -> None:
-    """Write [planes, tokens, heads, element] to the tokens at `slots`; slot -1 is left out."""
+    """Write [planes, tokens, heads, element] to the tokens at `slots`; skips slot -1."""
     reshape([row[:, None] for row in rows], planes, None, slots, scales)
 
 
@@ -201,7 +201,7 @@ def _check(
 
 
 def _device(src: Sequence[Tensor], dst: Sequence[Tensor]) -> torch.device:
-    """Where the kernel runs: on the GPU as soon as one side is there."""
+    """The device of the kernel: the GPU if one side is there."""
     return src[0].device if src[0].device.type == "cuda" else dst[0].device
 
 
@@ -225,7 +225,7 @@ def _scale_strides(scales: Tensor | None) -> tuple[int, int]:
 
 
 def _steps(planes: Sequence[Tensor], num_parts: int) -> tuple[int, int] | None:
-    """Bytes from layer to layer and from part to part, if planes lie that evenly in groups of `num_parts`."""
+    """Bytes from layer to layer and from part to part, if planes are evenly spaced in groups of `num_parts`."""
     if len(planes) % num_parts:
         return None
     at = [plane.data_ptr() for plane in planes]
@@ -236,7 +236,7 @@ def _steps(planes: Sequence[Tensor], num_parts: int) -> tuple[int, int] | None:
 
 
 def _grouping(src: Sequence[Tensor], dst: Sequence[Tensor]) -> tuple[int, int]:
-    """Layers and parts that the planes are taken for; a side that does not lie so gets a table."""
+    """Layers and parts of the planes; a side that is not evenly spaced gets a table."""
     for num_parts in (1, 2):
         if _steps(src, num_parts) is not None and _steps(dst, num_parts) is not None:
             return len(src) // num_parts, num_parts
@@ -272,5 +272,5 @@ def _place(planes: Sequence[Tensor], slots: Tensor | None, device: torch.device,
 
 @lru_cache(maxsize=256)
 def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """A cache has a handful of lists of planes, for its whole life."""
+    """A cache has few lists of planes, which stay the same for its whole life."""
     return torch.tensor(addresses, dtype=torch.int64).to(device)

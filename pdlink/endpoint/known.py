@@ -3,7 +3,7 @@
 A worker that we dial is known by its control address, one that dials us by its name (or by its key, if the connection
 ended before it gave a name). It has at most one live session. What outlives the session is kept for the next one:
 
-- its *refusal*, which has a cause that somebody must mend: another model, a missing key, no common transport. Without
+- its *refusal*, which has a cause that somebody must fix: another model, a missing key, no common transport. Without
   a back-off every request would dial again, be refused again and compute its prompt twice. So the dialing side fails
   requests for that address at once until the next try is due. The listening side keeps refusals for /health.
 - the transports that failed to connect in this life of the dialer.
@@ -239,7 +239,7 @@ class KnownPeers:
         refusal = known.refusal
         if refusal is None or now - refusal.last_s > _FORGET_S:
             refusal = known.refusal = Refusal(peer, cause, now, now)
-        if refusal.cause.factor != cause.factor:  # one cause was mended, and there is another
+        if refusal.cause.factor != cause.factor:  # another cause than before
             refusal.logged = False
         refusal.peer, refusal.cause, refusal.last_s = peer or refusal.peer, cause, now
         refusal.count += 1

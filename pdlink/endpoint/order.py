@@ -176,7 +176,7 @@ class Order(Generic[Job]):
             flow.slow = False
             self._shared_nbytes += flow.in_flight_nbytes
         if blocked:
-            self._catch_up(flow)  # others got what it could not take: it has no claim to that
+            self._catch_up(flow)  # others used the room that it could not: it does not get that back
 
     def drop(self, backlog: Backlog[Job]) -> list[Part[Job]]:
         """Take back the waiting parts of a transfer, which will not go. Those in flight go on."""

@@ -109,7 +109,7 @@ class Offer(_Body, frozen=True, tag="offer"):
     """Receiver to sender: write tokens [start, end) into these blocks.
 
     blocks[0] holds token `start`; the list covers floor(start / block_tokens) to ceil(end / block_tokens) of the
-    receiver's block size. The range is authoritative: it is what the receiver lacks.
+    receiver's block size. The range is authoritative: the receiver needs exactly these tokens.
     """
 
     transfer_id: TransferId

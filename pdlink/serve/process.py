@@ -1,4 +1,4 @@
-"""The life of one process of a deployment: settings in, bind, say "ready", run until told to stop, drain, leave.
+"""The life of one process of a deployment: settings, bind, ready, serve, drain, end.
 
 A process may have a parent (`pdlink up`) at the other end of a socket: it reads its settings there, reports in JSON
 lines, and stops when the socket ends. A line has its progress (`doing`), why it cannot start (`failed`), or its
@@ -154,7 +154,7 @@ async def serve(
     tls: ssl.SSLContext | None = None,
     reload: Callable[[], None] | None = None,
 ) -> None:
-    """Serve until told to stop, then drain, then close every connection.
+    """Serve until SIGTERM, SIGINT or the end of the parent; then drain, and close every connection.
 
     ready: makes the facts for the parent from the base URL, with a `line` for people. reload: on SIGHUP.
     """

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str], None]) -> None:
-    """Run one worker until it is told to stop. Raises ConfigError and the like before it is ready."""
+    """Run one worker until SIGTERM or the end of its parent. Raises ConfigError and others before it is ready."""
     from pdlink.engine.places import find_model
     from pdlink.protocol.auth import ControlAddress
     from pdlink.serve import health, keys
@@ -95,7 +95,7 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
 
 
 def run_proxy(config: ProxyConfig, parent: Parent | None, say: Callable[[str], None]) -> None:
-    """Run the proxy until it is told to stop."""
+    """Run the proxy until SIGTERM or the end of its parent."""
     from pdlink.serve import keys
     from pdlink_proxy.app import ROUTER, build_app
 

@@ -174,7 +174,7 @@ def stop(children: Sequence[Child | Server], timeout_s: float) -> None:
         child.close()
 
 
-class _Told(BaseException):
+class _Stopped(BaseException):
     """SIGINT or SIGTERM. A BaseException, so that no handler of errors catches it."""
 
 
@@ -183,13 +183,13 @@ def up(config: UpConfig, say: Callable[[str], None]) -> None:
 
     say: prints the summary when all are ready; progress is logged.
     """
-    told = False
+    stopping = False
 
     def tell(*_: object) -> None:
-        nonlocal told
-        if not told:
-            told = True
-            raise _Told
+        nonlocal stopping
+        if not stopping:
+            stopping = True
+            raise _Stopped
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, tell)
@@ -217,10 +217,10 @@ def up(config: UpConfig, say: Callable[[str], None]) -> None:
                 for keeper in kept:
                     keeper.look()
                 time.sleep(0.1)
-        except _Told:
+        except _Stopped:
             return
         finally:
-            told = True
+            stopping = True
             # The proxy first: its requests need the workers, and it would warn about workers that leave.
             if workers:
                 log.info("stopping; running requests have up to %g s", config.proxy.drain_s)

@@ -32,8 +32,8 @@ def may_enter(keys: tuple[bytes, ...], authorization: str | None) -> bool:
         return True
     if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
         return False
-    said = authorization[len(_BEARER) :].strip().encode(errors="surrogateescape")
-    matches = [hmac.compare_digest(said, key) for key in keys]  # all of them, also after a match
+    sent = authorization[len(_BEARER) :].strip().encode(errors="surrogateescape")
+    matches = [hmac.compare_digest(sent, key) for key in keys]  # all of them, also after a match
     return any(matches)
 
 

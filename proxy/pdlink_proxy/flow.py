@@ -294,7 +294,7 @@ class Flow:
 
     def _on_bad_status(self, event: Answered, now: float) -> list[Action]:
         leg, status, code = event.leg, event.status, error_code(event.body)
-        said = f"{leg.value} worker answered {status}"
+        summary = f"{leg.value} worker answered {status}"
         detail = f"it answered {status}: {excerpt(event.body)}"
         if status == 403 and code == PeerNotAllowed.code:
             return self._on_lost(leg, Loss.MISPAIRED, detail, now)
@@ -302,15 +302,15 @@ class Flow:
             return self._on_lost(leg, Loss.BARRED, detail, now)
         if 400 <= status < 500:
             answer = Respond(status, rejection(status, event.body))
-            return self._react(leg, News.REJECTED, status, answer, said, detail, now)
+            return self._react(leg, News.REJECTED, status, answer, summary, detail, now)
         if leg is Leg.PREFILL:  # its engine's message is for the operator, not for the client
-            answer = self._failure(PeerLost, said)
+            answer = self._failure(PeerLost, summary)
         elif status < 400:  # following a redirect would send the prompt to any address the worker names
-            answer = self._failure(ProtocolError, said)
+            answer = self._failure(ProtocolError, summary)
         else:
-            answer = Respond(status, error_body(self._with_id(said), kind="server_error", code=code))
+            answer = Respond(status, error_body(self._with_id(summary), kind="server_error", code=code))
         news = News.LOST if status in self._rules.lost_statuses else News.FAILED
-        return self._react(leg, news, status, answer, said, detail, now)
+        return self._react(leg, news, status, answer, summary, detail, now)
 
     def _on_prefilled(self, answer: bytes, now: float) -> list[Action]:
         self._prefill_answer, self.prefill_spoke_s = answer, now
@@ -324,18 +324,20 @@ class Flow:
         return [StartDecode(self.attempt, params)]
 
     def _on_lost(self, leg: Leg, loss: Loss, detail: str, now: float) -> list[Action]:
-        said = _OF_THE_DEPLOYMENT.get(loss, f"{leg.value} worker lost ({loss.value})")
+        summary = _OF_THE_DEPLOYMENT.get(loss, f"{leg.value} worker lost ({loss.value})")
         news = News.STALE if loss is Loss.STALE else News.LOST
-        return self._react(leg, news, loss, self._failure(_ERROR_OF[loss], said), said, detail, now)
+        return self._react(leg, news, loss, self._failure(_ERROR_OF[loss], summary), summary, detail, now)
 
     def _malformed(self, leg: Leg, message: str, document: bytes, now: float) -> list[Action]:
         """A running leg sent something other than tokens."""
         cancel = self._cancel(leg)
-        said = f"{leg.value} worker: {message}"
+        summary = f"{leg.value} worker: {message}"
         code = error_code(document) if document else ProtocolError.code
-        answer = Respond(ProtocolError.http_status, error_body(self._with_id(said), kind="server_error", code=code))
+        answer = Respond(
+            ProtocolError.http_status, error_body(self._with_id(summary), kind="server_error", code=code)
+        )
         detail = f"{message}: {excerpt(document)}" if document else message
-        return [*cancel, *self._react(leg, News.LOST, Loss.MALFORMED, answer, said, detail, now)]
+        return [*cancel, *self._react(leg, News.LOST, Loss.MALFORMED, answer, summary, detail, now)]
 
     def _on_tick(self, now: float) -> list[Action]:
         if now >= self._request_deadline_s:
@@ -351,10 +353,10 @@ class Flow:
     # ---- reactions
 
     def _react(
-        self, leg: Leg, news: News, reason: Loss | int, answer: Respond, said: str, detail: str, now: float
+        self, leg: Leg, news: News, reason: Loss | int, answer: Respond, summary: str, detail: str, now: float
     ) -> list[Action]:
-        """answer: the client's, if this failure decides the request. said: the same as a sentence, for a stream that
-        has begun. detail: for the log."""
+        """answer: the client's, if this failure decides the request. summary: the same as a sentence, for a stream
+        that has begun. detail: for the log."""
         before, after = self._rules.reactions[leg, news]
         reaction = before if self.first_leg is None else after
         if reaction is Reaction.RESEND and not self._may_resend:
@@ -366,7 +368,7 @@ class Flow:
         blame = Blame(self.attempt, leg, reason, detail, _THEN[reaction])
         match reaction:
             case Reaction.TELL_DECODE:
-                return [blame, *self._tell_decode(said, now)]
+                return [blame, *self._tell_decode(summary, now)]
             case Reaction.RESEND:
                 self._may_resend = False
                 return [blame, *self._again(Why.RESEND, answer)]
@@ -379,7 +381,7 @@ class Flow:
                 return [blame, *self._finish(outcome, answer)]
             case Reaction.BREAK:
                 code = error_code(answer.body)
-                end = EndStream(stream_error(self._with_id(said), code=code))
+                end = EndStream(stream_error(self._with_id(summary), code=code))
                 return [blame, *self._finish(Outcome.BROKEN, end)]
 
     def _tell_decode(self, reason: str, now: float) -> list[Action]:
@@ -461,12 +463,12 @@ class Flow:
             return math.inf
         return state.since_s + (self._limits.idle_s if state.spoke else self._limits.first_byte_s)
 
-    def _failure(self, error: type[PdlinkError], said: str) -> Respond:
+    def _failure(self, error: type[PdlinkError], summary: str) -> Respond:
         status = (
             error.http_status if error.http_status >= 500 else 502
         )  # an error of the deployment, not of the client
-        return Respond(status, error_body(self._with_id(said), kind="server_error", code=error.code))
+        return Respond(status, error_body(self._with_id(summary), kind="server_error", code=error.code))
 
-    def _with_id(self, said: str) -> str:
+    def _with_id(self, summary: str) -> str:
         """A message with the request's id, under which the log has the details."""
-        return f"{said} (request {self._request_id[:128]})" if self._request_id else said
+        return f"{summary} (request {self._request_id[:128]})" if self._request_id else summary

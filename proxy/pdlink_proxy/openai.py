@@ -142,11 +142,11 @@ def _error_of(body: bytes) -> _Error:
 
 def rejection(status: int, body: bytes) -> bytes:
     """The client's error after a worker rejected its request: the worker's message, if it sent an error document."""
-    said = _error_of(body)
-    message = said.message[:_MAX_MESSAGE_CHARS] or f"the request was rejected with status {status}"
-    kind = said.type or "invalid_request_error"
-    code = said.code if said.code is not None else InvalidRequest.code
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": said.param, "code": code}})
+    sent = _error_of(body)
+    message = sent.message[:_MAX_MESSAGE_CHARS] or f"the request was rejected with status {status}"
+    kind = sent.type or "invalid_request_error"
+    code = sent.code if sent.code is not None else InvalidRequest.code
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": sent.param, "code": code}})
 
 
 def is_rejection(document: bytes) -> bool:

@@ -175,7 +175,7 @@ class Started:
         def keeper(*args: Any) -> Any:
             self.kept.append(args)
             if len(self.kept) == 3:
-                raise up._Told
+                raise up._Stopped
             return None
 
         def executable(configured: str | None) -> str:

@@ -211,7 +211,7 @@ def test_the_proxy_is_stopped_before_the_workers_it_needs(monkeypatch: pytest.Mo
             self.label, self.role, self.facts = label, role, {"url": f"http://{label}"}
 
     def told(*_: object) -> None:
-        raise up._Told
+        raise up._Stopped
 
     monkeypatch.setattr(up, "start", lambda label, role, _: Ready(label, role))
     monkeypatch.setattr(up, "_await_all", lambda *_: None)
