@@ -113,7 +113,7 @@ def test_taken_port_is_an_error_that_says_what_to_do() -> None:
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2
     assert f"cannot bind 127.0.0.1:{port}" in result.stderr
-    assert "port 0 takes a free one" in result.stderr
+    assert "port 0 takes a free port" in result.stderr
 
 
 def test_check_says_what_works_and_fails_when_the_configured_transport_does_not() -> None:

@@ -39,7 +39,7 @@ def test_a_port_in_use_is_found_before_any_process_is_started(
         ports = {"proxy.port": 0, setting: port}
         assert main(["up", *(word for key, value in ports.items() for word in ("--set", f"{key}={value}"))]) == 2
     err = capsys.readouterr().err
-    assert f"pdlink: {setting}: cannot bind 127.0.0.1:{port}: Address already in use; port 0 takes a free one" in err
+    assert f"pdlink: {setting}: cannot bind 127.0.0.1:{port}: Address already in use; port 0 takes a free port" in err
 
 
 @pytest.mark.parametrize("model", ["/nonexistent", "configs/up.yaml", "configs"])
