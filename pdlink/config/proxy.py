@@ -49,6 +49,15 @@ class ProxyConfig(Section):
     (where the first token is expected soonest); or `path.to.module:Class`, a policy of your own."""
     retries: int = Field(default=1, ge=0)
     """New attempts, each with a new transfer id and other workers where there are some, before the first token."""
+    queue_size: int = Field(default=1024, ge=0)
+    """Requests that may wait for a worker; more are answered 429. 0 never waits."""
+    queue_timeout_s: Seconds = 60.0
+    """Longest wait while every decode worker is full, by its own account of free blocks."""
+    no_worker_timeout_s: float = Field(default=2.0, ge=0)
+    """Longest wait while there is no healthy worker, as in a rolling update; then the answer is 503."""
+    shares: dict[str, Annotated[float, Field(gt=0)]] = Field(default={}, repr=False)
+    """Weights of those who wait, by API key or model; both count, and 1 for others. Each pair of key and model gets
+    tokens in proportion to its weight."""
     on_no_prefill: Literal["fail", "decode_only"] = "decode_only"
     """What to do when no prefill worker is healthy, or a request has lost its own and there is no other: let decode
     compute the prompt (counted), or answer an error. `fail` is for decode pools that prompts must not slow down."""

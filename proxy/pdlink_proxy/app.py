@@ -27,6 +27,7 @@ from .metrics import Metrics
 from .openai import CHAT, COMPLETIONS, BadField, Call, error_body, parse
 from .placement import Placer
 from .pools import Pools, State, watch
+from .queue import Queue
 from .steps import Leg
 from .upstream import Asking, open_session
 
@@ -68,11 +69,14 @@ class Router:
             open_session(config, max_connections=bound, headers=headers) as decode,
             open_session(config, max_connections=0, headers=headers) as control,
         ):
+            queue = Queue(config.queue_size, config.shares)
             sessions = {Leg.PREFILL: prefill, Leg.DECODE: decode}
-            self._shared = shared = Shared(config, self.dialect, self.pools, self.metrics, sessions, control)
+            self._shared = shared = Shared(config, self.dialect, self.pools, self.metrics, sessions, control, queue)
             for worker in self.pools.all:
                 asking = Asking(control, worker.url, timeout_s)
-                shared.spawn(watch(self.pools, worker, asking, self.dialect, config.health_interval_s))
+                shared.spawn(
+                    watch(self.pools, worker, asking, self.dialect, config.health_interval_s, shared.serve_queue)
+                )
             yield
             for task in shared.tasks:
                 task.cancel()

@@ -25,8 +25,8 @@ from pdlink.protocol import kv_path, reasons
 from .dialects import Attempt
 from .flow import Flow, Limits
 from .openai import wanted
-from .placement import Refused
-from .pools import Choice
+from .placement import Queued, Refused
+from .queue import Queue, Waiting
 from .sse import before_done
 from .steps import (
     Answered,
@@ -52,6 +52,7 @@ from .steps import (
     TellToStop,
     Tick,
     Unplaced,
+    Waits,
     Why,
 )
 from .upstream import LegCall, run_leg, tell_to_stop
@@ -90,8 +91,24 @@ class Shared:
     their prefill legs."""
     control: aiohttp.ClientSession
     """For health and stop, which must get through when all connections of the legs are in use."""
+    queue: Queue
+    """Exchanges that wait for workers."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     """Legs, and stop calls."""
+
+    _serving: bool = False
+
+    def serve_queue(self) -> None:
+        """Something has changed for those who wait: place them soon."""
+        if len(self.queue) and not self._serving:
+            self._serving = True
+            asyncio.get_running_loop().call_soon(self._serve_queue)
+
+    def _serve_queue(self) -> None:
+        self._serving = False
+        loop = asyncio.get_running_loop()
+        while self.queue.serve(lambda waiting: waiting.item.place_now(), loop.time()):
+            pass
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run this in the background; cancelled when the proxy ends."""
@@ -135,6 +152,10 @@ class Exchange:
         self._flow = Flow(limits, self._started_s, shared.dialect.rules, request_id=request_id, keyed=keyed)
         self._runs: dict[tuple[int, Leg], _LegRun] = {}
         self._wanted = wanted(call, request.headers.get("X-Session-Id"))
+        self._tenant = (request.headers.get("Authorization") or "").partition(" ")[2].strip()
+        self._waiting: Waiting | None = None
+        self._place_action: Place | None = None
+        """Why workers are wanted now."""
         self._chosen: tuple[Worker | None, Worker] | None = None
         self._cached_tokens = 0
         """Of the prompt, expected at the chosen prefill worker."""
@@ -160,6 +181,8 @@ class Exchange:
             await self._until_over()
             return await self._end()
         finally:
+            if self._waiting is not None:
+                self._shared.queue.remove(self._waiting)
             self._happen(ClientLeft())  # no effect if it is over
             if self._client is not None:
                 self._shared.metrics.active_streams.dec()
@@ -214,8 +237,8 @@ class Exchange:
                         self._shared.metrics.ttft.labels("false").observe(
                             self._flow.prefill_spoke_s - self._started_s
                         )
-                if status == 503:
-                    headers["Retry-After"] = "1"
+                if status == 503 or (status == 429 and self._flow.outcome is Outcome.UNAVAILABLE):
+                    headers["Retry-After"] = str(self._shared.queue.retry_after_s())
                 return web.Response(status=status, body=body, content_type=content_type, headers=headers)
             case EndStream(data=data):
                 try:
@@ -289,14 +312,48 @@ class Exchange:
             case int() if action.reason in self._shared.dialect.rules.lost_statuses:
                 worker.poke.set()  # the engine may be dead while the HTTP server still answers
 
-    def _place(self, action: Place) -> Placed | Unplaced:
+    def _place(self, action: Place) -> Placed | Unplaced | Waits:
+        shared, wanted = self._shared, self._wanted
+        self._place_action = action
+        first = action.why is Why.FIRST
+        if first and len(shared.queue):
+            empty = not shared.pools.usable(Leg.DECODE, wanted.model)
+            found: Placed | Unplaced | Queued = Queued("other requests wait", empty)
+        else:
+            found = self._try_to_place(action)
+        if not isinstance(found, Queued):
+            return found
+        config, now = shared.config, self._loop.time()
+        timeout_s = config.no_worker_timeout_s if found.empty else config.queue_timeout_s
+        if timeout_s == 0 or config.queue_size == 0:
+            return Unplaced(found.reason)
+        since_s = self._started_s if first else now
+        self._waiting = Waiting(self._tenant, wanted.model, wanted.total_tokens, since_s, self, wanted.priority)
+        if not shared.queue.put(self._waiting):
+            return Unplaced(f"queue_size: {config.queue_size} requests wait already; try again later", full=True)
+        shared.serve_queue()
+        return Waits(f"{found.reason}; waited {timeout_s:g} s", now + timeout_s)
+
+    def place_now(self) -> bool:
+        """It waits, and may have workers if there are some. Whether it waits no more."""
+        if self._place_action is None:
+            raise RuntimeError("waits for no workers")
+        found = self._try_to_place(self._place_action)
+        if isinstance(found, Queued):
+            return False
+        self._happen(found)
+        return True
+
+    def _try_to_place(self, action: Place) -> Placed | Unplaced | Queued:
         shared = self._shared
         whole = shared.dialect.whole(self._call)
         self._wanted.avoid = action.avoid
         needs_prefill = shared.config.on_no_prefill == "fail" and not whole
-        choice = shared.pools.choose(self._wanted, needs_prefill=needs_prefill, full=True)
-        if not isinstance(choice, Choice):
-            return Unplaced(choice.reason, isinstance(choice, Refused))
+        choice = shared.pools.choose(self._wanted, needs_prefill=needs_prefill, full=action.why is not Why.FIRST)
+        if isinstance(choice, Queued):
+            return choice
+        if isinstance(choice, Refused):
+            return Unplaced(choice.reason, barred=True)
         prefill, decode, self._cached_tokens, refused = choice
         self._kv = None
         self._decode_spoke.clear()
@@ -385,6 +442,7 @@ class Exchange:
             if not done:
                 done = True
                 work.finished(tokens, self._loop.time(), served=served)
+                shared.serve_queue()
 
         async def say(event: Event) -> None:
             if leg is Leg.PREFILL or not isinstance(event, Chunk):  # prefill has nothing to do after its first token

@@ -41,6 +41,8 @@ class PlacementRequest:
     """Requests with different ones share no prefix."""
     session: str = ""
     """Of the client, where it names one."""
+    priority: int = 0
+    """Lower is earlier."""
     avoid: frozenset[str] = frozenset()
     """Keys of workers that are taken only where there is no other."""
     key_tokens: int = KEY_TOKENS

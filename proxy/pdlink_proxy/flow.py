@@ -66,6 +66,7 @@ from .steps import (
     TellToStop,
     Tick,
     Unplaced,
+    Waits,
     Why,
 )
 
@@ -136,6 +137,8 @@ class Flow:
         self._limits, self._rules = limits, rules or Rules()
         self._request_id, self._keyed = request_id, keyed
         self._request_deadline_s = now + limits.request_s
+        self._waits: Waits | None = None
+        """What it waits for, while it has no workers."""
         self._legs: dict[Leg, _LegState] = {}
         self._decode = ""
         """Decode's worker of this attempt."""
@@ -155,7 +158,7 @@ class Flow:
         """Time of the next Tick, on the clock of `now`; infinite when over."""
         if self.over:
             return math.inf
-        deadline_s = self._request_deadline_s
+        deadline_s = min(self._request_deadline_s, self._waits.until_s if self._waits else math.inf)
         for leg in self._legs:
             deadline_s = min(deadline_s, self._deadline_of(leg))
         return deadline_s
@@ -181,13 +184,10 @@ class Flow:
             case Placed():
                 return self._on_placed(event, now)
             case Unplaced():
-                if self._last_failure is not None:
-                    return self._finish(Outcome.FAILED, self._last_failure)
-                if event.barred:
-                    return self._finish(
-                        Outcome.FAILED, self._failure(WorkerKeyRefused, _OF_THE_DEPLOYMENT[Loss.BARRED])
-                    )
-                return self._finish(Outcome.UNAVAILABLE, self._failure(NoWorker, event.message))
+                return self._on_unplaced(event)
+            case Waits():
+                self._waits = event
+                return []
             case ClientLeft():
                 return self._finish(Outcome.CLIENT_LEFT, None)
             case Tick():
@@ -197,8 +197,20 @@ class Flow:
 
     # ---- events
 
+    def _on_unplaced(self, event: Unplaced) -> list[Action]:
+        if self._last_failure is not None:
+            return self._finish(Outcome.FAILED, self._last_failure)
+        if event.barred:
+            failure = self._failure(WorkerKeyRefused, _OF_THE_DEPLOYMENT[Loss.BARRED])
+            return self._finish(Outcome.FAILED, failure)
+        if event.full:
+            body = error_body(self._with_id(event.message), kind="rate_limit_error", code=Overloaded.code)
+            return self._finish(Outcome.UNAVAILABLE, Respond(429, body))
+        return self._finish(Outcome.UNAVAILABLE, self._failure(NoWorker, event.message))
+
     def _on_placed(self, event: Placed, now: float) -> list[Action]:
         self.attempt += 1
+        self._waits = None
         self._legs, self._decode = {}, event.decode
         self._prefill_answer, self.prefill_spoke_s = b"", None
         if event.prefill is None or self._rules.handover is None:
@@ -342,6 +354,8 @@ class Flow:
     def _on_tick(self, now: float) -> list[Action]:
         if now >= self._request_deadline_s:
             return self._give_up(DeadlineExceeded, f"no answer within {self._limits.request_s:g} s")
+        if self._waits is not None and now >= self._waits.until_s:
+            return self._on_unplaced(Unplaced(self._waits.message))
         actions: list[Action] = []
         for leg in Leg:
             if not self.over and now >= self._deadline_of(leg):

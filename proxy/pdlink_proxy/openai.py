@@ -93,6 +93,7 @@ def wanted(call: Call, session: str | None) -> PlacementRequest:
         prompt,
         _said(call, "cache_salt", str) or "",
         session or _said(call, "user", str) or "",
+        _said(call, "priority", int) or 0,
     )
 
 

@@ -28,7 +28,7 @@ from .steps import Leg
 from .upstream import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from .dialects import Dialect
     from .refusals import RefusedPair
@@ -354,8 +354,10 @@ def _base_urls(side: str, urls: Iterable[str]) -> list[str]:
     return found
 
 
-async def watch(pools: Pools, worker: Worker, asking: Asking, dialect: Dialect, interval_s: float) -> None:
-    """Poll a worker's health, every interval and when poked, until cancelled."""
+async def watch(
+    pools: Pools, worker: Worker, asking: Asking, dialect: Dialect, interval_s: float, heard: Callable[[], None]
+) -> None:
+    """Poll a worker's health, every interval and when poked, until cancelled; call `heard` after each look."""
     while True:
         worker.poke.clear()
         faults = worker.faults
@@ -369,6 +371,7 @@ async def watch(pools: Pools, worker: Worker, asking: Asking, dialect: Dialect, 
             worker.silent(asking.timeout_s)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             worker.unreachable(f"GET /health: {describe(error)}")
+        heard()
         try:
             async with asyncio.timeout(interval_s):
                 await worker.poke.wait()

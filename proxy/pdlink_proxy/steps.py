@@ -52,6 +52,15 @@ class Unplaced(msgspec.Struct, frozen=True):
     message: str
     barred: bool = False
     """The workers that could serve it refuse this proxy's key."""
+    full: bool = False
+    """Too many others wait."""
+
+
+class Waits(msgspec.Struct, frozen=True):
+    """The request waits for a worker. Placed or Unplaced follows, if it does not give up before."""
+
+    message: str
+    until_s: float
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -100,7 +109,9 @@ class ShuttingDown(msgspec.Struct, frozen=True):
     """The drain time is over."""
 
 
-Event: TypeAlias = Started | Placed | Unplaced | Chunk | Ended | Answered | Lost | ClientLeft | Tick | ShuttingDown
+Event: TypeAlias = (
+    Started | Placed | Unplaced | Waits | Chunk | Ended | Answered | Lost | ClientLeft | Tick | ShuttingDown
+)
 
 
 class Why(enum.Enum):
@@ -113,8 +124,8 @@ class Why(enum.Enum):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Choose workers for a new attempt and report Placed or Unplaced. avoid: workers to take only if there are no
-    others, and prefill workers among them only if decode may not serve the request alone."""
+    """Choose workers for a new attempt and report Placed, Unplaced or Waits. avoid: workers to take only if there are
+    no others, and prefill workers among them only if decode may not serve the request alone."""
 
     why: Why
     avoid: frozenset[str]

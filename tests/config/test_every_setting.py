@@ -42,6 +42,7 @@ VALUES: dict[str, Any] = {
     "memory_fraction": 0.5,
     "control": {"http://a:1": ["tcp://a:2"]},
     "policy": {"prefill": "prefix"},
+    "shares": {"m": 2.0},
     "transport.verify": "all",
     "transport.sharing.part_nbytes": 1024,
     "transport.sharing.peer_window_nbytes": 8 * 2**20,

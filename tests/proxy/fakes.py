@@ -15,6 +15,7 @@ from aiohttp import web
 
 from pdlink.config import ProxyConfig
 from pdlink_proxy.app import ROUTER, Router, build_app
+from pdlink_proxy.queue import Queue
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -79,6 +80,8 @@ class FakeWorker:
     epoch: str = "e1"
     status: str = "ok"
     running: int = 0
+    free_blocks: int | None = None
+    """Of 16 tokens; None is not said."""
     key: str = ""
     """What callers must send in X-Pdlink-Key, other than for its health."""
     refused: list[dict[str, Any]] = field(default_factory=list)
@@ -158,6 +161,8 @@ class FakeWorker:
             "refused": self.refused,
             "running": self.running,
             "waiting": 0,
+            "free_blocks": self.free_blocks,
+            "block_tokens": 16,
         }
         return web.json_response(body, status=200 if self.status == "ok" else 503)
 
@@ -260,6 +265,12 @@ class Proxy:
     client: aiohttp.ClientSession
     config: ProxyConfig
 
+    @property
+    def queue(self) -> Queue:
+        """The requests that wait for workers."""
+        assert self.router._shared is not None
+        return self.router._shared.queue
+
     def post(self, path: str = "/v1/completions", **body: Any) -> Any:
         """A request context; `stream` and the like are passed as keywords."""
         needed: dict[str, Any] = {"messages": []} if "chat" in path else {"prompt": "hello"}
@@ -293,7 +304,13 @@ class Listed(TypingProtocol):
 
 
 def settings(prefill: Sequence[Listed], decode: Sequence[Listed], **more: Any) -> ProxyConfig:
-    defaults: dict[str, Any] = {"port": 0, "policy": "round_robin", "health_interval_s": 0.02, "connect_timeout_s": 5}
+    defaults: dict[str, Any] = {
+        "port": 0,
+        "policy": "round_robin",
+        "health_interval_s": 0.02,
+        "no_worker_timeout_s": 0,
+        "connect_timeout_s": 5,
+    }
     urls = {"prefill": [worker.url for worker in prefill], "decode": [worker.url for worker in decode]}
     return ProxyConfig.model_validate(defaults | urls | more)
 

@@ -37,6 +37,7 @@ from pdlink_proxy.steps import (
     TellToStop,
     Tick,
     Unplaced,
+    Waits,
     Why,
 )
 from tests.proxy.fakes import DONE, event
@@ -408,3 +409,39 @@ def _leg_says(data: st.DataObject, world: World, attempt: int, leg: Leg) -> None
         cut = data.draw(st.one_of(st.integers(1, len(unsaid)), st.just(len(unsaid))))
         world.unsaid[key] = unsaid[cut:]
         world.happen(Chunk(attempt, leg, unsaid[:cut]))
+
+
+def test_a_request_without_a_worker_waits_until_its_time_or_the_clients_end() -> None:
+    for last, outcome in ((Tick(), Outcome.UNAVAILABLE), (ClientLeft(), Outcome.CLIENT_LEFT)):
+        flow = Flow(LIMITS, 0.0)
+        flow.on(Started(), 0.0)
+        assert flow.on(Waits("nobody", 3.0), 1.0) == []
+        assert flow.deadline_s == 3
+        assert flow.on(Tick(), 2.9) == []
+        flow.on(last, 3.0)
+        assert flow.outcome is outcome
+
+
+def test_a_request_that_waited_is_placed_as_any_other() -> None:
+    flow = Flow(LIMITS, 0.0)
+    flow.on(Started(), 0.0)
+    flow.on(Waits("nobody", 3.0), 0.0)
+    assert flow.on(Placed("p", "d"), 2.0) == [StartLegs(1, "p", "d")]
+    assert flow.deadline_s == 12
+
+
+def test_a_retry_that_finds_nobody_ends_with_what_was_lost() -> None:
+    flow = running()
+    flow.on(Lost(1, D, Loss.CONNECT, ""), 1.0)
+    flow.on(Waits("nobody", 3.0), 1.0)
+    (final,) = flow.on(Tick(), 3.0)
+    assert isinstance(final, Respond)
+    assert b"decode worker lost" in final.body
+
+
+def test_a_queue_that_is_full_is_said_as_429() -> None:
+    flow = Flow(LIMITS, 0.0)
+    flow.on(Started(), 0.0)
+    (final,) = flow.on(Unplaced("full", full=True), 0.0)
+    assert isinstance(final, Respond)
+    assert final.status == 429

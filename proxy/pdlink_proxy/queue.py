@@ -1,0 +1,134 @@
+"""Requests that wait for a worker: bounded, in fair shares, without starvation. No I/O and no clock.
+
+A *share* is all that one API key asks of one model. Shares that wait get tokens in proportion to their weights
+(start-time fair queueing, Goyal et al. 1996). Within a share a request of priority p stands as if it had come p times
+`PRIORITY_S` later: lower is earlier, as in vLLM, and the oldest request is first in the end.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+PRIORITY_S = 10.0
+MAX_PRIORITY = 8
+PATIENCE_S = 1.0
+"""A request that has been passed over for this long lets no other one of its model pass: else many small requests
+take the room that a large one waits for."""
+MAX_RETRY_AFTER_S = 60
+_SMOOTH = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """One request in the queue."""
+
+    tenant: str
+    model: str
+    tokens: int
+    """What it takes of its share."""
+    since_s: float
+    item: Any = None
+    """The caller's."""
+    priority: int = 0
+    passed_s: float | None = None
+    """When it was first passed over."""
+    queued: bool = False
+
+    @property
+    def share(self) -> tuple[str, str]:
+        return self.tenant, self.model
+
+
+@dataclass(slots=True)
+class Queue:
+    """Everything that waits in one proxy."""
+
+    size: int
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """By API key or model; both count, and 1 for others."""
+    _heads: dict[tuple[str, str], list[tuple[float, int, Waiting]]] = field(default_factory=dict)
+    """By share, its requests: a heap."""
+    _finish: dict[tuple[str, str], float] = field(default_factory=dict)
+    """By share, the virtual time at which it has had its due."""
+    _virtual: float = 0.0
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _num: int = 0
+    _pace_s: float = 0.0
+    """Mean time between two requests that leave for a worker."""
+    _served_s: float | None = None
+
+    def __len__(self) -> int:
+        return self._num
+
+    def put(self, waiting: Waiting) -> bool:
+        """Let a request wait; False if the queue is full."""
+        if self._num >= self.size:
+            return False
+        if not self._num:
+            self._finish.clear()  # nobody waited: nobody has a claim
+            self._virtual, self._served_s = 0.0, None
+        priority = max(-MAX_PRIORITY, min(MAX_PRIORITY, waiting.priority))
+        entry = (waiting.since_s + priority * PRIORITY_S, next(self._numbers), waiting)
+        heap = self._heads.setdefault(waiting.share, [])
+        if len(heap) > self.size:  # most of them have left
+            heap[:] = [each for each in heap if each[2].queued]
+            heapq.heapify(heap)
+        heapq.heappush(heap, entry)
+        waiting.queued = True
+        self._num += 1
+        return True
+
+    def remove(self, waiting: Waiting) -> None:
+        """It waits no more. Nothing if it did not."""
+        if not waiting.queued:
+            return
+        waiting.queued = False
+        self._num -= 1
+        heap = self._heads[waiting.share]
+        while heap and not heap[0][2].queued:
+            heapq.heappop(heap)
+        if not heap:
+            del self._heads[waiting.share]
+
+    def serve(self, take: Callable[[Waiting], bool], now: float) -> bool:
+        """Offer workers to those who wait, the most deserving first, until one takes; False if nobody did.
+
+        take: whether there is a worker for this request, which then leaves the queue.
+        """
+        closed: set[str] = set()
+        for share in sorted(self._heads, key=self._start):
+            waiting = self._heads[share][0][2]
+            if waiting.model in closed:
+                continue
+            if take(waiting):
+                self._serve(waiting, now)
+                return True
+            if waiting.passed_s is None:
+                waiting.passed_s = now
+            if now - waiting.passed_s >= PATIENCE_S:
+                closed.add(waiting.model)
+        return False
+
+    def retry_after_s(self) -> int:
+        """When a new request would find the queue empty, at the present pace."""
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(self._num * self._pace_s)))
+
+    def _serve(self, waiting: Waiting, now: float) -> None:
+        share = waiting.share
+        weight = self.weights.get(waiting.tenant, 1.0) * self.weights.get(waiting.model, 1.0)
+        self._virtual = self._start(share)
+        self._finish[share] = self._virtual + waiting.tokens / weight
+        if self._served_s is not None:
+            self._pace_s += _SMOOTH * (now - self._served_s - self._pace_s) if self._pace_s else now - self._served_s
+        self._served_s = now
+        self.remove(waiting)
+
+    def _start(self, share: tuple[str, str]) -> float:
+        return max(self._virtual, self._finish.get(share, 0.0))

@@ -1,0 +1,107 @@
+"""Requests that wait for a worker, through a running proxy."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from pdlink_proxy.pools import State
+from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
+
+PATIENT: dict[str, Any] = {"no_worker_timeout_s": 10}
+
+
+async def waits(proxy: Proxy, num: int) -> None:
+    await until(lambda: len(proxy.queue) == num, f"{num} to wait")
+
+
+async def status_of(proxy: Proxy, **body: Any) -> int:
+    async with proxy.post(**body) as response:
+        await response.read()
+        return int(response.status)
+
+
+async def test_a_rolling_update_of_the_whole_pool_fails_no_request(prefill: FakeWorker, decode: FakeWorker) -> None:
+    """Others answer 503 then (vllm-project/router#140)."""
+    async with proxy_of([prefill], [decode], **PATIENT) as proxy:
+        await decode.stop()
+        await until(lambda: proxy.router.pools.all[1].state is State.UNREACHABLE)
+        asked = [asyncio.create_task(status_of(proxy)) for _ in range(5)]
+        await waits(proxy, 5)
+        decode.epoch = "e2"
+        await decode.start()
+        assert await asyncio.gather(*asked) == [200] * 5
+        assert len(decode.received) == 5
+
+
+async def test_a_proxy_that_has_not_heard_its_workers_yet_lets_requests_wait(
+    prefill: FakeWorker, decode: FakeWorker
+) -> None:
+    async with proxy_of([prefill], [decode], settled=False, **PATIENT) as proxy:
+        assert await status_of(proxy) == 200
+
+
+async def test_a_wait_that_ends_is_told_with_the_time_to_try_again(prefill: FakeWorker, decode: FakeWorker) -> None:
+    await decode.stop()
+    async with proxy_of([prefill], [decode], settled=False, no_worker_timeout_s=0.1) as proxy:
+        async with proxy.post() as response:
+            assert response.status == 503
+            assert int(response.headers["Retry-After"]) >= 1
+            error = (await response.json())["error"]
+        assert error["code"] == "no_worker"
+        assert "waited 0.1 s" in error["message"]
+        assert len(proxy.queue) == 0
+
+
+async def test_more_than_may_wait_are_told_at_once(prefill: FakeWorker, decode: FakeWorker) -> None:
+    await decode.stop()
+    async with proxy_of([prefill], [decode], settled=False, queue_size=1, **PATIENT) as proxy:
+        first = asyncio.create_task(status_of(proxy))
+        await waits(proxy, 1)
+        async with proxy.post() as response:
+            assert response.status == 429
+            assert response.headers["Retry-After"] == "1"
+            assert (await response.json())["error"]["code"] == "overloaded"
+        await decode.start()
+        assert await first == 200
+
+
+async def test_a_client_that_leaves_waits_no_more(prefill: FakeWorker, decode: FakeWorker) -> None:
+    await decode.stop()
+    async with proxy_of([prefill], [decode], settled=False, **PATIENT) as proxy:
+        asked = asyncio.create_task(status_of(proxy))
+        await waits(proxy, 1)
+        asked.cancel()
+        await waits(proxy, 0)
+        await decode.start()
+        assert await status_of(proxy) == 200
+        assert len(decode.received) == 1
+
+
+async def test_a_full_pool_gets_the_next_request_when_one_ends(prefill: FakeWorker, decode: FakeWorker) -> None:
+    decode.free_blocks, decode.gate = 20, asyncio.Event()
+    async with proxy_of([prefill], [decode]) as proxy:
+        asked = [asyncio.create_task(status_of(proxy, max_tokens=200)) for _ in range(3)]
+        await until(lambda: len(decode.received) == 1)
+        decode.free_blocks, decode.running = 7, 1
+        await waits(proxy, 2)
+        assert len(decode.received) == 1
+        decode.free_blocks, decode.running = 20, 0
+        decode.gate.set()
+        assert await asyncio.gather(*asked) == [200] * 3
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+async def test_a_retry_waits_for_a_worker_too(prefill: FakeWorker, decode: FakeWorker, retries: int) -> None:
+    async with proxy_of([prefill], [decode], retries=retries, **PATIENT) as proxy:
+        prefill.gate, decode.gate = asyncio.Event(), asyncio.Event()
+        asked = asyncio.create_task(status_of(proxy))
+        await until(lambda: len(decode.received) == 1)
+        await decode.stop()
+        if retries:
+            await waits(proxy, 1)
+            decode.gate = prefill.gate = None
+            await decode.start()
+        assert await asked == (200 if retries else 502)
