@@ -144,7 +144,7 @@ class Engine:
     def kv_ends(self, request_id: str, upto: int) -> None:
         """As `kv_arrived`, and no more will come: the rest of the prompt is computed, in the same blocks.
 
-        The source writes to none of them any more.
+        For a source that had that part in advance, which counts as cached, and that writes to no block any more.
         """
         with self._wakeup:
             self._post(partial(self._on_kv_ends, request_id, upto))
@@ -390,11 +390,10 @@ class Engine:
 
     def _on_kv_ends(self, request_id: str, upto: int) -> None:
         sequence = self._scheduler.awaiting_kv.get(request_id)
-        if sequence is not None and upto < min(sequence.external_end, sequence.num_prompt):
+        if sequence is not None:
             self._scheduler.computed(sequence, max(upto, sequence.num_computed))
+            sequence.num_cached = sequence.num_computed
             self._scheduler.start_prefilling(sequence)
-        else:
-            self._on_kv_arrived(request_id, upto, None)
 
     def _on_kv_failed(self, request_id: str, recompute: bool, error: PdlinkError) -> None:
         sequence = self._sequences.get(request_id)

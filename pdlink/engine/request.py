@@ -95,7 +95,7 @@ class TokenOutput:
     finish_reason: str | None
     """None while the answer goes on, then "stop" or "length"."""
     num_cached_tokens: int
-    """Prompt tokens that were in this worker's own cache when the request got its blocks."""
+    """Prompt tokens that were not computed for this request, nor sent to it by a peer."""
 
 
 class KVListener(Protocol):

@@ -41,7 +41,7 @@ class Sequence:
     num_computed: int = 0
     """Tokens whose KV is in the cache for all layers."""
     num_cached: int = 0
-    """Prompt tokens that were in the cache at admission."""
+    """Prompt tokens that were in the cache at admission, or that a source had in advance (`Engine.kv_ends`)."""
     blocks: list[int] = field(default_factory=list)
     """Empty while waiting, except for those that were complete when the other KV failed."""
     table: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))

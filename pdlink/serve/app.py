@@ -128,7 +128,8 @@ async def _generate(
     transfer_id = params.transfer_id if params else secrets.token_hex(16)
     answer = Answer(request, transfer_id, params.created if params else int(time.time()), len(prompt))
     request_id = f"{params.leg}-{transfer_id}" if params else transfer_id
-    stream = worker.start(request_id, prompt, request.sampling(), params, salt=request.cache_salt)
+    stored = await worker.look(request_id, prompt, params, salt=request.cache_salt)
+    stream = worker.start(request_id, prompt, request.sampling(), params, salt=request.cache_salt, stored=stored)
     response: web.StreamResponse | None = None
     try:
         async for token in stream:

@@ -6,16 +6,20 @@ and then pushed like what is computed; what is computed goes to the store, layer
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from pdlink.errors import ConfigError
+from pdlink.kv import hashing
 from pdlink.kv.sources import TokenRange
 from pdlink.memory.buffers import Buffer
 from pdlink.store.policies.registry import make_policy
+from pdlink.store.record import shape_of
 from pdlink.store.source import StoreSource
 from pdlink.store.store import Store
+from pdlink.store.tiers.opening import open_tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,15 +53,21 @@ class Tiered:
         self._requests: dict[str, _Request] = {}
         """Added to before the engine knows the request; otherwise the engine's thread's."""
 
-    def begin(self, request_id: str, prompt: Sequence[int], salt: str) -> tuple[TokenRange, ...]:
-        """What the store has of this prompt, which is to be computed here otherwise. Ends with `ended`."""
+    async def look(self, request_id: str, prompt: Sequence[int], salt: str) -> StoredPrompt | None:
+        """Look up a prompt that is to be computed here otherwise. Holds nothing."""
         try:
             stored = self._source.prompt(request_id, prompt, salt)
         except OverflowError:  # no token of any vocabulary: the engine will say so
-            return ()
-        found = stored.lookup()
-        self._requests[request_id] = _Request(stored, found[0].end if found else 0)
-        return found
+            return None
+        if self._source.store.has_tiers:  # whose answers take time
+            await asyncio.to_thread(stored.lookup)
+        else:
+            stored.lookup()
+        return stored
+
+    def begin(self, stored: StoredPrompt) -> None:
+        """The engine is about to get this request, which ends with `ended`."""
+        self._requests[stored.request_id] = _Request(stored, stored.found[0].end if stored.found else 0)
 
     def ended(self, request_id: str, *, forget: bool = False) -> None:
         """The request is over, or was not accepted. forget: its KV is not to be trusted."""
@@ -116,21 +126,31 @@ def open_source(
     nbytes = int(config.max_local_cpu_size * _GIB)
     if nbytes == 0 or not isinstance(cache.buffer, Buffer):
         return None
-    store = Store(nbytes, make_policy(config.cache_policy), reserve_nbytes=int(config.reserve_local_cpu_size * _GIB))
+    revision = f"{model.revision} {model.content}"
+    shape = shape_of(cache.layout, config.chunk_size)
+    if shape.nbytes > nbytes:
+        raise ConfigError(
+            f"tiers.chunk_size: got {config.chunk_size} tokens, {shape.nbytes} bytes of this model; limit {nbytes} "
+            "bytes; lower it, or raise tiers.max_local_cpu_size"
+        )
+    namespace = hashing.namespace(
+        model=model.name, revision=revision, dtype=shape.dtype, layout=shape.text, chunk_tokens=config.chunk_size
+    )
+    store = Store(
+        nbytes,
+        make_policy(config.cache_policy),
+        [open_tier(config.remote_url, namespace.hex()[:32])] if config.remote_url else [],
+        reserve_nbytes=int(config.reserve_local_cpu_size * _GIB),
+    )
     source = StoreSource(
         store,
         cache.layout,
         [cache.buffer],
         pool,
         model=model.name,
-        revision=f"{model.revision} {model.content}",
+        revision=revision,
         chunk_tokens=config.chunk_size,
         released=released,
     )
-    if source.shape.nbytes > nbytes:
-        raise ConfigError(
-            f"tiers.chunk_size: got {config.chunk_size} tokens, {source.shape.nbytes} bytes of this model; limit "
-            f"{nbytes} bytes; lower it, or raise tiers.max_local_cpu_size"
-        )
     store.open()
     return source

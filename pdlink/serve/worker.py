@@ -28,11 +28,14 @@ from pdlink.serve.stream import Stream
 from pdlink.serve.tiers import Tiered, open_source
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdlink.config import WorkerConfig
     from pdlink.engine.models import LoadedModel
     from pdlink.engine.request import SamplingParams, TokenOutput
     from pdlink.protocol.auth import Credentials
     from pdlink.serve.openai import TransferParams
+    from pdlink.store.source import StoredPrompt
 
 
 _BLOCK_OVERHEAD_NBYTES = 64
@@ -137,6 +140,14 @@ class Worker:
 
     # -- requests, from the asyncio loop -----------------------------------------------------------------------------
 
+    async def look(
+        self, request_id: str, prompt: Sequence[int], params: TransferParams | None, *, salt: str = ""
+    ) -> StoredPrompt | None:
+        """What the tiers have of a prompt, for `start`; None where they have no part in the request."""
+        if self.tiers is None or (params is not None and params.leg == "decode"):
+            return None
+        return await self.tiers.look(request_id, prompt, salt)
+
     def start(
         self,
         request_id: str,
@@ -145,8 +156,11 @@ class Worker:
         params: TransferParams | None,
         *,
         salt: str = "",
+        stored: StoredPrompt | None = None,
     ) -> Stream:
         """Begin a request, alone or as one leg of a transfer; its tokens come through the stream.
+
+        stored: what `look` gave, for a prompt that is to be computed here.
 
         Raises what the engine's `submit` raises, InvalidRequest for a leg this role does not serve or a transfer id
         used before, TransferFailed if the other leg has failed already and the setting is to fail.
@@ -164,7 +178,9 @@ class Worker:
             if isinstance(leg, DecodeLeg):
                 external = leg.incoming.lookup(())
             else:
-                external = self.tiers.begin(request_id, prompt, salt) if self.tiers is not None else ()
+                external = stored.found if stored is not None else ()
+                if self.tiers is not None and stored is not None:
+                    self.tiers.begin(stored)
             self.engine.submit(
                 GenerationRequest(
                     request_id,

@@ -150,6 +150,8 @@ class StoredPrompt:
     keys: list[bytes]
     """Of the prompt's full chunks."""
     num_tokens: int
+    found: tuple[TokenRange, ...] = ()
+    """What the last look-up found: nothing, or one range from token 0 on."""
     _found: Found | None = None
     _filling: dict[int, _Filling] = field(default_factory=dict)
     _pass: _Pass | None = None
@@ -164,7 +166,8 @@ class StoredPrompt:
         useful = self.keys[: (self.num_tokens - 1) // chunk_tokens]
         self._found = self.source.store.lookup(useful, self.source.lookup_timeout_s)
         end = len(self._found.keys) * chunk_tokens
-        return (TokenRange(0, end, self),) if end else ()
+        self.found = (TokenRange(0, end, self),) if end else ()
+        return self.found
 
     def load(self, wanted: TokenRange, blocks: Sequence[int]) -> StoreLoad:
         """Begin to fill `blocks`, of which the first one holds token `wanted.begin`. After `lookup`."""

@@ -109,6 +109,11 @@ class Store:
         self._buffer.close()
 
     @property
+    def has_tiers(self) -> bool:
+        """Whether a look-up may wait."""
+        return bool(self._tiers)
+
+    @property
     def array(self) -> Bytes:
         """The arena; a slot is `array[slot.offset :][: slot.nbytes]`."""
         return self._buffer.array

@@ -19,6 +19,7 @@ from pdlink.serve.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from pdlink.store.store import Store
 
@@ -35,6 +36,7 @@ def opened(
     records: int = 64,
     num_blocks: int = 256,
     share_prefixes: bool = False,
+    remote_url: str | None = None,
 ) -> Iterator[Worker]:
     """records: that the worker's tiers hold; 0 for none."""
     record_nbytes = 4096 + CHUNK * 2 * 2 * 512
@@ -43,7 +45,9 @@ def opened(
         model=MODEL,
         cache=CacheConfig(num_blocks=num_blocks, share_prefixes=share_prefixes),
         transport=TransportConfig(kind="tcp"),
-        tiers=TiersConfig(chunk_size=CHUNK, max_local_cpu_size=records * record_nbytes / (1 << 30)),
+        tiers=TiersConfig(
+            chunk_size=CHUNK, max_local_cpu_size=records * record_nbytes / (1 << 30), remote_url=remote_url
+        ),
     )
     worker = Worker(config, role)
     worker.open()
@@ -96,7 +100,8 @@ _ids = iter(range(1_000_000))
 
 
 async def answer(worker: Worker, prompt: tuple[int, ...]) -> list[int]:
-    stream = worker.start(f"r{next(_ids)}", prompt, SAMPLING, None)
+    name = f"r{next(_ids)}"
+    stream = worker.start(name, prompt, SAMPLING, None, stored=await worker.look(name, prompt, None))
     return [token.token_id async for token in stream]
 
 
@@ -210,7 +215,8 @@ def test_prefill_pushes_what_it_loaded_like_what_it_computed(monkeypatch: pytest
             name = f"t{next(_ids)}"
             sends = TransferParams(transfer_id=name, leg="prefill", seed=1, created=1)
             receives = TransferParams(transfer_id=name, leg="decode", seed=1, created=1, prefill=where)
-            prefill.start(f"p{name}", prompt, SAMPLING, sends)
+            stored = await prefill.look(f"p{name}", prompt, sends)
+            prefill.start(f"p{name}", prompt, SAMPLING, sends, stored=stored)
             stream = decode.start(f"d{name}", prompt, SAMPLING, receives)
             tokens = [token.token_id async for token in stream]
             assert stream.kv_path == "transferred"
@@ -245,7 +251,8 @@ def test_an_aborted_request_gives_everything_back_while_its_kv_loads(monkeypatch
                 loop.call_soon_threadsafe(loading.set)
 
             patch.setattr(worker.tiers, "admitted", admitted)
-            stream = worker.start("aborted", prompt, SAMPLING, None)
+            stored = await worker.look("aborted", prompt, None)
+            stream = worker.start("aborted", prompt, SAMPLING, None, stored=stored)
             await loading.wait()
             worker.abort(stream)
             with pytest.raises(RequestAborted):
@@ -259,6 +266,29 @@ def test_an_aborted_request_gives_everything_back_while_its_kv_loads(monkeypatch
         assert worker.pool.num_held == 0
         assert answers(worker, [prompt], at_once=False) == [expected]
         store_of(worker).check()
+
+
+def test_a_worker_that_starts_again_finds_its_prompts_in_the_shared_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMCache's disk tier begins empty after each restart, with its old files still there."""
+    prompts = [prompt_of(3 * CHUNK + 5, seed) for seed in range(4)]
+    expected = computed_here(prompts)
+    with opened(remote_url=f"file://{tmp_path}") as worker:
+        assert answers(worker, prompts, at_once=True) == expected
+    with opened(remote_url=f"file://{tmp_path}") as worker:
+        computed = Computed(worker, monkeypatch)
+        assert answers(worker, prompts, at_once=True) == expected
+        assert computed.take() == 4 * 5
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 12
+    for number, path in enumerate(files):
+        data = bytearray(path.read_bytes())
+        if number % 3 == 0:
+            data[len(data) // 2] ^= 1
+        path.write_bytes(data[: len(data) // 2] if number % 3 == 1 else data)
+    with opened(remote_url=f"file://{tmp_path}") as worker:
+        assert answers(worker, prompts, at_once=True) == expected
 
 
 def test_chunks_that_do_not_fit_are_refused_with_both_numbers() -> None:
