@@ -12,6 +12,9 @@ import pytest
 import xxhash
 
 from pdlink.store.tiers.base import Tier
+from pdlink.store.tiers.direct import PAGE_NBYTES
+from pdlink.store.tiers.disk import Disk
+from pdlink.store.tiers.journal import unpack
 from pdlink.store.tiers.shared_dir import SharedDir
 from pdlink.store.tiers.valkey import Valkey
 
@@ -141,7 +144,21 @@ def _damage_objects(_: Tier, path: Path, key: bytes, change: Callable[[bytes], b
     file.write_bytes(change(file.read_bytes()))
 
 
+def _damage_disk(tier: Tier, path: Path, key: bytes, change: Callable[[bytes], bytes]) -> None:
+    """What a shorter one leaves is other bytes than before."""
+    assert isinstance(tier, Disk)
+    place = unpack(tier._index[key])
+    with (path / "model/records").open("r+b") as file:
+        file.seek(place.page * PAGE_NBYTES)
+        stored = file.read(place.nbytes)
+        changed = change(stored)
+        file.seek(place.page * PAGE_NBYTES)
+        file.write(changed + bytes(byte ^ 0xFF for byte in stored[len(changed) :]))
+
+
 ENTRIES = [
+    Entry("disk", lambda path: Disk(path, "model", CAPACITY_NBYTES), _damage_disk),
+    Entry("disk of many segments", lambda path: Disk(path, "model", 64 << 20, 4 << 20), _damage_disk),
     Entry("memory", lambda _: MemoryTier(), _damage_memory, persists=False),
     Entry("shared_dir", lambda path: SharedDir(path, "model"), _damage_shared_dir),
     Entry("shared_dir with a bound", lambda path: SharedDir(path, "model", CAPACITY_NBYTES), _damage_shared_dir),

@@ -1,0 +1,329 @@
+"""`Disk`: records in large segments of one preallocated file, past the page cache, found again after a restart.
+
+A record goes to the end of the segment that is being filled, then its entry into the journal. Room is made by whole
+segments: CLOCK takes one that was not read from lately, with all its records. Nothing is fsynced; instead every read
+is verified, so what a crash, a bad disk or a segment written anew left behind is a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from pdlink.errors import ConfigError
+from pdlink.store.policies.clock import Clock
+
+from .direct import PAGE_NBYTES, DirectFile
+from .journal import ENTRY_NBYTES, Journal, Place, pack, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+SEGMENT_NBYTES = 256 << 20
+_PART_NBYTES = 4 << 20
+"""Longer records are moved in parts by two threads, while the one that asked hashes what is there."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(slots=True, eq=False)
+class _Segment:
+    index: int
+    end_page: int = 0
+    """Where the next record goes, from the segment's start."""
+    num_entries: int = 0
+    """In its region of the journal."""
+    keys: list[bytes] = field(default_factory=list)
+    """Of the records put here; some may be gone."""
+    writers: int = 0
+    epoch: int = 0
+    """Counts how often it was emptied."""
+
+    @property
+    def name(self) -> bytes:
+        """What the policy knows it by."""
+        return self.index.to_bytes(4, "little")
+
+
+class Disk:
+    """In ROOT/NAMESPACE, which one process has at a time."""
+
+    name = "disk"
+
+    def __init__(
+        self, root: Path, namespace: str, capacity_nbytes: int, segment_nbytes: int = SEGMENT_NBYTES
+    ) -> None:
+        """Open the directory, made if it is not there, and read the journal.
+
+        namespace: a digest of all that the records' bytes depend on; others of the same root keep their own capacity.
+
+        capacity_nbytes: of all files in it. Segments are smaller where fewer than two of `segment_nbytes` fit.
+        Raises ConfigError if the directory cannot be used or is in use.
+        """
+        entry_share = PAGE_NBYTES // ENTRY_NBYTES
+        half_nbytes = (capacity_nbytes - PAGE_NBYTES) // 2 * entry_share // (entry_share + 1)
+        self._segment_pages = min(segment_nbytes, half_nbytes) // PAGE_NBYTES
+        if self._segment_pages < 1:
+            raise ConfigError(f"max_local_disk_size: got {capacity_nbytes} bytes; limit 16,384 or more; raise it")
+        self.capacity_nbytes = capacity_nbytes
+        segment_nbytes = self._segment_pages * PAGE_NBYTES
+        self._max_segments = (capacity_nbytes - PAGE_NBYTES) // (segment_nbytes + self._segment_pages * ENTRY_NBYTES)
+        directory = root / namespace
+        with contextlib.ExitStack() as stack:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                stack.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._file = DirectFile(directory / "records")
+                stack.callback(self._file.close)
+                self._journal = Journal(directory / "journal", segment_nbytes)
+                stack.callback(self._journal.close)
+                self._load()
+            except BlockingIOError:
+                raise ConfigError(
+                    f"local_disk: got {str(directory)!r}, which another process uses; limit one at a time; give each "
+                    "process a directory of its own"
+                ) from None
+            except OSError as error:
+                raise ConfigError(
+                    f"local_disk: got {str(directory)!r}, which cannot be used ({error.strerror}); limit a directory "
+                    "that this process may write to; name another"
+                ) from error
+            self._movers = ThreadPoolExecutor(2, "pdlink-disk")
+            stack.callback(self._movers.shutdown, wait=False)
+            self._resources = stack.pop_all()
+        if not self._file.direct:
+            log.info("local_disk: %s takes no unbuffered access; the page cache is used", directory)
+
+    def _load(self) -> None:
+        self._lock = threading.Lock()
+        self._closed, self._num_calls = False, 0
+        self._policy = Clock()
+        self._index: dict[bytes, bytes] = {}
+        """Key to the second half of its entry in the journal."""
+        self.nbytes = 0
+        """Of whole pages of records that are here."""
+        segment_nbytes = self._segment_pages * PAGE_NBYTES
+        if os.fstat(self._file.fd).st_size > self._max_segments * segment_nbytes:
+            os.ftruncate(self._file.fd, self._max_segments * segment_nbytes)
+        num_segments = os.fstat(self._file.fd).st_size // segment_nbytes
+        self._segments: list[_Segment] = []
+        num_records = num_pages = 0
+        for index, found in enumerate(self._journal.load(num_segments)):
+            self._segments.append(_Segment(index, found.end_page, found.num_entries, found.keys))
+            self._index.update(zip(found.keys, found.rests, strict=True))
+            num_records += len(found.keys)
+            num_pages += found.num_pages
+        if len(self._index) < num_records:  # one key twice: only a damaged journal says so
+            num_pages = sum(_num_pages(unpack(rest).nbytes) for rest in self._index.values())
+        self.nbytes = num_pages * PAGE_NBYTES
+        used = [segment for segment in self._segments if segment.num_entries]
+        self._active = min(used, key=lambda segment: segment.end_page, default=None)
+        self._empty = [segment for segment in self._segments if not segment.num_entries]
+        for segment in used:
+            if segment is not self._active:
+                self._policy.insert(segment.name, 1)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            return [not self._closed and key in self._index for key in keys]
+
+    def get(self, key: bytes, into: memoryview) -> int | None:
+        """As `Tier.get`. An OSError takes the record with it."""
+        with self._call() as may:
+            with self._lock:
+                rest = self._index.get(key)
+                if not may or rest is None:
+                    return None
+                place = unpack(rest)
+                if place.nbytes > len(into):
+                    return None
+                self._policy.touch(self._segment_of(place).name)
+            whole = False
+            try:
+                whole = self._digest(self._file.read, place.page, key, into[: place.nbytes]) == place.digest
+            finally:
+                if not whole:
+                    self._drop(key, rest)
+            return place.nbytes if whole else None
+
+    def put(self, key: bytes, record: memoryview) -> bool:
+        """As `Tier.put`. A full file system is False and no error: it keeps nobody from reading."""
+        pages = _num_pages(len(record))
+        with self._call() as may:
+            with self._lock:
+                if not may or not 0 < pages <= self._segment_pages:
+                    return False
+                if key in self._index:
+                    return True
+                segment = self._segment_with(pages)
+                if segment is None:
+                    return False
+                page = segment.index * self._segment_pages + segment.end_page
+                segment.end_page += pages
+                segment.writers += 1
+                epoch = segment.epoch
+            try:
+                digest = self._digest(self._file.write, page, key, record)
+                with self._lock:
+                    return segment.epoch == epoch and self._list(segment, key, Place(page, len(record), 0, 0, digest))
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                return False
+            finally:
+                with self._lock:
+                    segment.writers -= 1
+
+    def remove(self, key: bytes) -> None:
+        with self._call() as may, self._lock:
+            if may and key in self._index:
+                self._strike(key)
+
+    def clear(self) -> None:
+        with self._call() as may, self._lock:
+            if may:
+                for segment in self._segments:
+                    self._policy.remove(segment.name)
+                    self._reset(segment)
+                busy = [segment for segment in self._segments if segment.writers]
+                for segment in busy:
+                    self._policy.insert(segment.name, 1)
+                self._active, self._empty = None, [segment for segment in self._segments if not segment.writers]
+
+    def close(self) -> None:
+        """As `Tier.close`. Files are closed when the last call under way has ended."""
+        with self._call(), self._lock:
+            self._closed = True
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[bool]:
+        """Around all that uses the files; whether it may."""
+        with self._lock:
+            may = not self._closed
+            self._num_calls += may
+        try:
+            yield may
+        finally:
+            with self._lock:
+                self._num_calls -= may
+                if may and self._closed and not self._num_calls:
+                    self._resources.close()
+
+    # --- Under the lock
+
+    def _segment_with(self, pages: int) -> _Segment | None:
+        """One with so much room at its end. Raises OSError."""
+        active = self._active
+        if active is not None and active.end_page + pages > self._segment_pages:
+            self._policy.insert(active.name, 1)
+            active = self._active = None
+        if active is None:
+            active = self._active = self._empty.pop() if self._empty else self._grown() or self._reclaimed()
+        return active
+
+    def _grown(self) -> _Segment | None:
+        """A new one; None at the capacity, or if the file system is full."""
+        index = len(self._segments)
+        if index >= self._max_segments:
+            return None
+        try:
+            self._file.grow((index + 1) * self._segment_pages * PAGE_NBYTES)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            return None
+        self._journal.forget(index)
+        self._segments.append(_Segment(index))
+        return self._segments[-1]
+
+    def _reclaimed(self) -> _Segment | None:
+        """One that nobody writes to, without its records."""
+        name = self._policy.evict(lambda name: not self._segments[int.from_bytes(name, "little")].writers)
+        if name is None:
+            return None
+        segment = self._segments[int.from_bytes(name, "little")]
+        try:
+            self._reset(segment)
+        except OSError:
+            self._policy.insert(name, 1)
+            raise
+        return segment
+
+    def _reset(self, segment: _Segment) -> None:
+        """Forget its records. Room that somebody still writes to is not given again."""
+        self._journal.forget(segment.index)
+        for key in segment.keys:
+            rest = self._index.get(key)
+            if rest is not None and self._segment_of(place := unpack(rest)) is segment:
+                del self._index[key]
+                self.nbytes -= _num_pages(place.nbytes) * PAGE_NBYTES
+        segment.keys = []
+        segment.num_entries = 0
+        segment.end_page = self._segment_pages if segment.writers else 0
+        segment.epoch += 1
+
+    def _list(self, segment: _Segment, key: bytes, place: Place) -> bool:
+        """The record is here from now on."""
+        if key not in self._index:
+            rest = pack(place.page, place.nbytes, segment.num_entries, place.digest)
+            self._journal.append(segment.index, segment.num_entries, key, rest)
+            segment.num_entries += 1
+            segment.keys.append(key)
+            self._index[key] = rest
+            self.nbytes += _num_pages(place.nbytes) * PAGE_NBYTES
+        return True
+
+    def _strike(self, key: bytes) -> None:
+        place = unpack(self._index.pop(key))
+        self.nbytes -= _num_pages(place.nbytes) * PAGE_NBYTES
+        self._journal.strike(self._segment_of(place).index, key, place)
+
+    def _segment_of(self, place: Place) -> _Segment:
+        return self._segments[place.page // self._segment_pages]
+
+    # --- Without it
+
+    def _drop(self, key: bytes, rest: bytes) -> None:
+        """A record that could not be read, unless it was put again meanwhile."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._index.get(key) is rest:
+                self._strike(key)
+
+    def _digest(self, move: Callable[[int, memoryview], bool], page: int, key: bytes, memory: memoryview) -> bytes:
+        """Move a record and hash key and parts, each when it was moved; no digest if the file was too short."""
+        digest = xxhash.xxh3_128(key)
+        parts = [
+            (page * PAGE_NBYTES + at, memory[at : at + _PART_NBYTES]) for at in range(0, len(memory), _PART_NBYTES)
+        ]
+        if len(parts) == 1:
+            whole = move(*parts[0])
+            digest.update(parts[0][1])
+            return digest.digest() if whole else b""
+        moved = [self._movers.submit(move, *part) for part in parts]
+        try:
+            for (_, part), result in zip(parts, moved, strict=True):
+                if not result.result():
+                    return b""
+                digest.update(part)
+        finally:
+            for result in moved:
+                result.cancel()
+            wait(moved)  # nobody touches the memory any more
+        return digest.digest()
+
+
+def _num_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_NBYTES)

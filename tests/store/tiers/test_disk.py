@@ -1,0 +1,366 @@
+"""What a disk tier has to bear: restarts, kills, full and failing disks, damaged files, segments written anew."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from pdlink.errors import ConfigError
+from pdlink.store.tiers.disk import Disk
+
+from .harness import key, read, record
+
+SEGMENT_NBYTES = 256 << 10
+"""Four records."""
+CAPACITY_NBYTES = 3 * (SEGMENT_NBYTES + SEGMENT_NBYTES // 64) + 4096
+
+
+def disk(path: Path, capacity_nbytes: int = CAPACITY_NBYTES) -> Disk:
+    return Disk(path, "model", capacity_nbytes, SEGMENT_NBYTES)
+
+
+def here(tier: Disk, upto: int) -> list[int]:
+    """Numbers of the records that are there, each read and compared."""
+    found = [
+        number for number in range(upto) if (got := read(tier, key(number))) is not None and got == record(number)
+    ]
+    assert found == [number for number, known in enumerate(tier.contains(list(map(key, range(upto))))) if known]
+    return found
+
+
+_HEAD = """
+import os, resource, signal, sys
+from pathlib import Path
+from random import Random
+from pdlink.store.tiers.disk import Disk
+"""
+
+
+def run(code: str, *arguments: object) -> int:
+    words = [sys.executable, "-c", _HEAD + code, *map(str, arguments)]
+    return subprocess.run(words, check=False, timeout=50).returncode
+
+
+def failing(number: int) -> Callable[..., int]:
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_a_restarted_tier_has_its_records_and_fills_the_segment_it_was_filling(tmp_path: Path) -> None:
+    for begun in range(3):
+        tier = disk(tmp_path)
+        assert here(tier, 12) == list(range(3 * begun))
+        assert tier.nbytes == 3 * begun * 65536
+        for number in range(3 * begun, 3 * begun + 3):
+            assert tier.put(key(number), record(number))
+        tier.close()
+    assert (tmp_path / "model/records").stat().st_size == 3 * SEGMENT_NBYTES
+
+
+def test_the_files_never_take_more_than_the_capacity_also_when_it_is_lowered(tmp_path: Path) -> None:
+    for capacity in (CAPACITY_NBYTES, CAPACITY_NBYTES, CAPACITY_NBYTES - SEGMENT_NBYTES, 100_000):
+        tier = disk(tmp_path, capacity)
+        for number in range(40):
+            tier.put(key(number), record(number, 30_000))
+            assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "model").iterdir()) <= capacity
+            assert tier.nbytes <= capacity
+        assert tier.contains([key(39)]) == [True]
+        tier.close()
+
+
+def test_a_segment_that_was_read_from_stays_and_the_others_go_as_a_whole(tmp_path: Path) -> None:
+    tier = disk(tmp_path)
+    for number in range(12):
+        tier.put(key(number), record(number))
+    assert read(tier, key(1)) == record(1)
+    tier.put(key(12), record(12))
+    assert here(tier, 13) == [0, 1, 2, 3, 8, 9, 10, 11, 12]
+    assert tier.nbytes == 9 * 65536
+
+
+def test_a_directory_belongs_to_one_process_and_a_namespace_to_one_model(tmp_path: Path) -> None:
+    tier = disk(tmp_path)
+    with pytest.raises(ConfigError, match="another process uses"):
+        disk(tmp_path)
+    other = Disk(tmp_path, "other", CAPACITY_NBYTES, SEGMENT_NBYTES)
+    tier.put(key(1), record(1))
+    assert other.contains([key(1)]) == [False]
+    tier.close()
+    assert here(disk(tmp_path), 2) == [1]
+
+
+@pytest.mark.parametrize("nbytes", [0, 8192])
+def test_a_capacity_without_room_for_a_record_is_a_wrong_setting(tmp_path: Path, nbytes: int) -> None:
+    with pytest.raises(ConfigError, match="max_local_disk_size"):
+        disk(tmp_path, nbytes)
+
+
+def test_a_path_that_is_no_directory_is_a_wrong_setting(tmp_path: Path) -> None:
+    (tmp_path / "model").touch()
+    with pytest.raises(ConfigError, match="name another"):
+        disk(tmp_path)
+
+
+def test_removed_records_do_not_come_back_with_a_restart(tmp_path: Path) -> None:
+    tier = disk(tmp_path)
+    for number in range(6):
+        tier.put(key(number), record(number))
+    tier.remove(key(2))
+    tier.close()
+    tier = disk(tmp_path)
+    assert here(tier, 6) == [0, 1, 3, 4, 5]
+    tier.clear()
+    tier.put(key(9), record(9))
+    tier.close()
+    assert here(disk(tmp_path), 10) == [9]
+
+
+def test_a_writer_killed_in_the_middle_of_a_put_leaves_a_miss(tmp_path: Path) -> None:
+    code = """
+tier = Disk(Path(sys.argv[1]), "model", 1 << 20, 256 << 10)
+for number in range(3):
+    tier.put(bytes([number]) * 32, memoryview(bytes([number]) * 65536))
+real = os.pwrite
+def half(file, piece, offset):
+    real(file, piece[:len(piece) // 2], offset)
+    os.kill(os.getpid(), signal.SIGKILL)
+os.pwrite = half
+tier.put(bytes([3]) * 32, memoryview(bytes([3]) * 65536))
+"""
+    assert run(code, tmp_path) == -9
+    tier = Disk(tmp_path, "model", 1 << 20, 256 << 10)
+    for number in range(3):
+        assert read(tier, bytes([number]) * 32) == memoryview(bytes([number]) * 65536)
+    assert tier.contains([bytes([3]) * 32]) == [False]
+    assert tier.put(bytes([3]) * 32, memoryview(bytes([3]) * 65536))
+
+
+def test_whatever_moment_a_writer_is_killed_at_all_that_is_found_is_right(tmp_path: Path) -> None:
+    code = """
+tier = Disk(Path(sys.argv[1]), "model", 1 << 20, 256 << 10)
+draw = Random(int(sys.argv[2]))
+print("open", flush=True)
+while True:
+    key = bytes([draw.randrange(40)]) * 32
+    tier.put(key, memoryview(key * 2048))
+    if draw.random() < 0.1:
+        tier.remove(key)
+"""
+    seed = 11
+    print("seed", seed)
+    draw, found = Random(seed), 0
+    for _ in range(4):
+        words = [sys.executable, "-c", _HEAD + code, str(tmp_path), str(draw.randrange(1000))]
+        child = subprocess.Popen(words, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        child.stdout.readline()
+        threading.Event().wait(draw.random() * 0.2)  # any moment is as good as another
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        tier = Disk(tmp_path, "model", 1 << 20, 256 << 10)
+        for number in range(40):
+            got = read(tier, bytes([number]) * 32)
+            assert got is None or got == bytes([number]) * 65536
+            found += got is not None
+        tier.close()
+    assert found
+
+
+def test_a_file_system_that_refuses_more_room_is_used_as_far_as_it_goes(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE: the second segment cannot be had, so the first one is written anew."""
+    code = """
+resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+tier = Disk(Path(sys.argv[1]), "model", 1 << 20, 256 << 10)
+into = bytearray(65536)
+for number in range(20):
+    key = bytes([number]) * 32
+    assert tier.put(key, memoryview(key * 2048))
+    assert tier.get(key, memoryview(into)) == 65536 and into == key * 2048
+tier.close()
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+tier = Disk(Path(sys.argv[1]), "other", 1 << 20, 256 << 10)
+assert not tier.put(key, memoryview(key * 2048))
+assert tier.nbytes == 0 and tier.contains([key]) == [False]
+"""
+    assert run(code, tmp_path) == 0
+
+
+@pytest.mark.parametrize(("number", "raises"), [(errno.ENOSPC, False), (errno.EDQUOT, False), (errno.EIO, True)])
+def test_a_record_that_could_not_be_written_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, raises: bool
+) -> None:
+    tier = disk(tmp_path)
+    tier.put(key(0), record(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", failing(number))
+        if raises:
+            with pytest.raises(OSError, match="Input/output error"):
+                tier.put(key(1), record(1))
+        else:
+            assert not tier.put(key(1), record(1))
+    assert here(tier, 2) == [0]
+    assert tier.put(key(1), record(1))
+    assert here(tier, 2) == [0, 1]
+
+
+def test_a_record_that_cannot_be_read_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = disk(tmp_path)
+    for number in range(2):
+        tier.put(key(number), record(number))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing(errno.EIO))
+        with pytest.raises(OSError, match="Input/output error"):
+            read(tier, key(1))
+    assert here(tier, 2) == [0]
+    assert tier.put(key(1), record(1))
+    tier.close()
+    assert here(disk(tmp_path), 2) == [0, 1]
+
+
+@pytest.mark.parametrize("while_open", [True, False])
+def test_what_a_truncated_file_no_longer_has_is_a_miss(tmp_path: Path, while_open: bool) -> None:
+    tier = disk(tmp_path)
+    for number in range(8):
+        tier.put(key(number), record(number))
+    if not while_open:
+        tier.close()
+    os.truncate(tmp_path / "model/records", 5 * 65536 + 1000)
+    if not while_open:
+        tier = disk(tmp_path)
+    for number in range(8):
+        assert read(tier, key(number)) in (None, record(number))
+    assert here(tier, 4) == [0, 1, 2, 3]
+    for number in range(4, 12):
+        assert tier.put(key(number), record(number))
+    assert here(tier, 12)[-4:] == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_is_in_the_journal_all_that_is_found_is_right(tmp_path: Path, seed: int) -> None:
+    draw = Random(seed)
+    tier = disk(tmp_path)
+    for number in range(12):
+        tier.put(key(number), record(number))
+    tier.close()
+    journal = tmp_path / "model/journal"
+    raw = bytearray(journal.read_bytes())
+    for _ in range(draw.choice([1, 20, 400])):
+        at = (
+            draw.randrange(len(raw)) if draw.random() < 0.2 else 4096 + draw.randrange(256) + 4096 * draw.randrange(3)
+        )
+        raw[at % len(raw)] = draw.randrange(256)
+    journal.write_bytes(raw[: draw.choice([len(raw), draw.randrange(len(raw))])])
+    tier = disk(tmp_path)
+    for number in range(12):
+        assert read(tier, key(number)) in (None, record(number))
+    for number in range(30):
+        assert tier.put(key(number), record(number))
+        assert read(tier, key(number)) == record(number)
+
+
+def test_a_record_whose_segment_is_written_anew_while_it_is_read_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = disk(tmp_path)
+    tier.put(key(0), record(0))
+    move = tier._file.read
+
+    def late(offset: int, into: memoryview) -> bool:
+        for number in range(1, 40):
+            tier.put(key(number), record(number))
+        return move(offset, into)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._file, "read", late)
+        assert read(tier, key(0)) is None
+    assert here(tier, 40)[-1] == 39
+
+
+def test_a_tier_cleared_during_a_put_does_not_have_the_record_nor_gives_its_room_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = disk(tmp_path)
+    tier.put(key(0), record(0))
+    move = tier._file.write
+
+    def late(offset: int, data: memoryview) -> bool:
+        monkeypatch.undo()
+        tier.clear()
+        for number in range(10, 18):
+            assert tier.put(key(number), record(number))
+        return move(offset, data)
+
+    monkeypatch.setattr(tier._file, "write", late)
+    assert not tier.put(key(1), record(1))
+    assert here(tier, 20) == list(range(10, 18))
+    for number in range(20, 24):
+        tier.put(key(number), record(number))
+    assert here(tier, 24) == [*range(10, 18), *range(20, 24)]
+
+
+def test_files_stay_open_until_the_last_call_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A descriptor that is closed under a call may name another file by then."""
+    tier = disk(tmp_path)
+    move = tier._file.write
+
+    def late(offset: int, data: memoryview) -> bool:
+        tier.close()
+        with pytest.raises(ConfigError, match="another process uses"):
+            disk(tmp_path)
+        return move(offset, data)
+
+    monkeypatch.setattr(tier._file, "write", late)
+    assert tier.put(key(1), record(1))
+    assert not tier.put(key(2), record(2))
+    assert here(disk(tmp_path), 3) == [1]
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 5000, (9 << 20) + 77])
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("refused", ["nothing", "open", "read"])
+def test_every_memory_is_taken_with_and_without_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, shift: int, refused: str
+) -> None:
+    opened = os.open
+
+    def refuse(path: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT")
+        return opened(path, flags, *mode)
+
+    with monkeypatch.context() as patch:
+        if refused == "open":
+            patch.setattr(os, "open", refuse)
+        if refused == "read":
+            patch.setattr(os, "preadv", failing(errno.EINVAL))
+        tier = Disk(tmp_path, "model", 64 << 20)
+    assert not (refused != "nothing" and tier._file.direct)
+    memory = memoryview(mmap.mmap(-1, 12 << 20))
+    data = Random(nbytes).randbytes(nbytes)
+    memory[shift : shift + nbytes] = data
+    assert tier.put(key(1), memory[shift : shift + nbytes])
+    memory[:] = b"\xee" * len(memory)
+    assert tier.get(key(1), memory[shift : shift + nbytes + 100]) == nbytes
+    assert memory[shift : shift + nbytes] == data
+    assert set(memory[shift + nbytes : shift + nbytes + 5000]) == {0xEE}
+    tier.close()
+
+
+def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, pwrite, preadv = disk(tmp_path), os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, piece, at: pwrite(file, piece[:8192], at))
+    monkeypatch.setattr(os, "preadv", lambda file, pieces, at: preadv(file, [pieces[0][:4096]], at))
+    assert tier.put(key(1), record(1))
+    assert read(tier, key(1)) == record(1)
