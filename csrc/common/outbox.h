@@ -1,17 +1,13 @@
 // Reports that are not fetched yet, with a descriptor that is readable while there are any.
 #pragma once
 
-#include <sys/eventfd.h>
-
-#include <cerrno>
 #include <cstdint>
 #include <mutex>
 #include <string>
-#include <system_error>
 #include <utility>
 #include <vector>
 
-#include "common/descriptor.h"
+#include "common/bell.h"
 
 namespace pdlink {
 
@@ -59,27 +55,22 @@ inline const char* outcome_name(Outcome outcome) {
 
 class Outbox {
   public:
-    Outbox() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-        if (event_.get() < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
-    }
-
-    int fd() const { return event_.get(); }
+    int fd() const { return bell_.fd(); }
 
     void put(Report report) {
         const std::lock_guard lock(mutex_);
-        if (reports_.empty()) ::eventfd_write(event_.get(), 1);
+        if (reports_.empty()) bell_.ring();
         reports_.push_back(std::move(report));
     }
 
     std::vector<Report> take_all() {
         const std::lock_guard lock(mutex_);
-        eventfd_t count;
-        if (!reports_.empty()) ::eventfd_read(event_.get(), &count);
+        if (!reports_.empty()) bell_.hush();
         return std::exchange(reports_, {});
     }
 
   private:
-    Descriptor event_;
+    Bell bell_;
     std::mutex mutex_;  // leaf: nothing is called under it
     std::vector<Report> reports_;
 };

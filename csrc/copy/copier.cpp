@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -40,14 +39,13 @@ Batch resolve(const std::vector<Piece>& pieces, const std::vector<Extent>& local
 
 }  // namespace
 
-Copier::Copier(int num_threads)
-    : epoll_(::epoll_create1(EPOLL_CLOEXEC)), wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+Copier::Copier(int num_threads) : epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
     if (num_threads != 1 && num_threads != 2)
         throw std::invalid_argument("a copier has 1 or 2 threads, not " + std::to_string(num_threads));
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.ptr = nullptr;  // the wake-up; a peer's life carries the peer
-    if (epoll_.get() < 0 || wake_.get() < 0 || ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0)
+    if (epoll_.get() < 0 || ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.fd(), &event) != 0)
         throw std::system_error(errno, std::generic_category(), "epoll of the copier");
     if (num_threads == 2) second_ = std::make_unique<Second>();
     const SignalsBlocked blocked;
@@ -107,7 +105,7 @@ void Copier::connect(const std::string& name, std::int64_t pid, const std::vecto
         throw std::system_error(errno, std::generic_category(), "epoll of a peer's life");
     peer.memory = std::move(memory);
     take_turn(peer);
-    kick();
+    wake_.ring();
 }
 
 std::uint64_t Copier::submit(const std::string& name, const std::vector<Piece>& pieces, double timeout_s) {
@@ -137,7 +135,7 @@ std::uint64_t Copier::submit(const std::string& name, const std::vector<Piece>& 
     peer.queue.push_back(std::move(batch));
     if (!landed_at_once(peer)) {
         take_turn(peer);
-        kick();
+        wake_.ring();
     }
     return ticket;
 }
@@ -181,7 +179,7 @@ void Copier::close_peer(const std::string& name) {
     if (forked()) return;
     const std::lock_guard lock(mutex_);
     if (Peer* peer = peers_.named(name)) begin_closing(*peer);
-    kick();
+    wake_.ring();
 }
 
 std::vector<Report> Copier::poll() {
@@ -197,15 +195,13 @@ void Copier::close(double grace_s) {
         const std::lock_guard lock(mutex_);
         give_up_s_ = now_s() + grace_s;
         for (auto& [name, peer] : peers_) begin_closing(*peer);
-        kick();
+        wake_.ring();
         if (second_) second_->much_to_copy.notify_one();
     }
     thread_->join();
     delete std::exchange(thread_, nullptr);
     if (second_ && second_->thread.joinable()) second_->thread.join();
 }
-
-void Copier::kick() { ::eventfd_write(wake_.get(), 1); }
 
 void Copier::take_turn(Peer& peer) {
     if (std::exchange(peer.in_turn, true)) return;

@@ -37,6 +37,7 @@
 #include <thread>
 #include <vector>
 
+#include "common/bell.h"
 #include "common/descriptor.h"
 #include "common/gate.h"
 #include "common/native.h"
@@ -133,7 +134,6 @@ class Copier {
     void advance_closing(Lock& lock);
     void begin_closing(Peer& peer);
     void take_turn(Peer& peer);
-    void kick();
     bool forked() const { return ::getpid() != owner_pid_; }
     void refuse_fork() const;
     void refuse_closed() const;
@@ -141,7 +141,7 @@ class Copier {
     const pid_t owner_pid_ = ::getpid();
     Outbox outbox_;
     Descriptor epoll_;
-    Descriptor wake_;
+    Bell wake_;
     std::atomic<bool> computing_ = false;
 
     std::mutex mutex_;  // guards everything below; may be held while taking the outbox's

@@ -1,6 +1,5 @@
 // The threads of the copier; copy/copier.h tells how they work.
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -68,8 +67,7 @@ void Copier::wait(Lock& lock, int timeout_ms) {
                 fail(*peer, "process " + std::to_string(peer->memory->pid()) + " has ended", Outcome::kPeerFailed,
                      lock);
         } else {
-            eventfd_t kicks;
-            ::eventfd_read(wake_.get(), &kicks);
+            wake_.hush();
         }
     }
 }
@@ -166,7 +164,7 @@ void Copier::copy_slice(Peer& peer, Who who, Lock& lock) {
     } else {
         peer.refused = true;
         take_turn(peer);
-        kick();
+        wake_.ring();
     }
 }
 

@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/random.h>
 
 #include <cerrno>
@@ -24,10 +23,7 @@ void fill_random(void* at, std::size_t nbytes) {
 }  // namespace
 
 Engine::Engine(Settings settings)
-    : settings_(std::move(settings)),
-      address_{settings_.host, 0},
-      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
-      wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    : settings_(std::move(settings)), address_{settings_.host, 0}, epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
     if (settings_.streams < 1 || settings_.streams > kMaxStreams)
         throw std::invalid_argument("streams must be 1 to " + std::to_string(kMaxStreams));
     if (settings_.pack_below > kMaxPackBelow)
@@ -35,7 +31,7 @@ Engine::Engine(Settings settings)
     if (!settings_.congestion.empty() && !congestion_usable(settings_.congestion))
         throw std::system_error(errno, std::generic_category(), "congestion control " + settings_.congestion);
     listener_ = listen_on(address_);
-    if (!watch(wake_.get(), woken_, EPOLLIN) || !watch(listener_.get(), knocked_, EPOLLIN))
+    if (!watch(wake_.fd(), woken_, EPOLLIN) || !watch(listener_.get(), knocked_, EPOLLIN))
         throw std::system_error(errno, std::generic_category(), "epoll of the tcp transport");
     {
         const SignalsBlocked blocked;
@@ -134,7 +130,7 @@ void Engine::connect(const std::string& name, const Address& address, const Invi
     for (const auto& one : peer.out) watch(one->fd(), one->ready, EPOLLIN | EPOLLOUT | EPOLLRDHUP);
     peer.connect_by_s = now_s() + settings_.connect_timeout_s;
     look_by(peer.connect_by_s);
-    kick();
+    wake_.ring();
 }
 
 std::uint64_t Engine::submit(const std::string& name, const std::vector<Piece>& pieces, double timeout_s) {
@@ -161,7 +157,7 @@ std::uint64_t Engine::submit(const std::string& name, const std::vector<Piece>& 
     const bool looks_in_time = look_s_ <= batch.deadline_s;
     look_by(batch.deadline_s);
     peer.batches.splice(peer.batches.end(), one);
-    if (!(alone && timeout_s > 0 && sent_at_once(peer, batch) && looks_in_time)) kick();
+    if (!(alone && timeout_s > 0 && sent_at_once(peer, batch) && looks_in_time)) wake_.ring();
     return ticket;
 }
 
@@ -203,7 +199,7 @@ void Engine::close_peer(const std::string& name) {
     const std::lock_guard lock(mutex_);
     if (Peer* peer = peers_.named(name)) {
         peer->closing = ending_ = true;
-        kick();
+        wake_.ring();
     }
 }
 
@@ -221,12 +217,10 @@ void Engine::close(double grace_s) {
         give_up_s_ = now_s() + grace_s;
         look_by(give_up_s_);
         for (auto& [name, peer] : peers_) peer->closing = ending_ = true;
-        kick();
+        wake_.ring();
     }
     thread_->join();
     delete std::exchange(thread_, nullptr);
 }
-
-void Engine::kick() { ::eventfd_write(wake_.get(), 1); }
 
 }  // namespace pdlink::tcp

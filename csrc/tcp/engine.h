@@ -39,6 +39,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/bell.h"
 #include "common/descriptor.h"
 #include "common/native.h"
 #include "common/outbox.h"
@@ -171,7 +172,6 @@ class Engine {
     // End a connection in both directions and remove it from epoll; then it may be closed.
     void end(int fd);
     void look_by(double when_s) { look_s_ = when_s < look_s_ ? when_s : look_s_; }
-    void kick();
     bool forked() const { return ::getpid() != owner_pid_; }
     void refuse_fork() const;
     void refuse_closed() const;
@@ -181,7 +181,7 @@ class Engine {
     Address address_;
     Outbox outbox_;
     Descriptor epoll_;
-    Descriptor wake_;
+    Bell wake_;
     Descriptor listener_;
     Ready woken_;
     Ready knocked_;

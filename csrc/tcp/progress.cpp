@@ -1,6 +1,5 @@
 // The progress thread of the tcp transport; see tcp/engine.h.
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -83,8 +82,7 @@ void Engine::wait(Lock& lock, int timeout_ms) {
         if (trouble || events[i].events & EPOLLOUT) ready.out = true;
     }
     if (std::exchange(woken_.in, false)) {
-        eventfd_t kicks;
-        ::eventfd_read(wake_.get(), &kicks);
+        wake_.hush();
     }
 }
 

@@ -15,6 +15,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -25,10 +26,11 @@
 #include "common/gate.h"
 #include "common/outbox.h"
 #include "common/runs.h"
-#include "ucx/bell.h"
 #include "ucx/context.h"
 
 namespace pdlink::ucx {
+
+using Clock = std::chrono::steady_clock;
 
 class Outgoing;
 

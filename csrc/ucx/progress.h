@@ -14,9 +14,9 @@
 #include <unordered_map>
 #include <vector>
 
+#include "common/bell.h"
 #include "common/descriptor.h"
 #include "common/outbox.h"
-#include "ucx/bell.h"
 #include "ucx/context.h"
 #include "ucx/incoming.h"
 #include "ucx/outgoing.h"

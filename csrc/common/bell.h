@@ -1,19 +1,15 @@
-// The progress thread's clock, and what wakes it.
+// An eventfd that others make readable and its owner makes quiet: what wakes a thread, or Python.
 #pragma once
 
 #include <sys/eventfd.h>
 
 #include <cerrno>
-#include <chrono>
 #include <system_error>
 
 #include "common/descriptor.h"
 
-namespace pdlink::ucx {
+namespace pdlink {
 
-using Clock = std::chrono::steady_clock;
-
-// An eventfd that others make readable and its owner makes quiet.
 class Bell {
   public:
     Bell() : fd_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
@@ -31,4 +27,4 @@ class Bell {
     Descriptor fd_;
 };
 
-}  // namespace pdlink::ucx
+}  // namespace pdlink
