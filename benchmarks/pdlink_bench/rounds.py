@@ -70,7 +70,7 @@ class _Turns(harness.Lane):
 
 
 class Pair(_Turns):
-    """Sender and receiver of one transport, for whoever tells them what to push."""
+    """Sender and receiver of one transport; subclasses push."""
 
     def __init__(self, cases: Mapping[str, Workload], sender: Worker, receiver: Worker) -> None:
         self.sender, self.receiver = sender, receiver

@@ -10,24 +10,24 @@ from pdlink.config.section import Seconds, Section
 
 
 class SharingConfig(Section):
-    """How the transfers of one transport share it; `pdlink/endpoint/order.py` says what follows from these."""
+    """How the transfers of one transport share it; see `pdlink/endpoint/order.py`."""
 
     order: Literal["shortest", "fcfs"] = "shortest"
-    """Which transfer goes next: the one that lacks the fewest bytes, with ageing, or the one that came first. The
-    second is there to compare with (`pdlink bench sharing`)."""
+    """Which transfer goes next: the one with the fewest bytes left, with ageing, or the oldest one. The second is for
+    comparison (`pdlink bench sharing`)."""
     window_nbytes: int = Field(default=64 * 2**20, ge=1)
-    """Most bytes handed to a transport and not landed, over all peers that keep up."""
+    """In-flight limit over all peers that are not slow consumers."""
     peer_window_nbytes: int = Field(default=32 * 2**20, ge=1)
-    """Most of them to one peer: what a new transfer to it has to wait for. The link runs dry if they land before
-    this process has noticed, which takes up to 5 ms while Python code runs (`sys.getswitchinterval`): keep it above
-    5 ms of the link, 32 MiB at 6 GB/s."""
+    """In-flight limit per peer. Too small and the link idles between completions: keep it above 5 ms of bandwidth
+    (32 MiB at 6 GB/s), because Python code may delay a completion by that much (`sys.getswitchinterval`). Too large
+    and new transfers to the peer queue behind it."""
     part_nbytes: int = Field(default=4 * 2**20, ge=1)
     """Larger pushes are cut, between blocks, into parts of about this size."""
     ageing: float = Field(default=0.05, gt=0, le=1)
-    """Bytes of advantage for every byte the link moves while a transfer waits: one of S bytes is passed only by
-    smaller ones that come while the link moves the next S / ageing. Less brings the small ones through sooner, and
-    lets the large ones wait longer. Simulated, lognormal lengths, 80 % of one link: the mean time to ready is 30 % of
-    first come first served's without ageing and with 0.05, 36 % with 0.2, 73 % with 1."""
+    """Bytes of advantage for every byte that the link moves while a transfer waits: a transfer of S bytes is
+    overtaken only by smaller ones that come while the link moves the next S / ageing. Less ageing favours small
+    transfers, and lets large ones wait longer. Simulated, lognormal lengths, 80 % load: the mean time to ready is
+    30 % of that of first come, first served without ageing and with 0.05, 36 % with 0.2, 73 % with 1."""
 
     @model_validator(mode="after")
     def _nested(self) -> SharingConfig:

@@ -57,7 +57,7 @@ class _Chunk:
     skipped: int
     """Tokens of the first block that are out of sight of all rows: 0 without a sliding window."""
     num_visible: int
-    """Tokens after those that some row sees."""
+    """Visible tokens after the skipped ones."""
     mask_NL: torch.Tensor | None
     """Added to the scores; None where plain causal order says it all."""
 

@@ -10,8 +10,8 @@ KV from elsewhere may arrive layer by layer. When there is nothing else to compu
 the last layer is here, and asks for each layer just before it reads it. It has one request and a bounded time to
 wait, so a slow source delays nobody for longer. Its result is kept back until `kv_arrived` confirms all of the KV.
 
-Every accepted request ends exactly once, whatever happens to it: `_end` is the only way out, and when `run` returns,
-by `stop` or by an exception, it ends those that are left.
+Every accepted request ends exactly once: `_end` is the only way out, and when `run` returns, by `stop` or by an
+exception, it ends the remaining requests.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Sequence:
     num_cached: int = 0
     """Prompt tokens that were in the cache at admission, or that a source had in advance (`Engine.kv_ends`)."""
     blocks: list[int] = field(default_factory=list)
-    """Empty while waiting, except for those that were complete when the other KV failed."""
+    """Empty while waiting, except for blocks that were complete when the rest of the KV failed."""
     table: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """`blocks` as a tensor."""
     keys: list[bytes] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Scheduler:
         return -(-(len(request.prompt_token_ids) + request.sampling.max_tokens) // self._block_tokens)
 
     def admit(self) -> list[Sequence]:
-        """Reserve blocks for requests from the head of the line, while there is room; returns those that moved on."""
+        """Reserve blocks for requests from the head of the line, while there is room; returns these requests."""
         admitted: list[Sequence] = []
         while self.waiting and self.num_running + len(self.awaiting_kv) < self._max_running:
             sequence = self.waiting[0]
@@ -195,8 +195,8 @@ class Scheduler:
         """The rest of the external KV will not come: first in line, to compute from where it ends.
 
         Full blocks of what has arrived are kept. All others are given back, because the source may still write to
-        them. A request that keeps blocks in line cannot block others for ever: all of these were admitted together
-        with those that run now, so their blocks are enough for all of them, and nobody overtakes.
+        them. A request that keeps blocks in line cannot block others for ever: it was admitted together with the
+        running ones, so the blocks are enough for all of them, and nobody overtakes.
         """
         self._leave(sequence)
         # Somebody must compute the last prompt token, whose logits give the first answer token.

@@ -217,15 +217,14 @@ class Node:
     ) -> Incoming:
         """Receive the KV of one prompt from the node at `peer` into blocks of this one.
 
-        peer: the `address` of the sending node. tokens: those that are missing here; blocks[0] holds the first of
-        them. None for both if blocks are not reserved yet: call `Incoming.offer` then. The two nodes may have
-        different block sizes and orders of axes. by_layer: let `wait_layer` see single layers, for one small message
-        each; False saves those where only the whole is waited for.
-        Returns at once; the connection is made meanwhile if there is none. Raises InvalidRequest (the id was used
-        before, or blocks and tokens do not fit together), PeerNotAllowed (an address that this node may not dial),
-        TransferFailed (the sender's side has failed already, or refused this node a moment ago),
-        TransportUnavailable (no peer can write to this memory over the transports of this node; the message names
-        those that would do).
+        peer: the `address` of the sending node. tokens: the missing tokens; blocks[0] holds the first of them. None
+        for both if blocks are not reserved yet: call `Incoming.offer` then. The two nodes may have different block
+        sizes and orders of axes. by_layer: let `wait_layer` see single layers, for one small message each; False
+        saves the messages if only the whole is needed.
+        Returns at once, and connects in the background. Raises InvalidRequest (a used id, or blocks and tokens that
+        do not fit together), PeerNotAllowed (an address that this node may not dial), TransferFailed (the transfer
+        was stopped already, or the peer is in back-off), TransportUnavailable (no peer can write to this memory over
+        the transports of this node; the message names suitable ones).
         """
         if self._closed:
             raise self._closed_error()

@@ -1,9 +1,9 @@
-"""`EnginePort`: what an engine says about its requests becomes what a node does for their transfers.
+"""`EnginePort`: translates an engine's reports about its requests into calls of a node for their transfers.
 
-An engine calls these verbs for each of its requests, by its own request id; those that take part in no transfer are
-ignored. The way back (KV has arrived, failed, blocks are free) are the signals of the `Outgoing` or `Incoming` that
-`send` and `receive` hand out. So an engine behind pdlink is one file that translates its hooks into these verbs and
-these signals into its own calls. The engine does not know transfers, the node does not know requests.
+An engine calls these verbs for each of its requests, by its own request id; requests without a transfer are ignored.
+The way back (KV has arrived, failed, blocks are free) are the signals of the `Outgoing` or `Incoming` that `send` and
+`receive` return. So an engine behind pdlink is one file that translates its hooks into these verbs, and these signals
+into its own calls. The engine does not know transfers, the node does not know requests.
 """
 
 from __future__ import annotations

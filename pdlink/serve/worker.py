@@ -1,7 +1,7 @@
 """A prefill, decode or both-role worker: model, cache, engine, endpoint and transports, wired together.
 
-`Worker` is everything but HTTP. Two threads run under it, the engine's and the endpoint's; whoever serves requests
-calls `start` from an asyncio loop and reads the answer's tokens from a `Stream` of that loop.
+`Worker` is everything but HTTP. It has two threads, the engine's and the endpoint's. The HTTP side calls `start` from
+an asyncio loop and reads the answer's tokens from a `Stream` of that loop.
 """
 
 from __future__ import annotations

@@ -182,8 +182,8 @@ class StoredPrompt:
     def store(self, begin: int, end: int, blocks: Sequence[int], layer: int) -> None:
         """Keep tokens [begin, end) of one layer, which the engine has computed; layers come in order, from the first.
 
-        blocks: the request's, from token 0 on; they are held until the last layer has been copied. Of chunks that the
-        store has, and of those that it has no room for, nothing is kept. A chunk counts when all of it is there.
+        blocks: the request's, from token 0 on; they are held until the last layer has been copied. Chunks that the
+        store has already, or has no room for, are skipped. A chunk counts when all of it is there.
         At the first call tokens before `begin` are in the blocks for all layers: they are kept, too.
         """
         if layer == 0:

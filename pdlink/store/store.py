@@ -253,7 +253,7 @@ class Store:
     # --- The tiers' threads
 
     def _ask(self, keys: list[bytes], timeout_s: float) -> list[list[bool]]:
-        """What each tier says of `keys`; nothing of those that do not answer in time."""
+        """Each tier's answer about `keys`; empty for a tier that does not answer in time."""
         answers: list[list[bool]] = [[] for _ in self._tiers]
         nothing: list[bool] = []
         missing = threading.Semaphore(0)

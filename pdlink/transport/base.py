@@ -1,18 +1,17 @@
-"""`Transport`: the contract between whoever plans a copy and whoever moves the bytes.
+"""`Transport`: the contract between the endpoint, which plans copies, and the code that moves the bytes.
 
 One side *invites* a peer to write into its registered buffers; the peer *connects* with that invitation and
-*submits* batches of byte runs. Everything that happens later comes out of `poll()` as an occurrence, and `fileno()`
-becomes readable when there is one.
+*submits* batches of byte runs. `poll()` reports all later occurrences, and `fileno()` is readable when there is one.
 
 Two promises hold for every transport; the state machines rest on them and `tests/conformance` tests them:
   1. `BatchDone` with `Status.OK` is reported only when the bytes are visible at the destination.
-  2. `PeerClosed` is reported only when nothing the peer started can touch our memory any more, and nothing this
-     side submitted and that was not reported OK will be written by this side. Closing never blocks: where the fence
-     has to wait (a stopped process in the middle of a copy), the event comes later, and until then blocks the peer
-     may write must not be reused.
+  2. `PeerClosed` is reported only when the fence holds: nothing that the peer started can touch our memory any more,
+     and this side will write nothing more of its batches that were not reported OK. Closing never blocks: if the
+     fence must wait (for a suspended process in the middle of a copy), the report comes later, and until then the
+     blocks that the peer may write are quarantined.
 
-Every submitted batch is reported exactly once, whatever happens. A peer is failed as a whole: after `PeerFailed` its
-open batches are reported with an error, new ones are refused, and only `close_peer` and a new invitation help.
+Every submitted batch is reported exactly once. A peer fails as a whole: after `PeerFailed` its open batches are
+reported with an error, new ones are refused, and only `close_peer` and a new invitation help.
 Every method may be called from any thread and returns without waiting for the network.
 """
 

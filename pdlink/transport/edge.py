@@ -27,10 +27,10 @@ REMEDIES = {
 
 @contextlib.contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Errors in here as those that `Transport.invite` and `Transport.connect` promise; `what` begins their message.
+    """Translate errors inside to the errors of `Transport.invite` and `Transport.connect`; `what` begins the message.
 
-    Numbers of an invitation that no call takes, and a name in use, are the peer's fault (ProtocolError). What the
-    kernel or an engine refuses may work later, or over another transport (TransportFailure).
+    Invalid numbers in an invitation, and a name in use, are the peer's fault (ProtocolError). A refusal of the kernel
+    or an engine may succeed later, or over another transport (TransportFailure).
     """
     try:
         yield

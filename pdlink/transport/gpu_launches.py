@@ -126,7 +126,7 @@ class Launches:
             self._bell_is_set = True
 
     def rung(self) -> None:
-        """The eventfd was read, whoever rang; set twice it does no harm."""
+        """The eventfd was read: the next launch sets the bell again."""
         self._bell_is_set = False
 
     def abandon(self) -> None:

@@ -90,7 +90,7 @@ class MappedCudaTransport(Transport):
         image: bytes | None = None,
         slice_nbytes: int = SLICE_NBYTES,
     ) -> None:
-        """Retains the device's context for itself; buffers are made on a `Device` of whoever owns them.
+        """Retains the device's context for itself; the caller makes its buffers on a `Device` of its own.
 
         image: kernels other than the built-in ones, as `cuModuleLoadData` takes them.
 

@@ -1,7 +1,7 @@
-"""Which workers get a request: (request, fleet) -> placed, queued or refused. No I/O, no clock.
+"""Placement of a request: (request, fleet) -> placed, queued or refused. No I/O, no clock.
 
-The fleet holds workers that may get requests; health and roles are `pools.py`'s business. Decode is chosen first,
-among those that have room for the request; then prefill, among those that exchange KV with it.
+The fleet holds workers that may get requests; `pools.py` checks health and roles. Decode is chosen first, among the
+workers with room for the request; then prefill, among the workers that can exchange KV with it.
 """
 
 from __future__ import annotations

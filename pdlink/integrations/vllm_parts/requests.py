@@ -78,7 +78,7 @@ class Chunk:
 
     request_id: str
     blocks: tuple[int, ...]
-    """All blocks so far if `first`, otherwise those that have been added."""
+    """All blocks so far if `first`, otherwise only the new ones."""
     first: bool
     start: int
     end: int

@@ -183,7 +183,7 @@ class SharedDir:
         self._held_nbytes, self._uncounted_nbytes = held, 0
 
     def _objects(self) -> Iterator[tuple[float, int, Path]]:
-        """Time of the last change, bytes and path of every record's file, whoever wrote it."""
+        """Time of the last change, bytes and path of every record's file, of all writers."""
         for directory in self._root.iterdir():
             if directory != self._temporary:
                 with os.scandir(directory) as entries:
