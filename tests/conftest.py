@@ -12,6 +12,7 @@ from hypothesis import settings
 from pdlink.serve import up
 
 from .nursery import NURSERY
+from .store.tiers.server import valkey_server
 
 settings.register_profile("long", settings.get_profile("default"))
 """`--hypothesis-profile=long`: other examples each time, and many more, where a test has a use for them."""
@@ -36,6 +37,13 @@ def nursery() -> Iterator[None]:
         patch.setattr(up, "spawn", NURSERY.spawn)
         yield
     NURSERY.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def end_of_the_valkey_server() -> Iterator[None]:
+    yield
+    if valkey_server.cache_info().currsize:
+        valkey_server().close()
 
 
 @pytest.fixture

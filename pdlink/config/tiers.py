@@ -16,7 +16,7 @@ class TiersConfig(Section):
     """Memory of the machine that it never takes, in GiB."""
     remote_url: str | None = None
     """A tier below memory that others may share: file:///DIRECTORY[?max_size=GIB], redis://[USER:PASSWORD@]HOST[:PORT]
-    and its kin, or path.to.module:name (`pdlink.store.tiers.opening`)."""
+    and its kin, s3://BUCKET and its kin, or path.to.module:name (`pdlink.store.tiers.opening`)."""
     chunk_size: int = Field(default=256, ge=1)
     """Tokens per record. A prompt is found again in whole chunks; shorter ones cost more look-ups."""
     cache_policy: str = "adaptive"

@@ -17,6 +17,8 @@ from pdlink.errors import ConfigError, EngineFailure, RequestAborted
 from pdlink.serve.openai import PrefillAddress, TransferParams
 from pdlink.serve.worker import Worker
 
+from ..store.tiers.server import valkey_server
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
@@ -289,6 +291,22 @@ def test_a_worker_that_starts_again_finds_its_prompts_in_the_shared_directory(
         path.write_bytes(data[: len(data) // 2] if number % 3 == 1 else data)
     with opened(remote_url=f"file://{tmp_path}") as worker:
         assert answers(worker, prompts, at_once=True) == expected
+
+
+def test_a_worker_finds_what_another_one_left_on_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, url = prompt_of(5 * CHUNK + 3, 6), valkey_server().url
+    with opened(remote_url=url) as first:
+        expected = answers(first, [prompt], at_once=False)
+    with opened(remote_url=url) as second:
+        computed = Computed(second, monkeypatch)
+        assert answers(second, [prompt], at_once=False) == expected == computed_here([prompt])
+        assert computed.take() == 3
+
+
+def test_a_server_that_is_not_there_costs_no_answer() -> None:
+    prompts = [prompt_of(5 * CHUNK, seed) for seed in range(4)]
+    with opened(remote_url="redis://127.0.0.1:1") as worker:
+        assert answers(worker, prompts, at_once=True) == computed_here(prompts)
 
 
 def test_chunks_that_do_not_fit_are_refused_with_both_numbers() -> None:
