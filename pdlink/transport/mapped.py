@@ -22,6 +22,7 @@ import os
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
+from msgspec.structs import astuple
 
 from pdlink import _copy
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
@@ -51,9 +52,6 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inode: _Number
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 
-    def as_tuple(self) -> tuple[int, int, int, int]:
-        return self.fd, self.device, self.inode, self.nbytes
-
 
 class _Gate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The gate page of the invited peer."""
@@ -63,9 +61,6 @@ class _Gate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inode: _Number
     nonce: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     """In the page since it was made, and told to the invited peer only."""
-
-    def as_tuple(self) -> tuple[int, int, int, bytes]:
-        return self.fd, self.device, self.inode, self.nonce
 
 
 class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="pdlink-mapped/2"):
@@ -111,7 +106,7 @@ class MappedTransport(NativeTransport[_copy.Copier, "HostBuffer"]):
                 step = "opening memory of a process (pidfd_open, /proc/PID/fd; seccomp may forbid them)"
                 copier = _copy.Copier()
                 try:
-                    copier.connect("probe", os.getpid(), [_file_of(page).as_tuple()], copier.invite("probe-gate"))
+                    copier.connect("probe", os.getpid(), [astuple(_file_of(page))], copier.invite("probe-gate"))
                 finally:
                     copier.close(0.0)
         except OSError as error:
@@ -159,7 +154,7 @@ class MappedTransport(NativeTransport[_copy.Copier, "HostBuffer"]):
                 raise ProtocolError(
                     f"invitation of peer {peer} names this process ({there.pid}) as the one to write to"
                 )
-            copier.connect(peer, there.pid, [file.as_tuple() for file in there.regions], there.gate.as_tuple())
+            copier.connect(peer, there.pid, [astuple(file) for file in there.regions], astuple(there.gate))
 
     def lane(self, peer: str) -> str:
         return self.name if self._native is not None and self._native.connected(peer) else ""
