@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from pdlink.endpoint.known import FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_RECONNECT_S, MAX_PEERS, KnownPeers
+from pdlink.endpoint.peer import Peer
 from pdlink.errors import HandshakeRefused, TransferFailed
 from pdlink.events import PeerChanged
 from pdlink.protocol.handshake import CONNECTION_FACTOR
@@ -125,6 +126,49 @@ def test_log_of_refused_dialers_gets_a_line_a_second(book: Book, caplog: pytest.
     for number in range(100):
         book.known.refused(f"d{number}", f"d{number}", REFUSAL)
     assert len(caplog.messages) == 1
+
+
+def session(name: str, *, dialed: bool = False, epoch: str = "life") -> Peer:
+    peer = Peer(1, "", 1, dialed=dialed, since_s=0.0, heard_s=0.0, address=name if dialed else "", name=name)
+    peer.epoch = epoch
+    return peer
+
+
+def test_worker_without_memory_is_forgotten_with_its_session(book: Book) -> None:
+    for number in range(1000):
+        for peer in (session(f"tcp://a:{number}", dialed=True), session(f"d{number}")):
+            book.known.begin(peer)
+            book.known.end(peer)
+    assert (book.known.dialed, book.known.accepted) == ({}, {})
+
+
+def test_flood_of_refused_dialers_does_not_forget_live_sessions(book: Book) -> None:
+    live = [session(f"live-{number}") for number in range(10)]
+    for peer in live:
+        book.known.begin(peer)
+        book.known.transport_failed(peer, "mapped")
+    for number in range(4 * MAX_PEERS):
+        book.known.refused(f"d{number}", f"d{number}", REFUSAL)
+    assert book.known.sessions() == live
+    assert all(book.known.unusable(peer) == {"mapped"} for peer in live)
+    assert len(book.known.accepted) == len(live) + MAX_PEERS
+
+
+def test_failed_transports_outlive_the_session_but_not_the_life_of_the_dialer(book: Book) -> None:
+    first = session("d")
+    book.known.begin(first)
+    book.known.transport_failed(first, "mapped")
+    book.known.end(first)
+    assert book.known.unusable(session("d")) == {"mapped"}
+    assert book.known.unusable(session("d", epoch="another life")) == set()
+
+
+def test_old_session_that_ends_late_does_not_end_its_successor(book: Book) -> None:
+    old, new = session("d"), session("d")
+    book.known.begin(old)
+    book.known.begin(new)
+    book.known.end(old)
+    assert book.known.sessions(dialed=False) == [new]
 
 
 def test_a_refused_pair_is_not_dialed_again_until_its_pause_is_over(pair: Pair, other: Node) -> None:

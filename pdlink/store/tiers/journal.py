@@ -49,7 +49,7 @@ class Loaded(NamedTuple):
     rests: list[bytes]
     """What `unpack` takes."""
     num_entries: int
-    """Of its region, also those that say nothing."""
+    """Of its region, empty ones included."""
     end_page: int
     """Behind the last record, from the segment's start."""
     num_pages: int
