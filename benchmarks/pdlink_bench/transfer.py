@@ -66,7 +66,7 @@ ANCHORS: Mapping[str, Contestant] = {
 }
 """What `--anchors` adds."""
 
-SWEEP_ROUNDS = 5
+LAYOUTS_ROUNDS = 5
 
 
 PROCESS_NBYTES = 200_000_000
@@ -138,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pace of the simulated prefill, one column each (default 1 2.5 5, none with --layouts; 2.5 is an 8B "
         "model, 2,048 tokens and 400 TFLOP/s)",
     )
-    run_options.add_argument("--rounds", type=positive, help=f"default {how.rounds}; {SWEEP_ROUNDS} with --layouts")
+    run_options.add_argument("--rounds", type=positive, help=f"default {how.rounds}; {LAYOUTS_ROUNDS} with --layouts")
     run_options.add_argument("--warm-ups", type=positive, help=f"default {how.warm_ups}; 1 with --layouts")
     run_options.add_argument(
         "--timeout-s", type=positive_float, default=how.timeout_s, help="of one transfer (default %(default)s)"
@@ -168,7 +168,7 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
     }
     settings = Settings(
         tuple(args.layer_ms or (() if args.layouts else how.layer_ms)),
-        args.rounds or (SWEEP_ROUNDS if args.layouts else how.rounds),
+        args.rounds or (LAYOUTS_ROUNDS if args.layouts else how.rounds),
         args.warm_ups or (1 if args.layouts else how.warm_ups),
         args.timeout_s,
     )
