@@ -77,4 +77,5 @@ def gauges(worker: Worker) -> Gauges:
             "Requests in the engine",
             {"running": engine.num_running, "awaiting_kv": engine.num_awaiting_kv, "waiting": engine.num_waiting},
         ),
+        **(worker.tiers.gauges() if worker.tiers is not None else {}),
     }

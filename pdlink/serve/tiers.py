@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pdlink.engine.paged_cache import PagedCache
     from pdlink.memory.blocks import BlockPool
     from pdlink.node.port import EnginePort
+    from pdlink.observe.metrics import Gauges
     from pdlink.store.source import StoredPrompt, StoreLoad
 
 _GIB = 1 << 30
@@ -109,6 +110,14 @@ class Tiered:
             for layer in range(len(self._source.layout.layers)):
                 self._port.layer_written(layer, [(request_id, begin, end)])
         self._arrived(request_id, end)
+
+    def gauges(self) -> Gauges:
+        """For /metrics."""
+        store = self._source.store
+        return {
+            "store_nbytes": ("Bytes of the store's memory, by use, and of each tier", store.gauges()),
+            "tiers_answering": ("0 for a tier that is left alone since it failed or stalled", store.answering()),
+        }
 
     def close(self) -> None:
         """After the engine has ended."""

@@ -18,9 +18,13 @@ class Breaker:
         """When each call under way began."""
         self._calls = 0
 
+    def keeps_away(self, now_s: float) -> bool:
+        """Whether the tier fails or stalls; until a call succeeds."""
+        return self._failures >= _FAILURES or self._stalls(now_s)
+
     def allows(self, now_s: float) -> bool:
         """Whether a call may be made. While calls are kept away one at a time is let through after each pause."""
-        if any(now_s - began_s > self._deadline_s for began_s in self._running.values()):
+        if self._stalls(now_s):
             return False
         return self._failures < _FAILURES or (now_s >= self._closed_until_s and not self._running)
 
@@ -40,3 +44,6 @@ class Breaker:
         if self._failures >= _FAILURES:
             self._closed_until_s = now_s + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def _stalls(self, now_s: float) -> bool:
+        return any(now_s - began_s > self._deadline_s for began_s in self._running.values())

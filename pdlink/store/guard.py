@@ -40,12 +40,19 @@ class GuardedTier:
         with self._lock:
             return self._breaker.allows(self._clock())
 
+    @property
+    def answers(self) -> bool:
+        """False from the failure or stall after which it is left alone until a call succeeds."""
+        with self._lock:
+            return not self._breaker.keeps_away(self._clock())
+
     def call(self, what: str, function: Callable[[], _T], otherwise: _T, nbytes: int = 0) -> _T:
         """What `function` gives, in this thread; `otherwise` if the tier is kept away or the call raises."""
         with self._lock:
             began_s = self._clock()
             if not self._breaker.allows(began_s):
                 return otherwise
+            kept_away = self._breaker.keeps_away(began_s)
             call = self._breaker.begin(began_s)
         failed = True
         result = otherwise
@@ -59,6 +66,11 @@ class GuardedTier:
         with self._lock:
             now_s = self._clock()
             self._breaker.end(call, now_s, failed=failed)
+            keeps_away = self._breaker.keeps_away(now_s)
+        if keeps_away and not kept_away:
+            log.warning("tier %s is left alone for a while", self.tier.name)
+        elif kept_away and not keeps_away:
+            log.warning("tier %s answers again", self.tier.name)
         outcome = "failed" if failed else "missed" if result is None or result is False else "done"
         emit(TierCalled(tier=self.tier.name, call=what, outcome=outcome, nbytes=nbytes, took_s=now_s - began_s))
         return result

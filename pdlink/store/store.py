@@ -129,6 +129,10 @@ class Store:
             }
         return {**sizes, **{tier.tier.name: tier.tier.nbytes for tier in self._tiers}}
 
+    def answering(self) -> dict[str, float]:
+        """For metrics: 1 for a tier that is asked, 0 for one that is left alone since it failed or stalled."""
+        return {tier.tier.name: float(tier.answers) for tier in self._tiers}
+
     # --- Reading
 
     def lookup(self, keys: Sequence[bytes], timeout_s: float) -> Found:

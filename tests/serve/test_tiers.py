@@ -14,6 +14,7 @@ import torch
 from pdlink.config import CacheConfig, ModelConfig, TiersConfig, TransportConfig, WorkerConfig
 from pdlink.engine.request import SamplingParams
 from pdlink.errors import ConfigError, EngineFailure, RequestAborted
+from pdlink.serve import health
 from pdlink.serve.openai import PrefillAddress, TransferParams
 from pdlink.serve.worker import Worker
 
@@ -306,7 +307,10 @@ def test_a_worker_finds_what_another_one_left_on_a_server(monkeypatch: pytest.Mo
 def test_a_server_that_is_not_there_costs_no_answer() -> None:
     prompts = [prompt_of(5 * CHUNK, seed) for seed in range(4)]
     with opened(remote_url="redis://127.0.0.1:1") as worker:
-        assert answers(worker, prompts, at_once=True) == computed_here(prompts)
+        assert health.gauges(worker)["tiers_answering"][1] == {"valkey": 1}
+        assert answers(worker, prompts, at_once=False) == computed_here(prompts)
+        assert health.gauges(worker)["tiers_answering"][1] == {"valkey": 0}
+        assert health.gauges(worker)["store_nbytes"][1]["used"] > 0
 
 
 def test_chunks_that_do_not_fit_are_refused_with_both_numbers() -> None:

@@ -45,8 +45,10 @@ def test_one_call_at_a_time_finds_out() -> None:
         fail(breaker, 0)
     call = breaker.begin(2)
     assert not breaker.allows(2)
+    assert breaker.keeps_away(2)
     breaker.end(call, 2, failed=False)
     assert breaker.allows(2)
+    assert not breaker.keeps_away(2)
 
 
 def test_a_call_that_takes_longer_than_its_deadline_keeps_others_away_while_it_lasts_and_counts_as_failure() -> None:
@@ -55,7 +57,9 @@ def test_a_call_that_takes_longer_than_its_deadline_keeps_others_away_while_it_l
         assert breaker.allows(0)
         call = breaker.begin(0)
         assert breaker.allows(10)
+        assert not breaker.keeps_away(10)
         assert not breaker.allows(10.5)
+        assert breaker.keeps_away(10.5)
         breaker.end(call, 11, failed=False)
     assert not breaker.allows(11.5)
     assert breaker.allows(12)

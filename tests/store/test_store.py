@@ -171,14 +171,18 @@ def test_a_tier_that_fails_is_left_alone_and_comes_back() -> None:
     with opened(2, [tier], clock) as store:
         put_below(store, KEYS[:4], tier)
         tier.error = OSError(5, "Input/output error")
+        assert store.answering() == {"stub": 1}
         for _ in range(3):
             assert read(store, KEYS[:1]) == 0
         calls = len(tier.calls)
+        assert store.answering() == {"stub": 0}
         assert read(store, KEYS[:1]) == 0
         assert len(tier.calls) == calls, "it is not asked any more"
         tier.error = None
         clock.now_s += 2
+        assert store.answering() == {"stub": 0}
         assert read(store, KEYS[:1]) == 1
+        assert store.answering() == {"stub": 1}
 
 
 def test_a_stalled_read_delays_its_own_request_by_the_deadline_only() -> None:
@@ -191,6 +195,7 @@ def test_a_stalled_read_delays_its_own_request_by_the_deadline_only() -> None:
         assert tier.stalled.wait(WAIT_S)
         assert not begun.done.done()
         clock.now_s += 101
+        assert store.answering() == {"stub": 0}
         assert begun.done.result(WAIT_S) == ()
         begun.close()
         assert len(store.lookup(KEYS[:1], WAIT_S).keys) == 1, "somebody still brings it"
