@@ -46,6 +46,7 @@ _BENCHMARKS: dict[str, str] = {
     "control": "what the control plane costs: latency, transfers per second, idle CPU",
     "sharing": "many transfers at once over one link: who waits for whom",
     "tune": "how short a run must be for packing it to pay over tcp",
+    "tiers": "records on disk beside bare reads and writes of the same size, and a restart",
     "replay": "hit rates of eviction policies on a trace of requests, beside the best there can be",
     "figures": "all of them: a page of tables, and pictures, into one directory",
 }

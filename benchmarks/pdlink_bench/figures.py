@@ -32,6 +32,7 @@ COMMANDS: Mapping[str, str] = {
     "sharing": "sharing",
     "serving": "serving",
     "replay": "replay",
+    "tiers": "tiers",
 }
 """Name of the figure, which is part of its files' names, and the command that makes it."""
 
