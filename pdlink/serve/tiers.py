@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from pdlink.errors import ConfigError
 from pdlink.kv import hashing
@@ -19,6 +21,7 @@ from pdlink.store.policies.registry import make_policy
 from pdlink.store.record import shape_of
 from pdlink.store.source import StoreSource
 from pdlink.store.store import Store
+from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.opening import open_tier
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from pdlink.node.port import EnginePort
     from pdlink.observe.metrics import Gauges
     from pdlink.store.source import StoredPrompt, StoreLoad
+    from pdlink.store.tiers.base import Tier
 
 _GIB = 1 << 30
 
@@ -126,11 +130,17 @@ class Tiered:
 
 
 def open_source(
-    config: TiersConfig, model: LoadedModel, cache: PagedCache, pool: BlockPool, released: Callable[[], None]
+    config: TiersConfig,
+    name: str,
+    model: LoadedModel,
+    cache: PagedCache,
+    pool: BlockPool,
+    released: Callable[[], None],
 ) -> StoreSource | None:
     """The store that the settings describe, opened, as a source for this engine; None where they want none.
 
-    released: told that blocks were given back. Raises ConfigError, and OSError if there is not enough memory.
+    name: the worker's. released: told that blocks were given back.
+    Raises ConfigError, and OSError if there is not enough memory.
     """
     nbytes = int(config.max_local_cpu_size * _GIB)
     if nbytes == 0 or not isinstance(cache.buffer, Buffer):
@@ -148,7 +158,7 @@ def open_source(
     store = Store(
         nbytes,
         make_policy(config.cache_policy),
-        [open_tier(config.remote_url, namespace.hex()[:32])] if config.remote_url else [],
+        _tiers(config, name, namespace.hex()[:32]),
         reserve_nbytes=int(config.reserve_local_cpu_size * _GIB),
     )
     source = StoreSource(
@@ -163,3 +173,14 @@ def open_source(
     )
     store.open()
     return source
+
+
+def _tiers(config: TiersConfig, name: str, namespace: str) -> list[Tier]:
+    """Those below memory, in the order in which they are asked."""
+    tiers: list[Tier] = []
+    if config.local_disk is not None and config.max_local_disk_size is not None:
+        directory = Path(config.local_disk.replace("{name}", quote(name, safe="")))
+        tiers.append(Disk(directory, namespace, int(config.max_local_disk_size * _GIB)))
+    if config.remote_url is not None:
+        tiers.append(open_tier(config.remote_url, namespace))
+    return tiers

@@ -101,7 +101,9 @@ class Worker:
             order=config.cache.order,
         )
         self.cache.layer_delay_s = config.simulate_layer_s
-        source = open_source(config.tiers, self.model, self.cache, self.pool, released=lambda: self.engine.wake())
+        source = open_source(
+            config.tiers, self.name, self.model, self.cache, self.pool, released=lambda: self.engine.wake()
+        )
         self.node = Node(
             self.name,
             self.cache.layout,

@@ -35,6 +35,7 @@ VALUES: dict[str, Any] = {
     "control_host": "127.0.0.2",
     "advertise_host": "127.0.0.2",
     "timeline": "/tmp/{name}.json",
+    "local_disk": "/tmp/{name}",
     "engine.device": "cuda:1",
     "timeouts.heartbeat_s": 0.5,
     "timeouts.peer_s": 4.0,
@@ -59,6 +60,8 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "key_file": {"allow_file": "a"},
     "allow_file": {"key_file": "k"},
     "model.revision": {"path": "m"},
+    "local_disk": {"max_local_disk_size": 1.0},
+    "max_local_disk_size": {"local_disk": "d"},
 }
 TOGETHER_HERE = {"control": {"dialect": "vllm"}, "decode_ranks": {"dialect": "vllm"}}
 """The same for settings that are given to the proxy itself."""

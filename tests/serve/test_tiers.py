@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 import torch
 
-from pdlink.config import CacheConfig, ModelConfig, TiersConfig, TransportConfig, WorkerConfig
+from pdlink.config import CacheConfig, ModelConfig, TiersConfig, TransportConfig, UpConfig, WorkerConfig
 from pdlink.engine.request import SamplingParams
 from pdlink.errors import ConfigError, EngineFailure, RequestAborted
 from pdlink.serve import health
@@ -21,7 +21,7 @@ from pdlink.serve.worker import Worker
 from ..store.tiers.server import valkey_server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from pdlink.store.store import Store
@@ -39,7 +39,7 @@ def opened(
     records: int = 64,
     num_blocks: int = 256,
     share_prefixes: bool = False,
-    remote_url: str | None = None,
+    below: Mapping[str, Any] | None = None,
 ) -> Iterator[Worker]:
     """records: that the worker's tiers hold; 0 for none."""
     record_nbytes = 4096 + CHUNK * 2 * 2 * 512
@@ -48,9 +48,7 @@ def opened(
         model=MODEL,
         cache=CacheConfig(num_blocks=num_blocks, share_prefixes=share_prefixes),
         transport=TransportConfig(kind="tcp"),
-        tiers=TiersConfig(
-            chunk_size=CHUNK, max_local_cpu_size=records * record_nbytes / (1 << 30), remote_url=remote_url
-        ),
+        tiers=TiersConfig(chunk_size=CHUNK, max_local_cpu_size=records * record_nbytes / (1 << 30), **(below or {})),
     )
     worker = Worker(config, role)
     worker.open()
@@ -59,6 +57,14 @@ def opened(
         yield worker
     finally:
         worker.close()
+
+
+def damage(folder: Path) -> None:
+    """Flip a bit in some files, cut others; of one file, flip a bit in the middle."""
+    for number, path in enumerate(path for path in folder.rglob("*") if path.is_file()):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data[: len(data) // 2] if number % 3 == 1 else data)
 
 
 def prompt_of(length: int, seed: int) -> tuple[int, ...]:
@@ -271,34 +277,32 @@ def test_an_aborted_request_gives_everything_back_while_its_kv_loads(monkeypatch
         store_of(worker).check()
 
 
-def test_a_worker_that_starts_again_finds_its_prompts_in_the_shared_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tier", ["local_disk", "remote_url"])
+def test_a_worker_that_starts_again_finds_its_prompts(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LMCache's disk tier begins empty after each restart, with its old files still there."""
     prompts = [prompt_of(3 * CHUNK + 5, seed) for seed in range(4)]
     expected = computed_here(prompts)
-    with opened(remote_url=f"file://{tmp_path}") as worker:
+    below: dict[str, Any] = {"remote_url": f"file://{tmp_path}"}
+    if tier == "local_disk":
+        below = {"local_disk": str(tmp_path / "{name}"), "max_local_disk_size": 0.01}
+    with opened(below=below) as worker:
         assert answers(worker, prompts, at_once=True) == expected
-    with opened(remote_url=f"file://{tmp_path}") as worker:
+    with opened(below=below) as worker:
         computed = Computed(worker, monkeypatch)
         assert answers(worker, prompts, at_once=True) == expected
         assert computed.take() == 4 * 5
-        files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) == 12
-    for number, path in enumerate(files):
-        data = bytearray(path.read_bytes())
-        if number % 3 == 0:
-            data[len(data) // 2] ^= 1
-        path.write_bytes(data[: len(data) // 2] if number % 3 == 1 else data)
-    with opened(remote_url=f"file://{tmp_path}") as worker:
+    damage(tmp_path)
+    with opened(below=below) as worker:
         assert answers(worker, prompts, at_once=True) == expected
 
 
 def test_a_worker_finds_what_another_one_left_on_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, url = prompt_of(5 * CHUNK + 3, 6), valkey_server().url
-    with opened(remote_url=url) as first:
+    with opened(below={"remote_url": url}) as first:
         expected = answers(first, [prompt], at_once=False)
-    with opened(remote_url=url) as second:
+    with opened(below={"remote_url": url}) as second:
         computed = Computed(second, monkeypatch)
         assert answers(second, [prompt], at_once=False) == expected == computed_here([prompt])
         assert computed.take() == 3
@@ -306,7 +310,7 @@ def test_a_worker_finds_what_another_one_left_on_a_server(monkeypatch: pytest.Mo
 
 def test_a_server_that_is_not_there_costs_no_answer() -> None:
     prompts = [prompt_of(5 * CHUNK, seed) for seed in range(4)]
-    with opened(remote_url="redis://127.0.0.1:1") as worker:
+    with opened(below={"remote_url": "redis://127.0.0.1:1"}) as worker:
         assert health.gauges(worker)["tiers_answering"][1] == {"valkey": 1}
         assert answers(worker, prompts, at_once=False) == computed_here(prompts)
         assert health.gauges(worker)["tiers_answering"][1] == {"valkey": 0}
@@ -320,6 +324,20 @@ def test_chunks_that_do_not_fit_are_refused_with_both_numbers() -> None:
         ConfigError, match=r"tiers.chunk_size: got 1048576 tokens, \d+ bytes of this model; limit 1073741 "
     ):
         worker.open()
+
+
+def test_tiers_below_need_memory_and_a_size_and_one_worker_each() -> None:
+    for tiers, complaint in (
+        ({"local_disk": "/x"}, "tiers.max_local_disk_size: missing"),
+        ({"remote_url": "file:///x", "max_local_cpu_size": 0}, "tiers.max_local_cpu_size: got 0"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            WorkerConfig.model_validate({"tiers": tiers})
+    two: dict[str, Any] = {"num_prefill": 2, "prefill": {"tiers": {"local_disk": "/x", "max_local_disk_size": 1}}}
+    with pytest.raises(ValueError, match="prefill.tiers.local_disk: is of one worker"):
+        UpConfig.model_validate(two)
+    two["prefill"]["tiers"]["local_disk"] = "/x/{name}"
+    UpConfig.model_validate(two)
 
 
 def test_tiers_of_a_gpu_are_refused_while_they_read_host_memory_only() -> None:
