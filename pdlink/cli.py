@@ -48,6 +48,7 @@ _BENCHMARKS: dict[str, str] = {
     "tune": "how short a run must be for packing it to pay over tcp",
     "tiers": "records on disk beside bare reads and writes of the same size, and a restart",
     "replay": "hit rates of eviction policies on a trace of requests, beside the best there can be",
+    "route": "routing policies of the proxy, in a simulated fleet",
     "figures": "all of them: a page of tables, and pictures, into one directory",
 }
 """Modules of `pdlink_bench`, each with `add_arguments(parser)` and `run(args)`."""

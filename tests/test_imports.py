@@ -35,8 +35,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": BASE | {"kv", "memory", "transport", "protocol", "endpoint", "node", "observe", "serve.keys"},
     "pdlink_proxy": BASE | {"kv.hashing", "observe", "protocol"},
     "pdlink_bench": BASE
-    | {"kv", "memory", "cuda", "transport", "protocol", "endpoint", "node", "engine", "serve", "store"}
-    | {"_copy", "_cuda", "_ucx", "_tcp"},
+    | {
+        "kv",
+        "memory",
+        "cuda",
+        "transport",
+        "protocol",
+        "endpoint",
+        "node",
+        "engine",
+        "serve",
+        "store",
+        "pdlink_proxy",
+    }
+    | {"_copy", "_cuda", "_ucx", "_tcp", "pdlink_proxy"},
 }
 """Part of pdlink to the parts it may import. `cli` may import everything."""
 

@@ -8,7 +8,8 @@ from pydantic import Field, field_validator, model_validator
 
 from pdlink.config.section import Port, Seconds, Section, in_pairs, no_use
 
-DEFAULT_POLICY = "least_loaded"
+DEFAULT_POLICIES: dict[Literal["prefill", "decode"], str] = {"prefill": "cost", "decode": "least_loaded"}
+"""What `pdlink bench route` finds best; `cost` for decode, too, gains nothing there and takes twice the time."""
 
 
 class ProxyConfig(Section):
@@ -42,7 +43,7 @@ class ProxyConfig(Section):
     control: dict[str, tuple[str, ...]] = {}
     """Dialect vllm: by base URL of a prefill worker, the address its connector listens on ("tcp://10.0.0.1:8101"), or
     a list with one for each tensor parallel rank. Workers of pdlink's own engine say it themselves."""
-    policy: str | dict[Literal["prefill", "decode"], str] = DEFAULT_POLICY
+    policy: str | dict[Literal["prefill", "decode"], str] = DEFAULT_POLICIES
     """How workers are chosen, for both legs or each: `round_robin`; `least_loaded` (fewest tokens to do);
     `power_of_two` (the less loaded of two, for many routers); `consistent_hash` (equal beginnings of prompts to one
     worker); `session` (by header X-Session-Id or `user`); `prefix` (where most of the prompt was sent before); `cost`
@@ -83,7 +84,7 @@ class ProxyConfig(Section):
 
     def policy_of(self, leg: Literal["prefill", "decode"]) -> str:
         """The name of one leg's policy."""
-        return self.policy if isinstance(self.policy, str) else self.policy.get(leg, DEFAULT_POLICY)
+        return self.policy if isinstance(self.policy, str) else self.policy.get(leg, DEFAULT_POLICIES[leg])
 
     @field_validator("control", mode="before")
     @classmethod

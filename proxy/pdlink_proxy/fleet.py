@@ -14,7 +14,7 @@ from pdlink.kv.hashing import namespace
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-KEY_TOKENS = 256
+KEY_TOKENS = 512
 """Tokens that one key of a prompt stands for."""
 BYTES_PER_TOKEN = 4
 """Of a prompt in JSON; an estimate for English text."""
@@ -102,6 +102,8 @@ class WorkerState:
     """Requests of others, by its own account."""
     room_tokens: int | None = None
     """Tokens whose KV it can still take; None if it does not say."""
+    pool_tokens: int | None = None
+    """Tokens whose KV it can hold; None if it does not say."""
     tokens_per_s: float | None = None
     """Finished per second in which there was something to do; None if not measured."""
     slowness: float = 1.0

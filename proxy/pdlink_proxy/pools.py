@@ -285,6 +285,7 @@ class Pools:
         if said is None:
             return
         free = said.free_blocks * said.block_tokens if said.free_blocks is not None and said.block_tokens else None
+        work.pool_tokens = said.num_blocks * said.block_tokens if said.num_blocks and said.block_tokens else None
         work.heard(work.requests if said.running is None else said.running + (said.waiting or 0), free)
         if time.monotonic() - self._compared_s > _COMPARE_S:
             self._compared_s = time.monotonic()

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from ..fleet import PlacementRequest, WorkerState
 
+NUM_KEYS = 4
+"""Of a prompt that count: more than most system prompts, which many requests have in common."""
 BOUND = 1.25
 """Times the mean load. Source: consistent hashing with bounded loads, Mirrokni et al. 2018."""
 
@@ -30,8 +32,8 @@ class ConsistentHash(Policy):
 
     def name(self, request: PlacementRequest) -> bytes:
         """What goes to one worker."""
-        keys = request.keys
-        return repr(keys[0]).encode() if keys else request.prompt
+        keys = request.keys[:NUM_KEYS]
+        return repr(keys[-1]).encode() if keys else request.prompt
 
     def rendezvous(self, name: bytes, workers: Sequence[WorkerState]) -> WorkerState:
         """The worker that this name draws."""

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 BOUND = 1.25
 """Times the mean load."""
+WORTH = 0.5
+"""Share of the prompt that must be there; for less, as a system prompt that everybody has, nobody waits."""
 
 
 class Prefix(Policy):
@@ -24,6 +26,8 @@ class Prefix(Policy):
         allowed = within(workers, BOUND, request.num_tokens)
         cached = self.index.cached_tokens(request, allowed)
         most = max(cached)
+        if most < WORTH * request.num_tokens:
+            return Pick(least(workers, turn))
         equal = [worker for worker, tokens in zip(allowed, cached, strict=True) if tokens == most]
         return Pick(least(equal, turn), most)
 

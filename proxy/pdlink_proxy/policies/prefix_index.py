@@ -61,7 +61,10 @@ class PrefixIndex:
         for key in reversed(request.keys):
             held[key] = None
             held.move_to_end(key)
-        while len(held) > self._max_worker_keys:
+        most = self._max_worker_keys
+        if worker.pool_tokens is not None:  # it has forgotten what does not fit
+            most = min(most, worker.pool_tokens // request.key_tokens)
+        while len(held) > most:
             held.popitem(last=False)
         self._num_keys += len(held) - before
         while self._num_keys > self._max_keys:

@@ -150,11 +150,11 @@ def keys_of(prompt: bytes, **more: str) -> list[object]:
 
 
 def test_prompts_share_the_keys_of_the_beginning_they_share() -> None:
-    text = b'"' + b"x" * 5000
+    text = b'"' + b"x" * 10_000
     assert len(keys_of(text + b'"')) == 4
-    assert keys_of(text + b'"')[:4] == keys_of(text + b" and more" * 500 + b'"')[:4]
+    assert keys_of(text + b'"')[:4] == keys_of(text + b" and more" * 1000 + b'"')[:4]
     assert not set(keys_of(text)) & set(keys_of(text.replace(b"x", b"y")))
-    ids = ",".join(map(str, range(1000)))
+    ids = ",".join(map(str, range(2000)))
     assert keys_of(f"[{ids}]".encode()) == keys_of(f"[ {ids.replace(',', ', ')}, 7]".encode())[:3]
     for more in ({"salt": "s"}, {"model": "n"}):
         assert not set(keys_of(text)) & set(keys_of(text, **more)), "others cannot see what is here"

@@ -1,0 +1,84 @@
+"""`pdlink bench route`: time to first token by routing policy, in a simulated fleet (`fleet.py`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean, quantiles
+from typing import TYPE_CHECKING
+
+from pdlink.config.proxy import DEFAULT_POLICIES
+from pdlink_proxy.policies.registry import POLICIES
+
+from . import harness
+from .fleet import Curves, Simulation, at_load, conversations, read_trace
+from .harness import Report, Table, positive, positive_float
+
+if TYPE_CHECKING:
+    import argparse
+
+    from rich.progress import Progress
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `pdlink bench route`."""
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="Mooncake's JSON lines; without it, synthetic chats"
+    )
+    parser.add_argument("--requests", type=positive, default=4000, help="of the trace; default %(default)s")
+    parser.add_argument("--seed", type=int, default=1, help="of synthetic chats; default %(default)s")
+    parser.add_argument(
+        "--fleet",
+        action="append",
+        type=_fleet,
+        metavar="P+D",
+        help="workers; several times; default 8+8 and 100+100",
+    )
+    parser.add_argument(
+        "--policy", action="append", metavar="NAME", help="or PREFILL,DECODE; several times; default all"
+    )
+    parser.add_argument(
+        "--load", type=positive_float, default=0.8, help="of prefill, if nothing were cached; default %(default)s"
+    )
+    parser.add_argument("--slow", type=float, default=0.0, help="share of workers at half speed; default %(default)s")
+    harness.add_output_arguments(parser)
+
+
+def _fleet(text: str) -> tuple[int, int]:
+    prefill, _, decode = text.partition("+")
+    return positive(prefill), positive(decode)
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 if a request was lost."""
+    return harness.run("route", args, _report)
+
+
+def _report(args: argparse.Namespace, progress: Progress) -> Report:
+    curves, policies = Curves(), args.policy or [*POLICIES, ",".join(DEFAULT_POLICIES.values())]
+    requests = read_trace(args.trace, args.requests) if args.trace else conversations(args.requests, args.seed)
+    what = args.trace.name if args.trace else f"synthetic chats, seed {args.seed}"
+    fleets = args.fleet or [(8, 8), (100, 100)]
+    shown: list[str | Table] = [f"{what}: {len(requests)} requests, load {args.load:g}, slow {args.slow:g}"]
+    kept: dict[str, dict[str, dict[str, float]]] = {}
+    task = progress.add_task("route", total=len(fleets) * len(policies))
+    for num_prefill, num_decode in fleets:
+        name = f"{num_prefill}+{num_decode}"
+        paced = at_load(requests, args.load, num_prefill, curves)
+        table = Table(("policy", "TTFT mean s", "p50 s", "p99 s", "cached", "place us"), f"{name} workers")
+        found = kept[name] = {}
+        for policy in policies:
+            prefill, _, decode = policy.partition(",")
+            simulation = Simulation((prefill, decode or prefill), num_prefill, num_decode, slow=args.slow)
+            outcome = simulation.run(paced)
+            cuts = quantiles(outcome.ttft_s, n=100)
+            found[policy] = row = {"mean_s": fmean(outcome.ttft_s), "p50_s": cuts[49], "p99_s": cuts[98]}
+            row |= {"cached": outcome.cached, "place_us": outcome.place_us}
+            table.add(
+                policy,
+                *(f"{row[column]:.3f}" for column in ("mean_s", "p50_s", "p99_s")),
+                f"{outcome.cached:.1%}",
+                f"{outcome.place_us:.0f}",
+            )
+            progress.advance(task)
+        shown.append(table)
+    return Report({"seed": args.seed, "load": args.load, "slow": args.slow, "fleets": kept}, shown)
