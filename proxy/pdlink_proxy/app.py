@@ -21,6 +21,7 @@ from pdlink import __version__
 from pdlink.errors import InvalidApiKey, InvalidRequest, NoWorker, UnknownModel
 
 from .access import api_keys, may_enter, worker_headers
+from .decisions import Decisions
 from .dialects import DIALECTS
 from .exchange import Exchange, Shared
 from .metrics import Metrics
@@ -52,6 +53,7 @@ class Router:
         self.pools = Pools(config.prefill, config.decode, placer, config.control)
         self._worker_headers = worker_headers(config, bearer=self.dialect.key_as_bearer)
         self.metrics = Metrics()
+        self.decisions = Decisions()
         self.started = int(time.time())
         self._shared: Shared | None = None
         self._exchanges: set[Exchange] = set()
@@ -71,7 +73,9 @@ class Router:
         ):
             queue = Queue(config.queue_size, config.shares)
             sessions = {Leg.PREFILL: prefill, Leg.DECODE: decode}
-            self._shared = shared = Shared(config, self.dialect, self.pools, self.metrics, sessions, control, queue)
+            self._shared = shared = Shared(
+                config, self.dialect, self.pools, self.metrics, sessions, control, self.decisions, queue
+            )
             for worker in self.pools.all:
                 asking = Asking(control, worker.url, timeout_s)
                 shared.spawn(
@@ -219,6 +223,12 @@ class Router:
         """GET /livez: 200 while this process runs. A proxy without workers needs no restart."""
         return _json(200, {"status": "ok"})
 
+    async def explain(self, request: web.Request) -> web.Response:
+        """GET /decisions: why the last requests, or that of `?request=ID`, went where they went."""
+        if not self._may_enter(request):
+            return self._no_entry()
+        return _json(200, {"decisions": self.decisions.of(request.query.get("request"))})
+
     async def version(self, request: web.Request) -> web.Response:
         """GET /version."""
         return _json(200, {"version": __version__}) if self._may_enter(request) else self._no_entry()
@@ -253,6 +263,7 @@ GET  /readyz     200 if a request could be served now
 GET  /livez      200 while the proxy runs
 GET  /metrics    for Prometheus
 GET  /version
+GET  /decisions  why the last requests went where they went; ?request=ID for one of them
 """
 
 
@@ -277,6 +288,7 @@ def build_app(config: ProxyConfig) -> web.Application:
     app.router.add_get("/readyz", router.ready)
     app.router.add_get("/livez", router.live)
     app.router.add_get("/version", router.version)
+    app.router.add_get("/decisions", router.explain)
     app.router.add_get("/", router.about)
     app.router.add_get("/metrics", router.exposition)
     app.router.add_route("*", "/{path:.*}", router.nowhere)

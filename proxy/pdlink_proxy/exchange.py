@@ -22,6 +22,7 @@ from aiohttp import web
 from pdlink.events import FallbackUsed, emit
 from pdlink.protocol import kv_path, reasons
 
+from .decisions import Decision, Decisions
 from .dialects import Attempt
 from .flow import Flow, Limits
 from .openai import wanted
@@ -91,6 +92,7 @@ class Shared:
     their prefill legs."""
     control: aiohttp.ClientSession
     """For health and stop, which must get through when all connections of the legs are in use."""
+    decisions: Decisions
     queue: Queue
     """Exchanges that wait for workers."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -326,11 +328,14 @@ class Exchange:
         config, now = shared.config, self._loop.time()
         timeout_s = config.no_worker_timeout_s if found.empty else config.queue_timeout_s
         if timeout_s == 0 or config.queue_size == 0:
+            self._note("refused", found.reason)
             return Unplaced(found.reason)
         since_s = self._started_s if first else now
         self._waiting = Waiting(self._tenant, wanted.model, wanted.total_tokens, since_s, self, wanted.priority)
         if not shared.queue.put(self._waiting):
+            self._note("refused", "the queue is full")
             return Unplaced(f"queue_size: {config.queue_size} requests wait already; try again later", full=True)
+        self._note("waits", found.reason)
         shared.serve_queue()
         return Waits(f"{found.reason}; waited {timeout_s:g} s", now + timeout_s)
 
@@ -353,6 +358,7 @@ class Exchange:
         if isinstance(choice, Queued):
             return choice
         if isinstance(choice, Refused):
+            self._note("refused", choice.reason)
             return Unplaced(choice.reason, barred=True)
         prefill, decode, self._cached_tokens, refused = choice
         self._kv = None
@@ -374,7 +380,26 @@ class Exchange:
             self._count_fallback("retry", "a leg was lost")
         shared.metrics.attempts.labels(action.why.value).inc()
         self._chosen = (prefill, decode)
+        self._note("placed", self._kv or "", prefill, decode)
         return Placed(prefill.key if prefill else None, decode.key)
+
+    def _note(self, verdict: str, reason: str, prefill: Worker | None = None, decode: Worker | None = None) -> None:
+        self._shared.decisions.append(
+            Decision(
+                self._request_id,
+                time.time(),
+                self._place_action.why.value if self._place_action else "",
+                verdict,
+                reason,
+                self._wanted.num_tokens,
+                self._loop.time() - self._started_s,
+                prefill.label if prefill else None,
+                decode.label if decode else None,
+                prefill.work.load if prefill else None,
+                decode.work.load if decode else None,
+                self._cached_tokens if prefill else 0,
+            )
+        )
 
     def _count_fallback(self, kind: str, reason: str) -> None:
         self._shared.metrics.fallbacks.labels(kind).inc()

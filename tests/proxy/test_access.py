@@ -45,7 +45,13 @@ async def proxy(prefill: FakeWorker, decode: FakeWorker, tmp_path: Path) -> Asyn
 )
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/metrics")],
+    [
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("GET", "/v1/models"),
+        ("GET", "/metrics"),
+        ("GET", "/decisions"),
+    ],
 )
 async def test_no_worker_hears_of_a_client_without_a_key(
     proxy: Proxy, prefill: FakeWorker, decode: FakeWorker, method: str, path: str, header: str | None

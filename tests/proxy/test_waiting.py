@@ -105,3 +105,21 @@ async def test_a_retry_waits_for_a_worker_too(prefill: FakeWorker, decode: FakeW
             decode.gate = prefill.gate = None
             await decode.start()
         assert await asked == (200 if retries else 502)
+
+
+async def test_why_a_request_went_where_it_went_can_be_asked(prefills: list[FakeWorker], decode: FakeWorker) -> None:
+    await decode.stop()
+    async with proxy_of(prefills, [decode], settled=False, policy="cost", **PATIENT) as proxy:
+        asked = asyncio.create_task(proxy.stream(prompt=list(range(2000))))
+        await waits(proxy, 1)
+        await decode.start()
+        await asked
+        await proxy.stream(prompt=list(range(2100)))
+        async with proxy.client.get(f"{proxy.url}/decisions") as response:
+            waited, placed, again = (await response.json())["decisions"]
+        assert (waited["verdict"], placed["verdict"], again["verdict"]) == ("waits", "placed", "placed")
+        assert "no healthy decode worker" in waited["reason"]
+        assert waited["request_id"] == placed["request_id"] != again["request_id"]
+        assert (again["prefill"], again["tokens"], again["cached_tokens"]) == (placed["prefill"], 2100, 1536)
+        async with proxy.client.get(f"{proxy.url}/decisions", params={"request": again["request_id"]}) as response:
+            assert (await response.json())["decisions"] == [again]
