@@ -186,7 +186,7 @@ def test_a_tier_that_fails_is_left_alone_and_comes_back() -> None:
 
 
 def test_a_stalled_read_delays_its_own_request_by_the_deadline_only() -> None:
-    """Its slot is not used again before the tier lets go of it."""
+    """llmd-kv#457. Its slot is not used again before the tier lets go of it."""
     tier, clock = StubTier(), Clock()
     with opened(3, [tier], clock) as store:
         put_below(store, KEYS[:5], tier)
@@ -226,7 +226,7 @@ def test_two_requests_for_one_prefix_read_it_once() -> None:
 
 
 def test_a_load_without_room_is_a_shorter_prefix_and_waits_for_nobody() -> None:
-    """LMCache #2942: loads that hold memory and wait for more block each other for ever."""
+    """lmcache#2942, lmcache#3855: loads that hold memory and wait for more block each other for ever."""
     tier = StubTier()
     with opened(4, [tier]) as store:
         put_below(store, KEYS, tier)
