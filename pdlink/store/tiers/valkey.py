@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 PART_NBYTES = 1 << 20
 """Part of the format: nodes share records only if theirs are equal."""
+_MOST_NBYTES = 4 << 30
+"""Of a record; the parts of one that says it is longer are left to the server."""
 _AHEAD = 2
 """Parts asked for beyond the one that is read: the server copies one while another is on its way."""
 _BATCH = 512
@@ -84,14 +86,15 @@ class Valkey:
     def put(self, key: bytes, record: memoryview) -> bool:
         """As `Tier.put`. What the server refuses (no memory, no permission, a replica) is False and no error: others
         can read all the same."""
-        return self._server.call(partial(self._write, key, record), False)
+        return len(record) <= _MOST_NBYTES and self._server.call(partial(self._write, key, record), False)
 
     def remove(self, key: bytes) -> None:
         def drop(connection: Connection) -> None:
             connection.send([command(b"GETRANGE", self._part(key, 0), b"0", b"%d" % (ENVELOPE_NBYTES - 1))])
             stored = connection.reply()
             said = opened(stored, key) if isinstance(stored, bytes) else None
-            connection.send([command(b"UNLINK", *self._parts(key, said[0] if said else 0))])
+            nbytes = said[0] if said and said[0] <= _MOST_NBYTES else 0
+            connection.send([command(b"UNLINK", *self._parts(key, nbytes))])
             connection.reply()
 
         self._server.call(drop, None)

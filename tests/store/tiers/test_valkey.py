@@ -102,6 +102,22 @@ def test_parts_without_a_head_are_a_miss_that_costs_no_connection(tier: Valkey, 
     assert read(tier, key(1), BIG) == record(1, BIG)
 
 
+def test_a_head_that_announces_an_exabyte_is_a_miss_that_costs_no_memory(tier: Valkey, namespace: str) -> None:
+    tier.put(key(1), record(1))
+    (name,) = names(namespace)
+    stored = valkey_server().ask(b"GET", name)
+    assert isinstance(stored, bytes)
+    lie = stored[:40] + (1 << 60).to_bytes(8, "little") + stored[48:]
+    verbs: list[Callable[[], object]] = [lambda: read(tier, key(1)), lambda: tier.remove(key(1))]
+    for verb in verbs:
+        valkey_server().ask(b"SET", name, lie)
+        tracemalloc.start()
+        assert verb() is None
+        assert tracemalloc.get_traced_memory()[1] < 6 << 20
+        tracemalloc.stop()
+        assert names(namespace) == []
+
+
 def test_a_look_up_of_many_keys_answers_for_each(tier: Valkey) -> None:
     there = set(Random(5).sample(range(2000), 40))
     for number in there:
