@@ -199,10 +199,12 @@ class Disk:
                 for segment in self._segments:
                     self._policy.remove(segment.name)
                     self._reset(segment)
-                busy = [segment for segment in self._segments if segment.writers]
-                for segment in busy:
-                    self._policy.insert(segment.name, 1)
-                self._active, self._empty = None, [segment for segment in self._segments if not segment.writers]
+                self._active, self._empty = None, []
+                for segment in self._segments:
+                    if segment.writers:  # taken when they have ended
+                        self._policy.insert(segment.name, 1)
+                    else:
+                        self._empty.append(segment)
 
     def close(self) -> None:
         """As `Tier.close`. Files are closed when the last call under way has ended."""
@@ -264,7 +266,7 @@ class Disk:
         return segment
 
     def _reset(self, segment: _Segment) -> None:
-        """Forget its records. Room that somebody still writes to is not given again."""
+        """Forget its records."""
         self._journal.forget(segment.index)
         for key in segment.keys:
             rest = self._index.get(key)
@@ -273,7 +275,7 @@ class Disk:
                 self.nbytes -= _num_pages(place.nbytes) * PAGE_NBYTES
         segment.keys = []
         segment.num_entries = 0
-        segment.end_page = self._segment_pages if segment.writers else 0
+        segment.end_page = 0
         segment.epoch += 1
 
     def _list(self, segment: _Segment, key: bytes, place: Place) -> bool:

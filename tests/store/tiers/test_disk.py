@@ -30,10 +30,9 @@ def disk(path: Path, capacity_nbytes: int = CAPACITY_NBYTES) -> Disk:
 
 def here(tier: Disk, upto: int) -> list[int]:
     """Numbers of the records that are there, each read and compared."""
-    found = [
-        number for number in range(upto) if (got := read(tier, key(number))) is not None and got == record(number)
-    ]
-    assert found == [number for number, known in enumerate(tier.contains(list(map(key, range(upto))))) if known]
+    known = tier.contains(list(map(key, range(upto))))
+    found = [number for number in range(upto) if read(tier, key(number)) == record(number)]
+    assert found == [number for number in range(upto) if known[number]]
     return found
 
 
@@ -247,6 +246,34 @@ def test_what_a_truncated_file_no_longer_has_is_a_miss(tmp_path: Path, while_ope
     assert here(tier, 12)[-4:] == [8, 9, 10, 11]
 
 
+def test_what_was_truncated_away_is_not_listed_again_when_the_file_has_grown(tmp_path: Path) -> None:
+    tier = disk(tmp_path)
+    for number in range(8):
+        tier.put(key(number), record(number))
+    tier.close()
+    os.truncate(tmp_path / "model/records", 0)
+    for upto in (8, 9):
+        tier = disk(tmp_path)
+        assert here(tier, 9) == list(range(8, upto))
+        tier.put(key(8), record(8))
+        tier.close()
+
+
+def test_a_record_whose_entry_names_another_key_is_a_miss(tmp_path: Path) -> None:
+    tier = disk(tmp_path)
+    for number in range(2):
+        tier.put(key(number), record(number))
+    tier.close()
+    journal = tmp_path / "model/journal"
+    raw = bytearray(journal.read_bytes())
+    raw[4096:4128], raw[4160:4192] = raw[4160:4192], raw[4096:4128]
+    journal.write_bytes(raw)
+    tier = disk(tmp_path)
+    assert tier.contains([key(0), key(1)]) == [True, True]
+    assert read(tier, key(0)) is None
+    assert read(tier, key(1)) is None
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_is_in_the_journal_all_that_is_found_is_right(tmp_path: Path, seed: int) -> None:
     draw = Random(seed)
@@ -325,6 +352,38 @@ def test_files_stay_open_until_the_last_call_has_ended(tmp_path: Path, monkeypat
     assert tier.put(key(1), record(1))
     assert not tier.put(key(2), record(2))
     assert here(disk(tmp_path), 3) == [1]
+
+
+def test_a_miss_is_told_when_nobody_writes_to_the_memory_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = Disk(tmp_path, "model", 80 << 20)
+    tier.put(key(1), record(1, 20 << 20))
+    begun, go, moved = threading.Event(), threading.Event(), threading.Event()
+    order = []
+
+    def late(offset: int, into: memoryview) -> bool:
+        if offset:
+            begun.set()
+            go.wait(20)
+            order.append("moved")
+            moved.set()
+        return False
+
+    def get() -> None:
+        assert read(tier, key(1), 20 << 20) is None
+        order.append("told")
+
+    monkeypatch.setattr(tier._file, "read", late)
+    getter = threading.Thread(target=get)
+    getter.start()
+    assert begun.wait(20)
+    getter.join(0.2)  # it would end here if it did not wait
+    go.set()
+    getter.join(20)
+    assert moved.wait(20)
+    assert order[-1] == "told"
+    tier.close()
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 5000, (9 << 20) + 77])
