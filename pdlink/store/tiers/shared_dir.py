@@ -184,12 +184,12 @@ class SharedDir:
 
     def _objects(self) -> Iterator[tuple[float, int, Path]]:
         """Time of the last change, bytes and path of every record's file, of all writers."""
-        for directory in self._root.iterdir():
-            if directory != self._temporary:
-                with os.scandir(directory) as entries:
-                    for entry in entries:
-                        with contextlib.suppress(FileNotFoundError):
-                            status = entry.stat(follow_symlinks=False)
+        for directory in self._root.glob("[0-9a-f][0-9a-f]"):
+            with contextlib.suppress(NotADirectoryError), os.scandir(directory) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        if not stat.S_ISDIR(status.st_mode):
                             yield status.st_mtime, status.st_size, Path(entry.path)
 
     def _remove_leftovers(self) -> None:

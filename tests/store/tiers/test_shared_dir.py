@@ -179,6 +179,21 @@ def test_a_strangers_file_under_a_records_name_blocks_nobody(tmp_path: Path, mak
     assert tier.contains([key(2)]) == [False]
 
 
+def test_files_that_are_no_records_are_left_alone(tmp_path: Path) -> None:
+    """As file servers and people leave them."""
+    strange = [tmp_path / "model" / name for name in (".snapshot", "00", "README")]
+    SharedDir(tmp_path, "model")
+    for path in strange:
+        path.write_bytes(bytes(1000))
+    (tmp_path / "model" / key(0).hex()[:2] / "folder").mkdir(parents=True)
+    tier = SharedDir(tmp_path, "model", 3 * FILE_NBYTES)
+    for number in range(9):
+        assert tier.put(key(number), record(number))
+    tier.clear()
+    assert tier.nbytes == 0
+    assert sorted(files(tmp_path)) == sorted(strange)
+
+
 def test_a_directory_that_is_not_mounted_is_a_wrong_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mount or create it"):
         SharedDir(tmp_path / "missing", "model")
