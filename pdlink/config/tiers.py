@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from pdlink.config.section import Section, in_pairs
@@ -22,6 +24,9 @@ class TiersConfig(Section):
     remote_url: str | None = None
     """A tier below memory that others may share: file:///DIRECTORY[?max_size=GIB], redis://[USER:PASSWORD@]HOST[:PORT]
     and its kin, s3://BUCKET and its kin, or path.to.module:name (`pdlink.store.tiers.opening`)."""
+    ingestion: Literal["all", "hot", "second_sight"] = "all"
+    """Which records go on to the tiers below memory: all; those that were used twice while they were in memory; or
+    those that were wanted a second time, which spares a disk most of its writes and starves no tier."""
     chunk_size: int = Field(default=256, ge=1)
     """Tokens per record. A prompt is found again in whole chunks; shorter ones cost more look-ups."""
     cache_policy: str = "adaptive"

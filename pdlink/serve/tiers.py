@@ -159,6 +159,7 @@ def open_source(
         nbytes,
         make_policy(config.cache_policy),
         _tiers(config, name, namespace.hex()[:32]),
+        ingestion=config.ingestion,
         reserve_nbytes=int(config.reserve_local_cpu_size * _GIB),
     )
     source = StoreSource(

@@ -24,6 +24,7 @@ from pdlink.memory.buffers import Buffer, Bytes
 from pdlink.store.catalog import Catalog, Lease, Slot
 from pdlink.store.fetch import Arrival, Fetch
 from pdlink.store.guard import GuardedTier
+from pdlink.store.ingestion import make_ingestion
 from pdlink.store.record import seal, unseal
 
 if TYPE_CHECKING:
@@ -61,20 +62,28 @@ class Store:
         policy: Policy,
         tiers: Sequence[Tier] = (),
         *,
+        ingestion: str = "all",
         pin_quota_nbytes: int = 0,
         reserve_nbytes: int = 0,
         tier_deadline_s: float = 10.0,
         lease_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """nbytes: of the arena. reserve_nbytes: of the host's memory, never taken. lease_s: longest life of a fetch.
+        """nbytes: of the arena. ingestion: which records the tiers get: "all", "hot" or "second_sight".
 
+        reserve_nbytes: of the host's memory, never taken. lease_s: longest life of a fetch.
         tier_deadline_s: how long a tier may take for one call before it is left alone, and for all of a fetch.
         """
         if nbytes <= 0:
             raise ConfigError(f"tiers.max_local_cpu_size: got {nbytes} bytes; limit more than 0; switch tiers off")
         self._nbytes, self._reserve_nbytes = nbytes, reserve_nbytes
         self._lease_s, self._tier_deadline_s, self._clock = lease_s, tier_deadline_s, clock
+        if ingestion == "evicted":
+            raise ConfigError(
+                "tiers.ingestion: got 'evicted'; limit all, hot, second_sight: memory does not keep a record for a "
+                "tier when its room is wanted; use second_sight for fewer writes"
+            )
+        self._ingestion = make_ingestion(ingestion)
         self._catalog = Catalog(policy, pin_quota_nbytes=pin_quota_nbytes)
         self._given_tiers = tiers
         self._tiers: list[GuardedTier] = []
@@ -162,6 +171,7 @@ class Store:
             first = self._lease(fetch, found.keys)
             for slot in first.slots:
                 fetch.add(slot)
+            self._write_below([slot.key for slot in first.slots if self._ingestion.on_hit(slot.key)], shape)
             for key, place in list(zip(found.keys, found.places, strict=True))[len(first.slots) :]:
                 if self._catalog.lookup([key]):
                     fetch.add(self._lease(fetch, [key]).slots[0])
@@ -208,18 +218,10 @@ class Store:
 
     def commit(self, slots: Sequence[Slot], shape: RecordShape) -> None:
         """The payloads are there: others can read them, and the tiers get a copy."""
-        jobs = []
         with self._lock:
-            for key in self._catalog.commit(slots):
-                for tier in self._tiers:
-                    if tier.queued_nbytes and tier.queued_nbytes + shape.nbytes > self._nbytes // 4:
-                        continue  # it is behind, and what waits for it cannot be evicted: it does not get this one
-                    lease = self._catalog.lease([key], _SELF, "write-through", float("inf"))
-                    tier.queued_nbytes += shape.nbytes
-                    jobs.append((tier, lease))
+            readable = self._catalog.commit(slots)
+            self._write_below([key for key in readable if self._ingestion.on_put(key)], shape)
         self._changed()
-        for tier, lease in jobs:
-            tier.writers.put(partial(self._write, tier, lease, shape))
 
     def abandon(self, slots: Iterable[Slot]) -> None:
         """Nobody writes to the slots any more, and what is in them is of no use."""
@@ -307,6 +309,16 @@ class Store:
         for fetch in finished:
             fetch.finish()
 
+    def _write_below(self, keys: Iterable[bytes], shape: RecordShape) -> None:
+        """Copies of readable records to every tier, in its thread. The caller holds the lock."""
+        for key in keys:
+            for tier in self._tiers:
+                if tier.queued_nbytes and tier.queued_nbytes + shape.nbytes > self._nbytes // 4:
+                    continue  # it is behind, and what waits for it cannot be evicted: it does not get this one
+                lease = self._catalog.lease([key], _SELF, "write-through", float("inf"))
+                tier.queued_nbytes += shape.nbytes
+                tier.writers.put(partial(self._write, tier, lease, shape))
+
     def _write(self, tier: GuardedTier, lease: Lease, shape: RecordShape) -> None:
         slot = lease.slots[0]
         view = self._slot(slot)[: shape.nbytes]
@@ -366,5 +378,8 @@ class Store:
         """Tell what came and went; without the lock."""
         with self._lock:
             changes = self._catalog.changes()
+            for change in changes:
+                if change.kind != "stored":
+                    self._ingestion.on_evict(change.key)
         for (kind, nbytes), count in Counter((change.kind, change.nbytes) for change in changes).items():
             emit(RecordsChanged(kind=kind, records=count, nbytes=count * nbytes))

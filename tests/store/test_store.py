@@ -35,12 +35,17 @@ class Clock:
 
 @contextmanager
 def opened(
-    records: int = 4, tiers: Sequence[Tier] = (), clock: Clock | None = None, lease_s: float = 1000.0
+    records: int = 4,
+    tiers: Sequence[Tier] = (),
+    clock: Clock | None = None,
+    lease_s: float = 1000.0,
+    ingestion: str = "all",
 ) -> Iterator[Store]:
     store = Store(
         records * SHAPE.nbytes,
         make_policy("lru"),
         tiers,
+        ingestion=ingestion,
         tier_deadline_s=WAIT_S if clock is None else 100.0,
         lease_s=lease_s,
         clock=clock or Clock(),
@@ -278,6 +283,32 @@ def test_a_tier_that_is_behind_loses_records_and_holds_no_memory_back() -> None:
         tier.going.set()
         for _ in range(2):
             assert tier.kept.acquire(timeout=WAIT_S)
+
+
+def test_a_record_goes_below_when_it_is_wanted_a_second_time() -> None:
+    tier = StubTier()
+    with opened(4, [tier], ingestion="second_sight") as store:
+        assert put(store, KEYS[:4]) == 4
+        assert read(store, KEYS[:1]) == 1
+        assert tier.kept.acquire(timeout=WAIT_S)
+        put(store, KEYS[4:8])
+        assert put(store, KEYS[1:2]) == 1, "memory has lost it, and its history knows it"
+        assert tier.kept.acquire(timeout=WAIT_S)
+        assert set(tier.records) == {KEYS[0], KEYS[1]}
+
+
+def test_a_record_goes_below_when_it_was_hit_twice_in_memory() -> None:
+    tier = StubTier()
+    with opened(4, [tier], ingestion="hot") as store:
+        put(store, KEYS[:2])
+        assert read(store, KEYS[:1]) == 1
+        put(store, KEYS[2:6])
+        put(store, KEYS[:2])
+        assert read(store, KEYS[:1]) == read(store, KEYS[:2][:1]) == 1
+        assert tier.kept.acquire(timeout=WAIT_S)
+        assert list(tier.records) == [KEYS[0]]
+    with pytest.raises(ConfigError, match="ingestion: got 'evicted'"):
+        Store(1 << 20, make_policy("lru"), ingestion="evicted")
 
 
 def test_a_record_larger_than_the_arena_is_refused_with_both_numbers() -> None:
