@@ -23,7 +23,7 @@ from pdlink.errors import ConfigError
 from pdlink.store.policies.clock import Clock
 
 from .direct import PAGE_NBYTES, DirectFile
-from .journal import ENTRY_NBYTES, Journal, Place, pack, unpack
+from .journal import ENTRY_NBYTES, Journal, Place, journals, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -91,6 +91,7 @@ class Disk:
                 stack.callback(self._file.close)
                 self._journal = Journal(directory / "journal", segment_nbytes)
                 stack.callback(self._journal.close)
+                self._others = [path.parent for path in journals(root) if path.parent != directory]
                 self._load()
             except BlockingIOError:
                 raise ConfigError(
@@ -120,6 +121,7 @@ class Disk:
         if os.fstat(self._file.fd).st_size > self._max_segments * segment_nbytes:
             os.ftruncate(self._file.fd, self._max_segments * segment_nbytes)
         num_segments = os.fstat(self._file.fd).st_size // segment_nbytes
+        self._remove_others(num_segments)
         self._segments: list[_Segment] = []
         num_records = num_pages = 0
         for index, found in enumerate(self._journal.load(num_segments)):
@@ -242,6 +244,7 @@ class Disk:
         index = len(self._segments)
         if index >= self._max_segments:
             return None
+        self._remove_others(index + 1)
         try:
             self._file.grow((index + 1) * self._segment_pages * PAGE_NBYTES)
         except OSError as error:
@@ -251,6 +254,12 @@ class Disk:
         self._journal.forget(index)
         self._segments.append(_Segment(index))
         return self._segments[-1]
+
+    def _remove_others(self, num_segments: int) -> None:
+        """Other namespaces, until so many segments fit beside those that are left."""
+        own_nbytes = PAGE_NBYTES + num_segments * self._segment_pages * (PAGE_NBYTES + ENTRY_NBYTES)
+        while self._others and own_nbytes + sum(map(_held_nbytes, self._others)) > self.capacity_nbytes:
+            _remove_unused(self._others.pop(0))
 
     def _reclaimed(self) -> _Segment | None:
         """One that nobody writes to, without its records."""
@@ -333,3 +342,22 @@ class Disk:
 
 def _num_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE_NBYTES)
+
+
+def _held_nbytes(directory: Path) -> int:
+    with contextlib.suppress(OSError):
+        return sum(path.stat().st_blocks * 512 for path in directory.iterdir())
+    return 0
+
+
+def _remove_unused(directory: Path) -> None:
+    """The files of a tier that no process has open."""
+    with contextlib.suppress(OSError):  # a process has it, or it went meanwhile
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (directory / "records").unlink(missing_ok=True)
+            (directory / "journal").unlink()
+            directory.rmdir()
+        finally:
+            os.close(lock)

@@ -6,6 +6,7 @@ after its record, and never fsynced: what it says is believed when the record's 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from typing import TYPE_CHECKING, NamedTuple
@@ -63,6 +64,16 @@ def pack(page: int, nbytes: int, at: int, digest: bytes) -> bytes:
 
 def unpack(rest: bytes) -> Place:
     return Place(*_REST.unpack(rest))
+
+
+def journals(root: Path) -> list[Path]:
+    """Every journal in a directory of `root`, the one that was written last at the end."""
+    found = []
+    for path in root.glob("*/journal"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if file.read(len(_MAGIC)) == _MAGIC:
+                found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found)]
 
 
 class Journal:

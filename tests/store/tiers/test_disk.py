@@ -99,6 +99,31 @@ def test_a_directory_belongs_to_one_process_and_a_namespace_to_one_model(tmp_pat
     assert here(disk(tmp_path), 2) == [1]
 
 
+def test_the_capacity_is_of_all_namespaces_and_unused_ones_go_first(tmp_path: Path) -> None:
+    """The records of a model that was replaced do not stay on the disk for ever."""
+    half = CAPACITY_NBYTES // 2
+    for age, name in ((300, "older"), (200, "old")):
+        with_one_segment = Disk(tmp_path, name, half, SEGMENT_NBYTES)
+        with_one_segment.put(key(1), record(1))
+        with_one_segment.close()
+        written_s = (tmp_path / name / "journal").stat().st_mtime - age
+        os.utime(tmp_path / name / "journal", (written_s, written_s))
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/journal").write_text("not ours")
+    tier = disk(tmp_path)
+    assert tier.put(key(0), record(0))
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "old", "older", "photos"}
+    for number in range(1, 5):
+        tier.put(key(number), record(number))
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "old", "photos"}
+    used = Disk(tmp_path, "old", half, SEGMENT_NBYTES)
+    for number in range(5, 9):
+        tier.put(key(number), record(number))
+    assert read(used, key(1)) == record(1)
+    assert here(tier, 9) == list(range(9))
+    assert (tmp_path / "photos/journal").exists()
+
+
 @pytest.mark.parametrize("nbytes", [0, 8192])
 def test_a_capacity_without_room_for_a_record_is_a_wrong_setting(tmp_path: Path, nbytes: int) -> None:
     with pytest.raises(ConfigError, match="max_local_disk_size"):
