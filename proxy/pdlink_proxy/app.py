@@ -243,6 +243,7 @@ class Router:
             return self._no_entry()
         for worker in self.pools.all:
             self.metrics.healthy.labels(worker.url, worker.side.value).set(worker.state is State.OK)
+        self.metrics.queued.set(len(self._shared.queue) if self._shared else 0)
         body = self.metrics.exposition()
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 

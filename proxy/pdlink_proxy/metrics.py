@@ -58,6 +58,7 @@ class Metrics:
             registry=registry,
         )
         self.active_streams = Gauge(f"{name}active_streams", "Streams open to clients.", registry=registry)
+        self.queued = Gauge(f"{name}queued", "Requests that wait for a worker.", registry=registry)
         self.in_flight = Gauge(f"{name}in_flight", "Open legs.", ["worker", "leg"], registry=registry)
         self.healthy = Gauge(
             f"{name}worker_healthy", "1 if it may get requests.", ["worker", "leg"], registry=registry

@@ -30,6 +30,8 @@ async def test_a_rolling_update_of_the_whole_pool_fails_no_request(prefill: Fake
         await until(lambda: proxy.router.pools.all[1].state is State.UNREACHABLE)
         asked = [asyncio.create_task(status_of(proxy)) for _ in range(5)]
         await waits(proxy, 5)
+        async with proxy.client.get(f"{proxy.url}/metrics") as response:
+            assert "pdlink_proxy_queued 5.0" in await response.text()
         decode.epoch = "e2"
         await decode.start()
         assert await asyncio.gather(*asked) == [200] * 5
