@@ -274,7 +274,7 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
         {"rates": rates, "belady": belady, "sizes": sizes, "unlimited": unlimited, "ratio": ratio, "tiers": tiers},
         [facts, table, verdict, below_table],
         [plot.Lines("token hit rate", "blocks in RAM", "of all tokens", curves, log_x=True, x_ticks=ticks)],
-        facts.replace("; ", ";\n"),
+        facts.replace("; ", ";\n").replace(" tokens, ", " tokens,\n"),
         ok=ratio is None or ratio >= ADAPTIVE_AT_LEAST,
     )
 
