@@ -317,6 +317,47 @@ def test_a_server_that_is_not_there_costs_no_answer() -> None:
         assert health.gauges(worker)["store_nbytes"][1]["used"] > 0
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_random_requests_aborts_and_clearings_give_right_answers_and_leave_nothing_held(
+    seed: int, tmp_path: Path
+) -> None:
+    rng = random.Random(seed)
+    heads = [prompt_of(3 * CHUNK, number) for number in range(4)]
+    prompts = [
+        rng.choice(heads)[: rng.randint(1, 3) * CHUNK] + prompt_of(rng.randint(1, 70), number % 6)
+        for number in range(12)
+    ]
+    expected = dict(zip(prompts, computed_here(prompts), strict=True))
+    below = {"local_disk": str(tmp_path), "max_local_disk_size": 0.005}
+    records, num_blocks = rng.choice([2, 6, 15]), rng.choice([40, 64])
+
+    async def one(worker: Worker) -> int:
+        prompt, name = rng.choice(prompts), f"r{next(_ids)}"
+        stored = await worker.look(name, prompt, None)
+        stream = worker.start(name, prompt, SAMPLING, None, stored=stored)
+        if rng.random() < 0.3:
+            asyncio.get_running_loop().call_later(rng.random() * 0.05, worker.abort, stream)
+        try:
+            assert [token.token_id async for token in stream] == expected[prompt]
+        except RequestAborted:
+            return 0
+        return 1
+
+    async def some(worker: Worker) -> int:
+        return sum(await asyncio.gather(*(one(worker) for _ in range(12))))
+
+    with opened(records=records, num_blocks=num_blocks, share_prefixes=seed % 2 == 0, below=below) as worker:
+        for _ in range(5):
+            assert asyncio.run(some(worker)) > 0
+            if rng.random() < 0.3:
+                store_of(worker).clear()
+        settle(worker)
+        assert worker.pool.num_held == 0
+        catalog = store_of(worker)._catalog
+        store_of(worker).check()
+    assert (catalog.num_leases, catalog.num_reservations) == (0, 0)
+
+
 def test_chunks_that_do_not_fit_are_refused_with_both_numbers() -> None:
     config = WorkerConfig(model=MODEL, tiers=TiersConfig(chunk_size=1 << 20, max_local_cpu_size=0.001))
     worker = Worker(config, "large")
