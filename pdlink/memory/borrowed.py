@@ -12,9 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from pdlink.errors import InvalidRequest
+from pdlink.errors import InvalidRequest, LayoutMismatch
+from pdlink.memory.buffers import Buffer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import ExitStack
+
+    from pdlink.kv.layout import KVLayout
     from pdlink.memory.buffers import AnyBuffer, Bytes
 
 _CPU, _CUDA, _CUDA_HOST = 1, 2, 3
@@ -68,6 +73,28 @@ def borrow(source: Any, what: str) -> AnyBuffer:
     from pdlink.cuda.driver import Device
 
     return BorrowedDeviceBuffer(Device(place.device), place.ptr, place.nbytes, place.owner)
+
+
+def buffers_of(layout: KVLayout, given: Sequence[Any] | None, opened: ExitStack) -> list[AnyBuffer]:
+    """A buffer for each region of `layout`: those `given`, borrowed, or shared memory. `opened` closes them.
+
+    Raises LayoutMismatch (a buffer is too small), InvalidRequest (an object cannot be borrowed), OSError (no memory).
+    """
+    num_regions = 1 + max((part.region for layer in layout.layers for part in layer.parts), default=0)
+    buffers: list[AnyBuffer] = []
+    for region in range(num_regions) if given is None else range(len(given)):
+        if given is None:
+            buffers.append(opened.enter_context(Buffer(max(1, layout.extent(region)))))
+        elif hasattr(given[region], "make_event"):
+            buffers.append(given[region])
+        else:
+            buffers.append(borrow(given[region], f"buffers[{region}]"))
+            opened.callback(buffers[-1].close)
+    for region in range(num_regions):
+        has, needs = buffers[region].nbytes if region < len(buffers) else 0, layout.extent(region)
+        if has < needs:
+            raise LayoutMismatch(f"buffers[{region}]: got {has} bytes, the layout reaches to byte {needs}")
+    return buffers
 
 
 def _place(source: Any, what: str) -> Place:

@@ -29,10 +29,9 @@ import numpy as np
 
 from pdlink.config import TimeoutConfig, TransportConfig, is_loopback
 from pdlink.endpoint.driver import Endpoint
-from pdlink.errors import ConfigError, LayoutMismatch, TransferFailed, TransportUnavailable
+from pdlink.errors import ConfigError, TransferFailed, TransportUnavailable
 from pdlink.kv.plan import warm_up
-from pdlink.memory.borrowed import borrow
-from pdlink.memory.buffers import Buffer
+from pdlink.memory.borrowed import buffers_of
 from pdlink.memory.checksums import Checksums
 from pdlink.memory.host import host_id
 from pdlink.node import report
@@ -144,7 +143,7 @@ class Node:
         self._dialable: dict[str, object] = {}
         """Addresses that may be dialed, with the credentials that they were checked by."""
         with ExitStack() as opened:
-            self.buffers = _registered(layout, buffers, opened)
+            self.buffers = buffers_of(layout, buffers, opened)
             kind = self.buffers[0].kind
             self._order: LayerOrder | None = None
             if kind == "cuda":
@@ -347,25 +346,6 @@ class Node:
     def _fail_all(self, reason: str) -> None:
         for transfer in list(self._live):
             transfer.fail(TransferFailed(f"transfer {transfer.transfer_id}: {reason}", reason))
-
-
-def _registered(layout: KVLayout, given: Sequence[Any] | None, opened: ExitStack) -> list[AnyBuffer]:
-    """A buffer for each region of the layout; those made here are closed by `opened`."""
-    num_regions = 1 + max((part.region for layer in layout.layers for part in layer.parts), default=0)
-    buffers: list[AnyBuffer] = []
-    for region in range(num_regions) if given is None else range(len(given)):
-        if given is None:
-            buffers.append(opened.enter_context(Buffer(max(1, layout.extent(region)))))
-        elif hasattr(given[region], "make_event"):
-            buffers.append(given[region])
-        else:
-            buffers.append(borrow(given[region], f"buffers[{region}]"))
-            opened.callback(buffers[-1].close)
-    for region in range(num_regions):
-        has, needs = buffers[region].nbytes if region < len(buffers) else 0, layout.extent(region)
-        if has < needs:
-            raise LayoutMismatch(f"buffers[{region}]: got {has} bytes, the layout reaches to byte {needs}")
-    return buffers
 
 
 def end_process() -> None:
