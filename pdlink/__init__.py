@@ -1,7 +1,7 @@
 """pdlink moves the KV cache of an LLM from prefill servers to decode servers.
 
-`Node` is the way in; `paged_layout` describes a KV cache. What is named here is imported when it is first used, so
-that `import pdlink` itself costs nothing. All errors are in `pdlink.errors`.
+`Node` is the way in, `Cache` keeps KV; `paged_layout` describes a KV cache. What is named here is imported when it is
+first used, so that `import pdlink` itself costs nothing. All errors are in `pdlink.errors`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from pdlink.node.outgoing import Outgoing as Outgoing
     from pdlink.node.port import EnginePort as EnginePort
     from pdlink.serve.keys import load_credentials as load_credentials
+    from pdlink.store.cache import Cache as Cache
 
 _HOMES = {
     "BlockPool": "pdlink.memory.blocks",
+    "Cache": "pdlink.store.cache",
     "EnginePort": "pdlink.node.port",
     "Incoming": "pdlink.node.incoming",
     "KVLayout": "pdlink.kv.layout",

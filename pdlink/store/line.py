@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
+from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class Line:
@@ -26,6 +28,19 @@ class Line:
     def put(self, job: Callable[[], None]) -> None:
         """Do it after what is in line. What it raises is logged."""
         self._jobs.put(job)
+
+    def submit(self, job: Callable[[], _T]) -> Future[_T]:
+        """The same, and what becomes of it."""
+        done: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(job())
+            except Exception as error:  # noqa: BLE001 - raised where the future is read
+                done.set_exception(error)
+
+        self.put(run)
+        return done
 
     def close(self, timeout_s: float) -> None:
         """Do what is in line, and end; return after `timeout_s` if that takes longer."""

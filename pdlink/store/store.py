@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdlink.errors import CapacityExceeded, ConfigError
@@ -41,6 +42,8 @@ _STEP_NBYTES = 64 << 20
 _KEEPER_S = 0.5
 _GROW_AGAIN_S = 10.0
 """After memory was refused."""
+MEMORY = "memory"
+"""The arena, among the names of places."""
 _SELF = "store"
 """The holder of the leases of write-through, which have no deadline: the thread that has one always comes back."""
 
@@ -121,6 +124,11 @@ class Store:
     def has_tiers(self) -> bool:
         """Whether a look-up may wait."""
         return bool(self._tiers)
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where records lie, by the index that `Found` gives: the arena and the tiers' names."""
+        return (MEMORY, *(tier.name for tier in self._given_tiers))
 
     @property
     def array(self) -> Bytes:
@@ -239,17 +247,64 @@ class Store:
         with self._lock:
             return self._catalog.unpin(name)
 
-    def clear(self, keys: Sequence[bytes] | None = None) -> int:
-        """Forget these records, or all, here and in the tiers; how many were here."""
-        with self._lock:
-            removed = self._catalog.remove(keys)
-        self._changed()
+    def clear(self, keys: Sequence[bytes] | None = None, places: Sequence[str] | None = None) -> int:
+        """Forget these records, or all, in these places, or everywhere; how many were in the arena."""
+        removed = 0
+        if places is None or MEMORY in places:
+            with self._lock:
+                removed = self._catalog.remove(keys)
+            self._changed()
         for tier in self._tiers:
+            if places is not None and tier.tier.name not in places:
+                continue
             if keys is None:
                 tier.writers.put(partial(tier.call, "clear", tier.tier.clear, None))
             for key in keys or ():
                 tier.writers.put(partial(tier.call, "remove", partial(tier.tier.remove, key), None))
         return removed
+
+    def move(self, keys: Sequence[bytes], shape: RecordShape, source: str, destination: str, *, copy: bool) -> int:
+        """Put the prefix of `keys` that `source` has into `destination`, too; how many records are there now.
+
+        copy: whether `source` keeps them. Waits for both places, as long as their deadlines let it.
+        """
+        first, last = self.places.index(source), self.places.index(destination)
+        if first:
+            tier = self._tiers[first - 1]
+            nothing: list[bool] = []
+            has = tier.call("contains", partial(tier.tier.contains, keys), nothing)
+        else:
+            with self._lock:
+                has = [True] * self._catalog.lookup(keys)
+        known = (*has, False).index(False)
+        fetch = self.fetch(Found(tuple(keys[:known]), (first,) * known), shape, "move")
+        try:
+            moved = list(takewhile(partial(self._put, last, shape), fetch.done.result()))
+        finally:
+            stood = fetch.close()
+        if not stood:
+            return 0
+        if not copy:
+            self.clear([slot.key for slot in moved], [source])
+        return len(moved)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until every tier has been offered what was committed before; whether `timeout_s` was enough."""
+        written = threading.Semaphore(0)
+        for tier in self._tiers:
+            tier.writers.put(written.release)
+        deadline_s = self._clock() + timeout_s
+        return all(written.acquire(timeout=max(0.0, deadline_s - self._clock())) for _ in self._tiers)
+
+    def health(self) -> dict[str, bool]:
+        """By place: whether the arena's books are right, and whether a tier answers."""
+        try:
+            self.check()
+            right = True
+        except AssertionError:
+            log.exception("the store's books are wrong")
+            right = False
+        return {MEMORY: right, **{tier.tier.name: tier.answers for tier in self._tiers}}
 
     def check(self) -> None:
         """Raise AssertionError if the books are wrong."""
@@ -318,6 +373,14 @@ class Store:
                 lease = self._catalog.lease([key], _SELF, "write-through", float("inf"))
                 tier.queued_nbytes += shape.nbytes
                 tier.writers.put(partial(self._write, tier, lease, shape))
+
+    def _put(self, place: int, shape: RecordShape, slot: Slot) -> bool:
+        """Whether a leased record is in that place afterwards."""
+        if place == 0:
+            return True
+        tier, view = self._tiers[place - 1], self._slot(slot)[: shape.nbytes]
+        seal(view, slot.key, shape)
+        return tier.call("put", partial(tier.tier.put, slot.key, view.data), False, shape.nbytes)
 
     def _write(self, tier: GuardedTier, lease: Lease, shape: RecordShape) -> None:
         slot = lease.slots[0]

@@ -1,0 +1,521 @@
+"""`Cache`: the front door of the store. It keeps the KV of prompts, and brings it back into an engine's pages.
+
+    cache = pdlink.Cache(layout, [pages], nbytes=8 << 30, tiers=["file:///mnt/kv"], model="name")
+    num_tokens = cache.retrieve(prompt, blocks)      # of the prompt's first tokens; the rest is to be computed
+    cache.store(prompt, blocks)
+
+KV is kept in *chunks* of `chunk_tokens` tokens, whatever the engine's block size and order of axes; a partial last
+chunk is not kept. A tier that fails or stalls is a miss, never an exception.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, ParamSpec, Self, TypeVar, cast
+
+from pdlink.errors import ConfigError, InvalidRequest, TransferFailed
+from pdlink.kv import hashing
+from pdlink.kv.plan import warm_up
+from pdlink.memory.blocks import BlockPool
+from pdlink.memory.borrowed import buffers_of
+from pdlink.store.handle import Handle
+from pdlink.store.holds import Holds
+from pdlink.store.line import Line
+from pdlink.store.policies.registry import DEFAULT_POLICY, make_policy
+from pdlink.store.record import HEADER_NBYTES, shape_of
+from pdlink.store.source import StoreSource
+from pdlink.store.span import first_unmasked, ids_of, span
+from pdlink.store.store import Store
+from pdlink.store.tiers.disk import Disk
+from pdlink.store.tiers.opening import open_tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from pdlink.kv.layout import KVLayout
+    from pdlink.kv.plan import Plan
+    from pdlink.memory.buffers import HostBuffer
+    from pdlink.store.catalog import Slot
+    from pdlink.store.fetch import Fetch
+    from pdlink.store.handle import Chunk
+    from pdlink.store.span import Span, Tokens
+    from pdlink.store.tiers.base import Tier
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+class Hit(NamedTuple):
+    num_tokens: int
+    """From the front of the prompt."""
+    lookup_id: str
+    """Names what is kept for a `retrieve`; empty if nothing is."""
+
+
+class Cache:
+    """Open from the constructor on until `close`; also a context manager. Every method may be called from any thread.
+
+    Arguments that methods share:
+    tokens: the whole prompt.
+    blocks: block table: blocks[i] holds the `block_tokens` tokens from `offset` + i * `block_tokens` on, for all full
+        chunks. Blocks of masked tokens are not looked at. The caller keeps the blocks during the call.
+    mask: as long as the prompt; False for leading tokens, a multiple of `chunk_tokens`, that the call leaves alone.
+    salt: keeps tenants apart: KV is found only under the salt it was stored with.
+    Errors: InvalidRequest for arguments that cannot be meant; nothing has happened then.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        buffers: Sequence[Any] | None = None,
+        *,
+        nbytes: int,
+        disk: str | Path | None = None,
+        disk_nbytes: int = 0,
+        tiers: Sequence[str | Tier] = (),
+        policy: str = DEFAULT_POLICY,
+        model: str = "",
+        revision: str = "",
+        chunk_tokens: int = 256,
+        pin_quota_nbytes: int = 0,
+        reserve_nbytes: int = 0,
+        lookup_timeout_s: float = 1.0,
+        tier_deadline_s: float = 10.0,
+        lease_s: float = 60.0,
+    ) -> None:
+        """Open the tiers, reserve the arena (its memory comes in steps, when needed) and start the threads.
+
+        layout: where each byte of the engine's KV cache lies (`paged_layout`).
+        buffers: host memory for region 0, 1, ... of the layout, as `Node` takes it; borrowed. None allocates it.
+        nbytes: of the arena, the tier in memory. reserve_nbytes: of the host's memory, which are never taken.
+        disk: directory of the tier below, made if it is not there; one process has it at a time. disk_nbytes: of it.
+        tiers: further ones, searched in order: URLs as in `open_tier` (file:///DIRECTORY, redis://HOST,
+            s3://BUCKET, path.to.module:name), or tiers, which `close` closes.
+        policy: of eviction from the arena, by its name in `policies/registry.py`.
+        model, revision: whose KV it is; others never find it. chunk_tokens: must be equal where KV is shared.
+        pin_quota_nbytes: most bytes that `pin` keeps.
+        lookup_timeout_s: longest wait for what the tiers have. tier_deadline_s: longest one for what they bring.
+        lease_s: longest life of what `lookup(pin=True)`, `prefetch` and `acquire` keep.
+        Raises ConfigError, LayoutMismatch, InvalidRequest (buffers), OSError (not enough memory).
+        """
+        layout.check("own")
+        if chunk_tokens < 1:
+            raise ConfigError(f"chunk_tokens: got {chunk_tokens}; limit 1 or more; 256 suits most models")
+        self.layout, self.chunk_tokens = layout, chunk_tokens
+        self._shape = shape_of(layout, chunk_tokens)
+        if nbytes < self._shape.nbytes:
+            raise ConfigError(
+                f"nbytes: got {nbytes}; limit {self._shape.nbytes} or more, a chunk of {chunk_tokens} tokens; raise "
+                "it, or lower chunk_tokens"
+            )
+        self._lookup_timeout_s, self._tier_deadline_s, self._lease_s = lookup_timeout_s, tier_deadline_s, lease_s
+        self._holds, self._closed = Holds(lease_s), False
+        with ExitStack() as opened:
+            self.buffers = buffers_of(layout, buffers, opened)
+            if any(buffer.kind != "host" for buffer in self.buffers):
+                raise InvalidRequest("buffers: got memory of a GPU; limit memory of the host; copy the pages to it")
+            shape = self._shape
+            namespace = hashing.namespace(
+                model=model, revision=revision, dtype=shape.dtype, layout=shape.text, chunk_tokens=chunk_tokens
+            ).hex()[:32]
+            made: list[Tier] = []
+            if disk is not None:
+                made.append(Disk(Path(disk), namespace, disk_nbytes))
+                opened.callback(made[-1].close)
+            for tier in tiers:
+                made.append(open_tier(tier, namespace) if isinstance(tier, str) else tier)
+                opened.callback(made[-1].close)
+            self._store = Store(
+                nbytes,
+                make_policy(policy),
+                made,
+                pin_quota_nbytes=pin_quota_nbytes,
+                reserve_nbytes=reserve_nbytes,
+                tier_deadline_s=tier_deadline_s,
+                lease_s=lease_s,
+            )
+            warm_up()
+            self._store.open()
+            opened.callback(self._store.close)
+            self._source = StoreSource(
+                self._store,
+                layout,
+                cast("list[HostBuffer]", self.buffers),
+                BlockPool(layout.num_blocks),  # unused: callers keep their blocks
+                model=model,
+                revision=revision,
+                chunk_tokens=chunk_tokens,
+            )
+            opened.callback(self._source.close)
+            self._askers = Line("pdlink-cache-ask")
+            opened.callback(self._askers.close, tier_deadline_s)
+            self._opened = opened.pop_all()
+
+    # --- Storing
+
+    def store(
+        self,
+        tokens: Tokens,
+        blocks: Sequence[int],
+        *,
+        mask: Sequence[bool] | None = None,
+        offset: int = 0,
+        salt: str = "",
+    ) -> int:
+        """Keep the KV of the prompt's full chunks; returns the tokens of those that were not here before.
+
+        Tiers get their copy in the background. What finds no room is left out, from there on.
+        Cost: one hash of the prompt, one copy of what is new, in the calling thread, without the GIL.
+        """
+        mine = self._span(tokens, blocks, mask, offset, salt)
+        slots = self._reserve(mine)
+        try:
+            self._copy(mine, slots, loading=False)
+        except BaseException:
+            self._store.abandon([slot for _, slot in slots])
+            raise
+        self._store.commit([slot for _, slot in slots], self._shape)
+        return len(slots) * self.chunk_tokens
+
+    def store_layers(
+        self,
+        tokens: Tokens,
+        blocks: Sequence[int],
+        *,
+        mask: Sequence[bool] | None = None,
+        offset: int = 0,
+        salt: str = "",
+    ) -> Generator[None]:
+        """The same, layer by layer while they are computed: yields once per layer, and once before.
+
+        The first step reserves memory; step i + 1, to be taken when layer i is in the pages, begins its copy in a
+        thread of the cache; the last one waits for all copies. A generator that is closed early keeps nothing.
+        """
+        return self._store_layers(self._span(tokens, blocks, mask, offset, salt))
+
+    def _store_layers(self, mine: Span) -> Generator[None]:
+        slots = self._reserve(mine)
+        copies: list[Future[None]] = []
+        whole = False
+        try:
+            yield
+            plan = self._plan(mine, slots, loading=False) if slots else None
+            num_layers = len(self.layout.layers)
+            for layer in range(num_layers):
+                if plan is not None:
+                    copies.append(self._source.copier.submit(partial(self._source.copy, plan, layer, loading=False)))
+                if layer + 1 == num_layers:
+                    for copy in copies:
+                        copy.result()
+                    whole = True
+                    self._store.commit([slot for _, slot in slots], self._shape)
+                yield
+        finally:
+            if not whole:
+                self._source.copier.submit(lambda: None).result()
+                self._store.abandon([slot for _, slot in slots])
+
+    def mput(self, prompts: Sequence[tuple[Tokens, Sequence[int]]], *, salt: str = "") -> list[int]:
+        """`store` for each (tokens, blocks)."""
+        return [self.store(tokens, blocks, salt=salt) for tokens, blocks in prompts]
+
+    # --- Loading
+
+    def retrieve(
+        self,
+        tokens: Tokens,
+        blocks: Sequence[int],
+        *,
+        mask: Sequence[bool] | None = None,
+        offset: int = 0,
+        salt: str = "",
+        lookup_id: str = "",
+    ) -> int:
+        """Fill `blocks` with the longest prefix (after the mask) that is known; returns its number of tokens.
+
+        What blocks hold of later tokens is undefined then. lookup_id: take what a `lookup` or `prefetch` keeps.
+        Cost: one hash of the prompt, reads of the tiers, one copy in the calling thread, without the GIL.
+        """
+        mine = self._span(tokens, blocks, mask, offset, salt, distinct=True)
+        return self._load(mine, self._holds.take(lookup_id)) or self._load(mine, self._fetch(mine.keys))
+
+    def retrieve_layers(
+        self,
+        tokens: Tokens,
+        blocks: Sequence[int],
+        *,
+        mask: Sequence[bool] | None = None,
+        offset: int = 0,
+        salt: str = "",
+        lookup_id: str = "",
+    ) -> Generator[int | None]:
+        """The same, layer by layer: yields the number of tokens, then None for each layer that is in the blocks.
+
+        The number is known when all chunks are in the arena; later layers are copied while the caller uses those
+        before. Nothing touches the blocks after the generator has ended or was closed.
+        The last step raises TransferFailed if it came so late (`lease_s`) that the layers may be wrong.
+        """
+        return self._retrieve_layers(self._span(tokens, blocks, mask, offset, salt, distinct=True), lookup_id)
+
+    def _retrieve_layers(self, mine: Span, lookup_id: str) -> Generator[int | None]:
+        fetch = self._holds.take(lookup_id)
+        slots = self._arrived(mine, fetch)
+        if fetch is None or not slots:
+            fetch = self._fetch(mine.keys)
+            slots = self._arrived(mine, fetch)
+        try:
+            copies = self._copies(mine, slots)
+            yield len(slots) * self.chunk_tokens
+            num_layers = len(self.layout.layers)
+            for layer in range(num_layers):
+                if copies:
+                    copies[layer].result()
+                if layer + 1 == num_layers and not fetch.close():
+                    raise TransferFailed(f"a lease of {self._lease_s} s ended before the last layer; raise lease_s")
+                yield None
+        finally:
+            self._source.copier.submit(lambda: None).result()
+            fetch.close()
+
+    def mget(self, prompts: Sequence[tuple[Tokens, Sequence[int]]], *, salt: str = "") -> list[int]:
+        """`retrieve` for each (tokens, blocks), of which all are read from the tiers at the same time."""
+        spans = [self._span(tokens, blocks, None, 0, salt, distinct=True) for tokens, blocks in prompts]
+        fetches = [self._fetch(mine.keys) for mine in spans]
+        return [self._load(mine, fetch) for mine, fetch in zip(spans, fetches, strict=True)]
+
+    # --- Before a load
+
+    def lookup(self, tokens: Tokens, *, salt: str = "", pin: bool = False, lookup_id: str = "") -> Hit:
+        """How many leading tokens are known here or in a tier; waits `lookup_timeout_s` at most for the tiers.
+
+        pin: bring them into the arena and keep them for a `retrieve` with the lookup id (made up if not given), until
+        `release` or for `lease_s`.
+        """
+        found = self._store.lookup(self._keys(tokens, salt), self._lookup_timeout_s)
+        if pin:
+            lookup_id = lookup_id or uuid.uuid4().hex
+            fetch: Future[Fetch] = Future()
+            fetch.set_result(self._store.fetch(found, self._shape, lookup_id))
+            self._holds.add(lookup_id, fetch)
+        return Hit(len(found.keys) * self.chunk_tokens, lookup_id if pin else "")
+
+    def prefetch(self, tokens: Tokens, *, salt: str = "", lookup_id: str = "") -> str:
+        """`lookup` with pin that returns at once: its lookup id, for `state`, `retrieve` and `release`."""
+        keys, name = self._keys(tokens, salt), lookup_id or uuid.uuid4().hex
+        self._holds.add(name, self._askers.submit(partial(self._fetch, keys, name)))
+        return name
+
+    def state(self, lookup_id: str) -> Literal["ongoing", "done", "not_found"]:
+        """Of a prefetch. "done": a part of the prompt is in the arena. "not_found": nothing is, or nobody asked."""
+        return self._holds.state(lookup_id)
+
+    def release(self, lookup_id: str) -> bool:
+        """Nobody will retrieve it: keep it no longer, also if it is still on its way. Returns whether it was kept."""
+        return self._holds.drop(lookup_id)
+
+    # --- Without a copy
+
+    def acquire(self, tokens: Tokens, *, salt: str = "") -> Handle:
+        """The longest prefix that is known, to be read in the arena until it is released, for `lease_s` at most."""
+        fetch = self._fetch(self._keys(tokens, salt))
+        arrays = {index: self._chunk(slot) for index, slot in enumerate(fetch.done.result())}
+        for array in arrays.values():
+            array.flags.writeable = False
+        return Handle(arrays, self.chunk_tokens, lambda _: fetch.close())
+
+    def allocate(self, tokens: Tokens, *, salt: str = "") -> Handle:
+        """Room for the KV of those full chunks that are not here yet; fill it, then `put` it."""
+        keys = self._keys(tokens, salt)
+        slots = self._store.reserve(keys, self._shape)
+
+        def end(put: bool) -> bool:
+            if put:
+                self._store.commit(slots, self._shape)
+            else:
+                self._store.abandon(slots)
+            return put
+
+        number = {key: index for index, key in enumerate(keys)}
+        return Handle({number[slot.key]: self._chunk(slot) for slot in slots}, self.chunk_tokens, end)
+
+    # --- Keeping and dropping
+
+    def pin(self, tokens: Tokens, name: str, *, salt: str = "") -> int:
+        """Bring the known prefix into the arena and keep it from eviction until `unpin(name)`; its tokens.
+
+        As many as `pin_quota_nbytes` allows.
+        """
+        keys = self._keys(tokens, salt)
+        fetch = self._fetch(keys)
+        try:
+            fetch.done.result()
+            return self._store.pin(keys, name) * self.chunk_tokens
+        finally:
+            fetch.close()
+
+    def unpin(self, name: str) -> int:
+        """Take back all pins of that name; their tokens."""
+        return self._store.unpin(name) * self.chunk_tokens
+
+    def move(self, tokens: Tokens, source: str, destination: str, *, copy: bool = True, salt: str = "") -> int:
+        """Put the prefix that `source` has into `destination`, too; its tokens. `places` has the names of both.
+
+        copy: whether `source` keeps it.
+        """
+        self._check_places([source, destination])
+        if source == destination:
+            raise InvalidRequest(
+                f"destination: got {destination!r}, the source; limit another place; name another one"
+            )
+        keys = self._keys(tokens, salt)
+        return self._store.move(keys, self._shape, source, destination, copy=copy) * self.chunk_tokens
+
+    def clear(self, tokens: Tokens | None = None, *, places: Sequence[str] | None = None, salt: str = "") -> int:
+        """Forget this prompt, or everything, in these places, or everywhere; the chunks that were in the arena.
+
+        Tiers forget in the background. Who reads or writes a chunk finishes first.
+        """
+        self._check_places(places or ())
+        return self._store.clear(None if tokens is None else self._keys(tokens, salt), places)
+
+    def compress(self, tokens: Tokens, method: str) -> NoReturn:
+        """Not built: raises InvalidRequest."""
+        raise InvalidRequest(
+            f"method: got {method!r}; limit none: chunks are kept as they are; store a smaller dtype"
+        )
+
+    decompress = compress
+
+    @property
+    def frozen(self) -> bool:
+        """While set nothing new is kept, nothing is evicted and tiers are not asked."""
+        return self._store.frozen
+
+    def freeze(self, enabled: bool = True) -> None:
+        self._store.frozen = enabled
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """ "memory" and the names of the tiers, in the order of search."""
+        return self._store.places
+
+    def health(self) -> dict[str, bool]:
+        """By place: whether the arena's books are right, and whether a tier answers."""
+        return self._store.health()
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until the tiers were offered what is stored; whether that took no longer than `timeout_s`."""
+        return self._store.flush(timeout_s)
+
+    # --- Life
+
+    async def run(self, verb: Callable[_Args, _Result], /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        """`await cache.run(cache.retrieve, tokens, blocks)`: any method in a thread of the loop's executor.
+
+        One that is cancelled returns when the method has: nothing touches the blocks then.
+        """
+        working = asyncio.ensure_future(asyncio.to_thread(verb, *args, **kwargs))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            await asyncio.wait([working])
+            raise
+
+    def close(self) -> None:
+        """End. What waits for the tiers is written first, as far as `tier_deadline_s` lets it. Safe to call twice.
+
+        No method may be running, and no handle or generator be in use.
+        """
+        self._closed = True
+        self._holds.close()
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # --- Inside
+
+    def _keys(self, tokens: Tokens, salt: str) -> list[bytes]:
+        if self._closed:
+            raise InvalidRequest("cache: got a call after close; limit before it; open another one")
+        try:
+            return self._source.prompt("", ids_of(tokens), salt).keys
+        except (OverflowError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"tokens: {error}; limit integers in [0, 2**32); pass the ids of a prompt") from None
+
+    def _span(
+        self,
+        tokens: Tokens,
+        blocks: Sequence[int],
+        mask: Sequence[bool] | None,
+        offset: int,
+        salt: str,
+        *,
+        distinct: bool = False,
+    ) -> Span:
+        keys = self._keys(tokens, salt)
+        begin = first_unmasked(mask, len(tokens), self.chunk_tokens)
+        return span(keys, self.chunk_tokens, self.layout, blocks, begin, offset, distinct=distinct)
+
+    def _check_places(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self.places:
+                raise InvalidRequest(f"place: got {name!r}; limit {', '.join(self.places)}; use one of them")
+
+    def _reserve(self, mine: Span) -> list[tuple[int, Slot]]:
+        """Slots for what is not here yet, by chunk of the prompt."""
+        number = {key: index for index, key in enumerate(mine.keys, mine.first)}
+        return [(number[slot.key], slot) for slot in self._store.reserve(mine.keys, self._shape)]
+
+    def _plan(self, mine: Span, slots: list[tuple[int, Slot]], *, loading: bool) -> Plan:
+        template = self._source.from_record if loading else self._source.to_record
+        begin, end = slots[0][0] * self.chunk_tokens, (slots[-1][0] + 1) * self.chunk_tokens
+        return self._source.plan(template, slots, mine.blocks, begin, end)
+
+    def _copy(self, mine: Span, slots: list[tuple[int, Slot]], *, loading: bool) -> None:
+        """All layers, in this thread."""
+        if slots:
+            plan = self._plan(mine, slots, loading=loading)
+            for layer in range(len(self.layout.layers)):
+                self._source.copy(plan, layer, loading=loading)
+
+    def _copies(self, mine: Span, slots: list[tuple[int, Slot]]) -> list[Future[None]]:
+        """All layers of a load, one after the other in the copier's thread."""
+        if not slots:
+            return []
+        copy = partial(self._source.copy, self._plan(mine, slots, loading=True), loading=True)
+        return [self._source.copier.submit(partial(copy, layer)) for layer in range(len(self.layout.layers))]
+
+    def _fetch(self, keys: Sequence[bytes], request: str = "cache") -> Fetch:
+        return self._store.fetch(self._store.lookup(keys, self._lookup_timeout_s), self._shape, request)
+
+    def _arrived(self, mine: Span, fetch: Fetch | None) -> list[tuple[int, Slot]]:
+        """The leading chunks of the span that a fetch has brought, by chunk of the prompt. Waits for it."""
+        slots = {} if fetch is None else {slot.key: slot for slot in fetch.done.result()}
+        known = takewhile(slots.__contains__, mine.keys)
+        return [(index, slots[key]) for index, key in enumerate(known, mine.first)]
+
+    def _load(self, mine: Span, fetch: Fetch | None) -> int:
+        """Copy what a fetch has brought, and close it; the tokens that are right."""
+        if fetch is None:
+            return 0
+        try:
+            slots = self._arrived(mine, fetch)
+            self._copy(mine, slots, loading=True)
+        finally:
+            stood = fetch.close()
+        return len(slots) * self.chunk_tokens if stood else 0
+
+    def _chunk(self, slot: Slot) -> Chunk:
+        layers = self.layout.layers
+        shape = (len(layers), len(layers[0].parts), self.chunk_tokens, self.layout.num_heads, self.layout.head_nbytes)
+        return self._store.array[slot.offset + HEADER_NBYTES : slot.offset + self._shape.nbytes].reshape(shape)
