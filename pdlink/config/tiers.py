@@ -20,7 +20,7 @@ class TiersConfig(Section):
     """Directory for a tier on this machine's disk, which one worker has at a time; {name} in it is the worker's name.
     What is there is found again after a restart. Needs `max_local_disk_size`."""
     max_local_disk_size: float | None = Field(default=None, gt=0)
-    """Space for it, in GiB."""
+    """Space for all that is in it, in GiB; records of models that no worker runs any more go first."""
     remote_url: str | None = None
     """A tier below memory that others may share: file:///DIRECTORY[?max_size=GIB], redis://[USER:PASSWORD@]HOST[:PORT]
     and its kin, s3://BUCKET and its kin, or path.to.module:name (`pdlink.store.tiers.opening`)."""
