@@ -23,6 +23,7 @@ PATIENCE_S = 1.0
 take the room that a large one waits for."""
 MAX_RETRY_AFTER_S = 60
 _SMOOTH = 0.1
+_FEW_ACCOUNTS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +57,7 @@ class Queue:
     _heads: dict[tuple[str, str], list[tuple[float, int, Waiting]]] = field(default_factory=dict)
     """By share, its requests: a heap."""
     _finish: dict[tuple[str, str], float] = field(default_factory=dict)
-    """By share, the virtual time at which it has had its due."""
+    """By share, the virtual time at which it has had its due; the next one for those who wait."""
     _virtual: float = 0.0
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _num: int = 0
@@ -76,6 +77,8 @@ class Queue:
             self._virtual, self._served_s = 0.0, None
         priority = max(-MAX_PRIORITY, min(MAX_PRIORITY, waiting.priority))
         entry = (waiting.since_s + priority * PRIORITY_S, next(self._numbers), waiting)
+        if waiting.share not in self._heads:
+            self._finish[waiting.share] = max(self._virtual, self._finish.get(waiting.share, 0.0))
         heap = self._heads.setdefault(waiting.share, [])
         if len(heap) > self.size:  # most of them have left
             heap[:] = [each for each in heap if each[2].queued]
@@ -103,7 +106,7 @@ class Queue:
         take: whether there is a worker for this request, which then leaves the queue.
         """
         closed: set[str] = set()
-        for share in sorted(self._heads, key=self._start):
+        for share in sorted(self._heads, key=self._finish.__getitem__):
             waiting = self._heads[share][0][2]
             if waiting.model in closed:
                 continue
@@ -121,14 +124,21 @@ class Queue:
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(self._num * self._pace_s)))
 
     def _serve(self, waiting: Waiting, now: float) -> None:
-        share = waiting.share
-        weight = self.weights.get(waiting.tenant, 1.0) * self.weights.get(waiting.model, 1.0)
-        self._virtual = self._start(share)
-        self._finish[share] = self._virtual + waiting.tokens / weight
+        share, start = waiting.share, self._finish[waiting.share]
+        self._finish[share] = start + waiting.tokens / self._weight(share)
+        # Time goes on although each request may come under a new key: else the others would starve.
+        self._virtual = max(start, self._virtual + waiting.tokens / sum(map(self._weight, self._heads)))
         if self._served_s is not None:
             self._pace_s += _SMOOTH * (now - self._served_s - self._pace_s) if self._pace_s else now - self._served_s
         self._served_s = now
         self.remove(waiting)
+        if len(self._finish) > 2 * self._num + _FEW_ACCOUNTS:
+            self._finish = {
+                share: finish
+                for share, finish in self._finish.items()
+                if finish > self._virtual or share in self._heads
+            }
 
-    def _start(self, share: tuple[str, str]) -> float:
-        return max(self._virtual, self._finish.get(share, 0.0))
+    def _weight(self, share: tuple[str, str]) -> float:
+        tenant, model = share
+        return self.weights.get(tenant, 1.0) * self.weights.get(model, 1.0)

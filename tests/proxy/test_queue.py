@@ -163,3 +163,26 @@ def test_when_to_try_again_follows_the_pace() -> None:
     for step in range(20):
         served(queue, step * 0.5)
     assert queue.retry_after_s() == 20
+
+
+def test_accounts_of_keys_that_were_served_do_not_pile_up() -> None:
+    """Clients choose their keys where the proxy has none of its own."""
+    queue = Queue(10)
+    assert queue.put(waiting("patient", tokens=1))
+    for number in range(2000):
+        assert queue.put(waiting(f"key-{number}"))
+        served(queue)
+        assert queue.put(waiting("patient", tokens=1, since_s=number))
+        served(queue)
+    assert len(queue._finish) < 200
+
+
+def test_requests_under_ever_new_keys_do_not_starve_the_others() -> None:
+    queue, late = Queue(10), waiting("old", since_s=1.0)
+    for each in (waiting("old"), waiting("other", tokens=10**9), late):
+        assert queue.put(each)
+    for number in range(50):
+        assert queue.put(waiting(f"key-{number}"))
+        if served(queue) is late:
+            return
+    pytest.fail("50 others were served before it")
