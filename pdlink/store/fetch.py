@@ -5,10 +5,11 @@ from __future__ import annotations
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from pdlink.store.catalog import Lease, Slot
 
@@ -25,17 +26,13 @@ class Arrival:
 class Fetch:
     """Made by `Store.fetch`; everything but `done` and `close` is for the store, under its lock."""
 
-    def __init__(
-        self, request: str, give_up_s: float, deadline_s: float, release: Callable[[Iterable[Lease]], bool]
-    ) -> None:
+    def __init__(self, request: str, give_up_s: float, deadline_s: float, release: Callable[[Fetch], bool]) -> None:
         """give_up_s: when to go on with what is there. deadline_s: of the leases."""
         self.request, self.give_up_s, self.deadline_s = request, give_up_s, deadline_s
         self.slots: list[Slot | None] = []
         """One per chunk; None while it is on its way, or if it does not come."""
         self.leases: list[Lease] = []
         self.closed = False
-        self.missing = 0
-        """Chunks that are on their way."""
         self.failed_at: int | None = None
         """The first chunk that does not come."""
         self._release = release
@@ -45,12 +42,10 @@ class Fetch:
     def add(self, slot: Slot | None) -> int:
         """The next chunk; its index."""
         self.slots.append(slot)
-        self.missing += slot is None
         return len(self.slots) - 1
 
     def settled(self, index: int, slot: Slot | None) -> None:
         """Chunk `index` has come, or will not."""
-        self.missing -= 1
         self.slots[index] = slot
         if slot is None and (self.failed_at is None or index < self.failed_at):
             self.failed_at = index
@@ -62,12 +57,10 @@ class Fetch:
 
     def finish(self) -> None:
         """Set `done`, if it is not; without the store's lock, because callbacks run here."""
-        leading = self.slots[: self.slots.index(None)] if None in self.slots else self.slots
+        leading = takewhile(lambda slot: slot is not None, tuple(self.slots))  # more may come meanwhile
         with suppress(InvalidStateError):
             self.done.set_result(tuple(slot for slot in leading if slot is not None))
 
     def close(self) -> bool:
         """Give the leases back; whether all of them stood. If not, what was read counts for nothing."""
-        self.closed = True
-        leases, self.leases = self.leases, []
-        return self._release(leases)
+        return self._release(self)

@@ -432,9 +432,11 @@ class Store:
         fetch.leases.append(lease)
         return lease
 
-    def _release(self, leases: Iterable[Lease]) -> bool:
+    def _release(self, fetch: Fetch) -> bool:
         with self._lock:
-            stood = [self._catalog.release(lease) for lease in leases]
+            fetch.closed = True
+            stood = [self._catalog.release(lease) for lease in fetch.leases]
+            fetch.leases.clear()
         return all(stood)
 
     def _changed(self) -> None:
