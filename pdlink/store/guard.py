@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from pdlink.events import TierCalled, emit
@@ -11,7 +12,7 @@ from pdlink.store.breaker import Breaker
 from pdlink.store.line import Line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pdlink.store.tiers.base import Tier
 
@@ -30,6 +31,9 @@ class GuardedTier:
         self.writers = Line(f"pdlink-write-{tier.name}")
         self.queued_nbytes = 0
         """Of records that wait to be written; the store's lock guards it."""
+        self.doomed: set[bytes] = set()
+        self.all_doomed = False
+        """Cleared records, or all, until the tier has dropped them: they are not found meanwhile."""
         self._breaker = Breaker(deadline_s)
         self._clock = clock
         self._lock = threading.Lock()
@@ -74,6 +78,24 @@ class GuardedTier:
         outcome = "failed" if failed else "missed" if result is None or result is False else "done"
         emit(TierCalled(tier=self.tier.name, call=what, outcome=outcome, nbytes=nbytes, took_s=now_s - began_s))
         return result
+
+    def hides(self, key: bytes) -> bool:
+        return self.all_doomed or key in self.doomed
+
+    def drop(self, keys: Sequence[bytes] | None) -> None:
+        """Remove these records, or all, in this thread; what fails stays doomed."""
+        if keys is None and self._done("clear", self.tier.clear):
+            self.all_doomed = False
+        for key in keys or ():
+            if self._done("remove", partial(self.tier.remove, key)):
+                self.doomed.discard(key)
+
+    def _done(self, what: str, function: Callable[[], None]) -> bool:
+        def do() -> bool:
+            function()
+            return True
+
+        return self.call(what, do, False)
 
     def close(self, timeout_s: float) -> None:
         for line in (self.askers, self.readers, self.writers):

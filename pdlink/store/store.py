@@ -161,7 +161,7 @@ class Store:
         places = [0 if found else -1 for found in here]
         for index, answers in enumerate(self._ask(rest, timeout_s) if rest and not self.frozen else ()):
             for at, found in enumerate(answers[: len(rest)]):
-                if found and places[at] < 0:
+                if found and places[at] < 0 and not self._tiers[index].hides(rest[at]):
                     places[at] = index + 1
         known = places.index(-1) if -1 in places else len(places)
         emit(PrefixFound(asked=len(keys), in_memory=num_here, below=known))
@@ -250,17 +250,16 @@ class Store:
     def clear(self, keys: Sequence[bytes] | None = None, places: Sequence[str] | None = None) -> int:
         """Forget these records, or all, in these places, or everywhere; how many were in the arena."""
         removed = 0
-        if places is None or MEMORY in places:
-            with self._lock:
+        tiers = [tier for tier in self._tiers if places is None or tier.tier.name in places]
+        with self._lock:
+            if places is None or MEMORY in places:
                 removed = self._catalog.remove(keys)
-            self._changed()
-        for tier in self._tiers:
-            if places is not None and tier.tier.name not in places:
-                continue
-            if keys is None:
-                tier.writers.put(partial(tier.call, "clear", tier.tier.clear, None))
-            for key in keys or ():
-                tier.writers.put(partial(tier.call, "remove", partial(tier.tier.remove, key), None))
+            for tier in tiers:
+                tier.all_doomed |= keys is None
+                tier.doomed.update(keys or ())
+        self._changed()
+        for tier in tiers:
+            tier.writers.put(partial(tier.drop, keys))
         return removed
 
     def move(self, keys: Sequence[bytes], shape: RecordShape, source: str, destination: str, *, copy: bool) -> int:
@@ -318,10 +317,12 @@ class Store:
         answers: list[list[bool]] = [[] for _ in self._tiers]
         nothing: list[bool] = []
         missing = threading.Semaphore(0)
+        gone = threading.Event()
 
         def ask(index: int, tier: GuardedTier) -> None:
-            answers[index] = tier.call("contains", partial(tier.tier.contains, keys), nothing)
-            missing.release()
+            if not gone.is_set():
+                answers[index] = tier.call("contains", partial(tier.tier.contains, keys), nothing)
+                missing.release()
 
         asked = [(index, tier) for index, tier in enumerate(self._tiers) if tier.available]
         for index, tier in asked:
@@ -329,13 +330,18 @@ class Store:
         deadline_s = self._clock() + timeout_s
         for _ in asked:
             missing.acquire(timeout=max(0.0, deadline_s - self._clock()))
+        gone.set()
         return answers[:]
 
     def _bring(self, arrival: Arrival, shape: RecordShape, first_tier: int) -> None:
         """Read a record into its slot, from the first tier that has it whole."""
         slot = arrival.slot
         view = self._slot(slot)
-        for tier in self._tiers[first_tier:]:
+        with self._lock:
+            gone = all(fetch.closed for fetch, _ in arrival.waiting)
+        for tier in () if gone else self._tiers[first_tier:]:
+            if tier.hides(slot.key):
+                continue
             nbytes = tier.call("get", partial(tier.tier.get, slot.key, view.data), None, slot.nbytes)
             if nbytes is None:
                 continue
@@ -386,7 +392,11 @@ class Store:
         slot = lease.slots[0]
         view = self._slot(slot)[: shape.nbytes]
         try:
-            if not any(tier.call("contains", partial(tier.tier.contains, [slot.key]), [True])):
+            if tier.all_doomed or tier.doomed:  # it was left alone, or failed
+                tier.drop(None if tier.all_doomed else list(tier.doomed))
+            if not tier.hides(slot.key) and not any(
+                tier.call("contains", partial(tier.tier.contains, [slot.key]), [True])
+            ):
                 seal(view, slot.key, shape)
                 tier.call("put", partial(tier.tier.put, slot.key, view.data), False, shape.nbytes)
         finally:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pdlink.errors import CapacityExceeded, ConfigError
+from pdlink.store.catalog import Lease, Slot
+from pdlink.store.fetch import Fetch
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
 from pdlink.store.store import Store
@@ -19,8 +21,6 @@ from .stubs import SHAPE, WAIT_S, StubTier
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pdlink.store.catalog import Slot
-    from pdlink.store.fetch import Fetch
     from pdlink.store.tiers.base import Tier
 
 KEYS = [b"%032d" % index for index in range(8)]
@@ -361,3 +361,103 @@ def test_many_threads_never_read_another_ones_record(seed: int) -> None:
         for thread in threads:
             thread.join(60)
         assert not failures, failures
+
+
+def test_a_look_up_that_nobody_waits_for_any_more_is_not_made() -> None:
+    """Else a slow tier has ever more of them in line, and answers nobody in time."""
+    tier, going = StubTier(), threading.Event()
+    with opened(4, [tier]) as store:
+        store._tiers[0].askers.put(lambda: assert_set(going))
+        for _ in range(5):
+            assert not store.lookup(KEYS[:1], 0.0).keys
+        going.set()
+        assert not store.lookup(KEYS[:1], WAIT_S).keys
+        assert tier.calls.count("contains") == 1
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(WAIT_S)
+
+
+def test_a_record_that_nobody_waits_for_any_more_is_not_read() -> None:
+    """Else a slow tier keeps the arena's room for requests that went on without it."""
+    tier = StubTier()
+    with opened(4, [tier]) as store:
+        put_below(store, KEYS, tier)
+        tier.going.clear()
+        begun = fetch(store, KEYS[:4])
+        assert tier.stalled.wait(WAIT_S)
+        begun.finish()
+        begun.close()
+        tier.going.set()
+        assert read(store, KEYS[3:4]) <= 1
+        assert tier.calls.count("get") <= 3, "those under way, and the one that was wanted again"
+
+
+def test_a_fetch_that_is_closed_while_records_come_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease of a record that came between would last until its deadline."""
+    tier = StubTier()
+    with opened(2, [tier]) as store:
+        put_below(store, KEYS[:4], tier)
+        tier.going.clear()
+        begun = fetch(store, KEYS[:1])
+        assert tier.stalled.wait(WAIT_S)
+
+        closing = threading.Thread(target=begun.close)
+        lease = store._catalog.lease
+
+        def leased(*args: Any) -> Lease:
+            closing.start()
+            closing.join(0.2)  # it may have to wait for the store
+            return lease(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store._catalog, "lease", leased)
+            tier.going.set()
+            begun.done.result(WAIT_S)
+        closing.join(WAIT_S)
+        assert put(store, KEYS[4:6]) == 2, "no record is leased"
+
+
+def test_a_fetch_may_be_finished_while_its_last_record_comes() -> None:
+    class Slots(list[Slot | None]):
+        def __contains__(self, slot: object) -> bool:
+            found = super().__contains__(slot)
+            self[:] = [came]
+            return found
+
+    with opened(2) as store:
+        put(store, KEYS[:1])
+        begun = fetch(store, KEYS[:1])
+        (came,) = begun.done.result(WAIT_S)
+        late = Fetch("late", 0.0, 0.0, lambda _: True)
+        late.slots = Slots([None])
+        late.finish()
+        assert late.done.result(WAIT_S) in ((), (came,))
+        begun.close()
+
+
+def test_what_was_cleared_while_a_tier_was_left_alone_does_not_come_back() -> None:
+    tier, clock = StubTier(), Clock()
+    with opened(4, [tier], clock) as store:
+        put_below(store, KEYS[:2], tier)
+        tier.error = OSError(5, "Input/output error")
+        for _ in range(3):
+            read(store, KEYS[4:5])
+        assert store.answering() == {"stub": 0}
+        store.clear(KEYS[:2])
+        drained(store)
+        tier.error = None
+        clock.now_s += 2
+        assert read(store, KEYS[:2]) == 0
+        assert put(store, KEYS[:1]) == 1, "computed again, it is stored again"
+        drained(store)
+        assert list(tier.records) == KEYS[:1]
+
+
+def drained(store: Store) -> None:
+    """Until the tiers' writers have done what is in line."""
+    for tier in store._tiers:
+        done = threading.Event()
+        tier.writers.put(done.set)
+        assert_set(done)
