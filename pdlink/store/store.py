@@ -381,28 +381,38 @@ class Store:
                 tier.writers.put(partial(self._write, tier, lease, shape))
 
     def _put(self, place: int, shape: RecordShape, slot: Slot) -> bool:
-        """Whether a leased record is in that place afterwards."""
+        """Whether the record of a slot is in that place afterwards."""
         if place == 0:
             return True
-        tier, view = self._tiers[place - 1], self._slot(slot)[: shape.nbytes]
-        seal(view, slot.key, shape)
-        return tier.call("put", partial(tier.tier.put, slot.key, view.data), False, shape.nbytes)
+        with self._lock:
+            lease = self._catalog.lease([slot.key], _SELF, "move", float("inf"))
+        try:
+            return lease.slots == (slot,) and self._offer(self._tiers[place - 1], slot, shape)
+        finally:
+            with self._lock:
+                self._catalog.release(lease)
 
     def _write(self, tier: GuardedTier, lease: Lease, shape: RecordShape) -> None:
-        slot = lease.slots[0]
-        view = self._slot(slot)[: shape.nbytes]
         try:
-            if tier.all_doomed or tier.doomed:  # it was left alone, or failed
-                tier.drop(None if tier.all_doomed else list(tier.doomed))
-            if not tier.hides(slot.key) and not any(
-                tier.call("contains", partial(tier.tier.contains, [slot.key]), [True])
-            ):
-                seal(view, slot.key, shape)
-                tier.call("put", partial(tier.tier.put, slot.key, view.data), False, shape.nbytes)
+            self._offer(tier, lease.slots[0], shape)
         finally:
             with self._lock:
                 tier.queued_nbytes -= shape.nbytes
                 self._catalog.release(lease)
+
+    def _offer(self, tier: GuardedTier, slot: Slot, shape: RecordShape) -> bool:
+        """Whether the tier has a record afterwards. Its lease has no deadline: what is sealed must not change."""
+        if tier.all_doomed or tier.doomed:  # it was left alone, or failed
+            tier.drop(None if tier.all_doomed else list(tier.doomed))
+        if tier.hides(slot.key):
+            return False
+        nothing: list[bool] = []
+        found = tier.call("contains", partial(tier.tier.contains, [slot.key]), nothing)
+        if not found or found[0]:
+            return bool(found)
+        view = self._slot(slot)[: shape.nbytes]
+        seal(view, slot.key, shape)
+        return tier.call("put", partial(tier.tier.put, slot.key, view.data), False, shape.nbytes)
 
     # --- The keeper
 

@@ -7,14 +7,15 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from pdlink.errors import CapacityExceeded, ConfigError
 from pdlink.store.catalog import Lease, Slot
 from pdlink.store.fetch import Fetch
 from pdlink.store.policies.registry import make_policy
-from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
-from pdlink.store.store import Store
+from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, unseal
+from pdlink.store.store import MEMORY, Store
 
 from .stubs import SHAPE, WAIT_S, StubTier
 
@@ -461,3 +462,27 @@ def drained(store: Store) -> None:
         done = threading.Event()
         tier.writers.put(done.set)
         assert_set(done)
+
+
+def test_a_move_that_outlives_its_lease_seals_no_other_record() -> None:
+    """What is sealed under a key is believed for ever."""
+    tier, clock = StubTier(), Clock()
+    with opened(2, [tier], clock, lease_s=5.0) as store:
+        put_below(store, KEYS[:2], tier)
+        tier.records.clear()
+        tier.going.clear()
+        moving = threading.Thread(target=store.move, args=(KEYS[:2], SHAPE, MEMORY, "stub"), kwargs={"copy": True})
+        moving.start()
+        assert tier.stalled.wait(WAIT_S)
+        clock.now_s += 6
+        done = threading.Event()
+        for _ in range(200):
+            if put(store, KEYS[2:4]):
+                break
+            done.wait(0.05)
+        tier.going.set()
+        moving.join(WAIT_S)
+        drained(store)
+        for key, record in tier.records.items():
+            whole = np.frombuffer(record, dtype=np.uint8)
+            assert unseal(whole, key, SHAPE) is not None or record[HEADER_NBYTES:] == content(key)
