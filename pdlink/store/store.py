@@ -209,7 +209,8 @@ class Store:
     def reserve(self, keys: Sequence[bytes], shape: RecordShape, holder: str = "engine") -> tuple[Slot, ...]:
         """Slots for the records of those keys that are not here yet, up to the first one that finds no room.
 
-        Fill the payload of each, then `commit` or `abandon` it. Raises CapacityExceeded if one can never fit.
+        Room is not made of the beginning of `keys`. Fill the payload of each, then `commit` or `abandon` it.
+        Raises CapacityExceeded if one can never fit.
         """
         if shape.nbytes > self._nbytes:
             raise CapacityExceeded(
@@ -219,7 +220,9 @@ class Store:
         if self.frozen:
             return ()
         with self._lock:
+            head = self._catalog.lease(keys, holder, "reserve", float("inf"))
             slots = self._catalog.reserve(keys, shape.nbytes, holder)
+            self._catalog.release(head)
             self._work.notify_all()
         self._changed()
         return slots

@@ -213,6 +213,14 @@ def test_what_is_here_is_not_stored_again() -> None:
         assert pages.stored() == 0
 
 
+def test_the_rest_of_a_prompt_does_not_push_out_its_beginning() -> None:
+    with Pages(nbytes=8 * -(-RECORD_NBYTES // 4096) * 4096, policy="fifo") as pages:
+        pages.stored(PROMPT[:64])
+        pages.stored([5] * 64)
+        assert pages.stored() == 32
+        assert pages.cache.lookup(PROMPT).num_tokens == 96
+
+
 def test_salt_and_model_keep_prompts_apart() -> None:
     tier = StubTier()
     with Pages(tiers=[tier]) as pages, Pages(tiers=[tier], model="other") as other:
