@@ -32,7 +32,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"kv", "memory", "cuda", "transport", "protocol", "endpoint", "node", "engine", "store", "observe"}
     | {"pdlink_proxy"},
     "chaos": BASE | {"serve"},
-    "integrations": BASE | {"kv", "memory", "transport", "protocol", "endpoint", "node", "observe", "serve.keys"},
+    "integrations": BASE
+    | {"kv", "memory", "transport", "protocol", "endpoint", "node", "observe", "serve.keys", "store"},
     "pdlink_proxy": BASE | {"kv.hashing", "observe", "protocol"},
     "pdlink_bench": BASE
     | {
