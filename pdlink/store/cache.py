@@ -267,6 +267,8 @@ class Cache:
         fetch = self._holds.take(lookup_id)
         slots = self._arrived(mine, fetch)
         if fetch is None or not slots:
+            if fetch is not None:
+                fetch.close()
             fetch = self._fetch(mine.keys)
             slots = self._arrived(mine, fetch)
         try:

@@ -365,6 +365,15 @@ def test_a_load_that_is_left_early_keeps_no_lease() -> None:
         assert pages.cache._store._catalog.num_leases == 0
 
 
+def test_layers_of_another_prompt_than_the_one_looked_up_keep_no_lease_of_it() -> None:
+    with Pages() as pages:
+        pages.stored()
+        hit = pages.cache.lookup(PROMPT, pin=True)
+        steps = list(pages.cache.retrieve_layers([1] * 40, pages.table(2), lookup_id=hit.lookup_id))
+        assert steps == [0, *[None] * LAYERS]
+        assert pages.cache._store._catalog.num_leases == 0
+
+
 def test_layers_that_were_read_after_their_lease_are_not_handed_out() -> None:
     with Pages() as pages:
         pages.stored()
