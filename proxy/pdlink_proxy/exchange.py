@@ -318,7 +318,7 @@ class Exchange:
         shared, wanted = self._shared, self._wanted
         self._place_action = action
         first = action.why is Why.FIRST
-        if first and len(shared.queue):
+        if first and not shared.queue.passes(wanted.model):
             empty = not shared.pools.usable(Leg.DECODE, wanted.model)
             found: Placed | Unplaced | Queued = Queued("other requests wait", empty)
         else:

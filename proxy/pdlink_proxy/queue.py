@@ -68,6 +68,11 @@ class Queue:
     def __len__(self) -> int:
         return self._num
 
+    def passes(self, model: str) -> bool:
+        """Whether a request of this model may try for workers before it waits: nobody waits, or the queue is full of
+        requests of others."""
+        return not self._num or (self._num >= self.size and all(share[1] != model for share in self._heads))
+
     def put(self, waiting: Waiting) -> bool:
         """Let a request wait; False if the queue is full."""
         if self._num >= self.size:

@@ -125,3 +125,18 @@ async def test_why_a_request_went_where_it_went_can_be_asked(prefills: list[Fake
         assert (again["prefill"], again["tokens"], again["cached_tokens"]) == (placed["prefill"], 2100, 1536)
         async with proxy.client.get(f"{proxy.url}/decisions", params={"request": again["request_id"]}) as response:
             assert (await response.json())["decisions"] == [again]
+
+
+async def test_a_queue_full_of_others_refuses_nobody_whose_workers_are_free(
+    prefills: list[FakeWorker], decodes: list[FakeWorker]
+) -> None:
+    prefills[1].model = decodes[1].model = "busy"
+    async with proxy_of(prefills, decodes, queue_size=1, **PATIENT) as proxy:
+        await decodes[1].stop()
+        await until(lambda: proxy.router.pools.all[3].state is State.UNREACHABLE)
+        first = asyncio.create_task(status_of(proxy, model="busy"))
+        await waits(proxy, 1)
+        assert await status_of(proxy) == 200
+        assert await status_of(proxy, model="busy") == 429
+        await decodes[1].start()
+        assert await first == 200
