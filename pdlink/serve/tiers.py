@@ -92,7 +92,7 @@ class Tiered:
             block_tokens = self._source.layout.block_tokens
             mine = block_table[num_cached_tokens // block_tokens : -(-request.end // block_tokens)]
             request.load = request.prompt.load(TokenRange(num_cached_tokens, request.end, request.prompt), mine)
-            request.load.done.add_done_callback(partial(self._loaded, request_id, num_cached_tokens))
+            request.load.done.add_done_callback(partial(self._loaded, request, num_cached_tokens))
 
     def layer_needed(self, request_id: str, layer: int, timeout_s: float) -> bool:
         return self._port.layer_needed(request_id, layer, timeout_s)
@@ -107,13 +107,14 @@ class Tiered:
             if request is not None:
                 request.prompt.store(start, end, request.blocks, layer)
 
-    def _loaded(self, request_id: str, begin: int, done: Future[int]) -> None:
+    def _loaded(self, request: _Request, begin: int, done: Future[int]) -> None:
         """In the copier's thread."""
-        end = done.result()
+        request_id, end = request.prompt.request_id, done.result()
         if end > begin:
             for layer in range(len(self._source.layout.layers)):
                 self._port.layer_written(layer, [(request_id, begin, end)])
-        self._arrived(request_id, end)
+        if self._requests.get(request_id) is request:  # the next one of that id has other blocks
+            self._arrived(request_id, end)
 
     def gauges(self) -> Gauges:
         """For /metrics."""

@@ -194,11 +194,11 @@ class Worker:
                 )
             )
         except PdlinkError as error:
-            with self._lock:
-                del self._running[request_id]
-            self.port.ended(request_id, error.code)
             if self.tiers is not None:
                 self.tiers.ended(request_id)
+            self.port.ended(request_id, error.code)
+            with self._lock:
+                del self._running[request_id]
             raise
         if leg is not None:
             leg.submitted()
@@ -246,13 +246,13 @@ class Worker:
         stream.put(output)
 
     def ended(self, request_id: str, error: PdlinkError | None) -> None:
+        if self.tiers is not None:  # before the id may be used again
+            self.tiers.ended(request_id, forget=isinstance(error, EngineFailure))
         with self._lock:
             stream = self._running.pop(request_id, None)
             self._fewer.notify_all()
         if stream is None:
             return
-        if self.tiers is not None:
-            self.tiers.ended(request_id, forget=isinstance(error, EngineFailure))
         if error is not None:
             error = stream.failure or error
         self.port.ended(request_id, error.code if error else "")

@@ -277,6 +277,52 @@ def test_an_aborted_request_gives_everything_back_while_its_kv_loads(monkeypatch
         store_of(worker).check()
 
 
+def test_kv_that_comes_too_late_is_not_taken_for_that_of_the_next_request_of_its_id(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts = [prompt_of(5 * CHUNK, seed) for seed in (6, 7)]
+    with opened() as worker:
+        expected = answers(worker, prompts, at_once=False)
+        tiers, right = worker.tiers, worker.port.layer_written
+        assert tiers is not None
+        goes_on, next_one, copier = threading.Event(), threading.Event(), tiers._source.copier._threads[0]
+
+        async def again(patch: pytest.MonkeyPatch) -> list[int]:
+            loop, loaded, admitted = asyncio.get_running_loop(), asyncio.Event(), asyncio.Queue[None]()
+
+            def layer_written(*args: Any) -> None:
+                if threading.current_thread() is copier:
+                    loop.call_soon_threadsafe(loaded.set)
+                    assert goes_on.wait(WAIT_S)
+                right(*args)
+
+            tell = tiers.admitted
+
+            def told(*args: Any) -> None:
+                tell(*args)
+                loop.call_soon_threadsafe(admitted.put_nowait, None)
+
+            patch.setattr(worker.port, "layer_written", layer_written)
+            patch.setattr(tiers, "admitted", told)
+            for prompt in prompts:
+                stored = await worker.look("same", prompt, None)
+                stream = worker.start("same", prompt, SAMPLING, None, stored=stored)
+                await admitted.get()
+                if prompt is prompts[0]:
+                    await loaded.wait()
+                    tiers._source.copier.put(lambda: None if next_one.wait(WAIT_S) else None)
+                    worker.abort(stream)
+                    with pytest.raises(RequestAborted):
+                        assert not [token async for token in stream]
+            goes_on.set()
+            await answer(worker, prompt_of(CHUNK // 2, 8))  # the engine has heard what it hears of the first one
+            next_one.set()
+            return [token.token_id async for token in stream]
+
+        with monkeypatch.context() as patch:
+            assert asyncio.run(again(patch)) == expected[1]
+
+
 @pytest.mark.parametrize("tier", ["local_disk", "remote_url"])
 def test_a_worker_that_starts_again_finds_its_prompts(
     tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
