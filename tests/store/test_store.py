@@ -400,6 +400,7 @@ def test_a_fetch_that_is_closed_while_records_come_keeps_none(monkeypatch: pytes
     tier = StubTier()
     with opened(2, [tier]) as store:
         put_below(store, KEYS[:4], tier)
+        drained(store)  # the writer has let go, too
         tier.going.clear()
         begun = fetch(store, KEYS[:1])
         assert tier.stalled.wait(WAIT_S)
