@@ -34,7 +34,8 @@ class GuardedTier:
         self.doomed: set[bytes] = set()
         self.all_doomed = False
         """Cleared records, or all, until the tier has dropped them: they are not found meanwhile."""
-        self._breaker = Breaker(deadline_s)
+        self._breakers = {True: Breaker(deadline_s), False: Breaker(deadline_s)}
+        """Of look-ups, and of calls that move records: a tier that still answers the first is left alone, too."""
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -42,22 +43,23 @@ class GuardedTier:
     def available(self) -> bool:
         """Whether it would be asked now."""
         with self._lock:
-            return self._breaker.allows(self._clock())
+            return self._allows(self._clock())
 
     @property
     def answers(self) -> bool:
         """False from the failure or stall after which it is left alone until a call succeeds."""
         with self._lock:
-            return not self._breaker.keeps_away(self._clock())
+            return not self._keeps_away(self._clock())
 
     def call(self, what: str, function: Callable[[], _T], otherwise: _T, nbytes: int = 0) -> _T:
         """What `function` gives, in this thread; `otherwise` if the tier is kept away or the call raises."""
         with self._lock:
             began_s = self._clock()
-            if not self._breaker.allows(began_s):
+            if not self._allows(began_s):
                 return otherwise
-            kept_away = self._breaker.keeps_away(began_s)
-            call = self._breaker.begin(began_s)
+            kept_away = self._keeps_away(began_s)
+            breaker = self._breakers[what == "contains"]
+            call = breaker.begin(began_s)
         failed = True
         result = otherwise
         try:
@@ -69,8 +71,8 @@ class GuardedTier:
             log.exception("tier %s: %s failed", self.tier.name, what)
         with self._lock:
             now_s = self._clock()
-            self._breaker.end(call, now_s, failed=failed)
-            keeps_away = self._breaker.keeps_away(now_s)
+            breaker.end(call, now_s, failed=failed)
+            keeps_away = self._keeps_away(now_s)
         if keeps_away and not kept_away:
             log.warning("tier %s is left alone for a while", self.tier.name)
         elif kept_away and not keeps_away:
@@ -78,6 +80,12 @@ class GuardedTier:
         outcome = "failed" if failed else "missed" if result is None or result is False else "done"
         emit(TierCalled(tier=self.tier.name, call=what, outcome=outcome, nbytes=nbytes, took_s=now_s - began_s))
         return result
+
+    def _allows(self, now_s: float) -> bool:
+        return all(breaker.allows(now_s) for breaker in self._breakers.values())
+
+    def _keeps_away(self, now_s: float) -> bool:
+        return any(breaker.keeps_away(now_s) for breaker in self._breakers.values())
 
     def hides(self, key: bytes) -> bool:
         return self.all_doomed or key in self.doomed

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
 from pdlink.store.breaker import Breaker
+from pdlink.store.guard import GuardedTier
+
+if TYPE_CHECKING:
+    from pdlink.store.tiers.base import Tier
 
 
 def fail(breaker: Breaker, now_s: float) -> None:
@@ -63,3 +70,20 @@ def test_a_call_that_takes_longer_than_its_deadline_keeps_others_away_while_it_l
         breaker.end(call, 11, failed=False)
     assert not breaker.allows(11.5)
     assert breaker.allows(12)
+
+
+def test_a_tier_that_finds_records_and_cannot_read_them_is_left_alone() -> None:
+    def fails() -> None:
+        raise OSError("no such luck")
+
+    now_s = 0.0
+    tier = GuardedTier(cast("Tier", SimpleNamespace(name="half")), deadline_s=1.0, clock=lambda: now_s)
+    for _ in range(3):
+        assert tier.call("contains", lambda: [True], [False]) == [True]
+        assert tier.call("get", fails, None) is None
+    assert not tier.answers
+    assert tier.call("contains", lambda: [True], [False]) == [False]
+    now_s = 2.0
+    assert tier.call("contains", lambda: [True], [False]) == [True], "after a pause it may show that it is back"
+    assert tier.call("get", lambda: 7, None) == 7
+    assert tier.answers
