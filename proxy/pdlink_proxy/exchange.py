@@ -156,6 +156,8 @@ class Exchange:
         self._wanted = wanted(call, request.headers.get("X-Session-Id"))
         self._tenant = (request.headers.get("Authorization") or "").partition(" ")[2].strip()
         self._waiting: Waiting | None = None
+        self._failure: Exception | None = None
+        """Of placing it while it waited."""
         self._place_action: Place | None = None
         """Why workers are wanted now."""
         self._chosen: tuple[Worker | None, Worker] | None = None
@@ -211,6 +213,8 @@ class Exchange:
                     await self._wake.wait()
             except TimeoutError:
                 self._tick()
+            if self._failure is not None:
+                raise self._failure
 
     def _due_s(self) -> float:
         """Time of the next tick. Silence of a worker does not count while its last bytes wait for the client."""
@@ -343,10 +347,14 @@ class Exchange:
         """It waits, and may have workers if there are some. Whether it waits no more."""
         if self._place_action is None:
             raise RuntimeError("waits for no workers")
-        found = self._try_to_place(self._place_action)
-        if isinstance(found, Queued):
-            return False
-        self._happen(found)
+        try:
+            found = self._try_to_place(self._place_action)
+            if isinstance(found, Queued):
+                return False
+            self._happen(found)
+        except Exception as error:  # of a policy, say: its own request fails, the queue goes on
+            self._failure = error
+            self._wake.set()
         return True
 
     def _try_to_place(self, action: Place) -> Placed | Unplaced | Queued:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pdlink_proxy.pools import State
+from pdlink_proxy.placement import Queued
+from pdlink_proxy.pools import Pools, State
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
 
 PATIENT: dict[str, Any] = {"no_worker_timeout_s": 10}
@@ -140,3 +141,26 @@ async def test_a_queue_full_of_others_refuses_nobody_whose_workers_are_free(
         assert await status_of(proxy, model="busy") == 429
         await decodes[1].start()
         assert await first == 200
+
+
+async def test_a_request_whose_placement_fails_stops_nobody_behind_it(
+    prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await decode.stop()
+    async with proxy_of([prefill], [decode], settled=False, **PATIENT) as proxy:
+        asked = []
+        for num in (1, 2):
+            asked.append(asyncio.create_task(status_of(proxy)))
+            await waits(proxy, num)
+        choose, answers = Pools.choose, iter(("fail",))
+
+        def failing(pools: Pools, *args: Any, **kwargs: Any) -> Any:
+            found = choose(pools, *args, **kwargs)
+            if not isinstance(found, Queued) and next(answers, None):
+                raise ValueError("a policy of somebody's own")
+            return found
+
+        monkeypatch.setattr(Pools, "choose", failing)
+        await decode.start()
+        assert await asyncio.gather(*asked) == [500, 200]
+        await waits(proxy, 0)
