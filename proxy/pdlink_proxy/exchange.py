@@ -352,7 +352,7 @@ class Exchange:
             if isinstance(found, Queued):
                 return False
             self._happen(found)
-        except Exception as error:  # of a policy, say: its own request fails, the queue goes on
+        except Exception as error:  # noqa: BLE001 -- of any policy: its own request fails, the queue goes on
             self._failure = error
             self._wake.set()
         return True
