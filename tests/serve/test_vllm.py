@@ -92,7 +92,7 @@ def test_a_missing_vllm_is_named_with_the_command_that_installs_it(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(vllm.VllmMissing, match="make vllm"):
         vllm.find_executable(None)
-    with pytest.raises(vllm.VllmMissing, match=r"vllm.executable: /nowhere/vllm"):
+    with pytest.raises(vllm.VllmMissing, match=r"vllm.executable: got /nowhere/vllm"):
         vllm.find_executable("/nowhere/vllm")
     made = tmp_path / ".venv-vllm" / "bin"
     made.mkdir(parents=True)
