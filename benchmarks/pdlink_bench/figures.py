@@ -35,6 +35,7 @@ COMMANDS: Mapping[str, str] = {
     "tiers": "tiers",
 }
 """Name of the figure, which is part of its files' names, and the command that makes it."""
+_TABLES_ONLY = frozenset({"tune", "control", "serving"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
         picture, tables = (args.directory / f"{date}-{name}{suffix}" for suffix in (".png", ".md"))
         plot.check_can_plot(picture)
         command = COMMANDS[name].format(peers=args.peers)
-        words = [*command.split(), "--markdown", str(tables), "--plot", str(picture)]
+        words = [*command.split(), "--markdown", str(tables)]
+        if name not in _TABLES_ONLY:
+            words += ["--plot", str(picture)]
         if args.samples:
             words += ["--json", str(args.samples / f"{date}-{name}.json")]
         console.rule(f"pdlink bench {' '.join(words)}")

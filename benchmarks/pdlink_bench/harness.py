@@ -86,11 +86,14 @@ class Report:
     """Whether everything did what it must; a contestant that failed counts besides."""
 
 
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """The outputs that every benchmark has."""
+def add_output_arguments(parser: argparse.ArgumentParser, *, draws: bool = False) -> None:
+    """The outputs that every benchmark has. draws: its reports have panels."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and the machine's facts here")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures (.png; needs the extra `bench`)")
+    parser.set_defaults(plot=None)
+    if draws:
+        text = "draw the figures (.png; needs the extra `bench`)"
+        parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
 
 
 def run(name: str, args: argparse.Namespace, measure: Callable[[argparse.Namespace, Progress], Report]) -> int:
@@ -120,7 +123,7 @@ def run(name: str, args: argparse.Namespace, measure: Callable[[argparse.Namespa
         args.json.write_text(json.dumps({**head, **report.kept}, indent=1, default=_plain) + "\n", encoding="utf-8")
     if args.markdown:
         args.markdown.write_text(_markdown(report, problems, machine), encoding="utf-8")
-    if args.plot and report.panels:
+    if args.plot:
         notes = f"{machine_line(machine)}\n{report.notes}".strip().replace(", huge pages", ",\nhuge pages")
         plot.write(args.plot, report.panels, f"pdlink bench {name}", notes)
     return 0 if report.ok and not any(measured.failed for measured in problems.values()) else 1

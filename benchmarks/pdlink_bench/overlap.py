@@ -157,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the link, in multiples of what the prefill produces (default %(default)s)",
     )
     parser.add_argument("--rounds", type=positive, default=5, help="default %(default)s")
-    harness.add_output_arguments(parser)
+    harness.add_output_arguments(parser, draws=True)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -210,7 +210,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="blocks of two tiers, for each way of ingestion",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the made-up trace")
-    harness.add_output_arguments(parser)
+    harness.add_output_arguments(parser, draws=True)
 
 
 def _pair(text: str) -> tuple[int, int]:

@@ -158,7 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--heads", type=positive, default=shape.num_heads, help="KV heads (default %(default)s)")
     parser.add_argument("--max-tokens", type=positive, default=shape.max_tokens, help="longest prompt (%(default)s)")
-    harness.add_output_arguments(parser)
+    harness.add_output_arguments(parser, draws=True)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -146,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=positive, default=7, help="default %(default)s")
     parser.add_argument("--turn", type=positive, default=128, metavar="MIB", help="moved in each turn (%(default)s)")
     parser.add_argument("--entries", type=positive, default=1_000_000, help="of the restart (%(default)s)")
-    harness.add_output_arguments(parser)
+    harness.add_output_arguments(parser, draws=True)
 
 
 def run(args: argparse.Namespace) -> int:

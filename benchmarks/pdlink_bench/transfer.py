@@ -143,7 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_options.add_argument(
         "--timeout-s", type=positive_float, default=how.timeout_s, help="of one transfer (default %(default)s)"
     )
-    harness.add_output_arguments(parser)
+    harness.add_output_arguments(parser, draws=True)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,3 +49,19 @@ def test_one_that_fails_does_not_stop_the_others(
     printed = capsys.readouterr().out
     assert "layouts: exit status 1" in printed
     assert "overlap: done" in printed
+
+
+def test_every_figure_is_a_command_line_that_its_benchmark_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--plot` is refused where nothing is drawn."""
+
+    def run(words: list[str], *, check: bool) -> subprocess.CompletedProcess[str]:
+        module = importlib.import_module(f"pdlink_bench.{words[4]}")
+        parser = argparse.ArgumentParser()
+        module.add_arguments(parser)
+        parser.parse_args(words[5:])
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert figures.run(options("-d", str(tmp_path), "--peers", "nixl")) == 0
