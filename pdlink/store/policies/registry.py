@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+from pdlink.config.by_path import make_by_path
 from pdlink.errors import ConfigError
 
 from .adaptive import Adaptive
@@ -44,17 +44,10 @@ def make_policy(name: str) -> Policy:
     """
     if name in POLICIES:
         return POLICIES[name]()
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         known = ", ".join(POLICIES)
         raise ConfigError(f"cache_policy: got {name!r}; limit {known}, or path.to.module:Class; use one of them")
-    try:
-        policy: Policy = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"cache_policy: got {name!r}, which cannot be made ({error}); limit a class that takes no arguments; "
-            "put its module on PYTHONPATH"
-        ) from error
+    policy: Policy = make_by_path("cache_policy", name, "limit a class that takes no arguments")
     if missing := [verb for verb in _VERBS if not hasattr(policy, verb)]:
         raise ConfigError(
             f"cache_policy: got {name!r}, which has no {', '.join(missing)}; limit the verbs {', '.join(_VERBS)}; "

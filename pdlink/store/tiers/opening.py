@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
+from pdlink.config.by_path import make_by_path
 from pdlink.errors import ConfigError
 
 from .resp_server import SCHEMES
@@ -52,15 +52,9 @@ def open_tier(url: str, namespace: str) -> Tier:
             ) from error
         (timeout_s,), rest = _taken(url, timeout_s=5.0)
         return Objects(bucket_of(rest, timeout_s), namespace)
-    module, colon, name = url.partition(":")
-    if not colon or "/" in url:
+    if ":" not in url or "/" in url:
         raise ConfigError(f"remote_url: got no tier; {_LIMIT}; use one of them")
-    try:
-        tier: Tier = getattr(importlib.import_module(module), name)(namespace)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"remote_url: got {url!r}, which cannot be made ({error}); {_LIMIT}; put its module on PYTHONPATH"
-        ) from error
+    tier: Tier = make_by_path("remote_url", url, _LIMIT, namespace)
     if missing := [verb for verb in _VERBS if not hasattr(tier, verb)]:
         raise ConfigError(
             f"remote_url: got {url!r}, which has no {', '.join(missing)}; limit what `Tier` has; add what is missing"

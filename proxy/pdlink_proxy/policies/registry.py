@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+from pdlink.config.by_path import make_by_path
 from pdlink.errors import ConfigError
 
 from .base import Policy
@@ -37,17 +37,10 @@ def make_policy(name: str) -> Policy:
     """
     if name in POLICIES:
         return POLICIES[name]()
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         known = ", ".join(POLICIES)
         raise ConfigError(f"policy: got {name!r}; limit {known}, or path.to.module:Class; use one of them")
-    try:
-        policy = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"policy: got {name!r}, which cannot be made ({error}); limit a class that takes no arguments; put its "
-            "module on PYTHONPATH"
-        ) from error
+    policy = make_by_path("policy", name, "limit a class that takes no arguments")
     if not isinstance(policy, Policy):
         raise ConfigError(f"policy: got {name!r}; limit subclasses of {Policy.__module__}.Policy; make it one")
     return policy
