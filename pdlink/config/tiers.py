@@ -25,8 +25,8 @@ class TiersConfig(Section):
     """A tier below memory that others may share: file:///DIRECTORY[?max_size=GIB], redis://[USER:PASSWORD@]HOST[:PORT]
     and its kin, s3://BUCKET and its kin, or path.to.module:name (`pdlink.store.tiers.opening`)."""
     ingestion: Literal["all", "hot", "second_sight"] = "all"
-    """Which records go on to the tiers below memory: all; those that were used twice while they were in memory; or
-    those that were wanted a second time, which spares a disk most of its writes and starves no tier."""
+    """Which records go on to the tiers below memory: all; hot, used twice while in memory; or second_sight, wanted a
+    second time, which spares a disk most of its writes and starves no tier."""
     chunk_size: int = Field(default=256, ge=1)
     """Tokens per record. A prompt is found again in whole chunks; shorter ones cost more look-ups."""
     cache_policy: str = "adaptive"

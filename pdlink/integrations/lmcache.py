@@ -1,7 +1,7 @@
 """`LMCacheEngine`: `pdlink.Cache` by the names that callers of LMCache's engine use.
 
 Tokens, masks, slot mappings and return values mean what they mean there. Other keyword arguments (`kvcaches`, ...)
-are ignored: the pages are those that the cache was opened with.
+are ignored: the pages are given when the cache is opened.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class Cache:
         offset: int = 0,
         salt: str = "",
     ) -> int:
-        """Keep the KV of the prompt's full chunks; returns the tokens of those that were not here before.
+        """Keep the KV of the prompt's full chunks; returns the number of tokens in new chunks.
 
         Tiers get their copy in the background. What finds no room is left out, from there on.
         Cost: one hash of the prompt, one copy of what is new, in the calling thread, without the GIL.

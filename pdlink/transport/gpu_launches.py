@@ -106,7 +106,7 @@ class Launches:
         return True
 
     def take_ended(self) -> Iterator[Launch]:
-        """Those that have run, which have left their gates. Raises CudaFailure."""
+        """Launches that have run and left their gates. Raises CudaFailure."""
         while self.in_flight:
             launch = self.in_flight[0]
             if launch.slot is not None and not launch.slot.event.done():

@@ -59,7 +59,7 @@ class Judge:
                 importlib.import_module(name)
 
     def learn(self, tests: tuple[str, ...], named: str, traced: Path | None) -> Known:
-        """Run tests with names like this on the code as it is, tracing one folder. Those that fail are left out."""
+        """Run tests with names like this on the code as it is, tracing one folder. Failing tests are left out."""
         known = Known()
         log = self._copy / "trace"
         log.write_text("")

@@ -3,7 +3,7 @@
     python tools/mutations/run.py --sample 200 --seed 1 --json mutations.json
     python tools/mutations/run.py --only csrc/tcp,csrc/copy --sample 40
 
-universalmutator proposes the changes by the rules beside this file; mutants.py keeps those that change what runs and
+universalmutator proposes the changes by the rules beside this file; mutants.py keeps what changes the run and
 draws a sample by the seed. Each mutant goes into a copy of the checkout, where judge.py runs the tests that execute
 its line (of native code: the tests of its folder, those first that have killed before). A mutant is *killed* when a
 test fails, *timeout* when one takes several times longer than without it, and *survived* when all pass. A survivor

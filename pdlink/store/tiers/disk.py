@@ -256,7 +256,7 @@ class Disk:
         return self._segments[-1]
 
     def _remove_others(self, num_segments: int) -> None:
-        """Other namespaces, until so many segments fit beside those that are left."""
+        """Remove other namespaces until so many segments fit beside the rest."""
         own_nbytes = PAGE_NBYTES + num_segments * self._segment_pages * (PAGE_NBYTES + ENTRY_NBYTES)
         while self._others and own_nbytes + sum(map(_held_nbytes, self._others)) > self.capacity_nbytes:
             _remove_unused(self._others.pop(0))
