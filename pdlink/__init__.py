@@ -17,25 +17,29 @@ if TYPE_CHECKING:
     from pdlink.config import SharingConfig as SharingConfig
     from pdlink.config import TimeoutConfig as TimeoutConfig
     from pdlink.config import TransportConfig as TransportConfig
+    from pdlink.kv.groups import KVGroups as KVGroups
     from pdlink.kv.layout import KVLayout as KVLayout
     from pdlink.kv.layout import paged_layout as paged_layout
     from pdlink.memory.blocks import BlockPool as BlockPool
-    from pdlink.node.incoming import Incoming as Incoming
+    from pdlink.node.node import Incoming as Incoming
     from pdlink.node.node import Node as Node
-    from pdlink.node.outgoing import Outgoing as Outgoing
+    from pdlink.node.node import Outgoing as Outgoing
     from pdlink.node.port import EnginePort as EnginePort
     from pdlink.serve.keys import load_credentials as load_credentials
     from pdlink.store.cache import Cache as Cache
+    from pdlink.store.turns import Retention as Retention
 
 _HOMES = {
     "BlockPool": "pdlink.memory.blocks",
     "Cache": "pdlink.store.cache",
     "EnginePort": "pdlink.node.port",
-    "Incoming": "pdlink.node.incoming",
+    "Incoming": "pdlink.node.node",
+    "KVGroups": "pdlink.kv.groups",
     "KVLayout": "pdlink.kv.layout",
     "load_credentials": "pdlink.serve.keys",
     "Node": "pdlink.node.node",
-    "Outgoing": "pdlink.node.outgoing",
+    "Outgoing": "pdlink.node.node",
+    "Retention": "pdlink.store.turns",
     "SecurityConfig": "pdlink.config",
     "SharingConfig": "pdlink.config",
     "TimeoutConfig": "pdlink.config",

@@ -1,6 +1,6 @@
 """Native copies into memory that peers on this host have opened to us (`csrc/copy`).
 
-`Copier` is what `pdlink.transport.mapped` is made of; the functions below measure what the machine can do.
+`Copier` is what `pdlink.transport.mapped` is made of; the functions below copy in the calling thread.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,8 @@ import numpy as np
 
 _Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 _Runs: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+_Indices: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
+_Sums: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.uint64]]
 _File: TypeAlias = tuple[int, int, int, int]
 """Descriptor number in its process, st_dev, st_ino, nbytes."""
 _Gate: TypeAlias = tuple[int, int, int, bytes]
@@ -74,3 +76,26 @@ def nt_runs(dst: _Bytes, src: _Bytes, runs: _Runs, kind: str = "") -> None:
 
 def store_kinds() -> list[str]:
     """Kinds of stores this CPU can run ("avx512", "avx2", "neon", "portable"), best first."""
+
+def nt_runs_summed(
+    dst: _Bytes,
+    src: _Bytes,
+    runs: _Runs,
+    ends: _Indices,
+    starts: _Indices,
+    sums: _Sums,
+    into_records: bool,
+    kind: str = "",
+) -> None:
+    """As `nt_runs`, and add to `sums` what `sum_bytes` gives for the same bytes of a layer (`csrc/copy/sums.h`).
+
+    Runs of several records follow each other: of record i those up to `ends[i]`, in a layer that begins at
+    `starts[i]` of `dst` if `into_records`, else of `src`. There they are whole lines of 64 bytes. Raises ValueError
+    for others.
+    """
+
+def sum_bytes(data: _Bytes, kind: str = "") -> tuple[int, int]:
+    """The two sums of a layer. Reads it once, without the GIL."""
+
+def sum_kinds() -> list[str]:
+    """Kinds of sums this CPU can run ("avx2", "portable"), best first; all give the same."""

@@ -5,7 +5,6 @@ taken on trust, as a kernel does; `pdlink.cuda.ops` and `pdlink.transport.mapped
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +18,8 @@ THREADS: int
 class Place:
     """Where the rows of one side lie. Strides and addresses in bytes.
 
-    The byte of (layer, part, slot, head, chunk) is at base + layer * layer_stride + part * part_stride + (slot //
-    block_tokens) * block_stride + (slot % block_tokens) * token_stride + head * head_stride + chunk * chunk_stride.
+    The byte of (layer, part, slot, head) is at base + layer * layer_stride + part * part_stride + (slot //
+    block_tokens) * block_stride + (slot % block_tokens) * token_stride + head * head_stride.
     """
 
     def __init__(
@@ -34,7 +33,6 @@ class Place:
         block_stride: int,
         token_stride: int,
         head_stride: int = 0,
-        chunk_stride: int = 0,
         block_tokens: int,
         slots: int = 0,
         first_slot: int = 0,
@@ -63,18 +61,12 @@ def plan_reshape(
     num_layers: int = 1,
     num_parts: int = 1,
     num_heads: int = 1,
-    num_chunks: int = 1,
-    chunk_elements: int,
-    itemsize: int,
-    conversion: Literal["none", "quantize", "dequantize"] = "none",
-    scales: int = 0,
-    scale_strides: tuple[int, int, int] = (0, 0, 0),
+    head_nbytes: int,
     refused: int = 0,
     max_strands: int = 0x7FFFFFFF,
 ) -> list[Launch]:
     """The launches (one, unless there are very many tokens) that move num_tokens rows of every plane.
 
-    scales: address of float32 scales, indexed by `scale_strides` of layer, part and head; 0 is a scale of 1.
     refused: address of a uint32 that is set to 1 if a slot is outside its place (nothing is moved for it).
     max_strands: most threads of one launch and plane. Raises ValueError.
     """

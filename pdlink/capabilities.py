@@ -15,12 +15,9 @@ registered memory; to any address of the process (docs/security.md)."""
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """One transport of one worker."""
-
     name: Annotated[str, msgspec.Meta(max_length=256)]
     reach: Reach
     memory: Annotated[tuple[MemoryKind, ...], msgspec.Meta(max_length=8)]
-    """Kinds of memory that it moves."""
     trust: Trust
 
     def __str__(self) -> str:

@@ -3,58 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import difflib
 import importlib
 import logging
-import os
-import re
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, get_args
 
-from pdlink import __version__
-from pdlink.config import ProxyConfig, UpConfig, WorkerConfig, load, parse_assignments, read_secrets
+from pdlink import __version__, logs
+from pdlink.commands import runs
+from pdlink.commands.parser import Parser
+from pdlink.commands.words import BENCHMARKS, DESCRIPTIONS, FLAGS, SETTINGS_HELP
+from pdlink.config.proxy import DialectName
 from pdlink.errors import ConfigError, PdlinkError
+from pdlink.extras import needed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from pdlink.serve.process import Parent
+    from collections.abc import Callable, Mapping, Sequence
+    from types import ModuleType
 
 log = logging.getLogger(__name__)
-
-_SETTINGS_HELP = """\
-settings come from the defaults, then --config FILE (YAML), then the environment
-(PDLINK_CACHE__NUM_BLOCKS=2048), then the flags here; --set reaches every setting:
-  --set cache.num_blocks=2048 --set transport.kind=ucx
-"""
-
-_FLAGS: dict[str, tuple[str, str]] = {
-    "--host": ("host", "address to serve HTTP on"),
-    "--port": ("port", "HTTP port; 0 takes a free one, which is printed"),
-    "--name": ("name", "name of this worker, unique in the deployment"),
-    "--model": ("model.path", "local directory or hub id of a transformers causal LM"),
-    "--transport": ("transport.kind", "auto, mapped, ucx or tcp"),
-    "--on-transfer-failure": ("on_transfer_failure", "what decode does without the KV: recompute or fail"),
-}
-
-_BENCHMARKS: dict[str, str] = {
-    "transfer": "push KV between two processes over every transport",
-    "overlap": "how much of a transfer hides behind prefill, on links of many speeds",
-    "serving": "time to first token through prefill and decode, beside other connectors",
-    "soak": "very many tiny transfers in a row, and what they leave behind",
-    "control": "what the control plane costs: latency, transfers per second, idle CPU",
-    "sharing": "many transfers at once over one link: who waits for whom",
-    "tune": "how short a run must be for packing it to pay over tcp",
-    "tiers": "records on disk beside bare reads and writes of the same size, and a restart",
-    "replay": "hit rates of eviction policies on a trace of requests, beside the best there can be",
-    "route": "routing policies of the proxy, in a simulated fleet",
-    "figures": "all of them: a page of tables, and pictures, into one directory",
-}
-"""Modules of `pdlink_bench`, each with `add_arguments(parser)` and `run(args)`."""
-
-
-_LEVELS = ("debug", "info", "warning", "error")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,12 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         args.parser.refuse(unknown)
-    who = f"{label} " if (label := getattr(args, "label", None)) else ""
-    form = f"%(asctime)s %(levelname)s {who}%(name)s: %(message)s"
-    logging.basicConfig(level=(args.log_level or "warning").upper(), format=form)
+    logs.set_up(args.log_level, args.log_format, getattr(args, "label", None) or "")
     run: Callable[[argparse.Namespace], int | None] = args.run
     try:
-        status = run(args) or 0
+        with needed():
+            status = run(args) or 0
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -80,112 +45,170 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pdlink: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `pdlink check | head -1`: nobody is interested in the rest
-        _silence_stdout()
+        runs.silence_stdout()
         return 1
     except OSError as error:  # the machine's word about a file, a port or memory that no command has translated
         log.debug("the command failed", exc_info=True)
-        _silence_stdout()
+        runs.silence_stdout()
         print(f"pdlink: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse that takes no abbreviations, and says what was probably meant."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
-        self.commands: list[str] = []
-        """Words that may stand here, for the one that is wrong."""
-        self.set_defaults(parser=self)
-
-    def error(self, message: str) -> NoReturn:
-        wrong = re.match(r"argument (COMMAND|BENCHMARK): invalid choice: '(.*?)' \(", message)
-        if wrong is None:
-            super().error(message)
-        kind, word = wrong.group(1).lower(), wrong.group(2)
-        near = difflib.get_close_matches(word, self.commands, n=1, cutoff=0.5)
-        hint = f"did you mean `{self.prog} {near[0]}`?" if near else f"there are {', '.join(self.commands)}"
-        self.exit(2, f"pdlink: no {kind} {word!r}; {hint}\n")
-
-    def refuse(self, words: Sequence[str]) -> NoReturn:
-        """End with what is said about arguments that nobody takes."""
-        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        hints = []
-        for word in words:
-            near = difflib.get_close_matches(word.partition("=")[0], flags, n=1, cutoff=0.6)
-            hints.append(f"{word} (did you mean {near[0]}?)" if near and word.startswith("-") else word)
-        self.error(f"unrecognized arguments: {' '.join(hints)}")
+def whole_parser() -> argparse.ArgumentParser:
+    """With the options of all commands; others pay only for those of the command that was typed."""
+    return _parser([], whole=True)
 
 
-def _parser(argv: Sequence[str]) -> _Parser:
-    parser = _Parser(
+def _parser(argv: Sequence[str], *, whole: bool = False) -> Parser:
+    parser = Parser(
         prog="pdlink",
         description="Moves the KV cache of an LLM from prefill servers to decode servers.",
-        epilog="Begin with `pdlink up`: a whole deployment on this machine, no download, no GPU.",
+        epilog="""\
+begin:        pdlink up               a whole deployment on this machine, no download, no GPU
+look:         pdlink top              what it does; the same as a page at the proxy's /pdlink/
+ask:          pdlink doctor [URL]     what is wrong, and what to do; then pdlink explain ID, of one request
+one command:  pdlink COMMAND --help
+
+exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
+""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-V", "--version", action="version", version=f"pdlink {__version__}")
-    parser.add_argument("--log-level", choices=_LEVELS, help="least important line that is logged (warning)")
+    _add_log(parser, default=None)
     parser.set_defaults(run=lambda _: _no_command(parser))
     commands = parser.add_subparsers(metavar="COMMAND")
 
-    def add(name: str, text: str, run: Callable[[argparse.Namespace], int | None], flags: Sequence[str]) -> _Parser:
+    def add(name: str, text: str, run: Callable[[argparse.Namespace], int | None], flags: Sequence[str]) -> Parser:
         command = commands.add_parser(
             name,
             help=text,
-            description=text,
-            epilog=_SETTINGS_HELP,
+            description=DESCRIPTIONS[name],
+            epilog=SETTINGS_HELP,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(run=run)
-        _add_level(command)
+        _add_log_behind(command)
         if flags:
-            command.add_argument("--config", metavar="FILE", help="YAML file of settings; see configs/")
-            command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting")
+            command.add_argument("--config", metavar="FILE", help="YAML file of settings; docs/settings.md has all")
+            command.add_argument(
+                "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting; repeatable"
+            )
         for flag in flags:
-            command.add_argument(flag, dest=_FLAGS[flag][0], metavar="VALUE", help=_FLAGS[flag][1])
+            command.add_argument(flag, dest=FLAGS[flag][0], metavar="VALUE", help=FLAGS[flag][1])
         return command
 
-    up = add("up", "prefill, decode and proxy on this machine", _up, ("--host", "--port", "--model", "--transport"))
+    up = add(
+        "up", "prefill, decode and proxy on this machine", runs.up, ("--host", "--port", "--model", "--transport")
+    )
     up.add_argument("--prefill", type=int, metavar="N", help="number of prefill workers (1)")
     up.add_argument("--decode", type=int, metavar="N", help="number of decode workers (1)")
+    up.add_argument(
+        "--store",
+        action="store_const",
+        const=True,
+        help="one store process that all workers share, instead of one in each",
+    )
     up.add_argument("--engine", choices=["builtin", "vllm"], help="what the workers run (builtin)")
     for role in ("prefill", "decode", "both"):
         text = {
             "prefill": "a worker that computes prompts and sends their KV",
             "decode": "a worker that receives KV and decodes",
         }
-        worker = add(role, text.get(role, "a worker that takes either leg of a request"), _worker, tuple(_FLAGS))
+        worker = add(role, text.get(role, "a worker that takes either leg of a request"), runs.worker, tuple(FLAGS))
         worker.set_defaults(role=role)
         _add_parent(worker)
-    proxy = add("proxy", "the router in front of the workers", _proxy, ("--host", "--port"))
+    proxy = add("proxy", "the router in front of the workers", runs.proxy, ("--host", "--port"))
     proxy.add_argument("--prefill", action="append", metavar="URL", help="base URL of a prefill worker; repeatable")
     proxy.add_argument("--decode", action="append", metavar="URL", help="base URL of a decode worker; repeatable")
-    proxy.add_argument("--dialect", choices=["pdlink", "vllm", "vllm-nixl"], help="what the workers run (pdlink)")
+    proxy.add_argument("--processes", type=int, metavar="N", help="that serve the port together (1)")
+    proxy.add_argument("--dialect", choices=get_args(DialectName), help="what the workers run (pdlink)")
     proxy.add_argument(
         "--control",
         action="append",
         type=_address_of,
         metavar="URL=TCP",
-        help="where the connector of the vLLM prefill server URL listens: tcp://HOST:PORT, or one for each rank with "
-        "commas between; repeatable",
+        help="where the connector of the server URL listens: tcp://HOST:PORT, or one for each rank with commas "
+        "between (`control` in pdlink/config/proxy.py says which dialects need it); repeatable",
     )
     _add_parent(proxy)
-    add("check", "what works on this machine, and why the rest does not", _check, ("--transport",))
+    store = add("store", "keeps KV for all workers of this host, and outlives them", runs.store, ("--host", "--port"))
+    store.add_argument(
+        "--listen",
+        metavar="PATH",
+        help="Unix socket for the workers, their tiers.store; in a directory that no other user may enter",
+    )
+    store.add_argument("--memory", type=float, metavar="GIB", help="most memory for records (1)")
+    store.add_argument("--disk", metavar="DIR", help="directory for what memory cannot keep; needs --disk-size")
+    store.add_argument("--disk-size", type=float, metavar="GIB", help="space for all that is in it")
+    _add_parent(store)
+    add("check", "what works on this machine, and why the rest does not", runs.check, ("--transport",))
 
     timeline = commands.add_parser(
         "timeline",
-        help="the last transfers of a worker as a trace for ui.perfetto.dev",
-        description="Fetch the last transfers of a running worker: when each layer was written, pushed and visible. "
-        "Open the file at ui.perfetto.dev. A prefill worker knows of every layer, a decode worker only when a "
-        "transfer ended.",
+        help="the last requests and transfers as a trace for ui.perfetto.dev",
+        description="Fetch what a proxy and all its workers did lately, or what one worker did, and write it as a "
+        "trace: each request, and for each transfer when a layer was written, waited, moved and was there. Drop the "
+        "file into ui.perfetto.dev. docs/timeline.md says how to read it.",
+        epilog="  pdlink timeline 127.0.0.1:8000                     the last transfers of the whole deployment\n"
+        "  pdlink timeline 127.0.0.1:8000 --request req-6a7a   one request, on all its workers\n"
+        "  pdlink timeline 127.0.0.1:8100 -o prefill.pftrace   one worker alone\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    timeline.add_argument("url", help="base URL of a worker, not of the proxy; http:// may be left out")
-    timeline.add_argument("--key-file", metavar="FILE", help="the worker's security.http_key_file")
-    timeline.add_argument("-o", "--output", default="timeline.json", metavar="FILE")
-    timeline.set_defaults(run=_timeline)
-    _add_level(timeline)
+    timeline.add_argument("url", metavar="URL", help="of a proxy, or of one worker; http:// may be left out")
+    timeline.add_argument(
+        "--request", metavar="ID", help="of this one alone: the X-Request-Id or X-Pdlink-Transfer of its answer"
+    )
+    timeline.add_argument(
+        "--key-file", metavar="FILE", help="with one of the proxy's api_keys, or the worker's security.http_key_file"
+    )
+    timeline.add_argument("-o", "--output", default="timeline.pftrace", metavar="FILE", help="where to (%(default)s)")
+    timeline.set_defaults(run=runs.timeline)
+    _add_log_behind(timeline)
+
+    explain = commands.add_parser(
+        "explain",
+        help="what the proxy did with a request, and why",
+        description="Show each decision about one request: workers, their load, waits, failures, the end. The id is "
+        "X-Request-Id of the answer, and stands in error messages.",
+    )
+    explain.add_argument("request", metavar="ID", help="X-Request-Id of the answer")
+    explain.add_argument(
+        "--proxy", default="127.0.0.1:8000", metavar="URL", help="base URL of the proxy (%(default)s)"
+    )
+    explain.add_argument("--key-file", metavar="FILE", help="with one of the proxy's api_keys")
+    explain.add_argument("--json", action="store_true", help="print what the proxy answers")
+    explain.set_defaults(run=runs.explain)
+    _add_log_behind(explain)
+
+    route = commands.add_parser(
+        "route",
+        help="where the proxy would send a request now",
+        description="Ask POST /route of a proxy, whose route_s must be set, and print the decision in JSON. It "
+        "counts in the load of its workers until it expires.",
+    )
+    route.add_argument("model", metavar="MODEL", help="name of the model")
+    route.add_argument("--tokens", type=int, default=1000, metavar="N", help="of the prompt (%(default)s)")
+    route.add_argument("--request", metavar="FILE", help="the body of a request in JSON, in place of --tokens")
+    route.add_argument("--proxy", default="127.0.0.1:8000", metavar="URL", help="base URL of the proxy (%(default)s)")
+    route.add_argument("--key-file", metavar="FILE", help="with one of the proxy's api_keys")
+    route.set_defaults(run=runs.route)
+    _add_log_behind(route)
+
+    top = commands.add_parser("top", help="the workers, transfers and requests behind a proxy, live")
+    _add_log_behind(top)
+    if whole or ("top" in argv and "cache" not in argv):
+        from pdlink.observe import top as top_command
+
+        _fill(top, top_command)
+
+    doctor = commands.add_parser("doctor", help="what is wrong with this machine or deployment, and what to do")
+    _add_log_behind(doctor)
+    if whole or "doctor" in argv:
+        from pdlink.doctor import command as doctor_command
+
+        _fill(doctor, doctor_command)
 
     keygen = commands.add_parser(
         "keygen",
@@ -196,36 +219,64 @@ def _parser(argv: Sequence[str]) -> _Parser:
     keygen.add_argument("name", metavar="NAME", help="the worker's name")
     where = "where to (.); made if it is not there, for this user only"
     keygen.add_argument("-d", "--directory", default=".", metavar="DIR", help=where)
-    keygen.set_defaults(run=_keygen)
-    _add_level(keygen)
+    keygen.set_defaults(run=runs.keygen)
+    _add_log_behind(keygen)
 
-    bench = commands.add_parser("bench", help="measure this machine and this link")
+    bench = commands.add_parser(
+        "bench",
+        help="measure this machine and this link",
+        description="Measure this machine and this link beside their limits. What each figure means: "
+        "benchmarks/README.md.",
+    )
     bench.set_defaults(run=lambda _: _no_command(bench))
-    bench.commands = list(_BENCHMARKS)
+    bench.commands = list(BENCHMARKS)
     benchmarks = bench.add_subparsers(metavar="BENCHMARK")
-    for title, help_text in _BENCHMARKS.items():
-        benchmark = benchmarks.add_parser(title, help=help_text)
-        _add_level(benchmark)
-        if "bench" in argv and title in argv:  # its options need the planner; no other command pays for that
+    for title, help_text in BENCHMARKS.items():
+        benchmark = benchmarks.add_parser(title, help=help_text, description=f"Measure {help_text}.")
+        _add_log_behind(benchmark)
+        if whole or (
+            "bench" in argv and title in argv
+        ):  # its options need the planner; no other command pays for that
             module = importlib.import_module(f"pdlink_bench.{title}")
             module.add_arguments(benchmark)
             benchmark.set_defaults(run=module.run)
 
     chaos = commands.add_parser("chaos", help="break a deployment on purpose, and judge what its clients see")
-    _add_level(chaos)
-    if "chaos" in argv:
+    _add_log_behind(chaos)
+    if whole or "chaos" in argv:
         from pdlink.chaos import command
 
-        chaos.description, chaos.epilog = command.DESCRIPTION, command.EPILOG
-        chaos.formatter_class = argparse.RawDescriptionHelpFormatter
-        command.add_arguments(chaos)
+        _fill(chaos, command)
         chaos.set_defaults(run=command.run, words=list(argv))
+
+    cache = commands.add_parser("cache", help="see and change what a running worker keeps of prompts")
+    _add_log_behind(cache)
+    if whole or "cache" in argv:
+        from pdlink.observe import cache_command
+
+        cache.description, cache.epilog = cache_command.DESCRIPTION, cache_command.EPILOG
+        cache.formatter_class = argparse.RawDescriptionHelpFormatter
+        cache.commands = cache_command.add_arguments(cache)
+
+    completion = commands.add_parser(
+        "completion",
+        help="a script with which a shell completes commands and options",
+        description="Print a script for a shell, which then completes pdlink's commands, options and files.",
+        epilog="  bash:  source <(pdlink completion bash)          in ~/.bashrc\n"
+        '  zsh:   pdlink completion zsh > "${fpath[1]}/_pdlink"\n'
+        "  fish:  pdlink completion fish > ~/.config/fish/completions/pdlink.fish\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")
+    completion.set_defaults(run=_completion)
+    _add_log_behind(completion)
 
     parser.commands = list(commands.choices)
     topic = commands.add_parser("help", description="What a command does, and its options.")
     topic.add_argument("words", nargs="*", metavar="COMMAND")
     topic.set_defaults(run=lambda args: main([*args.words, "--help"]))
-    commands.add_parser("version").set_defaults(run=lambda _: _say(f"pdlink {__version__}"))
+    version = commands.add_parser("version", description="Print the version.")
+    version.set_defaults(run=lambda _: runs.say(f"pdlink {__version__}"))
     return parser
 
 
@@ -234,30 +285,29 @@ def _no_command(parser: argparse.ArgumentParser) -> int:
     return 2
 
 
-def _add_level(command: argparse.ArgumentParser) -> None:
+def _fill(parser: argparse.ArgumentParser, command: ModuleType) -> None:
+    """With what the command's own module says of it, and its options."""
+    parser.description, parser.epilog = command.DESCRIPTION, command.EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.add_arguments(parser)
+
+
+def _add_log_behind(command: argparse.ArgumentParser) -> None:
     """`--log-level` behind the command too; there it is not looked for first, but where people write it."""
-    command.add_argument(
-        "--log-level",
-        choices=_LEVELS,
-        default=argparse.SUPPRESS,
-        help="least important line that is logged (warning)",
-    )
+    _add_log(command, default=argparse.SUPPRESS)
+
+
+def _add_log(parser: argparse.ArgumentParser, default: str | None) -> None:
+    level = "least important line that is logged (warning)"
+    parser.add_argument("--log-level", choices=logs.LEVELS, default=default, help=level)
+    form = "how a line looks: text, or json with one object a line (text)"
+    parser.add_argument("--log-format", choices=logs.FORMATS, default=default, help=form)
 
 
 def _add_parent(command: argparse.ArgumentParser) -> None:
     """What `pdlink up` starts its children with."""
     command.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
     command.add_argument("--label", help=argparse.SUPPRESS)
-
-
-def _settings(args: argparse.Namespace, *flags: str) -> dict[str, Any]:
-    """The flags that were given, by dotted key; `--set` last."""
-    given = {_FLAGS[flag][0]: getattr(args, _FLAGS[flag][0], None) for flag in flags}
-    return _given(given) | parse_assignments(args.set)
-
-
-def _given(flags: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in flags.items() if value is not None}
 
 
 def _address_of(text: str) -> tuple[str, list[str]]:
@@ -267,105 +317,18 @@ def _address_of(text: str) -> tuple[str, list[str]]:
     return url, addresses.split(",")
 
 
-def _say(text: str) -> None:
-    """For commands whose output is their purpose: raises OSError if it cannot be written."""
-    print(text, flush=True)
+def _completion(args: argparse.Namespace) -> None:
+    import shtab
+
+    parser = whole_parser()
+    _complete_paths(parser, {"FILE": shtab.FILE, "DIR": shtab.DIR})
+    runs.say(shtab.complete(parser, args.shell))
 
 
-def _mention(text: str) -> None:
-    """For processes that go on: a terminal that has gone or a full disk must not end them, nor keep them from their
-    drain."""
-    try:
-        _say(text)
-    except OSError as error:
-        log.warning("standard output cannot be written: %s; nothing more goes there", error.strerror)
-        _silence_stdout()
-
-
-def _silence_stdout() -> None:
-    """What is written from now on, and what is still in the buffer, goes nowhere, so that no flush fails at exit."""
-    if sys.stdout is None:
-        return
-    with contextlib.suppress(OSError, ValueError):  # ValueError: no descriptor under it, or closed
-        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-
-
-def _up(args: argparse.Namespace) -> None:
-    from pdlink.serve import up
-
-    up.log.setLevel((args.log_level or "info").upper())  # a deployment that starts and changes is not silent
-    flags = {"proxy.host": args.host, "proxy.port": args.port, "engine": args.engine}
-    flags |= {"num_prefill": args.prefill, "num_decode": args.decode}
-    model, transport = getattr(args, "model.path"), getattr(args, "transport.kind")
-    flags |= {"model": model, "prefill.transport.kind": transport, "decode.transport.kind": transport}
-    up.up(load(UpConfig, args.config, flags=_given(flags) | parse_assignments(args.set)), _mention)
-
-
-def _worker(args: argparse.Namespace) -> int | None:
-    from pdlink.serve.roles import run_worker
-
-    if args.parent_fd is not None:
-        with _reporting(args.parent_fd) as parent:
-            run_worker(WorkerConfig.model_validate(parent.settings()), parent, lambda _: None)
-        return parent.status
-    config = load(WorkerConfig, args.config, flags=_settings(args, *_FLAGS), defaults={"role": args.role})
-    if config.role != args.role:
-        raise ConfigError(f"role: the settings say {config.role!r}; use `pdlink {config.role}`, or leave `role` out")
-    run_worker(config, None, _mention)
-    return None
-
-
-def _proxy(args: argparse.Namespace) -> int | None:
-    from pdlink.serve.roles import run_proxy
-
-    if args.parent_fd is not None:
-        with _reporting(args.parent_fd) as parent:
-            run_proxy(ProxyConfig.model_validate(parent.settings()), parent, lambda _: None)
-        return parent.status
-    flags = {"prefill": args.prefill, "decode": args.decode, "dialect": args.dialect}
-    flags |= {"control": dict(args.control) if args.control else None}
-    settings = _given(flags) | _settings(args, "--host", "--port")
-    run_proxy(load(ProxyConfig, args.config, flags=settings), None, _mention)
-    return None
-
-
-@contextlib.contextmanager
-def _reporting(fd: int) -> Iterator[Parent]:
-    """The life of a child: an error before it is ready is its parent's to tell, so that it is told once."""
-    from pdlink.serve.process import Parent
-
-    parent = Parent(fd)
-    try:
-        yield parent
-    except (PdlinkError, OSError) as error:
-        if not parent.failed(str(error), 2 if isinstance(error, ConfigError) else 1):
-            raise
-    finally:
-        parent.close()
-
-
-def _check(args: argparse.Namespace) -> int:
-    from pdlink.serve.check import check
-
-    return check(load(WorkerConfig, args.config, flags=_settings(args, "--transport")))
-
-
-def _timeline(args: argparse.Namespace) -> int:
-    from pdlink.observe.fetch import fetch_timeline
-
-    key = read_secrets(args.key_file, "--key-file")[0] if args.key_file else None
-    _say(fetch_timeline(args.url, args.output, key=key))
-    return 0
-
-
-def _keygen(args: argparse.Namespace) -> None:
-    from pdlink.serve.keys import keygen
-
-    missing = not os.path.isdir(args.directory)
-    path, line = keygen(args.name, args.directory)
-    if missing:
-        print(f"# {args.directory} is new; only this user can enter it", file=sys.stderr)
-    print(f"# {path} is secret; this line is not, it goes into allow-lists:", file=sys.stderr)
-    _say(line)
+def _complete_paths(parser: argparse.ArgumentParser, by_metavar: Mapping[str, Any]) -> None:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                _complete_paths(command, by_metavar)
+        elif action.metavar in by_metavar:
+            action.complete = by_metavar[str(action.metavar)]  # type: ignore[attr-defined]

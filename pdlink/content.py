@@ -80,7 +80,6 @@ def digest_of(model: str | Path, tokenizer: str | Path | None = None, *, weights
 
 
 def _weight_files(found: dict[str, Path]) -> list[Path]:
-    """The weight files that a server loads, by name."""
     for kind in _WEIGHTS:
         names = sorted(name for name in found if name.endswith(kind) and name not in _NOT_WEIGHTS)
         if not names:

@@ -26,6 +26,8 @@ class LocalError(PdlinkError):
 class RemoteError(PdlinkError):
     """The cause is a peer."""
 
+    http_status = 502
+
 
 class ConfigError(LocalError):
     """A setting is unknown, of the wrong type or out of range."""
@@ -75,12 +77,27 @@ class Overloaded(LocalError):
     http_status = 503
 
 
+class RateLimited(LocalError):
+    """A client has asked more than its key may in a minute."""
+
+    code = "rate_limited"
+    retryable = True
+    http_status = 429
+
+
 class Draining(LocalError):
     """The worker is stopping and takes no new requests; another one may."""
 
     code = "draining"
     retryable = True
     http_status = 503
+
+
+class RoleNotTaken(LocalError):
+    """A worker was asked to take another role, and stays what it was."""
+
+    code = "role_not_taken"
+    http_status = 409
 
 
 class WorkerKeyRefused(LocalError):
@@ -137,30 +154,27 @@ class TransportFailure(RemoteError):
 
     code = "transport_failure"
     retryable = True
-    http_status = 502
 
 
 class ProtocolError(RemoteError):
     """A peer sent something that the protocol does not allow."""
 
     code = "protocol_error"
-    http_status = 502
 
 
 class HandshakeRefused(RemoteError):
     """Two workers do not fit together: `factor` differs, with the values `local` and `remote`."""
 
     code = "handshake_refused"
-    http_status = 502
 
-    _REMEDIES: ClassVar[dict[str, str]] = {
+    REMEDIES: ClassVar[dict[str, str]] = {
         "content": "the models have one name and unlike files; load the same config, tokenizer and weights on both",
         "name_in_use": "give one of the two workers another `name`, or a key of its own",
     }
     """By factor, where the two values alone do not say it."""
 
     def __init__(self, factor: str, local: str, remote: str) -> None:
-        remedy = self._REMEDIES.get(factor)
+        remedy = self.REMEDIES.get(factor)
         super().__init__(f"{factor} differs: local {local}, remote {remote}" + (f"; {remedy}" if remedy else ""))
         self.factor, self.local, self.remote = factor, local, remote
 
@@ -170,7 +184,6 @@ class PeerLost(RemoteError):
 
     code = "peer_lost"
     retryable = True
-    http_status = 502
 
 
 class TransferFailed(RemoteError):
@@ -178,7 +191,6 @@ class TransferFailed(RemoteError):
 
     code = "transfer_failed"
     retryable = True
-    http_status = 502
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)

@@ -1,15 +1,22 @@
 """What happened, as small frozen structs, and the one `emit()` that tells those who listen.
 
 Metrics, traces and the timeline are all made from these events (`pdlink/observe`), so a number on a dashboard and
-a span in a trace cannot disagree. Emitting costs one call per listener and nothing when nobody listens.
+a span in a trace cannot disagree. Emitting costs one call per listener. What every transfer emits is not even made
+while `listeners` is empty.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
 
 import msgspec
+
+log = logging.getLogger(__name__)
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -56,6 +63,8 @@ class TransferEnded(Event, frozen=True, kw_only=True, gc=False):
     transport: str
     started_s: float
     first_landed_s: float | None = None
+    exposed_s: float | None = None
+    """From the last layer being written until the last one landed; None on the receiver, and where nothing landed."""
 
 
 class PeerChanged(Event, frozen=True, kw_only=True, gc=False):
@@ -91,9 +100,9 @@ class PrefixFound(Event, frozen=True, kw_only=True, gc=False):
     """A store was asked for a prefix. Counts chunks."""
 
     asked: int
-    in_memory: int
-    below: int
-    """Leading ones after those in memory that are in a tier, or on their way from one."""
+    places: dict[str, int]
+    """How many of the leading ones are in memory, and in each tier below it."""
+    took_s: float
 
 
 class RecordsChanged(Event, frozen=True, kw_only=True, gc=False):
@@ -103,6 +112,21 @@ class RecordsChanged(Event, frozen=True, kw_only=True, gc=False):
     """"stored", "evicted" or "removed"."""
     records: int
     nbytes: int
+
+
+class KVCopied(Event, frozen=True, kw_only=True, gc=False):
+    """KV was copied between an engine's blocks and the store's memory."""
+
+    direction: str
+    """"load", of a prompt, or "store", of a pass."""
+    nbytes: int
+    took_s: float
+
+
+class WriteDropped(Event, frozen=True, kw_only=True, gc=False):
+    """A tier did not get its copy of a record, because it is behind with others."""
+
+    tier: str
 
 
 class TierCalled(Event, frozen=True, kw_only=True, gc=False):
@@ -115,6 +139,39 @@ class TierCalled(Event, frozen=True, kw_only=True, gc=False):
     """"done", "missed" or "failed"."""
     nbytes: int
     took_s: float
+
+
+class PromptSourced(Event, frozen=True, kw_only=True, gc=False):
+    """It is known where the KV of a prompt comes from. Counts tokens; every one of the prompt has one source."""
+
+    request_id: str
+    cached: int
+    """Were in the engine's blocks."""
+    loaded: int
+    """Came from the store, which had `found` of the prompt."""
+    received: int
+    """Asked of the prefill worker; computed after all if they do not come, of which another event tells."""
+    computed: int
+    found: int
+    reason: str
+    """Why so many were to be loaded: of `pdlink.store.worth.Choice`."""
+    load_s: float
+    other_s: float
+    """Estimates for all that was found and not cached: to load it, and to compute or receive it."""
+    began_s: float
+    """When the load began."""
+    places: dict[str, int] = {}
+    """Where the loaded tokens were: memory, disk and so on."""
+
+    def by_source(self) -> dict[str, int]:
+        """Tokens by the word that metrics have for their source: the engine's own blocks are device, the store's
+        memory is host, tiers below it have their kind; what nobody says the place of was in memory."""
+        found = Counter(device=self.cached, prefill=self.received, computed=self.computed, host=self.loaded)
+        for place, tokens in self.places.items():
+            if place != "memory":
+                found["host"] -= tokens
+                found[place.partition(" ")[0]] += tokens
+        return dict(found)
 
 
 class RequestEnded(Event, frozen=True, kw_only=True, gc=False):
@@ -131,21 +188,69 @@ class RequestEnded(Event, frozen=True, kw_only=True, gc=False):
 
 
 Listener = Callable[[Event], None]
-_listeners: list[Listener] = []
+listeners: list[Listener] = []
+"""Of all events of this process; changed by `listen` only."""
 
 
 def emit(event: Event) -> None:
     """Tell every listener, in the calling thread. A listener must be quick and must not raise."""
-    for listener in _listeners:
+    for listener in listeners:
         listener(event)
 
 
 def listen(listener: Listener) -> Callable[[], None]:
     """Add a listener for all events of this process; returns the function that removes it."""
-    _listeners.append(listener)
+    listeners.append(listener)
 
     def stop() -> None:
-        if listener in _listeners:
-            _listeners.remove(listener)
+        if listener in listeners:
+            listeners.remove(listener)
 
     return stop
+
+
+_Change = TypeVar("_Change")
+
+
+class Announcer(Generic[_Change]):
+    """Tells the listeners of one object what changed in it: one change after the other, with no lock held.
+
+    The thread that changes the object tells of it, unless another thread is telling: then that one tells this, too.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._told: deque[tuple[tuple[Callable[[_Change], None], ...], _Change]] = deque()
+        """What nobody has told yet, oldest first, and who is to hear it."""
+        self._telling = False
+        self._listeners: tuple[Callable[[_Change], None], ...] = ()
+
+    def add(self, listener: Callable[[_Change], None], present: Iterable[_Change]) -> None:
+        """Tell `listener` what is there, then every change. The caller holds the object's lock, and calls `tell`."""
+        self._listeners = (*self._listeners, listener)
+        self._told.extend(((listener,), change) for change in present)
+
+    def note(self, change: _Change) -> None:
+        """Something to tell, in this order. The caller holds the object's lock, and calls `tell` later."""
+        if self._listeners:
+            self._told.append((self._listeners, change))
+
+    def tell(self) -> None:
+        """Tell what was noted. The caller holds no lock. What a listener raises is logged and lost."""
+        if not self._told:  # the usual case costs no lock; what this thread noted is there, or another one has it
+            return
+        while True:
+            with self._lock:
+                if self._telling or not self._told:
+                    return
+                self._telling = True
+                listeners, change = self._told.popleft()
+            try:
+                for listener in listeners:
+                    try:
+                        listener(change)
+                    except Exception:
+                        log.exception("a listener failed at %s", change)
+            finally:
+                with self._lock:
+                    self._telling = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 from collections.abc import Iterator
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import settings
@@ -14,8 +15,12 @@ from pdlink.serve import up
 from .nursery import NURSERY
 from .store.tiers.server import valkey_server
 
-settings.register_profile("long", settings.get_profile("default"))
+settings.register_profile("long", settings.get_profile("default"), deadline=None)
 """`--hypothesis-profile=long`: other examples each time, and many more, where a test has a use for them."""
+
+settings.register_profile("usual", settings.get_profile("default"), deadline=None)
+settings.load_profile("usual")
+"""An example has no deadline: how long one takes on a machine that others use, too, says nothing."""
 
 
 # A shell's background job ignores Ctrl-C, and so would all children of such a run, also those that a test interrupts.
@@ -32,9 +37,10 @@ def real_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def nursery() -> Iterator[None]:
-    """Deployments of the tests start within a second a process."""
-    with pytest.MonkeyPatch.context() as patch:
+    """Deployments of the tests start within a second a process, and note what they clear in no user's home."""
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as home:
         patch.setattr(up, "spawn", NURSERY.spawn)
+        patch.setenv("XDG_STATE_HOME", home)
         yield
     NURSERY.close()
 

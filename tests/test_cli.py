@@ -16,8 +16,10 @@ from typing import IO, Any
 import pytest
 
 from pdlink import __version__, cli
+from pdlink.commands import runs
 from pdlink.config import WorkerConfig
 from pdlink.serve import roles
+from pdlink.serve.ports import free_ports
 from pdlink.serve.process import Parent
 
 
@@ -80,7 +82,7 @@ def test_help_is_a_command_too(words: list[str], usage: str, capsys: pytest.Capt
     assert capsys.readouterr().out.startswith(usage)
 
 
-@pytest.mark.parametrize(("words", "text"), [([], "timeline            the last transfers"), (["bench"], "  soak ")])
+@pytest.mark.parametrize(("words", "text"), [([], "timeline            the last requests"), (["bench"], "  soak ")])
 def test_no_command_shows_what_there_is(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exits(words) == 2
     out, err = capsys.readouterr()
@@ -93,10 +95,10 @@ def test_the_log_level_may_stand_before_and_behind_the_command(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Any] = []
-    monkeypatch.setattr("logging.basicConfig", lambda **options: found.append(options["level"]))
-    monkeypatch.setattr(roles, "run_proxy", lambda *_: None)
+    monkeypatch.setattr("pdlink.logs.set_up", lambda level, *_: found.append(level))
+    monkeypatch.setattr(roles, "run_proxy", lambda *_, **_more: None)
     assert cli.main(words) == 0
-    assert found == ["DEBUG"]
+    assert found == ["debug", "debug"], "at once, and with the settings"
 
 
 def test_a_role_in_the_settings_that_is_not_the_commands_is_refused(
@@ -122,11 +124,11 @@ def test_a_model_that_is_nowhere_is_one_line(capsys: pytest.CaptureFixture[str])
 def test_what_the_machine_refuses_is_one_line_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(*_: object) -> None:
+    def run(*_: object, **_more: object) -> None:
         raise PermissionError(13, "Permission denied", "/some/file")
 
     monkeypatch.setattr(roles, "run_proxy", run)
-    monkeypatch.setattr(cli, "_silence_stdout", lambda: None)
+    monkeypatch.setattr(runs, "silence_stdout", lambda: None)
     assert cli.main(["proxy"]) == 1
     assert capsys.readouterr().err == "pdlink: [Errno 13] Permission denied: '/some/file'\n"
 
@@ -134,9 +136,7 @@ def test_what_the_machine_refuses_is_one_line_too(
 @contextlib.contextmanager
 def proxy_with(stdout: IO[bytes] | int) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A proxy whose standard output is that; its process and URL."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_ports(1)
     words = [sys.executable, "-m", "pdlink", "proxy", "--port", str(port), "--decode", "http://127.0.0.1:9"]
     with subprocess.Popen(words, stdout=stdout, stderr=subprocess.PIPE) as process:
         try:

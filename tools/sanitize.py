@@ -24,13 +24,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HERE = ROOT / "tools" / "sanitizers"
 REPORTS = ROOT / "build" / "sanitize-reports"
-MODULES = ("_copy", "_keys", "_tcp", "_ucx", "_cuda")
+MODULES = ("_copy", "_keys", "_index", "_tcp", "_ucx", "_cuda")
 TIMEOUT_S = 300
 """Of one test: everything is some five times slower."""
 ATTACKS = ("tcp", "tcp_blocks", "mapped", "control", "values", "descriptors", "endless", "fairness")
 GROUPS = {
     "conformance": ["tests/conformance"],
     "transports": ["tests/transport", "tests/native"],
+    "index": ["tests/proxy/test_kv_index.py"],
     "cuda": ["tests/cuda", "--ignore=tests/cuda/test_build.py"],
     "endpoints": ["tests/endpoint/test_transfer.py", "tests/endpoint/test_absence.py", "tests/endpoint/test_lost.py"],
     "attacks": [

@@ -4,7 +4,7 @@
 # last; the JSON is written after every benchmark, so that a run that is cut off leaves what it had.
 #
 #   benchmarks/gpu/run.sh [RESULTS_FOLDER [STAGE...]]     (default benchmarks/results, all stages: see `stages` below)
-#   benchmarks/gpu/run.sh --plan                          (what would be run, and the bars; needs no GPU)
+#   benchmarks/gpu/run.sh --list                          (what would be run, and the bars; needs no GPU)
 #
 # PYTHON (python3, with its headers) must have torch, transformers, numpy, numba, pytest, pytest-timeout, hypothesis and
 # cmake or a cmake beside it; what else is missing (nanobind, msgspec, pydantic and what it needs, libucx-cu13)
@@ -16,9 +16,9 @@ set -u -o pipefail
 PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
 cd "$(dirname "$0")/../.."
 source_tree=$PWD
-stages=(gpu-tests benchmarks memcheck racecheck cpu-tests)
+stages=(gpu-tests benchmarks vllm memcheck racecheck cpu-tests)
 python=${PYTHON:-python3}
-if [[ ${1:-} == --plan ]]; then
+if [[ ${1:-} == --list || ${1:-} == --plan ]]; then
     echo "stages: build ${stages[*]}"
     PYTHONPATH=$source_tree/benchmarks exec "$python" -m pdlink_bench.gpu.figures
 fi
@@ -64,7 +64,7 @@ build() {
     "$python" -m cmake --version > /dev/null 2>&1 && cmake=("$python" -m cmake) || cmake=(cmake)
     "${cmake[@]}" -S . -B "$work/build" -DCMAKE_BUILD_TYPE=Release \
         -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" || return
-    "${cmake[@]}" --build "$work/build" -j "$(nproc)" --target _copy _cuda _tcp || return
+    "${cmake[@]}" --build "$work/build" -j "$(nproc)" --target _copy _cuda _tcp _keys _index || return
     "${cmake[@]}" --build "$work/build" -j "$(nproc)" --target _ucx || echo "built without UCX"
     cp "$work"/build/*.so "$tree/pdlink/" || return
     "$python" -c 'from pdlink import _cuda; assert _cuda.fatbin(), "built without nvcc: no GPU kernels"'
@@ -103,7 +103,14 @@ fi
 for stage in "${stages[@]}"; do
     case $stage in
         gpu-tests) step "checks on the GPU" 260 "${pytest[@]}" tests/cuda -m gpu ;;
-        benchmarks) step benchmarks 330 "$python" -m pdlink_bench.gpu.bench --out "$json" ;;
+        benchmarks) step benchmarks 400 "$python" -m pdlink_bench.gpu.bench --out "$json" ;;
+        vllm)
+            if "$python" -c "import vllm" > /dev/null 2>&1; then
+                step "vLLM on the GPU" 300 "${pytest[@]}" tests/e2e/test_vllm_gpu.py -m "vllm and gpu"
+            else
+                note "vLLM on the GPU" "absent: vLLM is not here" 0
+            fi
+            ;;
         memcheck | racecheck)
             if command -v compute-sanitizer > /dev/null; then
                 # What the driver answers is looked at by our own code, and torch asks it for things it may not have.

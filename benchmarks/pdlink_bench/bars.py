@@ -20,8 +20,6 @@ CEILING = "ceiling"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measurement of one lane in one case."""
-
     lane: str
     name: str = "whole"
     case: str = DEFAULT
@@ -68,8 +66,6 @@ BARS: tuple[Bar, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One bar and how high we are."""
-
     what: str
     required: float
     ratio: float | None
@@ -82,7 +78,6 @@ class Verdict:
 
 
 def judge(results: Results) -> list[Verdict]:
-    """Every bar, with or without figures."""
     return [
         Verdict(
             bar.what,

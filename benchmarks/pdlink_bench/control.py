@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import harness
+from . import harness, plot
 from .ends import ReceivingEnd, SendingEnd
 from .harness import SETUP_TIMEOUT_S, Report, Table, in_turns, opened, positive
 from .measure import Measured, summarise
@@ -35,8 +35,6 @@ TIMEOUT_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How it is measured."""
-
     num_layers: int = 2
     rounds: int = 5
     alone: int = 200
@@ -48,8 +46,6 @@ class Settings:
 
 
 class Lane(harness.Lane):
-    """Prefill and decode over one transport."""
-
     def __init__(self, name: str, make_transport: Callable[[], Transport], settings: Settings) -> None:
         self._settings = settings
         self._sender = Worker(f"{name} sender", SendingEnd, settings.num_layers, make_transport)
@@ -126,7 +122,6 @@ def measure(names: Sequence[str], settings: Settings, progress: Progress) -> dic
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `pdlink bench control`."""
     how = Settings()
     parser.add_argument(
         "--transport",
@@ -140,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=positive, default=how.count, help="transfers per round and window")
     parser.add_argument("--windows", type=positive, nargs="+", default=list(how.windows), help="transfers at once")
     parser.add_argument("--idle-s", type=float, default=how.idle_s, help="how long to watch idle processes")
-    harness.add_output_arguments(parser)
+    harness.add_output_arguments(parser, draws=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -155,6 +150,7 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
     return Report(
         {"settings": settings, "transports": results},
         [_table(working, settings)],
+        _panels(working, settings),
         problems=results,
         ok=bool(working),
     )
@@ -181,3 +177,17 @@ def _table(results: dict[str, Measured], settings: Settings) -> Table:
             ", ".join(f"{measured.median(f'{end} CPU, idle'):.2%}" for end in ENDS),
         )
     return table
+
+
+def _panels(results: dict[str, Measured], settings: Settings) -> list[plot.Panel]:
+    def groups(names: Sequence[str], factor: float) -> dict[str, list[plot.Bar]]:
+        return {
+            lane: [plot.Bar.of(name, summarise(measured.samples[name]), lambda v: v * factor) for name in names]
+            for lane, measured in results.items()
+        }
+
+    at_once = [f"per second, {window} at once" for window in settings.windows]
+    return [
+        plot.Bars("one block, alone", "µs", groups(("round trip", "offer to ready"), 1e6)),
+        plot.Bars("tiny transfers", "per second", groups(at_once, 1.0)),
+    ]

@@ -47,9 +47,7 @@ class Options:
 
     engine: str
     directory: Path
-    """For the model."""
     log_dir: Path
-    """For the servers' output."""
     longest: int
     """Tokens of the longest prompt and its answer."""
     model: str | None = None
@@ -113,7 +111,7 @@ def launch(names: Sequence[str], options: Options, into: list[Deployment]) -> No
             for child in deployment.children:
                 child.wait_ready(START_TIMEOUT_S)
             urls = {child.role: [child.facts["url"]] for child in deployment.children}
-            proxy = ProxyConfig(port=0, retries=0, connect_timeout_s=10.0).model_dump(mode="json")
+            proxy = ProxyConfig(port=0, retries=0, connect_timeout_s=10.0, summary_s=0).model_dump(mode="json")
             deployment.children.append(up.start(f"proxy of {name}", "proxy", {**proxy, **urls, **settings}))
             deployment.children[-1].wait_ready(START_TIMEOUT_S)
             deployment.go_on()
@@ -160,6 +158,7 @@ def _start_own(deployment: Deployment, options: Options) -> dict[str, Any]:
                 "cache": {"num_blocks": 2048},
                 "engine": {"max_batched_tokens": 8192},
                 "on_transfer_failure": "fail",
+                "summary_s": 0,
             }
         )
         deployment.children.append(up.start(role, role, config.model_dump(mode="json")))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdlink.kv.layout import KVLayout
-    from pdlink.node.incoming import Incoming
+    from pdlink.node.node import Incoming
     from pdlink.transport.base import Probe, Transport
 
 BLOCK_TOKENS, NUM_BLOCKS = 16, 1024
@@ -68,7 +68,6 @@ class _End:
         return self._node
 
     def cpu_s(self) -> float:
-        """Seconds of CPU that this process has used, all threads together."""
         return time.process_time()
 
     def close(self) -> None:
@@ -242,7 +241,6 @@ class _Asking:
         self._poller.register(self._dealer, zmq.POLLIN)
 
     def round_trip(self) -> float:
-        """Its seconds."""
         asked_s = time.perf_counter()
         self._dealer.send(PAYLOAD, zmq.NOBLOCK)
         if not dict(self._poller.poll(int(WAIT_S * 1000))):

@@ -33,13 +33,12 @@ COMMANDS: Mapping[str, str] = {
     "serving": "serving",
     "replay": "replay",
     "tiers": "tiers",
+    "warm": "warm",
 }
 """Name of the figure, which is part of its files' names, and the command that makes it."""
-_TABLES_ONLY = frozenset({"tune", "control", "serving"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `pdlink bench figures`."""
     parser.add_argument(
         "--only", nargs="+", choices=list(COMMANDS), metavar="NAME", help=f"of {', '.join(COMMANDS)}; default all"
     )
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         plot.check_can_plot(picture)
         command = COMMANDS[name].format(peers=args.peers)
         words = [*command.split(), "--markdown", str(tables)]
-        if name not in _TABLES_ONLY:
+        if name != "tune":  # a table tells all of it
             words += ["--plot", str(picture)]
         if args.samples:
             words += ["--json", str(args.samples / f"{date}-{name}.json")]

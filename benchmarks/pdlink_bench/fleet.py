@@ -1,33 +1,39 @@
 """A fleet in virtual time behind the proxy's real placement and queue: what a policy does to the time to first token.
 
 Prefill workers compute one prompt after the other; decode workers advance all their sequences together. Their speeds
-are a curve each (`Curves`), their prefix caches forget the least recently used. No HTTP, no failures.
+are a curve each (`Curves`), their prefix caches forget the least recently used. No HTTP. Workers fail and
+drain by a schedule (`outages.py`); the proxy's breakers find out who fails.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import json
-import random
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import thread_time
 from typing import TYPE_CHECKING
 
-from pdlink.errors import ConfigError
-from pdlink_proxy.fleet import Fleet, PlacementRequest, WorkerState, compare
-from pdlink_proxy.placement import Placed, Placer
-from pdlink_proxy.queue import Queue, Waiting
+from pdlink_proxy.fleet import PlacementRequest
+from pdlink_proxy.placement import Placed
+from pdlink_proxy.queue import Waiting
+from pdlink_proxy.steps import Leg
+
+from .fleet_requests import KEY_TOKENS
+from .fleet_router import MODEL, Router
+from .outages import FAIL_S, Outages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
-KEY_TOKENS = 512
-"""Tokens of one `hash_ids` entry of a Mooncake trace."""
+    from pdlink_proxy.worker import Worker
+
+    from .fleet_requests import Request
+
 REPORT_S = 0.5
 """Between two reports of a worker, as `ProxyConfig.health_interval_s`."""
+MANY_REPORT_S = 0.1
+"""The same where several routers share the workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +64,16 @@ class Curves:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    at_s: float
-    prompt_tokens: int
-    answer_tokens: int
-    keys: tuple[int, ...]
-
-
-@dataclass(slots=True, eq=False)
 class _Job:
     request: Request
     wanted: PlacementRequest
     prefill: _Prefill | None = None
     decode: _Decode | None = None
+    router: Router | None = None
+    seen: tuple[Worker, Worker] | None = None
+    """The workers in its router's eyes."""
+    calls: tuple[int, int] = (0, 0)
+    """At their breakers."""
     work: tuple[int, int] = (0, 0)
     """Tokens said to the two workers' states."""
     ready_s: float | None = None
@@ -99,19 +102,24 @@ class _Cache:
 
 @dataclass(slots=True, eq=False)
 class _Prefill:
-    state: WorkerState
+    key: str
     slowdown: float
     cache: _Cache
     waiting: deque[_Job] = field(default_factory=deque)
     busy: bool = False
+    load: int = 0
+    """Tokens that it has to compute."""
 
 
 @dataclass(slots=True, eq=False)
 class _Decode:
-    state: WorkerState
+    key: str
     slowdown: float
     cache: _Cache
     free: int
+    requests: int = 0
+    load: int = 0
+    """Tokens of its requests."""
     waiting: deque[_Job] = field(default_factory=deque)
     running: list[tuple[float, int, _Job]] = field(default_factory=list)
     """(step after which it ends, number, job): a heap."""
@@ -129,7 +137,10 @@ class Outcome:
     cached: float
     """Share of all prompt tokens that prefill found in its cache."""
     place_us: float
-    """Time of one decision, with hashing left out: the trace has keys."""
+    """CPU of one decision, without hashing (the trace has keys) and without the index of published KV."""
+    failed_legs: int = 0
+    """Each made its request start again elsewhere."""
+    outages: int = 0
 
 
 class Simulation:
@@ -143,30 +154,50 @@ class Simulation:
         *,
         curves: Curves | None = None,
         slow: float = 0.0,
+        publish: bool = False,
+        routers: int = 1,
+        away: float = 0.0,
+        seed: int = 1,
     ) -> None:
-        """slow: share of the workers of each leg that take twice as long."""
+        """slow: share of the workers of each leg that take twice as long. publish: workers say what KV they have.
+        routers: that get the requests in turn, and know what they sent and what workers report. away: mean share of
+        the workers that fail or drain at any time, by a schedule of this seed."""
         self._curves = curves = curves or Curves()
-        self._placer, self._queue = Placer(*policies), Queue(1_000_000)
-        pool = curves.pool_tokens
-        self._prefill: dict[WorkerState, _Prefill] = {}
-        self._decode: dict[WorkerState, _Decode] = {}
-        for i in range(num_prefill):
-            state, slowdown = WorkerState(f"p{i}#", pool_tokens=pool), 2.0 if i < slow * num_prefill else 1.0
-            self._prefill[state] = _Prefill(state, slowdown, _Cache(pool))
-        for i in range(num_decode):
-            state, slowdown = WorkerState(f"d{i}#", pool_tokens=pool), 2.0 if i < slow * num_decode else 1.0
-            self._decode[state] = _Decode(state, slowdown, _Cache(pool), pool)
-        self._fleet = Fleet(list(self._prefill), list(self._decode))
+        prefill = [
+            _Prefill(f"p{i}#", 2.0 if i < slow * num_prefill else 1.0, _Cache(curves.pool_tokens))
+            for i in range(num_prefill)
+        ]
+        decode = [
+            _Decode(f"d{i}#", 2.0 if i < slow * num_decode else 1.0, _Cache(curves.pool_tokens), curves.pool_tokens)
+            for i in range(num_decode)
+        ]
+        self._prefill, self._decode, self._publish = prefill, decode, publish
+        self._report_s = REPORT_S if routers == 1 else MANY_REPORT_S
+        keys = [each.key for each in prefill], [each.key for each in decode]
+        self._routers = [
+            Router(policies, keys, pool_tokens=curves.pool_tokens, publish=publish, number=number, routers=routers)
+            for number in range(routers)
+        ]
+        self._news: tuple[set[int], set[int]] = set(), set()
+        """By leg, numbers of the workers that have changed since their last report."""
+        self._turns = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._now = 0.0
         self._unfinished = 0
         self._place_s, self._cached_tokens = 0.0, 0
+        self._away, self._seed, self._failed_legs = away, seed, 0
 
     def run(self, requests: Sequence[Request]) -> Outcome:
         """Every request to its end."""
         jobs = [_Job(each, self._wanted(each)) for each in requests]
         self._unfinished = len(jobs)
+        keys = [each.key for each in self._prefill] + [each.key for each in self._decode]
+        self._outages = Outages(keys, self._away, self._seed, max(each.at_s for each in requests))
+        for leg, of_leg in zip(Leg, (keys[: len(self._prefill)], keys[len(self._prefill) :]), strict=True):
+            for number, key in enumerate(of_leg):
+                for at_s, drains in self._outages.drained(key):
+                    self._at(at_s, lambda leg=leg, number=number, drains=drains: self._drains(leg, number, drains))  # type: ignore[misc]
         for job in jobs:
             self._at(job.request.at_s, lambda job=job: self._arrive(job))  # type: ignore[misc]
         self._report()
@@ -177,54 +208,115 @@ class Simulation:
         if len(ttft_s) != len(jobs):
             raise RuntimeError(f"{len(jobs) - len(ttft_s)} requests were lost")
         prompt_tokens = sum(each.prompt_tokens for each in requests)
-        return Outcome(ttft_s, self._cached_tokens / prompt_tokens, self._place_s / len(jobs) * 1e6)
+        return Outcome(
+            ttft_s,
+            self._cached_tokens / prompt_tokens,
+            self._place_s / len(jobs) * 1e6,
+            self._failed_legs,
+            self._outages.num,
+        )
 
     def _wanted(self, request: Request) -> PlacementRequest:
         return PlacementRequest(
-            "m", request.prompt_tokens, request.answer_tokens, key_tokens=KEY_TOKENS, chain=request.keys
+            MODEL, request.prompt_tokens, request.answer_tokens, key_tokens=KEY_TOKENS, chain=request.keys
         )
 
     def _at(self, when_s: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when_s, next(self._numbers), event))
 
     def _report(self) -> None:
-        for worker in self._decode.values():
-            worker.state.heard(worker.state.requests, worker.free)
-        compare(self._fleet.prefill)
-        compare(self._fleet.decode)
+        for router in self._routers:
+            for number in self._news[1]:
+                state, decode = router.worker(Leg.DECODE, number).work, self._decode[number]
+                if len(self._routers) == 1:
+                    state.heard(state.requests, decode.free)
+                else:
+                    state.heard(decode.requests, decode.free, decode.load)
+            for number in self._news[0] if len(self._routers) > 1 else ():
+                prefill = self._prefill[number]
+                busy = len(prefill.waiting) + prefill.busy
+                router.worker(Leg.PREFILL, number).work.heard(busy, None, prefill.load)
+            router.compare()
+        for news in self._news:
+            news.clear()
         self._serve()
         if self._unfinished:
-            self._at(self._now + REPORT_S, self._report)
+            self._at(self._now + self._report_s, self._report)
 
-    # ---- the router
+    # ---- the routers
 
     def _arrive(self, job: _Job) -> None:
-        if len(self._queue) or not self._place(job):
-            self._queue.put(Waiting("", "m", job.wanted.total_tokens, self._now, job))
+        job.router = router = self._routers[next(self._turns) % len(self._routers)]
+        if len(router.queue) or not self._place(router, job):
+            router.queue.put(Waiting("", MODEL, job.wanted.total_tokens, self._now, job))
             self._serve()
 
     def _serve(self) -> None:
-        while self._queue.serve(lambda waiting: self._place(waiting.item), self._now):
-            pass
+        for router in self._routers:
+            while router.queue.serve(lambda waiting, router=router: self._place(router, waiting.item), self._now):  # type: ignore[misc]
+                pass
 
-    def _place(self, job: _Job) -> bool:
-        started_s = perf_counter()
-        placed = self._placer.place(job.wanted, self._fleet)
+    def _place(self, router: Router, job: _Job) -> bool:
+        if self._publish:
+            caches = [(each.key, each.cache) for each in self._prefill] + [
+                (each.key, each.cache) for each in self._decode
+            ]
+            job.wanted.held = {key: tokens for key, cache in caches if (tokens := cache.cached(job.request))}
+        started_s = thread_time()
+        placed = router.placer.place(job.wanted, router.fleet(self._now))
         if isinstance(placed, Placed) and placed.prefill is not None:
-            self._placer.sent(job.wanted, "prefill", placed.prefill)
-            self._placer.sent(job.wanted, "decode", placed.decode)
-        self._place_s += perf_counter() - started_s
+            router.placer.sent(job.wanted, "prefill", placed.prefill)
+            router.placer.sent(job.wanted, "decode", placed.decode)
+        self._place_s += thread_time() - started_s
         if not isinstance(placed, Placed) or placed.prefill is None:
             return False
-        job.prefill, job.decode = self._prefill[placed.prefill], self._decode[placed.decode]
+        rows = placed.prefill.row, placed.decode.row
+        job.prefill, job.decode = self._prefill[rows[0]], self._decode[rows[1]]
+        job.seen = seen = router.worker(Leg.PREFILL, rows[0]), router.worker(Leg.DECODE, rows[1])
+        job.calls = seen[0].breaker.begin(self._now), seen[1].breaker.begin(self._now)
         job.work = (max(1, job.wanted.num_tokens - placed.cached_tokens), job.wanted.total_tokens)
         placed.prefill.sent(job.work[0], self._now)
         placed.decode.sent(job.work[1], self._now)
+        if any(self._outages.fails(each.url, self._now) for each in seen):
+            self._at(self._now + FAIL_S, lambda: self._failed(router, job))
+            return True
+        for news, row in zip(self._news, rows, strict=True):
+            news.add(row)
+        job.decode.requests += 1
+        job.prefill.load += job.work[0]
+        job.decode.load += job.work[1]
         job.prefill.waiting.append(job)
         job.decode.waiting.append(job)
         self._compute(job.prefill)
         self._admit(job.decode)
         return True
+
+    def _drains(self, leg: Leg, number: int, drains: bool) -> None:
+        for router in self._routers:
+            router.drains(leg, number, drains=drains)
+
+    def _failed(self, router: Router, job: _Job) -> None:
+        """Its legs broke. It begins again elsewhere."""
+        assert job.seen is not None
+        for seen, call, tokens in zip(job.seen, job.calls, job.work, strict=True):
+            failed = self._outages.fails(seen.url, self._now - FAIL_S)
+            self._failed_legs += failed
+            if failed:
+                seen.breaker.end(call, self._now, failed=True)
+                job.wanted.avoid |= {seen.work.key}
+            seen.breaker.drop(call)
+            seen.judged()
+            seen.work.finished(tokens, self._now, served=False)
+        if not self._place(router, job):
+            router.queue.put(Waiting("", MODEL, job.wanted.total_tokens, job.request.at_s, job))
+
+    def _served(self, job: _Job, leg: int) -> None:
+        assert job.seen is not None
+        seen = job.seen[leg]
+        seen.work.finished(job.work[leg], self._now, served=True)
+        seen.breaker.end(job.calls[leg], self._now, failed=False)
+        seen.judged()
+        self._news[leg].add(seen.work.row)
 
     # ---- workers
 
@@ -240,7 +332,8 @@ class Simulation:
     def _computed(self, worker: _Prefill, job: _Job, took_s: float) -> None:
         worker.busy = False
         worker.cache.keep(job.request)
-        worker.state.finished(job.work[0], self._now, served=True)
+        self._served(job, 0)
+        worker.load -= job.work[0]
         decode = job.decode
         assert decode is not None
         missing = job.request.prompt_tokens - decode.cache.cached(job.request)
@@ -294,53 +387,10 @@ class Simulation:
         worker.tokens -= job.request.prompt_tokens + job.request.answer_tokens
         worker.free += min(job.wanted.total_tokens, self._curves.pool_tokens)
         worker.cache.keep(job.request)
-        worker.state.finished(job.work[1], self._now, served=True)
+        self._served(job, 1)
+        worker.requests -= 1
+        worker.load -= job.work[1]
         self._unfinished -= 1
         self._plan(worker)
         self._admit(worker)
         self._serve()
-
-
-# ---- requests
-
-
-def read_trace(path: Path, limit: int) -> list[Request]:
-    """The first requests of a Mooncake trace (JSON lines). Raises ConfigError."""
-    found = []
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for line in itertools.islice(lines, limit):
-                row = json.loads(line)
-                keys = tuple(int(key) for key in row["hash_ids"])
-                at_s = row["timestamp"] / 1000
-                found.append(Request(at_s, int(row["input_length"]), max(1, int(row["output_length"])), keys))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"trace: cannot read {path}: {error!r}; give a file of Mooncake's FAST25 traces") from None
-    return found
-
-
-def conversations(num: int, seed: int) -> list[Request]:
-    """Synthetic: chats of several turns, each with all that was said before, some with a long beginning in common."""
-    rng = random.Random(seed)
-    keys = itertools.count(1)
-    systems = [[next(keys) for _ in range(rng.choice((1, 2, 8)))] for _ in range(20)]
-    found: list[Request] = []
-    while len(found) < num:
-        said, at_s = list(rng.choice(systems)), rng.random() * num
-        for _ in range(1 + int(rng.expovariate(0.3))):
-            said += [next(keys) for _ in range(1 + int(rng.lognormvariate(1.2, 1.2)))]
-            tokens = len(said) * KEY_TOKENS - rng.randrange(KEY_TOKENS)
-            found.append(Request(at_s, tokens, 1 + int(rng.expovariate(1 / 300)), tuple(said)))
-            at_s += num * 0.02 * rng.random()
-    return sorted(found[:num], key=lambda each: each.at_s)
-
-
-def at_load(requests: Sequence[Request], load: float, num_prefill: int, curves: Curves) -> list[Request]:
-    """The same requests, so fast that prefill without any cache would be busy for this share of the time."""
-    work_s = sum(curves.prefill_s(each.prompt_tokens, 0) for each in requests)
-    first_s = requests[0].at_s
-    span_s = requests[-1].at_s - first_s or 1.0
-    scale = work_s / load / num_prefill / span_s
-    return [
-        Request((each.at_s - first_s) * scale, each.prompt_tokens, each.answer_tokens, each.keys) for each in requests
-    ]

@@ -18,9 +18,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from pdlink.errors import ConfigError
+from pdlink.memory.buffers import available_nbytes
 
 from . import plot
-from .measure import Facts, Measured, available_memory_nbytes, machine_facts, machine_line, summarise
+from .measure import Facts, Measured, machine_facts, machine_line, summarise
 from .workers import Worker, WorkerFailed
 
 if TYPE_CHECKING:
@@ -71,12 +72,9 @@ class Table:
 
 @dataclass(slots=True)
 class Report:
-    """What a benchmark found."""
-
     kept: Mapping[str, Any]
     """For the JSON: dataclasses and `Measured` at any depth."""
     shown: list[str | Table] = field(default_factory=list)
-    """Sentences and tables, in order."""
     panels: Sequence[plot.Panel] = ()
     notes: str = ""
     """Below the picture: what a reader must know of the workload."""
@@ -160,8 +158,8 @@ def _plain(value: object) -> object:
 
 def check_memory(needed: int, remedy: str) -> None:
     """Raise ConfigError if so many bytes are more than can be taken without swapping."""
-    available = available_memory_nbytes()
-    if available and needed > 0.9 * available:
+    available = available_nbytes()
+    if needed > 0.9 * available:
         raise ConfigError(
             f"memory: needs {needed / 1e9:.1f} GB; {available / 1e9:.1f} GB are available; try {remedy}"
         )
@@ -179,7 +177,6 @@ class Lane:
         return bool(self.measured.problem)
 
     def stop(self, problem: str, *, failed: bool) -> None:
-        """No more turns."""
         self.measured.problem, self.measured.failed = problem, failed
 
     def attempt(self, step: Callable[..., None], *args: object) -> None:

@@ -25,8 +25,6 @@ class BadAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """One streamed answer."""
-
     first_s: float
     """From the request to the first token."""
     gaps_s: tuple[float, ...]
@@ -50,10 +48,10 @@ def once(url: str, body: dict[str, Any]) -> float:
     return time.perf_counter() - started_s
 
 
-def stream(url: str, body: dict[str, Any]) -> Streamed:
-    """Raises BadAnswer, OSError, http.client.HTTPException."""
+def stream(url: str, body: dict[str, Any], request_id: str = "") -> Streamed:
+    """request_id: what the server is to call it. Raises BadAnswer, OSError, http.client.HTTPException."""
     started_s = time.perf_counter()
-    connection, response = _post(url, body)
+    connection, response = _post(url, body, request_id)
     arrivals, text, done = [], [], False
     try:
         while line := response.readline():
@@ -90,9 +88,12 @@ def in_parallel(url: str, bodies: Sequence[dict[str, Any]], parallel: int) -> fl
     return time.perf_counter() - started_s
 
 
-def _post(url: str, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+def _post(
+    url: str, body: dict[str, Any], request_id: str = ""
+) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_S)
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", **({"X-Request-Id": request_id} if request_id else {})}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
     response = connection.getresponse()
     if response.status != 200:
         text = response.read()[:500].decode(errors="replace")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdlink.errors import DeadlineExceeded, TransportFailure
+from pdlink.kv.groups import KVGroups
 from pdlink.memory.buffers import Buffer
 from pdlink.transport.base import BatchDone, PeerFailed, Status
 
@@ -66,9 +67,9 @@ class Receiver(_End):
         if len(layouts) > 1:  # only one can be guarded; the others would be written without a check
             return self.transport.invite(SENDER)
         layout = layouts.pop()
-        self.transport.guard(layout)
+        self.transport.guard(KVGroups((layout,)))
         invitation = self.transport.invite(SENDER)
-        self.transport.open_blocks(SENDER, range(layout.num_blocks))
+        self.transport.open_blocks(SENDER, (tuple(range(layout.num_blocks)),))
         return invitation
 
     def take_up(self, case: str) -> None:

@@ -106,19 +106,12 @@ def machine_facts() -> Facts:
 
 
 def machine_line(machine: Facts) -> str:
-    """One line about the machine."""
     return (
         f"{machine['cpu']}, {machine['cores']} cores (load {machine['load_average_1min']:.1f}), "
         f"{int(machine['memory_nbytes']) / 2**30:.0f} GiB, Linux {machine['kernel']}, Python {machine['python']}, "
         f"UCX {machine['libucx']}, {int(machine['page_nbytes']) // 1024} KiB pages, huge pages "
         f"{machine['transparent_huge_pages_shmem']} for shared memory, tcp {machine['tcp_congestion_control']}"
     )
-
-
-def available_memory_nbytes() -> int:
-    """Memory that can be taken without swapping; 0 if the system does not say."""
-    words = _field("/proc/meminfo", "MemAvailable").split()
-    return int(words[0]) * 1024 if words[0].isdigit() else 0
 
 
 def _text(path: str) -> str:

@@ -137,7 +137,6 @@ class Lane(Pair):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `pdlink bench overlap`."""
     parser.add_argument(
         "--transport", action="append", choices=sorted(TRANSPORTS), help="repeat for several; without it, both"
     )

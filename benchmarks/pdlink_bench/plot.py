@@ -73,8 +73,6 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Values over some x, with a band around them where it is known."""
-
     name: str
     x: Sequence[float]
     y: Sequence[float]
@@ -85,7 +83,6 @@ class Line:
 
     @classmethod
     def of(cls, name: str, points: Mapping[float, Summary], factor: float = 1.0) -> Line:
-        """Medians with a band from p10 to p90."""
         values = [[one.median * factor, one.p10 * factor, one.p90 * factor] for one in points.values()]
         median, low, high = zip(*values, strict=True) if values else ((), (), ())
         return cls(name, list(points), median, low, high)

@@ -50,7 +50,6 @@ def _everybody(case: Case) -> dict[str, Measured]:
 
 
 def workload_line(case: Case) -> str:
-    """One line about what is pushed."""
     workload = case.workload
     return (
         f"{workload.num_tokens} tokens x {workload.num_layers} layers x {workload.num_heads} heads x "

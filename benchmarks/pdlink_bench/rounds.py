@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How it is measured."""
-
     layer_ms: tuple[float, ...] = (1.0, 2.5, 5.0)
     rounds: int = 10
     warm_ups: int = 2
@@ -98,8 +96,6 @@ class Pair(_Turns):
 
 
 class Lane(Pair):
-    """One transport."""
-
     def __init__(self, name: str, contestant: Contestant, cases: Mapping[str, Workload]) -> None:
         mine = {case: cases[case] for case in (cases if contestant.cases is None else contestant.cases)}
         make = contestant.make_transport

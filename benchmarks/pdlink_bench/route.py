@@ -9,14 +9,19 @@ from typing import TYPE_CHECKING
 from pdlink.config.proxy import DEFAULT_POLICIES
 from pdlink_proxy.policies.registry import POLICIES
 
-from . import harness
-from .fleet import Curves, Simulation, at_load, conversations, read_trace
+from . import harness, plot
+from .fleet import Curves, Simulation
+from .fleet_requests import at_load, conversations, read_trace
 from .harness import Report, Table, positive, positive_float
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
 
     from rich.progress import Progress
+
+_DEFAULT = ",".join(DEFAULT_POLICIES.values())
+_EVENTS = "events:"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", type=Path, metavar="FILE", help="Mooncake's JSON lines; without it, synthetic chats"
     )
     parser.add_argument("--requests", type=positive, default=4000, help="of the trace; default %(default)s")
-    parser.add_argument("--seed", type=int, default=1, help="of synthetic chats; default %(default)s")
+    parser.add_argument("--seed", type=int, default=1, help="of synthetic chats and of --away; default %(default)s")
     parser.add_argument(
         "--fleet",
         action="append",
@@ -34,13 +39,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="workers; several times; default 8+8 and 100+100",
     )
     parser.add_argument(
-        "--policy", action="append", metavar="NAME", help="or PREFILL,DECODE; several times; default all"
+        "--policy",
+        action="append",
+        metavar="NAME",
+        help="or PREFILL,DECODE, each also as events:… where workers publish what KV they have; several times; "
+        "default all",
     )
     parser.add_argument(
         "--load", type=positive_float, default=0.8, help="of prefill, if nothing were cached; default %(default)s"
     )
+    parser.add_argument(
+        "--routers",
+        type=positive,
+        default=1,
+        help="that share the fleet and know only their own; default %(default)s",
+    )
     parser.add_argument("--slow", type=float, default=0.0, help="share of workers at half speed; default %(default)s")
-    harness.add_output_arguments(parser)
+    parser.add_argument(
+        "--away",
+        type=float,
+        default=0.0,
+        help="mean share of workers that fail or drain, for 20 s on average, by the seed; default %(default)s",
+    )
+    harness.add_output_arguments(parser, draws=True)
 
 
 def _fleet(text: str) -> tuple[int, int]:
@@ -54,31 +75,68 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace, progress: Progress) -> Report:
-    curves, policies = Curves(), args.policy or [*POLICIES, ",".join(DEFAULT_POLICIES.values())]
+    curves, policies = Curves(), args.policy or [*POLICIES, _DEFAULT, f"{_EVENTS}{_DEFAULT}"]
     requests = read_trace(args.trace, args.requests) if args.trace else conversations(args.requests, args.seed)
     what = args.trace.name if args.trace else f"synthetic chats, seed {args.seed}"
     fleets = args.fleet or [(8, 8), (100, 100)]
-    shown: list[str | Table] = [f"{what}: {len(requests)} requests, load {args.load:g}, slow {args.slow:g}"]
+    how = f"load {args.load:g}, slow {args.slow:g}, away {args.away:g}, routers {args.routers}, seed {args.seed}"
+    shown: list[str | Table] = [f"{what}: {len(requests)} requests, {how}"]
     kept: dict[str, dict[str, dict[str, float]]] = {}
     task = progress.add_task("route", total=len(fleets) * len(policies))
     for num_prefill, num_decode in fleets:
         name = f"{num_prefill}+{num_decode}"
         paced = at_load(requests, args.load, num_prefill, curves)
-        table = Table(("policy", "TTFT mean s", "p50 s", "p99 s", "cached", "place us"), f"{name} workers")
+        table = Table(
+            ("policy", "TTFT mean s", "p50 s", "p99 s", "cached", "place us", "failed legs"), f"{name} workers"
+        )
         found = kept[name] = {}
         for policy in policies:
-            prefill, _, decode = policy.partition(",")
-            simulation = Simulation((prefill, decode or prefill), num_prefill, num_decode, slow=args.slow)
+            prefill, _, decode = policy.removeprefix(_EVENTS).partition(",")
+            publish = policy.startswith(_EVENTS)
+            simulation = Simulation(
+                (prefill, decode or prefill),
+                num_prefill,
+                num_decode,
+                slow=args.slow,
+                publish=publish,
+                routers=args.routers,
+                away=args.away,
+                seed=args.seed,
+            )
             outcome = simulation.run(paced)
             cuts = quantiles(outcome.ttft_s, n=100)
             found[policy] = row = {"mean_s": fmean(outcome.ttft_s), "p50_s": cuts[49], "p99_s": cuts[98]}
             row |= {"cached": outcome.cached, "place_us": outcome.place_us}
+            row |= {"failed_legs": outcome.failed_legs, "outages": outcome.outages}
             table.add(
                 policy,
                 *(f"{row[column]:.3f}" for column in ("mean_s", "p50_s", "p99_s")),
                 f"{outcome.cached:.1%}",
                 f"{outcome.place_us:.0f}",
+                f"{outcome.failed_legs}",
             )
             progress.advance(task)
         shown.append(table)
-    return Report({"seed": args.seed, "load": args.load, "slow": args.slow, "fleets": kept}, shown)
+    return Report(
+        {
+            "seed": args.seed,
+            "load": args.load,
+            "slow": args.slow,
+            "away": args.away,
+            "routers": args.routers,
+            "fleets": kept,
+        },
+        shown,
+        [_panel(row, kept) for row in ("mean_s", "p99_s")],
+        f"{what}: {len(requests)} requests, {how}",
+    )
+
+
+def _panel(row: str, kept: Mapping[str, Mapping[str, Mapping[str, float]]]) -> plot.Panel:
+    groups = {
+        f"{fleet} workers": [
+            plot.Bar(policy, found[row], found[row], found[row]) for policy, found in policies.items()
+        ]
+        for fleet, policies in kept.items()
+    }
+    return plot.Bars(f"time to first token, {row.removesuffix('_s')}", "s", groups)

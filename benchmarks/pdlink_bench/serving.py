@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import harness, resting
+from . import harness, plot, resting
 from .deployments import Deployment, Options, SystemFailed, launch
 from .harness import Report, Table, in_turns, positive
 from .http_load import BadAnswer, Streamed, in_parallel, once, stream
@@ -131,7 +131,7 @@ def _report_of(results: dict[str, Measured], engine: str, settings: Settings) ->
     rest = ", waiting threads rest" if settings.rest else ""
     what = f"engine {engine}{rest}; {settings.rounds} turns; milliseconds, medians"
     kept = {"engine": engine, "settings": settings, "systems": results}
-    return Report(kept, [what, _table(results, settings)], problems=results)
+    return Report(kept, [what, _table(results, settings)], _panels(results, settings), what, problems=results)
 
 
 def _table(results: dict[str, Measured], settings: Settings) -> Table:
@@ -157,8 +157,19 @@ def _table(results: dict[str, Measured], settings: Settings) -> Table:
     return table
 
 
+def _panels(results: dict[str, Measured], settings: Settings) -> list[plot.Panel]:
+    def bars(name: str, length: int) -> list[plot.Bar]:
+        found = {system: measured.samples.get(column(name, length)) for system, measured in results.items()}
+        return [plot.Bar.of(system, summarise(s), lambda seconds: seconds * 1e3) for system, s in found.items() if s]
+
+    titles = {"over_bare": "TTFT beyond a bare prefill", "over_prefill": "TTFT beyond the prefill leg"}
+    return [
+        plot.Bars(title, "ms", {f"{length} tokens": bars(name, length) for length in settings.lengths})
+        for name, title in titles.items()
+    ]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pdlink bench serving`."""
     how = Settings()
     parser.add_argument("--engine", choices=sorted(SYSTEMS), default="vllm", help="default %(default)s")
     parser.add_argument(
@@ -192,7 +203,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"fewer than {resting.FEW_CORES} cores, which they would take from the threads that compute",
     )
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the output of vLLM's servers here")
-    harness.add_output_arguments(parser)
+    harness.add_output_arguments(parser, draws=True)
 
 
 def run(args: argparse.Namespace) -> int:

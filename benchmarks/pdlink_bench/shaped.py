@@ -62,7 +62,6 @@ class _Namespaced:
         return os.getpid()
 
     def command(self, words: Sequence[str]) -> None:
-        """Run one in the namespace."""
         done = subprocess.run(list(words), capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S)
         if done.returncode != 0:
             raise LinkUnavailable(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")

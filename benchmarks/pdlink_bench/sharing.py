@@ -39,8 +39,6 @@ ORDERS = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How it is measured."""
-
     transfers: int = 100
     load: float = 0.9
     """Share of the link's capacity that the trace asks for."""
@@ -50,8 +48,6 @@ class Settings:
 
 @dataclass(slots=True)
 class Played:
-    """What one transport did."""
-
     gb_per_s: float = 0.0
     """Of long transfers, one after the other: the capacity that `load` is a share of."""
     ready_s: dict[str, list[list[float]]] = field(default_factory=dict)
@@ -142,7 +138,6 @@ class Lane(harness.Lane):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `pdlink bench sharing`."""
     how, shape = Settings(), Shape()
     parser.add_argument(
         "--transport", action="append", choices=sorted(TRANSPORTS), help="repeatable (mapped and tcp)"

@@ -83,7 +83,6 @@ def _sample(transfers: int, sides: tuple[Node, Node]) -> Sample:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pdlink bench soak`."""
     parser.add_argument("--transfers", type=positive, default=100_000, metavar="N")
     parser.add_argument("--transport", choices=sorted(TRANSPORTS), default="mapped")
     harness.add_output_arguments(parser)

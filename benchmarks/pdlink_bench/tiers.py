@@ -1,117 +1,78 @@
-"""`pdlink bench tiers`: a disk tier beside bare unbuffered reads and writes of the same size, and its restart.
+"""`pdlink bench tiers`: what keeps records in memory or on disk, beside bare copies and bare unbuffered files.
 
-Lanes take turns; in its turn each writes its records and reads them again. The bare ones use a preallocated file that
-was written before, and hash nothing: one call for each record, or parts of 8 MiB by two threads, as the tier does it.
+Lanes take turns; in its turn each puts its records and reads them again. The bare ones keep no books and hash
+nothing: memcpy and non-temporal stores by one core; one unbuffered call for each record, or parts of 8 MiB by two
+threads, as our disk tier reads, in a preallocated file that was written before. Then a disk tier with a million
+entries opens.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from pdlink.store.tiers.direct import PAGE_NBYTES, DirectFile
+from pdlink.store.tiers.direct import PAGE_NBYTES
 from pdlink.store.tiers.disk import SEGMENT_NBYTES, Disk
 from pdlink.store.tiers.journal import Journal, pack
 
-from . import harness, plot
+from . import harness, plot, tier_peers
 from .harness import Report, Table, in_turns, positive
 from .measure import Measured, gb_per_s
+from .tier_lanes import PART_NBYTES, Bare, Copied, Remote, Tiered, memory_lanes
+from .workers import WorkerFailed
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Mapping
 
     from rich.progress import Progress
 
-PART_NBYTES = 8 << 20
+    from .tier_lanes import Lane
+
 SIZES_KIB = (128, 1024, 4096, 32768)
-LEAST_RATIO, MOST_CPU_S_PER_GB, MOST_RESTART_S = 0.9, 0.15, 1.0
+MOST_CPU_S_PER_GB, MOST_RESTART_S = 0.15, 1.0
+LEAST = 0.9
+"""Of the bare lane, in the same turns."""
+LEAST_AHEAD = 1.2
+"""Of ours, what the best peer takes of CPU."""
 BAR_NBYTES = 32 << 20
 """Size of the records that the bars are of: 256 tokens of an 8B model."""
 NUM_SEGMENTS = 3
 _PAGES_PER_ENTRY = 64
 """Of the records in the restart, which has no bytes of theirs."""
+_BARE = {"memory": "memcpy", "disk": "bare"}
+
+Found = dict[int, dict[str, Measured]]
+"""By bytes of a record, then by lane."""
 
 
-class Lane(Protocol):
-    """Writes records that lie one behind the other, and reads them back."""
-
-    def write(self, records: memoryview, nbytes: int) -> None: ...
-
-    def read(self, into: memoryview, nbytes: int) -> None: ...
-
-
-class Bare:
-    """O_DIRECT, nothing else."""
-
-    def __init__(self, path: Path, part_nbytes: int, num_threads: int) -> None:
-        self._file = DirectFile(path)
-        self._file.grow(SEGMENT_NBYTES)
-        self._part_nbytes = part_nbytes
-        self._threads = ThreadPoolExecutor(num_threads)
-
-    def write(self, records: memoryview, nbytes: int) -> None:
-        self._move(self._file.write, records, nbytes)
-
-    def read(self, into: memoryview, nbytes: int) -> None:
-        self._move(self._file.read, into, nbytes)
-
-    def _move(self, move: Callable[[int, memoryview], bool], memory: memoryview, nbytes: int) -> None:
-        for at in range(0, len(memory), nbytes):
-            part_nbytes = min(nbytes, self._part_nbytes)
-            parts = range(at, at + nbytes, part_nbytes)
-            pieces = [memory[part : part + part_nbytes] for part in parts]
-            done = [move(at, pieces[0])] if len(pieces) == 1 else list(self._threads.map(move, parts, pieces))
-            if not all(done):
-                raise OSError("the file of the bare lane is too short")
-
-
-class Tiered:
-    """Our tier; each round has keys of its own."""
-
-    def __init__(self, path: Path) -> None:
-        self.disk = Disk(path, "bench", (NUM_SEGMENTS + 1) * SEGMENT_NBYTES, SEGMENT_NBYTES)
-        self._round = 0
-
-    def write(self, records: memoryview, nbytes: int) -> None:
-        self._round += 1
-        for at in range(0, len(records), nbytes):
-            if not self.disk.put(self._key(at), records[at : at + nbytes]):
-                raise OSError("the disk tier did not keep a record")
-
-    def read(self, into: memoryview, nbytes: int) -> None:
-        for at in range(0, len(into), nbytes):
-            if self.disk.get(self._key(at), into[at : at + nbytes]) != nbytes:
-                raise OSError("the disk tier did not give a record back")
-
-    def _key(self, at: int) -> bytes:
-        return self._round.to_bytes(16, "little") + at.to_bytes(16, "little")
-
-
-def measure(lanes: dict[str, Lane], nbytes: int, rounds: int, turn_nbytes: int) -> dict[str, Measured]:
-    """Seconds and CPU seconds of each turn, for records of `nbytes`."""
-    turn_nbytes = turn_nbytes // nbytes * nbytes
-    data = memoryview(mmap.mmap(-1, turn_nbytes))
-    into = memoryview(mmap.mmap(-1, turn_nbytes))
-    data[:] = np.random.default_rng(nbytes).bytes(turn_nbytes)
+def measure(lanes: Mapping[str, Lane], nbytes: int, rounds: int, turn_nbytes: int) -> dict[str, Measured]:
+    """Seconds and CPU seconds of each turn, for records of `nbytes`. A lane that fails has a problem instead."""
     found = {name: Measured() for name in lanes}
+    for name, lane in lanes.items():
+        try:
+            lane.begin(nbytes, max(1, turn_nbytes // nbytes))
+        except WorkerFailed as error:
+            found[name].problem = str(error)
     for number, name in in_turns(list(lanes), rounds + 1):
-        into[:] = bytes(turn_nbytes)
-        for what, call in (("put", lanes[name].write), ("get", lanes[name].read)):
-            began_s, began_cpu_s = time.perf_counter(), time.process_time()
-            call(data if what == "put" else into, nbytes)
-            if number:  # the first round warms up
-                found[name].add(what, time.perf_counter() - began_s)
-                found[name].add(f"{what} CPU", time.process_time() - began_cpu_s)
-        if into != data:
+        lane, measured = lanes[name], found[name]
+        if measured.problem:
+            continue
+        try:
+            for what in ("put", "get"):
+                took = lane.timed(what)
+                if number and (what == "get" or lane.puts):  # the first round warms up
+                    measured.add(what, took.wall_s)
+                    measured.add(f"{what} CPU", took.cpu_s)
+            whole = lane.whole()
+        except WorkerFailed as error:
+            measured.problem = str(error)
+            continue
+        if not whole:
             raise OSError(f"{name}: other bytes were read than written")
     return found
 
@@ -121,7 +82,7 @@ def restart_s(path: Path, num_entries: int) -> tuple[float, float]:
     pages = SEGMENT_NBYTES // PAGE_NBYTES
     per_segment = pages // _PAGES_PER_ENTRY
     num_segments = -(-num_entries // per_segment)
-    capacity_nbytes = (num_segments + 1) * (SEGMENT_NBYTES + pages * 64)
+    capacity_nbytes = (num_segments + 2) * (SEGMENT_NBYTES + pages * 64)  # fewer, and segments would be smaller
     Disk(path, "restart", capacity_nbytes, SEGMENT_NBYTES).close()
     journal = Journal(path / "restart/journal", SEGMENT_NBYTES)
     for number in range(num_entries):
@@ -146,6 +107,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=positive, default=7, help="default %(default)s")
     parser.add_argument("--turn", type=positive, default=128, metavar="MIB", help="moved in each turn (%(default)s)")
     parser.add_argument("--entries", type=positive, default=1_000_000, help="of the restart (%(default)s)")
+    parser.add_argument("--places", nargs="+", choices=_BARE, default=tuple(_BARE), help="what to measure (all)")
+    parser.add_argument(
+        "--peers", nargs="+", choices=[*tier_peers.MEMORY, *tier_peers.DISK], default=(), metavar="NAME",
+        help=f"other stores in the same turns: {', '.join([*tier_peers.MEMORY, *tier_peers.DISK])}",
+    )  # fmt: skip
+    parser.add_argument("--path", default="", metavar="DIRS", help="where their packages are, joined by :")
     harness.add_output_arguments(parser, draws=True)
 
 
@@ -155,68 +122,131 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace, progress: Progress) -> Report:
+    kept: dict[str, Any] = {}
+    report = Report(kept)
     with tempfile.TemporaryDirectory(prefix=".pdlink-bench-", dir=args.directory) as name:
         directory = Path(name)
-        tier = Tiered(directory)
-        lanes: dict[str, Lane] = {
-            "bare": Bare(directory / "bare", SEGMENT_NBYTES, 1),
-            "bare, parts": Bare(directory / "parts", PART_NBYTES, 2),
-            "disk": tier,
-        }
-        warm = memoryview(mmap.mmap(-1, 32 << 20))
-        for lane in lanes.values():  # the first write of preallocated room costs more
-            for _ in range((NUM_SEGMENTS + 1) * SEGMENT_NBYTES // len(warm)):
-                lane.write(warm, len(warm))
-        found = {
-            kib << 10: measure(lanes, kib << 10, args.rounds, args.turn << 20) for kib in progress.track(args.sizes)
-        }
-        direct = tier.disk._file.direct
-        tier.disk.close()
-        restarted_s, restarted_cpu_s = restart_s(directory, args.entries)
-    return _told(args, found, direct, restarted_s, restarted_cpu_s)
+        for place in args.places:
+            lanes: dict[str, Lane] = memory_lanes() if place == "memory" else _disk_lanes(directory)
+            ours = tier_peers.MEMORY if place == "memory" else tier_peers.DISK
+            for peer in [peer for peer in args.peers if peer in ours]:
+                folder = str(directory / peer.replace(" ", "-"))
+                try:
+                    lanes[peer] = Remote(peer, tier_peers.make, peer, args.path, folder)
+                except WorkerFailed as error:
+                    report.shown.append(f"{peer} is left out: {error}")
+            try:
+                if place == "disk":
+                    _write_before(lanes)
+                found = {
+                    kib << 10: measure(lanes, kib << 10, args.rounds, args.turn << 20)
+                    for kib in progress.track(args.sizes)
+                }
+            finally:
+                for lane in lanes.values():
+                    lane.close()
+            kept[place] = found
+            _tell(report, args, place, found, {name: lane.checks for name, lane in lanes.items()})
+        if "disk" in args.places:
+            kept["restart_s"], kept["restart_cpu_s"] = restart_s(directory, args.entries)
+            _tell_restart(report, args, kept["restart_s"], kept["restart_cpu_s"])
+    return report
 
 
-def _told(
-    args: argparse.Namespace, found: dict[int, dict[str, Measured]], direct: bool, restarted_s: float, cpu_s: float
-) -> Report:
-    columns = [f"{what} {unit}" for what in ("put", "get") for unit in ("GB/s", "CPU s/GB", "of bare")]
-    table = Table(("record", "lane", *columns), "records on disk", num_left=2)
-    verdicts: list[str] = []
+def _disk_lanes(directory: Path) -> dict[str, Lane]:
+    return {
+        "bare": Bare(directory / "bare", SEGMENT_NBYTES, SEGMENT_NBYTES, 1),
+        "bare, parts": Bare(directory / "parts", SEGMENT_NBYTES, PART_NBYTES, 2),
+        "bare, 4 KiB pages": Bare(directory / "small", SEGMENT_NBYTES, SEGMENT_NBYTES, 1, gathers=False),
+        "disk": Tiered(directory, (NUM_SEGMENTS + 1) * SEGMENT_NBYTES, SEGMENT_NBYTES),
+        "disk, copied": Copied(directory / "copied", 3 * SEGMENT_NBYTES, SEGMENT_NBYTES, checks=False),
+        "disk, copied, checked": Copied(directory / "checked", 3 * SEGMENT_NBYTES, SEGMENT_NBYTES, checks=True),
+    }
+
+
+def _write_before(lanes: Mapping[str, Lane]) -> None:
+    """The first write of preallocated room costs more."""
+    nbytes = min(32 << 20, SEGMENT_NBYTES // 2)
+    for name in [name for name in lanes if name.startswith(("bare", "disk"))]:
+        lanes[name].begin(nbytes, 1)
+        for _ in range((NUM_SEGMENTS + 1) * SEGMENT_NBYTES // nbytes):
+            lanes[name].put()
+
+
+def _tell(report: Report, args: argparse.Namespace, place: str, found: Found, checks: Mapping[str, bool]) -> None:
+    bare = _BARE[place]
+    columns = [f"{what} {unit}" for what in ("put", "get") for unit in ("GB/s", "CPU s/GB", f"of {bare}")]
+    table = Table(("record", "lane", "checked", *columns), f"records in {place}", num_left=3)
     groups: dict[str, list[plot.Bar]] = {}
-    most_s = MOST_RESTART_S * max(1.0, args.entries / 1e6)
-    ok = restarted_s <= most_s
     for nbytes, lanes in found.items():
-        turn_nbytes = (args.turn << 20) // nbytes * nbytes
-        label = f"{nbytes >> 10:,} KiB"
+        turn_nbytes = max(1, (args.turn << 20) // nbytes) * nbytes
         for lane, measured in lanes.items():
             cells = []
             for what in ("put", "get"):
                 taken, cpu = measured.summary(what), measured.summary(f"{what} CPU")
-                ratio = lanes["bare"].share(what, measured, what)
+                ratio = lanes[bare].share(what, measured, what)
                 if taken is None or cpu is None or ratio is None:
+                    cells += ["-"] * 3
                     continue
-                cpu_per_gb = cpu.median / turn_nbytes * 1e9
-                cells += [f"{gb_per_s(turn_nbytes, taken.median):.2f}", f"{cpu_per_gb:.3f}", f"{ratio:.2f}"]
-                groups.setdefault(f"{what} {label}", []).append(
+                per_gb = cpu.median / turn_nbytes * 1e9
+                cells += [f"{gb_per_s(turn_nbytes, taken.median):.2f}", f"{per_gb:.3f}", f"{ratio:.2f}"]
+                groups.setdefault(f"{what} {nbytes >> 10:,} KiB", []).append(
                     plot.Bar.of(lane, taken, partial(gb_per_s, turn_nbytes))
                 )
-                if lane == "disk" and nbytes == BAR_NBYTES:
-                    met = ratio >= LEAST_RATIO and cpu_per_gb <= MOST_CPU_S_PER_GB
-                    ok = ok and met
-                    verdicts.append(
-                        f"{what} of {label}: {ratio:.2f} of bare, at least {LEAST_RATIO}; {cpu_per_gb:.3f} CPU s/GB, "
-                        f"at most {MOST_CPU_S_PER_GB}: " + ("met" if met else "[red]missed[/]")
-                    )
-            table.add(label, lane, *cells)
+            table.add(f"{nbytes >> 10:,} KiB", lane, "yes" if checks[lane] else "", *cells)
         table.add()
-    verdicts.append(
-        f"restart with {args.entries:,} entries: {restarted_s:.2f} s ({cpu_s:.2f} s of CPU), at most "
-        f"{most_s:.2f}: " + ("met" if restarted_s <= most_s else "[red]missed[/]")
+    report.shown += [f"{args.turn} MiB a turn", table]
+    problems = {(lane, one.problem) for lanes in found.values() for lane, one in lanes.items() if one.problem}
+    report.shown += [f"{lane} is left out: {problem}" for lane, problem in sorted(problems)]
+    report.panels = [*report.panels, plot.Bars(f"records in {place}", "GB/s", groups)]
+    _judge(report, args, place, found.get(BAR_NBYTES, {}))
+
+
+def _judge(report: Report, args: argparse.Namespace, place: str, lanes: dict[str, Measured]) -> None:
+    """The bars of one place, whose lane of ours has its name."""
+    turn_nbytes = max(1, (args.turn << 20) // BAR_NBYTES) * BAR_NBYTES
+    for what in ("put", "get") if lanes else ():
+        ratio = lanes[_BARE[place]].share(what, lanes[place], what) or 0.0
+        per_gb = lanes[place].median(f"{what} CPU") / turn_nbytes * 1e9
+        if place == "disk":
+            per_gb += _sums_cpu_s(lanes, what) / turn_nbytes * 1e9
+        met = ratio >= LEAST and (place != "disk" or per_gb <= MOST_CPU_S_PER_GB)
+        report.ok &= met
+        cpu = f"; {per_gb:.3f} CPU s/GB with the sums, at most {MOST_CPU_S_PER_GB}" if place == "disk" else ""
+        report.shown.append(
+            f"{place}, {what} of {BAR_NBYTES >> 20} MiB: {ratio:.2f} of {_BARE[place]}, at least {LEAST}{cpu}: "
+            + _word(met)
+        )
+        peers = {
+            name: measured.median(f"{what} CPU") / turn_nbytes * 1e9
+            for name, measured in lanes.items()
+            if name in (*tier_peers.MEMORY, *tier_peers.DISK) and measured.summary(f"{what} CPU")
+        }
+        if peers:
+            best = min(peers, key=lambda name: peers[name])
+            ahead = peers[best] / per_gb
+            report.ok &= ahead >= LEAST_AHEAD
+            report.shown.append(
+                f"{place}, {what} of {BAR_NBYTES >> 20} MiB: {best} takes {peers[best]:.3f} CPU s/GB, {ahead:.2f} "
+                f"times ours, at least {LEAST_AHEAD}: " + _word(ahead >= LEAST_AHEAD)
+            )
+
+
+def _sums_cpu_s(lanes: dict[str, Measured], what: str) -> float:
+    """What sums cost the copies of a turn, by the median over the turns of what copies cost with and without."""
+    plain, summed = lanes["disk, copied"], lanes["disk, copied, checked"]
+    ratio = summed.share(f"{what} CPU", plain, f"{what} CPU") or 1.0
+    return max(0.0, ratio - 1) * plain.median(f"{what} CPU")
+
+
+def _tell_restart(report: Report, args: argparse.Namespace, took_s: float, cpu_s: float) -> None:
+    most_s = MOST_RESTART_S * max(1.0, args.entries / 1e6)
+    report.ok &= took_s <= most_s
+    report.shown.append(
+        f"restart with {args.entries:,} entries: {took_s:.2f} s ({cpu_s:.2f} s of CPU), at most {most_s:.2f}: "
+        + _word(took_s <= most_s)
     )
-    cache = "past the page cache" if direct else "[red]through the page cache: this file system takes no O_DIRECT[/]"
-    return Report(
-        {"lanes": found, "direct": direct, "restart_s": restarted_s, "restart_cpu_s": cpu_s},
-        [f"{args.turn} MiB a turn, {cache}", table, *verdicts],
-        [plot.Bars("records on disk", "GB/s", groups)],
-        ok=ok,
-    )
+
+
+def _word(met: bool) -> str:
+    return "met" if met else "[red]missed[/]"

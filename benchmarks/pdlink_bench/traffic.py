@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.memory.buffers import HostBuffer
-    from pdlink.node.incoming import Incoming
+    from pdlink.node.node import Incoming
     from pdlink.transport.base import Transport
 
 TIMEOUTS = TimeoutConfig(peer_s=45.0, lease_s=90.0, request_s=600.0)
@@ -65,8 +65,6 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A transfer of a trace."""
-
     at_s: float
     transfer_id: str
     num_tokens: int
@@ -90,8 +88,6 @@ def trace(name: str, seed: int, count: int, max_tokens: int, tokens_per_s: float
 
 
 class _Side:
-    """A node over one pool."""
-
     def __init__(
         self,
         name: str,
@@ -102,7 +98,7 @@ class _Side:
         self.shape = shape
         transport = make_transport()
         # Transfers write to blocks of each other here, whereas a worker's block is open to one peer at a time.
-        transport.guard = lambda layout: None  # type: ignore[method-assign]
+        transport.guard = lambda groups: None  # type: ignore[method-assign]
         settings = TransportConfig(batch_timeout_s=BATCH_TIMEOUT_S, sharing=sharing)
         self.node = Node(name, shape.layout, transport=settings, transports=[transport], timeouts=TIMEOUTS)
         array = cast("HostBuffer", self.node.buffers[0]).array

@@ -77,7 +77,6 @@ for one of 256 bytes (32,768 of them, on a busy machine), and in such runs the d
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `pdlink bench transfer`."""
     shape, how = Workload(), Settings()
     model = parser.add_argument_group("what is pushed", "the default is the KV of an 8B model with 8 KV heads")
     model.add_argument("--layers", type=positive, default=shape.num_layers, help="layers (default %(default)s)")

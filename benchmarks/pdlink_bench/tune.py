@@ -54,7 +54,6 @@ def pack_below_nbytes(seconds: Seconds) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `pdlink bench tune`."""
     parser.add_argument("--rounds", type=positive, default=5, help="default %(default)s")
     parser.add_argument(
         "--length", type=positive, action="append", metavar="BYTES", help="of the runs; without it, 64 B to 64 KiB"

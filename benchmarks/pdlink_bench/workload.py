@@ -62,7 +62,6 @@ class Workload:
 
     @property
     def nbytes(self) -> int:
-        """Payload of one transfer."""
         return self.src.token_nbytes * self.num_tokens
 
     def plan(self) -> Plan:

@@ -2,7 +2,6 @@
 
 #include <poll.h>
 
-#include <cstring>
 #include <stdexcept>
 
 #include "common/native.h"
@@ -51,27 +50,13 @@ void PutTarget::progress() {
 PutSource::PutSource(const std::string& library, const std::string& tls, std::uintptr_t base, std::uint64_t nbytes,
                      const std::string& address, const std::string& rkey, std::uintptr_t remote_base)
     : PutSide(library, tls, base, nbytes), base_(base), remote_base_(remote_base), nbytes_(nbytes) {
-    ucp_ep_params_t params;
-    std::memset(&params, 0, sizeof params);
-    params.field_mask =
-        UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
-    params.address = reinterpret_cast<const ucp_address_t*>(address.data());
-    params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
-    params.err_handler.cb = &PutSource::on_error;
-    params.err_handler.arg = this;
-    ucx::check(ucx_, ucx_.ucp_ep_create(worker_, &params, &ep_), "ucp_ep_create");
+    ep_ = context_.make_endpoint(worker_, address, &PutSource::on_error, this);
     ucx::check(ucx_, ucx_.ucp_ep_rkey_unpack(ep_, rkey.data(), &rkey_), "ucp_ep_rkey_unpack");
 }
 
 PutSource::~PutSource() {
     if (rkey_) ucx_.ucp_rkey_destroy(rkey_);
-    ucp_request_param_t param;
-    std::memset(&param, 0, sizeof param);
-    param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS | UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
-    param.flags = UCP_EP_CLOSE_FLAG_FORCE;
-    param.cb.send = &PutSource::on_put;
-    param.user_data = this;
-    if (UCS_PTR_IS_PTR(ucx_.ucp_ep_close_nbx(ep_, &param))) ++under_way_;
+    if (!context_.end(ep_, &PutSource::on_put, this)) ++under_way_;
     const double deadline_s = now_s() + kCloseLimit_s;
     while (under_way_ > 0 && now_s() < deadline_s) ucx_.ucp_worker_progress(worker_);
 }
@@ -86,11 +71,7 @@ std::uint32_t PutSource::declare(const std::vector<Put>& puts) {
 
 void PutSource::push(std::uint32_t batch, double timeout_s) {
     const double deadline_s = now_s() + timeout_s;
-    ucp_request_param_t param;
-    std::memset(&param, 0, sizeof param);
-    param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
-    param.cb.send = &PutSource::on_put;
-    param.user_data = this;
+    const ucp_request_param_t param = ucx::calling(&PutSource::on_put, this);
     ucp_request_param_t put = param;
     put.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
     put.memh = context_.regions().front().memh;

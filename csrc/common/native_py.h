@@ -45,8 +45,9 @@ template <class AnyEngine>
 nb::list poll(AnyEngine& engine) {
     nb::list out;
     for (const Report& report : engine.poll())
-        out.append(nb::make_tuple(kind_name(report.kind), report.peer, report.ticket, outcome_name(report.outcome),
-                                  report.nbytes, report.submitted_s, report.done_s, report.detail));
+        out.append(nb::make_tuple(kKindNames[static_cast<int>(report.kind)], report.peer, report.ticket,
+                                  kOutcomeNames[static_cast<int>(report.outcome)], report.nbytes, report.submitted_s,
+                                  report.done_s, report.detail));
     return out;
 }
 

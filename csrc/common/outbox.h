@@ -26,32 +26,9 @@ struct Report {
     std::string detail{};
 };
 
-// How Python's side calls them: the values of `pdlink.transport.base.Status`, and the kinds in `_copy.pyi`.
-inline const char* kind_name(Report::Kind kind) {
-    switch (kind) {
-        case Report::Kind::kBatchDone:
-            return "batch_done";
-        case Report::Kind::kPeerFailed:
-            return "peer_failed";
-        case Report::Kind::kPeerClosed:
-            return "peer_closed";
-    }
-    return "";
-}
-
-inline const char* outcome_name(Outcome outcome) {
-    switch (outcome) {
-        case Outcome::kOk:
-            return "ok";
-        case Outcome::kTimeout:
-            return "timeout";
-        case Outcome::kPeerFailed:
-            return "peer_failed";
-        case Outcome::kCancelled:
-            return "cancelled";
-    }
-    return "";
-}
+// How Python's side calls them, by number: the kinds in `_copy.pyi`, and the values of `base.Status`.
+inline constexpr const char* kKindNames[] = {"batch_done", "peer_failed", "peer_closed"};
+inline constexpr const char* kOutcomeNames[] = {"ok", "timeout", "peer_failed", "cancelled"};
 
 class Outbox {
   public:

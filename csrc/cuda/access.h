@@ -105,11 +105,4 @@ PDLINK_HD std::int64_t load_int64(std::uint64_t at) {
     return static_cast<std::int64_t>(static_cast<std::uint64_t>(v.y) << 32 | v.x);
 }
 
-PDLINK_HD float load_float(std::uint64_t at) {
-    const Word<4> v = load(at, Word<4>{});
-    float f;
-    memcpy(&f, &v.x, sizeof f);
-    return f;
-}
-
 }  // namespace pdlink::cuda

@@ -26,27 +26,18 @@ namespace {
 
 Place make_place(std::uint64_t base, std::uint64_t table, std::uint64_t alignment, std::int64_t layer_stride,
                  std::int64_t part_stride, std::int64_t block_stride, std::int64_t token_stride,
-                 std::int64_t head_stride, std::int64_t chunk_stride, std::uint32_t block_tokens, std::uint64_t slots,
-                 std::int64_t first_slot, std::int64_t num_slots) {
+                 std::int64_t head_stride, std::uint32_t block_tokens, std::uint64_t slots, std::int64_t first_slot,
+                 std::int64_t num_slots) {
     if (block_tokens == 0 || block_tokens > 1u << 31) throw std::invalid_argument("block_tokens must be 1 .. 2^31");
     Place place;
     place.alignment = alignment;
-    place.side = {base,        table,        layer_stride, part_stride, block_stride, token_stride,
-                  head_stride, chunk_stride, slots,        first_slot,  num_slots,    Divider(block_tokens)};
+    place.side = {base,        table, layer_stride, part_stride, block_stride,         token_stride,
+                  head_stride, slots, first_slot,   num_slots,   Divider(block_tokens)};
     return place;
 }
 
-Conversion conversion_of(const std::string& name) {
-    if (name == "none") return Conversion::kNone;
-    if (name == "quantize") return Conversion::kQuantize;
-    if (name == "dequantize") return Conversion::kDequantize;
-    throw std::invalid_argument("conversion must be none, quantize or dequantize, got " + name);
-}
-
 std::vector<Launch> plan(const Place& src, const Place& dst, std::uint64_t num_tokens, std::uint32_t num_layers,
-                         std::uint32_t num_parts, std::uint32_t num_heads, std::uint32_t num_chunks,
-                         std::uint32_t chunk_elements, std::uint32_t itemsize, const std::string& conversion,
-                         std::uint64_t scales, const std::tuple<std::int64_t, std::int64_t, std::int64_t>& strides,
+                         std::uint32_t num_parts, std::uint32_t num_heads, std::uint64_t head_nbytes,
                          std::uint64_t refused, std::uint32_t max_strands) {
     Request request;
     request.src = src;
@@ -55,12 +46,7 @@ std::vector<Launch> plan(const Place& src, const Place& dst, std::uint64_t num_t
     request.num_layers = num_layers;
     request.num_parts = num_parts;
     request.num_heads = num_heads;
-    request.num_chunks = num_chunks;
-    request.chunk_elements = chunk_elements;
-    request.itemsize = itemsize;
-    request.conversion = conversion_of(conversion);
-    request.scales = scales;
-    std::tie(request.scale_layer_stride, request.scale_part_stride, request.scale_head_stride) = strides;
+    request.head_nbytes = head_nbytes;
     request.refused = refused;
     request.max_strands = max_strands;
     return plan_reshape(request);
@@ -107,16 +93,14 @@ NB_MODULE(_cuda, m) {
     nb::class_<Place>(m, "Place")
         .def(nb::new_(&make_place), nb::kw_only(), "base"_a = 0, "table"_a = 0, "alignment"_a = 0,
              "layer_stride"_a = 0, "part_stride"_a = 0, "block_stride"_a, "token_stride"_a, "head_stride"_a = 0,
-             "chunk_stride"_a = 0, "block_tokens"_a, "slots"_a = 0, "first_slot"_a = 0, "num_slots"_a);
+             "block_tokens"_a, "slots"_a = 0, "first_slot"_a = 0, "num_slots"_a);
     nb::class_<Launch>(m, "Launch")
         .def_ro("kernel", &Launch::kernel)
         .def_prop_ro("grid", [](const Launch& launch) { return std::make_tuple(launch.grid_x, launch.grid_y); })
         .def_prop_ro("argument",
                      [](const Launch& launch) { return nb::bytes(launch.argument.data(), launch.argument.size()); });
     m.def("plan_reshape", &plan, "src"_a, "dst"_a, nb::kw_only(), "num_tokens"_a, "num_layers"_a = 1,
-          "num_parts"_a = 1, "num_heads"_a = 1, "num_chunks"_a = 1, "chunk_elements"_a, "itemsize"_a,
-          "conversion"_a = "none", "scales"_a = 0, "scale_strides"_a = std::make_tuple(0, 0, 0), "refused"_a = 0,
-          "max_strands"_a = 0x7fffffff);
+          "num_parts"_a = 1, "num_heads"_a = 1, "head_nbytes"_a, "refused"_a = 0, "max_strands"_a = 0x7fffffff);
     m.def("plan_runs", &plan_runs, "runs"_a, "num_runs"_a, "longest_nbytes"_a);
     m.def("run_on_cpu", &run_on_cpu, "launch"_a, nb::call_guard<nb::gil_scoped_release>());
     m.def("kernel_names", &kernel_names);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <span>
 #include <stdexcept>
 
@@ -21,18 +20,6 @@ void require(bool holds, const char* what) {
     if (!holds) throw std::invalid_argument(what);
 }
 
-std::uint32_t dst_itemsize(const Request& request) {
-    switch (request.conversion) {
-        case Conversion::kQuantize:
-            return 1;
-        case Conversion::kDequantize:
-            return 2;
-        case Conversion::kNone:
-            break;
-    }
-    return request.itemsize;
-}
-
 // All addresses and steps of one side, or-ed: what divides this divides each of them.
 std::uint64_t address_bits(const Place& place, const Request& request) {
     const Side& side = place.side;
@@ -47,50 +34,22 @@ std::uint64_t address_bits(const Place& place, const Request& request) {
     step(2, side.block_stride);
     step(side.block_tokens.divisor(), side.token_stride);
     step(request.num_heads, side.head_stride);
-    step(request.num_chunks, side.chunk_stride);
     return bits;
 }
 
-// Chunks that follow each other on both sides are one chunk, heads likewise.
-void merge(Request& request) {
-    Side &src = request.src.side, &dst = request.dst.side;
-    const auto follow = [&](std::int64_t src_stride, std::int64_t dst_stride) {
-        return src_stride == std::int64_t{request.chunk_elements} * request.itemsize &&
-               dst_stride == std::int64_t{request.chunk_elements} * dst_itemsize(request);
-    };
-    const auto fits = [&](std::uint32_t count) {
-        return std::uint64_t{request.chunk_elements} * count <= std::numeric_limits<std::uint32_t>::max();
-    };
-    if (request.num_chunks > 1 && follow(src.chunk_stride, dst.chunk_stride) && fits(request.num_chunks)) {
-        request.chunk_elements *= request.num_chunks;
-        request.num_chunks = 1;
-    }
-    const bool one_scale = request.scales == 0 || request.scale_head_stride == 0;
-    if (request.num_chunks == 1 && one_scale && follow(src.head_stride, dst.head_stride) && fits(request.num_heads)) {
-        request.chunk_elements *= request.num_heads;
-        request.num_heads = 1;
-    }
+// Heads that follow each other on both sides are one.
+void merge_heads(Request& request) {
+    const auto nbytes = static_cast<std::int64_t>(request.head_nbytes);
+    if (request.src.side.head_stride != nbytes || request.dst.side.head_stride != nbytes) return;
+    request.head_nbytes *= request.num_heads;
+    request.num_heads = 1;
 }
 
-struct Unit {
-    const char* kernel;
-    std::uint32_t elements;
-};
-
-Unit widest_unit(const Request& request) {
-    const std::uint64_t src = address_bits(request.src, request), dst = address_bits(request.dst, request);
-    require(src % request.itemsize == 0, "a source address or stride is no multiple of the element size");
-    require(dst % dst_itemsize(request) == 0, "a destination address or stride is no multiple of the element size");
-    const bool wide = (src | dst) % 16 == 0 && request.chunk_elements % 16 == 0;
-    if (request.conversion == Conversion::kQuantize) return wide ? Unit{"quantize16", 16} : Unit{"quantize1", 1};
-    if (request.conversion == Conversion::kDequantize)
-        return wide ? Unit{"dequantize16", 16} : Unit{"dequantize1", 1};
-    const std::uint64_t bits = src | dst | std::uint64_t{request.chunk_elements} * request.itemsize;
-    if (bits % 16 == 0) return {"copy16", 16 / request.itemsize};
-    if (bits % 8 == 0) return {"copy8", 8 / request.itemsize};
-    if (bits % 4 == 0) return {"copy4", 4 / request.itemsize};
-    if (bits % 2 == 0) return {"copy2", 2 / request.itemsize};
-    return {"copy1", 1};
+// Bytes of the widest unit that every address and length allows.
+std::uint32_t widest_unit(const Request& request) {
+    const std::uint64_t bits =
+        address_bits(request.src, request) | address_bits(request.dst, request) | request.head_nbytes;
+    return static_cast<std::uint32_t>(std::min<std::uint64_t>(16, bits & -bits));
 }
 
 template <class Argument>
@@ -124,13 +83,13 @@ Argument argument_of(const Launch& launch) {
     return argument;
 }
 
-template <class Move, bool kFlat>
+template <int kUnitNbytes, bool kFlat>
 void loop(const Launch& launch) {
     const auto job = argument_of<Reshape>(launch);
     for (std::uint32_t plane = 0; plane < launch.grid_y; ++plane)
         for (std::uint32_t block = 0; block < launch.grid_x; ++block)
             for (std::uint32_t thread = 0; thread < kThreads; ++thread)
-                move_strand<Move, kFlat>(job, plane, block * kThreads + thread);
+                move_strand<kUnitNbytes, kFlat>(job, plane, block * kThreads + thread);
 }
 
 void loop_runs(const Launch& launch) {
@@ -140,31 +99,24 @@ void loop_runs(const Launch& launch) {
             copy_share(job, (block * kThreads + thread) / kLanes, thread % kLanes);
 }
 
-#define PDLINK_LOOPS(name, Move) {"pdlink_" #name "_flat", loop<Move, true>}, {"pdlink_" #name, loop<Move, false>},
-constexpr Loops kLoops[] = {PDLINK_MOVES(PDLINK_LOOPS){"pdlink_runs", loop_runs}};
+#define PDLINK_LOOPS(nbytes) \
+    {"pdlink_copy" #nbytes "_flat", loop<nbytes, true>}, {"pdlink_copy" #nbytes, loop<nbytes, false>},
+constexpr Loops kLoops[] = {PDLINK_UNITS(PDLINK_LOOPS){"pdlink_runs", loop_runs}};
 
 }  // namespace
 
 std::vector<Launch> plan_reshape(Request request) {
-    require(request.itemsize == 1 || request.itemsize == 2 || request.itemsize == 4 || request.itemsize == 8 ||
-                request.itemsize == 16,
-            "itemsize must be 1, 2, 4, 8 or 16 bytes");
-    require(request.conversion != Conversion::kQuantize || request.itemsize == 2, "only bfloat16 can be quantised");
-    require(request.conversion != Conversion::kDequantize || request.itemsize == 1,
-            "only float8_e4m3fn can be dequantised");
-    require(
-        request.num_layers && request.num_parts && request.num_heads && request.num_chunks && request.chunk_elements,
-        "a count is 0");
+    require(request.num_layers && request.num_parts && request.num_heads && request.head_nbytes, "a count is 0");
+    require(request.head_nbytes <= kMaxIndex, "a row is too long");
     require(std::uint64_t{request.num_layers} * request.num_parts <= kMaxGridY, "more than 65,535 planes");
     require(request.max_strands > 0 && request.max_strands <= kMaxIndex, "max_strands must be 1 .. 2^31 - 1");
     require(
         (request.src.side.slots | request.dst.side.slots | request.src.side.table | request.dst.side.table) % 8 == 0,
         "slots and tables are int64 and must lie at multiples of 8 bytes");
-    require((request.scales | request.refused) % 4 == 0, "scales and refused must lie at multiples of 4 bytes");
-    merge(request);
-    const Unit unit = widest_unit(request);
-    const std::uint64_t units_per_chunk = request.chunk_elements / unit.elements;
-    const std::uint64_t units_per_head = units_per_chunk * request.num_chunks;
+    require(request.refused % 4 == 0, "refused must lie at a multiple of 4 bytes");
+    merge_heads(request);
+    const std::uint32_t unit_nbytes = widest_unit(request);
+    const std::uint64_t units_per_head = request.head_nbytes / unit_nbytes;
     require(units_per_head <= kMaxIndex && units_per_head * request.num_heads <= kMaxIndex, "a row is too long");
     const std::uint64_t units_per_row = units_per_head * request.num_heads;
     const std::uint64_t strands_per_row = (units_per_row + kUnitsPerStrand - 1) / kUnitsPerStrand;
@@ -177,15 +129,10 @@ std::vector<Launch> plan_reshape(Request request) {
     job.num_parts = Divider(request.num_parts);
     job.strands_per_row = Divider(static_cast<std::uint32_t>(strands_per_row));
     job.units_per_head = Divider(static_cast<std::uint32_t>(units_per_head));
-    job.units_per_chunk = Divider(static_cast<std::uint32_t>(units_per_chunk));
     job.units_per_row = static_cast<std::uint32_t>(units_per_row);
-    job.scales = request.scales;
-    job.scale_layer_stride = request.scale_layer_stride;
-    job.scale_part_stride = request.scale_part_stride;
-    job.scale_head_stride = request.scale_head_stride;
     job.refused = request.refused;
-    const bool flat = request.num_heads == 1 && request.num_chunks == 1;
-    const std::string kernel = std::string("pdlink_") + unit.kernel + (flat ? "_flat" : "");
+    const bool flat = request.num_heads == 1;
+    const std::string kernel = "pdlink_copy" + std::to_string(unit_nbytes) + (flat ? "_flat" : "");
 
     std::vector<Launch> launches;
     for (std::uint64_t left = request.num_tokens; left > 0;) {

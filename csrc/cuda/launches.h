@@ -24,19 +24,12 @@ struct Place {
     std::uint64_t alignment = 0;  // with a table: every address in it is a multiple of this
 };
 
-enum class Conversion { kNone, kQuantize, kDequantize };
-
 struct Request {
     Place src, dst;
     std::uint32_t num_layers = 1, num_parts = 1;
     std::uint64_t num_tokens = 0;
     std::uint32_t num_heads = 1;
-    std::uint32_t num_chunks = 1;      // per head
-    std::uint32_t chunk_elements = 0;  // contiguous on both sides
-    std::uint32_t itemsize = 0;        // of an element at the source
-    Conversion conversion = Conversion::kNone;
-    std::uint64_t scales = 0;
-    std::int64_t scale_layer_stride = 0, scale_part_stride = 0, scale_head_stride = 0;
+    std::uint64_t head_nbytes = 0;  // contiguous on both sides
     std::uint64_t refused = 0;
     std::uint32_t max_strands = 0x7fffffff;  // per launch; more tokens make more launches
 };

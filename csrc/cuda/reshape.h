@@ -1,11 +1,12 @@
 // The one kernel that reshapes paged KV: rows of tokens from any strided, paged place to any other.
 //
-// A *plane* is one part (K, V, or MLA's latent) of one layer, a *row* is one token of a plane: heads, each of some
-// contiguous chunks (one, unless the layout splits the head vector). Both sides name the token by a slot, which is
-// block * block_tokens + token inside the block. Gather, scatter, NHD <-> HND, K and V fused or apart, a slice of the
-// heads, another block size are all only other strides and slots. A row is cut into units of 16 bytes, or fewer where
-// the alignment asks for it; four units that lie a quarter of the row apart are a *strand*, the work of one thread:
-// consecutive threads touch consecutive units, and the slots are looked up once for four loads in flight.
+// A *plane* is one part (K, V, or MLA's latent) of one layer, a *row* is one token of a plane: heads, each
+// contiguous. Both sides name the token by a slot, which is block * block_tokens + token inside the block. Gather,
+// scatter, NHD
+// <-> HND, K and V fused or apart, a slice of the heads, another block size are all only other strides and slots. A
+// row is cut into units of 16 bytes, or fewer where the alignment asks for it; four units that lie a quarter of the
+// row apart are a *strand*, the work of one thread: consecutive threads touch consecutive units, and the slots are
+// looked up once for four loads in flight.
 //
 // Addresses are sums of 64-bit numbers throughout.
 #pragma once
@@ -14,7 +15,6 @@
 
 #include "cuda/access.h"
 #include "cuda/divide.h"
-#include "cuda/fp8.h"
 
 namespace pdlink::cuda {
 
@@ -26,7 +26,7 @@ struct Side {
     std::uint64_t base = 0;   // address of the first head of slot 0 of the first plane, unless there is
     std::uint64_t table = 0;  // address of [num_planes] such addresses
     std::int64_t layer_stride = 0, part_stride = 0;
-    std::int64_t block_stride = 0, token_stride = 0, head_stride = 0, chunk_stride = 0;
+    std::int64_t block_stride = 0, token_stride = 0, head_stride = 0;
     std::uint64_t slots = 0;  // address of [num_tokens] slots; 0: first_slot, first_slot + 1, ...
     std::int64_t first_slot = 0;
     std::int64_t num_slots = 0;
@@ -52,84 +52,14 @@ struct Reshape {
     Side src, dst;
     Divider num_parts;
     Divider strands_per_row;
-    Divider units_per_head, units_per_chunk;
+    Divider units_per_head;
     std::uint32_t units_per_row = 0;
     std::uint32_t num_strands = 0;  // per plane, below 2^31
-    std::uint64_t scales = 0;       // address of float32 scales; 0: 1.0
-    std::int64_t scale_layer_stride = 0, scale_part_stride = 0, scale_head_stride = 0;  // in scales
-    std::uint64_t refused = 0;  // address of a uint32 that becomes 1 if a slot was outside; 0: nobody asks
+    std::uint64_t refused = 0;      // address of a uint32 that becomes 1 if a slot was outside; 0: nobody asks
 };
 
-// -- What becomes of one unit ------------------------------------------------------------------------------------
-
-template <int kNbytes>
-struct Copy {
-    static constexpr int kSrcNbytes = kNbytes, kDstNbytes = kNbytes;
-    static constexpr bool kScaled = false;
-    using Unit = Word<kNbytes>;
-
-    static PDLINK_HD Unit load_from(std::uint64_t at) { return load(at, Unit{}); }
-    static PDLINK_HD void store_to(std::uint64_t at, const Unit& unit, float) { store(at, unit); }
-};
-
-struct QuantizeWide {  // 16 elements
-    static constexpr int kSrcNbytes = 32, kDstNbytes = 16;
-    static constexpr bool kScaled = true;
-    struct Unit {
-        Word<16> low, high;
-    };
-
-    static PDLINK_HD Unit load_from(std::uint64_t at) { return {load(at, Word<16>{}), load(at + 16, Word<16>{})}; }
-    static PDLINK_HD void store_to(std::uint64_t at, const Unit& unit, float scale) {
-        const float r = 1.0f / scale;
-        const Word<16>&a = unit.low, &b = unit.high;
-        store(at, Word<16>{quantize_pair(a.x, r) | quantize_pair(a.y, r) << 16,
-                           quantize_pair(a.z, r) | quantize_pair(a.w, r) << 16,
-                           quantize_pair(b.x, r) | quantize_pair(b.y, r) << 16,
-                           quantize_pair(b.z, r) | quantize_pair(b.w, r) << 16});
-    }
-};
-
-struct QuantizeNarrow {  // one element
-    static constexpr int kSrcNbytes = 2, kDstNbytes = 1;
-    static constexpr bool kScaled = true;
-    using Unit = Word<2>;
-
-    static PDLINK_HD Unit load_from(std::uint64_t at) { return load(at, Unit{}); }
-    static PDLINK_HD void store_to(std::uint64_t at, const Unit& unit, float scale) {
-        store(at, Word<1>{static_cast<std::uint8_t>(quantize_pair(unit.x, 1.0f / scale))});
-    }
-};
-
-struct DequantizeWide {
-    static constexpr int kSrcNbytes = 16, kDstNbytes = 32;
-    static constexpr bool kScaled = true;
-    using Unit = Word<16>;
-
-    static PDLINK_HD Unit load_from(std::uint64_t at) { return load(at, Unit{}); }
-    static PDLINK_HD void store_to(std::uint64_t at, const Unit& u, float s) {
-        store(at, Word<16>{dequantize_pair(u.x & 0xffff, s), dequantize_pair(u.x >> 16, s),
-                           dequantize_pair(u.y & 0xffff, s), dequantize_pair(u.y >> 16, s)});
-        store(at + 16, Word<16>{dequantize_pair(u.z & 0xffff, s), dequantize_pair(u.z >> 16, s),
-                                dequantize_pair(u.w & 0xffff, s), dequantize_pair(u.w >> 16, s)});
-    }
-};
-
-struct DequantizeNarrow {
-    static constexpr int kSrcNbytes = 1, kDstNbytes = 2;
-    static constexpr bool kScaled = true;
-    using Unit = Word<1>;
-
-    static PDLINK_HD Unit load_from(std::uint64_t at) { return load(at, Unit{}); }
-    static PDLINK_HD void store_to(std::uint64_t at, const Unit& unit, float scale) {
-        store(at, Word<2>{static_cast<std::uint16_t>(dequantize_pair(unit.x, scale))});
-    }
-};
-
-// -- One thread ----------------------------------------------------------------------------------------------------
-
-// kFlat: a row is contiguous on both sides, so that a unit's place needs no division.
-template <class Move, bool kFlat>
+// One thread. kFlat: a row is contiguous on both sides, so that a unit's place needs no division.
+template <int kUnitNbytes, bool kFlat>
 PDLINK_HD void move_strand(const Reshape& job, std::uint32_t plane, std::uint32_t strand) {
     if (strand >= job.num_strands) return;
     const std::uint32_t token = job.strands_per_row.divide(strand);
@@ -144,44 +74,32 @@ PDLINK_HD void move_strand(const Reshape& job, std::uint32_t plane, std::uint32_
     const std::uint64_t src = job.src.row(plane, layer, part, src_slot);
     const std::uint64_t dst = job.dst.row(plane, layer, part, dst_slot);
 
-    typename Move::Unit loaded[kUnitsPerStrand] = {};
+    Word<kUnitNbytes> loaded[kUnitsPerStrand] = {};
     std::uint64_t to[kUnitsPerStrand] = {};
-    float scale[kUnitsPerStrand] = {};
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
     for (int i = 0; i < kUnitsPerStrand; ++i) {
         const std::uint32_t unit = first + i * job.strands_per_row.divisor();
         if (unit >= job.units_per_row) break;
-        std::uint32_t head = 0;
         std::uint64_t from = src;
         to[i] = dst;
         std::uint32_t inside = unit;
         if constexpr (!kFlat) {
-            head = job.units_per_head.divide(unit);
+            const std::uint32_t head = job.units_per_head.divide(unit);
             inside -= head * job.units_per_head.divisor();
-            const std::uint32_t chunk = job.units_per_chunk.divide(inside);
-            inside -= chunk * job.units_per_chunk.divisor();
-            from += head * job.src.head_stride + chunk * job.src.chunk_stride;
-            to[i] += head * job.dst.head_stride + chunk * job.dst.chunk_stride;
+            from += head * job.src.head_stride;
+            to[i] += head * job.dst.head_stride;
         }
-        from += std::uint64_t{inside} * Move::kSrcNbytes;
-        to[i] += std::uint64_t{inside} * Move::kDstNbytes;
-        loaded[i] = Move::load_from(from);
-        if constexpr (Move::kScaled) {
-            const std::int64_t index =
-                layer * job.scale_layer_stride + part * job.scale_part_stride + head * job.scale_head_stride;
-            scale[i] = job.scales ? load_float(job.scales + index * 4) : 1.0f;
-        } else {
-            scale[i] = 1.0f;
-        }
+        to[i] += std::uint64_t{inside} * kUnitNbytes;
+        loaded[i] = load(from + std::uint64_t{inside} * kUnitNbytes, Word<kUnitNbytes>{});
     }
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
     for (int i = 0; i < kUnitsPerStrand; ++i) {
         if (first + i * job.strands_per_row.divisor() >= job.units_per_row) break;
-        Move::store_to(to[i], loaded[i], scale[i]);
+        store(to[i], loaded[i]);
     }
 }
 

@@ -19,15 +19,29 @@ namespace {
 
 using Words = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
+// Of what PySequence_Fast gives, a list or a tuple; borrowed. The macros save a third of the time, and are not in the
+// stable ABI.
+#ifdef Py_LIMITED_API
+Py_ssize_t size_of(PyObject* items) { return PySequence_Size(items); }
+
+PyObject* item_at(PyObject* items, Py_ssize_t i) {
+    return PyList_Check(items) ? PyList_GetItem(items, i) : PyTuple_GetItem(items, i);
+}
+#else
+Py_ssize_t size_of(PyObject* items) { return PySequence_Fast_GET_SIZE(items); }
+
+PyObject* item_at(PyObject* items, Py_ssize_t i) { return PySequence_Fast_GET_ITEM(items, i); }
+#endif
+
 // Token ids of any sequence of integers. Throws nb::python_error (OverflowError, TypeError).
 std::vector<std::uint32_t> words_of(nb::handle tokens) {
     const nb::object items = nb::steal(PySequence_Fast(tokens.ptr(), "tokens must be a sequence of integers"));
     if (!items.is_valid()) throw nb::python_error();
     std::vector<std::uint32_t> words;
-    words.reserve(static_cast<std::size_t>(PySequence_Fast_GET_SIZE(items.ptr())));
+    words.reserve(static_cast<std::size_t>(size_of(items.ptr())));
     // The size is asked for each time: __index__ of a foreign integer may change the list.
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
-        PyObject* item = PySequence_Fast_GET_ITEM(items.ptr(), i);
+    for (Py_ssize_t i = 0; i < size_of(items.ptr()); ++i) {
+        PyObject* item = item_at(items.ptr(), i);
         nb::object index;
         if (!PyLong_Check(item)) {
             index = nb::steal(PyNumber_Index(item));
@@ -72,7 +86,7 @@ nb::bytes chain(const nb::bytes& root, nb::handle tokens, std::int64_t chunk_tok
     }
     const std::size_t step = static_cast<std::size_t>(chunk_tokens), num_keys = num_words / step;
     nb::bytes keys(nullptr, num_keys * blake3::kDigestNbytes);
-    char* out = PyBytes_AS_STRING(keys.ptr());
+    char* out = PyBytes_AsString(keys.ptr());
     blake3::Digest key;
     std::memcpy(key.data(), root.c_str(), sizeof key);
     const nb::gil_scoped_release release;

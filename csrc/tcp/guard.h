@@ -1,7 +1,8 @@
 // The blocks of our regions that each peer may write now: only the blocks offered to it, not the whole pool.
 //
 // One word for each block holds the number of the peer that it is open to: one peer at most. Bands give the bytes of
-// blocks: in a band of a region, block b has the bytes [begin + b * stride, begin + b * stride + extent).
+// blocks: in a band of a region, block `first` + b has the bytes [begin + b * stride, begin + b * stride + extent),
+// for b below `count`. Groups of layers with memory of their own have blocks of their own, behind each other.
 //
 // Any thread opens and closes blocks; the placing thread looks them up.
 #pragma once
@@ -25,6 +26,8 @@ struct Band {
     std::uint64_t begin;
     std::uint64_t stride;
     std::uint64_t extent;  // at most `stride`
+    std::uint64_t first;
+    std::uint64_t count;  // at least 1
 };
 
 class Guard {
@@ -37,7 +40,8 @@ class Guard {
         const Band* before = nullptr;
         for (const Band& band : bands_) {
             if (band.extent < 1 || band.extent > band.stride || num_blocks > (std::uint64_t{1} << 62) / band.stride ||
-                band.begin > std::uint64_t{1} << 62)
+                band.begin > std::uint64_t{1} << 62 || band.count < 1 || band.count > num_blocks ||
+                band.first > num_blocks - band.count)
                 throw std::invalid_argument("a band of blocks is malformed");
             if (before &&
                 (before->region > band.region || (before->region == band.region && end(*before) > band.begin)))
@@ -79,9 +83,7 @@ class Guard {
     }
 
   private:
-    std::uint64_t end(const Band& band) const {
-        return num_blocks_ == 0 ? band.begin : band.begin + (num_blocks_ - 1) * band.stride + band.extent;
-    }
+    static std::uint64_t end(const Band& band) { return band.begin + (band.count - 1) * band.stride + band.extent; }
 
     std::atomic<std::uint32_t>& at(std::int64_t block) { return open_to_[static_cast<std::uint64_t>(block)]; }
 
@@ -92,7 +94,7 @@ class Guard {
                                             std::to_string(num_blocks_));
     }
 
-    bool holds(const Band* band, std::uint64_t region, std::uint64_t offset) const {
+    static bool holds(const Band* band, std::uint64_t region, std::uint64_t offset) {
         return band && band->region == region && band->begin <= offset && offset < end(*band);
     }
 
@@ -123,7 +125,7 @@ class Guard {
             found.region = run.region;
             found.from = band.begin + block * band.stride;
             found.to = found.from + band.extent;
-            if (offset >= found.to || open_to_[block].load(std::memory_order_acquire) != peer) {
+            if (offset >= found.to || open_to_[band.first + block].load(std::memory_order_acquire) != peer) {
                 found = {};
                 return false;
             }

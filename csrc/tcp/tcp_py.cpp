@@ -31,16 +31,16 @@ void connect(Engine& engine, const std::string& peer, const std::string& host, s
 }
 
 using Blocks = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Bands = nb::ndarray<const std::int64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
+using Bands = nb::ndarray<const std::int64_t, nb::shape<-1, 6>, nb::c_contig, nb::device::cpu>;
 
 void guard(Engine& engine, const Bands& given, std::uint64_t num_blocks) {
     std::vector<Band> bands;
     for (std::size_t i = 0; i < given.shape(0); ++i) {
-        const std::int64_t* row = given.data() + 4 * i;
-        if (std::any_of(row, row + 4, [](std::int64_t number) { return number < 0; }))
+        const std::int64_t* row = given.data() + 6 * i;
+        if (std::any_of(row, row + 6, [](std::int64_t number) { return number < 0; }))
             throw std::invalid_argument("a band of blocks has a negative number");
-        bands.push_back({static_cast<std::uint64_t>(row[0]), static_cast<std::uint64_t>(row[1]),
-                         static_cast<std::uint64_t>(row[2]), static_cast<std::uint64_t>(row[3])});
+        const auto at = [row](std::size_t column) { return static_cast<std::uint64_t>(row[column]); };
+        bands.push_back({at(0), at(1), at(2), at(3), at(4), at(5)});
     }
     engine.guard(std::move(bands), num_blocks);
 }

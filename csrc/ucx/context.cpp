@@ -1,6 +1,5 @@
 #include "ucx/context.h"
 
-#include <cstring>
 #include <utility>
 
 #include "cuda/current.h"
@@ -35,11 +34,18 @@ void check(const Library& ucx, ucs_status_t status, const char* what) {
     if (status != UCS_OK) throw std::runtime_error(std::string(what) + ": " + ucx.ucs_status_string(status));
 }
 
+ucp_request_param_t calling(ucp_send_nbx_callback_t done, void* with) {
+    ucp_request_param_t param{};
+    param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+    param.cb.send = done;
+    param.user_data = with;
+    return param;
+}
+
 Context::Context(Library library, const Choice& choice) : library_(std::move(library)) {
     ucp_config_t* config = nullptr;
     check(library_, library_.ucp_config_read(nullptr, nullptr, &config), "ucp_config_read");
-    ucp_params_t params;
-    std::memset(&params, 0, sizeof params);
+    ucp_params_t params{};
     params.field_mask = UCP_PARAM_FIELD_FEATURES;
     params.features = UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP;
     ucs_status_t status = UCS_OK;
@@ -61,8 +67,7 @@ Context::~Context() {
 
 std::uint32_t Context::add_region(std::uintptr_t base, std::uint64_t nbytes, std::uintptr_t cuda_context) {
     if (cuda_context) cuda::make_current(cuda_context);  // UCX's CUDA modules use the thread's
-    ucp_mem_map_params_t params;
-    std::memset(&params, 0, sizeof params);
+    ucp_mem_map_params_t params{};
     params.field_mask =
         UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH | UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE;
     params.memory_type = cuda_context ? UCS_MEMORY_TYPE_CUDA : UCS_MEMORY_TYPE_HOST;
@@ -83,13 +88,32 @@ std::uint32_t Context::add_region(std::uintptr_t base, std::uint64_t nbytes, std
 }
 
 ucp_worker_h Context::make_worker() const {
-    ucp_worker_params_t params;
-    std::memset(&params, 0, sizeof params);
+    ucp_worker_params_t params{};
     params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
     params.thread_mode = UCS_THREAD_MODE_SINGLE;
     ucp_worker_h worker = nullptr;
     check(library_, library_.ucp_worker_create(handle_, &params, &worker), "ucp_worker_create");
     return worker;
+}
+
+ucp_ep_h Context::make_endpoint(ucp_worker_h worker, const std::string& address, ucp_err_handler_cb_t on_error,
+                                void* with) const {
+    ucp_ep_params_t params{};
+    params.field_mask =
+        UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
+    params.address = reinterpret_cast<const ucp_address_t*>(address.data());
+    params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
+    params.err_handler = {on_error, with};
+    ucp_ep_h ep = nullptr;
+    check(library_, library_.ucp_ep_create(worker, &params, &ep), "ucp_ep_create");
+    return ep;
+}
+
+bool Context::end(ucp_ep_h ep, ucp_send_nbx_callback_t done, void* with) const {
+    ucp_request_param_t param = calling(done, with);
+    param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
+    param.flags = UCP_EP_CLOSE_FLAG_FORCE;
+    return !UCS_PTR_IS_PTR(library_.ucp_ep_close_nbx(ep, &param));
 }
 
 int Context::worker_fd(ucp_worker_h worker) const {

@@ -12,6 +12,9 @@ namespace pdlink::ucx {
 // Throws std::runtime_error "what: UCX's own words" unless status is UCS_OK.
 void check(const Library& ucx, ucs_status_t status, const char* what);
 
+// Parameters of a request that calls `done` with `with`.
+ucp_request_param_t calling(ucp_send_nbx_callback_t done, void* with);
+
 struct Region {
     std::uintptr_t base;
     std::uint64_t nbytes;
@@ -34,7 +37,6 @@ class Context {
     Context& operator=(const Context&) = delete;
 
     const Library& ucx() const { return library_; }
-    ucp_context_h handle() const { return handle_; }
 
     // cuda_context: of device memory, which this thread keeps from then on; 0 for host memory.
     std::uint32_t add_region(std::uintptr_t base, std::uint64_t nbytes, std::uintptr_t cuda_context = 0);
@@ -44,6 +46,12 @@ class Context {
     ucp_worker_h make_worker() const;
     // The descriptor that becomes readable when an armed worker has something to do.
     int worker_fd(ucp_worker_h worker) const;
+
+    // An endpoint that reports the failure of its peer.
+    ucp_ep_h make_endpoint(ucp_worker_h worker, const std::string& address, ucp_err_handler_cb_t on_error,
+                           void* with) const;
+    // End it by force. True if that is done; otherwise `done` will be called.
+    bool end(ucp_ep_h ep, ucp_send_nbx_callback_t done, void* with) const;
 
   private:
     const Library library_;

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstring>
+#include <filesystem>
 #include <optional>
 #include <vector>
 
@@ -108,23 +109,14 @@ std::optional<Library> already_loaded() {
     return bind(handle);
 }
 
-bool same_file(const std::string& a, const std::string& b) {
-    char* real_a = ::realpath(a.c_str(), nullptr);
-    char* real_b = ::realpath(b.c_str(), nullptr);
-    const bool same = real_a && real_b && std::strcmp(real_a, real_b) == 0;
-    ::free(real_a);
-    ::free(real_b);
-    return same;
-}
-
 Library load_chosen(const std::string& chosen) {
-    const std::size_t slash = chosen.rfind('/');
-    const std::string file = slash == std::string::npos ? chosen : chosen.substr(slash + 1);
+    const std::string file = std::filesystem::path(chosen).filename();
     // A copy with mangled names (as in some wheels) can live beside another; two plain ones resolve each other's
     // symbols and break in ways that look like anything else.
     if (file.rfind("libucp.so", 0) == 0) {
         if (std::optional<Library> loaded = already_loaded()) {
-            if (same_file(loaded->path, chosen) || chosen == kSoname) return *loaded;
+            std::error_code unknown;  // of a file that is not there: it is another one
+            if (chosen == kSoname || std::filesystem::equivalent(loaded->path, chosen, unknown)) return *loaded;
             throw Unavailable("transport.ucx_library is " + chosen + ", but this process has already loaded " +
                               loaded->path + "; two copies of UCX cannot work in one process");
         }
@@ -158,7 +150,7 @@ Library Library::load(const std::string& chosen, const std::string& wheel) {
         }
     }
     throw Unavailable("no UCX 1.20 or later found (" + problems +
-                      "); install libucx-cu13 or set transport.ucx_library to the path of libucp.so.0");
+                      "); pip install 'pdlink[ucx]', or set transport.ucx_library to the path of libucp.so.0");
 }
 
 std::string Library::version() const {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
+#include <sstream>
 #include <utility>
 
 #include "common/peers.h"
@@ -29,10 +29,8 @@ std::vector<std::string> put_lanes(const Library& ucx, ucp_ep_h ep) {
     std::free(text);
 
     std::vector<std::string> lanes;
-    for (std::size_t at = 0, end; at < info.size(); at = end + 1) {
-        end = info.find('\n', at);
-        if (end == std::string::npos) end = info.size();
-        const std::string line = info.substr(at, end - at);
+    std::istringstream lines(info);
+    for (std::string line; std::getline(lines, line);) {
         const std::size_t lane = line.find("lane[");
         if (lane == std::string::npos || line.find(" rma") == std::string::npos) continue;
         const std::size_t colon = line.find("]:", lane);
@@ -90,15 +88,7 @@ void Outgoing::open_gate(const Remote& remote) {
 
 void Outgoing::connect(const Remote& remote) {
     const std::string address = padded(remote.address);
-    ucp_ep_params_t params;
-    std::memset(&params, 0, sizeof params);
-    params.field_mask =
-        UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
-    params.address = reinterpret_cast<const ucp_address_t*>(address.data());
-    params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
-    params.err_handler.cb = &Outgoing::on_error;
-    params.err_handler.arg = this;
-    check(ucx_, ucx_.ucp_ep_create(worker_, &params, &ep_), "ucp_ep_create");
+    ep_ = context_.make_endpoint(worker_, address, &Outgoing::on_error, this);
     for (const Remote::Region& region : remote.regions) {
         const std::string key = padded(region.rkey);
         ucp_rkey_h rkey = nullptr;
@@ -106,11 +96,7 @@ void Outgoing::connect(const Remote& remote) {
         rkeys_.push_back(rkey);
     }
     // The first flush goes there and back: when it is done the lanes are chosen and connected.
-    ucp_request_param_t param;
-    std::memset(&param, 0, sizeof param);
-    param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
-    param.cb.send = &Outgoing::on_connected;
-    param.user_data = this;
+    const ucp_request_param_t param = calling(&Outgoing::on_connected, this);
     const ucs_status_ptr_t request = ucx_.ucp_ep_flush_nbx(ep_, &param);
     if (UCS_PTR_IS_ERR(request)) check(ucx_, UCS_PTR_STATUS(request), "ucp_ep_flush_nbx");
     connecting_ = UCS_PTR_IS_PTR(request);
@@ -198,11 +184,8 @@ void Outgoing::post_put(Batch& batch) {
     ++batch.puts_under_way;
     nbytes_under_way_ += put.nbytes;
 
-    ucp_request_param_t param;
-    std::memset(&param, 0, sizeof param);
-    param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMH;
-    param.cb.send = &Outgoing::on_put;
-    param.user_data = op;
+    ucp_request_param_t param = calling(&Outgoing::on_put, op);
+    param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
     param.memh = context_.regions()[put.src_region].memh;
     const ucs_status_ptr_t request = ucx_.ucp_put_nbx(ep_, reinterpret_cast<const void*>(put.src), put.nbytes,
                                                       put.dst, rkeys_[put.dst_region], &param);
@@ -211,11 +194,7 @@ void Outgoing::post_put(Batch& batch) {
 
 void Outgoing::post_flush(Batch& batch) {
     batch.flush = Batch::Flush::POSTED;
-    ucp_request_param_t param;
-    std::memset(&param, 0, sizeof param);
-    param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
-    param.cb.send = &Outgoing::on_flush;
-    param.user_data = &batch;
+    const ucp_request_param_t param = calling(&Outgoing::on_flush, &batch);
     const ucs_status_ptr_t request = ucx_.ucp_ep_flush_nbx(ep_, &param);
     if (UCS_PTR_IS_PTR(request)) return;
     batch.flush = Batch::Flush::DONE;
@@ -319,17 +298,7 @@ void Outgoing::drain() {
 void Outgoing::end() {
     if (link_ >= Link::ENDING) return;
     link_ = Link::ENDING;
-    if (!ep_) {
-        closed_ = true;
-        return;
-    }
-    ucp_request_param_t param;
-    std::memset(&param, 0, sizeof param);
-    param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS | UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
-    param.flags = UCP_EP_CLOSE_FLAG_FORCE;
-    param.cb.send = &Outgoing::on_closed;
-    param.user_data = this;
-    closed_ = !UCS_PTR_IS_PTR(ucx_.ucp_ep_close_nbx(ep_, &param));
+    closed_ = !ep_ || context_.end(ep_, &Outgoing::on_closed, this);
 }
 
 void Outgoing::on_error(void* self, ucp_ep_h, ucs_status_t status) {

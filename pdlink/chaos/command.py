@@ -70,7 +70,6 @@ PREFILL_LAYER_S = 0.005
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `pdlink chaos`."""
     add = parser.add_argument
     add("--url", metavar="URL", help="base URL of a proxy that is there already; nothing is killed")
     add("--prefill", type=int, default=1, metavar="N", help="prefill workers to start (1)")
@@ -100,19 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="no live table")
 
 
-_OF_ITS_OWN: dict[str, tuple[str, object]] = {
-    "--prefill": ("prefill", 1),
-    "--decode": ("decode", 2),
-    "--transport": ("transport", "auto"),
-    "--ucx-tls": ("ucx_tls", None),
-    "--blocks": ("blocks", None),
-    "--drop": ("drop", None),
-    "--duplicate": ("duplicate", None),
-    "--delay": ("delay", None),
-    "--link": ("link", None),
-    "--set": ("set", []),
-}
-"""Flags of the started deployment, with attribute and default."""
+_OF_ITS_OWN = ("prefill", "decode", "transport", "ucx_tls", "blocks", "drop", "duplicate", "delay", "link", "set")
+"""Flags of the started deployment."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -133,7 +121,8 @@ def run(args: argparse.Namespace) -> int:
     if min(seconds, args.every, args.clean, args.concurrency, args.prefill, args.decode) <= 0:
         raise ConfigError("--seconds, --every, --clean, --concurrency, --prefill and --decode must be above 0")
     if args.url is not None:
-        idle = [flag for flag, (name, default) in _OF_ITS_OWN.items() if getattr(args, name) != default]
+        given = [name for name in _OF_ITS_OWN if getattr(args, name) != args.parser.get_default(name)]
+        idle = [f"--{name.replace('_', '-')}" for name in given]
         if idle:
             raise ConfigError(f"{', '.join(idle)}: of workers that it starts, and with --url it starts none")
         verdict = asyncio.run(run_remote(plan, args.url.rstrip("/"), args.deadline))

@@ -14,11 +14,12 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pdlink import logs
 from pdlink.chaos.ledger import Process, port_of, process
 from pdlink.chaos.schedule import PROXY, Fault, Kind
 from pdlink.config import ProxyConfig
 from pdlink.serve.keeper import delay_s
-from pdlink.serve.up import Child, ChildFailed, start, stop, wait_ready
+from pdlink.serve.up import Child, ChildFailed, start, stop
 
 if TYPE_CHECKING:
     from pdlink.config import WorkerConfig
@@ -60,7 +61,6 @@ class LocalDeployment:
         self.outages: list[tuple[float, float]] = []
         """Times without any possible answer: the proxy, or every worker of one role, was away."""
         self.findings: list[str] = []
-        """Processes that misbehaved."""
         self.done: dict[str, int] = {}
         """Injected faults by kind, and `skipped` ones, whose target was away."""
         self.last_fault_s = 0.0
@@ -86,7 +86,6 @@ class LocalDeployment:
         return str(self._slots[label].child.facts["url"])
 
     def states(self) -> dict[str, str]:
-        """Label to `up` or `away`."""
         return {label: "up" if slot.up else "away" for label, slot in self._slots.items()}
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -94,9 +93,9 @@ class LocalDeployment:
     async def open(self) -> None:
         """Start everything. Raises ChildFailed."""
         for label, settings in self._settings.items():
-            self._slots[label] = _Slot(start(label, settings["role"], settings))
+            self._slots[label] = _Slot(start(label, settings["role"], {**settings, **self._logs()}))
         for slot in self._slots.values():
-            await asyncio.to_thread(wait_ready, slot.child, READY_S)
+            await asyncio.to_thread(slot.child.wait_ready, READY_S)
         prefill, decode = (
             tuple(str(slot.child.facts["url"]) for slot in self._slots.values() if slot.child.role == role)
             for role in ("prefill", "decode")
@@ -110,9 +109,14 @@ class LocalDeployment:
             prefill=prefill,
             decode=decode,
         )
-        self._slots[PROXY] = _Slot(start(PROXY, PROXY, config.model_dump(mode="json")))
-        await asyncio.to_thread(wait_ready, self._slots[PROXY].child, READY_S)
+        self._slots[PROXY] = _Slot(start(PROXY, PROXY, config.model_dump(mode="json") | self._logs()))
+        await asyncio.to_thread(self._slots[PROXY].child.wait_ready, READY_S)
         self._watch = asyncio.create_task(self._watch_processes())
+
+    @staticmethod
+    def _logs() -> dict[str, Any]:
+        """As this process logs, without lines that would tear its live table."""
+        return {"log": {"level": logs.level()}, "summary_s": 0}
 
     async def close(self) -> None:
         """End every process, with a drain if possible; others are findings."""
@@ -132,7 +136,6 @@ class LocalDeployment:
         ]
 
     async def settled(self) -> None:
-        """Return when every fault is over."""
         while self._tasks:
             await asyncio.gather(*self._tasks)
 
@@ -219,21 +222,17 @@ class LocalDeployment:
         self._note_absence(label, gone_s)
 
     async def _come_back(self, label: str, slot: _Slot, gone_s: float) -> None:
-        """Restart a process on the same ports."""
-        old = slot.child
-        old.link.close()
-        ports: dict[str, Any] = {key: old.facts[key] for key in ("port", "control_port") if key in old.facts}
+        child = slot.child
         for num_failures in range(_MAX_STARTS):
             await asyncio.sleep(delay_s(num_failures))
-            slot.child = start(label, old.role, {**old.settings, **ports})
-            slot.child.facts = old.facts
+            child.again()
             try:
-                await asyncio.to_thread(wait_ready, slot.child, READY_S)
+                await asyncio.to_thread(child.wait_ready, READY_S)
                 break
             except ChildFailed as error:
                 self.findings.append(f"{label} could not be started again: {error}")
-                await asyncio.to_thread(slot.child.kill)
-                slot.child.close()
+                await asyncio.to_thread(child.kill)
+                child.close()
         else:
             return
         self.last_ready_s = time.monotonic()

@@ -38,12 +38,9 @@ class End(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A right answer."""
-
     text: str
     finish_reason: str
     usage: tuple[int, int]
-    """Prompt tokens, completion tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +55,6 @@ class Case:
 
 @dataclass(slots=True)
 class Reply:
-    """What a client received."""
-
     end: End = End.BROKEN
     status: int = 0
     """0 if no answer began."""
@@ -87,7 +82,6 @@ _HONEST_4XX = frozenset({408, 429})
 
 
 def judge(case: Case, reply: Reply) -> Verdict:
-    """Whether this reply is allowed for this request."""
     if reply.end is End.DEADLINE:
         return Verdict(Outcome.UNSETTLED, f"status {reply.status or 'none'}, {len(reply.text)} characters by then")
     expected = case.expected
@@ -127,8 +121,6 @@ def _around(got: str, expected: str) -> str:
 
 @dataclass(slots=True)
 class Tally:
-    """All verdicts of one run."""
-
     counts: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
     errors: dict[str, int] = field(default_factory=dict)
     """Explicit errors by status and code."""

@@ -53,31 +53,31 @@ class Held:
         )
 
 
-def parse_metrics(text: str) -> dict[tuple[str, str], float]:
-    """Samples with exactly one label, by name and label value."""
-    found = {}
+def parse_metrics(text: str) -> list[tuple[str, str, float]]:
+    """Samples: name, labels as they are written, value."""
+    found = []
     for line in text.splitlines():
-        name, bracket, rest = line.partition("{")
-        labels, end, value = rest.rpartition("} ")
-        if bracket and end and "," not in labels and not line.startswith("#"):
-            found[name, labels.partition("=")[2].strip('"')] = float(value)
+        if line and not line.startswith("#"):
+            series, _, value = line.rpartition(" ")
+            name, _, labels = series.partition("{")
+            found.append((name, labels.removesuffix("}"), float(value)))
     return found
 
 
-def held(health: dict[str, Any], metrics: dict[tuple[str, str], float]) -> Held:
+def held(health: dict[str, Any], metrics: list[tuple[str, str, float]]) -> Held:
     """The sums of a worker's /health and /metrics."""
 
-    def total(name: str, *leave_out: str) -> int:
-        return int(sum(value for (key, kind), value in metrics.items() if key == name and kind not in leave_out))
+    def total(name: str, label: str = "") -> int:
+        return int(sum(value for key, labels, value in metrics if key == name and label in labels))
 
     return Held(
         blocks=health["num_blocks"] - health["free_blocks"],
         requests=health["running"] + health["waiting"],
-        sender_transfers=total("pdlink_sender_transfers"),
-        receiver_transfers=total("pdlink_receiver_transfers", "quarantined_blocks"),
-        quarantined_blocks=int(metrics.get(("pdlink_receiver_transfers", "quarantined_blocks"), 0)),
-        closing_peers=int(metrics.get(("pdlink_peers", "closing"), 0)),
-        live_peers=int(metrics.get(("pdlink_peers", "live"), 0)),
+        sender_transfers=total("pdlink_live_transfers", 'side="sender"'),
+        receiver_transfers=total("pdlink_live_transfers", 'side="receiver"'),
+        quarantined_blocks=total("pdlink_quarantined_blocks"),
+        closing_peers=total("pdlink_sessions", 'state="closing"'),
+        live_peers=total("pdlink_sessions", 'state="live"'),
         moved_nbytes=total("pdlink_transfer_bytes_total"),
         fallbacks=total("pdlink_fallbacks_total"),
     )
@@ -147,8 +147,11 @@ def _inodes_of_ports(pid: int, ports: set[int]) -> set[str]:
 
 
 def segments() -> set[str]:
-    """Named and System V shared memory of this machine that no living process has open."""
-    names = {f"/dev/shm/{name}" for name in _names("/dev/shm")}
+    """Named and System V shared memory of this machine that no living process has open.
+
+    Not semaphores: any program that starts a pool of processes makes some for a moment.
+    """
+    names = {f"/dev/shm/{name}" for name in _names("/dev/shm") if not name.startswith("sem.")}
     for pid in (name for name in _names("/proc") if name.isdigit()):
         try:
             maps = Path(f"/proc/{pid}/maps").read_text()

@@ -33,11 +33,8 @@ _ANSWERS = (1, 2, 8, 16, 24, 48)
 _FRESH = 0.7
 """Share of requests with their own `cache_salt`: none of their KV is cached, so all of it must cross."""
 _LEAVES = 0.06
-"""Share of requests whose client leaves in the middle."""
 _SLOW = 0.04
-"""Share of streams that are read slowly."""
 _INVALID = 0.03
-"""Share of requests that must be refused."""
 _BACK_OFF_S = 0.1
 """Pause of a client after no answer, so that refused connections do not count by the thousand."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from pdlink.chaos.judge import Outcome
+from pdlink.observe.plain import add_row, plain
 
 if TYPE_CHECKING:
     from pdlink.chaos.judge import Tally
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Verdict:
-    """The end of a run."""
-
     command: str
     seed: int
     seconds: float
@@ -36,7 +35,6 @@ class Verdict:
     longest_served_silence_s: float = 0.0
     """The same without the outages: the proxy or every worker of one role was away."""
     outage_s: float = 0.0
-    """Sum of the outages."""
     clean_rate: float = 0.0
     """Right answers per second before the first fault."""
     rate: float = 0.0
@@ -81,23 +79,17 @@ class Verdict:
 
 
 def live(title: str, states: dict[str, str], held: dict[str, Held], tally: Tally, running: int, last: str) -> Table:
-    """The state of a run, as one table."""
-    table = Table(title=title, title_justify="left", caption=_counts(tally, running) + last, caption_justify="left")
+    caption = plain(_counts(tally, running) + last)
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     for name in ("process", "state", "blocks", "quarantined", "transfers", "sessions"):
         table.add_column(name, justify="left" if name in ("process", "state") else "right")
     for label, state in states.items():
         now = held.get(label)
         if now is None or now.unreadable:
-            table.add_row(label, state)
+            add_row(table, label, state)
         else:
-            table.add_row(
-                label,
-                state,
-                str(now.blocks),
-                str(now.quarantined_blocks),
-                str(now.sender_transfers + now.receiver_transfers),
-                str(now.live_peers),
-            )
+            transfers = now.sender_transfers + now.receiver_transfers
+            add_row(table, label, state, now.blocks, now.quarantined_blocks, transfers, now.live_peers)
     return table
 
 
@@ -113,7 +105,6 @@ def line(at_s: float, states: dict[str, str], tally: Tally, running: int) -> str
 
 
 def final(verdict: Verdict) -> Table:
-    """The verdict as a table."""
     table = Table(title=f"verdict: {'ok' if verdict.ok else 'FAILED'}   (seed {verdict.seed})", title_justify="left")
     table.add_column("what")
     table.add_column("value")
@@ -144,11 +135,11 @@ def final(verdict: Verdict) -> Table:
             ("ready to full throughput", _seconds(verdict.full_after_ready_s)),
         ]
     for row in rows:
-        table.add_row(*row)
+        add_row(table, *row)
     for label, text in {**verdict.resources, **verdict.held}.items():
-        table.add_row(label, text)
+        add_row(table, label, text)
     for problem in verdict.problems:
-        table.add_row("PROBLEM", problem)
+        add_row(table, "PROBLEM", problem)
     return table
 
 

@@ -20,6 +20,7 @@ from pdlink.chaos import ledger, report
 from pdlink.chaos.faults import LocalDeployment
 from pdlink.chaos.load import Load, NoAnswers, all_answers, invalid
 from pdlink.chaos.schedule import LOAD, Fault, Kind, schedule
+from pdlink.observe.plain import plain
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -36,8 +37,6 @@ _FD_SLACK = 6
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do."""
-
     command: str
     seed: int
     seconds: float
@@ -48,7 +47,6 @@ class Plan:
     rate: float | None = None
     kinds: Sequence[Kind] = tuple(Kind)
     quiet: bool = False
-    """No live table."""
 
 
 async def run_local(
@@ -127,7 +125,6 @@ class _Run:
         self._started_s = time.monotonic()
 
     async def through(self) -> report.Verdict:
-        """All phases."""
         plan, load, verdict, local = self._plan, self._load, self._verdict, self._local
         looking = asyncio.create_task(self._look())
         try:
@@ -162,7 +159,6 @@ class _Run:
         return verdict
 
     async def _phase(self, name: str, work: Awaitable[object]) -> float:
-        """Run a phase; returns its start."""
         self._last = name
         began_s = time.monotonic()
         await work
@@ -183,7 +179,7 @@ class _Run:
                 elif local is not None and not local.begin(fault):
                     self._last += " (skipped: it is away)"
                 if not self._console.is_terminal and not plan.quiet:
-                    self._console.print(f"        {self._last}", highlight=False)
+                    self._console.print(plain(f"        {self._last}"))
             await asyncio.sleep(max(0.0, began_s + plan.seconds - time.monotonic()))
 
     async def _burst(self, fault: Fault) -> None:
@@ -192,7 +188,6 @@ class _Run:
         await (self._load.fill if fault.kind is Kind.FULL else self._load.burst)(fault.count)
 
     async def _look(self) -> None:
-        """The live table, or a line at intervals."""
         if self._plan.quiet:
             return
         if not self._console.is_terminal:
@@ -200,7 +195,7 @@ class _Run:
                 await asyncio.sleep(10.0)
                 at_s = time.monotonic() - self._started_s
                 text = report.line(at_s, self._states(), self._load.tally, self._load.running)
-                self._console.print(text, highlight=False)
+                self._console.print(plain(text))
         with Live(console=self._console, auto_refresh=False, transient=True) as live:  # the verdict stands alone
             while True:
                 table = report.live(
@@ -218,7 +213,6 @@ class _Run:
         return self._local.states() if self._local else dict.fromkeys(self._workers(), "up")
 
     async def _read(self) -> dict[str, ledger.Held]:
-        """Held resources of every live worker."""
         states = self._states()
         urls = {label: url for label, url in self._workers().items() if states.get(label) == "up"}
         held = await asyncio.gather(*(ledger.read(self._session, url) for url in urls.values()))

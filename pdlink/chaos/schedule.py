@@ -26,7 +26,6 @@ class Kind(enum.Enum):
     STOP = "stop"
     """SIGSTOP for a while, then SIGCONT: alive but silent, then back with old state."""
     BURST = "burst"
-    """Many requests at the same moment."""
     FULL = "full"
     """More long requests than the blocks allow: pools run full, and requests wait for each other."""
     LOST = "lost"
@@ -48,22 +47,17 @@ _PROXY_STOP_S = (0.5, 3.0)
 _PROXY_SHARE = 0.1
 """Most faults hit workers: a killed proxy ends every running request, and hides the workers' faults."""
 _BURST = (30, 90)
-"""Requests of a burst."""
 _FULL = (16, 32)
-"""Requests that fill the pools."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault."""
-
     at_s: float
     """Since the start of the fault phase."""
     kind: Kind
     target: str
     """Label of a process, or `LOAD`."""
     for_s: float = 0.0
-    """Length of a STOP."""
     count: int = 0
     """Requests of a BURST, or of a FULL."""
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from pdlink.config.cache import CacheConfig
 from pdlink.config.chaos import ChaosConfig
 from pdlink.config.engine import EngineConfig
+from pdlink.config.join import JoinConfig
+from pdlink.config.kv_events import KVEventsConfig
 from pdlink.config.loading import (
     ENVIRONMENT_PREFIX,
     environment_with,
@@ -18,13 +20,16 @@ from pdlink.config.loading import (
     parse_assignments,
     parse_value,
     settings_of,
+    state_directory,
 )
 from pdlink.config.model import ModelConfig
 from pdlink.config.proxy import ProxyConfig
 from pdlink.config.section import Port, Role, Seconds, Section, is_loopback
 from pdlink.config.security import SecurityConfig, check_private, read_private, read_secrets
+from pdlink.config.sglang import SglangConfig
+from pdlink.config.store import StoreConfig
 from pdlink.config.tiers import TiersConfig
-from pdlink.config.timeouts import TimeoutConfig
+from pdlink.config.timeouts import PatientTimeouts, TimeoutConfig
 from pdlink.config.transport import SharingConfig, TransportConfig
 from pdlink.config.up import UpConfig
 from pdlink.config.vllm import VllmConfig
@@ -35,14 +40,19 @@ __all__ = [
     "CacheConfig",
     "ChaosConfig",
     "EngineConfig",
+    "JoinConfig",
+    "KVEventsConfig",
     "ModelConfig",
+    "PatientTimeouts",
     "Port",
     "ProxyConfig",
     "Role",
     "Seconds",
     "Section",
     "SecurityConfig",
+    "SglangConfig",
     "SharingConfig",
+    "StoreConfig",
     "TiersConfig",
     "TimeoutConfig",
     "TransportConfig",
@@ -58,4 +68,5 @@ __all__ = [
     "read_private",
     "read_secrets",
     "settings_of",
+    "state_directory",
 ]

@@ -17,6 +17,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from pdlink.config.proxy import ProxyConfig
+from pdlink.config.sglang import SglangConfig
+from pdlink.config.store import StoreConfig
 from pdlink.config.up import UpConfig
 from pdlink.config.worker import WorkerConfig
 from pdlink.errors import ConfigError
@@ -27,12 +29,14 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 ENVIRONMENT_PREFIX = "PDLINK_"
-_Config = TypeVar("_Config", WorkerConfig, ProxyConfig, UpConfig)
+_Config = TypeVar("_Config", WorkerConfig, ProxyConfig, StoreConfig, UpConfig, SglangConfig)
 
 _KINDS: dict[type[BaseModel], str] = {
     WorkerConfig: "a worker's settings",
     ProxyConfig: "the proxy's settings",
+    StoreConfig: "a store's settings",
     UpConfig: "the settings of `pdlink up`",
+    SglangConfig: "the settings of an SGLang server",
 }
 
 _LINK = re.compile(
@@ -108,6 +112,17 @@ def environment_with(more: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **more}
 
 
+def state_directory(given: str | Path | None) -> Path | None:
+    """Where a process keeps what it must know after a restart: as given, else the user's. None without a home.
+
+    The user's is $XDG_STATE_HOME/pdlink, or ~/.local/state/pdlink (XDG Base Directory Specification).
+    """
+    if given is not None:
+        return Path(given)
+    home = os.environ.get("XDG_STATE_HOME", "") or os.path.expanduser("~/.local/state")
+    return Path(home, "pdlink") if os.path.isabs(home) else None
+
+
 class _Strict(yaml.SafeLoader):
     """YAML that refuses a key given twice; others take the last one, and the first is a setting that lies."""
 
@@ -145,7 +160,8 @@ def _read_file(kind: type[BaseModel], path: Path) -> dict[str, Any]:
     if not _fits(kind, data):
         for other, what in _KINDS.items():
             if _fits(other, data):
-                command = {ProxyConfig: "proxy", UpConfig: "up"}.get(other) or data.get("role", "prefill")
+                names: dict[type[BaseModel], str] = {ProxyConfig: "proxy", StoreConfig: "store", UpConfig: "up"}
+                command = names.get(other) or data.get("role", "prefill")
                 raise ConfigError(f"config file {path} holds {what}; use `pdlink {command} --config {path}`")
     return data
 

@@ -6,10 +6,37 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from pdlink.config.log import LogConfig
 from pdlink.config.section import Port, Seconds, Section, in_pairs, no_use
+from pdlink.config.tracing import TracingConfig
 
 DEFAULT_POLICIES: dict[Literal["prefill", "decode"], str] = {"prefill": "cost", "decode": "least_loaded"}
 """What `pdlink bench route` finds best; `cost` for decode, too, gains nothing there and takes twice the time."""
+
+DialectName = Literal[
+    "pdlink",
+    "vllm",
+    "vllm-nixl",
+    "vllm-nixl-push",
+    "vllm-mooncake",
+    "vllm-moriio",
+    "vllm-moriio-write",
+    "lmcache",
+    "sglang",
+]
+_WITH_CONTROL = ("vllm", "vllm-mooncake", "vllm-moriio-write", "lmcache")
+
+OF_JOINING = ("key_file", "allow_file", "insecure")
+"""Settings of what a proxy says to workers that register."""
+
+
+class RateLimit(Section):
+    """What one API key may ask in a minute; 0 sets no limit."""
+
+    requests: int = Field(default=0, ge=0)
+    """Requests."""
+    tokens: int = Field(default=0, ge=0)
+    """Tokens of prompts, and of answers as long as the request allows them."""
 
 
 class ProxyConfig(Section):
@@ -23,6 +50,8 @@ class ProxyConfig(Section):
     """Clients must send one of these as `Authorization: Bearer KEY`. None here and no `api_key_file` lets all in."""
     api_key_file: str | None = None
     """More of them, one a line."""
+    admin_key_file: str | None = None
+    """Keys of operators, one a line, who may change the workers at run time (GET, PUT, POST, DELETE /workers)."""
     tls_cert: str | None = None
     """PEM file of the certificate chain to serve HTTPS with; needs `tls_key`."""
     tls_key: str | None = None
@@ -32,24 +61,91 @@ class ProxyConfig(Section):
     given as --api-key, sent to it instead of the client's Authorization."""
     worker_ca: str | None = None
     """PEM file of the authority that signed the certificates of https:// workers; None trusts the system's."""
-    dialect: Literal["pdlink", "vllm", "vllm-nixl"] = "pdlink"
-    """What the workers run: pdlink's own engine, vLLM with PDLinkConnector, or vLLM with its own NixlConnector."""
+    dialect: DialectName = "pdlink"
+    """What the workers run: pdlink's own engine; vLLM with PDLinkConnector (`vllm`) or a connector of its own
+    (`vllm-nixl`, `vllm-nixl-push`, `vllm-mooncake`, `vllm-moriio` reading, `vllm-moriio-write`); vLLM with LMCache's
+    P/D backend (`lmcache`); or SGLang."""
     prefill: tuple[str, ...] = ()
     """Base URLs of the prefill workers."""
     decode: tuple[str, ...] = ()
     """Base URLs of the decode workers."""
+    both: tuple[str, ...] = ()
+    """Base URLs of plain servers of any engine: they serve requests by themselves, those that no pair can serve and
+    those that begin sooner there."""
+    workers_file: str | None = None
+    """YAML or JSON with the lists `prefill`, `decode` and `both`, of URLs or of mappings with url, drain, control,
+    kv_events, cell. It is watched: what it lists replaces what it listed before. In place of those settings."""
+    discover: tuple[str, ...] = ()
+    """Where workers are found, besides `prefill`, `decode` and `both`: "file:PATH", a directory with one JSON file a
+    worker, or a file as `workers_file`; "dns:prefill=HOST:PORT,decode=HOST:PORT", all addresses of a name;
+    "kubernetes:prefill=SERVICE,decode=SERVICE", their EndpointSlices, with port=NAME, control=NAME (dialect vllm:
+    what names of the connectors' ports begin with), cell=NAME and namespace=NAME if need be;
+    "register:tcp://HOST:PORT", where workers with `join.proxies` dial this proxy. With `processes`, each listens at a
+    port of its own, from PORT on. A source that is down keeps what it listed last."""
+    key_file: str | None = None
+    """This proxy's key pair, made by `pdlink keygen NAME`, for workers that register; as `security.key_file` of a
+    worker."""
+    allow_file: str | None = None
+    """Workers that may register: lines `name public_key`. Read again on SIGHUP."""
+    insecure: bool = False
+    """Written out, it lets a proxy without keys take workers of other hosts that register."""
+    cells: dict[str, str] = {}
+    """By base URL of a worker, the name of its cell (a rack, an RDMA network): KV moves within one only."""
+    cell_size: int = Field(default=0, ge=0)
+    """Workers that name no cell are put into cells of at most so many prefill and so many decode workers. It bounds
+    the sessions of each; 0 makes none."""
     decode_ranks: int | None = Field(default=None, ge=1)
     """Dialect vllm: tensor parallel ranks of a decode server, where they are not as many as a prefill server's."""
     control: dict[str, tuple[str, ...]] = {}
-    """Dialect vllm: by base URL of a prefill worker, the address its connector listens on ("tcp://10.0.0.1:8101"), or
-    a list with one for each tensor parallel rank. Workers of pdlink's own engine say it themselves."""
+    """By base URL of a worker, the address its connector listens on, or a list with one for each tensor parallel
+    rank. vllm: of prefill workers, "tcp://10.0.0.1:8101". vllm-mooncake: of prefill workers, "http://10.0.0.1:8998"
+    (8998 is the default). vllm-moriio-write: of both, handshake and notify port, "tcp://HOST:6301,tcp://HOST:61005"
+    (the default). lmcache: of decode workers, "tcp://HOST:INIT_PORT,tcp://HOST:ALLOC_PORT". Others say it
+    themselves."""
+    notify: str = "tcp://127.0.0.1:8500"
+    """Dialect lmcache: where this proxy hears that KV has arrived; LMCache's `pd_proxy_host` and `pd_proxy_port`."""
+    kv_events: dict[str, tuple[str, ...]] = {}
+    """By base URL of a worker, where it publishes which KV it has, so that `prefix` and `cost` need not guess:
+    "tcp://HOST:5557", or "tcp://HOST:5557,tcp://HOST:5558" with its replay endpoint; a list if there are several. For
+    --kv-events-config of vLLM and SGLang; workers of pdlink's own engine say it themselves."""
+    tokenize_wait_s: float = Field(default=0.05, ge=0, le=5)
+    """Longest wait of a request whose prompt is text for its token ids, with which it is looked up in KV events. The
+    workers are asked (POST /tokenize), and only where it pays: see docs/router.md. 0 never asks."""
+    tokenizers: dict[str, str] = {}
+    """By model, a file as tokenizer.json of Hugging Face's tokenizers: then texts are tokenised here, in a thread.
+    Chats still ask the workers, which know the template."""
     policy: str | dict[Literal["prefill", "decode"], str] = DEFAULT_POLICIES
     """How workers are chosen, for both legs or each: `round_robin`; `least_loaded` (fewest tokens to do);
     `power_of_two` (the less loaded of two, for many routers); `consistent_hash` (equal beginnings of prompts to one
     worker); `session` (by header X-Session-Id or `user`); `prefix` (where most of the prompt was sent before); `cost`
     (where the first token is expected soonest); or `path.to.module:Class`, a policy of your own."""
+    processes: int = Field(default=1, ge=1, le=64)
+    """Processes that serve the port together. They see each other's load, and `queue_size`, `max_connections` and
+    `rate_limits` are for all of them; each has its own connections to the workers and its own index of KV events."""
+    routers: int = Field(default=1, ge=1)
+    """Proxies before these workers. With several, `least_loaded`, `prefix` and `cost` choose among two workers drawn
+    by chance and the one that the beginning of the prompt draws: with a view of all, proxies send to the same one."""
+    decode_alone_tokens: int = Field(default=0, ge=0)
+    """Prompts of which the decode worker lacks at most so many tokens are computed there, without a prefill leg: so
+    short, a transfer costs more than it saves. What the worker has is known where it publishes it (`kv_events`)."""
+    decode_alone_idle_tokens: int = Field(default=0, ge=0)
+    """The same for a decode worker that has nothing else to do."""
     retries: int = Field(default=1, ge=0)
     """New attempts, each with a new transfer id and other workers where there are some, before the first token."""
+    hedge_factor: float = Field(default=0, ge=0)
+    """Start a second attempt beside the first, with other workers and its own transfer id, when prefill has not
+    answered after this many times what its measured pace let expect; the first answer wins. Takes from the same
+    budget as `retries`. 0 never does: it doubles the work of those requests."""
+    hedge_after_s: Seconds = 1.0
+    """Never earlier than this."""
+    eject_share: float = Field(default=0.34, ge=0, le=1)
+    """Share of a pool that may be left out because its legs fail or are slow far beyond those of its peers, for
+    pauses that grow; of two or three workers one may be. 0 leaves none out."""
+    recover_streams: int = Field(default=3, ge=0)
+    """How often a stream whose decode worker died goes on at another one: all of pdlink's own workers, greedy ones
+    (temperature 0) of vLLM's. Greedy answers stay the same, up to what the batch changes in either engine; drawn ones
+    go on with the same seed, but may draw other tokens than an undisturbed worker. 0 ends such streams with an
+    error."""
     queue_size: int = Field(default=1024, ge=0)
     """Requests that may wait for a worker; more are answered 429. 0 never waits."""
     queue_timeout_s: Seconds = 60.0
@@ -59,6 +155,16 @@ class ProxyConfig(Section):
     shares: dict[str, Annotated[float, Field(gt=0)]] = Field(default={}, repr=False)
     """Weights of those who wait, by API key or model; both count, and 1 for others. Each pair of key and model gets
     tokens in proportion to its weight."""
+    route_s: float = Field(default=0, ge=0)
+    """How long a decision of POST /route counts in the load of its workers if no end is reported; 0 answers none."""
+    route_key_file: str | None = None
+    """A secret that decisions of POST /route are signed with, for workers with `security.route_key_file`: the file's
+    first line."""
+    rate_limit: RateLimit = RateLimit()
+    """Of every API key that has none of its own: over it, the answer is 429. Without `api_keys` a client can call
+    itself anything."""
+    rate_limits: dict[str, RateLimit] = Field(default={}, repr=False)
+    """By API key, in place of `rate_limit`."""
     on_no_prefill: Literal["fail", "decode_only"] = "decode_only"
     """What to do when no prefill worker is healthy, or a request has lost its own and there is no other: let decode
     compute the prompt (counted), or answer an error. `fail` is for decode pools that prompts must not slow down."""
@@ -79,6 +185,20 @@ class ProxyConfig(Section):
     """Largest body of a client's request; pdlink's own workers read 16 MiB."""
     max_connections: int = Field(default=0, ge=0)
     """Open connections to workers; 0 sets no limit."""
+    decision_log: str | None = None
+    """File that gets a line of JSON for each request that has ended: candidates with scores, choice, what became of
+    both legs, and the fields of a trace. SIGHUP opens it again."""
+    decision_share: float = Field(default=1.0, ge=0, le=1)
+    """Share of the requests that are written to `decision_log`, and whose candidates `pdlink explain` shows."""
+    tracing: TracingConfig = TracingConfig()
+    """Spans for OpenTelemetry."""
+    log: LogConfig = LogConfig()
+    """Lines on standard error."""
+    summary_s: float = Field(default=10.0, ge=0)
+    """Seconds between two lines of the log that sum up requests; none is written while nothing
+    happens. 0 writes none."""
+    page: bool = True
+    """Serve a page for people at /pdlink/, and its data. Workers are asked for more only while somebody looks."""
     drain_s: Seconds = 10.0
     """How long a proxy that was told to stop lets running requests finish."""
 
@@ -86,7 +206,7 @@ class ProxyConfig(Section):
         """The name of one leg's policy."""
         return self.policy if isinstance(self.policy, str) else self.policy.get(leg, DEFAULT_POLICIES[leg])
 
-    @field_validator("control", mode="before")
+    @field_validator("control", "kv_events", mode="before")
     @classmethod
     def _one_is_a_list(cls, value: object) -> object:
         if not isinstance(value, dict):
@@ -95,11 +215,33 @@ class ProxyConfig(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> ProxyConfig:
-        in_pairs(self, "", ("tls_cert", "tls_key"))
+        in_pairs(self, "", ("tls_cert", "tls_key"), ("key_file", "allow_file"))
+        if not any(source.startswith("register:") for source in self.discover):
+            no_use(
+                self, "", OF_JOINING, "is of workers that register, and discover names no register:tcp://HOST:PORT"
+            )
+        if self.workers_file is not None and (self.prefill or self.decode or self.both):
+            raise ValueError("workers_file: is of no use with prefill and decode; list all workers in one place")
+        if self.workers_file is not None and self.discover:
+            raise ValueError("workers_file: is of no use with discover; write discover: [file:PATH] instead")
+        if self.on_no_prefill == "fail" and (self.decode_alone_tokens or self.decode_alone_idle_tokens):
+            raise ValueError(
+                "decode_alone_tokens: is of no use with on_no_prefill: fail, which keeps prompts away from decode; "
+                "leave one of them out"
+            )
         if self.dialect != "vllm":
-            no_use(self, "", ("control", "decode_ranks"), f"is for dialect: vllm, and dialect is {self.dialect}")
+            no_use(self, "", ("decode_ranks",), f"is for dialect: vllm, and dialect is {self.dialect}")
+        if self.dialect not in _WITH_CONTROL:
+            no_use(self, "", ("control",), f"is for dialect: vllm, and dialect is {self.dialect}")
+        if self.dialect != "lmcache":
+            no_use(self, "", ("notify",), f"is for dialect: lmcache, and dialect is {self.dialect}")
+        if self.dialect == "lmcache" and (missing := {url.rstrip("/") for url in self.decode} - _urls(self.control)):
+            raise ValueError(
+                f"control: no address for the decode worker {min(missing)}; it is its pd_peer_host with "
+                "pd_peer_init_port and pd_peer_alloc_port, as tcp://HOST:INIT_PORT,tcp://HOST:ALLOC_PORT"
+            )
         if self.dialect == "vllm":
-            known = {url.rstrip("/") for url in self.control}
+            known = _urls(self.control)
             for url in self.prefill:
                 if url.rstrip("/") not in known:
                     raise ValueError(
@@ -115,3 +257,7 @@ class ProxyConfig(Section):
                             "control_port of that server's kv_connector_extra_config"
                         )
         return self
+
+
+def _urls(by_url: dict[str, tuple[str, ...]]) -> set[str]:
+    return {url.rstrip("/") for url in by_url}

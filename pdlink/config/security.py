@@ -23,8 +23,14 @@ class SecurityConfig(Section):
     allow_file: str | None = None
     """Workers that this one has sessions with: lines `name public_key`. Read again on SIGHUP."""
     http_key_file: str | None = None
-    """A secret that callers of this worker's HTTP interface must send in X-Pdlink-Key (GET /health and GET /metrics
-    excepted); the proxy's `worker_key_file`. The file's first line that is not empty or a comment."""
+    """A secret that callers of this worker's HTTP interface must send in X-Pdlink-Key (all but GET /health, /livez,
+    /readyz and /metrics); the proxy's `worker_key_file`. The file's first line that is not empty or a comment."""
+    route_key_file: str | None = None
+    """The `route_key_file` of the proxy: callers may send a leg that it has signed (POST /route), until that expires,
+    without the secret of `http_key_file`."""
+    admin_key_file: str | None = None
+    """Keys of operators, one a line, who may change the role of this worker at run time (POST /role, with
+    `Authorization: Bearer KEY`). None refuses that, and the worker keeps its role."""
     tls_cert: str | None = None
     """PEM file of the certificate chain to serve HTTPS with; needs `tls_key`."""
     tls_key: str | None = None
@@ -35,6 +41,8 @@ class SecurityConfig(Section):
     @model_validator(mode="after")
     def _complete(self) -> SecurityConfig:
         in_pairs(self, "security.", ("key_file", "allow_file"), ("tls_cert", "tls_key"))
+        if self.route_key_file is not None and self.http_key_file is None:
+            raise ValueError("security.route_key_file: is of no use where everybody may call; set http_key_file, too")
         if self.insecure and self.key_file is not None:
             raise ValueError("security.insecure: has no effect with security.key_file; leave out one of them")
         return self

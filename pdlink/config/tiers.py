@@ -6,38 +6,100 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pdlink.config.section import Section, in_pairs
+from pdlink.config.section import Port, Seconds, Section, in_pairs, no_use
+
+OF_A_WORKER = (
+    "store_timeout_s",
+    "store",
+    "chunk_size",
+    "load_if_faster",
+    "save_decode_cache",
+    "priority_limit",
+    "lossy",
+)
+"""Settings that a worker has wherever its store is; the others are the store's."""
 
 
 class TiersConfig(Section):
     """Where a worker keeps the KV of prompts when the blocks of its pool are needed for others."""
 
+    store: str | None = None
+    """Unix socket of a `pdlink store` process on this host, which keeps KV for all its workers: its `listen`. None
+    keeps it in the worker. What says how it is kept is then set there, not here."""
+    store_timeout_s: Seconds = 1.0
+    """Longest wait for an answer of that process; then everything is a miss until it is back."""
     max_local_cpu_size: float = Field(default=1.0, ge=0)
     """Memory for it, in GiB; taken as it is needed. 0 keeps nothing."""
     reserve_local_cpu_size: float = Field(default=0.0, ge=0)
     """Memory of the machine that it never takes, in GiB."""
+    max_pinned_size: float | None = Field(default=None, ge=0)
+    """What operators may pin of it, in GiB; None is a quarter of it."""
     local_disk: str | None = None
     """Directory for a tier on this machine's disk, which one worker has at a time; {name} in it is the worker's name.
     What is there is found again after a restart. Needs `max_local_disk_size`."""
     max_local_disk_size: float | None = Field(default=None, gt=0)
     """Space for all that is in it, in GiB; records of models that no worker runs any more go first."""
-    remote_url: str | None = None
-    """A tier below memory that others may share: file:///DIRECTORY[?max_size=GIB], redis://[USER:PASSWORD@]HOST[:PORT]
+    state_dir: str | None = None
+    """Directory for what a store must know after a restart and is no KV: what was cleared while a tier was away,
+    where there is no `local_disk`. Stores of one user may share it. None is $XDG_STATE_HOME/pdlink, or
+    ~/.local/state/pdlink."""
+    remote_url: str | tuple[str, ...] | None = None
+    """A tier below memory that others may share, or several, asked in this order: file:///DIRECTORY[?max_size=GIB], redis://[USER:PASSWORD@]HOST[:PORT]
     and its kin, s3://BUCKET and its kin, or path.to.module:name (`pdlink.store.tiers.opening`)."""
-    ingestion: Literal["all", "hot", "second_sight"] = "all"
-    """Which records go on to the tiers below memory: all; hot, used twice while in memory; or second_sight, wanted a
-    second time, which spares a disk most of its writes and starves no tier."""
+    peers: tuple[str, ...] = ()
+    """Stores of other nodes, tcp://HOST:PORT[?key=PUBLIC_KEY] with their `peer_port`. What they have in memory is
+    found, and pulled as `transport` says; they are asked after the disk. All memory is taken at once then."""
+    peer_port: Port | None = None
+    """Where stores of other nodes ask this one, on `control_host`; 0 takes a free one, which is printed. None is 0
+    where there are `peers`, and else lends to nobody."""
+    ingestion: Literal["all", "hot", "second_sight", "evicted"] = "all"
+    """Which records go on to the tiers below memory: all; hot, used twice while in memory; second_sight, wanted a
+    second time, which spares a disk most of its writes and starves no tier; or evicted, when memory wants their room,
+    so that what is in memory alone ends with the process."""
+    verify: bool = False
+    """Check records when they are read from memory, too, by a checksum made when they are stored. What is read
+    from below memory is always checked."""
+    ttl_s: Seconds | None = None
+    """How long KV is found, here and in the tiers, counted from when it is stored; a request may ask for less
+    (`kv_retention`). Without it, until its room is needed."""
+    quota_per_salt: float | None = Field(default=None, gt=0)
+    """Memory for the KV of requests with one `cache_salt`, in GiB; those without a salt have no quota."""
+    priority_limit: int | None = None
+    """Keep the KV of requests up to this `priority` only (lower is more urgent)."""
+    codec: dict[str, Literal["raw", "zstd", "lz4", "fp8"]] = {}
+    """How records are packed in a tier below memory, by its name: {disk: lz4, valkey: zstd}; raw where none is given.
+    zstd and lz4 need `pip install 'pdlink[store]'`. fp8 packs only what workers with `lossy: fp8` keep; the rest is
+    raw there."""
+    lossy: Literal["fp8"] | None = None
+    """KV may come back changed a little by this codec, where a tier packs by it: within a sixteenth of each value. It
+    is kept apart from the KV of workers that want it exact. None: what is loaded is what was stored."""
     chunk_size: int = Field(default=256, ge=1)
     """Tokens per record. A prompt is found again in whole chunks; shorter ones cost more look-ups."""
+    load_if_faster: bool = True
+    """Load no more of a prompt than takes less time than to compute or receive it, by what was measured lately. False
+    loads all that is found."""
+    save_decode_cache: bool = False
+    """Keep the KV of answers, too, and on a decode worker that of prompts it received: what the next turn of a
+    conversation begins with."""
     cache_policy: str = "adaptive"
     """Which record goes first when memory is full: a name of `pdlink.store.policies`, or path.to.module:Class."""
 
     @model_validator(mode="after")
     def _together(self) -> TiersConfig:
+        if self.store is None:
+            no_use(self, "tiers.", ("store_timeout_s",), "is of a store process, and tiers.store names none")
+        else:
+            no_use(self, "tiers.", of_a_store(), "is a setting of the store that tiers.store names")
         in_pairs(self, "tiers.", ("local_disk", "max_local_disk_size"))
-        if self.max_local_cpu_size == 0 and (self.local_disk is not None or self.remote_url is not None):
+        below = self.local_disk, self.remote_url, self.peers or None, self.peer_port
+        if self.max_local_cpu_size == 0 and any(setting is not None for setting in below):
             raise ValueError(
                 "tiers.max_local_cpu_size: got 0; limit more, because records pass through memory on their way to "
                 "other tiers; raise it"
             )
         return self
+
+
+def of_a_store() -> list[str]:
+    """Settings that belong to the process that keeps the KV."""
+    return [name for name in TiersConfig.model_fields if name not in OF_A_WORKER]

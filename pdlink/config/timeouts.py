@@ -37,3 +37,16 @@ class TimeoutConfig(Section):
             if value >= limit:
                 raise ValueError(f"timeouts.{name} = {value} s must be below timeouts.{later} = {limit} s")
         return self
+
+
+class PatientTimeouts(TimeoutConfig):
+    """The same table with other defaults, because processes of vLLM and SGLang are many and large.
+
+    Forward passes do not hold the GIL, but the whole process may wait for a core: heartbeats of vLLM's worker were
+    1.3 s late at a load of 16 on 2 cores, those of a small process 0.2 s. A process that has ended is noticed by its
+    connections at once; only a host that vanished or stands still takes `peer_s`, and a false alarm costs a prompt.
+    """
+
+    peer_s: Seconds = 10.0
+    connect_s: Seconds = 10.0
+    lease_s: Seconds = 30.0

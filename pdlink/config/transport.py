@@ -78,24 +78,36 @@ class TcpConfig(Section):
     was measured on two cores of an AMD EPYC; `pdlink bench tune` measures it here."""
 
 
+class StagingConfig(Section):
+    """Pinned host memory that KV of a GPU passes through where no GPU or network card reaches the peer's."""
+
+    slot_nbytes: int = Field(default=4 * 2**20, ge=65536, le=2**30)
+    """Bytes of a slot: what is copied and sent at a time. As `sharing.part_nbytes`: a part of a push fills one."""
+    num_slots: int = Field(default=16, ge=2, le=1024)
+    """Slots to send from, and as many to receive in. A peer gets half of them at most: 32 MiB in flight, which is
+    `sharing.peer_window_nbytes`. They are pinned with the first peer: 128 MiB for each transport that is used."""
+
+
 class TransportConfig(Section):
     """How bytes travel."""
 
     kind: str = "auto"
     """"mapped", "ucx", "tcp", or "auto": whatever works between two workers, `prefer` first. mapped is mapped-cuda
-    where the KV is on a GPU; tcp cannot move that."""
+    where the KV is on a GPU, and staged-mapped where that does not work; tcp is staged-tcp there."""
     prefer: str = "mapped"
     """The kind to try first. Mapped memory is the fastest where it can work, which is on one host. Then comes ucx
     where there is RDMA, then tcp."""
     require: str | None = None
-    """Lane that must really be used ("mapped", "mapped-cuda", "cma", "tcp", "rc"); connecting fails if it is another
-    one."""
+    """Lane that must really be used ("mapped", "mapped-cuda", "cma", "tcp", "rc", "staged-tcp"); connecting fails if
+    it is another one."""
     mapped: MappedConfig = MappedConfig()
     """Of `kind: mapped`."""
     ucx: UcxConfig = UcxConfig()
     """Of `kind: ucx`."""
     tcp: TcpConfig = TcpConfig()
     """Of `kind: tcp`."""
+    staging: StagingConfig = StagingConfig()
+    """For KV on a GPU."""
     verify: Literal["off", "sample", "all"] = "off"
     """Checksums of what decode receives, compared before a request may use it: of every pushed layer, of one in
     eight, or none. A difference fails the transfer. Costs one more read of the bytes on each side."""

@@ -6,8 +6,12 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from pdlink.config.log import LogConfig
 from pdlink.config.proxy import ProxyConfig
 from pdlink.config.section import Section, no_use
+from pdlink.config.store import StoreConfig
+from pdlink.config.tiers import of_a_store
+from pdlink.config.tracing import TracingConfig
 from pdlink.config.vllm import VllmConfig
 from pdlink.config.worker import WorkerConfig
 
@@ -31,6 +35,16 @@ class UpConfig(Section):
     not 0 count up."""
     decode: WorkerConfig = WorkerConfig(role="decode")
     """Every decode worker, in the same way."""
+    share_store: bool = False
+    """Whether all workers keep their KV in one store process, which `store` describes, instead of each in itself."""
+    store: StoreConfig = StoreConfig()
+    """That process."""
+    tracing: TracingConfig = TracingConfig()
+    """Spans of all processes, where `proxy.tracing`, `prefill.tracing` or `decode.tracing` say nothing else; with
+    engine: vllm, of the proxy. vLLM has --otlp-traces-endpoint for its own, in `vllm.args`."""
+    log: LogConfig = LogConfig()
+    """Lines on standard error, of all processes, where `proxy.log`, `prefill.log`, `decode.log` or `store.log` say
+    nothing else."""
     num_prefill: int = Field(default=1, ge=1)
     """Number of prefill workers."""
     num_decode: int = Field(default=1, ge=1)
@@ -42,11 +56,19 @@ class UpConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _handed_down(cls, data: Any) -> Any:
-        """A side's workers have its role, unless it is written out; every worker has the `model`."""
+        """A side's workers have its role, unless it is written out; every worker has the `model`, and every process
+        `tracing` and `log`, unless its own section says something."""
         if not isinstance(data, dict):
             return data
         sides = {side: {"role": side, **data[side]} for side in SIDES if isinstance(data.get(side), dict)}
         data, model = {**data, **sides}, data.get("model")
+        ours = ("proxy",) if data.get("engine") == "vllm" else ("proxy", *SIDES)
+        kept = ("store",) if data.get("share_store") else ()
+        for name, parts in (("tracing", ours), ("log", (*ours, *kept))):
+            for part in parts if data.get(name) is not None else ():
+                below = data.get(part, {"role": part} if part in SIDES else {})
+                if isinstance(below, dict):
+                    data[part] = {name: data[name], **below}
         if model is None:
             return data
         if data.get("engine") == "vllm":
@@ -65,7 +87,15 @@ class UpConfig(Section):
                 no_use(self, "", (side,), "is of engine: builtin, and engine is vllm, whose servers `vllm` describes")
         else:
             no_use(self, "", ("vllm",), "is of engine: vllm, and engine is builtin")
-        made = ("prefill", "decode", "dialect", "control", "decode_ranks")
+        if not self.share_store:
+            no_use(self, "", ("store",), "is of share_store, which is off")
+        elif self.engine == "vllm":
+            raise ValueError("share_store: is of engine: builtin, and engine is vllm; start `pdlink store` beside it")
+        else:
+            for side in SIDES:
+                tiers, reason = getattr(self, side).tiers, "is of a worker's own store, and share_store is on"
+                no_use(tiers, f"{side}.tiers.", ("store", *of_a_store()), reason)
+        made = ("prefill", "decode", "dialect", "control", "decode_ranks", "notify")
         no_use(self.proxy, "proxy.", made, "is given by the workers that `pdlink up` starts")
         for side in SIDES:
             self._fits(side, getattr(self, side), getattr(self, f"num_{side}"))
@@ -83,6 +113,8 @@ class UpConfig(Section):
                 raise ValueError(
                     f"{side}.tiers.local_disk: is of one worker, and num_{side} is {count}; write {{name}} into it"
                 )
+            if worker.tiers.peer_port:
+                raise ValueError(f"{side}.tiers.peer_port: is of one worker, and num_{side} is {count}; use 0")
             if worker.security.key_file is not None:
                 raise ValueError(
                     f"{side}.security.key_file: is the key of one worker, and num_{side} is {count}; "

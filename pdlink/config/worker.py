@@ -9,11 +9,15 @@ from pydantic import Field, model_validator
 from pdlink.config.cache import CacheConfig
 from pdlink.config.chaos import ChaosConfig
 from pdlink.config.engine import EngineConfig
+from pdlink.config.join import JoinConfig
+from pdlink.config.kv_events import KVEventsConfig
+from pdlink.config.log import LogConfig
 from pdlink.config.model import ModelConfig
 from pdlink.config.section import Port, Role, Section, is_loopback, no_use
 from pdlink.config.security import SecurityConfig
 from pdlink.config.tiers import TiersConfig
 from pdlink.config.timeouts import TimeoutConfig
+from pdlink.config.tracing import TracingConfig
 from pdlink.config.transport import TransportConfig
 
 
@@ -40,19 +44,31 @@ class WorkerConfig(Section):
     """Its KV cache."""
     tiers: TiersConfig = TiersConfig()
     """Where KV stays when its blocks are needed for others. Not yet with `engine.device` on a GPU."""
+    kv_events: KVEventsConfig = KVEventsConfig()
+    """Whom it tells what KV it keeps."""
     engine: EngineConfig = EngineConfig()
     """How requests are batched."""
     transport: TransportConfig = TransportConfig()
     """How bytes travel."""
     timeouts: TimeoutConfig = TimeoutConfig()
     """Every deadline."""
+    join: JoinConfig = JoinConfig()
+    """The proxies that it tells of itself."""
     security: SecurityConfig = SecurityConfig()
     """Who may talk to it."""
+    tracing: TracingConfig = TracingConfig()
+    """Spans for OpenTelemetry."""
+    log: LogConfig = LogConfig()
+    """Lines on standard error."""
+    summary_s: float = Field(default=10.0, ge=0)
+    """Seconds between two lines of the log that sum up transfers; none is written while nothing
+    happens. 0 writes none."""
     on_transfer_failure: Literal["recompute", "fail"] = "recompute"
     """What decode does when the KV does not arrive: compute the prompt itself, or answer 502."""
     timeline: str | None = None
-    """File that a Perfetto trace of the last transfers is written to at exit; {name} in it is the worker's name. None
-    writes none; `pdlink timeline` asks for the same while the worker runs."""
+    """File that a trace of the last transfers is written to at exit, for ui.perfetto.dev; or its events, for
+    programs, if the name ends in .json. {name} in it is the worker's name. None writes none; `pdlink timeline` asks
+    for the same while the worker runs."""
     simulate_layer_s: float = Field(default=0.0, ge=0)
     """Extra seconds per layer of every prefill step; makes a small model as slow as a large one in demonstrations."""
     chaos: ChaosConfig = ChaosConfig()
@@ -66,6 +82,8 @@ class WorkerConfig(Section):
             no_use(self.model, "model.", ("seed", "num_layers"), "is of the built model, and model.path is set")
         if self.cache.memory_fraction is not None:
             no_use(self.cache, "cache.", ("num_blocks",), "is given by cache.memory_fraction")
+        if not self.join.proxies:
+            no_use(self.join, "join.", ("beat_s", "url", "cell"), "is for proxies, and join.proxies names none")
         return self
 
     @model_validator(mode="after")

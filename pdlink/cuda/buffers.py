@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
+from pdlink.cuda.driver import CudaUnavailable
 from pdlink.cuda.numa import node_of, prefer_node
 from pdlink.memory.buffers import Buffer
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from pdlink.cuda.driver import Device
     from pdlink.memory.buffers import Event
 
@@ -44,6 +43,15 @@ class DeviceMemory:
     def export(self) -> Export:
         """For a process on this host. Raises CudaFailure."""
         raise NotImplementedError
+
+    def require_shared(self) -> None:
+        """Raises CudaUnavailable for memory that nothing but this process's own copies reaches."""
+        if not self.device.shares(self.ptr):
+            raise CudaUnavailable(
+                f"buffer: got memory of GPU {self.device.index} that CUDA IPC does not share: virtual memory "
+                "(expandable_segments of torch, sleep mode of vLLM) or that of a pool. It travels through pinned "
+                "slots; for a faster lane take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF, or sleep mode off"
+            )
 
     def make_event(self) -> Event:
         """As in the contract: torch's, so that it follows the stream that torch computes on."""
@@ -81,14 +89,6 @@ class DeviceBuffer(DeviceMemory):
             self._closed = True
             self.device.free(self.ptr)
 
-    def __enter__(self) -> DeviceBuffer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"DeviceBuffer({self.nbytes} bytes on {self.device.index}, {'closed' if self._closed else 'open'})"
 
@@ -105,9 +105,16 @@ class BorrowedDeviceBuffer(DeviceMemory):
         self._owner = owner
 
     def export(self) -> Export:
-        """For a process on this host. Raises CudaFailure, for one where torch's expandable segments are switched on:
-        CUDA IPC shares only what `cuMemAlloc` has allocated."""
-        start, _ = self.device.extent(self.ptr)
+        """For a process on this host: the allocation, and where in it the buffer begins.
+
+        Raises CudaFailure, and CudaUnavailable as `require_shared`.
+        """
+        self.require_shared()
+        start, nbytes = self.device.extent(self.ptr)
+        if self.ptr + self.nbytes > start + nbytes:
+            raise CudaUnavailable(
+                f"buffer: got {self.nbytes} bytes, which go beyond an allocation of {nbytes}; one allocation a buffer"
+            )
         return Export(self.device.uuid, self.nbytes, self.device.ipc_export(start), self.ptr - start)
 
     def close(self) -> None:
@@ -152,14 +159,13 @@ class PeerBuffer:
 class PinnedBuffer(Buffer):
     """Host memory as `Buffer`, on the GPU's NUMA node, that its copy engines and kernels reach directly."""
 
-    def __init__(self, device: Device, nbytes: int, *, name: str = "pdlink-pinned") -> None:
+    def __init__(self, device: Device, nbytes: int) -> None:
         """Raises OSError, CudaFailure."""
         with prefer_node(node_of(device.pci_address)):
-            super().__init__(nbytes, name=name)
+            super().__init__(nbytes, name="pdlink-pinned")
         self._device = device
         try:
             self.device_ptr: int = device.pin(self.ptr, self.nbytes)
-            """The address that kernels use."""
         except BaseException:
             super().close()
             raise

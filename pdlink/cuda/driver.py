@@ -19,6 +19,8 @@ from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from pdlink.errors import LocalError
 
 if TYPE_CHECKING:
@@ -34,6 +36,11 @@ _STREAM_NON_BLOCKING: Final = 1
 _HOST_PORTABLE: Final = 1
 _HOST_MAPPED: Final = 2
 _IPC_LAZY_PEER_ACCESS: Final = 1
+_SRC_ACCESS_ORDER_STREAM: Final = 1
+_ATTRIBUTE_IPC_CAPABLE: Final = 10
+
+Copies = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+"""[n, 3] int64: source address, destination address, nbytes."""
 
 
 class CudaUnavailable(LocalError):
@@ -53,8 +60,6 @@ class CudaFailure(LocalError):
 
 
 class Driver:
-    """A loaded and initialised driver library."""
-
     def __init__(self, path: str) -> None:
         """Raises CudaUnavailable without a driver, CudaFailure if it cannot be initialised (without a GPU)."""
         try:
@@ -81,6 +86,10 @@ class Driver:
             raise CudaUnavailable(f"this CUDA driver is too old: it has no {name}") from None
         return int(function(*arguments))
 
+    def has(self, name: str) -> bool:
+        """Whether this driver knows a call."""
+        return hasattr(self._library, name)
+
     def failure(self, call: str, number: int) -> CudaFailure:
         words = []
         for question in ("cuGetErrorName", "cuGetErrorString"):
@@ -99,8 +108,9 @@ def load(path: str = LIBRARY) -> Driver:
 class Device:
     """One GPU. `open()` retains its primary context, `close()` releases it; any thread may call any method."""
 
-    def __init__(self, index: int = 0, library: str = LIBRARY) -> None:
-        self.index, self._path = index, library
+    def __init__(self, index: int = 0, library: str | None = None) -> None:
+        """library: the driver; None for LIBRARY."""
+        self.index, self._path = index, LIBRARY if library is None else library
         self._context = c_void_p()
         self._ordinal = c_int()
         self._lock = threading.Lock()
@@ -166,13 +176,6 @@ class Device:
         self.driver.call("cuDeviceGetPCIBusId", text, c_int(len(text)), self._ordinal)
         return text.value.decode()
 
-    def memory(self) -> tuple[int, int]:
-        """Free and total bytes."""
-        free, total = c_size_t(), c_size_t()
-        with self.current() as driver:
-            driver.call("cuMemGetInfo_v2", byref(free), byref(total))
-        return free.value, total.value
-
     # -- Memory ------------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> int:
@@ -224,6 +227,17 @@ class Device:
         with self.current() as driver:
             driver.call("cuIpcCloseMemHandle", c_uint64(ptr))
 
+    def shares(self, ptr: int) -> bool:
+        """Whether the allocation that an address is in can be exported (`ipc_export`).
+
+        Memory of `cuMemAlloc` can; virtual memory (torch's expandable segments, vLLM's sleep mode) and that of a pool
+        (`cuMemAllocAsync`) cannot: CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE.
+        """
+        capable = c_int()
+        with self.current() as driver:
+            driver.call("cuPointerGetAttribute", byref(capable), c_int(_ATTRIBUTE_IPC_CAPABLE), c_uint64(ptr))
+        return bool(capable.value)
+
     def extent(self, ptr: int) -> tuple[int, int]:
         """Start and bytes of the allocation that an address is in; a mapped one of another process, too."""
         start, nbytes = c_uint64(), c_size_t()
@@ -236,10 +250,44 @@ class Device:
         with self.current() as driver:
             driver.call("cuMemcpyAsync", c_uint64(dst), c_uint64(src), c_size_t(nbytes), c_void_p(stream))
 
+    def copy_all(self, copies: Copies, stream: int) -> None:
+        """`copy` for each row, which are independent of each other; in one call where the driver has one (CUDA 13).
+
+        stream: not the default one, which batches refuse.
+        """
+        with self.current() as driver:
+            if len(copies) > 1 and driver.has("cuMemcpyBatchAsync_v2"):
+                src, dst, nbytes = (np.ascontiguousarray(copies[:, axis]) for axis in range(3))
+                attributes, first = MemcpyAttributes(_SRC_ACCESS_ORDER_STREAM), c_size_t(0)
+                driver.call(
+                    "cuMemcpyBatchAsync_v2",
+                    *(c_void_p(one.ctypes.data) for one in (dst, src, nbytes)),
+                    c_size_t(len(copies)),
+                    byref(attributes),
+                    byref(first),
+                    c_size_t(1),
+                    c_void_p(stream),
+                )
+                return
+            for src_ptr, dst_ptr, length in copies.tolist():
+                arguments = (c_uint64(dst_ptr), c_uint64(src_ptr), c_size_t(length), c_void_p(stream))
+                driver.call("cuMemcpyAsync", *arguments)
+
     def synchronize(self) -> None:
         """Wait for all work that this process has given to the device."""
         with self.current() as driver:
             driver.call("cuCtxSynchronize")
+
+
+class MemcpyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes: how the copies of a batch read their sources. The hints are for managed memory only."""
+
+    _fields_ = (
+        ("src_access_order", c_int),
+        ("src_hint", c_int * 2),
+        ("dst_hint", c_int * 2),
+        ("flags", c_uint),
+    )
 
 
 class IpcHandle(ctypes.Structure):
@@ -264,11 +312,6 @@ class Stream:
             driver.call("cuStreamCreate", byref(handle), c_uint(_STREAM_NON_BLOCKING))
         self.handle: int = handle.value or 0
 
-    def wait(self, event: Event) -> None:
-        """Later work in this stream begins after `event`."""
-        with self._device.current() as driver:
-            driver.call("cuStreamWaitEvent", c_void_p(self.handle), c_void_p(event.handle), c_uint(0))
-
     def synchronize(self) -> None:
         with self._device.current() as driver:
             driver.call("cuStreamSynchronize", c_void_p(self.handle))
@@ -282,8 +325,6 @@ class Stream:
 
 
 class Event:
-    """A point in a stream."""
-
     def __init__(self, device: Device) -> None:
         self._device = device
         handle = c_void_p()
@@ -291,10 +332,10 @@ class Event:
             driver.call("cuEventCreate", byref(handle), c_uint(_EVENT_BLOCKING_SYNC | _EVENT_DISABLE_TIMING))
         self.handle: int = handle.value or 0
 
-    def record(self, stream: int) -> None:
-        """Record the present work of the stream (0: the default one)."""
+    def record(self, stream: Stream) -> None:
+        """Stand for what is in the stream by now."""
         with self._device.current() as driver:
-            driver.call("cuEventRecord", c_void_p(self.handle), c_void_p(stream))
+            driver.call("cuEventRecord", c_void_p(self.handle), c_void_p(stream.handle))
 
     def done(self) -> bool:
         """Whether the recorded work is done. Raises CudaFailure if some of it failed."""
@@ -303,11 +344,6 @@ class Event:
             if number not in (0, _NOT_READY):
                 raise driver.failure("cuEventQuery", number)
         return number == 0
-
-    def synchronize(self) -> None:
-        """Wait for it, asleep. There is no deadline: a kernel cannot be cancelled."""
-        with self._device.current() as driver:
-            driver.call("cuEventSynchronize", c_void_p(self.handle))
 
     def close(self) -> None:
         """Safe to call twice, and before it is done."""

@@ -8,7 +8,7 @@ from ctypes import byref, c_uint, c_void_p
 from functools import lru_cache
 
 from pdlink import _cuda
-from pdlink.cuda.driver import LIBRARY, CudaUnavailable, Device
+from pdlink.cuda.driver import CudaUnavailable, Device
 
 
 class Kernels:
@@ -65,8 +65,8 @@ class Kernels:
 
 
 @lru_cache(maxsize=64)
-def of_device(index: int, library: str = LIBRARY) -> Kernels:
+def of_device(index: int) -> Kernels:
     """The kernels of a device for the rest of the process, as torch keeps its own."""
-    device = Device(index, library)
+    device = Device(index)
     device.open()
     return Kernels(device)

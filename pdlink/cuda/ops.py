@@ -1,7 +1,7 @@
 """`reshape`: paged KV from any layout to any other, as a torch operator for graphs and torch.compile.
 
 A *plane* is one part (K, V, or MLA's latent) of one layer, given as a view [block, token, head, element] of any
-strides: the view expresses the layout.
+strides but those of the elements, which are neighbours: the view expresses the layout.
 
     vLLM, fused [2, B, T, H, D]        cache[0], cache[1]
     vLLM 0.26+, [B, H, T, 2 * D]       cache[..., :D].transpose(1, 2), cache[..., D:].transpose(1, 2)
@@ -19,20 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence  # noqa: TC003 (custom_op reads annotations at run time)
 from functools import lru_cache
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pdlink import _cuda
 from pdlink.cuda import kernels
-
-Conversion = Literal["none", "quantize", "dequantize"]
-
-_CONVERSIONS: dict[tuple[torch.dtype, torch.dtype], Conversion] = {
-    (torch.bfloat16, torch.float8_e4m3fn): "quantize",
-    (torch.float8_e4m3fn, torch.bfloat16): "dequantize",
-}
 
 
 # No argument of the operator has a default: torch 2.11 drops such ones, and then fails to count changes of `refused`.
@@ -42,82 +35,15 @@ def _reshape(
     dst: Sequence[Tensor],
     src_slots: Tensor | None,
     dst_slots: Tensor | None,
-    scales: Tensor | None,
     refused: Tensor | None,
 ) -> None:
-    _run(src, dst, src_slots, dst_slots, scales, refused)
-
-
-@_reshape.register_fake
-def _(
-    src: Sequence[Tensor],
-    dst: Sequence[Tensor],
-    src_slots: Tensor | None,
-    dst_slots: Tensor | None,
-    scales: Tensor | None,
-    refused: Tensor | None,
-) -> None:
-    _check(src, dst, src_slots, dst_slots, scales, refused)
-
-
-def reshape(
-    src: Sequence[Tensor],
-    dst: Sequence[Tensor],
-    src_slots: Tensor | None = None,
-    dst_slots: Tensor | None = None,
-    scales: Tensor | None = None,
-    refused: Tensor | None = None,
-) -> None:
-    """Copy tokens from the planes `src` to the planes `dst`, in one launch for all of them.
-
-    src, dst: views [block, token, head, element], equally many, equal in shape and strides within each list; heads
-    and elements are the same on both sides. src_slots, dst_slots: int64 [tokens]; None is 0, 1, 2, …
-    bfloat16 to float8_e4m3fn divides by scales (multiplies by the reciprocal) and saturates, the reverse multiplies;
-    scales: float32 [], [planes] or [planes, heads], None is 1. See csrc/cuda/fp8.h.
-    refused: int32 [1], set to 1 if a slot was outside its planes (that token is skipped). Without it a CPU raises
-    IndexError, and a GPU only skips the token.
-    On a GPU one side may be pinned host memory. Planes that are not evenly spaced need a table in device memory,
-    made at the first call with such a list: call once before capturing a graph.
-    Raises ValueError for shapes, dtypes and devices that do not fit.
-    """
-    _reshape(src, dst, src_slots, dst_slots, scales, refused)
-
-
-def gather(planes: Sequence[Tensor], slots: Tensor, scales: Tensor | None = None) -> Tensor:
-    """Copies of the tokens at `slots` as [planes, tokens, heads, element]; rows of slot -1 are zero.
-
-    With scales the planes are float8_e4m3fn and the result is bfloat16.
-    """
-    head_shape = planes[0].shape[2:]
-    dtype = torch.bfloat16 if scales is not None else planes[0].dtype
-    rows = planes[0].new_zeros((len(planes), slots.shape[0], *head_shape), dtype=dtype)
-    reshape(planes, [row[:, None] for row in rows], slots, None, scales)
-    return rows
-
-
-def scatter(rows: Tensor, planes: Sequence[Tensor], slots: Tensor, scales: Tensor | None = None) -> None:
-    """Write [planes, tokens, heads, element] to the tokens at `slots`; skips slot -1."""
-    reshape([row[:, None] for row in rows], planes, None, slots, scales)
-
-
-def _run(
-    src: Sequence[Tensor],
-    dst: Sequence[Tensor],
-    src_slots: Tensor | None,
-    dst_slots: Tensor | None,
-    scales: Tensor | None,
-    refused: Tensor | None,
-) -> None:
-    num_tokens = _check(src, dst, src_slots, dst_slots, scales, refused)
+    num_tokens = _check(src, dst, src_slots, dst_slots, refused)
     if num_tokens == 0 or src[0].numel() == 0:
         return
     device = _device(src, dst)
     flag = torch.zeros(1, dtype=torch.int32) if refused is None and device.type == "cpu" else refused
     num_layers, num_parts = _grouping(src, dst)
     num_heads, head_dim = src[0].shape[2:]
-    # An element that does not follow the one before makes every element a chunk of its own.
-    chunks = head_dim if any(side[0].stride(3) != 1 for side in (src, dst)) and head_dim > 1 else 1
-    plane_stride, head_stride = _scale_strides(scales)
     launches = _cuda.plan_reshape(
         _place(src, src_slots, device, num_parts),
         _place(dst, dst_slots, device, num_parts),
@@ -125,12 +51,7 @@ def _run(
         num_layers=num_layers,
         num_parts=num_parts,
         num_heads=num_heads,
-        num_chunks=chunks,
-        chunk_elements=head_dim // chunks,
-        itemsize=src[0].itemsize,
-        conversion=_conversion(src, dst),
-        scales=0 if scales is None else scales.data_ptr(),
-        scale_strides=(plane_stride * num_parts, plane_stride, head_stride),
+        head_nbytes=head_dim * src[0].itemsize,
         refused=0 if flag is None else flag.data_ptr(),
     )
     if device.type == "cuda":
@@ -147,12 +68,48 @@ def _run(
         )
 
 
+@_reshape.register_fake
+def _(*arguments: Any) -> None:
+    _check(*arguments)
+
+
+def reshape(
+    src: Sequence[Tensor],
+    dst: Sequence[Tensor],
+    src_slots: Tensor | None = None,
+    dst_slots: Tensor | None = None,
+    refused: Tensor | None = None,
+) -> None:
+    """Copy tokens from the planes `src` to the planes `dst`, in one launch for all of them.
+
+    src, dst: views [block, token, head, element], equally many, equal in shape and strides within each list; heads,
+    elements and dtype are the same on both sides. src_slots, dst_slots: int64 [tokens]; None is 0, 1, 2, …
+    refused: int32 [1], set to 1 if a slot was outside its planes (that token is skipped). Without it a CPU raises
+    IndexError, and a GPU only skips the token.
+    On a GPU one side may be pinned host memory. Planes that are not evenly spaced need a table in device memory,
+    made at the first call with such a list: call once before capturing a graph.
+    Raises ValueError for shapes, dtypes and devices that do not fit.
+    """
+    _reshape(src, dst, src_slots, dst_slots, refused)
+
+
+def gather(planes: Sequence[Tensor], slots: Tensor) -> Tensor:
+    """Copies of the tokens at `slots` as [planes, tokens, heads, element]; rows of slot -1 are zero."""
+    rows = planes[0].new_zeros((len(planes), slots.shape[0], *planes[0].shape[2:]))
+    reshape(planes, [row[:, None] for row in rows], slots, None)
+    return rows
+
+
+def scatter(rows: Tensor, planes: Sequence[Tensor], slots: Tensor) -> None:
+    """Write [planes, tokens, heads, element] to the tokens at `slots`; skips slot -1."""
+    reshape([row[:, None] for row in rows], planes, None, slots)
+
+
 def _check(
     src: Sequence[Tensor],
     dst: Sequence[Tensor],
     src_slots: Tensor | None,
     dst_slots: Tensor | None,
-    scales: Tensor | None,
     refused: Tensor | None,
 ) -> int:
     """The number of tokens. Raises ValueError."""
@@ -162,6 +119,8 @@ def _check(
         first = planes[0]
         if first.dim() != 4:
             raise ValueError(f"a {side} plane has {first.dim()} axes; needed are block, token, head, element")
+        if first.stride(3) != 1 and first.shape[3] > 1:
+            raise ValueError(f"the elements of a {side} head lie {first.stride(3)} apart; they must be neighbours")
         for plane in planes:
             if (plane.shape, plane.stride(), plane.dtype) != (first.shape, first.stride(), first.dtype):
                 raise ValueError(f"the {side} planes differ in shape, strides or dtype")
@@ -169,20 +128,14 @@ def _check(
         raise ValueError(
             f"heads and elements differ: source {tuple(src[0].shape[2:])}, destination {tuple(dst[0].shape[2:])}"
         )
-    if _conversion(src, dst) == "none" and scales is not None:
-        raise ValueError("scales are for float8_e4m3fn on one side and bfloat16 on the other")
-    if scales is not None:
-        shape = (len(src), src[0].shape[2])
-        if scales.dtype != torch.float32 or scales.dim() > 2 or tuple(scales.shape) != shape[: scales.dim()]:
-            raise ValueError(
-                f"scales must be float32 [], [{shape[0]}] or {list(shape)}, got {scales.dtype} {scales.shape}"
-            )
+    if src[0].dtype != dst[0].dtype:
+        raise ValueError(f"dtypes differ: source {src[0].dtype}, destination {dst[0].dtype}")
     if refused is not None and (refused.dtype != torch.int32 or refused.numel() != 1):
         raise ValueError("refused must be one int32")
     device = _device(src, dst)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"no kernels for {device.type}")
-    extras = [one for one in (src_slots, dst_slots, scales, refused) if one is not None]
+    extras = [one for one in (src_slots, dst_slots, refused) if one is not None]
     for tensor in (*src, *dst, *extras):
         if tensor.device != device and not (
             device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned()
@@ -205,23 +158,8 @@ def _device(src: Sequence[Tensor], dst: Sequence[Tensor]) -> torch.device:
     return src[0].device if src[0].device.type == "cuda" else dst[0].device
 
 
-def _conversion(src: Sequence[Tensor], dst: Sequence[Tensor]) -> Conversion:
-    pair = (src[0].dtype, dst[0].dtype)
-    if pair[0] == pair[1]:
-        return "none"
-    if pair not in _CONVERSIONS:
-        raise ValueError(f"no conversion from {pair[0]} to {pair[1]}")
-    return _CONVERSIONS[pair]
-
-
 def _num_slots(planes: Sequence[Tensor]) -> int:
     return planes[0].shape[0] * planes[0].shape[1]
-
-
-def _scale_strides(scales: Tensor | None) -> tuple[int, int]:
-    """Of planes and heads, in scales."""
-    strides = () if scales is None else scales.stride()
-    return (*strides, 0, 0)[0], (*strides, 0, 0)[1]
 
 
 def _steps(planes: Sequence[Tensor], num_parts: int) -> tuple[int, int] | None:
@@ -245,7 +183,7 @@ def _grouping(src: Sequence[Tensor], dst: Sequence[Tensor]) -> tuple[int, int]:
 
 def _place(planes: Sequence[Tensor], slots: Tensor | None, device: torch.device, num_parts: int) -> _cuda.Place:
     first = planes[0]
-    block, token, head, element = (stride * first.itemsize for stride in first.stride())
+    block, token, head = (stride * first.itemsize for stride in first.stride()[:3])
     steps = _steps(planes, num_parts)
     base, table, alignment = first.data_ptr(), 0, 0
     if steps is None:
@@ -263,7 +201,6 @@ def _place(planes: Sequence[Tensor], slots: Tensor | None, device: torch.device,
         block_stride=block,
         token_stride=token,
         head_stride=head,
-        chunk_stride=element,
         block_tokens=first.shape[1],
         slots=0 if slots is None else slots.data_ptr(),
         num_slots=_num_slots(planes),

@@ -33,12 +33,16 @@ class Blame:
         try:
             act()
         except Exception as error:  # noqa: BLE001  any bug that a peer's input finds, see above
-            reason = f"{what} could not be handled: {type(error).__name__}"
-            self._num_failed += 1
-            now = self._now_s()
-            if now - self._logged_s >= _LOG_EVERY_S:
-                self._logged_s = now
-                log.exception("%s: a %s (%d failures so far)", self._name, reason, self._num_failed)
-            emit(HandlingFailed(what=what, error=f"{type(error).__name__}: {error}"))
-            if cost is not None:
-                cost(reason)
+            self.charge(what, error, cost)
+
+    def charge(self, what: str, error: Exception, cost: Callable[[str], None] | None = None) -> None:
+        """`what` has raised this: as in `guard`, for the places that come by for every transfer."""
+        reason = f"{what} could not be handled: {type(error).__name__}"
+        self._num_failed += 1
+        now = self._now_s()
+        if now - self._logged_s >= _LOG_EVERY_S:
+            self._logged_s = now
+            log.error("%s: a %s (%d failures so far)", self._name, reason, self._num_failed, exc_info=error)
+        emit(HandlingFailed(what=what, error=f"{type(error).__name__}: {error}"))
+        if cost is not None:
+            cost(reason)

@@ -38,6 +38,13 @@ _MAX_SOCKETS = 32_768
 """A dialed session takes three: its own, and both ends of its monitor. libzmq's default is 1,023 in all. Descriptors
 run out first: a session takes five, and one on the other side."""
 
+_BACKLOG = 4096
+"""Connections that wait to be accepted, as far as net.core.somaxconn allows. libzmq's default is 100: of 2,000 that
+come at once the rest try again seconds later."""
+
+_MAX_KNOWN_ROUTES = 65_536
+"""Some 300 bytes each; those of former connections are among them."""
+
 _QUEUE_FRAMES = 16
 """Frames that libzmq queues for one peer. More of them wait in `Sessions`, which counts their bytes."""
 
@@ -51,8 +58,8 @@ _CUT = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _DIAL_FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not have our key on its allow-list",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "only one of the two sides uses keys",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up: its key is not the one in the address, or it uses "
-    "no keys, or the port is not a control port of pdlink (an HTTP port, perhaps)",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up: it ended just now; or, if it runs, its key is not the one in "
+    "the address, or it uses no keys, or the port is not a control port of pdlink (an HTTP port, perhaps)",
 }
 """Why a connection failed its handshake. Each comes before the event of the connection's end (libzmq 4.3.5). If only
 one side uses keys, both hang up, and the slower one gets the third event."""
@@ -79,6 +86,15 @@ class Received:
     frame: bytes
     public_key: str = ""
     """Proven by the sender of this frame; empty without credentials."""
+    fd: int = -1
+    """Of the connection that it came by; -1 if libzmq does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """An accepted connection has ended; told if the channel was made so. Frames that came before may follow."""
+
+    fd: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +117,7 @@ class Refused:
     """Its key, if the key is not allowed."""
 
 
-Arrival = Received | Disconnected | Refused
+Arrival = Received | Disconnected | Refused | Left
 
 
 class QueueFull(Exception):  # noqa: N818  back-pressure, not an error: send the frame again later
@@ -119,9 +135,13 @@ class _Dialed:
 class Channel:
     """The sockets of one worker. `bind()` acquires; all other methods belong to one thread."""
 
-    def __init__(self, identity: str) -> None:
-        """identity: unique per worker life (name and epoch)."""
+    def __init__(self, identity: str, *, tells_who_left: bool = False, calm: bool = False) -> None:
+        """identity: unique per worker life (name and epoch). tells_who_left: `poll` reports the end of accepted
+        connections. calm: see `Inflow`."""
         self._identity = identity.encode()
+        self._gate_events = zmq.EVENT_ACCEPTED | _any_of(_TURNED_AWAY)
+        if tells_who_left:
+            self._gate_events |= zmq.EVENT_DISCONNECTED
         self.credentials: Credentials | None = None
         """Set by `bind`; may be replaced between two polls, with another allow-list."""
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -130,7 +150,11 @@ class Channel:
         """With credentials: libzmq's questions about keys."""
         self._gate: zmq.Socket[bytes] | None = None
         """The ROUTER's monitor: accepted connections, and with credentials failed handshakes."""
-        self._inflow = Inflow()
+        self._inflow = Inflow(calm=calm)
+        self._known_routes: dict[bytes, tuple[str, str, int]] = {}
+        """By route, of connections that libzmq has named itself: its text, the proven key, the descriptor. libzmq
+        uses such a name once, and no client can choose one (it begins with a zero), so the key stays that of its
+        route."""
         self._dealers: dict[str, _Dialed] = {}
         self._routes: dict[zmq.Socket[bytes], str] = {}
         """Of every socket in `_dealers`."""
@@ -150,11 +174,12 @@ class Channel:
             self._poller = Poller()
             self._router = self._socket(zmq.ROUTER)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._router.setsockopt(zmq.BACKLOG, _BACKLOG)
             if credentials is None:
                 self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
             else:  # no handover: a client that uses the same route would take it over
                 self._questions = self._guard(self._router, credentials)
-            self._gate = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | _any_of(_TURNED_AWAY))
+            self._gate = self._router.get_monitor_socket(self._gate_events)
             self._poller.register(self._gate)
             self._router.bind(f"tcp://{host}:{port or '*'}")
             self._poller.register(self._router)
@@ -212,33 +237,24 @@ class Channel:
 
     def send(self, route: str, frame: bytes) -> bool:
         """Queue one frame; False if the peer is gone. Raises QueueFull if it must be sent again later."""
-        try:
-            return self._send(route, frame)
-        except zmq.Again:
-            pass
-        socket = self._dealers[route].socket if route in self._dealers else self._router
-        assert socket is not None
-        socket.getsockopt(zmq.EVENTS)  # makes libzmq notice frames that left; it looks once a millisecond otherwise
-        try:
-            return self._send(route, frame)
-        except zmq.Again:
-            raise QueueFull from None
-
-    def _send(self, route: str, frame: bytes) -> bool:
-        socket = self._dealers[route].socket if route in self._dealers else self._router
+        dialed = self._dealers.get(route)
+        socket = dialed.socket if dialed is not None else self._router
         if socket is None or self._poller is None:
             return False
         self._poller.suspect(socket)
-        try:
-            if socket is self._router:
-                socket.send_multipart([bytes.fromhex(route), frame], zmq.NOBLOCK)
+        for _ in range(2):
+            try:
+                if dialed is not None:
+                    socket.send(frame, zmq.NOBLOCK)
+                else:
+                    socket.send_multipart([bytes.fromhex(route), frame], zmq.NOBLOCK)
+            except zmq.Again:
+                socket.getsockopt(zmq.EVENTS)  # libzmq notices frames that left; else once a millisecond
+            except (zmq.ZMQError, ValueError):
+                return False
             else:
-                socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            raise
-        except (zmq.ZMQError, ValueError):
-            return False
-        return True
+                return True
+        raise QueueFull
 
     def drop(self, route: str) -> None:
         """Close a dialed connection; queued frames get 100 ms to leave. The peer closes accepted connections."""
@@ -281,6 +297,8 @@ class Channel:
             for event, value in self._drain_events(self._gate):
                 if event == zmq.EVENT_ACCEPTED:
                     self._inflow.begun(value)
+                elif event == zmq.EVENT_DISCONNECTED:
+                    yield Left(value)
                 elif self.credentials is not None:
                     yield Refused(_TURNED_AWAY[event])
         sources: deque[tuple[str, _Dialed | None]] = deque()
@@ -305,20 +323,38 @@ class Channel:
 
     def _take(self, route: str, dialed: _Dialed | None) -> Sequence[Received] | None:
         """The next frame of this socket, nothing for a malformed one, None if there is none left."""
-        socket = dialed.socket if dialed is not None else self._router
-        assert socket is not None
+        if dialed is None:
+            return self._take_accepted()
         try:
-            parts = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            parts = dialed.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        with contextlib.suppress(zmq.ZMQError):  # a client with a ZeroMQ from before 2013 has no SRCFD
-            self._inflow.delivered(int(parts[-1].get(zmq.SRCFD)))
-        if dialed is not None:
-            return [Received(route, parts[0].bytes, dialed.public_key)] if len(parts) == 1 else []
-        if len(parts) != 2:
-            return []
-        public_key = str(parts[1].get("User-Id")) if self.credentials is not None else ""  # set by libzmq
-        return [Received(parts[0].bytes.hex(), parts[1].bytes, public_key)]
+        fd = _fd_of(parts[-1])
+        self._inflow.delivered(fd)
+        return [Received(route, parts[0].bytes, dialed.public_key, fd)] if len(parts) == 1 else []
+
+    def _take_accepted(self) -> Sequence[Received] | None:
+        assert self._router is not None
+        try:
+            route = self._router.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        known = self._known_routes.get(route)
+        if known is None:
+            parts = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            frame, num_parts = parts[-1].bytes, len(parts)
+            public_key = str(parts[-1].get("User-Id")) if self.credentials is not None else ""  # set by libzmq
+            known = route.hex(), public_key, _fd_of(parts[-1])
+            if route.startswith(b"\0"):
+                self._known_routes[route] = known
+                while len(self._known_routes) > _MAX_KNOWN_ROUTES:
+                    del self._known_routes[next(iter(self._known_routes))]
+        else:  # without its properties a frame is read in half the time
+            frame, num_parts = self._router.recv(zmq.NOBLOCK), 1
+            while self._router.getsockopt(zmq.RCVMORE):
+                frame, num_parts = self._router.recv(zmq.NOBLOCK), num_parts + 1
+        self._inflow.delivered(known[2])
+        return [Received(known[0], frame, known[1], known[2])] if num_parts == 1 else []
 
     def _guard(self, router: zmq.Socket[bytes], credentials: Credentials) -> zmq.Socket[bytes]:
         """Let only holders of allowed keys connect to `router`."""
@@ -338,7 +374,7 @@ class Channel:
         assert self.credentials is not None
         for version, request_id, _domain, host, _route, mechanism, *proof in self._drain(questions):
             key = z85.encode(proof[0]).decode() if mechanism == b"CURVE" and len(proof) == 1 else ""
-            allowed = self.credentials.allowed.name_of(key) is not None
+            allowed = key in self.credentials.allowed
             verdict = (b"200", b"", key.encode()) if allowed else (b"400", b"", b"")
             questions.send_multipart([version, request_id, *verdict, b""], zmq.NOBLOCK)
             if not allowed:
@@ -391,6 +427,14 @@ class Channel:
         if self._context is not None:
             self._context.destroy(linger=0)  # also closes sockets of a `bind` that failed halfway
             self._context = None
+
+
+def _fd_of(part: zmq.Frame) -> int:
+    """Of its connection; -1 for a client with a ZeroMQ from before 2013."""
+    try:
+        return int(part.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
 
 
 def _any_of(events: Mapping[zmq.Event, str]) -> int:

@@ -1,7 +1,7 @@
 """`Endpoint`: the loop that runs the protocol. Receive, ask the machine, poll the transports, tick, send.
 
 Threads. One thread per endpoint owns the sockets and runs everything below `_loop`. One lock guards machines and
-peers, because a forward pass may push a layer from its own thread (`Sender.layer_ready`); it is held for short,
+peers, because a forward pass may push a layer from its own thread (`Outgoing.layer_ready`); it is held for short,
 non-blocking work only. The worker's callbacks run in this thread without the lock. A long forward pass releases the
 GIL, so it delays a heartbeat by milliseconds.
 
@@ -30,10 +30,12 @@ from pdlink.endpoint.reports import Reports
 from pdlink.endpoint.sender import Sender
 from pdlink.endpoint.sessions import Fenced, Lost, Sessions
 from pdlink.endpoint.tamper import SlowLink, TamperedChannel
+from pdlink.endpoint.transfer import Common
 from pdlink.endpoint.verifying import Verifier
 from pdlink.endpoint.work import Work
 from pdlink.errors import ConfigError, PdlinkError
 from pdlink.protocol import auth, messages
+from pdlink.protocol.handshake import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from pdlink.endpoint.clock import Clock
     from pdlink.endpoint.known import RefusedPeer
     from pdlink.endpoint.peer import Peer
+    from pdlink.memory.blocks import BlockPool
     from pdlink.memory.checksums import Checksums
     from pdlink.protocol.messages import Identity
     from pdlink.transport.base import Transport
@@ -80,25 +83,28 @@ class Endpoint:
         clock: Clock | None = None,
         on_death: Callable[[], None] = lambda: None,
         short_of_blocks: Callable[[], bool] = lambda: False,
+        pool: BlockPool | None = None,
     ) -> None:
         """transports: opened, with the KV buffers registered, the preferred one first; the endpoint closes them.
 
         sharing: how transfers share a transport; None takes the defaults.
         credentials: our keys and allow-list; None has sessions with anybody who can reach the control port.
         short_of_blocks: whether requests of this worker wait for blocks.
+        pool: counts the blocks; the endpoint then holds those of transfers.
         on_death: called in the endpoint's thread if its loop dies (a bug).
         channel, clock: for a caller of `turn` without sockets and real time.
         """
-        self.name, self.layout = name, identity.layout
+        self.name, self.groups = name, identity.groups
+        self.fingerprint = fingerprint(identity)
         self.local = Local(name, secrets.token_hex(8), identity, credentials)
         self.work = Work()
         self.lock = self.work.lock
         self.clock = clock or AwakeClock(timeouts.heartbeat_s)  # the loop waits for half of that at most
-        work, clock, tokens = self.work, self.clock, self.layout.block_tokens
-        verifier = self.verifier = Verifier(checksums, tokens, work.call) if checksums is not None else None
+        work, clock = self.work, self.clock
+        verifier = self.verifier = Verifier(checksums, self.groups, work.call) if checksums is not None else None
         self._transports = {transport.name: transport for transport in transports}
         for transport in transports:
-            transport.guard(identity.layout)
+            transport.guard(self.groups)
         self._opened = list(transports)
         """Also the transports given up since."""
         self._timeouts = timeouts
@@ -107,10 +113,10 @@ class Endpoint:
         slow = SlowLink(chaos.link_nbytes_per_s) if chaos is not None and chaos.link_nbytes_per_s else None
         self._channel = channel or (TamperedChannel(identified, name, faulty) if faulty else Channel(identified))
         sessions = self.sessions = Sessions(self.local, work, clock, self._channel, self._transports, require_lane)
-        self.receiver = Receiver(self.layout, work, clock, sessions, verifier, timeouts)
-        sharing = sharing or SharingConfig()
-        self.sender = Sender(
-            self.layout, work, clock, sessions, verifier, timeouts, batch_timeout_s, sharing, self._short_of_blocks
+        common = Common(self.groups, work, clock, sessions, verifier, timeouts, pool)
+        self.receiver = sessions.receiver = Receiver(common)
+        self.sender = sessions.sender = Sender(
+            common, batch_timeout_s, sharing or SharingConfig(), self._short_of_blocks
         )
         self._blame = Blame(name, clock.now_s)
         data_path = self.sender.data_path
@@ -180,7 +186,7 @@ class Endpoint:
                 self.work.wake()
             thread.join(timeout_s)
         with self.lock:
-            self.sender.data_path.pushers.clear()
+            self.sender.data_path.lanes.clear()
         self._transports.clear()  # the last references: native engines end now, not with the interpreter
         self._opened.clear()
 
@@ -205,7 +211,7 @@ class Endpoint:
             self.local.credentials = self._channel.credentials = replace(credentials, allowed=allowed)
             self.sessions.known.forget_refusals(auth.KEY_FACTOR)
             for peer in self.peers():
-                if allowed.name_of(peer.public_key) is None:
+                if peer.public_key not in allowed:
                     self.sessions.lose(peer, "its key was taken off the allow-list")
 
         self.work.call(exchange)
@@ -304,17 +310,18 @@ class Endpoint:
 
         arrived: read for `_READ_S` at most.
         """
+        sessions = self.sessions
         with self.lock:
             self.clock.turn()
             until_s = self.clock.now_s() + _READ_S
             for item in arrived:
                 match item:
                     case Received():
-                        self._blame.guard("frame", partial(self._on_frame, item), partial(self._give_up, item))
+                        self._blame.guard("frame", partial(sessions.on_frame, item), partial(self._give_up, item))
                     case Disconnected():
-                        self.sessions.on_disconnected(item)
+                        sessions.on_disconnected(item)
                     case Refused():
-                        self.sessions.greeter.turned_away(item)
+                        sessions.greeter.turned_away(item)
                 self._settle()
                 if self.clock.now_s() >= until_s:
                     break
@@ -333,7 +340,10 @@ class Endpoint:
                 self._next_tick_s = self.ticked_s + self._timeouts.heartbeat_s / 2
         flush_s = self.clock.now_s() + _FLUSH_S
         while callbacks:
-            self._blame.guard("callback", callbacks.popleft())
+            try:
+                callbacks.popleft()()
+            except Exception as error:  # noqa: BLE001  as in `Blame.guard`
+                self._blame.charge("callback", error)
             if self.clock.now_s() >= flush_s:
                 self._flush()
                 flush_s = self.clock.now_s() + _FLUSH_S
@@ -347,22 +357,16 @@ class Endpoint:
             self.sessions.send_waiting()
             self._settle()
 
-    def _on_frame(self, item: Received) -> None:
-        for peer, body in self.sessions.on_frame(item):
-            self._half(peer).on_message(peer, body)
-
-    def _half(self, peer: Peer) -> Sender | Receiver:
-        return self.receiver if peer.dialed else self.sender
-
     def _settle(self) -> None:
         """Stop the transfers of lost sessions, and end those of fenced ones. Not guarded, see `Blame`."""
         ended = self.sessions.ended
         while ended:
             match ended.popleft():
                 case Lost(peer, reason):
-                    self._half(peer).on_peer_lost(peer, reason)
+                    (self.receiver if peer.dialed else self.sender).on_peer_lost(peer, reason)
                 case Fenced(peer):
-                    self._half(peer).on_fenced(peer)
+                    (self.receiver if peer.dialed else self.sender).on_fenced(peer)
+                    peer.transport = None  # handles of its transfers may outlive this endpoint, not native engines
 
     def _tick(self, now: float) -> None:
         awake_s = self.clock.awake_s()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pdlink.endpoint.peer import Peer
     from pdlink.protocol.messages import Offer
@@ -21,6 +21,8 @@ greedy peers to use up the room of all."""
 ENTRY_NBYTES = 1024
 """Of one transfer besides its blocks: its id of up to 128 characters, and the entries here."""
 _BLOCK_NBYTES = 8
+_GROUP_NBYTES = 80
+"""Of a list of blocks beside the first: an array of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +32,13 @@ class Early:
     """When the receiver first showed interest."""
     _offer: Offer | None
     """Without its blocks."""
-    _blocks: array[int]
-    """A tuple of Python integers takes five times as much."""
+    _blocks: tuple[array[int], ...]
+    """By group. A tuple of Python integers takes five times as much."""
 
     @property
     def offer(self) -> Offer | None:
         """None before the offer: the receiver has only sent *expect*."""
-        return replace(self._offer, blocks=tuple(self._blocks)) if self._offer is not None else None
+        return replace(self._offer, blocks=tuple(map(tuple, self._blocks))) if self._offer is not None else None
 
     @property
     def has_offer(self) -> bool:
@@ -44,7 +46,12 @@ class Early:
 
     @property
     def nbytes(self) -> int:
-        return ENTRY_NBYTES + _BLOCK_NBYTES * len(self._blocks)
+        return _entry_nbytes(self._blocks)
+
+
+def _entry_nbytes(blocks: Sequence[Sequence[int]]) -> int:
+    """Of one transfer with these blocks."""
+    return ENTRY_NBYTES + _BLOCK_NBYTES * sum(map(len, blocks)) + _GROUP_NBYTES * max(0, len(blocks) - 1)
 
 
 class EarlyInterest:
@@ -71,11 +78,11 @@ class EarlyInterest:
             return "taken_by_another_receiver"
         if old is not None and (old.has_offer or offer is None):
             return ""
-        num_blocks = len(offer.blocks) if offer is not None else 0
-        added = ENTRY_NBYTES + _BLOCK_NBYTES * num_blocks - (old.nbytes if old is not None else 0)
+        given = offer.blocks if offer is not None else ()
+        added = _entry_nbytes(given) - (old.nbytes if old is not None else 0)
         if peer.early_nbytes + added > MAX_PEER_NBYTES or self.nbytes + added > MAX_NBYTES:
             return "too_many_early_offers"
-        blocks = array("q", offer.blocks if offer is not None else ())
+        blocks = tuple(array("q", table) for table in given)
         since_s = old.since_s if old is not None else now
         kept = replace(offer, blocks=()) if offer is not None else None
         self._entries[transfer_id] = peer.early[transfer_id] = Early(peer, since_s, kept, blocks)

@@ -24,13 +24,15 @@ class Ended:
     def add(self, transfer_id: str, reason: str, peer: str = "") -> None:
         """peer: its name, which outlives sessions; empty for this worker itself."""
         self._forget(transfer_id)
-        of_peer = self._of.get(peer)
-        if of_peer is not None and len(of_peer) >= self._share:
-            self._forget(next(iter(of_peer)))
+        if len(self._of.get(peer, ())) >= self._share:
+            self._forget(next(iter(self._of[peer])))
         elif len(self._entries) >= self._capacity:
             self._forget(next(iter(self._entries)))
         self._entries[transfer_id] = (reason[:_MAX_REASON], peer)
-        self._of.setdefault(peer, OrderedDict())[transfer_id] = None
+        of_peer = self._of.get(peer)  # after the above, which may have forgotten its last one
+        if of_peer is None:
+            of_peer = self._of[peer] = OrderedDict()
+        of_peer[transfer_id] = None
 
     def get(self, transfer_id: str) -> str | None:
         """The reason ("" for success), or None if the id is not known."""

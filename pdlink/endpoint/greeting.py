@@ -19,11 +19,12 @@ import logging
 from typing import TYPE_CHECKING
 
 from pdlink.endpoint.channel import Refused
-from pdlink.endpoint.peer import Peer, PeerState, printable
+from pdlink.endpoint.peer import Peer, PeerState
 from pdlink.errors import HandshakeRefused, LayoutMismatch, PdlinkError, TransportFailure
 from pdlink.events import MessageDropped, PeerChanged, emit
 from pdlink.kv.plan import template
 from pdlink.protocol import auth, handshake, messages
+from pdlink.protocol.reasons import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -100,7 +101,8 @@ class Greeter:
         try:
             handshake.compare(ours, hello.identity)
             peer.untried = self._choice(peer, hello)
-            peer.template = template(ours.layout, hello.identity.layout)
+            pairs = zip(ours.groups.layouts, hello.identity.groups.layouts, strict=True)
+            peer.templates = tuple(template(mine, theirs) for mine, theirs in pairs)
             self._check_name_is_free(peer, replaced)
         except HandshakeRefused as refusal:
             self._refuse(peer, refusal)
@@ -277,7 +279,7 @@ class Greeter:
         """Remember the refusal, and end the session. name: the peer's own, not proven yet."""
         credentials = self._local.credentials
         if credentials is not None and auth.name_problem(credentials, peer.public_key, name) is not None:
-            name = credentials.allowed.name_of(peer.public_key) or ""
+            name = credentials.allowed.get(peer.public_key) or ""
         if peer.dialed:
             self._known.refused_by(peer.address, name, refusal)
         else:

@@ -20,9 +20,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdlink.endpoint.peer import printable
 from pdlink.errors import HandshakeRefused, TransferFailed
 from pdlink.protocol import handshake
+from pdlink.protocol.reasons import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

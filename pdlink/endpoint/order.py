@@ -155,7 +155,8 @@ class Order(Generic[Job]):
                 shared = claim, flow
         if least_nbytes is None:
             return None
-        self._virtual_time = max(self._virtual_time, least_nbytes)
+        if least_nbytes > self._virtual_time:
+            self._virtual_time = least_nbytes
         if shared is not None and not self._shared_fits(shared[1], now):
             shared = None
         first = shared if alone is None or (shared is not None and shared < alone) else alone
@@ -209,7 +210,8 @@ class Order(Generic[Job]):
         return backlog.number if self._first_come else backlog.left_nbytes + self._ageing * backlog.arrived_at
 
     def _catch_up(self, flow: Flow[Job]) -> None:
-        flow.served_nbytes = max(flow.served_nbytes, self._virtual_time)
+        if flow.served_nbytes < self._virtual_time:
+            flow.served_nbytes = self._virtual_time
 
     def _fits(self, flow: Flow[Job]) -> bool:
         """Whether its next part fits into its window. A part that is larger than the window goes alone."""

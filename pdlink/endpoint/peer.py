@@ -7,15 +7,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdlink.protocol.messages import Bye, Offer, Refuse
+from pdlink.protocol.messages import Bye, Refuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.endpoint.early import Early
+    from pdlink.endpoint.incoming import Incoming
     from pdlink.endpoint.order import Flow
-    from pdlink.endpoint.pushing import Job
-    from pdlink.endpoint.transfers import Incoming, Outgoing
+    from pdlink.endpoint.outgoing import Outgoing
+    from pdlink.endpoint.parts import Job
     from pdlink.kv.plan import Template
     from pdlink.protocol.auth import Credentials
     from pdlink.protocol.messages import Body, Envelope, Identity
@@ -83,8 +84,8 @@ class Peer:
     """How bytes to it travel (`Transport.lane`); known on the sending side once some have landed."""
     opened: bool = False
     """Whether the transport has a data connection for this session, so it will report the fence."""
-    template: Template | None = None
-    """How our pages map to theirs; only on the sending side."""
+    templates: tuple[Template, ...] = ()
+    """By group, how our pages map to theirs; only on the sending side."""
     outbox: list[Body] = field(default_factory=list)
     """Messages of transfers that leave together at the end of the turn, once READY."""
     queued: deque[bytes] = field(default_factory=deque)
@@ -139,21 +140,8 @@ class Peer:
             return envelope.bodies[-1:]
         return () if envelope.number < self.num_taken else None
 
-    def open_offered(self, bodies: Sequence[Body]) -> None:
-        """Let the peer write to the blocks offered in these messages, which are about to leave."""
-        if self.transport is not None and self.opened:
-            for body in bodies:
-                if isinstance(body, Offer):
-                    self.transport.open_blocks(self.key, body.blocks)
-
     def __repr__(self) -> str:
         return f"Peer({self.key or self.address}, {self.state.value})"
-
-
-def printable(text: str, max_chars: int) -> str:
-    """A peer's text for a log or a report: one line without control characters, cut."""
-    text = text[:max_chars]
-    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 def ends_session(envelope: Envelope) -> bool:

@@ -13,6 +13,9 @@ import time
 
 import zmq
 
+_POLLIN = int(zmq.POLLIN)
+"""`&` of two flags runs some thirty lines of `enum`."""
+
 
 class Poller:
     """Used by the thread that owns the sockets."""
@@ -76,4 +79,4 @@ class Poller:
 def _readable(socket: zmq.Socket[bytes]) -> bool:
     events = socket.getsockopt(zmq.EVENTS)
     assert isinstance(events, int)
-    return bool(events & zmq.POLLIN)
+    return bool(events & _POLLIN)

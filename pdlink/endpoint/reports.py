@@ -54,8 +54,10 @@ class Reports:
             if self._slow is not None:
                 occurrences = self._slow.passed(transport.name, occurrences)
             for occurrence in occurrences:
-                act = partial(self.on_occurrence, transport, occurrence)
-                self._blame.guard("occurrence", act, partial(self._lose, occurrence.peer))
+                try:
+                    self.on_occurrence(transport, occurrence)
+                except Exception as error:  # noqa: BLE001  as in `Blame.guard`
+                    self._blame.charge("occurrence", error, partial(self._lose, occurrence.peer))
                 self._settle()
 
     def _poll(self, transport: Transport, cost: Callable[[str], None] | None = None) -> list[Occurrence]:

@@ -1,87 +1,59 @@
-"""`Sender`: the prefill side of transfers.
-
-`announce` when a request arrives, `publish` when its blocks are reserved, `layer_ready` from the forward pass,
-`finish` with the first token. `layer_ready` is the hot path: one lock, one decision of the machine, and one native
-call if the offer is there and the transport has room. It never waits for a peer.
-"""
+"""`Sender`: the prefill side of transfers: which receiver is interested in which, and how each ends."""
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from pdlink.endpoint.data_path import DataPath
 from pdlink.endpoint.early import EarlyInterest
-from pdlink.endpoint.ended import Ended
-from pdlink.endpoint.transfers import Outgoing
+from pdlink.endpoint.live import LiveTransfer
+from pdlink.endpoint.outgoing import Outgoing
+from pdlink.endpoint.transfer import Half
 from pdlink.errors import InvalidRequest
-from pdlink.events import LayerWritten, MessageDropped, TransferEnded, emit
+from pdlink.events import MessageDropped, TransferEnded, emit, listeners
 from pdlink.protocol import messages
 from pdlink.protocol.actions import Action, End, Fail, Push, Send
 from pdlink.protocol.leases import Lease
 from pdlink.protocol.reasons import OTHER_PROMPT
-from pdlink.protocol.sending import Sending, offer_problem
+from pdlink.protocol.sending import offer_problem
 from pdlink.protocol.states import SenderState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from pdlink.config import SharingConfig, TimeoutConfig
-    from pdlink.endpoint.clock import Clock
+    from pdlink.config import SharingConfig
     from pdlink.endpoint.peer import Peer
-    from pdlink.endpoint.sessions import Sessions
-    from pdlink.endpoint.verifying import Verifier
-    from pdlink.endpoint.work import Work
-    from pdlink.kv.layout import KVLayout
+    from pdlink.endpoint.transfer import Common
 
 _MAX_ATTEMPTS = 10_000
 """Attempts remembered by `complete`; the oldest are forgotten first."""
 
 
-class Sender:
+class Sender(Half[Outgoing]):
     """Every transfer this worker sends. Public methods may be called from any thread."""
 
     def __init__(
-        self,
-        layout: KVLayout,
-        work: Work,
-        clock: Clock,
-        sessions: Sessions,
-        verifier: Verifier | None,
-        timeouts: TimeoutConfig,
-        batch_timeout_s: float,
-        sharing: SharingConfig,
-        short_of_blocks: Callable[[], bool],
+        self, common: Common, batch_timeout_s: float, sharing: SharingConfig, short_of_blocks: Callable[[], bool]
     ) -> None:
         """short_of_blocks: whether requests of this worker wait for blocks that transfers hold."""
-        self._work, self._clock, self._sessions = work, clock, sessions
-        self._num_layers, self._token_nbytes = len(layout.layers), layout.token_nbytes
-        self._timeouts, self._short_of_blocks = timeouts, short_of_blocks
-        self.data_path = DataPath(work, clock, sessions, verifier, batch_timeout_s, sharing, self._run)
-        self._transfers: dict[str, Outgoing] = {}
+        super().__init__(common)
+        self._short_of_blocks = short_of_blocks
+        self.data_path = DataPath(common, batch_timeout_s, sharing, self.run)
         self._early = EarlyInterest()
-        self._ended = Ended()
         self._complete: OrderedDict[str, int] = OrderedDict()
         """Number of transfers, by attempt, once all of an attempt are announced."""
 
     # -- for the worker ----------------------------------------------------------------------------------------------
 
-    def announce(
-        self,
-        transfer_id: str,
-        on_failed: Callable[[str], None],
-        on_end: Callable[[], None],
-        on_receiver: Callable[[], None] = lambda: None,
-    ) -> None:
-        """A request with this transfer id is here; its KV will be published.
-
-        on_failed(reason): the transfer will not succeed; prefill may stop. on_end(): exactly once, after success or
-        failure; nothing reads the published blocks any more. on_receiver(): at most once, when the receiver has shown
-        interest in a ready session. All run in the endpoint's thread. Raises InvalidRequest for a used id.
-        """
-        with self._work.lock:
+    def announce(self, transfer: Outgoing) -> None:
+        """The request of this transfer is here; its KV will be published. Raises InvalidRequest for a used id."""
+        transfer_id = transfer.transfer_id
+        with self.lock:
             old = self._ended.get(transfer_id)
             if old is not None or transfer_id in self._transfers:
                 raise InvalidRequest(
@@ -89,11 +61,10 @@ class Sender:
                     + (f"has ended already: {old or 'sent'}" if old is not None else "is in use")
                     + "; every attempt needs a new one"
                 )
-            now, timeouts = self._clock.awake_s(), self._timeouts
-            lease = Lease(now + timeouts.request_s, min(timeouts.other_leg_s, timeouts.lease_s), now)
-            machine = Sending(transfer_id, self._num_layers, self._token_nbytes)
-            transfer = Outgoing(machine, on_failed, on_end, on_receiver, lease, self._clock.now_s())
+            now, timeouts = self.clock.awake_s(), self.timeouts
+            transfer.lease = Lease(now + timeouts.request_s, min(timeouts.other_leg_s, timeouts.lease_s), now)
             self._transfers[transfer_id] = transfer
+            self.live.add(transfer)
             early = self._early.pop(transfer_id)
             if early is not None:
                 self._take(transfer, early.peer, early.offer)
@@ -103,7 +74,7 @@ class Sender:
 
         Receivers of any other id of it compute another prompt. They are refused at once, not when a lease ends.
         """
-        with self._work.lock:
+        with self.lock:
             self._complete[attempt] = num_transfers
             if len(self._complete) > _MAX_ATTEMPTS:
                 self._complete.popitem(last=False)
@@ -113,92 +84,72 @@ class Sender:
 
     def stopped(self, transfer_id: str) -> str:
         """Why this transfer failed; empty if it did not."""
-        with self._work.lock:
+        with self.lock:
             return self._ended.get(transfer_id) or ""
-
-    def publish(self, transfer_id: str, blocks: Sequence[int], num_tokens: int, num_cached_tokens: int) -> None:
-        """The blocks of the request, from token 0 on; its first `num_cached_tokens` tokens are written already.
-
-        The caller keeps the blocks until `on_end`.
-        """
-        with self._work.lock:
-            transfer = self._transfers.get(transfer_id)
-            if transfer is not None:
-                self._run(transfer, transfer.machine.publish(blocks, num_tokens, num_cached_tokens))
-
-    def extend(self, transfer_id: str, blocks: Sequence[int]) -> None:
-        """Append blocks to a published request. The caller keeps them until `on_end`, too."""
-        with self._work.lock:
-            transfer = self._transfers.get(transfer_id)
-            if transfer is not None:
-                transfer.machine.extend(blocks)
-
-    def withdraw(self, transfer_id: str, timeout_s: float) -> None:
-        """Return when nothing reads the published blocks any more: the caller is about to lose them (preemption).
-
-        The request may be published again. If pushes are still in flight after `timeout_s`, the transfer ends; later
-        writes only reach pages that the receiver keeps in quarantine. Not for the endpoint's own thread.
-        """
-        now_s = self._clock.now_s
-        deadline_s = now_s() + timeout_s
-        with self.data_path.ended:
-            transfer = self._transfers.get(transfer_id)
-            while transfer is not None:
-                self.data_path.take_back(transfer)
-                if not transfer.machine.num_in_flight:
-                    break
-                if not self.data_path.ended.wait(deadline_s - now_s()) and now_s() >= deadline_s:
-                    self._run(transfer, transfer.machine.stop("preempted with a push in flight"))
-                    return
-                transfer = self._transfers.get(transfer_id)
-            if transfer is not None:
-                transfer.machine.withdraw()
-
-    def layer_ready(self, transfer_id: str, layer: int, start: int, end: int) -> None:
-        """Tokens [start, end) of `layer` are written in the published blocks. Unknown ids are ignored."""
-        with self._work.lock:
-            transfer = self._transfers.get(transfer_id)
-            if transfer is not None:
-                emit(LayerWritten(transfer_id=transfer_id, layer=layer, start=start, end=end))
-                self._run(transfer, transfer.machine.written(layer, start, end))
-
-    def finish(self, transfer_id: str, first_token: int) -> None:
-        """Prefill has ended; `first_token` goes to the receiver with the last byte."""
-        with self._work.lock:
-            transfer = self._transfers.get(transfer_id)
-            if transfer is not None:
-                transfer.finished_s = self._clock.awake_s()
-                self._run(transfer, transfer.machine.finish(first_token))
 
     def cancel(self, transfer_id: str, reason: str) -> None:
         """This worker ends the transfer. Unknown and ended ids are ignored."""
-        with self._work.lock:
+        with self.lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is not None:
-                self._run(transfer, transfer.machine.stop(reason))
+                transfer.cancel(reason)
+
+    def wait_idle(self, transfer: Outgoing, timeout_s: float) -> bool:
+        """Wait until nothing reads the blocks of this transfer any more; if that takes longer, end it: False.
+
+        Under the lock, once.
+        """
+        deadline_s = self.clock.now_s() + timeout_s
+        while True:
+            self.data_path.take_back(transfer)
+            if not transfer.machine.num_in_flight:
+                return True
+            left_s = deadline_s - self.clock.now_s()
+            if not self.data_path.wait(left_s) and self.clock.now_s() >= deadline_s:
+                self.run(transfer, transfer.machine.stop("preempted with a push in flight"))
+                return False
 
     def states(self) -> dict[str, int]:
         """Live transfers by state, and `early`: receivers' interest in requests that have not come."""
-        with self._work.lock:
+        with self.lock:
             counts = {state.value: 0 for state in SenderState}
             for transfer in self._transfers.values():
                 counts[transfer.machine.state.value] += 1
             counts["early"] = len(self._early)
             return counts
 
+    def transfers(self, most: int) -> list[LiveTransfer]:
+        """Up to so many live transfers, the oldest first. Costs nothing until it is asked."""
+        with self.lock:
+            handed, now_s = self.data_path.handed(), self.clock.now_s()
+            return [
+                LiveTransfer(
+                    transfer_id=transfer.transfer_id,
+                    side="sender",
+                    state=transfer.machine.state.value,
+                    peer=transfer.peer.name if transfer.peer else "",
+                    lane=transfer.peer.lane if transfer.peer else "",
+                    num_tokens=transfer.machine.num_tokens,
+                    nbytes=transfer.nbytes,
+                    age_s=now_s - transfer.started_s,
+                    layers=transfer.machine.stages(handed.get(transfer.transfer_id, ())),
+                )
+                for transfer in itertools.islice(self._transfers.values(), most)
+            ]
+
     def early_nbytes(self) -> int:
         """Bytes held for transfers whose request has not come."""
-        with self._work.lock:
+        with self.lock:
             return self._early.nbytes
 
     def push_nbytes(self) -> dict[str, int]:
         """KV bytes `waiting` for room on their transport, and those `in_flight`."""
-        with self._work.lock:
+        with self.lock:
             return self.data_path.nbytes()
 
     # -- for the driver, under its lock ------------------------------------------------------------------------------
 
-    def on_message(self, peer: Peer, body: messages.Body) -> None:
+    def on_message(self, peer: Peer, body: messages.OfTransfer) -> None:
         """A receiver's message about a transfer."""
         match body:
             case messages.Expect(transfer_id=transfer_id):
@@ -208,7 +159,7 @@ class Sender:
             case messages.Ack(transfer_id=transfer_id):
                 transfer = peer.outgoing.get(transfer_id)
                 if transfer is not None:
-                    self._run(transfer, transfer.machine.ack())
+                    self.run(transfer, transfer.machine.ack())
                 else:
                     emit(MessageDropped(reason="unknown_transfer"))
             case messages.Stop(transfer_id=transfer_id, reason=reason):
@@ -219,20 +170,20 @@ class Sender:
     def on_peer_lost(self, peer: Peer, reason: str) -> None:
         """The session is over: stop its transfers; those with pushes in flight wait for the fence."""
         for transfer in list(peer.outgoing.values()):
-            self._run(transfer, transfer.machine.stop(reason))
+            self.run(transfer, transfer.machine.stop(reason))
         for transfer_id in list(peer.early):
             self._end_early(transfer_id, reason)
 
     def on_fenced(self, peer: Peer) -> None:
         """The data connection is closed; nothing is in flight to this peer."""
-        self.data_path.ended.notify_all()
+        self.data_path.notify()
         for transfer in list(peer.outgoing.values()):
-            self._run(transfer, transfer.machine.fenced())
+            self.run(transfer, transfer.machine.fenced())
 
     def give_up(self, reason: str) -> None:
         """No receiver can come any more: end all transfers."""
         for transfer in list(self._transfers.values()):
-            self._run(transfer, transfer.machine.stop(reason))
+            self.run(transfer, transfer.machine.stop(reason))
 
     def tick(self, now: float) -> None:
         """End transfers whose time is over, or that hold blocks others wait for. now: `Clock.awake_s`."""
@@ -242,22 +193,22 @@ class Sender:
             machine, peer, finished_s = transfer.machine, transfer.peer, transfer.finished_s
             reason = transfer.lease.ended(now, peer.heard_s if peer is not None else None)
             if reason:
-                self._run(transfer, machine.stop(reason if peer is not None else "no_receiver"))
+                self.run(transfer, machine.stop(reason if peer is not None else "no_receiver"))
             elif (
                 short_of_blocks
                 and machine.state is SenderState.WAITING
                 and finished_s is not None
-                and now - finished_s >= self._timeouts.offer_s
+                and now - finished_s >= self.timeouts.offer_s
             ):
-                self._run(transfer, machine.stop("no_offer"))
-        for transfer_id in self._early.older_than(now - min(self._timeouts.other_leg_s, self._timeouts.lease_s)):
+                self.run(transfer, machine.stop("no_offer"))
+        for transfer_id in self._early.older_than(now - min(self.timeouts.other_leg_s, self.timeouts.lease_s)):
             self._refuse(self._end_early(transfer_id, "no_request"), transfer_id, "no_request")
 
     # -- inside: interest of receivers -------------------------------------------------------------------------------
 
     def _on_interest(self, peer: Peer, transfer_id: str, offer: messages.Offer | None) -> None:
         assert peer.identity is not None
-        problem = offer_problem(offer, peer.identity.layout) if offer is not None else ""
+        problem = offer_problem(offer, peer.identity.groups) if offer is not None else ""
         transfer = self._transfers.get(transfer_id)
         ended = self._ended.get(transfer_id)
         if transfer is not None:
@@ -267,7 +218,7 @@ class Sender:
         elif not problem and _attempt_of(transfer_id) in self._complete:
             self._refuse_other_prompt(peer, transfer_id)
         else:
-            refusal = problem or self._early.put(transfer_id, peer, offer, self._clock.awake_s())
+            refusal = problem or self._early.put(transfer_id, peer, offer, self.clock.awake_s())
             if refusal:
                 self._refuse(peer, transfer_id, refusal)
 
@@ -277,19 +228,19 @@ class Sender:
         if transfer.peer is None:
             transfer.peer = peer
             peer.outgoing[machine.transfer_id] = transfer
-            transfer.lease.hold(self._timeouts.lease_s, self._clock.awake_s())
-            self._work.defer(transfer.on_receiver)
+            transfer.lease.hold(self.timeouts.lease_s, self.clock.awake_s())
+            self._work.defer(transfer.accepted.set)
         elif transfer.peer is not peer:
             self._refuse(peer, machine.transfer_id, "taken_by_another_receiver")
             return
         if offer is not None:
-            self._run(transfer, machine.stop(problem) if problem else machine.offer(offer))
+            self.run(transfer, machine.stop(problem) if problem else machine.offer(offer))
 
     def _on_stop(self, peer: Peer, transfer_id: str, reason: str) -> None:
         """A receiver ends a transfer. Always answer *quiet*, also for an unknown id, or it fences us."""
         transfer, early = peer.outgoing.get(transfer_id), self._early.get(transfer_id)
         if transfer is not None:
-            self._run(transfer, transfer.machine.stop(reason))
+            self.run(transfer, transfer.machine.stop(reason))
             return
         unknown = transfer_id not in self._transfers and self._ended.get(transfer_id) is None
         if unknown and (early is None or early.peer is peer):
@@ -318,24 +269,26 @@ class Sender:
         if self._complete.get(attempt) == 1:
             for transfer in list(self._transfers.values()):
                 if transfer.peer is None and _attempt_of(transfer.transfer_id) == attempt:
-                    self._run(transfer, transfer.machine.stop(OTHER_PROMPT))
+                    self.run(transfer, transfer.machine.stop(OTHER_PROMPT))
 
     # -- inside: actions ---------------------------------------------------------------------------------------------
 
-    def _run(self, transfer: Outgoing, actions: list[Action]) -> None:
+    def run(self, transfer: Outgoing, actions: list[Action]) -> None:
+        """Do what its machine has decided. Under the lock."""
+        if not actions:  # as after most of what happens
+            return
         pushes: list[Push] = []
         for action in actions:
             match action:
                 case Push():
                     pushes.append(action)
                 case Send(body=body):
-                    if isinstance(body, messages.Done) and transfer.checksums:
+                    if transfer.checksums and isinstance(body, messages.Done):
                         body = replace(body, checksums=tuple(transfer.checksums))
                     if transfer.peer is not None:
                         self._sessions.send(transfer.peer, body)
                 case Fail(reason=reason):
-                    on_failed = transfer.on_failed
-                    self._work.defer(lambda on_failed=on_failed, reason=reason: on_failed(reason))  # type: ignore[misc]
+                    self._work.defer(partial(transfer.on_failed, reason))
                     self.data_path.take_back(transfer)
                 case End(reason=reason):
                     self._end(transfer, reason)
@@ -350,19 +303,21 @@ class Sender:
         if peer is not None:
             del peer.outgoing[transfer.transfer_id]
         self._ended.add(transfer.transfer_id, reason, peer.name if peer else "")
-        emit(
-            TransferEnded(
-                transfer_id=transfer.transfer_id,
-                side="sender",
-                peer=peer.name if peer else "",
-                state=machine.state.name,
-                reason=reason,
-                nbytes=transfer.nbytes,
-                transport=peer.lane if peer else "",
-                started_s=transfer.started_s,
-                first_landed_s=transfer.first_landed_s,
+        if listeners:
+            emit(
+                TransferEnded(
+                    transfer_id=transfer.transfer_id,
+                    side="sender",
+                    peer=peer.name if peer else "",
+                    state=machine.state.name,
+                    reason=reason,
+                    nbytes=transfer.nbytes,
+                    transport=peer.lane if peer else "",
+                    started_s=transfer.started_s,
+                    first_landed_s=transfer.first_landed_s,
+                    exposed_s=transfer.exposed_s,
+                )
             )
-        )
         self._work.defer(transfer.on_end)
 
 

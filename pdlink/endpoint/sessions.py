@@ -4,8 +4,8 @@ A session is a `Peer`. A dialed session begins with the first request for it, an
 session ends in `lose`: its transfers stop, the transport closes the data connection, and after the fence the
 transfers end.
 
-This module knows no transfers: `on_frame` yields messages about them, `ended` queues lost and fenced sessions, both
-for the driver.
+This module knows no transfers: messages about them go to the half that the session belongs to, and `ended` queues
+lost and fenced sessions for the driver.
 
 Messages to a peer during one turn of the loop leave at its end as one frame. Frames of a session are numbered: a
 repeated frame is dropped, a gap ends the session.
@@ -21,34 +21,26 @@ from typing import TYPE_CHECKING, NamedTuple
 from pdlink.endpoint.channel import QueueFull
 from pdlink.endpoint.greeting import Greeter
 from pdlink.endpoint.known import KnownPeers
-from pdlink.endpoint.peer import Peer, PeerState, ends_session, printable
+from pdlink.endpoint.peer import Peer, PeerState, ends_session
 from pdlink.errors import ConfigError, ProtocolError, TransferFailed, TransportFailure
 from pdlink.events import MessageDropped, PeerChanged, emit
 from pdlink.protocol import auth, messages
 from pdlink.protocol.messages import MAX_HELLO_NBYTES
+from pdlink.protocol.reasons import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from pdlink.endpoint.channel import Channel, Disconnected, Received
     from pdlink.endpoint.clock import Clock
     from pdlink.endpoint.peer import Local
+    from pdlink.endpoint.receiver import Receiver
+    from pdlink.endpoint.sender import Sender
     from pdlink.endpoint.work import Work
     from pdlink.protocol.messages import Body, Envelope
     from pdlink.transport.base import Transport
 
 log = logging.getLogger(__name__)
-
-_ABOUT_THE_SESSION = (
-    messages.Heartbeat,
-    messages.Bye,
-    messages.Hello,
-    messages.Welcome,
-    messages.Invite,
-    messages.Ready,
-    messages.Refuse,
-)
-
 
 MAX_DIALS = 500
 """Dialed workers that have not answered yet: requests name the workers to dial, so clients could name any number."""
@@ -90,6 +82,9 @@ class Sessions:
         self._channel = channel
         self.known = KnownPeers(local.name, clock.now_s)
         self.greeter = Greeter(self, self.known, local, clock, transports, require_lane)
+        self.sender: Sender
+        self.receiver: Receiver
+        """Take the messages about transfers; set before the first session."""
         self.refuses = ""
         """Why no session is dialed any more; empty while sessions are."""
         self.ended: deque[Lost | Fenced] = deque()
@@ -226,11 +221,8 @@ class Sessions:
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
-    def on_frame(self, item: Received) -> Iterator[tuple[Peer, Body]]:
-        """Act upon the next frame of a session; drop and count any other.
-
-        Yields its messages about transfers; act upon each before asking for the next.
-        """
+    def on_frame(self, item: Received) -> None:
+        """Act upon the next frame of a session; drop and count any other."""
         peer, epoch = self.by_route.get(item.route), self._local.epoch
         if len(item.frame) > MAX_HELLO_NBYTES and (peer is None or peer.public_key != item.public_key):
             emit(MessageDropped(reason="too_long"))  # not decoded: without a session only hello is valid
@@ -249,24 +241,19 @@ class Sessions:
             self.lose(peer, f"{peer.name or peer.address} was restarted")
         elif not peer.is_of(envelope, epoch):
             self._disown(item.route, envelope)
-        else:
-            yield from self._on_frame_of(peer, envelope)
-
-    def _on_frame_of(self, peer: Peer, envelope: Envelope) -> Iterator[tuple[Peer, Body]]:
-        bodies = peer.take(envelope)
-        if bodies is None:
+        elif (bodies := peer.take(envelope)) is None:
             who = peer.name or peer.address
             self.lose(peer, f"lost frame {peer.num_taken} of {who}, then came {envelope.number}")
-            return
-        if not bodies:
+        elif not bodies:
             emit(MessageDropped(reason="repeated"))
-            return
-        peer.heard_s = self._clock.awake_s()
-        for body in bodies:
-            if peer.state is PeerState.READY and not isinstance(body, _ABOUT_THE_SESSION):
-                yield peer, body
-            elif peer.state is not PeerState.LOST:
-                self._on_session_message(peer, envelope, body)
+        else:
+            peer.heard_s = self._clock.awake_s()
+            half = self.receiver if peer.dialed else self.sender
+            for body in bodies:
+                if peer.state is PeerState.READY and isinstance(body, messages.OfTransfer):
+                    half.on_message(peer, body)
+                elif peer.state is not PeerState.LOST:
+                    self._on_session_message(peer, envelope, body)
 
     def _on_session_message(self, peer: Peer, envelope: Envelope, body: Body) -> None:
         match body:
@@ -319,7 +306,8 @@ class Sessions:
         peer.outbox.append(body)
         if peer.state is PeerState.READY:
             self.unsent[peer] = None
-            self._work.wake()
+            if self._work.asleep:
+                self._work.wake()
 
     def post(self, peer: Peer, *bodies: Body) -> None:
         """Send these messages now, in as many frames as needed. Ends the session if the connection is gone."""
@@ -330,7 +318,7 @@ class Sessions:
             self.post(peer, *bodies[half:])
             return
         if isinstance(bodies[0], messages.Hello) and len(frame) > MAX_HELLO_NBYTES:
-            self.lose(peer, f"hello: got {len(frame)} bytes; limit {MAX_HELLO_NBYTES}; a layout of 500 layers fits")
+            self.lose(peer, f"hello: got {len(frame)} bytes; limit {MAX_HELLO_NBYTES}; a layout of 40,000 parts fits")
             return
         peer.num_sent += 1
         if peer.queued or not self._try(peer, frame):
@@ -379,10 +367,13 @@ class Sessions:
         peer.queued_nbytes = 0
 
     def flush(self, peer: Peer, *last: Body) -> None:
-        """Send the messages of this turn."""
+        """Send the messages of this turn, and let the peer write to the blocks that they offer."""
         bodies, peer.outbox = (*peer.outbox, *last), []
         if bodies:
-            peer.open_offered(bodies)
+            if peer.transport is not None and peer.opened:
+                for body in bodies:
+                    if isinstance(body, messages.Offer):
+                        peer.transport.open_blocks(peer.key, body.blocks)
             self.post(peer, *bodies)
 
     def _envelope(self, dst_epoch: str, session: int, number: int, *bodies: Body) -> Envelope:

@@ -15,6 +15,7 @@ from pdlink.protocol.states import ReceiverState
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdlink.kv.groups import KVGroups
     from pdlink.memory.checksums import Checksums
     from pdlink.protocol.actions import Push
     from pdlink.protocol.messages import Done
@@ -32,11 +33,11 @@ class Verifier:
     def __init__(
         self,
         checksums: Checksums,
-        block_tokens: int,
+        groups: KVGroups,
         call: Callable[[Callable[[], None], Callable[[str], None]], None],
     ) -> None:
         """checksums: reads this worker's KV. call(command, cost): see `Endpoint.call`."""
-        self._checksums, self._block_tokens, self._call = checksums, block_tokens, call
+        self._checksums, self._groups, self._call = checksums, groups, call
         self._executor: ThreadPoolExecutor | None = None
         self._closing = threading.Event()
 
@@ -48,15 +49,16 @@ class Verifier:
     def wants(self, push: Push) -> bool:
         """Whether the receiver asked for a checksum of this push."""
         verify = push.offer.verify
-        sample = push.push_id + zlib.crc32(push.offer.transfer_id.encode())
-        return verify == "all" or (verify == "sample" and sample % _SAMPLED == 0)
+        if verify != "sample":
+            return verify == "all"
+        return (push.push_id + zlib.crc32(push.offer.transfer_id.encode())) % _SAMPLED == 0
 
     def compute(self, push: Push, then: Callable[[int], None], cost: Callable[[str], None]) -> None:
         """Compute the checksum of a landed push from its source blocks, which must not change until then.
 
         Calls `then(checksum)` or `cost(reason)` in the endpoint's thread, under its lock.
         """
-        blocks = push.blocks[push.start // self._block_tokens :]
+        blocks = push.blocks[self._groups.layouts[push.group].blocks_of(push.start, push.end)]
         self._submit(lambda: self._checksums.of(push.layer, blocks, push.start, push.end), then, cost)
 
     def compare(self, machine: Receiving, done: Done, then: Callable[[str], None]) -> None:
@@ -90,16 +92,20 @@ class Verifier:
         """In the verifier's thread, without the lock."""
         offered = machine.offered
         assert offered is not None
-        block_tokens = self._block_tokens
-        num_tokens, num_covered = (offered.end - offered.start) * offered.num_layers, 0
+        groups, num_covered = self._groups, 0
+        needed = groups.needed(offered.start, offered.end)
+        ranges = [needed[group] for group in groups.group_of]
+        num_tokens = sum(last - first for first, last in ranges)
         for checksum in done.checksums:
             if machine.state is not ReceiverState.OFFERED or self.closing:
                 return "ended while it was verified"
             layer, start, end = checksum.layer, checksum.start, checksum.end
             where = f"checksum of layer {layer}, tokens [{start}, {end})"
-            if not (0 <= layer < offered.num_layers and offered.start <= start < end <= offered.end):
+            if not (0 <= layer < len(ranges) and ranges[layer][0] <= start < end <= ranges[layer][1]):
                 return f"{where}, which were not offered"
-            blocks = offered.blocks[start // block_tokens - offered.start // block_tokens :]
+            group = groups.group_of[layer]
+            block_tokens = groups.layouts[group].block_tokens
+            blocks = offered.blocks[group][start // block_tokens - ranges[layer][0] // block_tokens :]
             if self._checksums.of(layer, blocks, start, end) != checksum.xxh3:
                 return f"{where} differs"
             num_covered += end - start

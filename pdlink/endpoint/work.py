@@ -40,7 +40,8 @@ class Work:
     def defer(self, callback: Callable[[], None]) -> None:
         """Run in the endpoint's thread, without the lock. Under the lock."""
         self.callbacks.append(callback)
-        self.wake()
+        if self.asleep:
+            self.wake()
 
     def wake(self) -> None:
         """Make the thread run one more turn. Under the lock."""

@@ -55,7 +55,6 @@ class _Chunk:
     blocks_B: torch.Tensor
     """Blocks from the first visible one to that of the last token."""
     skipped: int
-    """Tokens of the first block that are out of sight of all rows: 0 without a sliding window."""
     num_visible: int
     """Visible tokens after the skipped ones."""
     mask_NL: torch.Tensor | None
@@ -68,13 +67,13 @@ class _Singles:
     blocks: torch.Tensor
     """Block tables of all S, padded with each one's last block to equal length, in one list."""
     unused: torch.Tensor
-    """Rows of the gathered KV that are no token of the sequence. They are masked, but 0 x NaN is NaN: what an earlier
-    holder of the block has left there must be wiped, or its overflow would become this request's."""
+    """Rows of the gathered KV beyond the sequence. They are masked, but 0 x NaN is NaN, so what an earlier holder of
+    the block left there must be wiped."""
     mask_S11L: torch.Tensor
 
 
 class AttentionPlan:
-    """Which rows of one forward pass attend to which blocks; made per size of sliding window when first asked."""
+    """Which rows of one forward pass attend to which blocks; made once for each size of sliding window."""
 
     def __init__(
         self, spans: Sequence[Span], block_tokens: int, dtype: torch.dtype, device: torch.device = _CPU
@@ -159,8 +158,7 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface. query: [1, Q, N, D]; key, value: [1, H, N, D], already in the cache.
 
-    Returns [1, N, Q, D]. Raises NotImplementedError for a kind of attention that is not this one, rather than
-    compute another than the model's.
+    Returns [1, N, Q, D]. Raises NotImplementedError for any other kind of attention.
     """
     unknown = sorted(name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None)
     if unknown or attention_mask is not None or not getattr(module, "is_causal", True):

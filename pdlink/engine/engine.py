@@ -8,7 +8,8 @@ held, so it may call back into any public method.
 
 KV from elsewhere may arrive layer by layer. When there is nothing else to compute, an *early pass* then begins before
 the last layer is here, and asks for each layer just before it reads it. It has one request and a bounded time to
-wait, so a slow source delays nobody for longer. Its result is kept back until `kv_arrived` confirms all of the KV.
+wait, so a slow source delays nobody for longer. Where the whole prompt comes from elsewhere its result is kept back
+until `kv_arrived` confirms all of the KV; where the rest is computed here, the last layer is the confirmation.
 
 Every accepted request ends exactly once: `_end` is the only way out, and when `run` returns, by `stop` or by an
 exception, it ends the remaining requests.
@@ -50,11 +51,15 @@ if TYPE_CHECKING:
     from pdlink.engine.scheduler import Work
     from pdlink.memory.blocks import BlockPool
 
+    Complete = Callable[[str, list[int], tuple[int, ...]], None]
+    Prompts = tuple[tuple[str, int, int], ...]
+    """(request_id, start, end) of the prompt tokens in a pass."""
+
 _EARLY_WAIT_S = 0.1
 """How long one early pass may wait for layers, all together. New requests and aborts wait as long."""
 
 _IDLE_WAIT_S = 1.0
-"""Longest sleep of the loop; all that can change its mind wakes it, so this is only a second line."""
+"""Longest sleep of the loop: a fallback, since every change wakes it."""
 
 
 class _LayerMissing(Exception):
@@ -74,15 +79,20 @@ class Engine:
         kv: KVListener,
         *,
         share_prefixes: bool,
+        on_complete: Complete | None = None,
     ) -> None:
-        """`pool` counts the blocks of `cache` and may be shared with others who hold some of them."""
+        """`pool` counts the blocks of `cache` and may be shared with others who hold some of them.
+
+        on_complete(request_id, tokens, blocks): told of each complete answer before it gives its blocks back, which
+        hold the KV of these tokens of prompt and answer.
+        """
         if pool.num_blocks != cache.layout.num_blocks:
             raise ValueError(f"pool: got {pool.num_blocks} blocks, the cache has {cache.layout.num_blocks}")
         self._model = model
         self._pool = pool
         self._cache = cache
         self._config = config
-        self._listener, self._kv = listener, kv
+        self._listener, self._kv, self._on_complete = listener, kv, on_complete
         self._scheduler = Scheduler(
             pool,
             block_tokens=cache.block_tokens,
@@ -141,14 +151,6 @@ class Engine:
         with self._wakeup:
             self._post(partial(self._on_kv_arrived, request_id, upto, first_token))
 
-    def kv_ends(self, request_id: str, upto: int) -> None:
-        """As `kv_arrived`, and no more will come: the rest of the prompt is computed, in the same blocks.
-
-        For a source that had that part in advance, which counts as cached, and that writes to no block any more.
-        """
-        with self._wakeup:
-            self._post(partial(self._on_kv_ends, request_id, upto))
-
     def kv_failed(self, request_id: str, *, recompute: bool, error: PdlinkError) -> None:
         """The rest of the external KV will not come. recompute: compute from where it ends; else end with `error`.
 
@@ -164,8 +166,13 @@ class Engine:
         with self._wakeup:
             self._post(partial(self._on_abort, request_id))
 
+    def soon(self, call: Callable[[], None]) -> None:
+        """Have this called in the engine's thread, between two steps. It must be quick, and not raise."""
+        with self._wakeup:
+            self._post(call)
+
     def wake(self) -> None:
-        """Something outside has changed, for one that blocks were given back: look again."""
+        """Look again: something outside has changed, such as blocks given back."""
         with self._wakeup:
             self._awake = True
             self._wakeup.notify_all()
@@ -190,6 +197,54 @@ class Engine:
     def num_waiting(self) -> int:
         """Accepted requests that have no blocks yet."""
         return max(0, len(self._live) - self.num_running - self.num_awaiting_kv)
+
+    @property
+    def tokens_to_compute(self) -> int:
+        """Of the prompts that it has, computed here and not yet."""
+        sequences = list(self._sequences.values())
+        return sum(max(0, each.num_prompt - max(each.num_computed, each.external_end)) for each in sequences)
+
+    @property
+    def tokens_held(self) -> int:
+        """Of the requests that it has: their prompts, and their answers as long as they may get."""
+        sequences = list(self._sequences.values())
+        return sum(each.num_prompt + each.request.sampling.max_tokens for each in sequences)
+
+    # --- The engine's thread: for the listener, and for `soon`
+
+    def external_tokens(self, request_id: str) -> int:
+        """Leading tokens of this request's prompt that it takes from elsewhere, as far as they are not here."""
+        return self._sequences[request_id].external_end
+
+    def kv_found(self, request_id: str, upto: int) -> None:
+        """The look-up is over: the KV of prompt tokens [0, upto), less than all, can come from elsewhere.
+
+        The request is admitted now, and waits for them until `kv_ends`. Ignored if it does not wait for a look-up.
+        """
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and sequence.awaits_lookup:
+            sequence.awaits_lookup, sequence.external_end = False, max(upto, sequence.external_end)
+
+    def kv_loading(self, request_id: str, upto: int) -> None:
+        """The KV of prompt tokens [0, upto), less than all, is on its way: a pass over those behind it may begin.
+
+        The pass asks the listener's `layer_needed`; its result counts, because the last layer is here only when all
+        of the KV counts. Ignored if the request waits for no KV, or for that of its whole prompt.
+        """
+        sequence = self._scheduler.awaiting_kv.get(request_id)
+        if sequence is not None and not sequence.is_all_external:
+            sequence.arriving, sequence.external_end = True, upto
+
+    def kv_ends(self, request_id: str, upto: int) -> None:
+        """As `kv_arrived`, and no more will come: the rest of the prompt is computed, in the same blocks.
+
+        For a source that had that part in advance, which counts as cached, and that writes to no block any more.
+        """
+        sequence = self._scheduler.awaiting_kv.get(request_id)
+        if sequence is not None:
+            self._scheduler.computed(sequence, max(upto, sequence.num_computed))
+            sequence.num_cached = sequence.num_computed
+            self._scheduler.start_prefilling(sequence)
 
     # --- The engine's thread
 
@@ -217,11 +272,16 @@ class Engine:
         early = None if batch else self._scheduler.next_early()
         if batch:
             self._run_pass(batch)
-        elif early is not None:
+        elif early is not None and early.is_all_external:
             self._run_early(early)
+        elif early is not None:
+            early.arriving = False
+            follow = partial(self._follow, time.monotonic() + _EARLY_WAIT_S)
+            self._run_pass([self._scheduler.behind_external(early)], follow)
         return bool(num_calls or admitted or batch or early)
 
-    def _run_pass(self, batch: list[Work]) -> None:
+    def _run_pass(self, batch: list[Work], follow: Callable[..., None] | None = None) -> None:
+        """follow: for the one request of an early pass, called in each layer as `_follow`."""
         tokens = torch.tensor([token for work in batch for token in work.sequence.tokens[work.start : work.end]])
         spans = [Span(work.sequence.table, work.start, work.end) for work in batch]
         sampling = []
@@ -239,14 +299,13 @@ class Engine:
         )
         if prompts:
             self._kv.prefilling(on=True)
+        written: Callable[[int], None] | None = partial(self._kv.layer_written, spans=prompts) if prompts else None
+        if follow is not None:
+            written = partial(follow, prompts, [])
         try:
-            logits = self._model.logits(
-                self._cache,
-                tokens,
-                spans,
-                rows,
-                layer_written=partial(self._kv.layer_written, spans=prompts) if prompts else None,
-            )
+            logits = self._model.logits(self._cache, tokens, spans, rows, layer_written=written)
+        except _LayerMissing:
+            return
         except RuntimeError as error:
             for work in batch:
                 self._end(work.sequence, EngineFailure(f"a forward pass of {len(tokens)} tokens failed: {error}"))
@@ -255,13 +314,16 @@ class Engine:
             if prompts:
                 self._kv.prefilling(on=False)
         for work in batch:
+            if follow is not None:
+                work.sequence.num_cached = work.start
+                self._scheduler.start_prefilling(work.sequence)
             self._scheduler.computed(work.sequence, work.end)
         for sequence, row_logits in zip(sampling, logits, strict=True):
             self._sample(sequence, row_logits)
 
     def _run_early(self, sequence: Sequence) -> None:
         """Compute the second token of an answer from the first one, while the prompt's KV arrives."""
-        first_token, sequence.arriving = sequence.arriving, None
+        first_token, sequence.arriving = sequence.given_token, False
         assert first_token is not None
         if self._stops(sequence, first_token) or sequence.request.sampling.max_tokens == 1:
             return  # the answer ends with it
@@ -276,20 +338,33 @@ class Engine:
             return
         sequence.early = EarlyPass(first_token, logits[0])
 
+    def _follow(self, deadline_s: float, prompts: Prompts, untold: list[int], layer: int) -> None:
+        """An early pass has written `layer` and is about to read it: wait for its external part, tell what counts.
+
+        What the pass has written counts once all external KV is here; before that it may yet be computed again.
+        untold: layers that are written and not told.
+        """
+        request_id, last = prompts[0][0], len(self._cache.layout.layers) - 1
+        self._wait_for_layer(request_id, deadline_s, layer)
+        untold.append(layer)
+        if self._kv.layer_needed(request_id, last, 0.0):
+            for written in untold:
+                self._kv.layer_written(written, prompts)
+            untold.clear()
+
     def _wait_for_layer(self, request_id: str, deadline_s: float, layer: int) -> None:
         if not self._kv.layer_needed(request_id, layer, max(0.0, deadline_s - time.monotonic())):
             raise _LayerMissing
 
     def _sample(self, sequence: Sequence, logits: torch.Tensor) -> None:
-        """Choose the next token of the answer."""
         if torch.isfinite(logits.max()):
-            self._append(sequence, choose(logits, sequence.request.sampling, sequence.num_output))
+            self._append(sequence, choose(logits, sequence.request.sampling, sequence.position))
         else:
             self._scheduler.forget(sequence)
-            self._end(sequence, EngineFailure(f"the logits of output {sequence.num_output} are not finite"))
+            self._end(sequence, EngineFailure(f"the logits of output {sequence.position} are not finite"))
 
     def _append(self, sequence: Sequence, token: int) -> None:
-        """The next token of the answer is known: tell it, and go on or end."""
+        """Report the next token of the answer, and end the request if it is the last one."""
         sampling = sequence.request.sampling
         index = sequence.num_output
         sequence.tokens.append(token)
@@ -306,7 +381,8 @@ class Engine:
                     text += sequence.detokenizer.finish()
         if index == 0:
             self._scheduler.start_decoding(sequence)
-        self._listener.output(TokenOutput(sequence.request_id, index, token, text, reason, sequence.num_cached))
+        position = index + sequence.request.num_answered
+        self._listener.output(TokenOutput(sequence.request_id, position, token, text, reason, sequence.num_cached))
         if reason is not None:
             self._end(sequence, None)
 
@@ -317,6 +393,8 @@ class Engine:
         return is_eos or token in sampling.stop_token_ids
 
     def _end(self, sequence: Sequence, error: PdlinkError | None) -> None:
+        if error is None and self._on_complete is not None:
+            self._on_complete(sequence.request_id, sequence.tokens[: sequence.num_computed], tuple(sequence.blocks))
         self._scheduler.remove(sequence)
         del self._sequences[sequence.request_id]
         with self._wakeup:
@@ -324,7 +402,7 @@ class Engine:
         self._listener.ended(sequence.request_id, error)
 
     def _end_all(self) -> None:
-        """Nothing runs any more: end what is left, also what nobody has taken from the inbox."""
+        """End all remaining requests, those still in the inbox included."""
         with self._wakeup:
             crashed = not self._stopping
             self._stopping = True
@@ -342,7 +420,7 @@ class Engine:
         self._wakeup.notify_all()
 
     def _do_inbox(self) -> int:
-        """Do the calls that are there now; returns how many. One at a time, so that an exception loses none."""
+        """Run the calls that are in the inbox now; returns their number. One at a time: an exception loses none."""
         num_calls = len(self._inbox)
         for _ in range(num_calls):
             with self._wakeup:
@@ -353,17 +431,25 @@ class Engine:
     def _on_submit(self, request: GenerationRequest) -> None:
         sequence = Sequence(
             request=request,
-            detokenizer=Detokenizer(self._model.tokenizer, request.prompt_token_ids, request.sampling.stop),
+            detokenizer=self._detokenizer(request),
             tokens=list(request.prompt_token_ids),
             external_end=request.external[-1].end if request.external else 0,
+            awaits_lookup=request.awaits_lookup,
         )
         self._sequences[request.request_id] = sequence
         self._scheduler.waiting.append(sequence)
 
+    def _detokenizer(self, request: GenerationRequest) -> Detokenizer:
+        begin = len(request.prompt_token_ids) - request.num_answered
+        detokenizer = Detokenizer(self._model.tokenizer, request.prompt_token_ids[:begin], request.sampling.stop)
+        for token in request.prompt_token_ids[begin:]:
+            detokenizer.add(token)
+        return detokenizer
+
     def _on_kv_arriving(self, request_id: str, first_token: int) -> None:
         sequence = self._scheduler.awaiting_kv.get(request_id)
         if sequence is not None and sequence.is_all_external and 0 <= first_token < self._model.vocab_size:
-            sequence.arriving = first_token
+            sequence.arriving, sequence.given_token = True, first_token
 
     def _on_kv_arrived(self, request_id: str, upto: int, first_token: int | None) -> None:
         sequence = self._scheduler.awaiting_kv.get(request_id)
@@ -388,16 +474,9 @@ class Engine:
                 self._scheduler.computed(sequence, sequence.num_prompt + 1)
                 self._sample(sequence, early.logits)
 
-    def _on_kv_ends(self, request_id: str, upto: int) -> None:
-        sequence = self._scheduler.awaiting_kv.get(request_id)
-        if sequence is not None:
-            self._scheduler.computed(sequence, max(upto, sequence.num_computed))
-            sequence.num_cached = sequence.num_computed
-            self._scheduler.start_prefilling(sequence)
-
     def _on_kv_failed(self, request_id: str, recompute: bool, error: PdlinkError) -> None:
         sequence = self._sequences.get(request_id)
-        # Bad news may come before the blocks are reserved: the other leg can fail while this one is in line.
+        # The other leg may fail before this request has its blocks.
         if sequence is None or not sequence.external_end:
             return
         if recompute:

@@ -38,7 +38,7 @@ class LoadedModel:
     revision: str
     """What the weights depend on besides the name: the hub commit where it is known."""
     content: str
-    """Digest of config, tokenizer and weights: what a name and a revision say, and what is true."""
+    """Digest of config, tokenizer and weights."""
     dtype: str
     """As torch spells it ("float32"), of weights and KV."""
     num_layers: int
@@ -127,7 +127,7 @@ def _from_pretrained(config: ModelConfig, dtype: torch.dtype) -> tuple[Any, Any]
 
 
 def _directory(config: ModelConfig) -> str:
-    """Where the files are that were loaded: a model of the hub lies in a cache of transformers."""
+    """The directory of the loaded files; of a hub model, in transformers' cache."""
     assert config.path is not None
     if os.path.isdir(config.path):
         return config.path
@@ -136,7 +136,7 @@ def _directory(config: ModelConfig) -> str:
 
 
 def _digest_of(model: Any) -> str:
-    """The digest of a model that was built, and so has no files: of its first weights of every kind."""
+    """The digest of a built model, which has no files: of the first numbers of each weight."""
     digest = hashlib.blake2b(digest_size=16)
     for name, weight in model.state_dict().items():
         digest.update(f"{name} {tuple(weight.shape)} ".encode())
@@ -145,7 +145,7 @@ def _digest_of(model: Any) -> str:
 
 
 _SAMPLED = 4096
-"""Numbers of each weight. They come from one sequence, so that everything after a difference differs, too."""
+"""Numbers of each weight. All weights come from one random sequence, so a difference changes all later ones."""
 
 
 def _describe(

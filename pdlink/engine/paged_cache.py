@@ -69,7 +69,8 @@ class PagedCache:
         """Prepare a forward pass over `spans`; returns position_ids [1, N].
 
         layer_written: called with each layer's index once its new KV is in the pool, before the layer attends to it.
-        layer_needed: called after that, before the layer's attention reads any block. What it raises ends the pass.
+        layer_needed: called after that, before the layer's attention reads any block.
+        What either raises ends the pass.
         """
         positions = torch.cat([torch.arange(span.start, span.end) for span in spans])
         table = torch.cat([span.blocks_B[torch.arange(span.start, span.end) // self.block_tokens] for span in spans])
@@ -79,7 +80,6 @@ class PagedCache:
         return positions[None].to(self.device)
 
     def end(self) -> None:
-        """The forward pass is over, well or badly."""
         self.plan = self._layer_written = self._layer_needed = None
 
     def update(

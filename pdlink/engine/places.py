@@ -1,5 +1,6 @@
-"""Where a model is: a directory here, the hub's cache, or the hub. Asked before anything heavy is imported or tried,
-because what transformers says of a model that is nowhere is long, late and about tokenizers.
+"""Where a model is: a local directory, the hub's cache, or the hub.
+
+Checked before heavy imports: transformers reports a missing model late, at length, and as a tokenizer's error.
 """
 
 from __future__ import annotations

@@ -55,9 +55,14 @@ class GenerationRequest:
     """Prompt tokens whose KV comes from elsewhere: ranges that join, from token 0 on. Blocks are reserved, then the
     engine waits for `kv_arrived` or `kv_failed` and computes the rest. Ranges of the whole prompt leave nothing to
     compute: then the first token of the answer comes from elsewhere, too."""
+    awaits_lookup: bool = False
+    """A source is still asked about the prompt: it keeps its place in line, and is admitted after `kv_found`."""
     goes_on: bool = False
     """True: another process continues the answer after `max_tokens`, from the same prompt and tokens. Text that is
     held back then is left to it."""
+    num_answered: int = 0
+    """Last tokens of the prompt that are the first ones of the answer: another process gave them to the client, and
+    died. Sampling and text go on behind them, as if they had been chosen here; `max_tokens` counts the others."""
     salt: str = ""
     """Prefixes are shared only between requests of equal salt: keeps tenants apart."""
 
@@ -66,6 +71,8 @@ class GenerationRequest:
         prompt = self.prompt_token_ids
         if not prompt:
             raise InvalidRequest("the prompt is empty; at least one token is needed")
+        if not 0 <= self.num_answered < len(prompt):
+            raise InvalidRequest(f"num_answered: got {self.num_answered} of {len(prompt)} tokens; limit one less")
         covered = 0
         for known in self.external:
             if known.begin != covered or not covered < known.end <= len(prompt):
@@ -88,10 +95,10 @@ class GenerationRequest:
 class TokenOutput:
     request_id: str
     index: int
-    """Position in the answer, from 0."""
+    """Position in the answer, from 0; behind `num_answered` tokens the next one."""
     token_id: int
     text: str
-    """What is printable now: "" while a UTF-8 character or what may become a stop string is incomplete."""
+    """Printable text; "" while a UTF-8 character or a possible stop string is incomplete."""
     finish_reason: str | None
     """None while the answer goes on, then "stop" or "length"."""
     num_cached_tokens: int
@@ -99,7 +106,7 @@ class TokenOutput:
 
 
 class KVListener(Protocol):
-    """Told about the KV of every request. In the engine's thread, between layers too: be quick, do not raise."""
+    """Hears of the KV of every request, in the engine's thread, between layers too: be quick, do not raise."""
 
     def admitted(self, request_id: str, block_table: Sequence[int], num_cached_tokens: int) -> None:
         """The request has every block it will ever need (prompt and max_tokens), `block_table`, from token 0 on.
@@ -112,7 +119,8 @@ class KVListener(Protocol):
         """Whether the request's external KV of `layer` is in its blocks; wait up to `timeout_s` for it.
 
         Asked after `kv_arriving`, before attention reads the layer. False: this pass is given up, and the request
-        waits for `kv_arrived`.
+        waits for `kv_arrived` or `kv_ends`. Where less than the prompt is external, True for the last layer says that
+        all of it is here and counts.
         """
 
     def prefilling(self, on: bool) -> None:
@@ -127,7 +135,7 @@ class KVListener(Protocol):
 
 
 class EngineListener(Protocol):
-    """Told about the answer of every request, in the engine's thread. Must not raise."""
+    """Hears of the answer of every request, in the engine's thread. Must not raise."""
 
     def output(self, output: TokenOutput) -> None: ...
 

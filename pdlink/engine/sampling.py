@@ -3,7 +3,7 @@
 A link needs more than a seeded generator: prefill draws token 0 in one process and decode the next ones in another,
 and the two compute logits that may differ in the last bits. So the random number comes from a hash of (seed, index),
 and it picks from the cumulative distribution in order of token ids, where a small change of the logits moves only
-the borders; in order of probability two near-equal tokens could swap places and change the answer wholly.
+the borders. In order of probability two near-equal tokens could swap places and change the whole answer.
 """
 
 from __future__ import annotations

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request inside the engine."""
-
     request: GenerationRequest
     detokenizer: Detokenizer
     tokens: list[int]
     """Prompt, then answer."""
     external_end: int
     """Prompt tokens [0, external_end) come from elsewhere; 0 once they are here or have failed."""
+    awaits_lookup: bool = False
+    """Others may be admitted before it: look-ups are short."""
     num_computed: int = 0
     """Tokens whose KV is in the cache for all layers."""
     num_cached: int = 0
@@ -45,13 +45,14 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     """Empty while waiting, except for blocks that were complete when the rest of the KV failed."""
     table: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """`blocks` as a tensor."""
     keys: list[bytes] = field(default_factory=list)
     """Names of the full blocks of `tokens`, as far as they were needed."""
     num_named: int = 0
     """Leading blocks whose name the pool has been told."""
-    arriving: int | None = None
-    """First token of the answer, while the prompt's KV arrives layer by layer and no pass has begun on it."""
+    arriving: bool = False
+    """Whether its external KV arrives layer by layer, and no pass has begun on it."""
+    given_token: int | None = None
+    """First token of the answer, where the whole prompt's KV arrives."""
     early: EarlyPass | None = None
 
     @property
@@ -70,6 +71,11 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def position(self) -> int:
+        """Of the next token in the answer."""
+        return self.num_output + self.request.num_answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +133,14 @@ class Scheduler:
     def admit(self) -> list[Sequence]:
         """Reserve blocks for requests from the head of the line, while there is room; returns these requests."""
         admitted: list[Sequence] = []
-        while self.waiting and self.num_running + len(self.awaiting_kv) < self._max_running:
-            sequence = self.waiting[0]
+        for sequence in [sequence for sequence in self.waiting if not sequence.awaits_lookup]:
+            if self.num_running + len(self.awaiting_kv) >= self._max_running:
+                break
             try:
                 self._reserve(sequence)
             except PoolExhausted:
                 break
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             if sequence.is_all_external or sequence.num_computed < sequence.external_end:
                 self.awaiting_kv[sequence.request_id] = sequence
             else:
@@ -166,7 +173,12 @@ class Scheduler:
 
         Asked only when there is nothing else to compute: such a pass waits for layers, and nobody waits with it.
         """
-        return next((sequence for sequence in self.awaiting_kv.values() if sequence.arriving is not None), None)
+        return next((sequence for sequence in self.awaiting_kv.values() if sequence.arriving), None)
+
+    def behind_external(self, sequence: Sequence) -> Work:
+        """The first tokens behind the external ones."""
+        start = sequence.external_end
+        return Work(sequence, start, min(start + self._max_batched_tokens, len(sequence.tokens)))
 
     def computed(self, sequence: Sequence, end: int) -> None:
         """The KV of tokens up to `end` is in the cache for all layers: full blocks get their names."""
@@ -176,17 +188,20 @@ class Scheduler:
         num_full = end // self._block_tokens
         self._hash(sequence, num_full)
         for index in range(sequence.num_named, num_full):
-            self._pool.name(sequence.blocks[index], sequence.keys[index])
+            preimage = hashing.preimage(
+                sequence.keys, index, sequence.tokens, self._block_tokens, salt=sequence.request.salt
+            )
+            self._pool.name(sequence.blocks[index], sequence.keys[index], preimage)
         sequence.num_named = max(sequence.num_named, num_full)
 
     def start_prefilling(self, sequence: Sequence) -> None:
-        """What comes from elsewhere is here; the rest of the prompt is to be computed."""
+        """External KV is here: compute the rest of the prompt."""
         self._leave(sequence)
         sequence.external_end = 0
         self.prefilling.append(sequence)
 
     def start_decoding(self, sequence: Sequence) -> None:
-        """The KV of the prompt is here and the first token known."""
+        """The prompt's KV is here, and the first token is known."""
         self._leave(sequence)
         sequence.external_end = 0
         self.decoding.append(sequence)
@@ -199,11 +214,11 @@ class Scheduler:
         running ones, so the blocks are enough for all of them, and nobody overtakes.
         """
         self._leave(sequence)
-        # Somebody must compute the last prompt token, whose logits give the first answer token.
+        # The last prompt token is computed here: its logits give the first token of the answer.
         kept = min(sequence.num_computed, sequence.num_prompt - 1) // self._block_tokens
         self._pool.give_back(sequence.blocks[kept:])
         sequence.blocks = sequence.blocks[:kept]
-        sequence.external_end, sequence.arriving, sequence.early = 0, None, None
+        sequence.external_end, sequence.arriving, sequence.early = 0, False, None
         self.waiting.appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -213,7 +228,7 @@ class Scheduler:
         sequence.blocks = []
 
     def forget(self, sequence: Sequence) -> None:
-        """The KV of this sequence is not to be trusted: nobody shall find it by name."""
+        """Drop the names of the sequence's blocks: its KV is not to be trusted."""
         for block in sequence.blocks:
             self._pool.forget(block)
 
@@ -228,7 +243,7 @@ class Scheduler:
         known = list(sequence.blocks)
         found: list[int] = []
         if self._namespace is not None:
-            # Somebody must compute the last prompt token, whose logits give the first answer token.
+            # The last prompt token is computed here: its logits give the first token of the answer.
             shareable = sequence.num_prompt if sequence.is_all_external else sequence.num_prompt - 1
             num_shareable = shareable // self._block_tokens
             self._hash(sequence, num_shareable)

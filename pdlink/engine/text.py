@@ -16,7 +16,7 @@ _CONTEXT_TOKENS = 8
 """Tokens decoded together with the next ones. One is needed where a tokenizer drops the space of a text's first
 token (SentencePiece), four where each is one byte of a character."""
 _LONGEST_TOKENS = 24
-"""Tokens decoded at once before old ones are let go."""
+"""Most tokens decoded at once; then the oldest are dropped."""
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _INCOMPLETE_CHARS = 3
 """A UTF-8 character that lacks its last byte has at most three others, each shown as a replacement character by
@@ -49,7 +49,7 @@ class Detokenizer:
         return self._release(new)
 
     def finish(self) -> str:
-        """What is still held back, when the answer ends for another reason than a stop string."""
+        """The text still held back, when the answer ends without a stop string."""
         text, stopped = self._release(self._decode()[self._num_sent :])
         return text if stopped else text + self._held
 

@@ -1,4 +1,4 @@
-"""`LMCacheEngine`: `pdlink.Cache` by the names that callers of LMCache's engine use.
+"""`pdlink.Cache` by the names of LMCache: `LMCacheEngine`, and `LMCacheConnector`, which SGLang embeds.
 
 Tokens, masks, slot mappings and return values mean what they mean there. Other keyword arguments (`kvcaches`, ...)
 are ignored: the pages are given when the cache is opened.
@@ -31,7 +31,7 @@ class LMCacheEngine:
     def store(
         self, tokens: Tokens, mask: Sequence[bool] | None = None, *, slot_mapping: Any, offset: int = 0, **_: object
     ) -> None:
-        self.cache.store(tokens, self._blocks(slot_mapping), mask=mask, offset=offset)
+        self.cache.store(tokens, self.blocks(slot_mapping), mask=mask, offset=offset)
 
     def retrieve(
         self,
@@ -44,20 +44,20 @@ class LMCacheEngine:
         **_: object,
     ) -> Mask:
         """bool [tokens]: which were loaded."""
-        blocks = self._blocks(slot_mapping)
+        blocks = self.blocks(slot_mapping)
         loaded = self.cache.retrieve(tokens, blocks, mask=mask, offset=offset, lookup_id=req_id)
         return _loaded(tokens, mask, loaded)
 
     def store_layer(
         self, tokens: Tokens, mask: Sequence[bool] | None = None, *, slot_mapping: Any, offset: int = 0, **_: object
     ) -> Generator[None]:
-        return self.cache.store_layers(tokens, self._blocks(slot_mapping), mask=mask, offset=offset)
+        return self.cache.store_layers(tokens, self.blocks(slot_mapping), mask=mask, offset=offset)
 
     def retrieve_layer(
         self, tokens: Tokens, mask: Sequence[bool] | None = None, *, slot_mapping: Any, offset: int = 0, **_: object
     ) -> Generator[int | None | Mask]:
         """The number of tokens, None per layer, and the mask of what was loaded."""
-        loading = self.cache.retrieve_layers(tokens, self._blocks(slot_mapping), mask=mask, offset=offset)
+        loading = self.cache.retrieve_layers(tokens, self.blocks(slot_mapping), mask=mask, offset=offset)
         loaded = next(loading)
         assert loaded is not None
         yield loaded
@@ -89,13 +89,14 @@ class LMCacheEngine:
     ) -> int:
         return self.cache.move(tokens, old_position, new_position, copy=do_copy)
 
-    def compress(self, tokens: Tokens, method: str, *_: object, **__: object) -> int:
-        self.cache.compress(tokens, method)
+    def compress(self, tokens: Tokens, method: str, location: str, event_id: str = "") -> int:
+        return self.cache.compress(tokens, method, location)
 
-    decompress = compress
+    def decompress(self, tokens: Tokens, method: str, location: str, event_id: str = "") -> int:
+        return self.cache.decompress(tokens, location)
 
     def clear(self, tokens: Tokens | None = None, locations: Sequence[str] | None = None, **_: object) -> int:
-        return self.cache.clear(tokens, places=locations)
+        return self.cache.clear(tokens, places=locations).records
 
     def health(self) -> int:
         """0, or -1 if the arena's books are wrong."""
@@ -104,7 +105,7 @@ class LMCacheEngine:
     def close(self) -> None:
         self.cache.close()
 
-    def _blocks(self, slot_mapping: Any) -> list[int]:
+    def blocks(self, slot_mapping: Any) -> list[int]:
         """The block table behind a slot mapping; -1 for a block of masked tokens."""
         slots, block_tokens = np.asarray(slot_mapping), self.cache.layout.block_tokens
         if slots.ndim != 1 or slots.dtype.kind not in "iu":
@@ -118,6 +119,49 @@ class LMCacheEngine:
                 f"slot_mapping: got slots out of order; limit {block_tokens} in a row for a block; pass whole blocks"
             )
         return [int(head) // block_tokens if head >= 0 else -1 for head in heads]
+
+
+class LMCacheConnector:
+    """Loads and stores whole prompts in one call. slot_mapping: of the tokens from `offset` on."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._engine = LMCacheEngine(cache)
+
+    def load_kv(self, token_ids: Tokens, slot_mapping: Any, offset: int = 0) -> int:
+        """How many tokens from `offset` on are in the slots. Leading ones whose slots are -1 were there before: they
+        count, too."""
+        slots, mask = self._masked(token_ids, slot_mapping, offset)
+        padding = int((slots < 0).sum())
+        mask[: offset + padding] = False
+        blocks = self._engine.blocks(slots)
+        loaded = self._engine.cache.retrieve(token_ids, blocks, mask=mask, offset=offset)
+        return loaded + padding if loaded else 0
+
+    def store_kv(self, token_ids: Tokens, slot_mapping: Any, offset: int = 0) -> None:
+        """Keep the full chunks of the tokens from `offset` on."""
+        slots, mask = self._masked(token_ids, slot_mapping, offset)
+        self._engine.cache.store(token_ids, self._engine.blocks(slots), mask=mask, offset=offset)
+
+    def chunk_size(self) -> int:
+        """Tokens."""
+        return self._engine.cache.chunk_tokens
+
+    def reset(self) -> None:
+        """Forget everything, everywhere."""
+        self._engine.cache.clear()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _masked(self, token_ids: Tokens, slot_mapping: Any, offset: int) -> tuple[np.ndarray[Any, Any], Any]:
+        slots, mask = np.asarray(slot_mapping), np.ones(len(token_ids), np.bool_)
+        if len(slots) != len(token_ids) - offset:
+            raise InvalidRequest(
+                f"slot_mapping: got {len(slots)} for {len(token_ids)} tokens from {offset} on; limit one for each; "
+                "leave out those before the offset"
+            )
+        mask[:offset] = False
+        return slots, mask
 
 
 def _loaded(tokens: Tokens, mask: Sequence[bool] | None, loaded: int) -> Mask:

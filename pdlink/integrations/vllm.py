@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import uuid
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -27,17 +30,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from pdlink.integrations.vllm_parts import settings as settings_of
-from pdlink.integrations.vllm_parts import versions
+from pdlink.integrations.vllm_parts import stats, versions
+from pdlink.integrations.vllm_parts.origins import NO_TIERS, Origins
 from pdlink.integrations.vllm_parts.rank import Rank
 from pdlink.integrations.vllm_parts.requests import NOTHING, RequestBook, Scheduled, StepPlan
-from pdlink.integrations.vllm_parts.stats import COUNTS, split
+from pdlink.integrations.vllm_parts.store_book import StoreBook
 from pdlink.integrations.vllm_parts.worker import Results
+from pdlink.observe.series import Histogram
+from pdlink.observe.sources import sourced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     import torch
+
+    from pdlink.integrations.vllm_parts.store_book import Looked
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +60,18 @@ class PDLinkMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class PDLinkReasons(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Why loads have failed, by request, on its way from a worker to the scheduler."""
+class PDLinkNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What workers tell the scheduler beside what vLLM asks for."""
 
     reasons: dict[str, str]
+    """Why loads have failed, by request."""
+    looked: list[Looked]
+    """What each rank's store has."""
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> PDLinkReasons:
-        return PDLinkReasons(other.reasons | self.reasons) if isinstance(other, PDLinkReasons) else self
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> PDLinkNews:
+        if not isinstance(other, PDLinkNews):
+            return self
+        return PDLinkNews(other.reasons | self.reasons, self.looked + other.looked)
 
 
 _NOTHING, _IDLE = PDLinkMetadata(NOTHING), PDLinkMetadata(NOTHING, idle=True)
@@ -68,10 +81,8 @@ _PAUSE_S = 0.004
 second, which takes more than a core on CPUs (0.32); a new request waits this long at most."""
 
 
-class PDLinkConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version__)):  # type: ignore[misc]
     """Both halves; vLLM calls on each instance only the methods of its role."""
-
-    _cache_hit_source = versions.cache_hit_source()
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raises UnsupportedVllm, UnsupportedCache, ConfigError: the server does not start then."""
@@ -79,16 +90,28 @@ class PDLinkConnector(KVConnectorBase_V1):  # type: ignore[misc]
         versions.share_log()
         transfer = vllm_config.kv_transfer_config
         settings = settings_of.read(transfer.kv_connector_extra_config or {})
-        versions.check(vllm.__version__, accept_newer=settings.untested_vllm == "accept")
-        versions.check_config(vllm_config, kv_cache_config)
+        version = versions.check(vllm.__version__, accept_newer=settings.untested_vllm == "accept")
+        versions.check_config(vllm_config, kv_cache_config, version, tiers=settings.tiers is not None)
+        store = None
+        if settings.tiers is not None and settings.tiers.max_local_cpu_size:
+            store = StoreBook(
+                settings.tiers.chunk_size,
+                vllm_config.parallel_config.tensor_parallel_size,
+                keeps_answers=settings.tiers.save_decode_cache,
+            )
         self._book = RequestBook(
             sends=transfer.is_kv_producer,
             receives=transfer.is_kv_consumer,
             shares_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
+            keeps_all=versions.keeps_all(kv_cache_config),
+            store=store,
         )
+        self._origins = Origins()
+        self._counts = stats.Counts()
+        """Of the scheduler's half: what no rank knows."""
         self._failed_blocks: set[int] = set()
-        self._reasons: dict[str, str] = {}
-        """Of failed loads that the scheduler's half has not been told of."""
+        self._news = PDLinkNews({}, [])
+        """That the scheduler's half has not been told."""
         self._rank: Rank | None = None
         if role == KVConnectorRole.WORKER:
             self._rank = Rank(vllm_config, kv_cache_config, settings)
@@ -96,18 +119,38 @@ class PDLinkConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # -- scheduler: what it is told ----------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        params = request.kv_transfer_params
-        if params:
-            self._book.arrived(request.request_id, params, request.prompt_token_ids, versions.identity(request))
+        params, store = request.kv_transfer_params, self._book.store
+        if params or store is not None:
+            request_id, prompt, identity = request.request_id, request.prompt_token_ids, versions.identity(request)
+            if self._book.arrived(request_id, params, prompt, identity.words):
+                versions.leave_last_token(request)
+            if store is not None and prompt is not None:
+                receives = self._book.comes_from_elsewhere(request_id)
+                store.arrived(request_id, request.prompt_token_ids, *identity, receives=receives)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._origins.asked(request.request_id, num_computed_tokens)
         return self._book.missing(request.request_id, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._book.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+        tables = versions.tables(self._kv_cache_config, blocks.get_block_ids())
+        request_id, store = request.request_id, self._book.store
+        loaded = self._book.allocated(request_id, tables, num_external_tokens)
+        chosen = NO_TIERS if store is None else store.chosen(request_id)
+        told = self._origins.admitted(request_id, request.num_prompt_tokens, num_external_tokens, loaded, chosen)
+        if told is not None:
+            self._counts(told)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """From 0.32 on; after `update_state_after_alloc`."""
+        sources = self._origins.sources(request.request_id)
+        counts: Counter[Any] = Counter()
+        for name, tokens in sources.items() if num_external_tokens else ():
+            counts[versions.cache_hit_source(name)] += tokens
+        return dict(counts)
 
     def build_connector_meta(self, scheduler_output: Any) -> PDLinkMetadata:
-        parts = (Scheduled(*part) for part in versions.scheduled(scheduler_output))
+        parts = (Scheduled(*part) for part in versions.scheduled(scheduler_output, self._kv_cache_config))
         plan = self._book.step(parts, scheduler_output.preempted_req_ids or ())
         idle = not scheduler_output.total_num_scheduled_tokens
         if plan is NOTHING:
@@ -115,15 +158,36 @@ class PDLinkConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return PDLinkMetadata(plan, idle)
 
     def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        path = self._book.path(request.request_id)
+        return self.request_finished_all_groups(request, (list(block_ids),))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        request_id = request.request_id
+        said: dict[str, Any] = {}
+        if path := self._book.path(request_id):
+            said["pdlink_kv"] = path
+        told, leg = self._origins.ended(request_id), self._book.leg(request_id)
+        if told is not None and leg:
+            said["pdlink_source"] = msgspec.to_builtins(sourced(told, leg))
+        tokens = versions.computed_tokens(request) if self._book.store is not None else ()
+        tables = versions.tables(self._kv_cache_config, block_ids) if tokens else ()
         # vLLM passes it with an answer that is no stream; the proxy takes it out, and tells its client in a header.
-        return self._book.ended(request.request_id), {"pdlink_kv": path} if path else None
+        return self._book.ended(request_id, tokens, tables), said or None
 
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
-        reasons = told.reasons if isinstance(told, PDLinkReasons) else None
-        self._book.received(connector_output.finished_recving or (), reasons)
+        news = told if isinstance(told, PDLinkNews) else PDLinkNews({}, [])
+        if self._book.store is not None:
+            self._book.store.looked(news.looked)
+        self._book.received(connector_output.finished_recving or (), news.reasons)
         self._book.sent(connector_output.finished_sending or ())
+
+    def reset_cache(self) -> bool | None:
+        """vLLM's caches are of no use any more; so is what the store has of this server's KV."""
+        if self._book.store is not None:
+            self._book.store.reset(uuid.uuid4().hex)
+        return True
 
     # -- worker: in the order of a step ------------------------------------------------------------------------------
 
@@ -134,23 +198,23 @@ class PDLinkConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker.open(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: PDLinkMetadata) -> None:
-        self._worker.half.withdraw(kv_connector_metadata.plan)
+        self._worker.steps.withdraw(kv_connector_metadata.plan)
 
     def bind_connector_metadata(self, connector_metadata: PDLinkMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._worker.half.begin(connector_metadata.plan)
+        self._worker.steps.begin(connector_metadata.plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing: what is to be received was offered before the step, and comes without a call."""
+        """Nothing: what is to come was asked for before the step, and comes without a call."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request that waits for KV is in no step."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        self._worker.half.layer_saved(layer_name)
+        self._worker.steps.layer_saved(layer_name)
 
     def wait_for_save(self) -> None:
-        self._worker.half.end()
+        self._worker.steps.end()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         results = self._results(finished_req_ids)
@@ -163,18 +227,18 @@ class PDLinkConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return versions.transfer_results(results.sent, results.received, results.failed)
 
     def _results(self, over: set[str]) -> Results:
-        results = self._worker.half.results(over)
+        results = self._worker.steps.results(over)
         metadata = self._connector_metadata
         if isinstance(metadata, PDLinkMetadata) and metadata.idle and results == Results():
-            self._worker.half.pause(_PAUSE_S)
-            results = self._worker.half.results(())
-        self._reasons |= results.reasons
+            self._worker.steps.pause(_PAUSE_S)
+            results = self._worker.steps.results(())
+        self._news = self._news.aggregate(PDLinkNews(results.reasons, results.looked))
         return results
 
-    def build_connector_worker_meta(self) -> PDLinkReasons | None:
+    def build_connector_worker_meta(self) -> PDLinkNews | None:
         """Asked for in the step that reports the requests, after their results."""
-        reasons, self._reasons = self._reasons, {}
-        return PDLinkReasons(reasons) if reasons else None
+        news, self._news = self._news, PDLinkNews({}, [])
+        return news if news.reasons or news.looked else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Before 0.30: what `get_finished` has told is not there."""
@@ -197,15 +261,16 @@ class PDLinkConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return settings_of.read(extra_config).layerwise
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """All groups whose blocks are transferred: vLLM need not zero them before."""
-        return versions.transfer_groups(self._kv_cache_config)
+        """None: vLLM zeroes new blocks of models with recurrent layers, before the step's plan, with the offer in it,
+        reaches a worker. It must: tokens are written, not blocks, and kernels read what is behind the last one,
+        where the bytes of a state may be no number.
+        """
+        return ()
 
     # -- statistics --------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> PDLinkStats | None:
-        if self._rank is None:
-            return None
-        counts = self._rank.counts.take()
+        counts = (self._counts if self._rank is None else self._rank.counts).take()
         return PDLinkStats(data=counts) if counts else None
 
     @classmethod
@@ -220,45 +285,54 @@ class PDLinkConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 class PDLinkStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts by the names of `stats.COUNTS`, with the value of their label."""
+    """`stats.Stats` of one rank or of several."""
 
     def reset(self) -> None:
-        self.data: dict[str, float] = {}
+        self.data: stats.Stats = {}
 
     def is_empty(self) -> bool:
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> PDLinkStats:
-        for name, value in other.data.items():
-            self.data[name] = self.data.get(name, 0) + value
+        self.data = stats.add_up(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        shown = {}
-        for key, value in sorted(self.data.items()):
-            name, labels = split(key)
-            shown[f"{name}[{labels[0]}]" if labels else name] = value
-        return shown
+        return stats.in_short(self.data)
 
 
 class PDLinkMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """`vllm:pdlink_NAME_total` on the server's own /metrics."""
+    """The metrics of a node and a store as `vllm:pdlink_...` on the server's own /metrics."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: self._counter_cls(
-                name=f"vllm:pdlink_{name}", documentation=text, labelnames=[*labelnames, *([label] if label else [])]
-            )
-            for name, (text, label) in COUNTS.items()
-        }
+        self._metrics: dict[str, Any] = {}
+        for metric in stats.declared()[0].metrics:
+            words = {
+                "name": f"vllm:{metric.name}",
+                "documentation": metric.text,
+                "labelnames": [*labelnames, *metric.labels],
+            }
+            if isinstance(metric, Histogram):
+                made = self._histogram_cls(**words, buckets=list(metric.buckets))
+            else:
+                made = self._counter_cls(**words)
+            self._metrics[metric.name] = made
+            for engine in per_engine_labelvalues.values():
+                for labels in metric.values:
+                    made.labels(*engine, *labels)  # there from the start
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for key, value in transfer_stats_data.items():
-            name, labels = split(key)
-            self._counters[name].labels(*self.per_engine_labelvalues[engine_idx], *labels).inc(value)
+            name, labels = stats.split(key)
+            series = self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], *labels)
+            if isinstance(value, list):
+                for number in value:
+                    series.observe(number)
+            else:
+                series.inc(value)
 
 
 with contextlib.suppress(ValueError):  # registered by somebody else

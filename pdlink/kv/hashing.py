@@ -8,14 +8,14 @@ context, and it is independent of `PYTHONHASHSEED`, byte order and word size, be
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from pdlink import _keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    import numpy as np
 
 KEY_NBYTES = 32
 
@@ -23,6 +23,40 @@ SCHEMA = 1
 """Counted up when equal keys would no longer mean equal bytes."""
 
 _NAMESPACE, _MEDIA = "pdlink 2026-11 namespace", "pdlink 2026-11 media"
+_NAMED = "pdlink 2026-11 named"
+
+
+class Origin(NamedTuple):
+    """What the namespace of a stored prompt is made of; the fields are those of `namespace`."""
+
+    model: str
+    revision: str
+    dtype: str
+    layout: str
+    chunk_tokens: int
+    lora: str = ""
+    salt: str = ""
+
+    @property
+    def namespace(self) -> bytes:
+        return namespace(**self._asdict())
+
+    @property
+    def scope(self) -> str:
+        """Names what KV of this model's prompts may be shared, whoever's they are."""
+        return self._replace(lora="", salt="").namespace.hex()[:32]
+
+
+class Preimage(NamedTuple):
+    """What a key is the hash of, for those who must tell it to others."""
+
+    parent: bytes | None
+    """The key before; None for the first chunk of a prompt, whose parent is a namespace."""
+    tokens: Sequence[int]
+    extra: tuple[str, ...] = ()
+    """LoRA and salt of that namespace, those that there are."""
+    origin: Origin | None = None
+    """Of that namespace, for those who keep KV of several models."""
 
 
 def namespace(
@@ -70,6 +104,39 @@ def chain(
             parent, start = keys[-1] if keys else parent, begin
         parent = _keys.derive(_MEDIA, parent + f"{token - begin} {content}".encode())
     return keys + _cut(_keys.chain(parent, tokens[start:], chunk_tokens))
+
+
+def named(seed: bytes, names: Iterable[str]) -> list[bytes]:
+    """Keys of chunks that an engine names itself, by hashes that hold everything before the chunk.
+
+    seed: a namespace; the engine's names say nothing about model and layout.
+    """
+    return [_keys.derive(_NAMED, seed + name.encode()) for name in names]
+
+
+def preimage(
+    keys: Sequence[bytes],
+    index: int,
+    tokens: Sequence[int],
+    chunk_tokens: int,
+    *,
+    lora: str = "",
+    salt: str = "",
+    origin: Origin | None = None,
+) -> Preimage:
+    """Of `keys[index]`, where `keys` are the chain of `tokens`."""
+    mine = tokens[index * chunk_tokens : (index + 1) * chunk_tokens]
+    if index:
+        return Preimage(keys[index - 1], mine)
+    return Preimage(None, mine, tuple(filter(None, (lora, salt))), origin)
+
+
+def is_preimage(known: Preimage, key: bytes) -> bool:
+    """Whether `key`, of one chunk, is the hash of what is said of it. Cost: one hash of the chunk."""
+    if not len(known.tokens) or (known.parent is None and known.origin is None):
+        return False
+    parent = known.parent or (known.origin.namespace if known.origin is not None else b"")
+    return chain(parent, np.asarray(known.tokens, np.uint32), len(known.tokens)) == [key]
 
 
 def _cut(keys: bytes) -> list[bytes]:

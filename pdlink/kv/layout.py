@@ -57,8 +57,6 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """Geometry of one layer. All strides in bytes."""
-
     parts: tuple[Part, ...]
     block_stride: int
     token_stride: int
@@ -67,27 +65,49 @@ class LayerLayout:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Geometry of a worker's whole KV cache, exchanged in the handshake."""
+    """Geometry of the layers that share a list of blocks: the whole KV cache of most models, or one of its groups.
+
+    Exchanged in the handshake. Several of them are a `KVGroups` (`groups.py`).
+    """
 
     dtype: str
     """Element type as torch spells it ("bfloat16"); only compared, never interpreted."""
     block_tokens: int
     num_blocks: int
     num_heads: int
-    """KV heads stored here."""
     head_nbytes: int
     """Bytes of one (token, head) vector: head_dim x element size."""
     layers: tuple[LayerLayout, ...]
+    window: int = 0
+    """Tokens that a token attends to, itself included (a sliding window); 0 stands for all before it."""
+    window_step: int = 1
+    """Windows are transferred from a multiple of so many tokens on: whoever reserves blocks shares them whole."""
+    state: bool = False
+    """A block holds no tokens but a recurrent state: all that is known after the last of its tokens. `block_tokens`
+    says which block that is; `token_stride` is 0, because one token's worth is the whole state."""
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether all tokens of a prompt are in its blocks, so that any range of them can be sent."""
+        return not (self.window or self.state)
+
+    def needed(self, start: int, end: int) -> tuple[int, int]:
+        """Of tokens [start, end) those that a model needs in these layers to go on with token `end`."""
+        if self.state:
+            return max(start, end - 1), end
+        if self.window:
+            return max(start, min(end, end - self.window + 1) // self.window_step * self.window_step), end
+        return start, end
+
+    def blocks_of(self, start: int, end: int) -> slice:
+        """Which of a request's blocks, counted from token 0, hold tokens [start, end)."""
+        first = start // self.block_tokens
+        return slice(first, -(-end // self.block_tokens) if end > start else first)
 
     @property
     def token_nbytes(self) -> int:
         """Payload bytes of one token over all layers and parts."""
         return sum(len(layer.parts) for layer in self.layers) * self.num_heads * self.head_nbytes
-
-    @property
-    def block_nbytes(self) -> int:
-        """Payload bytes of one block over all layers and parts."""
-        return self.token_nbytes * self.block_tokens
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens (the last one may be partial)."""
@@ -113,7 +133,14 @@ class KVLayout:
             value = getattr(self, name)
             if not 1 <= value < MAX_OFFSET:
                 raise LayoutMismatch(f"{side} layout is malformed: {name} is {value}")
+        window, step = self.window, self.window_step
+        if not 0 <= window < MAX_OFFSET or not 1 <= step < MAX_OFFSET or (window and self.state):
+            raise LayoutMismatch(
+                f"{side} layout is malformed: window {window} in steps of {step}, state {self.state}"
+            )
         for index, layer in enumerate(self.layers):
+            if self.state and layer.token_stride:
+                raise LayoutMismatch(f"{side} layer {index} is malformed: a state with a step between tokens")
             if not layer.parts:
                 raise LayoutMismatch(f"{side} layer {index} is malformed: it has no parts")
             if min(layer.block_stride, layer.token_stride, layer.head_stride) < 0:
@@ -148,7 +175,7 @@ class KVLayout:
         """(stride, count) of blocks, tokens and heads."""
         return (
             (layer.block_stride, self.num_blocks),
-            (layer.token_stride, self.block_tokens),
+            (layer.token_stride, 1 if self.state else self.block_tokens),
             (layer.head_stride, self.num_heads),
         )
 

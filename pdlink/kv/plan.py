@@ -39,6 +39,9 @@ BlockIds = Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 """In token order."""
 Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
+_piece = tuple.__new__
+"""`_piece(Piece, fields)` takes half the time of `Piece(*fields)`, and every layer of a request makes some."""
+
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
@@ -47,10 +50,9 @@ _Result = TypeVar("_Result")
 class LayerClass:
     """Geometry shared by layers that can use the same runs."""
 
-    src_block_stride: int
-    src_token_stride: int
-    dst_block_stride: int
-    dst_token_stride: int
+    src_strides: tuple[int, int]
+    """Of blocks and tokens."""
+    dst_strides: tuple[int, int]
     axes: tuple[tuple[int, int, int], ...]
     """Three (count, source stride, destination stride), by falling destination stride: tokens (count 0: it is the
     span's), heads, and parts (count 1 where K and V do not lie so that their runs could join)."""
@@ -58,20 +60,10 @@ class LayerClass:
     axes_table: Table = field(compare=False)
     """`axes` for the compiled loops."""
 
-    def runs(self, src: IntArray, dst: IntArray, start: int, end: int, block_tokens: tuple[int, int]) -> RunArray:
-        """Runs of tokens [start, end), relative to the first part of a layer."""
+    def runs(self, src: IntArray, dst: IntArray, tokens: tuple[int, int], block_tokens: tuple[int, int]) -> RunArray:
+        """Runs of tokens [begin, end), relative to the first part of a layer."""
         runs = _runs(
-            src,
-            dst,
-            start,
-            end,
-            *block_tokens,
-            self.src_block_stride,
-            self.src_token_stride,
-            self.dst_block_stride,
-            self.dst_token_stride,
-            self.axes_table,
-            self.head_nbytes,
+            src, dst, tokens, block_tokens, self.src_strides, self.dst_strides, self.axes_table, self.head_nbytes
         )
         runs.flags.writeable = False  # layers share them
         return runs
@@ -113,15 +105,13 @@ class Plan:
             return []
         shape = self.template.layers[layer]
         runs = self.runs[shape.class_index]
-        return [Piece(src.region, src.offset, dst.region, dst.offset, runs) for src, dst in shape.bases]
+        return [_piece(Piece, (src.region, src.offset, dst.region, dst.offset, runs)) for src, dst in shape.bases]
 
     def layer_nbytes(self, layer: int) -> int:
-        """Payload of one layer."""
         return (self.end - self.start) * self.template.layers[layer].token_nbytes
 
     @property
     def nbytes(self) -> int:
-        """Payload of all layers."""
         return (self.end - self.start) * self.template.src.token_nbytes
 
     @property
@@ -182,7 +172,7 @@ def bind(template: Template, src_blocks: BlockIds, dst_blocks: BlockIds, start: 
     if len(dst) > 1 and len(set(dst.tolist())) != len(dst):
         raise ValueError("destination blocks are not distinct: two ranges of tokens would be written to one block")
     block_tokens = (template.src.block_tokens, template.dst.block_tokens)
-    return Plan(template, start, end, tuple(c.runs(src, dst, start, end, block_tokens) for c in template.classes))
+    return Plan(template, start, end, tuple(c.runs(src, dst, (start, end), block_tokens) for c in template.classes))
 
 
 def warm_up() -> None:
@@ -208,10 +198,8 @@ def _classify(
             parts, bases = fused, bases[:1]
     axes = tuple(sorted((tokens, heads, parts), key=lambda axis: axis[2], reverse=True))
     shape = LayerClass(
-        src_block_stride=src_layer.block_stride,
-        src_token_stride=src_layer.token_stride,
-        dst_block_stride=dst_layer.block_stride,
-        dst_token_stride=dst_layer.token_stride,
+        src_strides=(src_layer.block_stride, src_layer.token_stride),
+        dst_strides=(dst_layer.block_stride, dst_layer.token_stride),
         axes=axes,
         head_nbytes=src.head_nbytes,
         axes_table=np.array(axes, dtype=np.int64),
@@ -289,45 +277,6 @@ def _first_missing(blocks: IntArray, num_blocks: int) -> int:
 
 
 @_compiled
-def _spans(
-    src_blocks: IntArray,
-    dst_blocks: IntArray,
-    start: int,
-    end: int,
-    src_block_tokens: int,
-    dst_block_tokens: int,
-    src_block_stride: int,
-    src_token_stride: int,
-    dst_block_stride: int,
-    dst_token_stride: int,
-) -> Table:
-    """[n, 3]: source offset, destination offset and number of tokens of each span, in token order."""
-    spans = np.empty((len(src_blocks) + len(dst_blocks), 3), dtype=np.int64)
-    src_first = start // src_block_tokens
-    dst_first = start // dst_block_tokens
-    src_next = dst_next = -1
-    count = 0
-    position = start
-    while position < end:
-        src_block = position // src_block_tokens
-        dst_block = position // dst_block_tokens
-        src_token = position - src_block * src_block_tokens
-        dst_token = position - dst_block * dst_block_tokens
-        tokens = min(src_block_tokens - src_token, dst_block_tokens - dst_token, end - position)
-        src = src_blocks[src_block - src_first] * src_block_stride + src_token * src_token_stride
-        dst = dst_blocks[dst_block - dst_first] * dst_block_stride + dst_token * dst_token_stride
-        if src == src_next and dst == dst_next:
-            spans[count - 1, 2] += tokens
-        else:
-            spans[count, 0], spans[count, 1], spans[count, 2] = src, dst, tokens
-            count += 1
-        src_next = src + tokens * src_token_stride
-        dst_next = dst + tokens * dst_token_stride
-        position += tokens
-    return spans[:count]
-
-
-@_compiled
 def _box(axes: Table, tokens: int, run: int) -> tuple[int, int, int, int]:
     """Counts of the three axes that remain for a span of `tokens` (1: absorbed), and the length of its runs."""
     counts = [1, 1, 1]
@@ -375,28 +324,41 @@ def _expand(spans: Table, axes: Table, head_nbytes: int) -> Table:
 def _runs(
     src_blocks: IntArray,
     dst_blocks: IntArray,
-    start: int,
-    end: int,
-    src_block_tokens: int,
-    dst_block_tokens: int,
-    src_block_stride: int,
-    src_token_stride: int,
-    dst_block_stride: int,
-    dst_token_stride: int,
+    tokens: tuple[int, int],
+    block_tokens: tuple[int, int],
+    src_strides: tuple[int, int],
+    dst_strides: tuple[int, int],
     axes: Table,
     head_nbytes: int,
 ) -> Table:
-    """Both steps in one call: for a few blocks, calls are what takes time."""
-    spans = _spans(
-        src_blocks,
-        dst_blocks,
-        start,
-        end,
-        src_block_tokens,
-        dst_block_tokens,
-        src_block_stride,
-        src_token_stride,
-        dst_block_stride,
-        dst_token_stride,
-    )
-    return _expand(spans, axes, head_nbytes)
+    """[n, 3]: the runs of tokens [begin, end), as `RunArray`.
+
+    All in one call: for a few blocks, calls are what takes time. `spans` is [n, 3]: source offset, destination
+    offset and number of tokens, in token order.
+    """
+    position, end = tokens
+    src_block_tokens, dst_block_tokens = block_tokens
+    src_block_stride, src_token_stride = src_strides
+    dst_block_stride, dst_token_stride = dst_strides
+    spans = np.empty((len(src_blocks) + len(dst_blocks), 3), dtype=np.int64)
+    src_first = position // src_block_tokens
+    dst_first = position // dst_block_tokens
+    src_next = dst_next = -1
+    count = 0
+    while position < end:
+        src_block = position // src_block_tokens
+        dst_block = position // dst_block_tokens
+        src_token = position - src_block * src_block_tokens
+        dst_token = position - dst_block * dst_block_tokens
+        length = min(src_block_tokens - src_token, dst_block_tokens - dst_token, end - position)
+        src = src_blocks[src_block - src_first] * src_block_stride + src_token * src_token_stride
+        dst = dst_blocks[dst_block - dst_first] * dst_block_stride + dst_token * dst_token_stride
+        if src == src_next and dst == dst_next:
+            spans[count - 1, 2] += length
+        else:
+            spans[count, 0], spans[count, 1], spans[count, 2] = src, dst, length
+            count += 1
+        src_next = src + length * src_token_stride
+        dst_next = dst + length * dst_token_stride
+        position += length
+    return _expand(spans[:count], axes, head_nbytes)

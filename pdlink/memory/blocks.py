@@ -9,49 +9,35 @@ A block is in exactly one of three states:
 The pool knows numbers, not memory. A lock guards it: the engine holds the blocks of running requests, the node holds
 blocks in transfers or quarantine. Every operation succeeds as a whole, or raises and changes nothing.
 
-Listeners hear which named blocks are stored and evicted, one change after the other, with no lock held. The thread
-that changes a name reports it, unless another thread is reporting: then that one reports this change too.
+Listeners hear which named blocks are stored and evicted, one change after the other, with no lock held.
 """
 
 from __future__ import annotations
 
 import heapq
-import logging
 import threading
-from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass
-from itertools import count
-from typing import TYPE_CHECKING, Literal
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pdlink.errors import PoolExhausted
+from pdlink.events import Announcer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-log = logging.getLogger(__name__)
+    from pdlink.kv.hashing import Preimage
 
 
-@dataclass(frozen=True, slots=True)
-class BlockChange:
+class BlockChange(NamedTuple):
     """A named block has come or gone."""
 
-    sequence: int
-    """Counts the changes that one listener hears, from 0. A gap means that a change was lost on the way."""
     kind: Literal["stored", "evicted"]
     key: bytes
     block: int
     """Which block has, or had, the KV named `key`. It may be evicted before a listener hears that it is stored: who
     wants to read it takes it with `find([key])` first."""
-
-
-class _Listener:
-    def __init__(self, changed: Callable[[BlockChange], None]) -> None:
-        self.changed = changed
-        self.sequence = count()
-
-
-_Report = tuple[tuple[_Listener, ...], Literal["stored", "evicted"], bytes, int]
-"""Who hears it, and what."""
+    preimage: Preimage | None = None
+    """Of the key of a block that is stored, where the pool was told it a moment ago."""
 
 
 class BlockPool:
@@ -69,11 +55,7 @@ class BlockPool:
         """Named blocks nobody holds, least recently used first."""
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._listeners: tuple[_Listener, ...] = ()
-        self._reports: deque[_Report] = deque()
-        """Changes that nobody has reported yet, oldest first."""
-        self._reporting = False
-        """Whether a thread is reporting them now."""
+        self._announcer: Announcer[BlockChange] = Announcer()
 
     def listen(self, changed: Callable[[BlockChange], None]) -> None:
         """Call `changed` for every named block that is stored or evicted from now on, after all that are stored now.
@@ -81,11 +63,9 @@ class BlockPool:
         It runs in the thread that changed the pool, without the pool's lock: it may call the pool, and should be
         quick. Calls never overlap and keep the order of the changes. What it raises is logged and lost.
         """
-        listener = _Listener(changed)
         with self._lock:
-            self._listeners = (*self._listeners, listener)
-            self._reports.extend(((listener,), "stored", key, block) for key, block in self._block_of.items())
-        self._report()
+            self._announcer.add(changed, [BlockChange("stored", *named) for named in self._block_of.items()])
+        self._announcer.tell()
 
     @property
     def num_free(self) -> int:
@@ -119,7 +99,7 @@ class BlockPool:
                 blocks.append(block)
             for block in blocks:
                 self._refs[block] = 1
-        self._report()
+        self._announcer.tell()
         return sorted(blocks)
 
     def share(self, blocks: Sequence[int]) -> None:
@@ -147,18 +127,19 @@ class BlockPool:
                     else:
                         heapq.heappush(self._free, block)
 
-    def name(self, block: int, key: bytes) -> None:
+    def name(self, block: int, key: bytes, preimage: Preimage | None = None) -> None:
         """Say that the held `block` now holds the KV named `key`, for all layers and tokens, and will not change.
 
         The first name wins: a block that has one keeps it, and a key that another block has stays there.
+        preimage: for the listeners; the pool does not keep it.
         """
         with self._lock:
             self._check_held(block, 1)
             if block not in self._key_of and key not in self._block_of:
                 self._key_of[block] = key
                 self._block_of[key] = block
-                self._note("stored", key, block)
-        self._report()
+                self._announcer.note(BlockChange("stored", key, block, preimage))
+        self._announcer.tell()
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """Blocks of the longest known prefix of `keys`, each held once more by the caller."""
@@ -183,7 +164,7 @@ class BlockPool:
             if self._refs[block] == 0:
                 del self._cached[block]
                 heapq.heappush(self._free, block)
-        self._report()
+        self._announcer.tell()
 
     def check(self) -> None:
         """Raise AssertionError that names the first broken invariant."""
@@ -204,33 +185,7 @@ class BlockPool:
         """Caller holds the lock."""
         key = self._key_of.pop(block)
         del self._block_of[key]
-        self._note("evicted", key, block)
-
-    def _note(self, kind: Literal["stored", "evicted"], key: bytes, block: int) -> None:
-        """A change to report. Caller holds the lock, and calls `_report` without it."""
-        if self._listeners:
-            self._reports.append((self._listeners, kind, key, block))
-
-    def _report(self) -> None:
-        """Tell the listeners what they have not heard, in order, unless another call of this is doing so."""
-        if not self._reports:  # the usual case costs no lock; what this thread noted is there, or another one has it
-            return
-        while True:
-            with self._lock:
-                if self._reporting or not self._reports:
-                    return
-                self._reporting = True
-                listeners, kind, key, block = self._reports.popleft()
-            try:
-                for listener in listeners:
-                    change = BlockChange(next(listener.sequence), kind, key, block)
-                    try:
-                        listener.changed(change)
-                    except Exception:
-                        log.exception("a listener of the block pool failed at %s", change)
-            finally:
-                with self._lock:
-                    self._reporting = False
+        self._announcer.note(BlockChange("evicted", key, block))
 
     def _check_held(self, block: int, count: int) -> None:
         if not 0 <= block < self.num_blocks:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import ExitStack
 
-    from pdlink.kv.layout import KVLayout
+    from pdlink.kv.groups import KVGroups
     from pdlink.memory.buffers import AnyBuffer, Bytes
 
 _CPU, _CUDA, _CUDA_HOST = 1, 2, 3
@@ -47,8 +47,6 @@ class BorrowedBuffer:
 
 
 class Place(NamedTuple):
-    """Where an object's bytes lie."""
-
     ptr: int
     nbytes: int
     device: int | None
@@ -67,6 +65,11 @@ def borrow(source: Any, what: str) -> AnyBuffer:
     place = _place(source, what)
     if place.nbytes <= 0:
         raise InvalidRequest(f"{what}: got {place.nbytes} bytes, a buffer must have at least 1")
+    return borrow_place(place)
+
+
+def borrow_place(place: Place) -> AnyBuffer:
+    """Memory as a buffer. Opens the GPU that it is on. Raises CudaUnavailable, CudaFailure."""
     if place.device is None:
         return BorrowedBuffer(place.ptr, place.nbytes, place.owner)
     from pdlink.cuda.buffers import BorrowedDeviceBuffer
@@ -75,12 +78,12 @@ def borrow(source: Any, what: str) -> AnyBuffer:
     return BorrowedDeviceBuffer(Device(place.device), place.ptr, place.nbytes, place.owner)
 
 
-def buffers_of(layout: KVLayout, given: Sequence[Any] | None, opened: ExitStack) -> list[AnyBuffer]:
+def buffers_of(layout: KVGroups, given: Sequence[Any] | None, opened: ExitStack) -> list[AnyBuffer]:
     """A buffer for each region of `layout`: those `given`, borrowed, or shared memory. `opened` closes them.
 
     Raises LayoutMismatch (a buffer is too small), InvalidRequest (an object cannot be borrowed), OSError (no memory).
     """
-    num_regions = 1 + max((part.region for layer in layout.layers for part in layer.parts), default=0)
+    num_regions = layout.num_regions
     buffers: list[AnyBuffer] = []
     for region in range(num_regions) if given is None else range(len(given)):
         if given is None:

@@ -24,10 +24,15 @@ if TYPE_CHECKING:
 
 PAGE_NBYTES = mmap.PAGESIZE
 
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
-"""Linux's numbers; Python 3.11 has no name for the second."""
+HUGE_PAGE_NBYTES = 2 << 20
+"""Of x86, and of Arm with pages of 4 KiB."""
+
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25
+"""Linux's numbers; Python 3.11 has no name for the last two."""
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
 
 
 class AnyBuffer(Protocol):
@@ -69,8 +74,6 @@ class Event(Protocol):
 
 
 class HostBuffer(AnyBuffer, Protocol):
-    """Memory of the host, which this process can read."""
-
     @property
     def array(self) -> Bytes:
         """The whole buffer as uint8 [nbytes]."""
@@ -112,11 +115,9 @@ class Buffer:
         try:
             os.ftruncate(self.fd, self.nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-            self._mapping = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED)
-            self.array: Bytes = np.frombuffer(self._mapping, dtype=np.uint8)
+            self.array: Bytes = _map_aligned(self.fd, self.nbytes)
             """The whole buffer as uint8 [nbytes]; writable."""
             self.ptr: int = self.array.ctypes.data
-            """Address in this process."""
             self._closed = False
             self._fill(first_nbytes)
         except BaseException:
@@ -151,6 +152,23 @@ class Buffer:
             os.posix_fallocate(self.fd, begin, length)
         self.committed_nbytes = upto_nbytes
 
+    def gather(self, begin: int, end: int) -> bool | None:
+        """Put bytes that have memory into huge pages, also where the system gives none at the first touch.
+
+        Whether all of them are in such pages; None if this kernel will never do it. What others read or write there
+        meanwhile waits for a moment, and pages that a device has pinned stay as they are. Without the GIL.
+        Gain, reads and writes of 32 MiB past the page cache: 0.005 CPU seconds per GB instead of 0.045 (the kernel
+        looks up every page), at 2.8 and 5.5 GB/s instead of 0.95 and 2.2 (requests are longer). Cost: 1.3 to 3.5 CPU
+        seconds per GB, once (a virtual machine, Linux 6.18).
+        """
+        first, last = -(-begin // HUGE_PAGE_NBYTES), end // HUGE_PAGE_NBYTES
+        if last <= first:
+            return True
+        at, length = self.ptr + first * HUGE_PAGE_NBYTES, (last - first) * HUGE_PAGE_NBYTES
+        if not _libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(length), _MADV_COLLAPSE):
+            return True
+        return None if ctypes.get_errno() == errno.EINVAL else False
+
     def make_event(self) -> None:
         """None: a store is visible when it returns."""
 
@@ -170,6 +188,46 @@ class Buffer:
 
     def __repr__(self) -> str:
         return f"Buffer({self.nbytes} bytes, {'closed' if self._closed else 'open'})"
+
+
+def map_shared(fd: int, nbytes: int) -> Bytes:
+    """The buffer of another process on this host, whose descriptor it has sent, as uint8 [nbytes]; writable.
+
+    The mapping lives as long as its views, also after the owner has ended. Raises OSError for a file that is no
+    buffer of that size: one that could shrink would kill this process.
+    """
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size < nbytes:
+        raise OSError(errno.EINVAL, f"the file is no sealed buffer of {nbytes} bytes")
+    return np.frombuffer(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED), dtype=np.uint8)
+
+
+def touch(array: Bytes, begin: int, end: int) -> None:
+    """Enter these bytes of a shared buffer, which have memory, into our page table now, in one call without the GIL.
+
+    Else every page costs a fault when it is read or written first: 256 MiB took 278 ms to fill, and 36 ms afterwards
+    (two cores); this takes 100 ms. A kernel before 5.14 leaves it to the faults.
+    """
+    _libc.madvise(ctypes.c_void_p(array.ctypes.data + begin), ctypes.c_size_t(end - begin), _MADV_POPULATE_WRITE)
+
+
+def _map_aligned(fd: int, nbytes: int) -> Bytes:
+    """The file, at an address where huge pages can be.
+
+    It takes the place of a part of a larger mapping, whose object then unmaps both.
+    """
+    if nbytes < HUGE_PAGE_NBYTES:
+        return np.frombuffer(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED), dtype=np.uint8)
+    room = mmap.mmap(-1, nbytes + HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    whole: Bytes = np.frombuffer(room, dtype=np.uint8)
+    begin = -whole.ctypes.data % HUGE_PAGE_NBYTES
+    array = whole[begin : begin + nbytes]
+    where, flags = ctypes.c_void_p(array.ctypes.data), mmap.MAP_SHARED | _MAP_FIXED
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    placed = _libc.mmap(where, ctypes.c_size_t(nbytes), protection, flags, fd, ctypes.c_long(0))
+    if placed != where.value:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return array
 
 
 def _whole_pages(nbytes: int) -> int:

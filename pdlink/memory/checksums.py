@@ -7,18 +7,22 @@ size, order of axes and place of K and V do not matter, so both sides of a link 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
 from pdlink import _copy
-from pdlink.kv.layout import KVLayout, LayerLayout, Part
+from pdlink.kv.layout import LayerLayout, Part
 from pdlink.kv.plan import bind, template
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdlink.kv.groups import KVGroups
+    from pdlink.kv.layout import KVLayout
+    from pdlink.kv.plan import Template
     from pdlink.memory.buffers import HostBuffer
 
 
@@ -29,11 +33,11 @@ _SLICE_NBYTES = 4 * 2**20
 class Checksums:
     """Hashes KV that lies in this worker's buffers."""
 
-    def __init__(self, layout: KVLayout, buffers: Sequence[HostBuffer]) -> None:
-        """buffers: by region index of `layout`."""
-        self._layout = layout
+    def __init__(self, groups: KVGroups, buffers: Sequence[HostBuffer]) -> None:
+        """buffers: by region index of the layouts."""
+        self._groups = groups
         self._buffers = list(buffers)
-        self._template = template(layout, _canonical(layout))
+        self._templates = [template(layout, _canonical(layout)) for layout in groups.layouts]
 
     def of(self, layer: int, blocks: Sequence[int], start: int, end: int) -> int:
         """XXH3-64 of tokens [start, end) of one layer; blocks[0] holds token `start`.
@@ -41,21 +45,22 @@ class Checksums:
         Cost: one gather and one hash of those bytes. On one core of a 2-core machine the hash runs at 30 GB/s
         (xxhash 4.1.0), so the gather dominates.
         """
-        block_tokens = self._layout.block_tokens
-        token_nbytes = len(self._layout.layers[layer].parts) * self._layout.num_heads * self._layout.head_nbytes
+        group, index = self._groups.group_of[layer], self._groups.index_of[layer]
+        template = self._templates[group]
+        block_tokens, token_nbytes = template.src.block_tokens, template.layers[index].token_nbytes
         step = max(1, _SLICE_NBYTES // (token_nbytes * block_tokens)) * block_tokens
         edges = [start, *range((start // block_tokens) * block_tokens + step, end, step), end]
         digest = xxhash.xxh3_64()
         for first, last in itertools.pairwise(edges):
-            digest.update(self._gathered(layer, blocks[first // block_tokens - start // block_tokens :], first, last))
+            part = blocks[first // block_tokens - start // block_tokens :]
+            digest.update(self._gathered(template, index, part, first, last))
         return digest.intdigest()
 
-    def _gathered(self, layer: int, blocks: Sequence[int], start: int, end: int) -> memoryview:
-        block_tokens = self._layout.block_tokens
+    def _gathered(self, template: Template, layer: int, blocks: Sequence[int], start: int, end: int) -> memoryview:
+        block_tokens = template.src.block_tokens
         dense = range(-(-end // block_tokens) - start // block_tokens)
-        plan = bind(self._template, blocks[: len(dense)], list(dense), start, end)
-        token_nbytes = plan.layer_nbytes(layer) // (end - start)
-        first = start % block_tokens * token_nbytes
+        plan = bind(template, blocks[: len(dense)], list(dense), start, end)
+        first = start % block_tokens * template.dst.layers[layer].token_stride
         gathered = np.empty(first + plan.layer_nbytes(layer), np.uint8)
         for piece in plan.pieces(layer):
             runs = piece.runs + np.array([piece.src_base, piece.dst_base, 0])
@@ -72,11 +77,9 @@ def _canonical(layout: KVLayout) -> KVLayout:
         layers.append(
             LayerLayout(
                 parts=tuple(Part(index, part * part_nbytes) for part in range(len(layer.parts))),
-                block_stride=layout.block_tokens * token_nbytes,
-                token_stride=token_nbytes,
+                block_stride=token_nbytes if layout.state else layout.block_tokens * token_nbytes,
+                token_stride=0 if layout.state else token_nbytes,
                 head_stride=layout.head_nbytes,
             )
         )
-    return KVLayout(
-        layout.dtype, layout.block_tokens, layout.num_blocks, layout.num_heads, layout.head_nbytes, tuple(layers)
-    )
+    return replace(layout, layers=tuple(layers))

@@ -1,4 +1,5 @@
-"""On a GPU a layer is reported before it is written: the host has only launched the kernels that will write it.
+"""On a GPU a layer is reported before it is written: the host has only launched the kernels that will write it. And a
+block is free before the last kernel that writes it has run: one that zeroes it, or a step scheduled ahead.
 
 So what is to follow the writing waits, in a thread of its own and asleep, for an event recorded behind it. What then
 happens holds for every transport, whether a kernel, UCX or a network card reads the bytes: none of them needs to know
@@ -8,12 +9,20 @@ the engine's stream. The forward pass never waits; it pays for one hop between t
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
+
+from pdlink.endpoint.incoming import Incoming
+from pdlink.endpoint.outgoing import Outgoing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdlink.endpoint.receiver import Receiver
+    from pdlink.endpoint.sender import Sender
+    from pdlink.kv.groups import AnyTables
     from pdlink.memory.buffers import Event
+    from pdlink.protocol.messages import Verify
 
 
 class LayerOrder:
@@ -48,3 +57,61 @@ class LayerOrder:
             return
         self._spare.append(event)
         act()
+
+
+class LaunchedOutgoing(Outgoing):
+    """An `Outgoing` of device memory: what it is told has been launched, and has happened some time later."""
+
+    _turn = 0
+    """Counts `withdraw`: what was launched before is not in the blocks that are published after it."""
+
+    def __init__(self, sender: Sender, transfer_id: str, order: LayerOrder) -> None:
+        super().__init__(sender, transfer_id)
+        self._order = order
+
+    def publish(self, blocks: AnyTables, num_tokens: int, num_cached_tokens: int = 0) -> None:
+        """Kernels that another request has launched may still write the cached tokens."""
+        super().publish(blocks, num_tokens)
+        for layer in range(self._sender.groups.num_layers) if num_cached_tokens else ():
+            self.layer_ready(layer, 0, num_cached_tokens)
+
+    def layer_ready(self, layer: int, start: int = 0, end: int | None = None) -> None:
+        self._when_written(partial(super().layer_ready, layer, start, end))
+
+    def finish(self, first_token: int = 0) -> None:
+        self._finished = True
+        self._when_written(partial(super().finish, first_token))
+
+    def withdraw(self, timeout_s: float) -> None:
+        with self._sender.lock:
+            self._turn += 1
+        super().withdraw(timeout_s)
+
+    def _when_written(self, act: Callable[[], None]) -> None:
+        self._order.when_written(partial(self._act, self._turn, act), self.cancel)
+
+    def _act(self, turn: int, act: Callable[[], None]) -> None:
+        with self._sender.lock:
+            if turn == self._turn:
+                act()
+
+
+class LaunchedIncoming(Incoming):
+    """An `Incoming` of device memory: peers may write to its blocks when all that was launched before has run."""
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        transfer_id: str,
+        peer: str,
+        order: LayerOrder,
+        *,
+        verify: Verify = "off",
+        by_layer: bool = True,
+    ) -> None:
+        self._order = order
+        super().__init__(receiver, transfer_id, peer, verify=verify, by_layer=by_layer)
+
+    def offer(self, blocks: AnyTables, tokens: range) -> None:
+        """By the thread that launches what uses these blocks. A cancelled transfer offers nothing any more."""
+        self._order.when_written(partial(self._offer, *self._checked(blocks, tokens)), self.cancel)

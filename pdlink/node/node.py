@@ -29,15 +29,16 @@ import numpy as np
 
 from pdlink.config import TimeoutConfig, TransportConfig, is_loopback
 from pdlink.endpoint.driver import Endpoint
+from pdlink.endpoint.incoming import Incoming as Incoming
+from pdlink.endpoint.outgoing import Outgoing as Outgoing
 from pdlink.errors import ConfigError, TransferFailed, TransportUnavailable
+from pdlink.kv.groups import KVGroups, groups_of
 from pdlink.kv.plan import warm_up
 from pdlink.memory.borrowed import buffers_of
 from pdlink.memory.checksums import Checksums
 from pdlink.memory.host import host_id
 from pdlink.node import report
-from pdlink.node.incoming import Incoming
-from pdlink.node.layer_order import LayerOrder
-from pdlink.node.outgoing import Outgoing
+from pdlink.node.layer_order import LaunchedIncoming, LaunchedOutgoing, LayerOrder
 from pdlink.protocol.auth import NAME_RULE, ControlAddress, check_dial, is_worker_name
 from pdlink.protocol.messages import VERSION, Identity
 from pdlink.transport.choice import open_transports
@@ -47,11 +48,13 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pdlink.config import ChaosConfig
+    from pdlink.endpoint.live import LiveTransfer
+    from pdlink.endpoint.transfer import Transfer
+    from pdlink.kv.groups import AnyTables
     from pdlink.kv.layout import KVLayout
     from pdlink.memory.blocks import BlockPool
     from pdlink.memory.buffers import AnyBuffer, HostBuffer
     from pdlink.node.report import Report
-    from pdlink.node.transfer import Transfer
     from pdlink.protocol.auth import AllowList, Credentials
     from pdlink.transport.base import Transport
 
@@ -71,7 +74,8 @@ class Node:
     name: str
     address: str
     """What `receive` of another node takes as `peer`: tcp://host:port, with the public key where there is one."""
-    layout: KVLayout
+    groups: KVGroups
+    """The layers of the KV cache; most models have one group of them."""
     buffers: list[AnyBuffer]
     """The memory of the KV cache, by region index of the layout."""
     short_of_blocks: Callable[[], bool]
@@ -80,7 +84,7 @@ class Node:
     def __init__(
         self,
         name: str,
-        layout: KVLayout,
+        layout: KVLayout | KVGroups,
         buffers: Sequence[Any] | None = None,
         *,
         host: str = "127.0.0.1",
@@ -103,7 +107,8 @@ class Node:
         first time, while the planner is compiled.
 
         name: unique among the workers that meet; a restarted one keeps its name.
-        layout: where each byte of the KV cache lies (`paged_layout`).
+        layout: where each byte of the KV cache lies (`paged_layout`); `KVGroups` of them for a model whose layers
+            do not all keep the same tokens. Blocks of its transfers are one list for each group then.
         buffers: memory that is *borrowed*, for region 0, 1, … of the layout: contiguous torch tensors (CPU or CUDA),
             numpy arrays, objects with `__dlpack__` or the buffer protocol; or buffers of `pdlink.memory`. It must
             outlive the node. None allocates shared memory, which peers on this host can map: the fastest lane.
@@ -134,16 +139,16 @@ class Node:
                 f"{what}: other hosts can reach {one}, and this node has no keys; pass credentials, or insecure=True "
                 "on a private network"
             )
-        layout.check("own")
-        self.name, self.layout, self.pool = name, layout, pool
+        groups = groups_of(layout)
+        groups.check("own")
+        self.name, self.groups, self.pool = name, groups, pool
         self._insecure, self._verify = insecure, config.verify
         self.short_of_blocks = lambda: False
-        self._live: set[Transfer] = set()
         self._closed = False
         self._dialable: dict[str, object] = {}
         """Addresses that may be dialed, with the credentials that they were checked by."""
         with ExitStack() as opened:
-            self.buffers = buffers_of(layout, buffers, opened)
+            self.buffers = buffers_of(groups, buffers, opened)
             kind = self.buffers[0].kind
             self._order: LayerOrder | None = None
             if kind == "cuda":
@@ -162,17 +167,29 @@ class Node:
             warm_up()
             self.endpoint = Endpoint(
                 name,
-                Identity(VERSION, model, revision, num_ranks, layout, host_id(), content, os.getpid(), kind),
+                Identity(
+                    VERSION,
+                    model,
+                    revision,
+                    num_ranks,
+                    groups.layouts[0],
+                    host_id(),
+                    content,
+                    os.getpid(),
+                    kind,
+                    groups.layouts[1:],
+                ),
                 transports,
                 timeouts or TimeoutConfig(),
                 batch_timeout_s=config.batch_timeout_s,
                 sharing=config.sharing,
                 require_lane=config.require,
                 credentials=credentials,
-                checksums=Checksums(layout, cast("list[HostBuffer]", self.buffers)) if kind == "host" else None,
+                checksums=Checksums(groups, cast("list[HostBuffer]", self.buffers)) if kind == "host" else None,
                 chaos=chaos,
                 on_death=lambda: self._died(on_death),
                 short_of_blocks=lambda: self.short_of_blocks(),
+                pool=pool,
             )
             opened.callback(self.endpoint.close)
             self.endpoint.open(host, port, advertise_host)
@@ -186,7 +203,7 @@ class Node:
     def send(
         self,
         transfer_id: str,
-        blocks: Sequence[int] | None = None,
+        blocks: AnyTables | None = None,
         num_tokens: int = 0,
         num_cached_tokens: int = 0,
     ) -> Outgoing:
@@ -200,7 +217,8 @@ class Node:
         """
         if self._closed:
             raise self._closed_error()
-        outgoing = Outgoing(self.endpoint.sender, transfer_id, pool=self.pool, live=self._live, order=self._order)
+        sender, order = self.endpoint.sender, self._order
+        outgoing = Outgoing(sender, transfer_id) if order is None else LaunchedOutgoing(sender, transfer_id, order)
         if blocks is not None:
             outgoing.publish(blocks, num_tokens, num_cached_tokens)
         return outgoing
@@ -209,7 +227,7 @@ class Node:
         self,
         transfer_id: str,
         peer: str,
-        blocks: Sequence[int] | None = None,
+        blocks: AnyTables | None = None,
         tokens: range | None = None,
         *,
         by_layer: bool = True,
@@ -231,15 +249,11 @@ class Node:
             self._check_dial(peer)
         if self._no_invitations:
             raise TransportUnavailable(self._no_invitations)
-        incoming = Incoming(
-            self.endpoint.receiver,
-            transfer_id,
-            peer,
-            self.layout,
-            pool=self.pool,
-            live=self._live,
-            verify=self._verify,
-            by_layer=by_layer,
+        receiver, order, verify = self.endpoint.receiver, self._order, self._verify
+        incoming = (
+            Incoming(receiver, transfer_id, peer, verify=verify, by_layer=by_layer)
+            if order is None
+            else LaunchedIncoming(receiver, transfer_id, peer, order, verify=verify, by_layer=by_layer)
         )
         if blocks is not None and tokens is not None:
             try:
@@ -277,7 +291,8 @@ class Node:
 
     def pages(self, layer: int, part: int = 0) -> Pages:
         """One part (0: K, 1: V) of one layer of host memory, as uint8 [block, token, head, byte]: a view, no copy."""
-        layout, place = self.layout, self.layout.layers[layer]
+        layout = self.groups.layouts[self.groups.group_of[layer]]
+        place = layout.layers[self.groups.index_of[layer]]
         at = place.parts[part]
         memory = cast("HostBuffer", self.buffers[at.region]).array[at.offset :]
         shape = (layout.num_blocks, layout.block_tokens, layout.num_heads, layout.head_nbytes)
@@ -289,6 +304,10 @@ class Node:
     def report(self) -> Report:
         """What this node is doing now."""
         return report.of(self.endpoint)
+
+    def transfers(self, most: int = 32) -> list[LiveTransfer]:
+        """Live transfers, up to so many of each direction, the oldest first."""
+        return self.endpoint.sender.transfers(most) + self.endpoint.receiver.transfers(most)
 
     def take_longest_absence_s(self) -> float:
         """Longest time since the last call for which this node's loop could not go round."""
@@ -324,7 +343,7 @@ class Node:
 
     def __repr__(self) -> str:
         names = ", ".join(self.transports) or "closed"
-        return f"Node({self.name!r} at {self.address}, {len(self._live)} transfers, over {names})"
+        return f"Node({self.name!r} at {self.address}, {len(self._live())} transfers, over {names})"
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -343,9 +362,13 @@ class Node:
         self._fail_all(f"this node's loop has died: {self.endpoint.failure}")
         on_death()
 
+    def _live(self) -> list[Transfer]:
+        """Transfers that are not released yet."""
+        return [*self.endpoint.sender.live, *self.endpoint.receiver.live]
+
     def _fail_all(self, reason: str) -> None:
-        for transfer in list(self._live):
-            transfer.fail(TransferFailed(f"transfer {transfer.transfer_id}: {reason}", reason))
+        for transfer in self._live():
+            transfer.on_failed(reason)
 
 
 def end_process() -> None:

@@ -15,11 +15,10 @@ from pdlink.events import FallbackUsed, emit
 from pdlink.kv.sources import TokenRange
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
-    from pdlink.node.incoming import Incoming
-    from pdlink.node.node import Node
-    from pdlink.node.outgoing import Outgoing
+    from pdlink.kv.groups import AnyTables
+    from pdlink.node.node import Incoming, Node, Outgoing
 
 
 class EnginePort:
@@ -53,8 +52,10 @@ class EnginePort:
 
     # -- what an engine says -----------------------------------------------------------------------------------------
 
-    def admitted(self, request_id: str, block_table: Sequence[int], num_cached_tokens: int = 0) -> None:
+    def admitted(self, request_id: str, block_table: AnyTables, num_cached_tokens: int = 0) -> None:
         """The request has blocks: `block_table`, from token 0 on. Its first `num_cached_tokens` tokens are in them.
+
+        One list for each group of layers, or the list of the only group.
 
         Called again, with another table, by an engine that computes the prompt after a transfer to here has failed,
         and by one that computes it anew after `preempted`.
@@ -66,12 +67,11 @@ class EnginePort:
             del self._incoming[request_id]
             emit(FallbackUsed(kind="recompute", reason=str(incoming.error)))
         elif incoming is not None:
-            end, block_tokens = incoming.num_tokens, self.node.layout.block_tokens
+            end, groups = incoming.num_tokens, self.node.groups
             start = min(num_cached_tokens, end)
-            blocks = block_table[start // block_tokens : -(-end // block_tokens)] if start < end else ()
-            incoming.load(TokenRange(start, end, incoming), blocks)
+            incoming.load(TokenRange(start, end, incoming), groups.part(groups.tables(block_table), start, end))
 
-    def extended(self, request_id: str, blocks: Sequence[int]) -> None:
+    def extended(self, request_id: str, blocks: AnyTables) -> None:
         """The request has more blocks, behind those it was admitted with."""
         outgoing = self._outgoing.get(request_id)
         if outgoing is not None:

@@ -17,6 +17,8 @@ class Report(NamedTuple):
 
     epoch: str
     """Names this life of the node."""
+    fingerprint: str
+    """Equal on two nodes whose KV is of use to each other (`protocol/handshake.py`)."""
     failure: str
     """Why its loop died; empty while it runs."""
     stalled_s: float
@@ -24,7 +26,9 @@ class Report(NamedTuple):
     sending: Mapping[str, int]
     """Transfers by state; `early`: offers whose request has not come."""
     receiving: Mapping[str, int]
-    """Transfers by state, and `quarantined_blocks`."""
+    """Transfers by state."""
+    quarantined_blocks: int
+    """Offered blocks that wait for *quiet* or the fence."""
     num_peers: int
     num_closing: int
     """Lost sessions whose fence does not hold yet."""
@@ -42,10 +46,12 @@ def of(endpoint: Endpoint) -> Report:
     peers = endpoint.peers()
     return Report(
         epoch=endpoint.epoch,
+        fingerprint=endpoint.fingerprint,
         failure=endpoint.failure,
         stalled_s=endpoint.clock.now_s() - endpoint.ticked_s,
         sending=endpoint.sender.states(),
         receiving=endpoint.receiver.states(),
+        quarantined_blocks=endpoint.receiver.num_quarantined(),
         num_peers=len(peers),
         num_closing=endpoint.num_closing(),
         peers=[

@@ -1,15 +1,21 @@
-"""Fetch a running worker's timeline into a file."""
+"""Questions to a running process over HTTP, for commands; a timeline into a file."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdlink.errors import ConfigError, RemoteError
+from pdlink.observe.trace import TRACE_HEADER
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from email.message import Message
 
 
 class CannotFetch(RemoteError):
@@ -18,61 +24,77 @@ class CannotFetch(RemoteError):
     code = "cannot_fetch"
 
 
-def fetch_timeline(url: str, output: str, timeout_s: float = 10.0, *, key: str | None = None) -> str:
-    """Write the trace of the worker at `url` to `output`; returns a sentence about it.
+_TIMEOUT_S = 10.0
 
-    key: the secret that the worker asks callers for, if it does.
+
+def fetch_timeline(url: str, output: str, *, request: str | None = None, key: str | None = None) -> str:
+    """Write the trace of the proxy or worker at `url` to `output`; returns a sentence about it.
+
+    request: show this one alone. key: one of the proxy's `api_keys`, or the secret that the worker asks callers for.
     Raises CannotFetch, or ConfigError if the file cannot be written.
     """
-    url = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
+    url = base_url(url)
+    path = "/pdlink/timeline" + ("" if request is None else f"?request={urllib.parse.quote(request, safe='')}")
+    keys = {} if key is None else {"X-Pdlink-Key": key, "Authorization": f"Bearer {key}"}
+    found = fetch(url, path, keys)
+    words = found.headers.get(TRACE_HEADER)
+    if found.status != 200:
+        raise CannotFetch(f"{url}: {_meaning(found, key)}")
+    if words is None:
+        raise CannotFetch(f"{url} answered with something that is no timeline; is it a pdlink proxy or worker?")
     try:
-        text = _get(f"{url}/pdlink/timeline", timeout_s, key)
-        num_events, num_transfers = _count(json.loads(text))
-    except urllib.error.HTTPError as error:
-        raise CannotFetch(f"{url}: {_meaning(url, error.code, timeout_s, key)}") from None
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        raise CannotFetch(f"{url} did not answer: {getattr(reason, 'strerror', None) or reason}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CannotFetch(f"{url} answered with something that is no timeline; is it a pdlink worker?") from None
-    try:
-        Path(output).write_bytes(text)
+        Path(output).write_bytes(found.body)
     except OSError as error:
         raise ConfigError(f"--output: cannot write {output}: {error.strerror}") from None
-    return f"{output}: {num_transfers} transfers, {num_events} events; open it at ui.perfetto.dev"
+    return f"{output}: {words}; open it at ui.perfetto.dev"
 
 
-def _count(trace: Any) -> tuple[int, int]:
-    """Events and transfers; raises whatever comes where the trace is none."""
-    events = trace["traceEvents"]
-    transfers = {event["args"]["transfer_id"] for event in events if "transfer_id" in event.get("args", {})}
-    return len(events), len(transfers)
+def base_url(url: str) -> str:
+    """http:// may be left out."""
+    return url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
 
 
-def _get(url: str, timeout_s: float, key: str | None) -> bytes:
-    asked = urllib.request.Request(url, headers={"X-Pdlink-Key": key or ""})
-    with urllib.request.urlopen(asked, timeout=timeout_s) as answer:
-        text: bytes = answer.read()
-        return text
+class Fetched(NamedTuple):
+    status: int
+    body: bytes
+    headers: Message
 
 
-def _meaning(url: str, status: int, timeout_s: float, key: str | None) -> str:
-    """Why a server that answers gives no timeline, and what to do."""
-    if status == 401:
-        if key is None:
-            return "the worker asks for its key; give --key-file FILE, its security.http_key_file"
-        return "the worker has another key; --key-file must be its security.http_key_file"
-    health: Any = None
+def ask(
+    url: str, path: str, headers: Mapping[str, str], body: bytes | None = None, *, timeout_s: float = _TIMEOUT_S
+) -> tuple[int, bytes]:
+    """Status and body of a GET, or with a body of a POST, whatever the status is. Raises CannotFetch."""
+    return fetch(url, path, headers, body, timeout_s=timeout_s)[:2]
+
+
+def fetch(
+    url: str, path: str, headers: Mapping[str, str], body: bytes | None = None, *, timeout_s: float = _TIMEOUT_S
+) -> Fetched:
+    """As `ask`, with the headers of the answer."""
     try:
-        health = json.loads(_get(f"{url}/health", timeout_s, key))
+        asked = urllib.request.Request(url + path, data=body, headers=dict(headers))
+        with urllib.request.urlopen(asked, timeout=timeout_s) as answer:
+            return Fetched(answer.status, answer.read(), answer.headers)
     except urllib.error.HTTPError as error:
-        try:
-            health = json.loads(error.read())  # a proxy that lacks workers says so with a 503
-        except (OSError, ValueError, http.client.HTTPException):
-            health = None
-    except (OSError, ValueError, http.client.HTTPException):
-        health = None
-    if isinstance(health, dict) and isinstance(health.get("prefill"), list):
-        urls = [str(one["url"]) for one in health["prefill"] if isinstance(one, dict) and "url" in one]
-        return f"this is a proxy, and timelines are of workers; ask {' or '.join(urls) or 'a prefill worker'}"
-    return f"answered {status} when asked for a timeline; is it a pdlink worker?"
+        return Fetched(error.code, _body_of(error), error.headers)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise CannotFetch(f"{url} did not answer: {getattr(reason, 'strerror', None) or reason}") from None
+
+
+def _body_of(error: urllib.error.HTTPError) -> bytes:
+    try:
+        return error.read()
+    except (OSError, http.client.HTTPException):
+        return b""
+
+
+def _meaning(found: Fetched, key: str | None) -> str:
+    """Why a server that answers gives no timeline, and what to do."""
+    if found.status == 401:
+        wanted = "one of the proxy's api_keys, or a worker's security.http_key_file"
+        return f"it asks for a key; give --key-file FILE with {wanted}" if key is None else f"the key is not {wanted}"
+    try:
+        return str(json.loads(found.body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"answered {found.status} when asked for a timeline; is it a pdlink proxy or worker?"

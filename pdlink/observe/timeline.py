@@ -1,18 +1,83 @@
-"""The last transfers of a worker as a timeline: when each layer was written, and when its push flew and landed.
-
-The format is the Trace Event JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open: one row per transfer
-for what the engine wrote, and one for what was in flight.
-"""
+"""The last transfers of a worker: when each layer was written, and when its push flew and landed; and of prompts
+where their KV came from. `pdlink.observe.trace` makes a picture of it."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import itertools
+import os
 import threading
-from collections import OrderedDict
-from typing import Any
+import time
+from collections import OrderedDict, deque
+from pathlib import Path
 
-from pdlink.events import Event, LayerLanded, LayerWritten, TransferEnded
+import msgspec
+
+from pdlink.events import Event, LayerLanded, LayerWritten, PromptSourced, TransferEnded
+from pdlink.observe.busy import Busy
 
 _TransferEvent = LayerWritten | LayerLanded | TransferEnded
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """What became of one transfer. Every time is a duration on this host's clock."""
+
+    transfer_id: str
+    side: str
+    peer: str
+    lane: str
+    state: str
+    reason: str
+    nbytes: int
+    ended_s_ago: float
+    life_s: float
+    layers: int
+    """Of which a part has landed."""
+    moving_s: float
+    """While something of it was in flight; 0 on the receiver."""
+    exposed_s: float
+    """The part of it after the last layer was written: what prefill did not hide."""
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What is known of one transfer."""
+
+    transfer_id: str
+    written: list[LayerWritten] = []
+    """Of the sender, as `landed`."""
+    landed: list[LayerLanded] = []
+    ended: TransferEnded | None = None
+    """None while it goes on."""
+
+    @property
+    def peer(self) -> str:
+        """Known when it has ended."""
+        return self.ended.peer if self.ended else ""
+
+    @property
+    def span_s(self) -> tuple[float, float]:
+        """From its begin, or its first event that is known, to its end or its last one."""
+        begins = [each.at_s for each in self.written] + [each.asked_s for each in self.landed]
+        ends = [each.at_s for each in (*self.written, *self.landed)]
+        if self.ended is not None:
+            begins.append(self.ended.started_s)
+            ends.append(self.ended.at_s)
+        return min(begins), max(ends)
+
+
+class Dump(msgspec.Struct, frozen=True):
+    """All that a timeline keeps, as GET /pdlink/events answers it."""
+
+    name: str
+    """Of the worker."""
+    clock: str
+    """Workers of one value share a clock; see `clock`."""
+    now_s: float
+    """On that clock, as all times here."""
+    transfers: list[Kept] = []
+    """Oldest first; each has an event at least."""
+    prompts: list[PromptSourced] = []
 
 
 class Timeline:
@@ -22,8 +87,11 @@ class Timeline:
         self._name, self._capacity = name, capacity
         self._lock = threading.Lock()
         self._transfers: OrderedDict[str, list[_TransferEvent]] = OrderedDict()
+        self._prompts: deque[PromptSourced] = deque(maxlen=capacity)
 
     def __call__(self, event: Event) -> None:
+        if isinstance(event, PromptSourced):
+            self._prompts.append(event)
         if not isinstance(event, _TransferEvent):
             return
         with self._lock:
@@ -33,49 +101,64 @@ class Timeline:
                     self._transfers.popitem(last=False)
             self._transfers[event.transfer_id].append(event)
 
-    def trace(self) -> dict[str, Any]:
-        """All kept transfers as a trace; times in microseconds of this host's monotonic clock."""
+    def ended(self, most: int) -> list[Ended]:
+        """Up to so many transfers that have ended, the newest first."""
+        with self._lock:
+            transfers = [list(events) for events in reversed(self._transfers.values())]
+        return list(itertools.islice((found for events in transfers if (found := _ended(events))), most))
+
+    def dump(self) -> Dump:
+        """All of it, for `pdlink.observe.trace`."""
         with self._lock:
             transfers = [(name, list(events)) for name, events in self._transfers.items()]
-        rows: list[dict[str, Any]] = [_label("process_name", 0, self._name)]
-        for index, (transfer_id, events) in enumerate(transfers):
-            compute, link = 2 * index + 1, 2 * index + 2
-            rows += [_label("thread_name", compute, f"{transfer_id} written")]
-            rows += [_label("thread_name", link, f"{transfer_id} in flight")]
-            for event in events:
-                match event:
-                    case LayerWritten():
-                        rows.append(
-                            {"ph": "i", "s": "t", "pid": 1, "tid": compute, "ts": event.at_s * 1e6,
-                             "name": f"layer {event.layer} written", "args": _args(event)}
-                        )  # fmt: skip
-                    case LayerLanded():
-                        # Pushes of one transfer overlap: async slices may, complete ones may not.
-                        slice_id = f"{transfer_id}/{event.layer}/{event.start}"
-                        slice_ = {"cat": "push", "pid": 1, "tid": link, "id": slice_id,
-                                  "name": f"layer {event.layer} landed"}  # fmt: skip
-                        rows.append({"ph": "b", "ts": event.submitted_s * 1e6, "args": _args(event), **slice_})
-                        rows.append({"ph": "e", "ts": event.at_s * 1e6, **slice_})
-                    case TransferEnded():
-                        rows.append(
-                            {"ph": "i", "s": "t", "pid": 1, "tid": link, "ts": event.at_s * 1e6,
-                             "name": f"{event.side} {event.state} {event.reason}".strip(),
-                             "args": {"transfer_id": transfer_id, "nbytes": event.nbytes}}
-                        )  # fmt: skip
-        return {"traceEvents": rows, "displayTimeUnit": "ms"}
+        return Dump(
+            name=self._name,
+            clock=clock(),
+            now_s=time.monotonic(),
+            transfers=[_kept(name, events) for name, events in transfers],
+            prompts=list(self._prompts),
+        )
 
 
-def _args(event: LayerWritten | LayerLanded) -> dict[str, Any]:
-    args: dict[str, Any] = {
-        "transfer_id": event.transfer_id,
-        "layer": event.layer,
-        "start": event.start,
-        "end": event.end,
-    }
-    if isinstance(event, LayerLanded):
-        args |= {"nbytes": event.nbytes, "transport": event.transport}
-    return args
+@functools.cache
+def clock() -> str:
+    """Names this process's monotonic clock: that of one boot of one kernel, and of one time namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    try:
+        namespace = os.readlink("/proc/self/ns/time")
+    except OSError:  # a kernel without them
+        namespace = ""
+    return hashlib.blake2b(f"{boot}/{namespace}".encode(), digest_size=8).hexdigest()
 
 
-def _label(kind: str, row: int, text: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": 1, "tid": row, "args": {"name": text}}
+def _kept(transfer_id: str, events: list[_TransferEvent]) -> Kept:
+    return Kept(
+        transfer_id=transfer_id,
+        written=[event for event in events if isinstance(event, LayerWritten)],
+        landed=[event for event in events if isinstance(event, LayerLanded)],
+        ended=next((event for event in events if isinstance(event, TransferEnded)), None),
+    )
+
+
+def _ended(events: list[_TransferEvent]) -> Ended | None:
+    end = next((event for event in events if isinstance(event, TransferEnded)), None)
+    if end is None:
+        return None
+    landed = [event for event in events if isinstance(event, LayerLanded)]
+    busy = Busy()
+    for event in sorted(landed, key=lambda event: event.at_s):
+        busy.add(event.submitted_s, event.at_s)
+    return Ended(
+        transfer_id=end.transfer_id,
+        side=end.side,
+        peer=end.peer,
+        lane=end.transport,
+        state=end.state,
+        reason=end.reason,
+        nbytes=end.nbytes,
+        ended_s_ago=time.monotonic() - end.at_s,
+        life_s=end.at_s - end.started_s,
+        layers=len({event.layer for event in landed}),
+        moving_s=busy.total_s,
+        exposed_s=end.exposed_s or 0.0,
+    )

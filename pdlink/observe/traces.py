@@ -1,15 +1,20 @@
-"""A timeline as a file: whole or not at all, for everybody who reads it meanwhile."""
+"""A timeline as a file: whole or not at all, for everybody who reads it meanwhile.
+
+A trace for ui.perfetto.dev; or, if its name ends in .json, the events of it for programs, as a `timeline.Dump`.
+"""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pdlink.errors import ConfigError
+from pdlink.observe.trace import Laid, make
 
 if TYPE_CHECKING:
     from pdlink.observe.timeline import Timeline
@@ -33,11 +38,12 @@ def path_of(setting: str, name: str) -> Path:
 
 def write(timeline: Timeline, path: Path, *, quiet: bool = False) -> bool:
     """Whether the trace is in the file now; why not is logged, unless `quiet`."""
+    dump = timeline.dump()
     try:
         fd, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
-            with os.fdopen(fd, "w") as file:
-                file.write(json.dumps(timeline.trace()))
+            with os.fdopen(fd, "wb") as file:
+                file.write(msgspec.json.encode(dump) if path.suffix == ".json" else make([Laid(dump)]).data)
             os.chmod(partial, 0o644)
             os.replace(partial, path)
         except BaseException:

@@ -1,4 +1,7 @@
-"""What a machine asks its driver to do. Machines return lists of these and do nothing themselves."""
+"""What a machine asks its driver to do. Machines return lists of these and do nothing themselves.
+
+Values without cycles, and a dozen per transfer: the garbage collector leaves them out.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ import msgspec
 from pdlink.protocol.messages import Body, Offer  # noqa: TC001  (msgspec reads the annotations at run time)
 
 
-class Send(msgspec.Struct, frozen=True):
+class Send(msgspec.Struct, frozen=True, gc=False):
     """Send this to the peer of the transfer; ignored before a peer has shown interest."""
 
     body: Body
 
 
-class Push(msgspec.Struct, frozen=True):
+class Push(msgspec.Struct, frozen=True, gc=False):
     """Copy tokens [start, end) of one layer; report its end with `landed`, `dropped` or `lost(push_id)`."""
 
     push_id: int
@@ -21,18 +24,20 @@ class Push(msgspec.Struct, frozen=True):
     start: int
     end: int
     blocks: tuple[int, ...]
-    """The source: block table of the sender, from token 0 on."""
+    """The source: block table of the sender for the layer's group, from token 0 on."""
     offer: Offer
-    """The destination: `offer.blocks[0]` holds token `offer.start`."""
+    """The destination: `offer.blocks[group]`, the first of which holds token `first`."""
+    group: int = 0
+    first: int = 0
 
 
-class Deliver(msgspec.Struct, frozen=True):
+class Deliver(msgspec.Struct, frozen=True, gc=False):
     """All KV of the transfer is in the offered blocks: the request can run."""
 
     first_token: int
 
 
-class DeliverLayer(msgspec.Struct, frozen=True):
+class DeliverLayer(msgspec.Struct, frozen=True, gc=False):
     """The KV of one layer is in the offered blocks, from the first offered token up to token `end`."""
 
     layer: int
@@ -41,23 +46,22 @@ class DeliverLayer(msgspec.Struct, frozen=True):
     """Of the answer, once the sender has sampled it."""
 
 
-class Fail(msgspec.Struct, frozen=True):
+class Fail(msgspec.Struct, frozen=True, gc=False):
     """The transfer will not succeed. The request may fall back now; its blocks stay held until `End`."""
 
     reason: str
 
 
-class FencePeer(msgspec.Struct, frozen=True):
+class FencePeer(msgspec.Struct, frozen=True, gc=False):
     """*quiet* did not come in time: close the data connection to the peer."""
 
     reason: str
 
 
-class End(msgspec.Struct, frozen=True):
+class End(msgspec.Struct, frozen=True, gc=False):
     """Terminal, exactly once: nothing touches the blocks of this transfer any more; give them back."""
 
     reason: str
-    """Empty for success."""
 
 
 Action = Send | Push | Deliver | DeliverLayer | Fail | FencePeer | End

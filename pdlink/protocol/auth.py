@@ -19,7 +19,7 @@ from pdlink.config import is_loopback
 from pdlink.errors import ConfigError, InvalidRequest, PeerNotAllowed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
 _Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 """Digits of ZeroMQ's base 85, by value (rfc.zeromq.org/spec/32)."""
@@ -70,39 +70,23 @@ def is_worker_name(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """The identity of a worker."""
-
     name: str
     public: str
     secret: str = field(repr=False)
 
 
-class AllowList:
+class AllowList(dict[str, str]):
     """Allowed public keys, each with its one name. A name may have several keys, so a key can be replaced without
     an outage."""
-
-    def __init__(self, names: Mapping[str, str]) -> None:
-        """names: public key to name."""
-        self._names = dict(names)
-
-    def name_of(self, public_key: str) -> str | None:
-        """The name this key stands for; None if it is not allowed."""
-        return self._names.get(public_key)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Our keys and our allow-list."""
-
     keys: KeyPair
     allowed: AllowList
 
 
 def write_key_file(keys: KeyPair) -> str:
-    """The text of a key file."""
     return (
         f"# The secret key of {keys.name}: only the user that runs it may read this file.\n"
         f"name {keys.name}\npublic {keys.public}\nsecret {keys.secret}\n"
@@ -165,7 +149,6 @@ class ControlAddress:
     host: str
     port: int
     public_key: str = ""
-    """Empty if the worker uses no keys."""
 
     @classmethod
     def parse(cls, text: str) -> ControlAddress:
@@ -202,7 +185,7 @@ def check_dial(address: ControlAddress, credentials: Credentials | None, *, inse
     if credentials is not None:
         if not address.public_key:
             raise PeerNotAllowed(f"the prefill worker at {where} uses no keys and this worker does; set its key_file")
-        if credentials.allowed.name_of(address.public_key) is None:
+        if address.public_key not in credentials.allowed:
             raise PeerNotAllowed(
                 f"the key of the prefill worker at {where} is not on this worker's allow-list; "
                 f"add its line `name {address.public_key}`"
@@ -224,7 +207,7 @@ def name_problem(credentials: Credentials | None, public_key: str, name: str) ->
     """
     if credentials is None:
         return None
-    owner = credentials.allowed.name_of(public_key)
+    owner = credentials.allowed.get(public_key)
     if owner is not None and (name == owner or name.startswith(f"{owner}/")):
         return None
     return owner or "a key that is not allowed", name

@@ -6,14 +6,16 @@ What must be equal is compared factor by factor, and a refusal names the factor 
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Final
 
 from pdlink.errors import HandshakeRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pdlink.capabilities import Capabilities, Reach
+    from pdlink.kv.layout import KVLayout
     from pdlink.protocol.messages import Identity
 
 
@@ -31,20 +33,57 @@ def compare(local: Identity, remote: Identity) -> None:
             raise HandshakeRefused(factor, str(value), str(theirs[factor]))
 
 
+def fingerprint(identity: Identity) -> str:
+    """Of all that must be equal on both sides: equal texts if, and but for a collision of digests only if, `compare`
+    accepts. Routers compare it without a handshake: `VERSION.MODEL.DTYPE.LAYOUT`."""
+    factors = _factors(identity)
+    version, dtype = factors.pop("version"), factors.pop("dtype")
+    model = [factors.pop(name) for name in ("model", "revision", "content")]
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    return ".".join((str(version), _digest(model), "+".join(map(str, dtypes)), _digest(factors)))
+
+
+_FINGERPRINT_PARTS = "version of the wire", "model, revision or content", "dtype", "layout"
+
+
+def differing(one: str, other: str) -> str:
+    """What differs between two fingerprints, for people."""
+    ours, theirs = one.split("."), other.split(".")
+    if len(ours) != len(_FINGERPRINT_PARTS) or len(theirs) != len(_FINGERPRINT_PARTS):
+        return "fingerprint"
+    parts = zip(_FINGERPRINT_PARTS, ours, theirs, strict=True)
+    return ", ".join(
+        f"dtype ({mine} and {its})" if part == "dtype" else part for part, mine, its in parts if mine != its
+    )
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+
+
 def _factors(identity: Identity) -> dict[str, object]:
-    layout = identity.layout
+    layouts = identity.groups.layouts
     return {
         "version": identity.version,
         "model": identity.model,
         "revision": identity.revision,
         "content": identity.content,
         "num_ranks": identity.num_ranks,
-        "dtype": layout.dtype,
-        "num_layers": len(layout.layers),
-        "num_heads": layout.num_heads,
-        "head_nbytes": layout.head_nbytes,
-        "parts per layer": tuple(len(layer.parts) for layer in layout.layers),
+        "groups of layers": len(layouts),
+        "dtype": _of(layouts, lambda layout: layout.dtype),
+        "num_layers": _of(layouts, lambda layout: len(layout.layers)),
+        "num_heads": _of(layouts, lambda layout: layout.num_heads),
+        "head_nbytes": _of(layouts, lambda layout: layout.head_nbytes),
+        "parts per layer": _of(layouts, lambda layout: tuple(len(layer.parts) for layer in layout.layers)),
+        "window": _of(layouts, lambda layout: layout.window),
+        "window_step": _of(layouts, lambda layout: layout.window_step),
+        "state": _of(layouts, lambda layout: layout.state),
     }
+
+
+def _of(layouts: Sequence[KVLayout], value: Callable[[KVLayout], object]) -> object:
+    """Of the only group, or of each."""
+    return value(layouts[0]) if len(layouts) == 1 else tuple(map(value, layouts))
 
 
 def common_transports(

@@ -40,5 +40,4 @@ def checked(value: str | None) -> str | None:
 
 
 def path_of(value: str) -> str:
-    """The metric's label: the value without its reason."""
     return value.partition(";")[0]

@@ -17,16 +17,20 @@ import msgspec
 
 from pdlink.capabilities import Capabilities, MemoryKind  # noqa: TC001
 from pdlink.errors import ProtocolError
+from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout  # noqa: TC001  (msgspec reads the annotation at run time)
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME_NBYTES = 4 * 2**20
 """ZeroMQ refuses larger frames unread; an offer of 800,000 blocks fits. A peer can make us hold this times the length
 of a queue."""
-MAX_HELLO_NBYTES = 64 * 2**10
-"""Of a frame from a peer without a session: longer ones are dropped undecoded. A layout of 500 layers fits."""
+MAX_HELLO_NBYTES = 2**20
+"""Of a frame from a peer without a session: longer ones are dropped undecoded. A layout of 40,000 parts fits: vLLM's
+attention on CPUs has two a layer and element of a head vector, 32,256 with 126 layers of 128."""
 MAX_BODIES = 1000
 """In one frame, which is handled under one lock."""
+MAX_GROUPS = 256
+"""Of layers in one cache."""
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 TransferId = Annotated[str, msgspec.Meta(max_length=128)]
@@ -36,8 +40,14 @@ MAX_TEXT = 1000
 Verify = Literal["off", "sample", "all"]
 
 
-class _Body(msgspec.Struct, frozen=True, tag_field="type"):
-    """Base of all bodies."""
+class _Body(msgspec.Struct, frozen=True, gc=False, tag_field="type"):
+    """Base of all bodies. Trees of values, so the garbage collector has nothing to find in them."""
+
+
+class OfTransfer(_Body, frozen=True):
+    """Base of the messages about one transfer; all others are about the session."""
+
+    transfer_id: TransferId
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -49,6 +59,7 @@ class Identity(msgspec.Struct, frozen=True):
     num_ranks: int
     """Tensor-parallel ranks that hold the KV heads."""
     layout: KVLayout
+    """Of the only group of layers, or of the first one."""
     host: Name
     """Boot id and pid namespace: equal strings mean that the two processes can map each other's memory."""
     content: Name = ""
@@ -57,6 +68,12 @@ class Identity(msgspec.Struct, frozen=True):
     """Of the process, among those of `host`."""
     memory: MemoryKind = "host"
     """Where the KV is."""
+    other_layouts: Annotated[tuple[KVLayout, ...], msgspec.Meta(max_length=MAX_GROUPS - 1)] = ()
+    """Of the groups after the first one. Version 2 does not know them, and refuses the number of the version."""
+
+    @property
+    def groups(self) -> KVGroups:
+        return KVGroups((self.layout, *self.other_layouts))
 
 
 class Hello(_Body, frozen=True, tag="hello"):
@@ -99,23 +116,23 @@ class Ready(_Body, frozen=True, tag="ready"):
     """Listener to dialer: I am connected to your pages; transfers may begin."""
 
 
-class Expect(_Body, frozen=True, tag="expect"):
+class Expect(OfTransfer, frozen=True, tag="expect"):
     """Receiver to sender: I shall offer blocks for this transfer; keep its KV while I am alive."""
 
-    transfer_id: TransferId
 
-
-class Offer(_Body, frozen=True, tag="offer"):
+class Offer(OfTransfer, frozen=True, tag="offer"):
     """Receiver to sender: write tokens [start, end) into these blocks.
 
-    blocks[0] holds token `start`; the list covers floor(start / block_tokens) to ceil(end / block_tokens) of the
-    receiver's block size. The range is authoritative: the receiver needs exactly these tokens.
+    The range is authoritative: the receiver needs exactly these tokens. In a group of layers that do not keep all
+    tokens, that is a part of the range (`KVLayout.needed`).
     """
 
-    transfer_id: TransferId
     start: int
     end: int
-    blocks: Annotated[tuple[int, ...], msgspec.Meta(max_length=2**20)]
+    blocks: Annotated[
+        tuple[Annotated[tuple[int, ...], msgspec.Meta(max_length=2**20)], ...], msgspec.Meta(max_length=MAX_GROUPS)
+    ]
+    """By group, of the receiver's block size: all that hold a token that is needed there, in order of tokens."""
     num_layers: int
     per_layer: bool = False
     """Send a `Landed` for every layer."""
@@ -123,17 +140,16 @@ class Offer(_Body, frozen=True, tag="offer"):
     """"all": send a checksum of every push with `Done`; "sample": of some; "off": of none."""
 
 
-class Landed(_Body, frozen=True, tag="landed"):
+class Landed(OfTransfer, frozen=True, tag="landed"):
     """Sender to receiver: tokens up to `end` of this layer are visible in your pages."""
 
-    transfer_id: TransferId
     layer: int
     end: int
     first_token: int | None = None
     """As in `Done`, once prefill has ended: decode may begin with the layers that are visible."""
 
 
-class Checksum(msgspec.Struct, frozen=True, array_like=True):
+class Checksum(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """XXH3-64 of tokens [start, end) of one layer, ordered by token, part, head (`pdlink.memory.checksums`)."""
 
     layer: int
@@ -142,10 +158,9 @@ class Checksum(msgspec.Struct, frozen=True, array_like=True):
     xxh3: int
 
 
-class Done(_Body, frozen=True, tag="done"):
+class Done(OfTransfer, frozen=True, tag="done"):
     """Sender to receiver: everything offered is visible in your pages, and this is the first token."""
 
-    transfer_id: TransferId
     start: int
     end: int
     num_layers: int
@@ -155,23 +170,18 @@ class Done(_Body, frozen=True, tag="done"):
     """What the offer's `verify` asked for, taken from the source blocks after the push had landed."""
 
 
-class Ack(_Body, frozen=True, tag="ack"):
+class Ack(OfTransfer, frozen=True, tag="ack"):
     """Receiver to sender: I have it."""
 
-    transfer_id: TransferId
 
-
-class Stop(_Body, frozen=True, tag="stop"):
+class Stop(OfTransfer, frozen=True, tag="stop"):
     """Either way: this transfer ends here, because of `reason`."""
 
-    transfer_id: TransferId
     reason: Text
 
 
-class Quiet(_Body, frozen=True, tag="quiet"):
+class Quiet(OfTransfer, frozen=True, tag="quiet"):
     """Sender to receiver: nothing of this transfer is in flight any more, nor will be."""
-
-    transfer_id: TransferId
 
 
 class Heartbeat(_Body, frozen=True, tag="heartbeat"):
@@ -190,8 +200,6 @@ Body = (
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """One frame."""
-
     version: int
     src: Name
     src_epoch: Name
@@ -210,7 +218,6 @@ _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
 def encode(envelope: Envelope) -> bytes:
-    """The bytes of one frame."""
     return _encoder.encode(envelope)
 
 

@@ -17,7 +17,7 @@ NOT_NEEDED = "not_needed"
 OTHER = "other"
 """Any other reason."""
 
-_WORDS = {
+WORDS = {
     "aborted": "the request was aborted, its client has left or the other leg has failed",
     "already_sent": "it was sent before; every attempt needs an id of its own",
     "deadline": "it was not over within timeouts.request_s",
@@ -51,6 +51,9 @@ _SENTENCES = (
 )
 """Beginnings of sentences, and their codes."""
 
+CODES = tuple(sorted({*WORDS, *(code.partition(":")[0] for _, code in _SENTENCES)} - {NOT_NEEDED}))
+"""What `label_of` says as a rule; it may also be the code of an error of pdlink."""
+
 _LOST = "peer_lost: "
 """Prefix of a receiver's reason after the end of a session."""
 
@@ -64,7 +67,7 @@ def _error_codes(error: type[PdlinkError] = PdlinkError) -> set[str]:
 
 def code_of(reason: str) -> str:
     """The code of a reason: [a-z0-9_:], from a fixed set, except for the factor after `refused:`."""
-    if reason in _WORDS or reason in _error_codes():
+    if reason in WORDS or reason in _error_codes():
         return reason
     refused = _FACTOR.match(reason)
     if refused:
@@ -74,6 +77,11 @@ def code_of(reason: str) -> str:
     return next((code for pattern, code in _SENTENCES if pattern.match(sentence)), default)
 
 
+def label_of(reason: str) -> str:
+    """`code_of` without the factor, which may be a peer's words: for labels of metrics."""
+    return code_of(reason).partition(":")[0]
+
+
 def refused_code(factor: str) -> str:
     """The code of a refused handshake. factor: the property that differs."""
     return "refused:" + _LEFT_OVER.sub("_", factor.lower()).strip("_")[:40]
@@ -81,5 +89,11 @@ def refused_code(factor: str) -> str:
 
 def in_words(reason: str) -> str:
     """A sentence for a log, with its code if there is one. A peer's text is unchanged."""
-    words = _WORDS.get(reason)
+    words = WORDS.get(reason)
     return reason.removeprefix(_LOST) if words is None else f"{words} ({reason})"
+
+
+def printable(text: str, max_chars: int) -> str:
+    """A peer's text for a log or a report: one line without control characters, cut."""
+    text = text[:max_chars]
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)

@@ -16,7 +16,7 @@ from pdlink.protocol.actions import Action, Deliver, DeliverLayer, End, Fail, Fe
 from pdlink.protocol.states import RECEIVER, RECEIVER_ENDS, ReceiverEvent, ReceiverState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from pdlink.kv.groups import KVGroups, Tables
 
 
 class Receiving:
@@ -26,43 +26,36 @@ class Receiving:
     the transport (`fenced`).
     """
 
-    def __init__(self, transfer_id: str, num_layers: int, token_nbytes: int, *, quiet_s: float) -> None:
-        """token_nbytes: payload of one token over all layers. quiet_s: longest wait for *quiet* after a stop."""
+    def __init__(self, transfer_id: str, groups: KVGroups, *, quiet_s: float) -> None:
+        """quiet_s: longest wait for *quiet* after a stop."""
         self.transfer_id = transfer_id
         self.state = ReceiverState.EXPECTED
         self.reason = ""
         self.offered: messages.Offer | None = None
-        self._num_layers = num_layers
-        self._token_nbytes = token_nbytes
+        self._groups = groups
+        self._num_layers = groups.num_layers
         self._quiet_s = quiet_s
         self._quiet_by_s = float("inf")
 
     @property
     def nbytes(self) -> int:
-        """Payload bytes of the offered range."""
-        return 0 if self.offered is None else (self.offered.end - self.offered.start) * self._token_nbytes
+        return 0 if self.offered is None else self._groups.nbytes(self.offered.start, self.offered.end)
 
     # -- this worker -------------------------------------------------------------------------------------------------
 
-    def expect(self) -> list[Action]:
-        """Announce to the sender that blocks will be offered."""
-        return [Send(messages.Expect(self.transfer_id))] if self.state is ReceiverState.EXPECTED else []
-
     def offer(
         self,
-        blocks: Sequence[int],
+        blocks: Tables,
         start: int,
         end: int,
         *,
         per_layer: bool = False,
         verify: messages.Verify = "off",
     ) -> list[Action]:
-        """The request's blocks are reserved: offer the blocks that hold the missing tokens [start, end)."""
+        """The request's blocks are reserved: offer those that hold the missing tokens [start, end), by group."""
         if self.state is not ReceiverState.EXPECTED:
             return []
-        self.offered = messages.Offer(
-            self.transfer_id, start, end, tuple(blocks), self._num_layers, per_layer, verify
-        )
+        self.offered = messages.Offer(self.transfer_id, start, end, blocks, self._num_layers, per_layer, verify)
         self._move(ReceiverEvent.OFFER)
         return [Send(self.offered)]
 

@@ -3,6 +3,9 @@
 A push needs two things: the layer is written here, and the receiver has offered the tokens. The second of the two
 triggers the push. A layer is written front to back, possibly in chunks, so one position per layer is its whole state.
 
+Groups of layers differ in the part of the offered tokens that is pushed (`KVLayout.needed`), and in their blocks. The
+part of a recurrent state is the last token, so the state is pushed once, when it is that of the whole prompt.
+
 No I/O, no clock: every method returns actions for the driver.
 """
 
@@ -15,9 +18,9 @@ from pdlink.protocol.actions import Action, End, Fail, Push, Send
 from pdlink.protocol.states import SENDER, SENDER_ENDS, SenderEvent, SenderState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
-    from pdlink.kv.layout import KVLayout
+    from pdlink.kv.groups import KVGroups, Tables
 
 
 class Sending:
@@ -27,40 +30,41 @@ class Sending:
     (`offer`, `ack`, `stop`) and the transport (`landed`, `dropped`, `lost`, `fenced`).
     """
 
-    def __init__(self, transfer_id: str, num_layers: int, token_nbytes: int) -> None:
-        """token_nbytes: payload bytes of one token over all layers."""
+    def __init__(self, transfer_id: str, groups: KVGroups) -> None:
         self.transfer_id = transfer_id
         self.state = SenderState.WAITING
         self.reason = ""
-        self.blocks: tuple[int, ...] | None = None
-        """Source block table from token 0 on; None until `publish`."""
+        self.blocks: Tables | None = None
+        """Source block tables by group, from token 0 on; None until `publish`."""
         self.offered: messages.Offer | None = None
         self.num_tokens = 0
-        self._num_layers = num_layers
-        self._token_nbytes = token_nbytes
-        self._written = [0] * num_layers
+        self._groups, self._group_of = groups, groups.group_of
+        self._num_layers = groups.num_layers
+        self._firsts: tuple[int, ...] = ()
+        """Per group: the first offered token that is needed; empty before the offer."""
+        self._written = [0] * self._num_layers
         """Per layer: tokens [0, n) are in the source blocks."""
-        self._pushed = [0] * num_layers
-        """Per layer: tokens [offered.start, n) have been handed to the transport."""
+        self._pushed = [0] * self._num_layers
+        """Per layer: of the tokens that are needed, those before n have been handed to the transport."""
         self._in_flight: dict[int, Push] = {}
         self._next_push_id = 0
         self._first_token: int | None = None
 
     # -- this worker -------------------------------------------------------------------------------------------------
 
-    def publish(self, blocks: Sequence[int], num_tokens: int, num_cached_tokens: int) -> list[Action]:
+    def publish(self, blocks: Tables, num_tokens: int, num_cached_tokens: int) -> list[Action]:
         """The blocks are reserved; their first `num_cached_tokens` tokens are written already, in all layers."""
         if self.state not in (SenderState.WAITING, SenderState.WRITING) or self.blocks is not None:
             return []
-        self.blocks = tuple(blocks)
+        self.blocks = blocks
         self.num_tokens = num_tokens
         self._written = [num_cached_tokens] * self._num_layers
         return self._check_range() or self._push_ready(range(self._num_layers))
 
-    def extend(self, blocks: Sequence[int]) -> None:
+    def extend(self, blocks: Tables) -> None:
         """Append blocks: an engine may reserve them chunk by chunk."""
         if self.blocks is not None:
-            self.blocks = (*self.blocks, *blocks)
+            self.blocks = tuple(old + new for old, new in zip(self.blocks, blocks, strict=True))
 
     def withdraw(self) -> None:
         """The engine takes the published blocks away (preemption). It publishes the request again, or stops it.
@@ -98,7 +102,8 @@ class Sending:
         if offer.num_layers != self._num_layers:
             return self.stop(f"offer of {offer.num_layers} layers; the model here has {self._num_layers}")
         self.offered = offer
-        self._pushed = [offer.start] * self._num_layers
+        self._firsts = tuple(first for first, _ in self._groups.needed(offer.start, offer.end))
+        self._pushed = [self._firsts[group] for group in self._group_of]
         self._move(SenderEvent.OFFER)
         return self._check_range() or self._push_ready(range(self._num_layers)) + self._complete()
 
@@ -120,7 +125,6 @@ class Sending:
     # -- the transport -----------------------------------------------------------------------------------------------
 
     def landed(self, push_id: int) -> list[Action]:
-        """This push is visible in the receiver's pages."""
         push = self._in_flight.pop(push_id)
         if self.state is SenderState.DRAINING:
             return self._quiet()
@@ -167,6 +171,21 @@ class Sending:
         """Pushes in flight, and lost ones."""
         return len(self._in_flight)
 
+    def stages(self, handed: Container[int]) -> str:
+        """How far each layer is, a character each: `.` not all written, `w` written and waiting for the offer or for
+        room, `f` in flight, `l` landed. handed: layers of which the transport has a part.
+        """
+        end = self.num_tokens if self.offered is None else self.offered.end
+        pushed = {push.layer for push in self._in_flight.values()}
+        return "".join(
+            "f" if layer in handed
+            else "w" if layer in pushed
+            else "l" if self.offered is not None and self._pushed[layer] >= end
+            else "w" if self.blocks is not None and self._written[layer] >= end
+            else "."
+            for layer in range(self._num_layers)
+        )  # fmt: skip
+
     def _move(self, event: SenderEvent) -> None:
         self.state = SENDER[self.state, event]
 
@@ -175,18 +194,22 @@ class Sending:
         if self.offered is None or self.blocks is None:
             return []
         start, end = self.offered.start, self.offered.end
-        if 0 <= start <= end <= self.num_tokens:
-            return []
-        return self.stop(f"offer of tokens [{start}, {end}); the prompt here has {self.num_tokens}")
+        if not 0 <= start <= end <= self.num_tokens:
+            return self.stop(f"offer of tokens [{start}, {end}); the prompt here has {self.num_tokens}")
+        if end < self.num_tokens and start < end and not self._groups.keeps_all:
+            return self.stop(f"offer of tokens [{start}, {end}); windows and states are those of {self.num_tokens}")
+        return []
 
     def _push_ready(self, layers: Sequence[int]) -> list[Action]:
         if self.offered is None or self.blocks is None or self.state is not SenderState.WRITING:
             return []
         actions: list[Action] = []
+        offer, blocks = self.offered, self.blocks
         for layer in layers:
-            start, end = self._pushed[layer], min(self._written[layer], self.offered.end)
+            start, end = self._pushed[layer], min(self._written[layer], offer.end)
             if start < end:
-                push = Push(self._next_push_id, layer, start, end, self.blocks, self.offered)
+                group = self._group_of[layer]
+                push = Push(self._next_push_id, layer, start, end, blocks[group], offer, group, self._firsts[group])
                 self._next_push_id += 1
                 self._in_flight[push.push_id] = push
                 self._pushed[layer] = end
@@ -198,13 +221,12 @@ class Sending:
             return []
         assert self.offered is not None
         self._move(SenderEvent.COMPLETE)
-        tokens = self.offered.end - self.offered.start
         done = messages.Done(
             transfer_id=self.transfer_id,
             start=self.offered.start,
             end=self.offered.end,
             num_layers=sum(position >= self.offered.end for position in self._pushed),
-            nbytes=tokens * self._token_nbytes,
+            nbytes=self._groups.nbytes(self.offered.start, self.offered.end),
             first_token=self._first_token,
         )
         return [Send(done)]
@@ -216,15 +238,9 @@ class Sending:
         return [Send(messages.Quiet(self.transfer_id)), End(self.reason)]
 
 
-def offer_problem(offer: messages.Offer, layout: KVLayout) -> str:
-    """Why this offer is invalid; empty if it is valid. layout: the receiver's, from its handshake."""
+def offer_problem(offer: messages.Offer, groups: KVGroups) -> str:
+    """Why this offer is invalid; empty if it is valid. groups: the receiver's, from its handshake."""
     if not 0 <= offer.start <= offer.end:
         return f"offer of tokens [{offer.start}, {offer.end})"
-    needed = layout.blocks_for(offer.end) - offer.start // layout.block_tokens if offer.end > offer.start else 0
-    if len(offer.blocks) != needed:
-        return f"offer of {len(offer.blocks)} blocks; tokens [{offer.start}, {offer.end}) take {needed}"
-    if needed and not 0 <= min(offer.blocks) <= max(offer.blocks) < layout.num_blocks:
-        return f"offer names a block outside 0..{layout.num_blocks - 1}"
-    if len(set(offer.blocks)) != len(offer.blocks):
-        return "offer names a block twice"
-    return ""
+    problem = groups.problem(offer.blocks, offer.start, offer.end)
+    return f"offer {problem}" if problem else ""

@@ -82,8 +82,3 @@ RECEIVER: dict[tuple[ReceiverState, ReceiverEvent], ReceiverState] = {
 
 SENDER_ENDS = frozenset({SenderState.DONE, SenderState.FAILED})
 RECEIVER_ENDS = frozenset({ReceiverState.READY, ReceiverState.FAILED})
-
-
-def diagram(table: dict[tuple[enum.Enum, enum.Enum], enum.Enum]) -> str:
-    """The table as lines `STATE -event-> STATE`, in the order written above."""
-    return "\n".join(f"{old.name} -{event.value}-> {new.name}" for (old, event), new in table.items())

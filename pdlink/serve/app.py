@@ -3,37 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
+import contextlib
 import logging
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
 
 from pdlink.errors import DeadlineExceeded, InvalidApiKey, InvalidRequest, PdlinkError
 from pdlink.events import listen
-from pdlink.observe.metrics import WorkerMetrics
+from pdlink.logs import about
+from pdlink.observe.sources import Sources
+from pdlink.observe.summary import WorkerSummary, tell
 from pdlink.observe.timeline import Timeline
+from pdlink.observe.trace import TRACE_HEADER, TRACE_TYPE, Laid, make
+from pdlink.observe.worker_spans import WorkerSpans
 from pdlink.protocol import kv_path
+from pdlink.protocol.route_token import HEADER, RouteToken, peer_of
 from pdlink.serve import health
+from pdlink.serve.cache_routes import CacheDesk, Prompts, add_cache_routes
+from pdlink.serve.http import ROUTE, callers_with, errors_as_json, json_response, metrics_response
 from pdlink.serve.openai import (
     MAX_TRANSFER_ID_CHARS,
     Answer,
     ChatRequest,
     CompletionRequest,
     Generation,
+    TransferParams,
     error_body,
     parse,
+    tokenized_as,
 )
+from pdlink.serve.resumed import finish_of, rest_of
+from pdlink.serve.state import state
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Coroutine
 
-    from aiohttp.typedefs import Middleware
-
+    from pdlink.observe.otlp import SpanSender
     from pdlink.serve.stream import Stream
     from pdlink.serve.worker import Worker
 
@@ -51,40 +62,66 @@ BODY_S = 60.0
 _MAX_STOP_NBYTES = 4096
 
 
-KEY_HEADER = "X-Pdlink-Key"
-"""Carries the secret shared by proxy and workers; Authorization is the client's and passes through."""
-_OPEN_TO_ALL = frozenset({("GET", "/health"), ("GET", "/metrics")})
-
-
 class BodyTooLarge(InvalidRequest):
     """The body exceeds the limit of its route."""
 
     http_status = 413
 
 
-def build_app(worker: Worker, http_key: str | None = None) -> web.Application:
+def build_app(
+    worker: Worker, http_key: str | None = None, route_key: str | None = None, spans: SpanSender | None = None
+) -> web.Application:
     """The routes of one open worker. Cleanup of the app stops its event listeners; it does not close the worker.
 
-    http_key: callers must send it in X-Pdlink-Key, except for health and metrics.
+    http_key: callers must send it in X-Pdlink-Key, except for health and metrics. route_key: or a
+    decision that a router signed with it, for one leg. spans: takes those of its requests; the app opens and closes
+    it.
     """
-    app = web.Application(middlewares=[_errors_as_json, _callers_with(http_key)])
-    metrics, timeline = WorkerMetrics(lambda: health.gauges(worker)), Timeline(worker.name)
-    stop = [listen(metrics), listen(timeline)]
+    app = web.Application(middlewares=[errors_as_json, callers_with(http_key, route_key)])
+    metrics, timeline, sources = health.metrics_of(worker), Timeline(worker.name), Sources()
+    stop = [listen(metrics.counting), listen(timeline), listen(sources)]
+    every_s = worker.config.summary_s
+    if every_s:
+        summary = WorkerSummary()
+        stop.append(listen(summary))
+    traced = None
+    if spans is not None:
+        traced = WorkerSpans(spans.send, worker.config.tracing.share)
+        stop.append(listen(traced))
+        spans.open()
     reader = ThreadPoolExecutor(1, thread_name_prefix="pdlink-long-prompts")
 
     async def completions(request: web.Request) -> web.StreamResponse:
-        return await _generate(worker, CompletionRequest, request, reader)
+        return await _generate(worker, CompletionRequest, request, reader, sources, traced)
 
     async def chat(request: web.Request) -> web.StreamResponse:
-        return await _generate(worker, ChatRequest, request, reader)
+        return await _generate(worker, ChatRequest, request, reader, sources, traced)
+
+    async def tokenize(request: web.Request) -> web.Response:
+        """As vLLM's: the tokens that a completion of this prompt, or a chat of these messages, is computed from."""
+        body = await _body(request)
+        prompt = (await _request(worker, tokenized_as(body), body, reader))[1]
+        return json_response({"tokens": prompt, "count": len(prompt), "max_model_len": worker.model.max_tokens})
 
     async def models(_: web.Request) -> web.Response:
         card = {"id": worker.model.name, "object": "model", "created": 0, "owned_by": "pdlink"}
-        return _json({"object": "list", "data": [card]})
+        return json_response({"object": "list", "data": [card]})
 
     async def health_of(_: web.Request) -> web.Response:
         ok, body = health.health(worker)
-        return _json(body, status=200 if ok else 503)
+        return json_response(body, status=200 if ok else 503)
+
+    async def live(_: web.Request) -> web.Response:
+        """For supervisors: 503 if only a restart helps, and 200 while it drains."""
+        reason = health.problem(worker)
+        return json_response(
+            {"status": "failed" if reason else "ok", "reason": reason}, status=503 if reason else 200
+        )
+
+    async def ready(_: web.Request) -> web.Response:
+        """For load balancers: 200 if it takes new requests."""
+        ok, body = health.health(worker)
+        return json_response({"status": body["status"]}, status=200 if ok else 503)
 
     async def stop_transfer(request: web.Request) -> web.Response:
         transfer_id = request.match_info["transfer_id"]
@@ -98,42 +135,101 @@ def build_app(worker: Worker, http_key: str | None = None) -> web.Application:
         worker.node.other_side_failed(transfer_id, fields.get("reason", "prefill failed")[:200])
         return web.Response(status=202)
 
-    async def metrics_text(_: web.Request) -> web.Response:
-        return web.Response(body=metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
+    async def metrics_text(request: web.Request) -> web.Response:
+        return metrics_response(metrics, request)
 
-    async def trace(_: web.Request) -> web.Response:
-        return _json(timeline.trace())
+    async def events_of(_: web.Request) -> web.Response:
+        return json_response(timeline.dump())
+
+    async def trace(request: web.Request) -> web.Response:
+        only = request.query.get("request")
+        made = make([Laid(timeline.dump())], only=None if only is None else {only})
+        return web.Response(body=made.data, content_type=TRACE_TYPE, headers={TRACE_HEADER: str(made)})
+
+    async def sources_of(request: web.Request) -> web.Response:
+        found = sources.of(request.query.get("request", ""))
+        return json_response({"sources": list(map(msgspec.structs.asdict, found))})
+
+    async def state_of(_: web.Request) -> web.Response:
+        return json_response(state(worker, metrics, timeline))
 
     async def cleanup(_: web.Application) -> None:
         for stop_listening in stop:
             stop_listening()
         reader.shutdown(wait=False, cancel_futures=True)
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
 
     app.router.add_post("/v1/completions", completions)
     app.router.add_post("/v1/chat/completions", chat)
+    app.router.add_post("/tokenize", tokenize)
     app.router.add_get("/v1/models", models)
     app.router.add_get("/health", health_of)
+    app.router.add_get("/livez", live)
+    app.router.add_get("/readyz", ready)
     app.router.add_get("/metrics", metrics_text)
     app.router.add_get("/pdlink/timeline", trace)
+    app.router.add_get("/pdlink/events", events_of)
+    app.router.add_get("/pdlink/state", state_of)
+    app.router.add_get("/pdlink/sources", sources_of)
+    if worker.source is not None:
+        add_cache_routes(app, CacheDesk(worker.source.store, Prompts(worker.model, worker.source)), _body)
     app.router.add_post("/pdlink/transfers/{transfer_id}/stop", stop_transfer)
     app.on_cleanup.append(cleanup)
+    if every_s:
+        app.cleanup_ctx.append(partial(_in_background, tell(summary.take, every_s)))
     return app
 
 
+async def _in_background(work: Coroutine[Any, Any, None], _: web.Application) -> AsyncIterator[None]:
+    """For as long as the app runs."""
+    task = asyncio.create_task(work)
+    yield
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
 async def _generate(
-    worker: Worker, kind: type[CompletionRequest] | type[ChatRequest], http: web.Request, reader: ThreadPoolExecutor
+    worker: Worker,
+    kind: type[CompletionRequest] | type[ChatRequest],
+    http: web.Request,
+    reader: ThreadPoolExecutor,
+    sources: Sources,
+    traced: WorkerSpans | None,
 ) -> web.StreamResponse:
+    """Answer one request; its client's leaving aborts it."""
     request, prompt = await _request(worker, kind, await _body(http), reader)
     params = request.kv_transfer_params
+    if (allowed := http.get(ROUTE)) is not None:
+        _check_route(allowed, params)
     transfer_id = params.transfer_id if params else secrets.token_hex(16)
     answer = Answer(request, transfer_id, params.created if params else int(time.time()), len(prompt))
     request_id = f"{params.leg}-{transfer_id}" if params else transfer_id
-    stored = await worker.look(request_id, prompt, params, salt=request.cache_salt)
-    stream = worker.start(request_id, prompt, request.sampling(), params, salt=request.cache_salt, stored=stored)
+    sampling, answered = request.sampling(), request.output_token_ids
+    if answered:
+        if finished := finish_of(worker.model, prompt, sampling, answered):
+            answer.end(finished)
+            return web.Response(body=answer.last_events(), content_type="text/event-stream")
+        sampling = rest_of(sampling, answered)
+    leg, caller_id = params.leg if params else "", http.headers.get("X-Request-Id", "")
+    sources.named(request_id, caller_id, leg)
+    if traced is not None:
+        said = (http.headers.get("traceparent"), http.headers.get("tracestate"))
+        traced.began(request_id, transfer_id, leg, caller_id, *said)
+    stream = worker.start(
+        request_id,
+        prompt + answered,
+        sampling,
+        params,
+        num_answered=len(answered),
+        salt=request.cache_salt,
+        retention=request.retention(worker.config.tiers.priority_limit),
+    )
     response: web.StreamResponse | None = None
     try:
         async for token in stream:
-            answer.add(token.text, token.num_cached_tokens, token.finish_reason)
+            answer.add(token)
             if request.stream:
                 if response is None:
                     response = web.StreamResponse(
@@ -144,13 +240,15 @@ async def _generate(
                 if params is not None and params.leg == "prefill":
                     return response  # a prefill leg has one event; its transfer goes on without the client
             elif params is not None and params.leg == "prefill":
-                return _json(answer.whole())
+                return json_response(answer.whole())
         if response is None:
-            return _json(answer.whole(), headers=_kv_path(stream))
+            return json_response(answer.whole(), headers=_kv_path(stream))
         await response.write(answer.last_events())
         return response
     except asyncio.CancelledError:
-        log.info("request %s: the client has gone", request_id)
+        log.info(
+            "request %s: the client has gone", request_id, extra=about(request_id=caller_id, transfer_id=transfer_id)
+        )
         worker.abort(stream)
         raise
     except ConnectionError:
@@ -165,6 +263,17 @@ async def _generate(
         body["error"]["type"] = "stream_error"
         await response.write(b"data: " + msgspec.json.encode(body) + b"\n\ndata: [DONE]\n\n")
         return response
+
+
+def _check_route(allowed: RouteToken, params: TransferParams | None) -> None:
+    """Raises InvalidApiKey for a leg other than the one that a router decided on."""
+    asked = RouteToken("decode", allowed.transfer_id, "", allowed.expires)
+    if params is not None:
+        source = params.prefill
+        peer = peer_of(source.name, source.control) if source is not None else ""
+        asked = RouteToken(params.leg, params.transfer_id, peer, allowed.expires)
+    if asked != allowed:
+        raise InvalidApiKey(f"{HEADER}: is about another leg than kv_transfer_params; send them as /route told them")
 
 
 async def _request(
@@ -203,42 +312,3 @@ async def _body(request: web.Request, max_nbytes: int = MAX_BODY_NBYTES) -> byte
     except TimeoutError:
         raise web.HTTPRequestTimeout(reason=f"the body did not arrive within {BODY_S:g} s") from None
     return bytes(body)
-
-
-@web.middleware
-async def _errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Every error as an OpenAI error object."""
-    try:
-        return await handler(request)
-    except PdlinkError as error:
-        headers = {"Retry-After": "1"} if error.http_status == 503 else {}
-        return _json(error_body(error), status=error.http_status, headers=headers)
-    except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        body = {"message": error.reason, "type": "invalid_request_error", "param": None, "code": str(error.status)}
-        return _json({"error": body}, status=error.status)
-
-
-def _callers_with(http_key: str | None) -> Middleware:
-    """Rejects callers without the key, before reading the body."""
-
-    @web.middleware
-    async def check(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        if http_key is not None and (request.method, request.path) not in _OPEN_TO_ALL:
-            sent = request.headers.get(KEY_HEADER, "")
-            if not hmac.compare_digest(sent.encode(errors="surrogateescape"), http_key.encode()):
-                raise InvalidApiKey(f"this worker serves its proxy only: {KEY_HEADER} is missing or wrong")
-        return await handler(request)
-
-    return check
-
-
-def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(body), status=status, content_type="application/json", headers=headers
-    )

@@ -1,12 +1,14 @@
-"""What a worker says about itself: whether it can serve, the body of /health, and the gauges of /metrics."""
+"""What a worker says about itself: whether it can serve, the body of /health, and what /metrics shows."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pdlink.observe.gauges import LinkState
+from pdlink.observe.metrics import WorkerMetrics
+
 if TYPE_CHECKING:
     from pdlink.node.report import Report
-    from pdlink.observe.metrics import Gauges
     from pdlink.serve.worker import Worker
 
 
@@ -26,56 +28,87 @@ def health(worker: Worker) -> tuple[bool, dict[str, object]]:
     """Whether new requests are welcome, and the body of /health. Depends on nothing but this process."""
     engine, pool, report = worker.engine, worker.pool, worker.node.report()
     reason = problem(worker, report)
-    status = "failed" if reason else "draining" if worker.draining else "ok"
+    status = "failed" if reason else "draining" if worker.draining or worker.turning else "ok"
     return status == "ok", {
         "status": status,
-        "reason": reason,
+        "reason": reason or (f"takes the role {worker.turning}" if worker.turning else ""),
         "name": worker.name,
         "epoch": report.epoch,
-        "role": worker.config.role,
+        "role": worker.role,
+        "roles": worker.roles,
         "model": worker.model.name,
         "control": worker.node.address,
+        "store": worker.peers.address if worker.peers is not None else "",
         "running": engine.num_running + engine.num_awaiting_kv,
         "waiting": engine.num_waiting,
+        "load_tokens": _load_tokens(worker),
         "free_blocks": pool.num_free,
         "num_blocks": pool.num_blocks,
         "block_tokens": worker.config.cache.block_tokens,
         "peers": report.peers,
         "refused": report.refused,
+        "kv_events": _publishers(worker),
+        "fingerprint": report.fingerprint,
     }
 
 
-def gauges(worker: Worker) -> Gauges:
-    """What /metrics shows of a worker, beside what it counts."""
-    engine, pool, report = worker.engine, worker.pool, worker.node.report()
-    num_dialed = sum(bool(refused["address"]) for refused in report.refused)
-    return {
-        "sender_transfers": ("Live transfers sent from here, by state", report.sending),
-        "push_nbytes": (
-            "KV bytes of pushes: waiting for room on their transport, and in flight",
-            report.push_nbytes,
-        ),
-        "receiver_transfers": ("Live transfers received here, by state", report.receiving),
-        "peers": ("Sessions with other workers", {"live": report.num_peers, "closing": report.num_closing}),
-        "refused_peers": (
-            "Refused peers (names and reasons: /health), by the side that dialed",
-            {"dialed": num_dialed, "accepted": len(report.refused) - num_dialed},
-        ),
-        "control_nbytes": (
-            "Bytes held for peers: offers whose request has not come, and frames that they do not read",
-            report.control_nbytes,
-        ),
-        "endpoint_longest_absence_seconds": (
-            "Longest time since the last scrape for which the endpoint's loop could not run",
-            {"loop": worker.node.take_longest_absence_s()},
-        ),
-        "blocks": (
-            "Blocks of the KV pool",
-            {"free": pool.num_free, "held": pool.num_held, "total": pool.num_blocks},
-        ),
-        "engine_requests": (
-            "Requests in the engine",
-            {"running": engine.num_running, "awaiting_kv": engine.num_awaiting_kv, "waiting": engine.num_waiting},
-        ),
-        **(worker.tiers.gauges() if worker.tiers is not None else {}),
-    }
+def _load_tokens(worker: Worker) -> int | None:
+    """What routers weigh requests of others with; a worker of both roles does not say which of the two it is."""
+    if worker.role == "both":
+        return None
+    return worker.engine.tokens_to_compute if worker.role == "prefill" else worker.engine.tokens_held
+
+
+def _publishers(worker: Worker) -> list[str]:
+    """Of this worker's KV: its own, and that of a store process while it answers, with what that calls this model."""
+    own = [worker.kv_events.address] if worker.kv_events is not None else []
+    if worker.source is None or not (events := worker.source.store.events):
+        return own
+    endpoint, _, replay = events.partition(",")
+    return [*own, f"{endpoint},{replay},{worker.source.scope}"]
+
+
+def metrics_of(worker: Worker) -> WorkerMetrics:
+    """All metrics of a worker. Nobody listens to events with its `counting` yet."""
+    store = worker.source.store if worker.source is not None else None
+    roles = ("prefill", "decode", "both") if worker.roles or worker.role == "both" else (worker.role,)
+    lanes = tuple(name for name in worker.node.transports if name != "ucx")  # UCX names its lanes itself
+    metrics = WorkerMetrics(roles=roles, transports=lanes, store=store is not None)
+    if metrics.store is not None and store is not None:
+        metrics.store.tiers(store.places[1:])
+
+    def update() -> None:
+        report, pool = worker.node.report(), worker.pool
+        metrics.link.set(link_state(report, worker.node.take_longest_absence_s()))
+        metrics.engine.set(
+            free=pool.num_free,
+            held=pool.num_held,
+            capacity=pool.num_blocks,
+            requests={
+                "running": worker.engine.num_running,
+                "awaiting_kv": worker.engine.num_awaiting_kv,
+                "waiting": worker.engine.num_waiting,
+            },
+            role=worker.role,
+            queue_tokens=worker.engine.tokens_to_compute if worker.role != "decode" else 0,
+        )
+        if metrics.sizes is not None and store is not None:
+            metrics.sizes.set(store.gauges(), store.answering())
+
+    metrics.before_reading(update)
+    return metrics
+
+
+def link_state(report: Report, longest_absence_s: float) -> LinkState:
+    return LinkState(
+        sending=report.sending,
+        receiving=report.receiving,
+        quarantined_blocks=report.quarantined_blocks,
+        push_nbytes=report.push_nbytes,
+        control_nbytes=report.control_nbytes,
+        live=report.num_peers,
+        closing=report.num_closing,
+        peers=report.peers,
+        refused=report.refused,
+        longest_absence_s=longest_absence_s,
+    )

@@ -24,7 +24,7 @@ STEADY_S = 10.0
 
 
 class ChildFailed(LocalError):
-    """A process of the deployment could not be started."""
+    """A process of `pdlink up` ended before it was ready; the message has its last words."""
 
     code = "child_failed"
 
@@ -58,7 +58,6 @@ def how_it_ended(status: int) -> str:
 
 
 def delay_s(num_failures: int) -> float:
-    """Pause before the next start, after this many failures in a row."""
     return min(MAX_DELAY_S, _FIRST_DELAY_S * 2 ** min(num_failures - 1, 10)) if num_failures else 0.0
 
 

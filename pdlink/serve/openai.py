@@ -16,9 +16,11 @@ from msgspec import Meta, Struct
 
 from pdlink.engine.request import SamplingParams
 from pdlink.errors import CapacityExceeded, InvalidRequest, UnknownModel
+from pdlink.store.turns import DEFAULT_PRIORITY, MAX_PRIORITY, MAX_PRIORITY_S, MIN_PRIORITY, Retention
 
 if TYPE_CHECKING:
     from pdlink.engine.models import LoadedModel
+    from pdlink.engine.request import TokenOutput
     from pdlink.errors import PdlinkError
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -49,6 +51,17 @@ class TransferParams(Struct, frozen=True, kw_only=True):
     """The source of the KV; on the decode leg."""
 
 
+class KVRetention(Struct, frozen=True, kw_only=True):
+    """`kv_retention`: how the tiers keep the KV of this prompt."""
+
+    priority: Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = DEFAULT_PRIORITY
+    """Lower ones are evicted first."""
+    duration_s: Annotated[float, Meta(gt=0, le=MAX_PRIORITY_S)] = MAX_PRIORITY_S
+    """How long a priority above the default lasts."""
+    ttl_s: Annotated[float, Meta(gt=0)] | None = None
+    """How long it is found."""
+
+
 _NumTokens = Annotated[int, Meta(ge=1)]
 
 
@@ -68,7 +81,15 @@ class _Generation(Struct, frozen=True, kw_only=True):
     n: int | None = 1
     logprobs: bool | int | None = None
     cache_salt: str = ""
+    priority: int | None = 0
+    """Lower is more urgent."""
+    kv_retention: KVRetention | None = None
     kv_transfer_params: TransferParams | None = None
+    return_token_ids: bool | None = False
+    """Write each token's id into its event, as vLLM does."""
+    output_token_ids: tuple[int, ...] = ()
+    """First tokens of the answer, which the client of a stream has already: the stream goes on behind them. If it is
+    greedy, as if it had not been interrupted; drawn with the same `seed`, up to what another batch changes."""
 
     @property
     def include_usage(self) -> bool:
@@ -84,8 +105,21 @@ class _Generation(Struct, frozen=True, kw_only=True):
                 raise InvalidRequest(f"{name}: got {len(given)}; limit {limit}; send fewer")
         if self.n not in (None, 1):
             raise InvalidRequest(f"n: got {self.n}; limit 1; send the request {self.n} times")
+        if self.output_token_ids and not (self.stream and len(self.output_token_ids) <= self.limit()):
+            raise InvalidRequest(
+                f"output_token_ids: got {len(self.output_token_ids)}; limit max_tokens = {self.limit()}, "
+                "and a stream; leave them out"
+            )
         if self.logprobs:
             raise InvalidRequest(f"logprobs: got {self.logprobs}; this worker computes none; leave it out")
+
+    def retention(self, priority_limit: int | None) -> Retention | None:
+        """How the tiers keep the prompt's KV; None for one that is less urgent than `priority_limit`: not at all."""
+        if priority_limit is not None and (self.priority or 0) > priority_limit:
+            return None
+        asked = self.kv_retention or KVRetention()
+        ttl_s = float("inf") if asked.ttl_s is None else asked.ttl_s
+        return Retention(priority=asked.priority, priority_s=asked.duration_s, ttl_s=ttl_s)
 
     def limit(self) -> int:
         """Tokens to generate."""
@@ -145,14 +179,14 @@ def _the_one(prompt: msgspec.Raw) -> str | tuple[int, ...]:
     """
     begin = bytes(memoryview(prompt)[:_BEGIN_NBYTES])
     if begin.startswith(b'"'):
-        return _decoded(prompt, str, "prompt")  # type: ignore[no-any-return]
+        return decoded(prompt, str, "prompt")  # type: ignore[no-any-return]
     if not begin.startswith(b"["):
         raise InvalidRequest("prompt: expected a string or a list of token ids")
     first = begin[1:].lstrip()[:1]
     if first not in (b'"', b"["):
-        return _decoded(prompt, _Tokens, "prompt")  # type: ignore[no-any-return]
+        return decoded(prompt, _Tokens, "prompt")  # type: ignore[no-any-return]
     try:
-        return _decoded(prompt, _OneText if first == b'"' else _OneTokens, "prompt")[0]  # type: ignore[no-any-return]
+        return decoded(prompt, _OneText if first == b'"' else _OneTokens, "prompt")[0]  # type: ignore[no-any-return]
     except InvalidRequest as error:
         if "of length 1" not in str(error):
             raise
@@ -214,9 +248,14 @@ def _check_length(field: str, num_chars: int, model: LoadedModel) -> None:
         )
 
 
+def tokenized_as(body: bytes) -> type[CompletionRequest] | type[ChatRequest]:
+    """What a body of POST /tokenize is read as. Raises InvalidRequest."""
+    return ChatRequest if "messages" in decoded(body, dict[str, msgspec.Raw]) else CompletionRequest
+
+
 def parse(kind: type[CompletionRequest] | type[ChatRequest], body: bytes, model: str) -> Generation:
     """A checked request. Raises InvalidRequest with the field, UnknownModel for another model."""
-    request: Generation = _decoded(body, kind)
+    request: Generation = decoded(body, kind)
     request.check()
     if request.model != model:
         raise UnknownModel(f"model {request.model!r} is not served here; this worker holds {model!r}")
@@ -227,7 +266,7 @@ _SHOWN_NBYTES = 64 * 1024
 """JSON up to this size is parsed again to show the wrong value."""
 
 
-def _decoded(data: bytes | msgspec.Raw, kind: Any, field: str = "") -> Any:
+def decoded(data: bytes | msgspec.Raw, kind: Any, field: str = "") -> Any:
     """The value of this JSON. field: its name in the request; empty for the body. Raises InvalidRequest."""
     try:
         return msgspec.json.decode(data, type=kind)
@@ -271,22 +310,32 @@ class Answer:
             "model": request.model,
         }
         self._num_prompt_tokens = num_prompt_tokens
-        self.num_tokens = 0
+        self._token_ids: list[int] | None = [] if request.return_token_ids else None
+        self.num_tokens = len(request.output_token_ids)
+        """Of the answer, with those that the client had before."""
         self.num_cached_tokens = 0
         self._text: list[str] = []
         self._finish_reason: str | None = None
 
-    def add(self, text: str, num_cached_tokens: int, finish_reason: str | None) -> None:
+    def add(self, token: TokenOutput) -> None:
         """One more token."""
         self.num_tokens += 1
-        self.num_cached_tokens = num_cached_tokens
+        self.num_cached_tokens = token.num_cached_tokens
+        self._finish_reason = token.finish_reason
+        self._text.append(token.text)
+        if self._token_ids is not None:
+            self._token_ids.append(token.token_id)
+
+    def end(self, finish_reason: str) -> None:
+        """There are no more tokens."""
         self._finish_reason = finish_reason
-        self._text.append(text)
 
     def whole(self) -> dict[str, Any]:
         """The JSON of a whole answer."""
         text = "".join(self._text)
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": self._finish_reason}
+        if self._token_ids is not None:
+            choice["token_ids"] = self._token_ids
         if self._chat:
             choice["message"] = {"role": "assistant", "content": text}
         else:
@@ -303,12 +352,16 @@ class Answer:
 
     def event(self) -> bytes:
         """The newest token as an event. The first event has exactly token 0, and chat's role."""
+        choice: dict[str, Any] = {"index": 0}
         if self._chat:
             delta = {"content": self._text[-1]}
-            if self.num_tokens == 1:
-                delta = {"role": "assistant", **delta}
-            return self._sse([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
-        return self._sse([{"index": 0, "text": self._text[-1], "logprobs": None, "finish_reason": None}])
+            choice["delta"] = {"role": "assistant", **delta} if self.num_tokens == 1 else delta
+        else:
+            choice["text"] = self._text[-1]
+        choice |= {"logprobs": None, "finish_reason": None}
+        if self._token_ids is not None:
+            choice["token_ids"] = [self._token_ids[-1]]
+        return self._sse([choice])
 
     def last_events(self) -> bytes:
         """The end of a stream: the finish reason, the usage if asked for, and [DONE]."""

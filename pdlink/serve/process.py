@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import resource
+import select
 import signal
 import socket
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,6 @@ class Parent:
         self._starting = True
         self._warnings: list[str] = []
         self.status = 0
-        """Exit status of the process."""
         for handler in logging.getLogger().handlers:
             handler.addFilter(self._pass)
 
@@ -101,6 +101,12 @@ class Parent:
         self._warnings.append(record.getMessage())
         return False
 
+    def ended(self) -> bool:
+        """Whether the parent has closed its end or died, for a process without an event loop."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0)) and not self._socket.recv(4096)
+
     async def gone(self) -> None:
         """Returns when the parent has closed its end or died."""
         self._socket.setblocking(False)
@@ -108,14 +114,17 @@ class Parent:
             pass
 
 
-def bind(host: str, port: int, setting: str = "port") -> socket.socket:
+def bind(host: str, port: int, setting: str = "port", *, shared: bool = False) -> socket.socket:
     """A bound TCP socket that does not listen yet: it owns the port before anybody learns of it.
 
     Raises ConfigError that begins with the name of the setting. Until one listens, another process with SO_REUSEADDR
-    can bind the same port: so `pdlink up` keeps the ports of absent children.
+    can bind the same port: so `pdlink up` keeps the ports of absent children. shared: other processes of this user
+    listen on it, too, and the kernel spreads connections over them.
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         bound.bind((host, port))
     except (OSError, OverflowError) as error:
@@ -126,7 +135,6 @@ def bind(host: str, port: int, setting: str = "port") -> socket.socket:
 
 
 def _stop_signals() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -153,6 +161,7 @@ async def serve(
     say: Callable[[str], None],
     tls: ssl.SSLContext | None = None,
     reload: Callable[[], None] | None = None,
+    runner_of: type[web.AppRunner] = web.AppRunner,
 ) -> None:
     """Serve until SIGTERM, SIGINT or the end of the parent; then drain, and close every connection.
 
@@ -160,7 +169,7 @@ async def serve(
     """
     if reload is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
-    runner = web.AppRunner(
+    runner = runner_of(
         app,
         handler_cancellation=True,  # a client that leaves ends its request; aiohttp's default lets it run on
         access_log=None,

@@ -1,14 +1,16 @@
-"""A worker and a proxy as processes: settings in, serve, drain, leave."""
+"""A worker, a store and a proxy as processes: settings in, serve, drain, leave."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from typing import TYPE_CHECKING, Any
 
 from pdlink.config import is_loopback
 from pdlink.errors import ConfigError, EngineFailure
 from pdlink.events import listen
+from pdlink.extras import needed
 from pdlink.observe import traces
 from pdlink.observe.timeline import Timeline
 from pdlink.serve.process import bind, raise_descriptor_limit, serve
@@ -16,7 +18,8 @@ from pdlink.serve.process import bind, raise_descriptor_limit, serve
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdlink.config import ProxyConfig, WorkerConfig
+    from pdlink.config import ProxyConfig, StoreConfig, WorkerConfig
+    from pdlink.protocol.auth import AllowList
     from pdlink.serve.process import Parent
 
 
@@ -34,15 +37,25 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
     check_kinds(config.transport)
     security = config.security
     credentials, http_key = keys.load_credentials(security), keys.http_key(security)
+    route_key = keys.route_key(security)
     tls = keys.server_tls(security.tls_cert, security.tls_key)
     find_model(config.model)
     bound = bind(config.host, config.port)
+    name = keys.worker_name(config, credentials, bound.getsockname()[1])
+    spans = None
+    if config.tracing.endpoint is not None:
+        from pdlink.observe.otlp import SpanSender
+
+        with needed():
+            spans = SpanSender(config.tracing, f"pdlink-{config.role}", name)
     if parent is not None:
         parent.doing("loading torch")
     from pdlink.serve.app import build_app
+    from pdlink.serve.joining import Announcer, url_of
+    from pdlink.serve.turning import Turning, add_role_route
     from pdlink.serve.worker import Worker
 
-    worker = Worker(config, keys.worker_name(config, credentials, bound.getsockname()[1]), credentials)
+    worker = Worker(config, name, credentials)
     if http_key is None and not is_loopback(config.host):
         log.warning("host %s without security.http_key_file: HTTP is open to anybody who reaches it", config.host)
     if security.insecure:
@@ -50,12 +63,18 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
     trace_path = traces.path_of(config.timeline, worker.name) if config.timeline is not None else None
     if parent is not None:
         parent.doing(f"loading the model {config.model.name}")
+    announcer = Announcer(worker, credentials)
+    if config.join.proxies:
+        url_of(config, f"http://{config.host}:0")  # before the model is loaded
     worker.open()
     trace = Timeline(worker.name)
     stop_tracing = listen(trace) if trace_path is not None else None
 
     def ready(url: str) -> dict[str, Any]:
+        if config.join.proxies:
+            announcer.start(url)
         control, transports = worker.node.address, worker.node.transports
+        store = f", store {worker.peers.address}" if worker.peers is not None else ""
         return {
             "name": worker.name,
             "url": url,
@@ -63,25 +82,26 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
             "control_port": ControlAddress.parse(control).port,
             "transports": transports,
             "model": worker.model.name,
-            "line": f"{worker.name} ready on {url}, control {control}, KV over {' or '.join(transports)}",
+            "line": f"{worker.name} ready on {url}, control {control}, KV over {' or '.join(transports)}{store}",
         }
 
     async def drain() -> None:
-        if health.problem(worker):
-            return
-        drain_s = config.timeouts.drain_s
-        say(f"{worker.name} draining {worker.num_requests} requests, at most {drain_s:g} s")
-        await asyncio.to_thread(worker.drain, drain_s)
+        if not health.problem(worker):
+            drain_s = config.timeouts.drain_s
+            say(f"{worker.name} draining {worker.num_requests} requests, at most {drain_s:g} s")
+            worker.draining = True
+            announcer.now()
+            await asyncio.to_thread(worker.drain, drain_s)
+        await announcer.leave()
 
     def reload() -> None:
-        if security.allow_file is None:
-            return
-        try:
-            worker.node.allow(keys.load_allow_list(security.allow_file))
-        except ConfigError as error:
-            log.error("the allow-list is unchanged: %s", error)
+        if security.allow_file is not None:
+            _reload(security.allow_file, worker.allow)
 
-    app = build_app(worker, http_key)
+    app = build_app(worker, http_key, route_key, spans)
+    turning = Turning(worker)
+    turning.changed = announcer.now
+    add_role_route(app, turning, keys.admin_keys(security))
     try:
         asyncio.run(serve(app, bound, parent, ready=ready, drain=drain, say=say, tls=tls, reload=reload))
         problem = health.problem(worker)
@@ -94,15 +114,105 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
         raise EngineFailure(f"{worker.name} cannot go on: {problem}")
 
 
-def run_proxy(config: ProxyConfig, parent: Parent | None, say: Callable[[str], None]) -> None:
-    """Run the proxy until SIGTERM or the end of its parent."""
+def _reload(allow_file: str, allow: Callable[[AllowList], None]) -> None:
+    from pdlink.serve import keys
+
+    try:
+        allow(keys.load_allow_list(allow_file))
+    except ConfigError as error:
+        log.error("the allow-list is unchanged: %s", error)
+
+
+def run_store(config: StoreConfig, parent: Parent | None, say: Callable[[str], None]) -> None:
+    """Run one store until SIGTERM or the end of its parent. Raises ConfigError, and OSError (no memory)."""
+    from pdlink.config import SecurityConfig, read_secrets
+    from pdlink.serve import keys
+    from pdlink.serve.kv_events import open_publisher, tell_shared_records
+    from pdlink.serve.peers import make_link
+    from pdlink.serve.store_app import build_app
+    from pdlink.store.opening import disk_directory, make_store
+    from pdlink.store.preimages import PreimageFile
+    from pdlink.store.server.listener import Listener
+    from pdlink.store.socket_path import store_path
+
+    raise_descriptor_limit()
+    path = store_path("listen", config.listen)
+    http_key = None if config.http_key_file is None else read_secrets(config.http_key_file, "http_key_file")[0]
+    bound = bind(config.host, config.port)
+    if http_key is None and not is_loopback(config.host):
+        log.warning("host %s without http_key_file: HTTP is open to anybody who reaches it", config.host)
+    credentials = keys.load_credentials(SecurityConfig(key_file=config.key_file, allow_file=config.allow_file))
+    link = make_link(config, config.name, credentials, insecure=config.insecure)
+    peers = [link.tier(address) for address in config.tiers.peers] if link is not None else ()
+    store = make_store(config.tiers, config.name, peers=peers)
+    store.open()
+    listener = Listener(store, path)
+    publisher = file = None
+    try:
+        publisher = open_publisher(config.kv_events, config.name, listener.incarnation.hex())
+        if publisher is not None:
+            directory = disk_directory(config.tiers, config.name)
+            file = PreimageFile(directory / "preimages") if directory is not None else None
+            tell_shared_records(publisher, store, file)
+            listener.events = publisher.address
+        if link is not None:
+            link.open(store)
+        listener.open()
+
+        def ready(url: str) -> dict[str, Any]:
+            line = f"{config.name} ready on {url}, for workers at {path}, with {', '.join(store.places)}"
+            asked = link.address if link is not None else ""
+            line += f", asked at {asked}" if asked else ""
+            return {"name": config.name, "url": url, "listen": str(path), "line": line, "store": asked}
+
+        async def drain() -> None:
+            """Workers go on without a store."""
+            await asyncio.to_thread(listener.close)
+
+        def reload() -> None:
+            if link is not None and config.allow_file is not None:
+                _reload(config.allow_file, link.allow)
+
+        app = build_app(config.name, store, listener, http_key)
+        asyncio.run(serve(app, bound, parent, ready=ready, drain=drain, say=say, reload=reload))
+    finally:
+        listener.close()
+        if link is not None:
+            link.close()
+        store.close()
+        if publisher is not None:
+            publisher.close()
+        if file is not None:
+            file.close()
+
+
+def run_proxy(
+    config: ProxyConfig,
+    parent: Parent | None,
+    say: Callable[[str], None],
+    family: dict[str, Any] | None = None,
+    reread: Callable[[], ProxyConfig] | None = None,
+) -> None:
+    """Run a proxy until SIGTERM or the end of its parent. family: it is one of several processes (`Place`). reread:
+    loads the settings again, on SIGHUP."""
+    from pdlink.config import SecurityConfig
     from pdlink.serve import keys
     from pdlink_proxy.app import ROUTER, build_app
+    from pdlink_proxy.family import Family, Place
+    from pdlink_proxy.front import FrontRunner
 
+    if family is None and config.processes > 1:
+        from pdlink.serve.processes import run_processes
+
+        run_processes(config, parent, say, reread)
+        return
     tls = keys.server_tls(config.tls_cert, config.tls_key)
-    bound = bind(config.host, config.port)
-    app = build_app(config)
-    if not config.decode:
+    bound = bind(config.host, config.port, shared=family is not None)
+    credentials = keys.load_credentials(SecurityConfig(key_file=config.key_file, allow_file=config.allow_file))
+    app = build_app(config, Family(Place(**family)) if family is not None else None, credentials)
+    if config.workers_file is not None or config.discover:
+        pass  # what they list may change
+    elif not config.decode:
         log.warning("decode: no decode workers, so every request is answered 503; --decode URL names one")
     elif not config.prefill:
         what = (
@@ -116,6 +226,47 @@ def run_proxy(config: ProxyConfig, parent: Parent | None, say: Callable[[str], N
 
     def ready(url: str) -> dict[str, Any]:
         workers = f"{len(config.prefill)} prefill and {len(config.decode)} decode workers"
+        if config.workers_file is not None:
+            workers = f"the workers of {config.workers_file}"
+        elif config.discover:
+            workers = f"the workers of {', '.join(config.discover)}"
         return {"name": "proxy", "url": url, "line": f"proxy ready on {url} before {workers}"}
 
-    asyncio.run(serve(app, bound, parent, ready=ready, drain=app[ROUTER].drain, say=say, tls=tls))
+    router = app[ROUTER]
+
+    def reload() -> None:
+        if reread is not None:
+            try:
+                router.adopt(reread())
+            except ConfigError as error:
+                log.error("the settings are unchanged: %s", error)
+        router.reload()
+        if config.allow_file is not None:
+            _reload(config.allow_file, router.discovery.allow)
+
+    gc.collect()
+    gc.freeze()  # modules live as long as the process
+    gc.set_threshold(20_000, 20, 20)  # a request leaves a few cycles; the default looks at them after ten requests
+    with asyncio.Runner(loop_factory=_fast_loop()) as runner:
+        serving = serve(
+            app,
+            bound,
+            parent,
+            ready=ready,
+            drain=router.drain,
+            say=say,
+            tls=tls,
+            reload=reload,
+            runner_of=FrontRunner,
+        )
+        runner.run(serving)
+
+
+def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    made: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return made

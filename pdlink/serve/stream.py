@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pdlink.errors import DeadlineExceeded, PdlinkError
+from pdlink.logs import about
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -74,7 +75,7 @@ class Stream:
         try:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
         except RuntimeError:  # the loop is closed: nobody reads any more
-            log.debug("request %s ended after its reader", self.request_id)
+            log.debug("request %s ended after its reader", self.request_id, extra=about(request_id=self.request_id))
 
     async def __aiter__(self) -> AsyncIterator[TokenOutput]:
         """Tokens until the request has ended. Raises the error that ended it, DeadlineExceeded after the deadline."""

@@ -1,78 +1,117 @@
-"""Tiers of the built-in engine: prompts are looked up before they are computed, and kept when they are.
+"""Tiers of the built-in engine: a prompt is looked up while its request is in line, and kept when it is computed.
 
-`Tiered` stands between the engine and its port. What the store has of a prompt is loaded into the request's blocks,
-and then pushed like what is computed; what is computed goes to the store, layer by layer.
+`Tiered` stands between the engine and its port. What the store has of a prompt is loaded into the request's blocks as
+far as that is faster. Where the rest is computed here, loaded layers are pushed like computed ones, and what is
+computed goes to the store, layer by layer. A rest that comes from a prefill worker is offered for after the load.
 """
 
 from __future__ import annotations
 
-import asyncio
+import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
-from pdlink.errors import ConfigError
-from pdlink.kv import hashing
+from pdlink.errors import PdlinkError
+from pdlink.events import PromptSourced, emit
 from pdlink.kv.sources import TokenRange
-from pdlink.memory.buffers import Buffer
-from pdlink.store.policies.registry import make_policy
-from pdlink.store.record import shape_of
-from pdlink.store.source import StoreSource
-from pdlink.store.store import Store
-from pdlink.store.tiers.disk import Disk
-from pdlink.store.tiers.opening import open_tier
+from pdlink.store.line import Line
+from pdlink.store.worth import Choice, Speed, longest_look_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
 
-    from pdlink.config import TiersConfig
-    from pdlink.engine.models import LoadedModel
-    from pdlink.engine.paged_cache import PagedCache
-    from pdlink.memory.blocks import BlockPool
+    from pdlink.engine.engine import Engine
     from pdlink.node.port import EnginePort
-    from pdlink.observe.metrics import Gauges
-    from pdlink.store.source import StoredPrompt, StoreLoad
-    from pdlink.store.tiers.base import Tier
+    from pdlink.store.loading import StoreLoad
+    from pdlink.store.prompt import StoredPrompt
+    from pdlink.store.source import StoreSource
+    from pdlink.store.turns import Retention
 
-_GIB = 1 << 30
+_LOOKERS = 2
+"""Threads that look prompts up; all who wait for a slow tier do so until their own deadlines."""
+_CLOSE_S = 2.0
 
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    prompt: StoredPrompt
-    end: int
-    """Tokens before this one were found in the store."""
+    request_id: str
+    tokens: tuple[int, ...]
+    salt: str
+    retention: Retention | None
+    """None: its KV is not kept."""
+    prompt: StoredPrompt | None = None
+    """Set when it is looked up, before the engine admits the request."""
     blocks: Sequence[int] = ()
+    """Another object after each admission."""
     load: StoreLoad | None = None
+    offered_s: float | None = None
+    """When it asked the prefill worker for KV."""
+    num_offered: int = 0
+
+    @property
+    def found(self) -> int:
+        """Leading tokens that the look-up found."""
+        return self.prompt.found[0].end if self.prompt is not None and self.prompt.found else 0
 
 
 class Tiered:
     """Implements `pdlink.engine.request.KVListener`; hands on to the port what it is told."""
 
-    def __init__(self, port: EnginePort, source: StoreSource, arrived: Callable[[str, int], None]) -> None:
-        """arrived: told, in any thread, up to which token a request's KV came; the rest is to be computed."""
-        self._port, self._source, self._arrived = port, source, arrived
+    def __init__(
+        self, port: EnginePort, source: StoreSource, engine: Callable[[], Engine], *, load_if_faster: bool = True
+    ) -> None:
+        """engine: the one whose listener this becomes. load_if_faster: False loads all that is found."""
+        self._port, self._source, self._engine = port, source, engine
+        self._load_if_faster = load_if_faster
         self._requests: dict[str, _Request] = {}
         """Added to before the engine knows the request; otherwise the engine's thread's."""
+        self._lookers = Line("pdlink-store-look", _LOOKERS)
+        self._computing, self._receiving = Speed(), Speed()
+        """Seconds for tokens. The engine's thread measures."""
+        self._pass_s: float | None = None
+        """When the pass began that is measured, and its tokens of prompts."""
+        self._pass_tokens = 0
 
-    async def look(self, request_id: str, prompt: Sequence[int], salt: str) -> StoredPrompt | None:
-        """Look up a prompt that is to be computed here otherwise. Holds nothing."""
-        try:
-            stored = self._source.prompt(request_id, prompt, salt)
-        except OverflowError:  # no token of any vocabulary: the engine will say so
-            return None
-        if self._source.store.has_tiers:  # whose answers take time
-            await asyncio.to_thread(stored.lookup)
-        else:
-            stored.lookup()
-        return stored
+    # --- The thread that starts requests
 
-    def begin(self, stored: StoredPrompt) -> None:
+    def begin(self, request_id: str, tokens: tuple[int, ...], salt: str, retention: Retention | None) -> None:
         """The engine is about to get this request, which ends with `ended`."""
-        self._requests[stored.request_id] = _Request(stored, stored.found[0].end if stored.found else 0)
+        self._requests[request_id] = _Request(request_id, tokens, salt, retention)
+
+    def look(self, request_id: str, *, receives: bool) -> None:
+        """The engine has it, and waits for the look-up: no longer than the whole prompt would take otherwise.
+
+        receives: a prefill worker computes it.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        now_s, timeout_s = time.monotonic(), self._source.lookup_timeout_s
+        other = self._receiving if receives else self._computing
+        if self._load_if_faster:
+            timeout_s = longest_look_s(timeout_s, other, len(request.tokens), now_s)
+        if len(request.tokens) > self._source.chunk_tokens:
+            self._lookers.put(partial(self._look, request, now_s + timeout_s))
+        else:  # too short to be found
+            self._look(request, now_s)
+
+    def _look(self, request: _Request, deadline_s: float) -> None:
+        """In a looker's thread, if it may wait. Holds nothing."""
+        try:
+            prompt = self._source.prompt(
+                request.request_id, request.tokens, request.salt, retention=request.retention
+            )
+            prompt.lookup(timeout_s=max(0.0, deadline_s - time.monotonic()))
+            request.prompt = prompt
+        finally:
+            self._engine().soon(partial(self._found, request))
+
+    # --- The engine's thread
+
+    def _found(self, request: _Request) -> None:
+        if self._is_live(request):
+            self._engine().kv_found(request.request_id, request.found)
 
     def ended(self, request_id: str, *, forget: bool = False) -> None:
         """The request is over, or was not accepted. forget: its KV is not to be trusted."""
@@ -80,109 +119,171 @@ class Tiered:
         if request is not None:
             if request.load is not None:
                 request.load.cancel()
-            request.prompt.close(forget=forget)
+            if request.prompt is not None:
+                request.prompt.close(forget=forget)
 
     def admitted(self, request_id: str, block_table: Sequence[int], num_cached_tokens: int) -> None:
-        self._port.admitted(request_id, block_table, num_cached_tokens)
         request = self._requests.get(request_id)
         if request is None:
+            self._port.admitted(request_id, block_table, num_cached_tokens)
             return
-        request.blocks = block_table
-        if num_cached_tokens < request.end:
-            block_tokens = self._source.layout.block_tokens
-            mine = block_table[num_cached_tokens // block_tokens : -(-request.end // block_tokens)]
-            request.load = request.prompt.load(TokenRange(num_cached_tokens, request.end, request.prompt), mine)
-            request.load.done.add_done_callback(partial(self._loaded, request, num_cached_tokens))
+        if request.load is not None:  # into blocks that it has no more
+            request.load.cancel()
+        request.blocks, request.load, request.offered_s = block_table, None, None
+        external = self._engine().external_tokens(request_id)
+        if external == len(request.tokens):
+            self._receive(request, num_cached_tokens)
+        else:
+            self._compute(request, num_cached_tokens, waits=external > num_cached_tokens)
+
+    def _compute(self, request: _Request, cached: int, *, waits: bool) -> None:
+        """What is not loaded is computed here. waits: whether the engine waits for a load, even of nothing."""
+        self._port.admitted(request.request_id, request.blocks, cached)
+        choice = self._choose(request, cached, self._computing)
+        if choice.end > cached and not waits:
+            choice = choice._replace(end=cached, reason="not_awaited")
+        if choice.end > cached:
+            self._load(
+                request,
+                cached,
+                choice,
+                self._go_on,
+                partial(self._landed, request, cached, choice.end, request.blocks),
+            )
+            return
+        if waits:
+            self._engine().kv_ends(request.request_id, cached)
+        self._tell(request, cached, cached, choice)
+
+    def _receive(self, request: _Request, cached: int) -> None:
+        """What is not loaded is offered for: a prefill worker computes it."""
+        choice = self._choose(request, cached, self._receiving)
+        if choice.end > cached:
+            self._load(request, cached, choice, lambda *loaded: self._engine().soon(partial(self._offer, *loaded)))
+        else:
+            self._offer(request, cached, choice, request.blocks, cached)
+
+    def _choose(self, request: _Request, cached: int, other: Speed) -> Choice:
+        if request.prompt is None:  # its look-up failed
+            return Choice(cached, "look_up_failed")
+        return request.prompt.choose(cached, other, always=not self._load_if_faster)
+
+    def _load(
+        self,
+        request: _Request,
+        cached: int,
+        choice: Choice,
+        then: Callable[[_Request, int, Choice, Sequence[int], int], None],
+        landed: Callable[[int, int], None] | None = None,
+    ) -> None:
+        assert request.prompt is not None
+        block_tokens, blocks = self._source.layout.block_tokens, request.blocks
+        mine = blocks[cached // block_tokens : -(-choice.end // block_tokens)]
+        request.load = request.prompt.load(TokenRange(cached, choice.end, request.prompt), mine, landed)
+        request.load.done.add_done_callback(lambda done: then(request, cached, choice, blocks, done.result()))
+
+    def _offer(self, request: _Request, cached: int, choice: Choice, blocks: Sequence[int], end: int) -> None:
+        """Tokens before `end` are here. If the request has ended meanwhile, its blocks are others'."""
+        if self._has(request, blocks):
+            request.offered_s, request.num_offered = time.monotonic(), len(request.tokens) - end
+            if end > cached:
+                self._engine().kv_arrived(request.request_id, end)
+            self._port.admitted(request.request_id, blocks, end)
+            self._tell(request, cached, end, choice, receives=True)
 
     def layer_needed(self, request_id: str, layer: int, timeout_s: float) -> bool:
-        return self._port.layer_needed(request_id, layer, timeout_s)
+        request = self._requests.get(request_id)
+        if request is None or request.load is None or request.offered_s is not None:
+            return self._port.layer_needed(request_id, layer, timeout_s)
+        self._pass_s = None  # it waits, and does not only compute
+        try:
+            request.load.wait_layer(layer, timeout_s)
+        except PdlinkError:  # too late, or never
+            return False
+        return True
 
     def prefilling(self, on: bool) -> None:
         self._port.prefilling(on)
+        now_s = time.monotonic()
+        if on:
+            self._pass_s, self._pass_tokens = now_s, 0
+        elif self._pass_s is not None and self._pass_tokens:
+            self._computing.measured(self._pass_tokens, now_s - self._pass_s, now_s)
 
     def layer_written(self, layer: int, spans: Sequence[tuple[str, int, int]]) -> None:
         self._port.layer_written(layer, spans)
         for request_id, start, end in spans:
+            self._pass_tokens += end - start if layer == 0 else 0
             request = self._requests.get(request_id)
-            if request is not None:
+            if request is not None and request.prompt is not None:
                 request.prompt.store(start, end, request.blocks, layer)
 
-    def _loaded(self, request: _Request, begin: int, done: Future[int]) -> None:
-        """In the copier's thread."""
-        request_id, end = request.prompt.request_id, done.result()
-        if end > begin:
-            for layer in range(len(self._source.layout.layers)):
-                self._port.layer_written(layer, [(request_id, begin, end)])
-        if self._requests.get(request_id) is request:  # the next one of that id has other blocks
-            self._arrived(request_id, end)
+    def answering(self, request_id: str) -> None:
+        """The first token of the answer is there, and so is the KV of the prompt."""
+        request = self._requests.get(request_id)
+        if request is not None and request.offered_s is not None:
+            now_s = time.monotonic()
+            self._receiving.measured(request.num_offered, now_s - request.offered_s, now_s)
 
-    def gauges(self) -> Gauges:
-        """For /metrics."""
-        store = self._source.store
-        return {
-            "store_nbytes": ("Bytes of the store's memory, by use, and of each tier", store.gauges()),
-            "tiers_answering": ("0 for a tier that is left alone since it failed or stalled", store.answering()),
-        }
+    def complete(self, request_id: str, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        """The answer is complete: keep the KV of what was received and generated, too."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            prompt = self._source.prompt(request_id, tokens, request.salt, retention=request.retention)
+            for layer in range(len(self._source.layout.layers)):
+                prompt.store(0, len(tokens), blocks, layer)
+            prompt.close()
+
+    def _is_live(self, request: _Request) -> bool:
+        return self._requests.get(request.request_id) is request
+
+    def _has(self, request: _Request, blocks: Sequence[int]) -> bool:
+        """Whether the request has these blocks still."""
+        return self._is_live(request) and request.blocks is blocks
+
+    def _begin_pass(self, request: _Request, blocks: Sequence[int], end: int) -> None:
+        if self._has(request, blocks):
+            self._engine().kv_loading(request.request_id, end)
+
+    def _end_load(self, request: _Request, blocks: Sequence[int], end: int) -> None:
+        if self._has(request, blocks):
+            self._engine().kv_ends(request.request_id, end)
+
+    # --- The copier's thread
+
+    def _landed(
+        self, request: _Request, cached: int, wanted_end: int, blocks: Sequence[int], layer: int, end: int
+    ) -> None:
+        """A layer of a load is here. If the load fails, computing reports it again, and that ends a transfer."""
+        self._port.layer_written(layer, [(request.request_id, cached, end)])
+        if layer == 0 and end == wanted_end:
+            self._engine().soon(partial(self._begin_pass, request, blocks, end))
+
+    def _go_on(self, request: _Request, cached: int, choice: Choice, blocks: Sequence[int], end: int) -> None:
+        """The load has ended there; the rest is computed, or has been."""
+        self._engine().soon(partial(self._end_load, request, blocks, end))
+        self._tell(request, cached, end, choice)
+
+    def _tell(self, request: _Request, cached: int, end: int, choice: Choice, *, receives: bool = False) -> None:
+        rest = len(request.tokens) - end
+        emit(
+            PromptSourced(
+                request_id=request.request_id,
+                cached=cached,
+                loaded=end - cached,
+                received=rest if receives else 0,
+                computed=0 if receives else rest,
+                found=request.found,
+                reason=choice.reason,
+                load_s=choice.load_s,
+                other_s=choice.other_s,
+                began_s=request.load.began_s if request.load is not None else time.monotonic(),
+                places=request.prompt.tokens_by_place(cached, end) if request.prompt is not None else {},
+            )
+        )
 
     def close(self) -> None:
         """After the engine has ended."""
+        self._lookers.close(_CLOSE_S)
         self._source.close()
         self._source.store.close()
-
-
-def open_source(
-    config: TiersConfig,
-    name: str,
-    model: LoadedModel,
-    cache: PagedCache,
-    pool: BlockPool,
-    released: Callable[[], None],
-) -> StoreSource | None:
-    """The store that the settings describe, opened, as a source for this engine; None where they want none.
-
-    name: the worker's. released: told that blocks were given back.
-    Raises ConfigError, and OSError if there is not enough memory.
-    """
-    nbytes = int(config.max_local_cpu_size * _GIB)
-    if nbytes == 0 or not isinstance(cache.buffer, Buffer):
-        return None
-    revision = f"{model.revision} {model.content}"
-    shape = shape_of(cache.layout, config.chunk_size)
-    if shape.nbytes > nbytes:
-        raise ConfigError(
-            f"tiers.chunk_size: got {config.chunk_size} tokens, {shape.nbytes} bytes of this model; limit {nbytes} "
-            "bytes; lower it, or raise tiers.max_local_cpu_size"
-        )
-    namespace = hashing.namespace(
-        model=model.name, revision=revision, dtype=shape.dtype, layout=shape.text, chunk_tokens=config.chunk_size
-    )
-    store = Store(
-        nbytes,
-        make_policy(config.cache_policy),
-        _tiers(config, name, namespace.hex()[:32]),
-        ingestion=config.ingestion,
-        reserve_nbytes=int(config.reserve_local_cpu_size * _GIB),
-    )
-    source = StoreSource(
-        store,
-        cache.layout,
-        [cache.buffer],
-        pool,
-        model=model.name,
-        revision=revision,
-        chunk_tokens=config.chunk_size,
-        released=released,
-    )
-    store.open()
-    return source
-
-
-def _tiers(config: TiersConfig, name: str, namespace: str) -> list[Tier]:
-    """Those below memory, in the order in which they are asked."""
-    tiers: list[Tier] = []
-    if config.local_disk is not None and config.max_local_disk_size is not None:
-        directory = Path(config.local_disk.replace("{name}", quote(name, safe="")))
-        tiers.append(Disk(directory, namespace, int(config.max_local_disk_size * _GIB)))
-    if config.remote_url is not None:
-        tiers.append(open_tier(config.remote_url, namespace))
-    return tiers

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
-import logging
 import select
 import signal
 import socket
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from pdlink.config import UpConfig, WorkerConfig
     from pdlink.serve.vllm import Server
 
-__all__ = ["START_TIMEOUT_S", "Child", "ChildFailed", "log", "start", "stop", "up", "wait_ready"]
+__all__ = ["START_TIMEOUT_S", "Child", "ChildFailed", "log", "start", "stop", "up"]
 
 START_TIMEOUT_S = 120.0
 """Longest wait for a child to be ready, mostly to load a large model."""
@@ -59,12 +58,11 @@ class Child:
     doing: str = "starting Python"
     """Its progress until it is ready."""
     warnings: list[str] = field(default_factory=list)
-    """Its warnings until it was ready."""
     _heard: bytes = b""
 
     def look(self) -> bool:
         """Read its reports; True once it is ready, with its `facts`. Raises ChildFailed if it failed or ended."""
-        while select.select([self.link], [], [], 0)[0]:
+        while _readable(self.link, 0):
             more = self.link.recv(65536)
             self._heard += more
             if not more or len(self._heard) > _MAX_LINE_NBYTES:
@@ -79,9 +77,17 @@ class Child:
                     return True
         return False
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """See `wait_ready`."""
-        wait_ready(self, timeout_s)
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait for its facts, and log its warnings. Raises ChildFailed if it dies or is not ready in time."""
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            while not self.look():
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise ChildFailed(f"{self.label} was not ready within {timeout_s:.0f} s")
+                _readable(self.link, left_s)
+        finally:
+            _warn_once([self])
 
     def _take(self, message: dict[str, Any]) -> bool:
         self.doing = message.get("doing", self.doing)
@@ -115,17 +121,19 @@ class Child:
 
 
 def start(label: str, role: str, settings: dict[str, Any]) -> Child:
-    """Start one child, which logs at this process's level. Call `look` or `wait_ready` until it is ready."""
+    """Start one child. Call `look` or `wait_ready` until it is ready."""
     ours, theirs = socket.socketpair()
-    level = logging.getLevelName(logging.getLogger().level).lower()
     with theirs:
-        arguments = [role, "--label", label] + (["--log-level", level] if level in _LEVELS else [])
-        process = spawn(arguments, theirs)
+        process = spawn([role, "--label", label], theirs)
     ours.sendall(json.dumps(settings).encode() + b"\n")
     return Child(label, role, settings, process, ours, {})
 
 
-_LEVELS = ("debug", "info", "warning", "error")
+def _readable(link: socket.socket, timeout_s: float) -> bool:
+    """Not select(): it takes no descriptor above 1,023."""
+    poll = select.poll()
+    poll.register(link, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def spawn(arguments: Sequence[str], link: socket.socket) -> subprocess.Popen[bytes]:
@@ -135,19 +143,6 @@ def spawn(arguments: Sequence[str], link: socket.socket) -> subprocess.Popen[byt
         pass_fds=[link.fileno()],
         start_new_session=True,  # Ctrl-C reaches this process only, so that the children drain in order
     )
-
-
-def wait_ready(child: Child, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Fill in `child.facts`, and log its warnings. Raises ChildFailed if it dies or is not ready in time."""
-    deadline_s = time.monotonic() + timeout_s
-    try:
-        while not child.look():
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise ChildFailed(f"{child.label} was not ready within {timeout_s:.0f} s")
-            select.select([child.link], [], [], left_s)
-    finally:
-        _warn_once([child])
 
 
 def _warn_once(children: Iterable[Child | Server]) -> None:
@@ -193,6 +188,7 @@ def up(config: UpConfig, say: Callable[[str], None]) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, tell)
+    stores: list[Child | Server] = []
     workers: list[Child | Server] = []
     proxies: list[Child | Server] = []
     started_s = time.monotonic()
@@ -205,13 +201,13 @@ def up(config: UpConfig, say: Callable[[str], None]) -> None:
                 timeout_s = config.vllm.start_timeout_s
                 settings |= _start_vllm(config, workers, held)
             else:
-                _start_own(config, workers, held)
-            _await_all(workers, timeout_s)
+                _start_own(config, stores, workers, held)
+            _await_all([*stores, *workers], timeout_s)
             settings |= {role: [child.facts["url"] for child in workers if child.role == role] for role in _ROLES}
             proxies.append(start("proxy", "proxy", settings))
             _await_all(proxies, START_TIMEOUT_S)
-            say(_picture(config, [*workers, *proxies], time.monotonic() - started_s))
-            kept = [Keeper(child, timeout_s, config.max_failed_starts) for child in workers]
+            say(_picture(config, [*workers, *stores, *proxies], time.monotonic() - started_s))
+            kept = [Keeper(child, timeout_s, config.max_failed_starts) for child in [*stores, *workers]]
             kept += [Keeper(child, START_TIMEOUT_S, config.max_failed_starts) for child in proxies]
             while True:
                 for keeper in kept:
@@ -226,9 +222,12 @@ def up(config: UpConfig, say: Callable[[str], None]) -> None:
                 log.info("stopping; running requests have up to %g s", config.proxy.drain_s)
             stop(proxies, config.proxy.drain_s + 5)
             stop(workers, max(config.prefill.timeouts.drain_s, config.decode.timeouts.drain_s) + 5)
+            stop(stores, _STORE_END_S)
 
 
 _ROLES = ("prefill", "decode")
+_STORE_END_S = 60.0
+"""A store writes what waits for its tiers first."""
 
 
 def _hold(held: contextlib.ExitStack, host: str, port: int, setting: str) -> int:
@@ -281,7 +280,9 @@ def worker_settings(side: str, worker: WorkerConfig, count: int) -> dict[str, di
     return found
 
 
-def _start_own(config: UpConfig, children: list[Child | Server], held: contextlib.ExitStack) -> None:
+def _start_own(
+    config: UpConfig, stores: list[Child | Server], workers: list[Child | Server], held: contextlib.ExitStack
+) -> None:
     from pdlink.engine.places import find_model
 
     sides = {"prefill": (config.prefill, config.num_prefill), "decode": (config.decode, config.num_decode)}
@@ -297,7 +298,13 @@ def _start_own(config: UpConfig, children: list[Child | Server], held: contextli
         if _is_address(settings["control_host"]):
             port = _hold(held, settings["control_host"], settings["control_port"], f"{side}.control_port")
             settings["control_port"] = port
-    children.extend(start(label, side, settings) for label, side, settings in plans)
+    if config.share_store:
+        settings = config.store.model_dump(mode="json")
+        settings["port"] = _hold(held, settings["host"], settings["port"], "store.port")
+        stores.append(start(config.store.name, "store", settings))
+        for _, _, settings in plans:
+            settings["tiers"] = {**settings["tiers"], "store": config.store.listen}
+    workers.extend(start(label, side, settings) for label, side, settings in plans)
 
 
 def _start_vllm(config: UpConfig, children: list[Child | Server], held: contextlib.ExitStack) -> dict[str, Any]:
@@ -330,22 +337,24 @@ def _picture(config: UpConfig, children: list[Child | Server], took_s: float) ->
     proxy = children[-1].facts["url"]
     if config.engine == "vllm":
         model, how = config.vllm.model_name, f"vLLM with {config.vllm.connector}'s connector"
-        metrics = "vllm:pdlink_" if config.vllm.connector == "pdlink" else "vllm:nixl_"
     else:
         facts = children[0].facts
-        model, how, metrics = facts["model"], f"KV over {' or '.join(facts['transports'])}", "pdlink_transfer_bytes"
+        model, how = facts["model"], f"KV over {' or '.join(facts['transports'])}"
     lines = [f"ready in {took_s:.1f} s: model {model}, {how}", ""]
     for child in children:
         control = child.facts.get("control", "")
         lines.append(f"  {child.label:<12}{child.facts['url']:<28}{control and 'control ' + control}")
+    if config.model is None and config.engine != "vllm":
+        lines += ["", "The model has random weights, so its text is noise; what counts is that its KV crosses."]
     body = json.dumps({"model": model, "prompt": "The KV cache crosses over", "max_tokens": 32, "stream": True})
     lines += [
         "",
         "try it:",
         f"  curl -N {proxy}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
         "",
-        "where the KV went:",
-        f"  curl -s {children[0].facts['url']}/metrics | grep {metrics}",
+        "see where the KV goes, and where the time to the first token goes:",
+        f"  {proxy}/pdlink/          in a browser",
+        f"  pdlink top {proxy}       in a terminal",
         "",
         "Ctrl-C stops everything.",
     ]

@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,8 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdlink.config import environment_with
-from pdlink.errors import ConfigError, LocalError
+from pdlink.errors import ConfigError
 from pdlink.serve.keeper import ChildFailed, how_it_ended
+from pdlink.serve.ports import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +49,7 @@ _POLL_S = 0.25
 
 
 class VllmMissing(ConfigError):
-    """No `vllm` command was found."""
+    """`pdlink up --engine vllm` finds no vLLM, or none that works with pdlink; the message has what to install."""
 
     code = "vllm_missing"
 
@@ -148,7 +148,6 @@ def _transfer_config(config: VllmConfig, role: str, label: str, control_port: in
 
 
 def proxy_settings(config: VllmConfig, plans: Sequence[Plan]) -> dict[str, Any]:
-    """The proxy's settings for these servers."""
     unequal = config.prefill_ranks != config.decode_ranks and config.connector == "pdlink"
     return {
         "dialect": CONNECTORS[config.connector][1],
@@ -160,8 +159,6 @@ def proxy_settings(config: VllmConfig, plans: Sequence[Plan]) -> dict[str, Any]:
 
 
 class Server:
-    """One running server."""
-
     doing = "vLLM is loading"
 
     def __init__(self, plan: Plan, log_dir: Path) -> None:
@@ -220,7 +217,6 @@ class Server:
         self.process = self._started()
 
     def terminate(self) -> None:
-        """Ask it to end."""
         if self.process.poll() is None:
             self.process.terminate()
 
@@ -231,7 +227,6 @@ class Server:
         self.process.wait()
 
     def close(self) -> None:
-        """End the server."""
         self.kill()
 
 
@@ -244,19 +239,3 @@ def _die_with_parent(parent: int) -> Any:
             os.kill(os.getpid(), signal.SIGTERM)
 
     return run
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` consecutive free ports."""
-    for _ in range(100):
-        with contextlib.ExitStack() as held:
-            first = 0
-            try:
-                for offset in range(count):
-                    bound = held.enter_context(socket.socket())
-                    bound.bind(("127.0.0.1", first + offset if offset else 0))
-                    first = first or bound.getsockname()[1]
-            except (OSError, OverflowError):
-                continue
-            return first
-    raise LocalError(f"found no {count} free ports in a row")

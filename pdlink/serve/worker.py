@@ -20,22 +20,27 @@ from pdlink.engine.request import GenerationRequest
 from pdlink.errors import ConfigError, Draining, EngineFailure, InvalidRequest, PdlinkError, TransferFailed
 from pdlink.events import FallbackUsed, RequestEnded, emit
 from pdlink.memory.blocks import BlockPool
-from pdlink.memory.buffers import available_nbytes
+from pdlink.memory.buffers import Buffer, available_nbytes
 from pdlink.node.node import Node, end_process
 from pdlink.node.port import EnginePort
+from pdlink.serve.kv_events import open_publisher, tell_blocks, tell_records
 from pdlink.serve.legs import DecodeLeg, PrefillLeg, recomputed
+from pdlink.serve.peers import make_link
 from pdlink.serve.stream import Stream
-from pdlink.serve.tiers import Tiered, open_source
+from pdlink.serve.tiers import Tiered
+from pdlink.serve.untiered import Untiered
+from pdlink.store.opening import open_source
+from pdlink.store.store import Store
+from pdlink.store.turns import USUAL
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pdlink.config import WorkerConfig
+    from pdlink.config import Role, WorkerConfig
     from pdlink.engine.models import LoadedModel
     from pdlink.engine.request import SamplingParams, TokenOutput
-    from pdlink.protocol.auth import Credentials
+    from pdlink.protocol.auth import AllowList, Credentials
     from pdlink.serve.openai import TransferParams
-    from pdlink.store.source import StoredPrompt
+    from pdlink.store.source import StoreSource
+    from pdlink.store.turns import Retention
 
 
 _BLOCK_OVERHEAD_NBYTES = 64
@@ -82,7 +87,10 @@ class Worker:
         self._fewer = threading.Condition(self._lock)
         """A request has ended."""
         self.draining = False
-        """Whether new requests are turned away."""
+        self.role: Role = config.role
+        """That it serves now; see `begin_turn`."""
+        self.turning: Role | None = None
+        """The role that it takes when it has drained."""
 
     def open(self) -> None:
         """Load the model, allocate and register the cache, bind the control port, start both threads.
@@ -101,9 +109,24 @@ class Worker:
             order=config.cache.order,
         )
         self.cache.layer_delay_s = config.simulate_layer_s
-        source = open_source(
-            config.tiers, self.name, self.model, self.cache, self.pool, released=lambda: self.engine.wake()
-        )
+        insecure = config.security.insecure
+        self.peers = make_link(config, self.name, self._credentials, insecure=insecure, timeouts=config.timeouts)
+        self.source: StoreSource | None = None
+        """None where nothing is kept."""
+        if isinstance(self.cache.buffer, Buffer):  # not a GPU's
+            self.source = open_source(
+                config.tiers,
+                self.name,
+                self.cache.layout,
+                [self.cache.buffer],
+                self.pool,
+                model=self.model.name,
+                revision=f"{self.model.revision} {self.model.content}",
+                released=lambda: self.engine.wake(),
+                peers=[self.peers.tier(address) for address in config.tiers.peers] if self.peers is not None else (),
+            )
+        if self.peers is not None and self.source is not None and isinstance(self.source.store, Store):
+            self.peers.open(self.source.store)
         self.node = Node(
             self.name,
             self.cache.layout,
@@ -122,11 +145,23 @@ class Worker:
             chaos=config.chaos,
             on_death=end_process,
         )
-        self.port = EnginePort(self.node)
+        self.port = (
+            Untiered(self.node, lambda: self.engine, self._prompt_tokens)
+            if self.source is None
+            else EnginePort(self.node)
+        )
+        self.kv_events = open_publisher(config.kv_events, self.name, self.node.report().epoch)
+        """None where nobody is told what is kept here."""
+        if self.kv_events is not None:
+            tell_blocks(self.kv_events, self.pool, config.cache.block_tokens, on_gpu=self.model.device.type == "cuda")
+            if self.source is not None:
+                tell_records(self.kv_events, self.source.store, self.source.chunk_tokens)
         self.tiers: Tiered | None = None
         """None where nothing is kept."""
-        if source is not None:
-            self.tiers = Tiered(self.port, source, arrived=lambda *upto: self.engine.kv_ends(*upto))
+        if self.source is not None:
+            self.tiers = Tiered(
+                self.port, self.source, lambda: self.engine, load_if_faster=config.tiers.load_if_faster
+            )
         self.engine = Engine(
             self.model,
             self.pool,
@@ -135,20 +170,13 @@ class Worker:
             self,
             self.tiers or self.port,
             share_prefixes=config.cache.share_prefixes,
+            on_complete=self.tiers.complete if self.tiers is not None and config.tiers.save_decode_cache else None,
         )
         self.node.short_of_blocks = lambda: self.engine.num_waiting > 0
         self._thread = threading.Thread(target=self._run_engine, name=f"pdlink-engine-{self.name}", daemon=True)
         self._thread.start()
 
     # -- requests, from the asyncio loop -----------------------------------------------------------------------------
-
-    async def look(
-        self, request_id: str, prompt: Sequence[int], params: TransferParams | None, *, salt: str = ""
-    ) -> StoredPrompt | None:
-        """What the tiers have of a prompt, for `start`; None where they have no part in the request."""
-        if self.tiers is None or (params is not None and params.leg == "decode"):
-            return None
-        return await self.tiers.look(request_id, prompt, salt)
 
     def start(
         self,
@@ -157,39 +185,39 @@ class Worker:
         sampling: SamplingParams,
         params: TransferParams | None,
         *,
+        num_answered: int = 0,
         salt: str = "",
-        stored: StoredPrompt | None = None,
+        retention: Retention | None = USUAL,
     ) -> Stream:
         """Begin a request, alone or as one leg of a transfer; its tokens come through the stream.
 
-        stored: what `look` gave, for a prompt that is to be computed here.
+        num_answered: last tokens of the prompt that are the answer's first ones (`GenerationRequest`).
+        retention: of its KV in the tiers; None keeps none there.
 
         Raises what the engine's `submit` raises, InvalidRequest for a leg this role does not serve or a transfer id
         used before, TransferFailed if the other leg has failed already and the setting is to fail.
         """
-        if self.draining:
-            raise Draining("this worker is shutting down; send the request to another one")
         stream = Stream(request_id, len(prompt), self.config.timeouts.request_s)
         with self._lock:
+            if self.draining or self.turning is not None:  # with the lock: what is let in here is drained
+                raise Draining("this worker takes no new requests now; send the request to another one")
             if request_id in self._running:
                 raise InvalidRequest(f"request id {request_id!r} is in use")
             self._running[request_id] = stream  # the engine's thread may speak of it before `submit` returns
         try:
             leg = self._leg(stream, params) if params is not None else None
             is_prefill = isinstance(leg, PrefillLeg)
-            if isinstance(leg, DecodeLeg):
-                external = leg.incoming.lookup(())
-            else:
-                external = stored.found if stored is not None else ()
-                if self.tiers is not None and stored is not None:
-                    self.tiers.begin(stored)
+            if self.tiers is not None:
+                self.tiers.begin(request_id, prompt, salt, retention)
             self.engine.submit(
                 GenerationRequest(
                     request_id,
                     prompt,
                     replace(sampling, max_tokens=1) if is_prefill else sampling,
-                    external=external,
+                    external=leg.incoming.lookup(()) if isinstance(leg, DecodeLeg) else (),
+                    awaits_lookup=self.tiers is not None,
                     goes_on=is_prefill and sampling.max_tokens > 1,
+                    num_answered=num_answered,
                     salt=salt,
                 )
             )
@@ -200,14 +228,23 @@ class Worker:
             with self._lock:
                 del self._running[request_id]
             raise
+        if self.tiers is not None:
+            self.tiers.look(request_id, receives=isinstance(leg, DecodeLeg))
         if leg is not None:
             leg.submitted()
         return stream
 
+    def _prompt_tokens(self, request_id: str) -> int:
+        with self._lock:
+            stream = self._running.get(request_id)
+        return stream.num_prompt_tokens if stream is not None else 0
+
     def _leg(self, stream: Stream, params: TransferParams) -> PrefillLeg | DecodeLeg | None:
         """The request's part in its transfer; None if that has failed already and the prompt is computed here."""
-        if self.config.role not in (params.leg, "both"):
-            raise InvalidRequest(f"this worker has role {self.config.role!r}, the request is a {params.leg} leg")
+        if self.role not in (params.leg, "both"):
+            wrong = f"this worker has role {self.role!r}, the request is a {params.leg} leg"
+            # Where roles change the sender could not know.
+            raise Draining(wrong) if self.roles else InvalidRequest(wrong)
         if params.leg == "prefill":
             stream.leg = PrefillLeg(stream, params.transfer_id, self.engine, self.port)
             return stream.leg
@@ -241,6 +278,8 @@ class Worker:
         if stream.first_token_s is None:
             stream.first_token_s = time.monotonic()
             self.port.finished(output.request_id, output.token_id)
+            if self.tiers is not None:
+                self.tiers.answering(output.request_id)
         stream.num_tokens += 1
         stream.finish_reason = output.finish_reason or ""
         stream.put(output)
@@ -260,7 +299,7 @@ class Worker:
         emit(
             RequestEnded(
                 request_id=request_id,
-                role=self.config.role,
+                role=self.role,
                 outcome=error.code if error else stream.finish_reason,
                 prompt_tokens=stream.num_prompt_tokens,
                 completion_tokens=stream.num_tokens,
@@ -291,8 +330,40 @@ class Worker:
                 self._fewer.wait(0.05)
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """Legs that it can serve, now or after a turn; empty if its role cannot change."""
+        return () if self.config.security.admin_key_file is None else ("prefill", "decode")
+
+    def begin_turn(self, role: Role) -> bool:
+        """Take no new requests, to serve this role when `left_to_drain` is empty; whether no other turn runs."""
+        with self._lock:
+            if self.turning is not None:
+                return False
+            self.turning = role
+        return True
+
+    def left_to_drain(self) -> str:
+        """What still runs for the present role; empty if nothing does."""
+        requests = self.num_requests
+        sending = sum(count for state, count in self.node.report().sending.items() if state != "early")
+        # Early: another worker waits for a request that this one would refuse now.
+        return f"{requests} requests and {sending} transfers run" if requests or sending else ""
+
+    def end_turn(self, *, taken: bool) -> None:
+        """Take new requests again. taken: of the new role."""
+        with self._lock:
+            if taken and self.turning is not None:
+                self.role = self.turning
+            self.turning = None
+
+    def allow(self, allowed: AllowList) -> None:
+        """Replace the allow-list of the credentials; sessions whose key is not on it end."""
+        self.node.allow(allowed)
+        if self.peers is not None:
+            self.peers.allow(allowed)
+
+    @property
     def num_requests(self) -> int:
-        """Requests not ended yet."""
         with self._lock:
             return len(self._running)
 
@@ -306,6 +377,10 @@ class Worker:
         self.engine.stop()
         self._thread.join(5.0)
         self.node.close()
+        if self.peers is not None:
+            self.peers.close()
         if self.tiers is not None:
             self.tiers.close()
+        if self.kv_events is not None:
+            self.kv_events.close()
         self.cache.close()

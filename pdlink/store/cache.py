@@ -11,21 +11,30 @@ chunk is not kept. A tier that fails or stalls is a miss, never an exception.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, ParamSpec, Self, TypeVar, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, Self, TypeVar, cast
 
+from pdlink.config import state_directory
 from pdlink.errors import ConfigError, InvalidRequest, TransferFailed
+from pdlink.events import KVCopied, emit
 from pdlink.kv import hashing
+from pdlink.kv.groups import KVGroups
 from pdlink.kv.plan import warm_up
 from pdlink.memory.blocks import BlockPool
 from pdlink.memory.borrowed import buffers_of
+from pdlink.store.cleared import places_of
+from pdlink.store.codec import FP8
 from pdlink.store.handle import Handle
 from pdlink.store.holds import Holds
+from pdlink.store.interface import MEMORY
 from pdlink.store.line import Line
 from pdlink.store.policies.registry import DEFAULT_POLICY, make_policy
 from pdlink.store.record import HEADER_NBYTES, shape_of
@@ -34,18 +43,20 @@ from pdlink.store.span import first_unmasked, ids_of, span
 from pdlink.store.store import Store
 from pdlink.store.tiers.disk import Disk
 from pdlink.store.tiers.opening import open_tier
+from pdlink.store.turns import USUAL, tenant_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from pdlink.kv.layout import KVLayout
-    from pdlink.kv.plan import Plan
     from pdlink.memory.buffers import HostBuffer
+    from pdlink.store.blocks import RecordPlan
     from pdlink.store.catalog import Slot
-    from pdlink.store.fetch import Fetch
     from pdlink.store.handle import Chunk
+    from pdlink.store.interface import AnyFetch, Forgotten
     from pdlink.store.span import Span, Tokens
     from pdlink.store.tiers.base import Tier
+    from pdlink.store.turns import Retention
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -65,8 +76,10 @@ class Cache:
     tokens: the whole prompt.
     blocks: block table: blocks[i] holds the `block_tokens` tokens from `offset` + i * `block_tokens` on, for all full
         chunks. Blocks of masked tokens are not looked at. The caller keeps the blocks during the call.
-    mask: as long as the prompt; False for leading tokens, a multiple of `chunk_tokens`, that the call leaves alone.
+    mask: as long as the prompt; False for leading tokens that the call leaves alone: a multiple of `chunk_tokens`, or
+        of `block_tokens` where KV is loaded.
     salt: keeps tenants apart: KV is found only under the salt it was stored with.
+    retention: its priority in eviction, and how long it is found; the tenant is the salt.
     Errors: InvalidRequest for arguments that cannot be meant; nothing has happened then.
     """
 
@@ -78,7 +91,12 @@ class Cache:
         nbytes: int,
         disk: str | Path | None = None,
         disk_nbytes: int = 0,
+        state_dir: str | Path | None = None,
         tiers: Sequence[str | Tier] = (),
+        codec: Mapping[str, str] = MappingProxyType({}),
+        lossy: str = "",
+        ttl_s: float = float("inf"),
+        salt_quota_nbytes: int = 0,
         policy: str = DEFAULT_POLICY,
         model: str = "",
         revision: str = "",
@@ -95,8 +113,14 @@ class Cache:
         buffers: host memory for region 0, 1, ... of the layout, as `Node` takes it; borrowed. None allocates it.
         nbytes: of the arena, the tier in memory. reserve_nbytes: of the host's memory, which are never taken.
         disk: directory of the tier below, made if it is not there; one process has it at a time. disk_nbytes: of it.
+        state_dir: directory for what was cleared while a tier was away; None is $XDG_STATE_HOME/pdlink, or
+            ~/.local/state/pdlink.
         tiers: further ones, searched in order: URLs as in `open_tier` (file:///DIRECTORY, redis://HOST,
             s3://BUCKET, path.to.module:name), or tiers, which `close` closes.
+        codec: how chunks are packed in a tier, by its name: "zstd" or "lz4" (extra `codecs`), "raw", or "fp8".
+        lossy: "fp8" to find and keep KV that tiers may pack so: values within a sixteenth of what was stored, half
+            the bytes. It is kept apart from exact KV.
+        ttl_s: how long KV is found, here and in the tiers. salt_quota_nbytes: of the arena for one salt; 0: no limit.
         policy: of eviction from the arena, by its name in `policies/registry.py`.
         model, revision: whose KV it is; others never find it. chunk_tokens: must be equal where KV is shared.
         pin_quota_nbytes: most bytes that `pin` keeps.
@@ -108,7 +132,11 @@ class Cache:
         if chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens: got {chunk_tokens}; limit 1 or more; 256 suits most models")
         self.layout, self.chunk_tokens = layout, chunk_tokens
-        self._shape = shape_of(layout, chunk_tokens)
+        if lossy not in ("", FP8):
+            raise ConfigError(f"lossy: got {lossy!r}; limit '' or {FP8!r}; choose one")
+        if FP8 in codec.values() and not lossy:
+            raise ConfigError(f"codec: got {FP8!r}, which changes the KV; limit it with lossy={FP8!r}; set both")
+        self._shape = shape_of(layout, chunk_tokens, lossy=lossy)
         if nbytes < self._shape.nbytes:
             raise ConfigError(
                 f"nbytes: got {nbytes}; limit {self._shape.nbytes} or more, a chunk of {chunk_tokens} tokens; raise "
@@ -117,7 +145,7 @@ class Cache:
         self._lookup_timeout_s, self._tier_deadline_s, self._lease_s = lookup_timeout_s, tier_deadline_s, lease_s
         self._holds, self._closed = Holds(lease_s), False
         with ExitStack() as opened:
-            self.buffers = buffers_of(layout, buffers, opened)
+            self.buffers = buffers_of(KVGroups((layout,)), buffers, opened)
             if any(buffer.kind != "host" for buffer in self.buffers):
                 raise InvalidRequest("buffers: got memory of a GPU; limit memory of the host; copy the pages to it")
             shape = self._shape
@@ -129,14 +157,18 @@ class Cache:
                 made.append(Disk(Path(disk), namespace, disk_nbytes))
                 opened.callback(made[-1].close)
             for tier in tiers:
-                made.append(open_tier(tier, namespace) if isinstance(tier, str) else tier)
+                made.append(open_tier(tier) if isinstance(tier, str) else tier)
                 opened.callback(made[-1].close)
             self._store = Store(
                 nbytes,
                 make_policy(policy),
                 made,
+                codec=codec,
+                ttl_s=ttl_s,
+                tenant_quota_nbytes=salt_quota_nbytes,
                 pin_quota_nbytes=pin_quota_nbytes,
                 reserve_nbytes=reserve_nbytes,
+                cleared=places_of(None if disk is None else Path(disk), state_directory(state_dir)),
                 tier_deadline_s=tier_deadline_s,
                 lease_s=lease_s,
             )
@@ -151,6 +183,7 @@ class Cache:
                 model=model,
                 revision=revision,
                 chunk_tokens=chunk_tokens,
+                lossy=lossy,
             )
             opened.callback(self._source.close)
             self._askers = Line("pdlink-cache-ask")
@@ -167,6 +200,7 @@ class Cache:
         mask: Sequence[bool] | None = None,
         offset: int = 0,
         salt: str = "",
+        retention: Retention = USUAL,
     ) -> int:
         """Keep the KV of the prompt's full chunks; returns the number of tokens in new chunks.
 
@@ -174,7 +208,7 @@ class Cache:
         Cost: one hash of the prompt, one copy of what is new, in the calling thread, without the GIL.
         """
         mine = self._span(tokens, blocks, mask, offset, salt)
-        slots = self._reserve(mine)
+        slots = self._reserve(mine, _of(salt, retention))
         try:
             self._copy(mine, slots, loading=False)
         except BaseException:
@@ -191,16 +225,17 @@ class Cache:
         mask: Sequence[bool] | None = None,
         offset: int = 0,
         salt: str = "",
+        retention: Retention = USUAL,
     ) -> Generator[None]:
         """The same, layer by layer while they are computed: yields once per layer, and once before.
 
         The first step reserves memory; step i + 1, to be taken when layer i is in the pages, begins its copy in a
         thread of the cache; the last one waits for all copies. A generator that is closed early keeps nothing.
         """
-        return self._store_layers(self._span(tokens, blocks, mask, offset, salt))
+        return self._store_layers(self._span(tokens, blocks, mask, offset, salt), _of(salt, retention))
 
-    def _store_layers(self, mine: Span) -> Generator[None]:
-        slots = self._reserve(mine)
+    def _store_layers(self, mine: Span, retention: Retention) -> Generator[None]:
+        slots = self._reserve(mine, retention)
         copies: list[Future[None]] = []
         whole = False
         try:
@@ -218,7 +253,7 @@ class Cache:
                 yield
         finally:
             if not whole:
-                self._source.copier.submit(lambda: None).result()
+                self._source.copier.wait()
                 self._store.abandon([slot for _, slot in slots])
 
     def mput(self, prompts: Sequence[tuple[Tokens, Sequence[int]]], *, salt: str = "") -> list[int]:
@@ -243,7 +278,7 @@ class Cache:
         Cost: one hash of the prompt, reads of the tiers, one copy in the calling thread, without the GIL.
         """
         mine = self._span(tokens, blocks, mask, offset, salt, distinct=True)
-        return self._load(mine, self._holds.take(lookup_id)) or self._load(mine, self._fetch(mine.keys))
+        return self._load(mine, self._holds.take(lookup_id)) or self._load(mine, self._fetch(mine.keys, salt))
 
     def retrieve_layers(
         self,
@@ -261,19 +296,19 @@ class Cache:
         before. Nothing touches the blocks after the generator has ended or was closed.
         The last step raises TransferFailed if it came so late (`lease_s`) that the layers may be wrong.
         """
-        return self._retrieve_layers(self._span(tokens, blocks, mask, offset, salt, distinct=True), lookup_id)
+        return self._retrieve_layers(self._span(tokens, blocks, mask, offset, salt, distinct=True), salt, lookup_id)
 
-    def _retrieve_layers(self, mine: Span, lookup_id: str) -> Generator[int | None]:
+    def _retrieve_layers(self, mine: Span, salt: str, lookup_id: str) -> Generator[int | None]:
         fetch = self._holds.take(lookup_id)
         slots = self._arrived(mine, fetch)
         if fetch is None or not slots:
             if fetch is not None:
                 fetch.close()
-            fetch = self._fetch(mine.keys)
+            fetch = self._fetch(mine.keys, salt)
             slots = self._arrived(mine, fetch)
         try:
             copies = self._copies(mine, slots)
-            yield len(slots) * self.chunk_tokens
+            yield self._num_tokens(mine, slots)
             num_layers = len(self.layout.layers)
             for layer in range(num_layers):
                 if copies:
@@ -282,13 +317,13 @@ class Cache:
                     raise TransferFailed(f"a lease of {self._lease_s} s ended before the last layer; raise lease_s")
                 yield None
         finally:
-            self._source.copier.submit(lambda: None).result()
+            self._source.copier.wait()
             fetch.close()
 
     def mget(self, prompts: Sequence[tuple[Tokens, Sequence[int]]], *, salt: str = "") -> list[int]:
         """`retrieve` for each (tokens, blocks), of which all are read from the tiers at the same time."""
         spans = [self._span(tokens, blocks, None, 0, salt, distinct=True) for tokens, blocks in prompts]
-        fetches = [self._fetch(mine.keys) for mine in spans]
+        fetches = [self._fetch(mine.keys, salt) for mine in spans]
         return [self._load(mine, fetch) for mine, fetch in zip(spans, fetches, strict=True)]
 
     # --- Before a load
@@ -302,15 +337,15 @@ class Cache:
         found = self._store.lookup(self._keys(tokens, salt), self._lookup_timeout_s)
         if pin:
             lookup_id = lookup_id or uuid.uuid4().hex
-            fetch: Future[Fetch] = Future()
-            fetch.set_result(self._store.fetch(found, self._shape, lookup_id))
+            fetch: Future[AnyFetch] = Future()
+            fetch.set_result(self._store.fetch(found, self._shape, lookup_id, retention=_of(salt, USUAL)))
             self._holds.add(lookup_id, fetch)
         return Hit(len(found.keys) * self.chunk_tokens, lookup_id if pin else "")
 
     def prefetch(self, tokens: Tokens, *, salt: str = "", lookup_id: str = "") -> str:
         """`lookup` with pin that returns at once: its lookup id, for `state`, `retrieve` and `release`."""
         keys, name = self._keys(tokens, salt), lookup_id or uuid.uuid4().hex
-        self._holds.add(name, self._askers.submit(partial(self._fetch, keys, name)))
+        self._holds.add(name, self._askers.submit(partial(self._fetch, keys, salt, name)))
         return name
 
     def state(self, lookup_id: str) -> Literal["ongoing", "done", "not_found"]:
@@ -325,7 +360,7 @@ class Cache:
 
     def acquire(self, tokens: Tokens, *, salt: str = "") -> Handle:
         """The longest prefix that is known, to be read in the arena until it is released, for `lease_s` at most."""
-        fetch = self._fetch(self._keys(tokens, salt))
+        fetch = self._fetch(self._keys(tokens, salt), salt)
         arrays = {index: self._chunk(slot) for index, slot in enumerate(fetch.done.result())}
         for array in arrays.values():
             array.flags.writeable = False
@@ -334,7 +369,7 @@ class Cache:
     def allocate(self, tokens: Tokens, *, salt: str = "") -> Handle:
         """Room for the KV of those full chunks that are not here yet; fill it, then `put` it."""
         keys = self._keys(tokens, salt)
-        slots = self._store.reserve(keys, self._shape)
+        slots = self._store.reserve(keys, self._shape, retention=_of(salt, USUAL))
 
         def end(put: bool) -> bool:
             if put:
@@ -354,7 +389,7 @@ class Cache:
         As many as `pin_quota_nbytes` allows.
         """
         keys = self._keys(tokens, salt)
-        fetch = self._fetch(keys)
+        fetch = self._fetch(keys, salt)
         try:
             fetch.done.result()
             return self._store.pin(keys, name) * self.chunk_tokens
@@ -378,21 +413,43 @@ class Cache:
         keys = self._keys(tokens, salt)
         return self._store.move(keys, self._shape, source, destination, copy=copy) * self.chunk_tokens
 
-    def clear(self, tokens: Tokens | None = None, *, places: Sequence[str] | None = None, salt: str = "") -> int:
+    def clear(
+        self,
+        tokens: Tokens | None = None,
+        *,
+        mask: Sequence[bool] | None = None,
+        places: Sequence[str] | None = None,
+        salt: str = "",
+    ) -> Forgotten:
         """Forget this prompt, or everything, in these places, or everywhere; the chunks that were in the arena.
 
-        Tiers forget in the background. Who reads or writes a chunk finishes first.
+        Tiers forget in the background; not `durable`, what they have still can be found again by the next process.
+        Who reads or writes a chunk finishes first.
         """
         self._check_places(places or ())
-        return self._store.clear(None if tokens is None else self._keys(tokens, salt), places)
+        if tokens is None:
+            return self._store.clear(None, places)
+        begin = first_unmasked(mask, len(tokens), "chunk_tokens", self.chunk_tokens)
+        return self._store.clear(self._keys(tokens, salt)[begin // self.chunk_tokens :], places)
 
-    def compress(self, tokens: Tokens, method: str) -> NoReturn:
-        """Not built: raises InvalidRequest."""
-        raise InvalidRequest(
-            f"method: got {method!r}; limit none: chunks are kept as they are; store a smaller dtype"
-        )
+    def compress(self, tokens: Tokens, method: str, place: str, *, salt: str = "") -> int:
+        """Pack the prefix that a tier has by `method` (a codec: "zstd", "lz4"), in place; its tokens.
 
-    decompress = compress
+        Who reads meanwhile finds a chunk or misses it. Chunks in memory are read as they are, and never packed.
+        """
+        self._check_places([place])
+        if place == MEMORY:
+            raise InvalidRequest(
+                f"place: got {place!r}; limit tiers: chunks in memory are read as they are; name one"
+            )
+        try:
+            return self._store.repack(self._keys(tokens, salt), self._shape, place, method) * self.chunk_tokens
+        except ConfigError as error:
+            raise InvalidRequest(str(error)) from None
+
+    def decompress(self, tokens: Tokens, place: str, *, salt: str = "") -> int:
+        """Unpack the prefix that a tier has, in place; its tokens."""
+        return self.compress(tokens, "raw", place, salt=salt)
 
     @property
     def frozen(self) -> bool:
@@ -465,7 +522,10 @@ class Cache:
         distinct: bool = False,
     ) -> Span:
         keys = self._keys(tokens, salt)
-        begin = first_unmasked(mask, len(tokens), self.chunk_tokens)
+        units = {"chunk_tokens": self.chunk_tokens}
+        if distinct:  # a load: of the first chunk a part may be left alone
+            units["block_tokens"] = self.layout.block_tokens
+        begin = first_unmasked(mask, len(tokens), *min(units.items(), key=itemgetter(1)))
         return span(keys, self.chunk_tokens, self.layout, blocks, begin, offset, distinct=distinct)
 
     def _check_places(self, names: Sequence[str]) -> None:
@@ -473,22 +533,30 @@ class Cache:
             if name not in self.places:
                 raise InvalidRequest(f"place: got {name!r}; limit {', '.join(self.places)}; use one of them")
 
-    def _reserve(self, mine: Span) -> list[tuple[int, Slot]]:
+    def _reserve(self, mine: Span, retention: Retention) -> list[tuple[int, Slot]]:
         """Slots for what is not here yet, by chunk of the prompt."""
         number = {key: index for index, key in enumerate(mine.keys, mine.first)}
-        return [(number[slot.key], slot) for slot in self._store.reserve(mine.keys, self._shape)]
+        slots = self._store.reserve(mine.keys, self._shape, retention=retention)
+        return [(number[slot.key], slot) for slot in slots]
 
-    def _plan(self, mine: Span, slots: list[tuple[int, Slot]], *, loading: bool) -> Plan:
+    def _plan(self, mine: Span, slots: list[tuple[int, Slot]], *, loading: bool) -> RecordPlan:
         template = self._source.from_record if loading else self._source.to_record
-        begin, end = slots[0][0] * self.chunk_tokens, (slots[-1][0] + 1) * self.chunk_tokens
+        begin, end = max(slots[0][0] * self.chunk_tokens, mine.blocks.begin), (slots[-1][0] + 1) * self.chunk_tokens
         return self._source.plan(template, slots, mine.blocks, begin, end)
+
+    def _num_tokens(self, mine: Span, slots: list[tuple[int, Slot]]) -> int:
+        """Unmasked ones that these leading chunks hold."""
+        return (slots[-1][0] + 1) * self.chunk_tokens - mine.blocks.begin if slots else 0
 
     def _copy(self, mine: Span, slots: list[tuple[int, Slot]], *, loading: bool) -> None:
         """All layers, in this thread."""
         if slots:
+            began_s = time.monotonic()
             plan = self._plan(mine, slots, loading=loading)
             for layer in range(len(self.layout.layers)):
                 self._source.copy(plan, layer, loading=loading)
+            nbytes, took_s = len(slots) * self._shape.payload_nbytes, time.monotonic() - began_s
+            emit(KVCopied(direction="load" if loading else "store", nbytes=nbytes, took_s=took_s))
 
     def _copies(self, mine: Span, slots: list[tuple[int, Slot]]) -> list[Future[None]]:
         """All layers of a load, one after the other in the copier's thread."""
@@ -497,16 +565,17 @@ class Cache:
         copy = partial(self._source.copy, self._plan(mine, slots, loading=True), loading=True)
         return [self._source.copier.submit(partial(copy, layer)) for layer in range(len(self.layout.layers))]
 
-    def _fetch(self, keys: Sequence[bytes], request: str = "cache") -> Fetch:
-        return self._store.fetch(self._store.lookup(keys, self._lookup_timeout_s), self._shape, request)
+    def _fetch(self, keys: Sequence[bytes], salt: str, request: str = "cache") -> AnyFetch:
+        found = self._store.lookup(keys, self._lookup_timeout_s)
+        return self._store.fetch(found, self._shape, request, retention=_of(salt, USUAL))
 
-    def _arrived(self, mine: Span, fetch: Fetch | None) -> list[tuple[int, Slot]]:
+    def _arrived(self, mine: Span, fetch: AnyFetch | None) -> list[tuple[int, Slot]]:
         """The leading chunks of the span that a fetch has brought, by chunk of the prompt. Waits for it."""
         slots = {} if fetch is None else {slot.key: slot for slot in fetch.done.result()}
         known = takewhile(slots.__contains__, mine.keys)
         return [(index, slots[key]) for index, key in enumerate(known, mine.first)]
 
-    def _load(self, mine: Span, fetch: Fetch | None) -> int:
+    def _load(self, mine: Span, fetch: AnyFetch | None) -> int:
         """Copy what a fetch has brought, and close it; the tokens that are right."""
         if fetch is None:
             return 0
@@ -515,9 +584,13 @@ class Cache:
             self._copy(mine, slots, loading=True)
         finally:
             stood = fetch.close()
-        return len(slots) * self.chunk_tokens if stood else 0
+        return self._num_tokens(mine, slots) if stood else 0
 
     def _chunk(self, slot: Slot) -> Chunk:
         layers = self.layout.layers
         shape = (len(layers), len(layers[0].parts), self.chunk_tokens, self.layout.num_heads, self.layout.head_nbytes)
         return self._store.array[slot.offset + HEADER_NBYTES : slot.offset + self._shape.nbytes].reshape(shape)
+
+
+def _of(salt: str, retention: Retention) -> Retention:
+    return retention._replace(tenant=tenant_of(salt))

@@ -1,12 +1,15 @@
 """`Catalog`: which records lie where in an arena, and who may write, read and drop them.
 
-A record is *reserved* (its holder writes, nobody reads), then *readable*, then *gone*. Its slot is used again when it
-is gone and nobody can touch it any more:
+A record is *reserved* (its holders write, nobody reads), then *readable*, then *gone*. Several holders may write one
+record, each a *share* of it, as tensor parallel ranks do with their heads; it is readable when every share is
+committed. Its slot is used again when it is gone and nobody can touch it any more:
 - A reservation ends by `commit`, `abandon` or the end of its holder's life, never by time: a late writer would write
   into another record.
 - A lease ends by `release`, the end of its holder's life or its deadline. A late reader reads garbage, so it asks
   `release` afterwards whether the lease stood, and drops what it read if not.
-- A pin keeps a record from eviction, without deadline but within a quota, until it is taken back.
+- A record may be *leaving*: it was evicted, and is found until the lease of who writes it elsewhere ends.
+- A pin keeps a record from eviction, without deadline but within a quota, until it is taken back or the life of its
+  holder ends.
 
 Nothing here waits. What does not fit is left out, so that those who want more while they hold some cannot block each
 other: they get a shorter prefix. There is no clock, lock or memory in it either; the caller brings the time.
@@ -14,11 +17,14 @@ other: they get a shorter prefix. There is no clock, lock or memory in it either
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pdlink.store.extents import Extents
+from pdlink.store.turns import DEFAULT_PRIORITY, USUAL, Retention, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,15 +32,42 @@ if TYPE_CHECKING:
     from pdlink.store.policies.base import Policy
 
 Serial = int
-"""Names one reservation or lease for ever."""
+"""Names one reservation or lease for ever, also among those of other lives of the store (`life_of`)."""
 
+_LIFE_BITS = 32
+"""Of a serial, from its lowest bit on: which one of that life."""
+MAX_LIFE = 1 << 30
+
+_STALE_DEADLINES = 64
+"""Entries of records that are gone, beside some for each that is there, before they are sorted out."""
 _MAX_WASTE = 4
 """Eviction for one record stops after that many times its bytes: records not in turn keep the free ones apart."""
 
 
+def life_of(serial: Serial) -> int:
+    """Of which life of the store it is."""
+    return serial >> _LIFE_BITS
+
+
+class Share(NamedTuple):
+    """What one holder writes of a record: parts [begin, end) of `total` equal ones."""
+
+    begin: int = 0
+    end: int = 1
+    total: int = 1
+
+    @property
+    def parts(self) -> int:
+        """A bit for each."""
+        return (1 << self.end) - (1 << self.begin)
+
+
+WHOLE = Share()
+
+
 class Slot(NamedTuple):
     serial: Serial
-    """Of its reservation. A key that is dropped and stored again has another one."""
+    """Of its reservation; in a lease the record's first one. A key that is dropped and stored again has another."""
     key: bytes
     offset: int
     """Bytes from the start of the arena."""
@@ -48,6 +81,17 @@ class Lease(NamedTuple):
     slots: tuple[Slot, ...]
 
 
+class Held(NamedTuple):
+    """What a lease, or the pins of one name, keep."""
+
+    holder: str
+    request: str
+    """Or the name of the pins."""
+    records: int
+    nbytes: int
+    deadline_s: float
+
+
 class Change(NamedTuple):
     kind: Literal["stored", "evicted", "removed"]
     key: bytes
@@ -57,12 +101,35 @@ class Change(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Record:
     slot: Slot
-    writer: str | None
-    """The holder of its reservation; None when readable."""
+    total: int
+    """Parts that shares are counted in."""
+    free: int
+    """A bit for each part that no share has: neither reserved nor committed."""
+    missing: int
+    """A bit for each part that is not committed; 0 when readable."""
+    retention: Retention
+    expires_s: float
+    """When it is found no more."""
+    lapses_s: float
+    """When it has the default priority again."""
+    writers: int = 0
     listed: bool = True
     """Whether its key leads to it."""
+    resident: bool = False
+    """Whether the policy knows it: from the first commit on, so that one that nobody completes goes in its turn."""
+    leaving: bool = False
+    """It is evicted as soon as nobody has a lease of it; it is being written elsewhere."""
     leases: int = 0
     pins: int = 0
+
+
+class _Writing(NamedTuple):
+    """A reservation."""
+
+    slot: Slot
+    record: _Record
+    parts: int
+    holder: str
 
 
 @dataclass(slots=True, eq=False)
@@ -73,23 +140,39 @@ class _Hold:
     """By the serial of their slots."""
     holder: str = ""
     request: str = ""
-    deadline_s: float = 0.0
+    deadline_s: float = float("inf")
+
+    def held(self, request: str) -> Held:
+        nbytes = sum(record.slot.nbytes for record in self.records.values())
+        return Held(self.holder, request, len(self.records), nbytes, self.deadline_s)
 
 
 class Catalog:
     """Of one arena. Not thread-safe."""
 
-    def __init__(self, policy: Policy, *, pin_quota_nbytes: int = 0) -> None:
-        """Begins with no room: see `grow`. pin_quota_nbytes: most bytes that pins may keep together."""
-        self._policy = policy
+    def __init__(
+        self, policy: Policy, *, pin_quota_nbytes: int = 0, tenant_quota_nbytes: int = 0, life: int = 0
+    ) -> None:
+        """Begins with no room: see `grow`. pin_quota_nbytes: most bytes that pins may keep together.
+
+        tenant_quota_nbytes: most bytes of each tenant that has a name; 0 sets no limit.
+        life: a number below `MAX_LIFE`, which its serials name.
+        """
+        self.life = life
+        self._turns = Turns(policy, quota_nbytes=tenant_quota_nbytes)
+        self._deadlines: list[tuple[float, Serial, bytes]] = []
+        """A heap: when to look at a record again. Some may be gone."""
         self._pin_quota_nbytes = pin_quota_nbytes
         self._extents = Extents()
         self._records: dict[bytes, _Record] = {}
-        self._writing: dict[Serial, _Record] = {}
+        self._writing: dict[Serial, _Writing] = {}
         """All reservations, also of keys that were removed meanwhile."""
         self._leases: dict[Serial, _Hold] = {}
-        self._pins: dict[str, _Hold] = {}
-        self._serials = count(1)
+        self._pins: dict[tuple[str, str], _Hold] = {}
+        """By holder and name."""
+        self._leaving_nbytes = 0
+        """Of records that are leaving."""
+        self._serials = count((life << _LIFE_BITS) + 1)
         self._changes: list[Change] = []
 
     @property
@@ -116,7 +199,18 @@ class Catalog:
 
     def __len__(self) -> int:
         """Readable records."""
-        return len(self._policy)
+        return sum(not record.missing for record in self._records.values())
+
+    def readable(self) -> list[bytes]:
+        """Of the readable records."""
+        return [key for key, record in self._records.items() if not record.missing]
+
+    def leases(self) -> list[Held]:
+        """Oldest first."""
+        return [hold.held(hold.request) for hold in self._leases.values()]
+
+    def pins(self) -> list[Held]:
+        return [hold.held(name) for (_, name), hold in self._pins.items()]
 
     def grow(self, capacity_nbytes: int) -> None:
         """The arena has so many bytes now. Raises ValueError for less than before."""
@@ -129,49 +223,97 @@ class Catalog:
 
     # --- Writing
 
-    def reserve(self, keys: Iterable[bytes], nbytes: int, holder: str) -> tuple[Slot, ...]:
-        """Slots of `nbytes` for those of `keys` that are unknown, up to the first one that does not fit.
+    def reserve(
+        self,
+        keys: Iterable[bytes],
+        nbytes: int,
+        holder: str,
+        share: Share = WHOLE,
+        retention: Retention = USUAL,
+        now_s: float = 0.0,
+    ) -> tuple[Slot, ...]:
+        """Slots of `nbytes` for those of `keys` of which nobody has this share, up to the first one without room.
 
-        Room is made by eviction. A key that is being written by anybody counts as known. Each slot is the holder's
-        until it commits or abandons it.
+        Room is made by eviction. A share that is being written by anybody, or overlaps one that is, counts as known.
+        Each slot is the holder's, as far as its share goes, until it commits or abandons it.
+        retention, now_s: for new records; one that is known already may only rise in priority.
         """
         slots: list[Slot] = []
+        every = (1 << share.total) - 1
         for key in keys:
-            if key in self._records:
+            record = self._records.get(key)
+            if record is not None and share.parts == every and record.missing and not record.writers:
+                self._forget(record)  # others began it, and this one brings all of it
+                record = None
+            if record is None:
+                offset = self._take(nbytes, retention.tenant)
+                if offset is None:
+                    break
+                self._turns.used_nbytes[retention.tenant] += nbytes
+                slot = Slot(next(self._serials), key, offset, nbytes)
+                record = self._records[key] = _Record(
+                    slot, share.total, every, every, retention, now_s + retention.ttl_s, float("inf")
+                )
+                self._look_at(record.expires_s, record)
+                self._raise(record, retention, now_s)
+            elif share.total == record.total and not share.parts & ~record.free:
+                slot = record.slot._replace(serial=next(self._serials))
+            else:
+                if retention.priority > record.retention.priority:
+                    self._raise(record, retention, now_s)
                 continue
-            offset = self._take(nbytes)
-            if offset is None:
-                break
-            slot = Slot(next(self._serials), key, offset, nbytes)
-            self._records[key] = self._writing[slot.serial] = _Record(slot, holder)
+            record.free &= ~share.parts
+            record.writers += 1
+            self._writing[slot.serial] = _Writing(slot, record, share.parts, holder)
             slots.append(slot)
         return tuple(slots)
 
-    def commit(self, slots: Sequence[Slot]) -> list[bytes]:
-        """The slots, in the order of the prompt, hold their records and will not change; returns the readable keys.
+    def completes(self, slots: Iterable[Slot]) -> list[Slot]:
+        """Those of them whose records will be readable when they are committed."""
+        writing = [self._writing[slot.serial] for slot in slots if slot.serial in self._writing]
+        return [entry.slot for entry in writing if entry.record.missing == entry.parts]
 
-        A reservation that is over is ignored, and a key that was removed meanwhile stays so.
+    def stands(self, lease: Lease) -> bool:
+        """Whether it has not ended."""
+        return lease.serial in self._leases
+
+    def commit(self, slots: Sequence[Slot], expires_s: float = float("inf")) -> list[bytes]:
+        """The slots, in the order of the prompt, hold their shares for good; returns the keys that are readable now.
+
+        A reservation that is over is ignored, and a key that was removed meanwhile stays so. expires_s: when they are
+        found no more, if that is sooner than was asked.
         """
-        readable = []
+        readable: list[Slot] = []
         for slot in reversed(slots):  # the head of a prefix is the newest for the policy
-            record = self._writing.pop(slot.serial, None)
-            if record is None:
+            writing = self._writing.pop(slot.serial, None)
+            if writing is None:
                 continue
-            record.writer = None
-            if record.listed:
-                self._policy.insert(slot.key, slot.nbytes)
-                self._changes.append(Change("stored", slot.key, slot.nbytes))
-                readable.append(slot.key)
+            record = writing.record
+            record.writers -= 1
+            record.missing &= ~writing.parts
+            if expires_s < record.expires_s:
+                record.expires_s = expires_s
+                self._look_at(expires_s, record)
+            if record.listed and not record.resident:
+                record.resident = True
+                self._turns.insert(slot.key, slot.nbytes, record.retention)
+            if record.listed and not record.missing:
+                readable.append(slot)
             self._free_if_unused(record)
-        return readable[::-1]
+        readable.reverse()  # who is told of a record knows the one before it
+        self._changes += [Change("stored", slot.key, slot.nbytes) for slot in readable]
+        return [slot.key for slot in readable]
 
     def abandon(self, slots: Iterable[Slot]) -> None:
-        """Nothing of use is in the slots, and nobody writes to them any more. What is over already is ignored."""
+        """Nothing of use is in these shares, and nobody writes to them any more. What is over already is ignored."""
         for slot in slots:
-            record = self._writing.pop(slot.serial, None)
-            if record is not None:
-                record.writer = None
-                self._unlist(record)
+            writing = self._writing.pop(slot.serial, None)
+            if writing is not None:
+                record = writing.record
+                record.writers -= 1
+                record.free |= writing.parts
+                if not record.writers and not record.resident:
+                    self._unlist(record)
                 self._free_if_unused(record)
 
     # --- Reading
@@ -181,10 +323,14 @@ class Catalog:
         found = 0
         for key in keys:
             record = self._records.get(key)
-            if record is None or record.writer is not None:
+            if record is None or record.missing:
                 break
             found += 1
         return found
+
+    def expires_s(self, key: bytes) -> float:
+        """When a record is found no more."""
+        return self._records[key].expires_s if key in self._records else float("-inf")
 
     def lease(self, keys: Sequence[bytes], holder: str, request: str, deadline_s: float) -> Lease:
         """The longest readable prefix of `keys`, kept until `release` or `deadline_s` of the caller's clock.
@@ -193,13 +339,12 @@ class Catalog:
         """
         records = [self._records[key] for key in keys[: self.lookup(keys)]]
         lease = Lease(next(self._serials), tuple(record.slot for record in records))
-        for record in reversed(records):
+        held = {record.slot.serial: record for record in records}  # a key may be asked for twice
+        for record in reversed(held.values()):
             record.leases += 1
-            self._policy.touch(record.slot.key)
-        if records:
-            self._leases[lease.serial] = _Hold(
-                {record.slot.serial: record for record in records}, holder, request, deadline_s
-            )
+            self._turns.touch(record.slot.key)
+        if held:
+            self._leases[lease.serial] = _Hold(held, holder, request, deadline_s)
         return lease
 
     def release(self, lease: Lease) -> bool:
@@ -212,19 +357,32 @@ class Catalog:
         return hold is not None
 
     def expire(self, now_s: float) -> int:
-        """End the leases whose deadline is over; how many."""
+        """End the leases whose deadline is over; how many. Forget records, and priorities, whose time is over."""
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, serial, key = heappop(self._deadlines)
+            record = self._records.get(key)
+            if record is not None and record.slot.serial == serial:
+                if record.expires_s <= now_s:
+                    self._forget(record)
+                elif record.lapses_s <= now_s:
+                    record.lapses_s = float("inf")
+                    self._set_priority(record, DEFAULT_PRIORITY)
         return self._end_leases([serial for serial, hold in self._leases.items() if hold.deadline_s <= now_s])
 
     def holder_gone(self, holder: str) -> None:
-        """The holder has ended and touches nothing any more: nor do its reservations and leases."""
-        self.abandon([record.slot for record in self._writing.values() if record.writer == holder])
+        """The holder has ended and touches nothing any more. So its reservations, leases and pins end."""
+        self.abandon([writing.slot for writing in self._writing.values() if writing.holder == holder])
         self._end_leases([serial for serial, hold in self._leases.items() if hold.holder == holder])
+        self._end_pins([pins for pins in self._pins if pins[0] == holder])
 
     # --- Keeping and dropping
 
-    def pin(self, keys: Sequence[bytes], name: str) -> int:
-        """Keep the longest readable prefix of `keys` that the quota allows, until `unpin(name)`; how many keys."""
-        hold = self._pins.get(name, _Hold())
+    def pin(self, keys: Sequence[bytes], name: str, holder: str = "") -> int:
+        """Keep the longest readable prefix of `keys` that the quota allows; how many keys.
+
+        Until `unpin(name)`, or the end of the holder's life.
+        """
+        hold = self._pins.get((holder, name), _Hold(holder=holder))
         pinned_nbytes = self.pinned_nbytes
         pinned = 0
         for key in keys[: self.lookup(keys)]:
@@ -237,17 +395,12 @@ class Catalog:
                 hold.records[record.slot.serial] = record
             pinned += 1
         if hold.records:
-            self._pins[name] = hold
+            self._pins[holder, name] = hold
         return pinned
 
     def unpin(self, name: str) -> int:
-        """Take back the pins of that name; how many there were."""
-        hold = self._pins.pop(name, None)
-        if hold is None:
-            return 0
-        for record in hold.records.values():
-            record.pins -= 1
-        return len(hold.records)
+        """Take back the pins of that name, whoever made them; of how many records."""
+        return self._end_pins([pins for pins in self._pins if pins[1] == name])
 
     def remove(self, keys: Iterable[bytes] | None = None) -> int:
         """Forget these keys, or all, pinned ones included; how many were known. Readers and writers finish first."""
@@ -255,57 +408,139 @@ class Catalog:
             self._records[key] for key in (list(self._records) if keys is None else keys) if key in self._records
         ]
         for record in known:
-            self._unlist(record)
-            if record.writer is None:
-                self._policy.remove(record.slot.key)
-                self._changes.append(Change("removed", record.slot.key, record.slot.nbytes))
-            self._free_if_unused(record)
+            self._forget(record)
         return len(known)
+
+    def leave(self, nbytes: int, holder: str, deadline_s: float) -> list[Lease]:
+        """Evict until so many bytes are free or about to be. The leases of those records, which go when they end."""
+        leases = []
+        free_nbytes = self.capacity_nbytes - self.used_nbytes
+        while free_nbytes + self._leaving_nbytes < nbytes:
+            key = self._turns.evict(self._may_evict)
+            if key is None:
+                break
+            record = self._records[key]
+            record.resident = False
+            if record.missing:
+                self._evicted(record)
+                free_nbytes = self.capacity_nbytes - self.used_nbytes
+            else:
+                record.leaving = True
+                self._leaving_nbytes += record.slot.nbytes
+                leases.append(self.lease([key], holder, "leaving", deadline_s))
+        return leases
 
     def check(self) -> None:
         """Raise AssertionError at the first broken invariant."""
         self._extents.check()
         leased = [record for hold in self._leases.values() for record in hold.records.values()]
-        records = {id(record): record for record in (*self._records.values(), *self._writing.values(), *leased)}
+        writing = [writing.record for writing in self._writing.values()]
+        records = {id(record): record for record in (*self._records.values(), *writing, *leased)}
         taken = sorted((record.slot.offset, record.slot.nbytes) for record in records.values())
         for (offset, nbytes), (following, _) in zip(taken, taken[1:], strict=False):
             assert offset + nbytes <= following, "two records share bytes"
         assert self._extents.num_taken == len(records), "a slot is taken for no record"
-        assert len(self._policy) == sum(record.writer is None for record in self._records.values())
+        assert len(self._turns) == sum(record.resident for record in self._records.values())
+        used = Counter[str]()
+        for record in records.values():
+            used[record.retention.tenant] += record.slot.nbytes
+        assert used == self._turns.used_nbytes
         for record in records.values():
             assert record.leases == leased.count(record)
             assert record.pins == sum(record.slot.serial in hold.records for hold in self._pins.values())
-            assert (record.writer is None) == (record.slot.serial not in self._writing)
+            assert record.writers == writing.count(record)
+            assert record.resident or record.writers or record.leases, "a record is kept for nothing"
+            assert not record.leaving or record.leases or record.pins
+            assert record.missing or not record.free
+            reserved = [entry.parts for entry in self._writing.values() if entry.record is record]
+            assert sum(reserved) == record.missing & ~record.free, "shares overlap"
         assert self.pinned_nbytes <= self._pin_quota_nbytes
+        leaving = [record.slot.nbytes for record in self._records.values() if record.leaving]
+        assert self._leaving_nbytes == sum(leaving)
 
-    def _take(self, nbytes: int) -> int | None:
-        """Bytes of the arena, if need be those of records that may go."""
+    def _take(self, nbytes: int, tenant: str) -> int | None:
+        """Bytes of the arena, if need be those of records that may go; of the tenant's own where its quota ends."""
         if nbytes > self.capacity_nbytes:
             return None
+        while not self._turns.room_in_quota(tenant, nbytes):
+            key = self._turns.evict(self._may_evict, tenant)
+            if key is None:
+                return None
+            self._evicted(self._records[key])
         evicted_nbytes = 0
         while (offset := self._extents.take(nbytes)) is None:
-            key = self._policy.evict(self._may_evict) if evicted_nbytes < _MAX_WASTE * nbytes else None
+            key = self._turns.evict(self._may_evict) if evicted_nbytes < _MAX_WASTE * nbytes else None
             if key is None:
                 return None
             record = self._records[key]
             evicted_nbytes += record.slot.nbytes
-            self._unlist(record)
-            self._changes.append(Change("evicted", key, record.slot.nbytes))
-            self._free_if_unused(record)
+            self._evicted(record)
         return offset
+
+    def _evicted(self, record: _Record) -> None:
+        self._unlist(record)
+        if not record.missing:
+            self._changes.append(Change("evicted", record.slot.key, record.slot.nbytes))
+        self._free_if_unused(record)
+
+    def _raise(self, record: _Record, retention: Retention, now_s: float) -> None:
+        """Give it that priority, for as long as it lasts if that is more than the default."""
+        self._set_priority(record, retention.priority)
+        if retention.priority > DEFAULT_PRIORITY:
+            record.lapses_s = now_s + retention.priority_s
+            self._look_at(record.lapses_s, record)
+
+    def _set_priority(self, record: _Record, priority: int) -> None:
+        if priority != record.retention.priority:
+            record.retention = record.retention._replace(priority=priority)
+            if record.resident:
+                self._turns.remove(record.slot.key)
+                self._turns.insert(record.slot.key, record.slot.nbytes, record.retention)
+
+    def _look_at(self, at_s: float, record: _Record) -> None:
+        """Have `expire` look at a record."""
+        if at_s == float("inf"):
+            return
+        heappush(self._deadlines, (at_s, record.slot.serial, record.slot.key))
+        if len(self._deadlines) > _STALE_DEADLINES + 3 * len(self._records):
+            alive = {(known.slot.serial, key) for key, known in self._records.items()}
+            self._deadlines = [entry for entry in self._deadlines if entry[1:] in alive]
+            heapify(self._deadlines)
 
     def _may_evict(self, key: bytes) -> bool:
         record = self._records[key]
-        return not record.leases and not record.pins
+        return not record.leases and not record.pins and not record.writers
+
+    def _forget(self, record: _Record) -> None:
+        """It is not wanted any more. Somebody may still read or write it."""
+        self._unlist(record)
+        if record.resident:
+            self._turns.remove(record.slot.key)
+        if not record.missing:
+            self._changes.append(Change("removed", record.slot.key, record.slot.nbytes))
+        self._free_if_unused(record)
 
     def _unlist(self, record: _Record) -> None:
         if record.listed:
             record.listed = False
             del self._records[record.slot.key]
+        self._stays(record)
         if record.pins:
             record.pins = 0
             for hold in self._pins.values():
                 hold.records.pop(record.slot.serial, None)
+
+    def _stays(self, record: _Record) -> None:
+        """It is not leaving any more: it stays, or has gone."""
+        if record.leaving:
+            record.leaving = False
+            self._leaving_nbytes -= record.slot.nbytes
+
+    def _end_pins(self, names: Iterable[tuple[str, str]]) -> int:
+        records = [record for name in names for record in self._pins.pop(name).records.values()]
+        for record in records:
+            record.pins -= 1
+        return len({record.slot.serial for record in records})
 
     def _end_leases(self, serials: Sequence[Serial]) -> int:
         for serial in serials:
@@ -315,8 +550,17 @@ class Catalog:
     def _let_go(self, hold: _Hold) -> None:
         for record in hold.records.values():
             record.leases -= 1
-            self._free_if_unused(record)
+            if record.leaving and record.listed and not record.leases:
+                self._stays(record)
+                if record.pins:
+                    record.resident = True
+                    self._turns.insert(record.slot.key, record.slot.nbytes, record.retention)
+                else:
+                    self._evicted(record)
+            else:
+                self._free_if_unused(record)
 
     def _free_if_unused(self, record: _Record) -> None:
-        if not record.listed and record.writer is None and not record.leases:
+        if not record.listed and not record.writers and not record.leases:
             self._extents.give_back(record.slot.offset)
+            self._turns.give_back(record.retention.tenant, record.slot.nbytes)

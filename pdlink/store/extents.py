@@ -12,6 +12,11 @@ ALIGNMENT_NBYTES = 4096
 """Of every slot: what unbuffered files want."""
 
 
+def whole_pages(nbytes: int) -> int:
+    """What a slot of `nbytes` takes."""
+    return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+
+
 class Extents:
     """Free ranges of [0, limit), in bytes."""
 
@@ -40,7 +45,7 @@ class Extents:
 
     def take(self, nbytes: int) -> int | None:
         """Begin of `nbytes`, rounded up to whole pages, in the smallest range that holds them; None if none does."""
-        size = -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+        size = whole_pages(nbytes)
         at = bisect_left(self._by_size, (size, -1))
         if size <= 0 or at == len(self._by_size):
             return None

@@ -9,9 +9,10 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pdlink.store.catalog import Lease, Slot
+    from pdlink.store.record import RecordShape
 
 
 @dataclass(eq=False)
@@ -19,16 +20,37 @@ class Arrival:
     """A record that a thread reads into its slot. Those who want it wait for the same one."""
 
     slot: Slot
+    shape: RecordShape
     waiting: list[tuple[Fetch, int]] = field(default_factory=list)
     """Who, and which of their chunks it is."""
+
+    @property
+    def checks(self) -> bool:
+        """Whether one of them relies on the store to compare the sums."""
+        return not all(fetch.checks for fetch, _ in self.waiting)
 
 
 class Fetch:
     """Made by `Store.fetch`; everything but `done` and `close` is for the store, under its lock."""
 
-    def __init__(self, request: str, give_up_s: float, deadline_s: float, release: Callable[[Fetch], bool]) -> None:
-        """give_up_s: when to go on with what is there. deadline_s: of the leases."""
-        self.request, self.give_up_s, self.deadline_s = request, give_up_s, deadline_s
+    def __init__(
+        self,
+        request: str,
+        holder: str,
+        give_up_s: float,
+        deadline_s: float,
+        release: Callable[[Fetch, Sequence[Slot]], bool],
+        *,
+        checks: bool = False,
+    ) -> None:
+        """request, holder: of the leases, and deadline_s: their end. give_up_s: when to go on with what is there.
+
+        checks: as `AnyStore.fetch`.
+        """
+        self.request, self.holder, self.give_up_s, self.deadline_s = request, holder, give_up_s, deadline_s
+        self.checks = checks
+        self.unchecked: set[bytes] = set()
+        """As `AnyFetch.unchecked`."""
         self.slots: list[Slot | None] = []
         """One per chunk; None while it is on its way, or if it does not come."""
         self.leases: list[Lease] = []
@@ -61,6 +83,6 @@ class Fetch:
         with suppress(InvalidStateError):
             self.done.set_result(tuple(slot for slot in leading if slot is not None))
 
-    def close(self) -> bool:
-        """Give the leases back; whether all of them stood. If not, what was read counts for nothing."""
-        return self._release(self)
+    def close(self, wrong: Sequence[Slot] = ()) -> bool:
+        """As `AnyFetch.close`."""
+        return self._release(self, wrong)

@@ -7,35 +7,61 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from pdlink.breaker import Breaker
 from pdlink.events import TierCalled, emit
-from pdlink.store.breaker import Breaker
+from pdlink.store.cleared import EVERYTHING
 from pdlink.store.line import Line
+from pdlink.store.tiers.base import SettlingTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pdlink.store.cleared import Cleared
+    from pdlink.store.codec import Codec
     from pdlink.store.tiers.base import Tier
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+_FORGET = ("remove", "clear", "settle")
 _READERS = 2
 """Threads that read from one tier; two keep a disk busy with records of a megabyte and more."""
 
 
 class GuardedTier:
-    def __init__(self, tier: Tier, *, deadline_s: float, clock: Callable[[], float]) -> None:
-        self.tier = tier
-        self.askers = Line(f"pdlink-ask-{tier.name}")
-        self.readers = Line(f"pdlink-read-{tier.name}", _READERS)
-        self.writers = Line(f"pdlink-write-{tier.name}")
+    def __init__(
+        self,
+        tier: Tier,
+        name: str,
+        *,
+        codec: Codec | None = None,
+        cleared: Cleared,
+        deadline_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """name: its own one. codec: of what is put; what comes back says itself how it is packed.
+
+        cleared: by earlier processes, and not dropped by the tier yet.
+        """
+        self.tier, self.name, self.codec = tier, name, codec
+        self.verifies: bool = getattr(tier, "verifies", False)
+        """Whether what `get` brings is what was put, by a checksum of the tier's own."""
+        self.askers = Line(f"pdlink-ask-{name}")
+        self.readers = Line(f"pdlink-read-{name}", _READERS)
+        self.writers = Line(f"pdlink-write-{name}")
         self.queued_nbytes = 0
         """Of records that wait to be written; the store's lock guards it."""
-        self.doomed: set[bytes] = set()
-        self.all_doomed = False
-        """Cleared records, or all, until the tier has dropped them: they are not found meanwhile."""
-        self._breakers = {True: Breaker(deadline_s), False: Breaker(deadline_s)}
-        """Of look-ups, and of calls that move records: a tier that still answers the first is left alone, too."""
+        self.queued: dict[bytes, int] = {}
+        """By their keys the serials of their slots, unless they were cleared since; the store's lock guards it."""
+        self.medium: str = getattr(tier, "medium", tier.name)
+        """What keeps the records, by a name that the next process knows it by."""
+        self._cleared = cleared
+        self._doomed: dict[bytes, bytes] = cleared.of(self.medium)
+        """Cleared records, or `EVERYTHING`, until the tier has dropped them: they are not found meanwhile. With the
+        clear that named them last. `_lock` guards changes."""
+        self._asking, self._moving, self._forgetting = (Breaker(deadline_s) for _ in range(3))
+        """Of look-ups, of calls that move records, and of those that remove them. A tier that fails at one of the
+        first two is left alone; one that only removes nothing is read."""
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -43,7 +69,7 @@ class GuardedTier:
     def available(self) -> bool:
         """Whether it would be asked now."""
         with self._lock:
-            return self._allows(self._clock())
+            return self._allows(self._clock(), self._moving)
 
     @property
     def answers(self) -> bool:
@@ -55,10 +81,10 @@ class GuardedTier:
         """What `function` gives, in this thread; `otherwise` if the tier is kept away or the call raises."""
         with self._lock:
             began_s = self._clock()
-            if not self._allows(began_s):
+            breaker = self._asking if what == "contains" else self._forgetting if what in _FORGET else self._moving
+            if not self._allows(began_s, breaker):
                 return otherwise
             kept_away = self._keeps_away(began_s)
-            breaker = self._breakers[what == "contains"]
             call = breaker.begin(began_s)
         failed = True
         result = otherwise
@@ -66,37 +92,75 @@ class GuardedTier:
             result = function()
             failed = False
         except OSError as error:
-            log.warning("tier %s: %s failed: %s", self.tier.name, what, error)
+            log.warning("tier %s: %s failed: %s", self.name, what, error)
         except Exception:
-            log.exception("tier %s: %s failed", self.tier.name, what)
+            log.exception("tier %s: %s failed", self.name, what)
         with self._lock:
             now_s = self._clock()
             breaker.end(call, now_s, failed=failed)
             keeps_away = self._keeps_away(now_s)
         if keeps_away and not kept_away:
-            log.warning("tier %s is left alone for a while", self.tier.name)
+            log.warning("tier %s is left alone for a while", self.name)
         elif kept_away and not keeps_away:
-            log.warning("tier %s answers again", self.tier.name)
+            log.warning("tier %s answers again", self.name)
         outcome = "failed" if failed else "missed" if result is None or result is False else "done"
-        emit(TierCalled(tier=self.tier.name, call=what, outcome=outcome, nbytes=nbytes, took_s=now_s - began_s))
+        emit(TierCalled(tier=self.name, call=what, outcome=outcome, nbytes=nbytes, took_s=now_s - began_s))
         return result
 
-    def _allows(self, now_s: float) -> bool:
-        return all(breaker.allows(now_s) for breaker in self._breakers.values())
+    def _allows(self, now_s: float, breaker: Breaker) -> bool:
+        return all(one.allows(now_s) for one in {self._asking, self._moving, breaker})
 
     def _keeps_away(self, now_s: float) -> bool:
-        return any(breaker.keeps_away(now_s) for breaker in self._breakers.values())
+        return self._asking.keeps_away(now_s) or self._moving.keeps_away(now_s)
+
+    @property
+    def forgets(self) -> bool:
+        """Whether it may still have what was cleared."""
+        return bool(self._doomed)
 
     def hides(self, key: bytes) -> bool:
-        return self.all_doomed or key in self.doomed
+        return key in self._doomed or EVERYTHING in self._doomed
 
-    def drop(self, keys: Sequence[bytes] | None) -> None:
-        """Remove these records, or all, in this thread; what fails stays doomed."""
-        if keys is None and self._done("clear", self.tier.clear):
-            self.all_doomed = False
-        for key in keys or ():
-            if self._done("remove", partial(self.tier.remove, key)):
-                self.doomed.discard(key)
+    def doom(self, keys: Sequence[bytes] | None, clear: bytes) -> None:
+        """Hide these records, or all, and remove them in the writer's thread."""
+        named = [EVERYTHING] if keys is None else keys
+        with self._lock:
+            self._doomed.update(dict.fromkeys(named, clear))
+        self.writers.put(partial(self._drop, named, clear))
+
+    def try_again(self) -> None:
+        """Have what is doomed still removed, if the tier would be asked now and nothing is in line for it."""
+        if self._doomed and not len(self.writers):
+            with self._lock:
+                may = self._allows(self._clock(), self._forgetting)
+            if may:
+                self.writers.put(self.drop_again)
+
+    def drop_again(self) -> None:
+        """Remove what is doomed still, in the writer's thread: the tier was left alone, or failed."""
+        if self._doomed:
+            with self._lock:
+                doomed = dict(self._doomed)
+            for clear in set(doomed.values()):
+                self._drop([key for key, named in doomed.items() if named == clear], clear)
+
+    def _drop(self, keys: Sequence[bytes], clear: bytes) -> None:
+        """Remove these records, in this thread; what fails stays doomed, and so does what was cleared again."""
+        gone = []
+        for key in keys:
+            if key == EVERYTHING:
+                done = self._done("clear", self.tier.clear)
+            else:
+                done = self._done("remove", partial(self.tier.remove, key))
+            if done:
+                gone.append(key)
+        if gone and isinstance(self.tier, SettlingTier) and not self._done("settle", self.tier.settle):
+            return
+        with self._lock:
+            for key in gone:
+                if self._doomed.get(key) == clear:
+                    del self._doomed[key]
+        self._cleared.done(self.medium, gone, clear)
 
     def _done(self, what: str, function: Callable[[], None]) -> bool:
         def do() -> bool:
@@ -105,7 +169,6 @@ class GuardedTier:
 
         return self.call(what, do, False)
 
-    def close(self, timeout_s: float) -> None:
-        for line in (self.askers, self.readers, self.writers):
-            line.close(timeout_s)
-        self.tier.close()
+    @property
+    def lines(self) -> tuple[Line, Line, Line]:
+        return self.askers, self.readers, self.writers

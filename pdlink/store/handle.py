@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -39,6 +40,15 @@ class Handle:
             end, self._end = self._end, None
             self._stood = end(put)
         return self._stood
+
+    def __del__(self) -> None:
+        if self._end is not None and any(array.flags.writeable for array in self.arrays.values()):
+            warnings.warn(
+                f"{len(self)} allocated chunks were neither put nor released: their memory is lost until the cache "
+                "is closed, because somebody may still write to it",
+                ResourceWarning,
+                stacklevel=2,
+            )
 
     def __len__(self) -> int:
         """Chunks."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from pdlink.store.fetch import Fetch
+    from pdlink.store.interface import AnyFetch
 
 
 class Holds:
@@ -20,10 +20,10 @@ class Holds:
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._lock = threading.Lock()
-        self._held: OrderedDict[str, tuple[float, Future[Fetch]]] = OrderedDict()
+        self._held: OrderedDict[str, tuple[float, Future[AnyFetch]]] = OrderedDict()
         """With the end of the lease; oldest first. `_lock` guards it."""
 
-    def add(self, lookup_id: str, fetch: Future[Fetch]) -> None:
+    def add(self, lookup_id: str, fetch: Future[AnyFetch]) -> None:
         """Keep it, instead of an earlier one of that name."""
         now_s = time.monotonic()
         with self._lock:
@@ -33,7 +33,7 @@ class Holds:
         for _, old in ended:
             old.add_done_callback(_close)
 
-    def take(self, lookup_id: str) -> Fetch | None:
+    def take(self, lookup_id: str) -> AnyFetch | None:
         """What is kept by that name, which the caller closes now. Waits for its look-up."""
         with self._lock:
             held = self._held.pop(lookup_id, None)
@@ -62,6 +62,6 @@ class Holds:
             self.drop(lookup_id)
 
 
-def _close(fetch: Future[Fetch]) -> None:
-    if fetch.exception() is None:
+def _close(fetch: Future[AnyFetch]) -> None:
+    if not fetch.cancelled() and fetch.exception() is None:
         fetch.result().close()

@@ -20,6 +20,10 @@ HISTORY_KEYS = 1 << 18
 class Ingestion(Protocol):
     """Each answer is whether to write the record below now, if it is not there yet."""
 
+    @property
+    def writes_back(self) -> bool:
+        """Whether `on_evict` is ever True."""
+
     def on_put(self, key: Key) -> bool:
         """It came into RAM, computed or loaded."""
 
@@ -33,6 +37,8 @@ class Ingestion(Protocol):
 class All:
     """Write-through: most hits below, most writes."""
 
+    writes_back = False
+
     def on_put(self, _key: Key) -> bool:
         return True
 
@@ -45,6 +51,8 @@ class All:
 
 class Evicted(All):
     """Write-back: RAM and the tier below hold different records. What is in RAM alone ends with the process."""
+
+    writes_back = True
 
     def on_put(self, _key: Key) -> bool:
         return False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from pdlink.errors import InvalidRequest
-from pdlink.store.source import Blocks
+from pdlink.store.blocks import Blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,8 +39,11 @@ def ids_of(tokens: Tokens) -> Sequence[int]:
     return cast("Sequence[int]", np.ascontiguousarray(ids, dtype=np.uint32))
 
 
-def first_unmasked(mask: Sequence[bool] | None, num_tokens: int, chunk_tokens: int) -> int:
-    """The first token that a call is about; 0 without a mask. Raises InvalidRequest for a mask of another form."""
+def first_unmasked(mask: Sequence[bool] | None, num_tokens: int, unit: str, unit_tokens: int) -> int:
+    """The first token that a call is about; 0 without a mask. unit: name of what it may begin with.
+
+    Raises InvalidRequest for a mask of another form.
+    """
     if mask is None:
         return 0
     given = np.asarray(mask, dtype=bool)
@@ -49,9 +52,9 @@ def first_unmasked(mask: Sequence[bool] | None, num_tokens: int, chunk_tokens: i
         raise InvalidRequest(
             f"mask: got {len(given)} values for {num_tokens} tokens; limit one each, False for leading ones only"
         )
-    if begin % chunk_tokens:
+    if begin % unit_tokens:
         raise InvalidRequest(
-            f"mask: got {begin} times False; limit multiples of chunk_tokens ({chunk_tokens}); round it down"
+            f"mask: got {begin} times False; limit multiples of {unit} ({unit_tokens}); round it down"
         )
     return begin
 

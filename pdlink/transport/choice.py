@@ -9,6 +9,7 @@ from pdlink.errors import ConfigError, TransportUnavailable
 from pdlink.transport.base import Site
 from pdlink.transport.mapped import MappedTransport
 from pdlink.transport.mapped_cuda import MappedCudaTransport
+from pdlink.transport.staged import StagedMapped, StagedTcp, StagedUcx
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
 
@@ -23,7 +24,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TRANSPORTS: tuple[type[Transport], ...] = (MappedTransport, MappedCudaTransport, UcxTransport, TcpTransport)
+TRANSPORTS: tuple[type[Transport], ...] = (
+    MappedTransport,
+    MappedCudaTransport,
+    StagedMapped,
+    UcxTransport,
+    StagedUcx,
+    TcpTransport,
+    StagedTcp,
+)
 """Every transport there is, the preferred one first."""
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
+import socket
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from pdlink.errors import PdlinkError, ProtocolError, TransportFailure
+from pdlink.errors import PdlinkError, ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.memory.host import boot_id, pid_namespace
 
 if TYPE_CHECKING:
@@ -68,3 +70,29 @@ def require_this_host(peer: str, boot: str, namespace: int) -> None:
             f"peer {peer} is in another pid namespace (here {pid_namespace()}, there {namespace}); run both "
             "containers in one (docker --pid, Kubernetes shareProcessNamespace) or use another transport"
         )
+
+
+def numeric(host: str, transport: str) -> str:
+    """The first stream address of a host; a numeric one is itself. Raises TransportUnavailable."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise TransportUnavailable(f"{transport}: no address of {host!r}: {error}") from error
+    return str(found[0][4][0])
+
+
+def require_numeric(host: str, transport: str) -> None:
+    """Raises ProtocolError if a peer's invitation names no numeric address: a name would have to be looked up."""
+    try:
+        if "%" in str(ipaddress.ip_address(host)):  # inet_pton knows no interfaces
+            raise ValueError(f"{host} names an interface of another host")
+    except ValueError as error:
+        raise ProtocolError(f"invitation over {transport} cannot be read: {error}") from error
+
+
+def listening(host: str) -> socket.socket:
+    """A socket that listens on a free port of a numeric address and never waits. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listen = socket.create_server((host, 0), family=family, backlog=128)
+    listen.setblocking(False)
+    return listen

@@ -45,6 +45,19 @@ class Batch:
 
 
 @dataclass(eq=False)
+class Slice:
+    """One launch of a batch."""
+
+    peer: Peer
+    batch: Batch
+    memory: PeerMemory
+    gated: bool
+    """It has entered the gate: it writes bytes."""
+    last: bool = False
+    """Of its batch."""
+
+
+@dataclass(eq=False)
 class Peer:
     """One peer of the copier."""
 
@@ -60,4 +73,4 @@ class Peer:
     failure: str = ""
     closing: bool = False
     unfinished: bool = False
-    """Something of ours may be writing there, and nobody will tell when it has ended."""
+    """A kernel of ours may be writing there, and its end will not be reported."""

@@ -30,7 +30,7 @@ from pdlink import _cuda
 from pdlink.cuda.driver import CudaFailure
 from pdlink.errors import TransportFailure
 from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Status
-from pdlink.transport.gpu_batches import Batch, Peer
+from pdlink.transport.gpu_batches import Batch, Peer, Slice
 from pdlink.transport.gpu_launches import Launches
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ SLICE_NBYTES: Final = 256 << 20
 """Longer than a layer of any model, so that a layer is one launch. How long one takes is not measured."""
 
 _LOOK_S: Final = 0.25
-"""How often launches in flight are looked at without being told: a host function is not run after a failure."""
+"""Poll interval of launches in flight: after a failure no host function runs."""
 _QUIET_LOOKS_S: Final = (0.0005, 0.02)
 """Shortest and longest time between two looks at a gate that has to become quiet."""
 
@@ -76,7 +76,7 @@ class GpuCopier:
             self._epoll = select.epoll()
             made.callback(self._epoll.close)
             self._epoll.register(self._wake, select.EPOLLIN)
-            self._launches = Launches(device, kernels, self._wake)
+            self._launches: Launches[Slice] = Launches(device, kernels, self._wake)
             made.pop_all()
         weakref.finalize(self, os.close, self._told)  # what was not fetched before `close` can be fetched after it
         self._thread = threading.Thread(target=self._run, name="pdlink-gpu-copy", daemon=True)
@@ -265,11 +265,13 @@ class GpuCopier:
         return max(0.0, min(looks)) if looks else None
 
     def _collect(self) -> None:
-        """Launches that have run."""
-        for launch in self._launches.take_ended():
-            if launch.last and launch.batch.ticket in launch.peer.open:
-                self._report_batch(launch.peer, launch.batch, Status.OK, "")
-            self._close_unused(launch.memory)
+        for part in self._launches.take_ended():
+            if part.gated:
+                part.memory.gate.leave()
+            part.memory.in_flight -= 1
+            if part.last and part.batch.ticket in part.peer.open:
+                self._report_batch(part.peer, part.batch, Status.OK, "")
+            self._close_unused(part.memory)
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -285,15 +287,32 @@ class GpuCopier:
             if memory is None or peer.closing or not peer.queue:
                 continue
             batch = peer.queue[0]
-            if not self._launches.begin(peer, batch, memory, self._slice_nbytes):
+            part = Slice(peer, batch, memory, gated=not batch.rows.empty)
+            if part.gated and not memory.gate.enter():
                 self._fail(peer, "peer closed", Status.CANCELLED)
                 continue
-            if batch.launched:
+            self._begin(part)
+            if part.last:
                 peer.queue.popleft()
             if peer.queue:
                 self._turns.append(peer)
-            if self._launches.in_flight[-1].slot is None:
+            if not part.gated:
                 self._kick()  # nobody else will
+
+    def _begin(self, part: Slice) -> None:
+        """Launch the next slice of its batch, whose gate is entered. Raises CudaFailure: the context is dead."""
+        before = len(self._launches.in_flight)
+        try:
+            if part.gated:
+                self._launches.put(part, part.batch.rows, self._slice_nbytes)
+            else:
+                self._launches.note(part)
+        finally:
+            if len(self._launches.in_flight) > before:
+                part.memory.in_flight += 1
+                part.last = part.batch.launched = part.batch.rows.empty
+            elif part.gated:  # nothing is on its way
+                part.memory.gate.leave()
 
     def _on_death(self, life_fd: int) -> None:
         peer = self._lives.get(life_fd)
@@ -304,7 +323,7 @@ class GpuCopier:
             self._fail(peer, f"process {peer.memory.pid} has ended", Status.PEER_FAILED)
 
     def _fail(self, peer: Peer, reason: str, status: Status) -> None:
-        """Where a deadline was missed, only the batches that missed theirs are TIMEOUT."""
+        """With TIMEOUT, only the batches that missed their own deadline are TIMEOUT."""
         now = time.monotonic()
         if not peer.closing:
             peer.failure = reason
@@ -315,10 +334,10 @@ class GpuCopier:
         self._drop_memory(peer)
 
     def _break(self, reason: str) -> None:
-        """The context is dead: no launch of ours is heard of again."""
+        """The context is dead: no launch of ours will be reported."""
         self._broken = reason
         for launch in self._launches.in_flight:
-            launch.peer.unfinished = True
+            launch.work.peer.unfinished = True
         self._launches.in_flight.clear()
         for peer in self._peers.values():
             if not peer.failure and (peer.memory is not None or not peer.closing):
@@ -330,7 +349,7 @@ class GpuCopier:
                 if not batch.launched:
                     self._report_batch(peer, batch, Status.CANCELLED, "closed by this side")
             peer.queue.clear()
-            if peer.unfinished or any(launch.peer is peer for launch in self._launches.in_flight):
+            if peer.unfinished or any(launch.work.peer is peer for launch in self._launches.in_flight):
                 continue
             self._drop_memory(peer)
             if peer.gate is None or peer.gate.quiet():

@@ -1,6 +1,6 @@
-"""Kernel launches on one stream: begun with a slot and inside a gate, and seen to end in the order they began.
+"""Work of a GPU on one stream, kernels or copy engine: begun with a slot, and seen to end in the order it began.
 
-A slot is pinned memory for a launch's list of runs, and an event. Their number bounds what is in flight, and what has
+A slot is pinned memory for a kernel's list of runs, and an event. Their number bounds what is in flight, and what has
 to be waited for when a peer is closed. A host function behind the oldest launch in flight, on a stream of its own,
 makes an eventfd readable.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from pdlink import _cuda
 from pdlink.cuda.buffers import PinnedBuffer
@@ -19,22 +19,23 @@ from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Event, Stream
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pdlink.cuda.driver import Device
+    from pdlink.cuda.driver import Copies, Device
     from pdlink.cuda.kernels import Kernels
-    from pdlink.transport.gpu_batches import Batch, Peer, PeerMemory
+
+Work = TypeVar("Work")
 
 NUM_SLOTS: Final = 32
-"""A push of as many layers waits for none of them."""
+"""A push of 32 layers waits for no slot."""
 SLOT_NBYTES: Final = 256 << 10
 """Room for 10,922 runs: a layer of 2,048 tokens takes 256 in blocks of 16, and 32,768 where every head goes alone."""
 
 _ABANDONED: list[list[_Slot]] = []
-"""Kept to the end of the process: a kernel that nobody hears of may still read them."""
+"""Kept until the process ends: a kernel whose end is not reported may still read them."""
 
 
 class _Slot:
     def __init__(self, device: Device) -> None:
-        self._list = PinnedBuffer(device, SLOT_NBYTES, name="pdlink-runs")
+        self._list = PinnedBuffer(device, SLOT_NBYTES)
         self.place = (self._list.ptr, self._list.device_ptr, self._list.nbytes)
         """The list's address here and for kernels, and its size."""
         try:
@@ -49,23 +50,23 @@ class _Slot:
 
 
 @dataclass(eq=False)
-class Launch:
-    peer: Peer
-    batch: Batch
-    memory: PeerMemory
+class Launch(Generic[Work]):
+    work: Work
+    """What it is to its caller."""
     slot: _Slot | None
-    """None for a batch of no bytes, which is done when its turn has come."""
-    last: bool
-    """Of its batch."""
+    """None for work of no bytes, which is done when its turn has come."""
 
 
-class Launches:
-    """Used with the copier's lock held."""
+class Launches(Generic[Work]):
+    """Used with the lock of its owner held."""
 
-    def __init__(self, device: Device, kernels: Kernels, wake: int) -> None:
-        """wake: the eventfd to ring. Raises CudaFailure, CudaUnavailable."""
+    def __init__(self, device: Device, kernels: Kernels | None, wake: int, num_slots: int = NUM_SLOTS) -> None:
+        """kernels: None where there are none; then only `copy` can be used. wake: the eventfd to ring.
+
+        Raises CudaFailure, CudaUnavailable.
+        """
         self._device, self._wake = device, wake
-        self.in_flight: deque[Launch] = deque()
+        self.in_flight: deque[Launch[Work]] = deque()
         self._bell_is_set = False
         self._all_slots: list[_Slot] = []
         with contextlib.ExitStack() as made:
@@ -73,11 +74,12 @@ class Launches:
             made.callback(self._stream.close)
             self._bell = Stream(device)
             made.callback(self._bell.close)
-            for _ in range(NUM_SLOTS):
+            for _ in range(num_slots):
                 self._all_slots.append(_Slot(device))
                 made.callback(self._all_slots[-1].close)
             self._slots = list(self._all_slots)
-            handles = (device.context, kernels.function("pdlink_runs"), self._stream.handle, self._bell.handle)
+            kernel = 0 if kernels is None else kernels.function("pdlink_runs")
+            handles = (device.context, kernel, self._stream.handle, self._bell.handle)
             try:
                 self._launcher = _cuda.Launcher(device.driver.path, *handles)
             except RuntimeError as error:
@@ -88,25 +90,30 @@ class Launches:
     def has_room(self) -> bool:
         return bool(self._slots)
 
-    def begin(self, peer: Peer, batch: Batch, memory: PeerMemory, slice_nbytes: int) -> bool:
-        """Launch the next slice of a batch; False if the gate is shut. Raises CudaFailure: the context is dead."""
-        slot, answer = None, ("", 0)
-        if not batch.rows.empty:
-            if not memory.gate.enter():
-                return False
-            slot = self._slots.pop()
-            answer = self._launcher.put(batch.rows, slice_nbytes, *slot.place, slot.event.handle)
-            if answer[0] not in ("", "cuEventRecord"):  # nothing is on its way
-                memory.gate.leave()
-                self._check(answer)
-        batch.launched = batch.rows.empty
-        memory.in_flight += 1
-        self.in_flight.append(Launch(peer, batch, memory, slot, last=batch.launched))
-        self._check(answer)
-        return True
+    def put(self, work: Work, rows: _cuda.RowQueue, slice_nbytes: int) -> None:
+        """Launch a kernel for the next slice of `rows`; `has_room` is true.
 
-    def take_ended(self) -> Iterator[Launch]:
-        """Launches that have run and left their gates. Raises CudaFailure."""
+        Raises CudaFailure: the context is dead. `work` is in flight then if the kernel was launched.
+        """
+        slot = self._slots.pop()
+        answer = self._launcher.put(rows, slice_nbytes, *slot.place, slot.event.handle)
+        if answer[0] in ("", "cuEventRecord"):
+            self.in_flight.append(Launch(work, slot))
+        self._check(answer)
+
+    def copy(self, work: Work, copies: Copies) -> None:
+        """Give these copies to the copy engine; `has_room` is true. Raises CudaFailure as `put` does."""
+        slot = self._slots.pop()
+        self.in_flight.append(Launch(work, slot))  # some of them may be on their way when one fails
+        self._device.copy_all(copies, self._stream.handle)
+        slot.event.record(self._stream)
+
+    def note(self, work: Work) -> None:
+        """Work of no bytes: it ends when all before it has ended."""
+        self.in_flight.append(Launch(work, None))
+
+    def take_ended(self) -> Iterator[Work]:
+        """What has run. Raises CudaFailure."""
         while self.in_flight:
             launch = self.in_flight[0]
             if launch.slot is not None and not launch.slot.event.done():
@@ -114,9 +121,7 @@ class Launches:
             self.in_flight.popleft()
             if launch.slot is not None:
                 self._slots.append(launch.slot)
-                launch.memory.gate.leave()
-            launch.memory.in_flight -= 1
-            yield launch
+            yield launch.work
 
     def ring_at_end(self) -> None:
         """Have the oldest launch in flight ring when it has run. Raises CudaFailure."""

@@ -86,8 +86,8 @@ class MappedTransport(NativeTransport[_copy.Copier, "HostBuffer"]):
     def __init__(self, threads: int = 2, *, within_process: bool = False) -> None:
         """threads: 2 to have a second one help with much at once while this process computes no prefill, or 1.
 
-        within_process: peers may be in this process too, as in tests. A worker has none there: an invitation that
-        names it was given by itself to a peer, which sends it back to have our memory overwritten by ourselves.
+        within_process: peers may be in this process too, as in tests. A worker refuses them: such an invitation is
+        its own, sent back by a peer to make it overwrite its own memory.
         """
         super().__init__()
         self._threads = threads
@@ -120,7 +120,7 @@ class MappedTransport(NativeTransport[_copy.Copier, "HostBuffer"]):
         return _copy.Copier(self._threads)
 
     def _add(self, buffer: HostBuffer) -> int:
-        """What is no shared memory can only be sent from: see `no_invitations`."""
+        """Memory that is not shared can only be sent from: see `no_invitations`."""
         return self._engine.add_region(buffer.ptr, buffer.nbytes)
 
     @property
@@ -134,7 +134,6 @@ class MappedTransport(NativeTransport[_copy.Copier, "HostBuffer"]):
         )
 
     def invite(self, peer: str) -> bytes:
-        """An invitation to the buffers registered by now."""
         copier = self._engine
         self._require_buffers()
         if self.no_invitations:

@@ -26,7 +26,7 @@ import msgspec
 
 from pdlink import _cuda
 from pdlink.cuda.buffers import DeviceBuffer, Export, PeerBuffer
-from pdlink.cuda.driver import LIBRARY, CudaFailure, CudaUnavailable, Device
+from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Device
 from pdlink.cuda.kernels import Kernels
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.memory.host import boot_id, pid_namespace
@@ -53,7 +53,7 @@ _Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
 class _Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     address: _Number
-    """In the inviting process: who is the same process uses it as it is."""
+    """In the inviting process; used as it is within that process."""
     nbytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
     """0 for a region that only serves as a source."""
     export: Export | None
@@ -86,7 +86,7 @@ class MappedCudaTransport(Transport):
         self,
         device_index: int = 0,
         *,
-        library: str = LIBRARY,
+        library: str | None = None,
         image: bytes | None = None,
         slice_nbytes: int = SLICE_NBYTES,
     ) -> None:
@@ -125,7 +125,7 @@ class MappedCudaTransport(Transport):
                 made.callback(device.close)
                 facts = {"device": device.name, "driver": device.driver.version}
                 made.callback(Kernels(device, self._image).close)
-                with DeviceBuffer(device, _PROBE_NBYTES) as buffer:
+                with contextlib.closing(DeviceBuffer(device, _PROBE_NBYTES)) as buffer:
                     buffer.export()
             except (CudaUnavailable, CudaFailure) as error:
                 return Probe(self.name, ok=False, reason=f"{error.code}: {error}", facts=facts)
@@ -205,7 +205,7 @@ class MappedCudaTransport(Transport):
             self._copier.close_peer(peer)
 
     def close(self) -> None:
-        """As in the contract. What a kernel may still use after the grace time is left to the end of the process."""
+        """As in the contract. Memory that a kernel may still use after the grace time is freed with the process."""
         if self._closed or self._copier is None:
             self._closed = True
             return
@@ -226,7 +226,7 @@ class MappedCudaTransport(Transport):
     def _export(self, buffer: DeviceMemory) -> Export:
         try:
             return buffer.export()
-        except CudaFailure as error:
+        except (CudaFailure, CudaUnavailable) as error:
             raise TransportUnavailable(f"device memory cannot be shared between processes here: {error}") from error
 
     def _map(self, peer: str, there: _Invitation) -> PeerMemory:

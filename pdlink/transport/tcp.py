@@ -1,4 +1,4 @@
-"""`TcpTransport`: kernel TCP of our own, for hosts without RDMA and for peers one does not trust with memory.
+"""`TcpTransport`: kernel TCP of our own, for hosts without RDMA and for peers not trusted with memory.
 
 A native thread (`csrc/tcp`) gathers runs with sendmsg and receives them straight into the invited pages with recvmsg;
 short ones are packed before and unpacked after, since the kernel takes as long for one as for a kilobyte.
@@ -7,32 +7,31 @@ names its session and where each of its runs goes, and the owner checks all of t
 can write to the blocks that it is offered, as long as it is, and nowhere else. An answer to each frame tells the
 writer that its bytes are in the pages.
 
-What it does not do is hide anything: bytes, and the secret of an invitation that is being taken up, cross the network
-in the clear. Closing is exact on the owner's side, where it matters: what is in a socket when `close_peer` ends it is
-gone. A writer's PeerClosed waits for the owner to have ended the connection, at most ten seconds if it is stopped.
+Nothing is encrypted: bytes, and the secret of an invitation when it is used, cross the network in the clear. Closing
+is exact on the owner's side, where it matters: what is in a socket when `close_peer` ends it is gone. A writer's
+PeerClosed waits for the owner to have ended the connection, at most ten seconds if it is stopped.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import socket
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
-import numpy as np
 
 from pdlink import _tcp
-from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
+from pdlink.errors import TransportFailure, TransportUnavailable
 from pdlink.kv.bands import bands
 from pdlink.transport.base import Probe, Site
-from pdlink.transport.edge import decoded, translated
+from pdlink.transport.edge import decoded, numeric, require_numeric, translated
 from pdlink.transport.native import NativeTransport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.config import TransportConfig
-    from pdlink.kv.layout import KVLayout
+    from pdlink.kv.bands import Bands
+    from pdlink.kv.groups import KVGroups
     from pdlink.memory.buffers import AnyBuffer
 
 CONNECT_TIMEOUT_S = 5.0
@@ -90,12 +89,14 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
         self._pack_below = pack_below_nbytes
         self._advertised = ""
         self._on_loopback = True
-        self._to_guard: KVLayout | None = None
-        """What the first invitation is to be preceded by: who invites nobody need not have a layout to write to."""
+        self._to_guard: KVGroups | None = None
+        """Guarded before the first invitation: a worker that invites nobody needs no writable layout."""
+        self._bands: Bands | None = None
+        """What is guarded."""
 
     @classmethod
     def configured(cls, config: TransportConfig, site: Site) -> TcpTransport:
-        """A host that can be told to peers is; for "listen everywhere" they need `site.advertise_host`."""
+        """Peers get the host that is listened on; if that is every address, `site.advertise_host`."""
         tcp = config.tcp
         listen = tcp.host or site.host
         told = site.advertise_host if tcp.host in (None, "0.0.0.0", "::") else listen
@@ -107,7 +108,7 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
         return Probe(self.name, ok=True, facts={"congestion on one host": fast, "congestion else": default})
 
     def _start(self) -> _tcp.Engine:
-        """Looks up the names it was given."""
+        """Looks up host names."""
         if not 1 <= self._streams <= _tcp.MAX_STREAMS:
             raise TransportUnavailable(f"tcp: {self._streams} streams, possible are 1 to {_tcp.MAX_STREAMS}")
         if not 0 <= self._pack_below <= _tcp.MAX_PACK_BELOW:
@@ -119,8 +120,8 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
                 f"tcp: congestion control {self._congestion!r} cannot be used here; see "
                 "/proc/sys/net/ipv4/tcp_allowed_congestion_control"
             )
-        listen = _numeric(self._host)
-        self._advertised = _numeric(self._advertise) if self._advertise else listen
+        listen = numeric(self._host, self.name)
+        self._advertised = numeric(self._advertise, self.name) if self._advertise else listen
         if ipaddress.ip_address(self._advertised).is_unspecified:
             raise TransportUnavailable(f"tcp: nobody can connect to {self._advertised}; set advertise_host")
         self._on_loopback = ipaddress.ip_address(listen).is_loopback
@@ -139,26 +140,27 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
     def _add(self, buffer: AnyBuffer) -> int:
         return self._engine.add_region(buffer.ptr, buffer.nbytes)
 
-    def guard(self, layout: KVLayout) -> None:
+    def guard(self, groups: KVGroups) -> None:
         """As in the contract, for every byte: a frame for a block that is not open ends its session."""
-        self._to_guard = layout
+        self._to_guard = groups
 
-    def open_blocks(self, peer: str, blocks: Sequence[int]) -> None:
-        self._engine.open_blocks(peer, np.array(blocks, dtype=np.int64))
+    def open_blocks(self, peer: str, blocks: Sequence[Sequence[int]]) -> None:
+        if self._bands is not None:
+            self._engine.open_blocks(peer, self._bands.numbers(blocks))
 
-    def close_blocks(self, peer: str, blocks: Sequence[int]) -> None:
-        if self._native is not None:
-            self._native.close_blocks(peer, np.array(blocks, dtype=np.int64))
+    def close_blocks(self, peer: str, blocks: Sequence[Sequence[int]]) -> None:
+        if self._native is not None and self._bands is not None:
+            self._native.close_blocks(peer, self._bands.numbers(blocks))
 
     def invite(self, peer: str) -> bytes:
-        """An invitation to the buffers registered by now."""
         engine = self._engine
         self._require_buffers()
         with translated(f"cannot invite peer {peer}"):
             with self._registering:
                 if self._to_guard is not None:
-                    engine.guard(bands(self._to_guard), self._to_guard.num_blocks)
-                    self._to_guard = None
+                    found = bands(self._to_guard)
+                    engine.guard(found.table, found.num_blocks)
+                    self._bands, self._to_guard = found, None
             session, token, regions = engine.invite(peer)
         return msgspec.msgpack.encode(_Invitation(self._advertised, engine.port(), session, token, tuple(regions)))
 
@@ -194,18 +196,5 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
 
 def _decode(invitation: bytes) -> _Invitation:
     there = decoded(invitation, _Invitation, "tcp")
-    try:
-        if "%" in str(ipaddress.ip_address(there.host)):  # inet_pton knows no interfaces
-            raise ValueError(f"{there.host} names an interface of another host")
-    except ValueError as error:
-        raise ProtocolError(f"invitation over tcp cannot be read: {error}") from error
+    require_numeric(there.host, "tcp")
     return there
-
-
-def _numeric(host: str) -> str:
-    """The first stream address of a host; a numeric one is itself. Raises TransportUnavailable."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise TransportUnavailable(f"tcp: no address of {host!r}: {error}") from error
-    return str(found[0][4][0])

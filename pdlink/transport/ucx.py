@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
 import msgspec
 
-from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
+from pdlink.errors import LocalError, ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.memory.host import host_id
 from pdlink.transport.base import Probe, Site
 from pdlink.transport.edge import translated
@@ -188,8 +188,18 @@ class UcxTransport(NativeTransport["_ucx.Engine", "AnyBuffer"]):
         return engine
 
     def _add(self, buffer: AnyBuffer) -> int:
-        """Device memory is registered as such, with its context."""
-        context = cast("DeviceMemory", buffer).device.context if buffer.kind == "cuda" else 0
+        """Device memory is registered as such, with its context.
+
+        For memory that CUDA IPC does not share UCX leaves its CUDA lanes silently: that is refused.
+        """
+        context = 0
+        if buffer.kind == "cuda":
+            device_memory = cast("DeviceMemory", buffer)
+            try:
+                device_memory.require_shared()
+            except LocalError as error:
+                raise TransportUnavailable(str(error)) from error
+            context = device_memory.device.context
         try:
             index, rkey = self._engine.register_memory(buffer.ptr, buffer.nbytes, context)
         except _ucx.PeerUnusable:

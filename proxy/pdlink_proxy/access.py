@@ -10,12 +10,15 @@ from pdlink.config import read_secrets
 from pdlink.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pdlink.config import ProxyConfig
 
 WORKER_KEY_HEADER = "X-Pdlink-Key"
 """Carries the secret shared by proxy and workers. Authorization is the client's and passes through."""
 
 _BEARER = "bearer "
+_MAX_HEADER_CHARS = 4096
 
 
 def api_keys(config: ProxyConfig) -> tuple[bytes, ...]:
@@ -26,15 +29,31 @@ def api_keys(config: ProxyConfig) -> tuple[bytes, ...]:
     return tuple(key.encode() for key in found)
 
 
-def may_enter(keys: tuple[bytes, ...], authorization: str | None) -> bool:
-    """Whether this Authorization header has one of the keys. Runs in constant time."""
+def admin_keys(config: ProxyConfig) -> tuple[bytes, ...]:
+    """The keys of operators. Raises ConfigError for a file without keys."""
+    if config.admin_key_file is None:
+        return ()
+    return tuple(key.encode() for key in read_secrets(config.admin_key_file, "admin_key_file"))
+
+
+def may_enter(keys: tuple[bytes, ...], headers: Mapping[str, str]) -> bool:
+    """Whether Authorization, or x-api-key in its absence, has one of the keys. Runs in constant time."""
     if not keys:
         return True
-    if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
-        return False
-    sent = authorization[len(_BEARER) :].strip().encode(errors="surrogateescape")
+    sent = key_of(headers).encode(errors="surrogateescape")
     matches = [hmac.compare_digest(sent, key) for key in keys]  # all of them, also after a match
     return any(matches)
+
+
+def key_of(headers: Mapping[str, str]) -> str:
+    """The API key of a client: of Authorization, or of x-api-key in its absence (/v1/messages); empty if none.
+
+    headers: finds names in lower case.
+    """
+    authorization = headers.get("authorization")
+    if authorization is None:
+        return headers.get("x-api-key", "").strip()
+    return authorization[len(_BEARER) :].strip() if authorization[: len(_BEARER)].lower() == _BEARER else ""
 
 
 def worker_headers(config: ProxyConfig, *, bearer: bool = False) -> dict[str, str]:
@@ -45,11 +64,18 @@ def worker_headers(config: ProxyConfig, *, bearer: bool = False) -> dict[str, st
     return {"Authorization": f"Bearer {secret}"} if bearer else {WORKER_KEY_HEADER: secret}
 
 
-def worker_tls(config: ProxyConfig) -> ssl.SSLContext | bool:
-    """Verification of https:// workers: against `worker_ca`, or the system's CAs; never off."""
+def worker_tls(config: ProxyConfig) -> ssl.SSLContext | None:
+    """Verification of https:// workers: against `worker_ca`, or, None, the system's CAs; never off."""
     if config.worker_ca is None:
-        return True
+        return None
     try:
         return ssl.create_default_context(cafile=config.worker_ca)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"worker_ca: cannot use {config.worker_ca}: {error}") from None
+
+
+def clean(value: str | None) -> str | None:
+    """A client's header value if it may be sent on: printable ASCII of bounded length; else None."""
+    if value is None or len(value) > _MAX_HEADER_CHARS or not value.isascii() or not value.isprintable():
+        return None
+    return value

@@ -1,4 +1,4 @@
-"""The proxy's HTTP interface: routes, checks before a worker is involved, draining.
+"""The proxy as a server: checks before a worker is involved, draining, what its routes share.
 
 The proxy starts without its workers, and only requests wait for them.
 """
@@ -8,55 +8,133 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
+import math
 import os
-import secrets
-import socket
+import platform
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from aiohttp import web
 
-from pdlink import __version__
-from pdlink.errors import InvalidApiKey, InvalidRequest, NoWorker, UnknownModel
+from pdlink.config.proxy import RateLimit
+from pdlink.errors import ConfigError, InvalidApiKey, InvalidRequest, NoWorker, RateLimited, UnknownModel
+from pdlink.extras import needed
+from pdlink.observe.otlp import SpanSender
+from pdlink.observe.summary import tell
 
-from .access import api_keys, may_enter, worker_headers
+from .about import About
+from .access import admin_keys, api_keys, clean, key_of, may_enter, worker_headers
+from .admin import add_routes
+from .beats import Beats
+from .client_answer import ClientAnswer
+from .decision_log import DecisionLog
 from .decisions import Decisions
 from .dialects import DIALECTS
-from .exchange import Exchange, Shared
+from .discovery.joined import Discovery
+from .discovery.register import Door
+from .exchange import Exchange
+from .family import MEMBERS_FILE
+from .family_answers import Beside, answers_of
+from .limits import RateLimits
+from .membership import Membership, from_settings
 from .metrics import Metrics
-from .openai import CHAT, COMPLETIONS, BadField, Call, error_body, parse
-from .placement import Placer
-from .pools import Pools, State, watch
+from .openai import GENERATE, BadField, Call, error_body, parse, wanted
+from .page.reports import Reports
+from .page.routes import add_page
+from .passthrough import PassThrough
+from .placement import Alone, Placer
+from .pools import Pools, watch
+from .probe import add_probe
 from .queue import Queue
+from .records import Records, RequestRecord
+from .reloading import WORKERS, taken
+from .routes_only import Decider
+from .shared import Shared
+from .spans import TRACE_HEADERS, Tracer
 from .steps import Leg
-from .upstream import Asking, open_session
+from .summary import ProxySummary
+from .timeline import add_timeline
+from .tokenizing import Tokenizing, opened
+from .upstream import Asking, open_client
+from .worker import State, Worker
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+    from multidict import CIMultiDictProxy
 
     from pdlink.config import ProxyConfig
+    from pdlink.protocol.auth import Credentials
 
-_MAX_HEADER_CHARS = 4096
-_TRACE_HEADERS = ("traceparent", "tracestate")  # https://www.w3.org/TR/trace-context
+    from .family import Family
+    from .front import Head
+
+log = logging.getLogger("pdlink.proxy")
+
+_ADDRESS_MARKS = ("___prefill_addr_", "___decode_addr_")
+"""With these in X-Request-Id a client could name the servers that vLLM's P2pNccl and MoRI-IO connectors talk to."""
+
+
+class Endable(Protocol):
+    """A running request."""
+
+    def shut_down(self) -> None:
+        """End it now."""
+        ...
 
 
 class Router:
     """One proxy: its workers, its requests, and whether it takes new ones."""
 
-    def __init__(self, config: ProxyConfig) -> None:
-        """Raises ConfigError for an invalid worker URL, and for a key file without keys."""
-        self.config = config
+    def __init__(
+        self, config: ProxyConfig, family: Family | None = None, credentials: Credentials | None = None
+    ) -> None:
+        """family: the other processes of this proxy. credentials: of `key_file` and `allow_file`. Raises ConfigError
+        for an invalid worker URL, and for a key file without keys."""
+        self.config, self.family = config, family
         self.dialect = DIALECTS[config.dialect]
         self.api_keys = api_keys(config)
-        placer = Placer(config.policy_of("prefill"), config.policy_of("decode"))
-        self.pools = Pools(config.prefill, config.decode, placer, config.control)
+        self.limits = _limits(config)
+        """None where nothing is limited."""
+        alone = Alone(config.decode_alone_tokens, config.decode_alone_idle_tokens)
+        placer = Placer(
+            config.policy_of("prefill"),
+            config.policy_of("decode"),
+            alone,
+            routers=config.routers,
+            salt=int.from_bytes(os.urandom(8)) if config.routers > 1 else 0,
+        )
+        self.pools = Pools(placer, most_left_out=config.eject_share, cell_size=config.cell_size)
+        members = from_settings(config, self.dialect)
+        self.pools.replace(members)
+        if family is not None:
+            self.pools.load_table = family.load
+            placer.share(family.prefixes)
+            family.answers = answers_of(self)
+        self.membership = Membership(self.pools, self._watch, self.dialect, config.workers_file, members=members)
+        self.membership.found_by = ", ".join(config.discover)
+        beats = Beats(self.pools, lambda: self.shared.serve_queue())
+        door = Door(beats, credentials, config.insecure, family.place.number if family is not None else 0)
+        self.discovery = Discovery.of(config.discover, self.dialect, self.membership.replace, members, door)
         self._worker_headers = worker_headers(config, bearer=self.dialect.key_as_bearer)
+        self._tokenizers = opened(config.tokenizers)
         self.metrics = Metrics()
+        self.metrics.before_reading(self._take_stock)
         self.decisions = Decisions()
+        self._decision_log = DecisionLog(config.decision_log) if config.decision_log is not None else None
+        self.records = Records()
+        self.spans: SpanSender | None = None
+        """To the collector, if there is one."""
+        if config.tracing.endpoint is not None:
+            with needed():
+                self.spans = SpanSender(config.tracing, "pdlink-proxy", f"{platform.node()}-{os.getpid()}")
         self.started = int(time.time())
         self._shared: Shared | None = None
-        self._exchanges: set[Exchange] = set()
+        self.decider: Decider | None = None
+        """Of POST /route, if it is answered."""
+        self._exchanges: set[Endable] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -65,26 +143,100 @@ class Router:
         """Connections and health watchers, for as long as the app runs."""
         config = self.config
         bound = config.max_connections and max(1, config.max_connections // 2)  # 0: no limit
-        headers, timeout_s = self._worker_headers, config.connect_timeout_s
+        headers = self._worker_headers
         async with (
-            open_session(config, max_connections=bound, headers=headers) as prefill,
-            open_session(config, max_connections=bound, headers=headers) as decode,
-            open_session(config, max_connections=0, headers=headers) as control,
+            open_client(config, max_connections=bound, headers=headers) as prefill,
+            open_client(config, max_connections=bound, headers=headers) as decode,
+            open_client(config, max_connections=0, headers=headers) as control,
+            contextlib.AsyncExitStack() as stack,
         ):
             queue = Queue(config.queue_size, config.shares)
-            sessions = {Leg.PREFILL: prefill, Leg.DECODE: decode}
+            clients = {Leg.PREFILL: prefill, Leg.DECODE: decode}
             self._shared = shared = Shared(
-                config, self.dialect, self.pools, self.metrics, sessions, control, self.decisions, queue
+                config, self.dialect, self.pools, self.metrics, clients, control, self.decisions, self.records, queue
             )
-            for worker in self.pools.all:
-                asking = Asking(control, worker.url, timeout_s)
-                shared.spawn(
-                    watch(self.pools, worker, asking, self.dialect, config.health_interval_s, shared.serve_queue)
-                )
+            if self.dialect.arrivals is not None:
+                shared.arrivals = await stack.enter_async_context(self.dialect.arrivals(config))
+            if config.tokenize_wait_s:
+                own, wait_s = self._tokenizers, config.tokenize_wait_s
+                shared.tokenizing = Tokenizing(self.pools, control, self.metrics, own, wait_s)
+                stack.push_async_callback(shared.tokenizing.close)
+            if self.spans is not None:
+                self.spans.open()
+                stack.push_async_callback(asyncio.to_thread, self.spans.close)
+                shared.tracer = Tracer(self.spans, config.tracing.share)
+            shared.decision_log = self._decision_log
+            if shared.decision_log is not None:
+                shared.spawn(shared.decision_log.follow())
+            self.reports = Reports(shared)
+            self.membership.changed = shared.serve_queue
+            self.pools.found_turning = self.membership.list_soon
+            self.membership.replace(self.membership.members)
+            if self.family is not None:
+                self.membership.keep(self.family.directory / MEMBERS_FILE)
+                await stack.enter_async_context(self.family)
+            if config.summary_s:
+                summary = ProxySummary(self.records, lambda: (self.num_running, self.num_queued))
+                shared.spawn(tell(summary.take, config.summary_s))
+            if config.workers_file is not None:
+                shared.spawn(self.membership.follow())
+            for name in self.discovery.sources:
+                shared.spawn(self.discovery.follow(name))
             yield
+            self.membership.close()
+            self.pools.kv_events.close()
             for task in shared.tasks:
                 task.cancel()
             await asyncio.gather(*shared.tasks, return_exceptions=True)
+
+    @property
+    def shared(self) -> Shared:
+        """What all requests share, once the app runs."""
+        if self._shared is None:
+            raise RuntimeError("used before the app was started")
+        return self._shared
+
+    def _watch(self, worker: Worker) -> asyncio.Task[None]:
+        shared, config = self.shared, self.config
+        asking = Asking(shared.control, worker.url, config.connect_timeout_s)
+        return shared.spawn(
+            watch(self.pools, worker, asking, self.dialect, config.health_interval_s, shared.serve_queue)
+        )
+
+    async def members_changed(self) -> None:
+        """An operator has changed the workers: the other processes read it, too."""
+        if self.family is not None:
+            self.membership.save()
+            await self.family.ask_all("members")
+
+    def reload(self) -> None:
+        """Read files again: keys and workers; go on in a new decision log. Running requests go on."""
+        try:
+            self.api_keys = api_keys(self.config)
+        except ConfigError as error:
+            log.error("the keys are unchanged: %s", error)
+        self.membership.read()
+        if self._decision_log is not None:
+            self._decision_log.reopen()
+
+    def adopt(self, new: ProxyConfig) -> None:
+        """Take what can be taken of new settings, and say what needs a restart. Running requests go on."""
+        old = self.config
+        config, changed, ignored = taken(old, new)
+        if changed & WORKERS and config.workers_file is None and not config.discover:
+            try:
+                self.membership.replace(from_settings(config, self.dialect))
+            except ConfigError as error:
+                log.error("the workers are unchanged: %s", error)
+        self.config = config
+        if self._shared is not None:
+            self._shared.adopt(config)
+        if changed & {"rate_limit", "rate_limits"}:
+            self.limits = _limits(config)
+        if changed:
+            log.info("new settings: %s", ", ".join(sorted(changed)))
+        if ignored:
+            log.warning("settings that need a restart are as they were: %s", ", ".join(sorted(ignored)))
 
     async def drain(self) -> None:
         """Take no new request and give running ones `drain_s` to finish, then end them with an error."""
@@ -99,64 +251,165 @@ class Router:
     # ---- routes
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/completions and /v1/chat/completions."""
-        request_id = _clean(request.headers.get("X-Request-Id")) or f"req-{secrets.token_hex(16)}"
-        headers = {"X-Request-Id": request_id}
+        headers = self.leg_headers(request.headers)
         call = await self._checked(request)
         if isinstance(call, web.Response):
-            call.headers.update(headers)
-            self.metrics.requests.labels("unavailable" if call.status == 503 else "rejected").inc()
+            call.headers["X-Request-Id"] = headers["X-Request-Id"]
+            self.metrics.requests.inc("unavailable" if call.status == 503 else "rejected")
             return call
-        for name in _TRACE_HEADERS:  # or each worker would begin its own trace
-            if said := _clean(",".join(request.headers.getall(name, ()))):
-                headers[name] = said
-        authorization = _clean(request.headers.get("Authorization"))
+        if self.limits is not None:
+            asked = wanted(call, None)
+            if (refusal := await self.over_limit(request, asked.total_tokens)) is not None:
+                refusal.headers["X-Request-Id"] = headers["X-Request-Id"]
+                self.metrics.requests.inc("rejected")
+                return refusal
+        client, over = ClientAnswer.of(request), asyncio.Event()
+        exchange = Exchange(self.shared, client, call, headers, request.headers, over.set)
+        with self.running(exchange):
+            exchange.begin()
+            try:
+                await over.wait()
+            finally:  # cancelled if the client leaves
+                exchange.leave()
+            return client.result()
+
+    def taken(
+        self, path: str, said: Head, body: bytes, client: ClientAnswer, ended: Callable[[], None]
+    ) -> Exchange | None:
+        """A request that `Front` has read, ready to begin; None for one that is to be refused, which `generate` does.
+
+        ended: called when its answer is written.
+        """
+        if self._draining or len(body) > self.config.max_body_nbytes or not may_enter(self.api_keys, said):
+            return None
+        try:
+            call = parse(path, body)
+        except BadField:
+            return None
+        if not self.pools.serves(call.model):
+            return None
+        if self.limits is not None:
+            if self.family is not None:
+                return None  # another process may have to be asked
+            if self.limits.take(key_of(said), wanted(call, None).total_tokens, time.monotonic()):
+                return None
+
+        def over() -> None:
+            self._no_more(exchange)
+            ended()
+
+        exchange = Exchange(self.shared, client, call, self.leg_headers(said), said, over)
+        self._exchanges.add(exchange)
+        self._idle.clear()
+        return exchange
+
+    def leg_headers(self, said: Head | CIMultiDictProxy[str]) -> dict[str, str]:
+        """What is passed on of a client's headers, with an X-Request-Id."""
+        request_id = clean(said.get("x-request-id"))
+        if request_id is None or any(mark in request_id for mark in _ADDRESS_MARKS):
+            request_id = f"req-{os.urandom(16).hex()}"
+        headers = {"X-Request-Id": request_id}
+        for name in TRACE_HEADERS:  # or each worker would begin its own trace
+            if value := clean(",".join(said.getall(name, ()))):
+                headers[name] = value
+        authorization = clean(said.get("authorization"))
         if authorization and "Authorization" not in self._worker_headers:
             headers["Authorization"] = authorization
-        if self._shared is None:
-            raise RuntimeError("a request before the app was started")
-        exchange = Exchange(self._shared, request, call, headers)
+        return headers
+
+    async def over_limit(self, request: web.Request, tokens: int) -> web.Response | None:
+        """Counts a request of so many tokens; the error response if its key has asked too much."""
+        if self.limits is None:
+            return None
+        key, wait_s = key_of(request.headers), None
+        if self.family is not None and (owner := self.family.owner_of(key)) != self.family.place.number:
+            wait_s = await self.family.ask(owner, "take", [key, tokens])
+        if wait_s is None:  # it is ours to count, or the owner is being started again
+            wait_s = self.limits.take(key, tokens, time.monotonic())
+        if not wait_s:
+            return None
+        message = f"rate_limit: this API key has asked too much; limit as configured; try again in {wait_s:.0f} s"
+        body = error_body(message, kind="rate_limit_error", code=RateLimited.code)
+        headers = {"Retry-After": str(math.ceil(wait_s))}
+        return web.Response(
+            status=RateLimited.http_status, body=body, content_type="application/json", headers=headers
+        )
+
+    @contextlib.contextmanager
+    def running(self, exchange: Endable) -> Iterator[None]:
+        """A request runs: the end of the proxy waits for it, and ends it if it takes too long."""
         self._exchanges.add(exchange)
         self._idle.clear()
         try:
-            return await exchange.run()
+            yield
         finally:
-            self._exchanges.discard(exchange)
-            if not self._exchanges:
-                self._idle.set()
+            self._no_more(exchange)
 
-    async def _checked(self, request: web.Request) -> Call | web.Response:
-        """The client's checked request, or the error response."""
-        if not self._may_enter(request):
-            return self._no_entry()
+    def _no_more(self, exchange: Endable) -> None:
+        self._exchanges.discard(exchange)
+        if not self._exchanges:
+            self._idle.set()
+
+    async def admitted(self, request: web.Request) -> bytes | web.Response:
+        """The body of a client's request that may be served, or the error response."""
+        if not self.may_enter(request):
+            return self.no_entry()
         if self._draining:
             refusal = _error(503, "the proxy is shutting down", NoWorker.code)
             refusal.force_close()
             return refusal
         try:
-            async with asyncio.timeout(self.config.idle_timeout_s):
-                data = await request.read()
+            return await self._body(request)
         except web.HTTPRequestEntityTooLarge:
             limit = self.config.max_body_nbytes
             return _error(413, f"the body is larger than max_body_nbytes = {limit}", InvalidRequest.code)
         except TimeoutError:
             limit_s = self.config.idle_timeout_s
             return _error(408, f"the body did not arrive within {limit_s:g} s", InvalidRequest.code)
+
+    async def _checked(self, request: web.Request) -> Call | web.Response:
+        """The client's checked request, or the error response."""
+        data = await self.admitted(request)
+        if isinstance(data, web.Response):
+            return data
         try:
-            call = parse(request.path, data)
+            models = self.pools.models() if request.path == GENERATE else ()
+            call = parse(request.path, data, models[0] if len(models) == 1 else None)
         except BadField as error:
             return _error(error.http_status, str(error), error.code, error.param)
-        workers = self.pools.workers[Leg.DECODE]
-        known = self.pools.models()
-        if call.model not in known and known and all(worker.health for worker in workers):
-            message = f"model {call.model!r} is not served here; known: {', '.join(known)}"
-            return _error(UnknownModel.http_status, message, UnknownModel.code, "model")
-        return call
+        return self.unknown_model(call.model) or call
 
-    def _may_enter(self, request: web.Request) -> bool:
-        return may_enter(self.api_keys, request.headers.get("Authorization"))
+    def unknown_model(self, model: str) -> web.Response | None:
+        """The error response if no worker serves it, also none that has not answered yet."""
+        if self.pools.serves(model):
+            return None
+        message = f"model {model!r} is not served here; known: {', '.join(self.pools.models())}"
+        return _error(UnknownModel.http_status, message, UnknownModel.code, "model")
 
-    def _no_entry(self) -> web.Response:
+    async def _body(self, request: web.Request) -> bytes:
+        """Raises HTTPRequestEntityTooLarge, TimeoutError."""
+        content = request.content
+        if content.is_eof():  # it came with the head: nothing to wait for
+            data = content.read_nowait()
+            if len(data) > self.config.max_body_nbytes:
+                raise web.HTTPRequestEntityTooLarge(self.config.max_body_nbytes, len(data))
+            return data
+        async with asyncio.timeout(self.config.idle_timeout_s):
+            return await request.read()
+
+    def may_enter(self, request: web.Request) -> bool:
+        """Whether the caller has a key, if the proxy has some."""
+        return may_enter(self.api_keys, request.headers)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._exchanges)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._shared.queue) if self._shared else 0
+
+    def no_entry(self) -> web.Response:
         """The answer without a valid key. It closes the connection, so that the client stops sending the body."""
         refusal = _error(
             InvalidApiKey.http_status, "send a valid key as `Authorization: Bearer KEY`", InvalidApiKey.code
@@ -165,43 +418,13 @@ class Router:
         refusal.force_close()
         return refusal
 
-    async def models(self, request: web.Request) -> web.Response:
-        """GET /v1/models."""
-        if not self._may_enter(request):
-            return self._no_entry()
-        data = [
-            {"id": model, "object": "model", "created": self.started, "owned_by": "pdlink"}
-            for model in self.pools.models()
-        ]
-        return _json(200, {"object": "list", "data": data})
-
-    async def health(self, request: web.Request) -> web.Response:
-        """GET /health: 200 if a request could be served now, from the last polls.
-
-        Without a key (load balancers) only the status is shown, no workers and addresses.
-        """
-        status, reason = self._standing()
-        http_status = 200 if status in _SERVING else 503
-        if not self._may_enter(request):
-            return _json(http_status, {"status": status})
-        body: dict[str, Any] = {"status": status, "reason": reason, "active_requests": len(self._exchanges)}
-        for side, workers in self.pools.workers.items():
-            body[side.value] = [worker.describe() for worker in workers]
-        body["refused_pairs"] = [pair.describe() for pair in self.pools.refusals]
-        # Tells which proxy answers: another one may listen on the same port.
-        body["proxy"] = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "started": self.started,
-            "version": __version__,
-        }
-        return _json(http_status, body)
-
-    def _standing(self) -> tuple[str, str]:
+    def standing(self) -> tuple[str, str]:
         """The status, and the reason if it is not plainly ok."""
         if self._draining:
             return "draining", "the proxy is shutting down"
         missing = [side for side in Leg if not self.pools.usable(side)]
+        if missing == [Leg.PREFILL] and self.pools.has_plain():
+            return "ok", "no healthy prefill worker: plain servers serve all"
         alone = missing == [Leg.PREFILL] and self.config.on_no_prefill == "decode_only"
         if alone and any(worker.state is State.UNKNOWN for worker in self.pools.workers[Leg.PREFILL]):
             alone = False  # not known yet
@@ -212,99 +435,83 @@ class Router:
             return "unavailable", reason
         if len(self.pools.refusals):
             return "degraded", f"degraded: {'; '.join(map(str, itertools.islice(self.pools.refusals, 8)))}"
+        if stranded := [each for each in self.pools.mismatches if each.stranded]:
+            return "degraded", f"degraded: {'; '.join(map(str, stranded[:8]))}"
         return "ok", "no healthy prefill worker: decode computes prompts itself" if alone else ""
 
-    async def ready(self, _: web.Request) -> web.Response:
-        """GET /readyz: the status of /health alone. For load balancers."""
-        status, _reason = self._standing()
-        return _json(200 if status in _SERVING else 503, {"status": status})
+    async def beside(self, *, records: bool = False) -> list[Beside]:
+        """What the other processes of this proxy do now."""
+        if self.family is None:
+            return []
+        return [msgspec.convert(each, Beside) for each in await self.family.ask_all("now", records)]
 
-    async def live(self, _: web.Request) -> web.Response:
-        """GET /livez: 200 while this process runs. A proxy without workers needs no restart."""
-        return _json(200, {"status": "ok"})
+    def recorded(self, beside: Sequence[Beside]) -> Sequence[RequestRecord]:
+        """The last requests of all processes, oldest first. beside: with records."""
+        if not beside:
+            return self.records
+        found = [*self.records, *(record for each in beside for record in each.records)]
+        return sorted(found, key=lambda record: record.at_s)
 
-    async def explain(self, request: web.Request) -> web.Response:
-        """GET /decisions: why the last requests, or that of `?request=ID`, went where they went."""
-        if not self._may_enter(request):
-            return self._no_entry()
-        return _json(200, {"decisions": self.decisions.of(request.query.get("request"))})
+    def described(self, side: Leg, beside: Sequence[Beside]) -> list[dict[str, Any]]:
+        """The workers of one side, with the legs of all processes."""
+        found = [worker.describe() for worker in self.pools.workers[side]]
+        for worker in found:
+            worker["in_flight"] += sum(each.in_flight.get(f"{side.value} {worker['url']}", 0) for each in beside)
+        return found
 
-    async def version(self, request: web.Request) -> web.Response:
-        """GET /version."""
-        return _json(200, {"version": __version__}) if self._may_enter(request) else self._no_entry()
-
-    async def about(self, _: web.Request) -> web.Response:
-        """GET /: a page for people."""
-        return web.Response(text=_ABOUT)
-
-    async def exposition(self, request: web.Request) -> web.Response:
-        """GET /metrics."""
-        if not self._may_enter(request):
-            return self._no_entry()
-        for worker in self.pools.all:
-            self.metrics.healthy.labels(worker.url, worker.side.value).set(worker.state is State.OK)
-        self.metrics.queued.set(len(self._shared.queue) if self._shared else 0)
-        body = self.metrics.exposition()
-        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
-
-    async def nowhere(self, request: web.Request) -> web.Response:
-        """Every other path or method."""
-        return _error(404, f"no such route: {request.method} {request.path}", "not_found")
-
-
-_SERVING = ("ok", "degraded")
-
-_ABOUT = f"""This is the proxy of pdlink: it serves OpenAI's API from separate prefill and decode workers.
-
-POST {COMPLETIONS}
-POST {CHAT}
-GET  /v1/models
-GET  /health     its workers, and which of them do not fit together
-GET  /readyz     200 if a request could be served now
-GET  /livez      200 while the proxy runs
-GET  /metrics    for Prometheus
-GET  /version
-GET  /decisions  why the last requests went where they went; ?request=ID for one of them
-"""
+    def _take_stock(self) -> None:
+        """Bring the gauges up to date."""
+        legs = {(worker.url, worker.side.value): worker for worker in self.pools.all}
+        self.metrics.healthy.replace({leg: worker.state is State.OK for leg, worker in legs.items()})
+        self.metrics.in_flight.replace({leg: worker.in_flight for leg, worker in legs.items()})
+        self.metrics.left_out.replace({leg: worker.outlier.out for leg, worker in legs.items()})
+        self.metrics.queued.set(self.num_queued)
+        if self._decision_log is not None:
+            self.metrics.log_dropped.set(self._decision_log.num_dropped)
+        if self.spans is not None:
+            self.metrics.spans_dropped.set(self.spans.num_dropped)
+        self.metrics.known_blocks.set(len(self.pools.kv_events.index))
+        self.metrics.known_nbytes.set(self.pools.kv_events.index.nbytes)
 
 
 ROUTER = web.AppKey("router", Router)
 
 
-def build_app(config: ProxyConfig) -> web.Application:
+def build_app(
+    config: ProxyConfig, family: Family | None = None, credentials: Credentials | None = None
+) -> web.Application:
     """The proxy as an aiohttp application; `app[ROUTER].drain()` takes it out of service.
 
-    Run it with `handler_cancellation=True` (or a client that leaves does not end its request) and without an access
-    log (a line costs more than the request; /metrics counts requests). Raises ConfigError for an invalid worker URL.
+    Run it by a `FrontRunner`, with `handler_cancellation=True` (or a client that leaves does not end its request) and
+    without an access log (a line costs more than the request; /metrics counts requests). family, credentials: see
+    `Router`. Raises ConfigError for an invalid worker URL.
     """
-    router = Router(config)
+    router = Router(config, family, credentials)
     # client_max_size: the default of 1 MiB is a prompt of some 200k tokens sent as ids.
     app = web.Application(client_max_size=config.max_body_nbytes)
     app[ROUTER] = router
     app.cleanup_ctx.append(router.open)
-    app.router.add_post(COMPLETIONS, router.generate)
-    app.router.add_post(CHAT, router.generate)
-    app.router.add_get("/v1/models", router.models)
-    app.router.add_get("/health", router.health)
-    app.router.add_get("/readyz", router.ready)
-    app.router.add_get("/livez", router.live)
-    app.router.add_get("/version", router.version)
-    app.router.add_get("/decisions", router.explain)
-    app.router.add_get("/", router.about)
-    app.router.add_get("/metrics", router.exposition)
-    app.router.add_route("*", "/{path:.*}", router.nowhere)
+    for path in router.dialect.paths:
+        app.router.add_post(path, router.generate)
+    PassThrough(router).add_routes(app)
+    if config.route_s:
+        router.decider = Decider(router)
+        router.decider.add_routes(app)
+        app.on_cleanup.append(router.decider.close)
+    about = About(router)
+    about.add_routes(app)
+    if config.page:
+        add_page(app, router)
+    add_probe(app, router)
+    add_timeline(app, router)
+    add_routes(app, router.membership, admin_keys(config), router.members_changed)
+    app.router.add_route("*", "/{path:.*}", about.nowhere)
     return app
 
 
-def _clean(value: str | None) -> str | None:
-    """A client's header value if it may be sent on: printable ASCII of bounded length; else None."""
-    if value is None or len(value) > _MAX_HEADER_CHARS or not value.isascii() or not value.isprintable():
-        return None
-    return value
-
-
-def _json(status: int, value: Any) -> web.Response:
-    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")
+def _limits(config: ProxyConfig) -> RateLimits | None:
+    limited = config.rate_limits or config.rate_limit != RateLimit()
+    return RateLimits(config.rate_limit, config.rate_limits) if limited else None
 
 
 def _error(status: int, message: str, code: str, param: str | None = None) -> web.Response:

@@ -1,4 +1,4 @@
-"""Why each of the last requests went where it went."""
+"""Why each of the last requests went where it went, and what came of it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,27 @@ from collections import deque
 
 import msgspec
 
-MAX_DECISIONS = 1000
+from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the annotation at run time)
+
+MAX_DECISIONS = 4000
+
+
+MAX_CONSIDERED = 8
+
+
+class Considered(msgspec.Struct, frozen=True):
+    """Workers that a policy chose from."""
+
+    policy: str
+    scores: list[tuple[str, float]]
+    """Labels and scores of the best, lowest first: what the policy weighs (for `cost` tokens of a mean worker until
+    the first token), or the tokens that the worker has to do."""
+    of: int
+    """How many there were."""
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What was decided about one attempt, and what was known then."""
+    """What was decided about one request, and what was known then."""
 
     request_id: str
     at_s: float
@@ -18,13 +34,13 @@ class Decision(msgspec.Struct, frozen=True):
     why: str
     """What the attempt is made for (`Why`)."""
     verdict: str
-    """placed, waits or refused."""
+    """waits, refused, placed; failed, of a leg; hedged, which of two attempts goes on; ended."""
     reason: str
-    """Why it waits or is refused, or why decode works alone."""
+    """Why it waits, is refused or failed, or why decode works alone; how it ended."""
     tokens: int
     """Of the prompt, perhaps estimated."""
     waited_s: float
-    """Since the request came."""
+    """Since the request came: when this was."""
     prefill: str | None = None
     """The worker's label."""
     decode: str | None = None
@@ -33,6 +49,17 @@ class Decision(msgspec.Struct, frozen=True):
     decode_load: float | None = None
     cached_tokens: int = 0
     """Of the prompt, expected at the prefill worker."""
+    considered: dict[str, Considered] = {}
+    """By leg, of a decision that was sampled and had a choice."""
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What a leg's answer said of where the KV of its prompt came from."""
+
+    request_id: str
+    worker: str
+    """Its label."""
+    said: Sourced
 
 
 class Decisions(deque[Decision]):
@@ -40,6 +67,11 @@ class Decisions(deque[Decision]):
 
     def __init__(self) -> None:
         super().__init__(maxlen=MAX_DECISIONS)
+        self.told: deque[Told] = deque(maxlen=MAX_DECISIONS)
+
+    def told_of(self, request_id: str) -> list[Told]:
+        """Oldest first."""
+        return [each for each in self.told if each.request_id == request_id]
 
     def of(self, request_id: str | None) -> list[Decision]:
         """Those about one request, or all; oldest first."""

@@ -1,33 +1,34 @@
 """One client request: does what `flow.py` decides, and reports events to it.
 
-Three tasks work on a request: the handler, which waits for the end and writes it, and one for each leg. A leg's task
-writes to the client itself, so a token costs one task switch, and back-pressure of a slow client reaches its own
-worker. Two rules keep that right: the flow decides and its actions run without an await in between, and bytes for
-the client take their place in line (`_order`) in the same step.
+No task works on a request. It goes on when a worker's connection has bytes: they are told to the flow, and what it
+lets through is written to the client's connection in the same step. A client that reads slowly holds its own worker
+back: that worker's connection is not read meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import secrets
+import math
+import os
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
-from aiohttp import web
+from pdlink.errors import PdlinkError
+from pdlink.logs import about
+from pdlink.protocol import kv_path
 
-from pdlink.events import FallbackUsed, emit
-from pdlink.protocol import kv_path, reasons
-
-from .decisions import Decision, Decisions
-from .dialects import Attempt
-from .flow import Flow, Limits
-from .openai import wanted
-from .placement import Queued, Refused
-from .queue import Queue, Waiting
+from . import timing
+from .access import key_of
+from .admission import Admission
+from .decision_log import Logged, Tally, hash_ids, said_tokens
+from .decisions import Told
+from .flow import Flow
+from .metrics import exemplar_of
+from .openai import error_body, wanted
+from .records import RequestRecord
+from .recovery import Recovery
+from .running_attempt import RunningAttempt
 from .sse import before_done
 from .steps import (
     Answered,
@@ -38,6 +39,7 @@ from .steps import (
     EndStream,
     Event,
     Forward,
+    HedgeOver,
     Leg,
     LetGo,
     Loss,
@@ -52,529 +54,536 @@ from .steps import (
     StartLegs,
     TellToStop,
     Tick,
-    Unplaced,
     Waits,
-    Why,
 )
-from .upstream import LegCall, run_leg, tell_to_stop
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
     from typing import Any
 
-    import aiohttp
-
-    from pdlink.config import ProxyConfig
-
-    from .dialects import Dialect
-    from .metrics import Metrics
+    from .client_answer import ClientAnswer
+    from .http_connection import Headers
     from .openai import Call
-    from .pools import Pools, Worker
+    from .running_leg import RunningLeg
+    from .shared import Shared
 
 log = logging.getLogger("pdlink.proxy")
 
-LET_GO_S = 1.0
-"""A leg that is not needed any more may take this long to end by itself; then its connection is closed."""
+_OWN_FAULTS = frozenset({Loss.CONNECT, Loss.RESET, Loss.TIMEOUT, Loss.MALFORMED, Loss.ERROR})
+"""Losses that are the worker's own, and not its peer's or ours."""
 
-_CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it
+_WORKER_HEADERS = {Leg.PREFILL: "X-Pdlink-Prefill", Leg.DECODE: "X-Pdlink-Decode"}
 
+_INTERNAL = error_body("the proxy failed unexpectedly; see its log", kind="server_error", code=PdlinkError.code)
 
-@dataclass(slots=True, eq=False)
-class Shared:
-    """Shared by all requests of one proxy."""
-
-    config: ProxyConfig
-    dialect: Dialect
-    pools: Pools
-    metrics: Metrics
-    sessions: dict[Leg, aiohttp.ClientSession]
-    """One for each leg: if connections are bounded, decode legs that wait for KV must not hold the connections of
-    their prefill legs."""
-    control: aiohttp.ClientSession
-    """For health and stop, which must get through when all connections of the legs are in use."""
-    decisions: Decisions
-    queue: Queue
-    """Exchanges that wait for workers."""
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    """Legs, and stop calls."""
-
-    _serving: bool = False
-
-    def serve_queue(self) -> None:
-        """Something has changed for those who wait: place them soon."""
-        if len(self.queue) and not self._serving:
-            self._serving = True
-            asyncio.get_running_loop().call_soon(self._serve_queue)
-
-    def _serve_queue(self) -> None:
-        self._serving = False
-        loop = asyncio.get_running_loop()
-        while self.queue.serve(lambda waiting: waiting.item.place_now(), loop.time()):
-            pass
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run this in the background; cancelled when the proxy ends."""
-        task = asyncio.create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self.tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task of the proxy failed unexpectedly", exc_info=error)
-
-
-@dataclass(slots=True, eq=False)
-class _LegRun:
-    worker: Worker
-    transfer_id: str
-    task: asyncio.Task[None]
-    timer: asyncio.TimerHandle | None = None
+_BRING_DEADLINES = (Placed, Waits, Chunk)
+"""Events after which the next deadline may be earlier than before."""
 
 
 class Exchange:
     """One client request from its checked body to its answer."""
 
-    def __init__(self, shared: Shared, request: web.Request, call: Call, headers: dict[str, str]) -> None:
-        """headers: for both legs; X-Request-Id also for the client."""
-        config = shared.config
-        self._shared, self._request, self._call, self._leg_headers = shared, request, call, headers
+    def __init__(
+        self,
+        shared: Shared,
+        client: ClientAnswer,
+        call: Call,
+        headers: dict[str, str],
+        said: Mapping[str, str],
+        over: Callable[[], None],
+    ) -> None:
+        """headers: for both legs; X-Request-Id also for the client. said: the client's headers. over: called once,
+        when the answer is written or the client has left."""
+        self._shared, self._call, self._leg_headers = shared, call, headers
         self._loop = asyncio.get_running_loop()
         self._started_s = self._loop.time()
-        limits = Limits(
-            retries=config.retries,
-            first_byte_s=config.first_byte_timeout_s,
-            idle_s=config.idle_timeout_s,
-            request_s=config.request_timeout_s,
-            decode_alone=config.on_no_prefill == "decode_only",
-        )
         request_id = headers["X-Request-Id"]
+        self._trace = shared.tracer.begin(headers) if shared.tracer is not None else None
         keyed = not (shared.dialect.key_as_bearer and "Authorization" in headers)
-        self._flow = Flow(limits, self._started_s, shared.dialect.rules, request_id=request_id, keyed=keyed)
-        self._runs: dict[tuple[int, Leg], _LegRun] = {}
-        self._wanted = wanted(call, request.headers.get("X-Session-Id"))
-        self._tenant = (request.headers.get("Authorization") or "").partition(" ")[2].strip()
-        self._waiting: Waiting | None = None
-        self._failure: Exception | None = None
-        """Of placing it while it waited."""
-        self._place_action: Place | None = None
-        """Why workers are wanted now."""
-        self._chosen: tuple[Worker | None, Worker] | None = None
-        self._cached_tokens = 0
-        """Of the prompt, expected at the chosen prefill worker."""
-        self._transfer_id = ""
-        """Of the newest attempt."""
-        self._kv: str | None = None
-        """How the KV of the newest attempt came, once known."""
-        self._decode_spoke = asyncio.Event()
-        """Decode of the newest attempt has sent its headers; a stream's KV path is known then, or not at all."""
+        resumes, self._seed = shared.dialect.resumes, int.from_bytes(os.urandom(4))
+        self._recovery: Recovery | None = None
+        """Of a stream that may go on elsewhere."""
+        if call.streaming and shared.config.recover_streams and resumes is not None:
+            self._recovery = Recovery(call, resumes, shared.config.recover_streams, self._seed)
+        self._flow = Flow(
+            shared.limits,
+            self._started_s,
+            shared.dialect.rules_of(call) or shared.dialect.rules,
+            request_id=request_id,
+            keyed=keyed,
+            recovery=self._recovery,
+        )
+        self._attempts: dict[int, RunningAttempt] = {}
+        self._attempt: RunningAttempt | None = None
+        """The one that the client hears of; of two that run, the newer one until one of them wins."""
+        self._admission = Admission(
+            shared,
+            wanted(call, said.get("x-session-id")),
+            request_id=request_id,
+            tenant=key_of(said),
+            whole=shared.dialect.whole(call),
+            happen=self.happen,
+            failed=self._fail,
+        )
         self._request_id = request_id
         self._answer_headers = {"X-Request-Id": request_id}
-        self._client: web.StreamResponse | None = None
-        self._order = asyncio.Lock()
-        self._writing_since_s: float | None = None
-        self._final: Respond | EndStream | None = None
-        self._wake = asyncio.Event()
-        self._armed_s = 0.0
+        self.client = client
+        logs = shared.decision_log is not None and self._admission.sampled
+        self._tally = Tally() if logs else None
+        self._events = 0
+        """Of its stream, so far: about its tokens."""
+        self._tail = b""
+        """The last part of its answer."""
+        self._exemplar = exemplar_of(headers)
+        self._opened = False
+        """A stream has begun."""
+        self._opened_s = 0.0
+        self._early: bytes | None = None
+        """Events of prefill's that wait for decode's KV path: the client's headers cannot be changed later."""
+        self._grace: asyncio.TimerHandle | None = None
+        """Of that wait."""
+        self._behind_since_s: float | None = None
+        """The client has not read what was sent to it."""
+        self._catching_up: asyncio.Task[None] | None = None
+        """Waits until it has."""
+        self._tell_over, self._closed = over, False
+        self._preparing: asyncio.Task[None] | None = None
+        """Waits for the tokens of its prompt."""
+        self._last: asyncio.Task[None] | None = None
+        """Waits until the client has read the end."""
+        self._alarm: asyncio.TimerHandle | None = None
+        self._armed_s = math.inf
 
-    async def run(self) -> web.StreamResponse:
-        """The answer, sent in full if it is a stream. Cancelled if the client leaves."""
+    def begin(self) -> None:
+        tokenizing, asked = self._shared.tokenizing, self._admission.wanted
+        if tokenizing is not None and tokenizing.wanted(asked):
+            self._preparing = self._shared.spawn(self._prepare(tokenizing.prepare(asked, self._call)))
+        else:
+            self._start()
+
+    async def _prepare(self, prepared: Coroutine[Any, Any, object]) -> None:
         try:
-            self._happen(Started())
-            await self._until_over()
-            return await self._end()
-        finally:
-            if self._waiting is not None:
-                self._shared.queue.remove(self._waiting)
-            self._happen(ClientLeft())  # no effect if it is over
-            if self._client is not None:
-                self._shared.metrics.active_streams.dec()
-            outcome = self._flow.outcome or Outcome.FAILED
-            self._shared.metrics.requests.labels(outcome.value).inc()
-            if outcome is Outcome.OK:
-                seconds = self._shared.metrics.request_seconds.labels("true" if self._call.streaming else "false")
-                seconds.observe(self._loop.time() - self._started_s)
-            if outcome in (Outcome.OK, Outcome.BROKEN):
-                self._shared.metrics.kv.labels(kv_path.path_of(self._kv_value)).inc()
+            await prepared
+        except Exception as error:  # noqa: BLE001 -- of any tokenizer
+            self._fail(error)
+        self._preparing = None
+        self._start()
+
+    def _start(self) -> None:
+        if self._closed:
+            return
+        try:
+            self.happen(Started())
+        except Exception as error:  # noqa: BLE001 -- of any policy or dialect
+            self._fail(error)
+
+    def leave(self) -> None:
+        """The client has left. Nothing if its answer is written."""
+        self._close()
+
+    def _end(self) -> None:
+        """The flow is over: nothing more is written."""
+        if self._closed or self._last is not None:
+            return
+        if self.client.behind and not self.client.gone:
+            self._last = self._shared.spawn(self._let_catch_up())
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._admission.leave()
+        self.happen(ClientLeft())  # no effect if it is over
+        for timer in (self._alarm, self._grace):
+            if timer is not None:
+                timer.cancel()
+        for task in (self._preparing, self._catching_up, self._last):
+            if task is not None:
+                task.cancel()
+        metrics = self._shared.metrics
+        if self._opened:
+            metrics.active_streams.add(-1)
+        outcome = self._flow.outcome or Outcome.FAILED
+        record = self._record(outcome)
+        self._shared.records.append(record)
+        if (log_ := self._shared.decision_log) is not None and self._admission.sampled:
+            log_.add(self._logged(record))
+        if self._trace is not None:
+            self._trace.ended(record, self._call)
+        self._admission.note("ended", f"{outcome.value}, KV {record.kv}")
+        metrics.requests.inc(outcome.value)
+        metrics.duration.observe(record.total_s, outcome.value, exemplar=self._exemplar)
+        if outcome in (Outcome.OK, Outcome.BROKEN):
+            metrics.kv.inc(kv_path.path_of(self._kv_value))
+            for stage, took_s in timing.stages(self._flow, self._admission).items():
+                metrics.stages.observe(took_s, stage)
+        if outcome is Outcome.OK and record.ttft_s is not None:
+            tokens = said_tokens(self._tail) or self._events
+            if tokens > 1:
+                metrics.per_token.observe((record.total_s - record.ttft_s) / (tokens - 1))
+        over, self._tell_over = self._tell_over, _nothing
+        over()
+
+    def _record(self, outcome: Outcome) -> RequestRecord:
+        spoke_s, attempt = self._flow.prefill_spoke_s, self._attempt
+        chosen = attempt.chosen if attempt is not None else {}
+        prefill_s = None if spoke_s is None else spoke_s - self._started_s
+        decode_spoke_s = self._flow.decode_spoke_s
+        return RequestRecord(
+            request_id=self._request_id,
+            at_s=time.time(),
+            outcome=outcome.value,
+            kv=self._kv_value,
+            prompt_tokens=self._admission.num_prompt_tokens,
+            attempts=self._flow.attempts,
+            total_s=self._loop.time() - self._started_s,
+            queued_s=self._admission.placed_s - self._started_s,
+            prefill_s=prefill_s,
+            decode_s=None if decode_spoke_s is None else decode_spoke_s - self._started_s,
+            ttft_s=self._opened_s - self._started_s if self._opened else None if self._call.streaming else prefill_s,
+            transfer_id=attempt.transfer_id if attempt is not None else "",
+            prefill=chosen[Leg.PREFILL].label if Leg.PREFILL in chosen else None,
+            decode=chosen[Leg.DECODE].label if Leg.DECODE in chosen else None,
+            legs=[leg.record(self._started_s) for each in self._attempts.values() for leg in each.legs.values()],
+        )
+
+    def _logged(self, record: RequestRecord) -> Logged:
+        wanted, tally, last = self._admission.wanted, self._tally, self._admission.decision
+        assert tally is not None
+        return Logged(
+            timestamp=int((record.at_s - record.total_s) * 1000),
+            input_length=record.prompt_tokens if tally.prompt_tokens is None else tally.prompt_tokens,
+            output_length=tally.answer_tokens,
+            hash_ids=hash_ids(wanted.keys),
+            request_id=record.request_id,
+            model=wanted.model,
+            outcome=record.outcome,
+            kv=record.kv,
+            reason=last.reason if last is not None else "",
+            queued_s=record.queued_s,
+            prefill_s=record.prefill_s,
+            ttft_s=record.ttft_s,
+            total_s=record.total_s,
+            attempts=[attempt.logged() for attempt in self._attempts.values()],
+        )
+
+    def _fail(self, error: Exception) -> None:
+        """Our own code failed."""
+        if self._closed:
+            return
+        log.error("request %s failed unexpectedly", self._request_id, exc_info=error, extra=self._about())
+        if self.client.begun:
+            self.client.abort()
+        else:
+            self.client.respond(500, "application/json", self._answer_headers, _INTERNAL)
+        self._close()
 
     def shut_down(self) -> None:
         """End it now, with an error for the client."""
-        self._happen(ShuttingDown())
+        self.happen(ShuttingDown())
 
-    # ---- the handler's task
+    # ---- events and actions
 
-    async def _until_over(self) -> None:
-        while not self._flow.over:
-            self._wake.clear()
-            self._armed_s = self._due_s()
-            try:
-                async with asyncio.timeout_at(self._armed_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                self._tick()
-            if self._failure is not None:
-                raise self._failure
+    def happen(self, event: Event) -> None:
+        """Report an event to the flow and do its actions."""
+        flow, forward = self._flow, b""
+        for action in flow.on(event, self._loop.time()):
+            match action:
+                # The usual ones first: each case that does not match costs its test.
+                case Forward(data=data):
+                    forward = data
+                case StartLegs():
+                    self._start_legs(action)
+                case Place():
+                    if forward:  # what follows may end the stream
+                        self._forward(forward)
+                        forward = b""
+                    num_behind = self._recovery.num_behind if self._recovery is not None else 0
+                    self.happen(self._admission.place(action, num_behind))
+                case Respond():
+                    self._respond(action)
+                case LetGo(attempt=attempt, leg=leg):
+                    self._attempts[attempt].legs[leg].let_go()
+                case EndStream(data=data):
+                    self._end_stream(forward + data)
+                    forward = b""
+                case CancelLeg(attempt=attempt, leg=leg):
+                    self._attempts[attempt].cancel(leg)
+                case Blame():
+                    self._blame(action)
+                case TellToStop(attempt=attempt, leg=leg, reason=reason):
+                    self._shared.spawn(self._tell_to_stop(self._attempts[attempt].legs[leg], reason))
+                case StartDecode(attempt=attempt, params=params):
+                    self._attempts[attempt].start_decode(self, params)
+                case HedgeOver(won=won, lost=lost):
+                    self._hedge_over(won, lost)
+        if forward:
+            self._forward(forward)
+        if flow.over:
+            self._end()
+        elif isinstance(event, _BRING_DEADLINES) and flow.deadline_s < self._armed_s:
+            self._arm()
+
+    # ---- deadlines
+
+    def _arm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._armed_s = self._due_s()
+        self._alarm = self._loop.call_at(self._armed_s, self._tick)
 
     def _due_s(self) -> float:
         """Time of the next tick. Silence of a worker does not count while its last bytes wait for the client."""
         due_s = self._flow.deadline_s
-        if self._writing_since_s is not None:
-            due_s = max(due_s, self._writing_since_s + self._shared.config.idle_timeout_s)
+        if self._behind_since_s is not None:
+            due_s = max(due_s, self._behind_since_s + self._shared.config.idle_timeout_s)
         return due_s
 
     def _tick(self) -> None:
-        now = self._loop.time()
-        if now < self._due_s():
-            return
-        if self._writing_since_s is not None:
+        self._alarm, self._armed_s = None, math.inf
+        if self._loop.time() < self._due_s():
+            pass
+        elif self._behind_since_s is not None:
             self._abort_client()
         else:
-            self._happen(Tick())
-
-    async def _end(self) -> web.StreamResponse:
-        match self._final:
-            case Respond(status=status, body=body, content_type=content_type):
-                headers = self._answer_headers
-                self._note_times("total")
-                if 200 <= status < 300:
-                    headers[kv_path.HEADER] = self._kv_value
-                    if self._flow.prefill_spoke_s is not None:
-                        self._shared.metrics.ttft.labels("false").observe(
-                            self._flow.prefill_spoke_s - self._started_s
-                        )
-                if status == 503 or (status == 429 and self._flow.outcome is Outcome.UNAVAILABLE):
-                    headers["Retry-After"] = str(self._shared.queue.retry_after_s())
-                return web.Response(status=status, body=body, content_type=content_type, headers=headers)
-            case EndStream(data=data):
-                try:
-                    async with asyncio.timeout(self._shared.config.idle_timeout_s), self._order:
-                        client = self._client or await self._open_client()
-                        await client.write_eof(data)
-                        return client
-                except TimeoutError:
-                    self._abort_client()
-                except ConnectionError:
-                    log.debug("client left before the end of its stream")
-        return self._client or web.Response(status=_CLIENT_CLOSED_REQUEST)
-
-    # ---- events and actions
-
-    def _happen(self, event: Event) -> bytes:
-        """Report an event to the flow and do its actions; returns bytes that the caller must send to the client."""
-        flow = self._flow
-        forward = b""
-        for action in flow.on(event, self._loop.time()):
-            match action:
-                case Forward(data=data):
-                    forward = data
-                case CancelLeg(attempt=attempt, leg=leg):
-                    # If this is the leg's own task, it ends at its next await.
-                    self._runs[attempt, leg].task.cancel()
-                case Blame():
-                    self._blame(action)
-                case LetGo(attempt=attempt, leg=leg):
-                    run = self._runs[attempt, leg]
-                    run.timer = self._loop.call_later(LET_GO_S, run.task.cancel)
-                case TellToStop(attempt=attempt, leg=leg, reason=reason):
-                    self._shared.spawn(self._tell_to_stop(self._runs[attempt, leg], reason))
-                case Place():
-                    self._happen(self._place(action))
-                case StartLegs():
-                    self._start_legs(action)
-                case StartDecode(attempt=attempt, params=params):
-                    self._start_decode(attempt, self._call.with_params(msgspec.Raw(params)))
-                case Respond():
-                    self._final = action
-                case EndStream(data=data):
-                    # The handler's task sends them: a leg's task may be cancelled before it has.
-                    self._final = EndStream(before_done(forward + data, kv_path.comment(self._kv_value)))
-                    forward = b""
-        if flow.over or flow.deadline_s < self._armed_s:
-            self._wake.set()
-        return forward
+            self.happen(Tick())
+        if self._armed_s == math.inf and not self._flow.over:
+            self._arm()
 
     def _blame(self, action: Blame) -> None:
         reason = action.reason.value if isinstance(action.reason, Loss) else str(action.reason)
-        self._shared.metrics.leg_failures.labels(action.leg.value, reason).inc()
-        run = self._runs[action.attempt, action.leg]
-        worker = run.worker
+        self._shared.metrics.leg_failures.inc(action.leg.value, reason)
+        attempt = self._attempts[action.attempt]
+        run = attempt.legs[action.leg]
+        worker, run.fate = run.worker, reason
+        self._admission.note("failed", f"{action.leg.value} leg on {worker.label}: {reason}; {action.then}")
         log.log(
             _level_of(action.reason),
             "request %s, transfer %s: %s leg on %s failed (%s: %s); %s",
             *(self._request_id, run.transfer_id, action.leg.value, worker.url),
             *(reason, action.detail, action.then),
+            extra=self._about(run.transfer_id),
         )
+        if action.reason in _OWN_FAULTS or (
+            isinstance(action.reason, int) and 500 <= action.reason != self._shared.dialect.rules.no_kv_status
+        ):
+            run.blame()
         match action.reason:
             case Loss.CONNECT | Loss.RESET:
                 worker.fault(f"a request's connection failed ({reason})")
             case Loss.BARRED:
                 worker.barred(f"it refuses requests: {self._shared.dialect.key_setting}")
                 worker.poke.set()
-            case Loss.MISPAIRED if self._chosen and self._chosen[0]:
-                self._shared.pools.refusals.note(*self._chosen, "peer_not_allowed")  # type: ignore[arg-type]
+            case Loss.MISPAIRED if Leg.PREFILL in attempt.chosen:
+                self._shared.pools.mispaired(attempt.chosen[Leg.PREFILL], attempt.chosen[Leg.DECODE])
             case Loss.STALE:
                 worker.poke.set()  # most likely idle, perhaps gone
             case int() if action.reason in self._shared.dialect.rules.lost_statuses:
                 worker.poke.set()  # the engine may be dead while the HTTP server still answers
 
-    def _place(self, action: Place) -> Placed | Unplaced | Waits:
-        shared, wanted = self._shared, self._wanted
-        self._place_action = action
-        first = action.why is Why.FIRST
-        if first and not shared.queue.passes(wanted.model):
-            empty = not shared.pools.usable(Leg.DECODE, wanted.model)
-            found: Placed | Unplaced | Queued = Queued("other requests wait", empty)
-        else:
-            found = self._try_to_place(action)
-        if not isinstance(found, Queued):
-            return found
-        config, now = shared.config, self._loop.time()
-        timeout_s = config.no_worker_timeout_s if found.empty else config.queue_timeout_s
-        if timeout_s == 0 or config.queue_size == 0:
-            self._note("refused", found.reason)
-            return Unplaced(found.reason)
-        since_s = self._started_s if first else now
-        self._waiting = Waiting(self._tenant, wanted.model, wanted.total_tokens, since_s, self, wanted.priority)
-        if not shared.queue.put(self._waiting):
-            self._note("refused", "the queue is full")
-            return Unplaced(f"queue_size: {config.queue_size} requests wait already; try again later", full=True)
-        self._note("waits", found.reason)
-        shared.serve_queue()
-        return Waits(f"{found.reason}; waited {timeout_s:g} s", now + timeout_s)
-
-    def place_now(self) -> bool:
-        """It waits, and may have workers if there are some. Whether it waits no more."""
-        if self._place_action is None:
-            raise RuntimeError("waits for no workers")
-        try:
-            found = self._try_to_place(self._place_action)
-            if isinstance(found, Queued):
-                return False
-            self._happen(found)
-        except Exception as error:  # noqa: BLE001 -- of any policy: its own request fails, the queue goes on
-            self._failure = error
-            self._wake.set()
-        return True
-
-    def _try_to_place(self, action: Place) -> Placed | Unplaced | Queued:
-        shared = self._shared
-        whole = shared.dialect.whole(self._call)
-        self._wanted.avoid = action.avoid
-        needs_prefill = shared.config.on_no_prefill == "fail" and not whole
-        choice = shared.pools.choose(self._wanted, needs_prefill=needs_prefill, full=action.why is not Why.FIRST)
-        if isinstance(choice, Queued):
-            return choice
-        if isinstance(choice, Refused):
-            self._note("refused", choice.reason)
-            return Unplaced(choice.reason, barred=True)
-        prefill, decode, self._cached_tokens, refused = choice
-        self._kv = None
-        self._decode_spoke.clear()
-        if whole:
-            prefill = None
-            self._kv = kv_path.recomputed("prompt_only_decode")
-        elif refused is not None:
-            self._kv = kv_path.recomputed(reasons.refused_code(refused.factor))
-            self._count_fallback("decode_only", "no pair of workers fits together")
-        elif prefill is None:
-            self._kv = kv_path.recomputed("no_prefill")
-            self._count_fallback("decode_only", "no healthy prefill worker")
-        elif action.alone or (prefill.key in action.avoid and shared.config.on_no_prefill == "decode_only"):
-            prefill = None
-            self._kv = kv_path.recomputed("prefill_lost")
-            self._count_fallback("decode_only", "this request's prefill was lost")
-        if action.why is Why.RETRY:
-            self._count_fallback("retry", "a leg was lost")
-        shared.metrics.attempts.labels(action.why.value).inc()
-        self._chosen = (prefill, decode)
-        self._note("placed", self._kv or "", prefill, decode)
-        return Placed(prefill.key if prefill else None, decode.key)
-
-    def _note(self, verdict: str, reason: str, prefill: Worker | None = None, decode: Worker | None = None) -> None:
-        self._shared.decisions.append(
-            Decision(
-                self._request_id,
-                time.time(),
-                self._place_action.why.value if self._place_action else "",
-                verdict,
-                reason,
-                self._wanted.num_tokens,
-                self._loop.time() - self._started_s,
-                prefill.label if prefill else None,
-                decode.label if decode else None,
-                prefill.work.load if prefill else None,
-                decode.work.load if decode else None,
-                self._cached_tokens if prefill else 0,
-            )
-        )
-
-    def _count_fallback(self, kind: str, reason: str) -> None:
-        self._shared.metrics.fallbacks.labels(kind).inc()
-        emit(FallbackUsed(kind=kind, reason=reason))
-
     def _start_legs(self, action: StartLegs) -> None:
-        if self._chosen is None:
-            raise RuntimeError("StartLegs without Placed")
-        prefill, decode = self._chosen
-        self._transfer_id = f"xfer-{secrets.token_hex(16)}"
-        headers = self._answer_headers
-        headers["X-Pdlink-Transfer"] = self._transfer_id
-        headers["X-Pdlink-Decode"] = decode.label  # not its name, which may contain host names
-        headers.pop("X-Pdlink-Prefill", None)
-        if prefill is None:
-            self._start_decode(action.attempt, self._call.body)
+        admission, recovery = self._admission, self._recovery
+        call = self._call if recovery is None else recovery.call  # the client's request, or the rest of it
+        attempt = RunningAttempt(self._shared, action.attempt, admission, call, self._leg_headers, self._seed)
+        attempt.trace = self._trace
+        self._attempts[action.attempt] = self._attempt = attempt
+        attempt.start(self, at_once=action.at_once)
+
+    def _hedge_over(self, won: int, lost: int) -> None:
+        result = "won" if won > lost else "lost"
+        self._shared.metrics.hedges.inc(result)
+        self._attempt = self._attempts[won]
+        chosen = self._attempt.chosen
+        self._admission.note("hedged", f"the second attempt {result}", chosen.get(Leg.PREFILL), chosen[Leg.DECODE])
+
+    # ---- what legs report
+
+    def began(self, leg: RunningLeg, headers: Headers) -> None:
+        """A 2xx answer begins."""
+        if leg.leg is not Leg.DECODE:
             return
-        headers["X-Pdlink-Prefill"] = prefill.label
-        dialect = self._shared.dialect
-        ranks = self._shared.config.decode_ranks
-        attempt = Attempt(self._transfer_id, int(time.time()), secrets.randbits(32), prefill.address, ranks)
-        prefill_body, decode_body = dialect.legs(self._call, attempt)
-        self._start_leg(action.attempt, Leg.PREFILL, prefill, prefill_body)
-        if dialect.rules.handover is None:
-            self._start_decode(action.attempt, decode_body)
+        attempt = self._attempts[leg.attempt]
+        prefill = attempt.legs.get(Leg.PREFILL)
+        if prefill is not None and len(self._shared.pools.refusals):
+            self._shared.pools.refusals.fits(prefill.worker, leg.worker)
+        if self._call.streaming:
+            attempt.note_kv(headers, b"")
+            attempt.decode_spoke = True
+            if self._early is not None and attempt is self._attempt:
+                self._open()
 
-    def _start_decode(self, attempt: int, body: bytes) -> None:
-        if self._chosen is None:
-            raise RuntimeError("decode's leg without Placed")
-        self._start_leg(attempt, Leg.DECODE, self._chosen[1], body)
+    def sent(self, leg: RunningLeg, data: bytes) -> None:
+        """Bytes of its stream."""
+        if self._opened and self._flow.passes(leg.attempt, leg.leg, data, self._loop.time()):
+            self._count(data)
+            self.client.write(data)
+        else:
+            self.happen(Chunk(leg.attempt, leg.leg, data))
+        if self.client.behind:
+            self._hold(leg)
 
-    def _start_leg(self, attempt: int, leg: Leg, worker: Worker, body: bytes) -> None:
-        shared = self._shared
-        streaming = self._call.streaming and (leg is Leg.DECODE or shared.dialect.prefill_streams)
-        head: Mapping[str, str] = {}
+    def says(self, leg: RunningLeg, event: Event) -> None:
+        """Its end, or its loss."""
+        if isinstance(event, Answered) and 200 <= event.status < 300:
+            if leg.leg is Leg.DECODE:
+                self._attempts[leg.attempt].note_kv(leg.headers, event.body)
+            elif (learn := self._shared.dialect.learn) is not None:
+                leg.worker.learned = learn(event.body) or {}
+            if (told := self._shared.dialect.told) is not None and (said := told(event.body)) is not None:
+                self._shared.decisions.told.append(Told(self._request_id, leg.worker.label, said))
+        self.happen(event)
 
-        def on_head(headers: Mapping[str, str]) -> None:
-            nonlocal head
-            head = headers
-            if leg is Leg.DECODE and self._chosen and self._chosen[0] and len(shared.pools.refusals):
-                shared.pools.refusals.fits(self._chosen[0], worker)
-            if streaming and leg is Leg.DECODE and attempt == self._flow.attempt:
-                self._note_kv(head, b"")
-                self._decode_spoke.set()
-
-        call = LegCall(
-            attempt=attempt,
-            leg=leg,
-            url=worker.url + self._call.path,
-            body=body,
-            headers=self._leg_headers,
-            streaming=streaming,
-            max_answer_nbytes=shared.config.max_body_nbytes,
-            on_head=on_head,
-        )
-
-        tokens = self._wanted.total_tokens
-        if leg is Leg.PREFILL:
-            tokens = max(1, self._wanted.num_tokens - self._cached_tokens)
-        work = shared.pools.sent(self._wanted, worker, tokens, self._loop.time())
-        done = False
-
-        def finish(*, served: bool) -> None:
-            nonlocal done
-            if not done:
-                done = True
-                work.finished(tokens, self._loop.time(), served=served)
-                shared.serve_queue()
-
-        async def say(event: Event) -> None:
-            if leg is Leg.PREFILL or not isinstance(event, Chunk):  # prefill has nothing to do after its first token
-                finish(
-                    served=not isinstance(event, Lost) and not (isinstance(event, Answered) and event.status >= 300)
-                )
-            if isinstance(event, Answered) and leg is Leg.DECODE and head:
-                self._note_kv(head, event.body)
-            forward = self._happen(event)
-            if forward:
-                await self._forward(forward)
-
-        run = _LegRun(worker, self._transfer_id, shared.spawn(run_leg(shared.sessions[leg], call, say)))
-        self._runs[attempt, leg] = run
-        in_flight = shared.metrics.in_flight.labels(worker.url, leg.value)
-        worker.in_flight += 1
-        in_flight.inc()
-
-        def ended(task: asyncio.Task[None]) -> None:
-            worker.in_flight -= 1
-            in_flight.dec()
-            finish(served=False)
-            if run.timer is not None:
-                run.timer.cancel()
-            if not task.cancelled() and (error := task.exception()) is not None:
-                self._happen(Lost(attempt, leg, Loss.LOCAL, f"internal error: {type(error).__name__}"))
-
-        run.task.add_done_callback(ended)
-
-    def _note_kv(self, headers: Mapping[str, str], body: bytes) -> None:
-        if self._kv is None:  # or there was no transfer
-            self._kv = kv_path.checked(self._shared.dialect.kv_path(headers, body))
+    def broke(self, leg: RunningLeg, error: Exception) -> None:
+        """Our own code failed at what it said."""
+        self.happen(Lost(leg.attempt, leg.leg, Loss.LOCAL, f"internal error: {type(error).__name__}"))
+        if not self._flow.over:
+            self._fail(error)
 
     @property
     def _kv_value(self) -> str:
         """The client's header value now."""
-        waiting = self._call.streaming and not self._decode_spoke.is_set()
-        return self._kv or (kv_path.TRANSFERRING if waiting else kv_path.UNKNOWN)
+        attempt = self._attempt
+        if attempt is not None and attempt.kv is not None:
+            return attempt.kv
+        return kv_path.TRANSFERRING if self._call.streaming and not self._decode_spoke else kv_path.UNKNOWN
 
-    async def _tell_to_stop(self, run: _LegRun, reason: str) -> None:
-        shared = self._shared
-        timeout_s = shared.config.connect_timeout_s
-        if not await tell_to_stop(shared.control, run.worker.url, run.transfer_id, reason, timeout_s=timeout_s):
+    @property
+    def _decode_spoke(self) -> bool:
+        """Decode has sent its headers; a stream's KV path is known then, or not at all."""
+        return self._attempt is not None and self._attempt.decode_spoke
+
+    async def _tell_to_stop(self, leg: RunningLeg, reason: str) -> None:
+        if not await leg.tell_to_stop(reason):
             # No error: its own deadline ends the transfer.
-            log.info("request %s: no stop call to %s for %s", self._request_id, run.worker.url, run.transfer_id)
+            log.info(
+                "request %s, transfer %s: no stop call to %s",
+                *(self._request_id, leg.transfer_id, leg.worker.url),
+                extra=self._about(leg.transfer_id),
+            )
+
+    def _about(self, transfer_id: str = "") -> Mapping[str, str]:
+        """Of a line about this request."""
+        return about(request_id=self._request_id, transfer_id=transfer_id)
 
     # ---- the client's side
 
-    async def _forward(self, data: bytes) -> None:
-        try:
-            async with self._order:
-                if self._client is None and self._flow.first_leg is Leg.PREFILL:
-                    await self._await_decode()
-                self._writing_since_s = self._loop.time()
-                try:
-                    client = self._client or await self._open_client()
-                    await client.write(data)
-                finally:
-                    self._writing_since_s = None
-        except ConnectionError:
-            self._happen(ClientLeft())
+    def _count(self, data: bytes) -> None:
+        """Bytes of its stream that pass; this is done for every token, so it looks for as little as it can."""
+        self._events += data.count(b"\n\n")
+        self._tail = data
+        if self._tally is not None:
+            self._tally.add(data)
 
-    async def _await_decode(self) -> None:
-        """Wait a moment for decode's KV path: the client's headers cannot be changed later."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._shared.config.kv_header_grace_s):
-                await self._decode_spoke.wait()
+    def _forward(self, data: bytes) -> None:
+        client = self.client
+        self._count(data)
+        if client.begun:
+            client.write(data)
+        elif self._early is not None:
+            self._early += data
+        elif self._flow.first_leg is Leg.PREFILL and not self._decode_spoke and self._grace_s > 0:
+            self._early = data
+            self._grace = self._loop.call_later(self._grace_s, self._open)
+        else:
+            self._open(data)
 
-    def _note_times(self, last: str) -> None:
-        """Server-Timing in milliseconds: prefill's time, and all until now: the time to the first token (`ttft`) of a
-        stream, otherwise that of the whole answer (`total`)."""
-        times = {last: self._loop.time()}
-        if self._flow.prefill_spoke_s is not None:
-            times = {"prefill": self._flow.prefill_spoke_s, **times}
-        words = [f"{name};dur={(at_s - self._started_s) * 1000:.1f}" for name, at_s in times.items()]
-        self._answer_headers["Server-Timing"] = ", ".join(words)
+    @property
+    def _grace_s(self) -> float:
+        return self._shared.config.kv_header_grace_s
 
-    async def _open_client(self) -> web.StreamResponse:
+    def _open(self, data: bytes = b"") -> None:
+        """Begin the answer, with the events that waited for it and these."""
+        if self._opened:
+            return
+        self._opened, self._opened_s = True, self._loop.time()
         headers = self._answer_headers
-        self._note_times("ttft")
+        headers[timing.HEADER] = self._times("ttft")
+        self._name_attempt()
         headers[kv_path.HEADER] = self._kv_value
-        headers["Content-Type"] = "text/event-stream; charset=utf-8"
         headers["Cache-Control"] = "no-cache"
         headers["X-Accel-Buffering"] = "no"  # or nginx in front would collect tokens
-        client = web.StreamResponse(headers=headers)
-        await client.prepare(self._request)
-        self._client = client
+        early, self._early = self._early or b"", None
+        self.client.begin(headers, early + data)
         metrics = self._shared.metrics
-        metrics.active_streams.inc()
-        metrics.ttft.labels("true").observe(self._loop.time() - self._started_s)
-        if self._flow.first_leg is not None:
-            metrics.first_tokens.labels(self._flow.first_leg.value).inc()
-        return client
+        metrics.active_streams.add(1)
+        if (first := self._flow.first_leg) is not None:
+            metrics.ttft.observe(self._opened_s - self._started_s, first.value, exemplar=self._exemplar)
+
+    def _end_stream(self, data: bytes) -> None:
+        if self._tally is not None:
+            self._tally.add(data)
+        self._tail += data
+        self._open()
+        times = timing.comment(self._times("total"))
+        self.client.end(before_done(data, times + kv_path.comment(self._kv_value)))
+
+    def _respond(self, action: Respond) -> None:
+        headers, flow, status = self._answer_headers, self._flow, action.status
+        headers[timing.HEADER] = self._times("total")
+        self._name_attempt()
+        if 200 <= status < 300:
+            if self._tally is not None:
+                self._tally.whole(action.body)
+            self._tail = action.body
+            headers[kv_path.HEADER] = self._kv_value
+            if flow.prefill_spoke_s is not None:
+                ttft_s = flow.prefill_spoke_s - self._started_s
+                self._shared.metrics.ttft.observe(ttft_s, Leg.PREFILL.value, exemplar=self._exemplar)
+        if status == 503 or (status == 429 and flow.outcome is Outcome.UNAVAILABLE):
+            headers["Retry-After"] = str(self._shared.queue.retry_after_s())
+        self.client.respond(status, action.content_type, headers, action.body)
+
+    def _hold(self, leg: RunningLeg) -> None:
+        """Read no more of this leg until the client has read what it was sent."""
+        leg.pause()
+        if self._behind_since_s is None:
+            self._behind_since_s = self._loop.time()
+            self._catching_up = self._shared.spawn(self._catch_up())
+
+    async def _catch_up(self) -> None:
+        try:
+            await self.client.drain()
+        except ConnectionError:
+            self.happen(ClientLeft())
+            return
+        self._behind_since_s = self._catching_up = None
+        for attempt in self._attempts.values():
+            for leg in attempt.legs.values():
+                leg.resume()
+
+    async def _let_catch_up(self) -> None:
+        """The whole answer is on its way, to a client that reads slowly."""
+        try:
+            async with asyncio.timeout(self._shared.config.idle_timeout_s):
+                await self.client.drain()
+        except TimeoutError:
+            self.client.abort()
+        except ConnectionError:
+            log.debug("request %s: its client left before its end", self._request_id, extra=self._about())
+        self._last = None
+        self._close()
+
+    def _name_attempt(self) -> None:
+        """Which transfer and which workers, by their labels: names may contain host names."""
+        if (attempt := self._attempt) is None:
+            return
+        self._answer_headers["X-Pdlink-Transfer"] = attempt.transfer_id
+        for leg, worker in attempt.chosen.items():
+            self._answer_headers[_WORKER_HEADERS[leg]] = worker.label
+
+    def _times(self, last: str) -> str:
+        return timing.server_timing(self._flow, self._admission, last, self._loop.time())
 
     def _abort_client(self) -> None:
         """The client has stopped reading for too long."""
-        self._happen(ClientLeft())
-        if self._request.transport is not None:
-            self._request.transport.abort()
+        self.client.abort()
+        self.happen(ClientLeft())
+
+
+def _nothing() -> None:
+    pass
 
 
 def _level_of(reason: Loss | int) -> int:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-import msgspec
+import numpy as np
 
+from pdlink._index import words_of_json
 from pdlink.kv.hashing import chain as chained
 from pdlink.kv.hashing import namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
+
+    from .table import Column, Table, Workers
+
+    Tokens: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 KEY_TOKENS = 512
 """Tokens that one key of a prompt stands for."""
@@ -26,7 +31,7 @@ _NOISE = 1.3
 """Speeds this far from the mean are measured where workers are equal: their prompts differ."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class PlacementRequest:
     """What is to be placed."""
 
@@ -43,19 +48,41 @@ class PlacementRequest:
     """Of the client, where it names one."""
     priority: int = 0
     """Lower is earlier."""
+    whole: bool = False
+    """One worker must serve it: its prompt's KV is not enough for its answer, or cannot be moved."""
+    plain: bool = False
+    """That must be a plain server: decode computes no prompts."""
     avoid: frozenset[str] = frozenset()
     """Keys of workers that are taken only where there is no other."""
     key_tokens: int = KEY_TOKENS
     chain: Sequence[Hashable] | None = None
     """`keys`, once they are known."""
+    considered: dict[str, tuple[str, Sequence[WorkerState], Sequence[float] | Column]] | None = None
+    """Set it to a mapping to learn, by leg, the policy, the workers it chose from, and their scores."""
+    known_ids: Tokens | None = None
+    """Of a text, its first token ids, as far as they are known; see `Tokenizing`."""
+    held: Mapping[str, int] = field(default_factory=dict)
+    """By key of a worker that `publishes`, tokens of the prompt whose KV it says it has."""
 
     @property
     def keys(self) -> Sequence[Hashable]:
         """Names of the prompt's prefixes, shortest first, each `key_tokens` longer than the one before: equal keys
         mean equal beginnings. Of token ids the keys of `pdlink.kv.hashing`; otherwise of the prompt's JSON."""
         if self.chain is None:
-            self.chain = _keys(self.prompt, _seed(self.model, self.salt))
+            # Of a text four bytes stand for a token.
+            tokens = np.frombuffer(self.prompt, np.uint32, len(self.prompt) // 4) if self.ids is None else self.ids
+            self.chain = chained(_seed(self.model, self.salt), tokens, KEY_TOKENS)
         return self.chain
+
+    @cached_property
+    def ids(self) -> Tokens | None:
+        """Token ids of the prompt, uint32; None for a text, and for what the worker will refuse."""
+        if not _looks_like_ids(self.prompt):
+            return None
+        try:
+            return np.frombuffer(words_of_json(self.prompt), np.uint32)
+        except ValueError:
+            return None
 
     @property
     def total_tokens(self) -> int:
@@ -67,20 +94,14 @@ def _seed(model: str, salt: str) -> bytes:
     return namespace(model=model, revision="", dtype="", chunk_tokens=KEY_TOKENS, salt=salt)
 
 
-def _keys(prompt: bytes, seed: bytes) -> list[bytes]:
-    if prompt[:1] == b"[" and prompt[1:].lstrip()[:1].isdigit():
-        try:
-            return chained(seed, msgspec.json.decode(prompt, type=list[int]), KEY_TOKENS)
-        except (msgspec.DecodeError, OverflowError):
-            return []  # the worker says what is wrong with it
-    whole = len(prompt) // BYTES_PER_TOKEN * BYTES_PER_TOKEN
-    words = memoryview(prompt)[:whole].cast("I")  # four bytes in place of a token
-    return chained(seed, words, KEY_TOKENS)
+def _looks_like_ids(prompt: bytes) -> bool:
+    """Whether a prompt in JSON begins as one list of token ids does."""
+    return prompt[:1] == b"[" and prompt[1:].lstrip()[:1].isdigit()
 
 
 def count_tokens(prompt: bytes) -> int:
     """Of a prompt in JSON: exact for one list of token ids, otherwise an estimate."""
-    if prompt[:1] == b"[" and prompt[1:].lstrip()[:1].isdigit():
+    if _looks_like_ids(prompt):
         return prompt.count(b",") + 1
     return len(prompt) // BYTES_PER_TOKEN + 1
 
@@ -91,6 +112,8 @@ class WorkerState:
 
     key: str
     """Names the worker and its incarnation."""
+    label: str = ""
+    """Names it for people."""
     load: float = 0.0
     """Tokens it has to do: those of unfinished requests of ours, and the requests it has from others. For prefill the
     tokens it must compute, for decode those of prompt and answer."""
@@ -100,14 +123,28 @@ class WorkerState:
     """Of those."""
     foreign: int = 0
     """Requests of others, by its own account."""
+    foreign_tokens: float | None = None
+    """What it has to do for them, by its own account; None if it says only how many they are."""
     room_tokens: int | None = None
     """Tokens whose KV it can still take; None if it does not say."""
     pool_tokens: int | None = None
     """Tokens whose KV it can hold; None if it does not say."""
     tokens_per_s: float | None = None
     """Finished per second in which there was something to do; None if not measured."""
+    beside_name: int = 0
+    """Its name among the processes of this proxy; 0 if it has none, or is not listed any more."""
+    publishes: bool = False
+    """It says what KV it has, in events."""
+    group: tuple[str, str] = ("", "")
+    """Its cell and the fingerprint of its KV: KV moves within a group only. Unknown parts fit everything."""
+    beside_requests: int = 0
+    """Of other processes of this proxy, not finished; `beside_tokens` are theirs."""
+    beside_tokens: int = 0
     slowness: float = 1.0
     """Time for a token, relative to the mean of its pool. 1 for differences that may be chance."""
+    table: Table | None = None
+    """Where `row` is kept up to date."""
+    row: int = 0
     _mean_tokens: float = 0.0
     _counted: list[float] = field(default_factory=lambda: [0.0, 0.0])
     """Tokens finished and seconds they took, each finished request counting less than the next."""
@@ -137,14 +174,45 @@ class WorkerState:
         self._since_s = now
         self._weigh()
 
-    def heard(self, requests: int, free_tokens: int | None) -> None:
-        """By its own account it has this many requests, and room for so many tokens."""
-        self.foreign = max(0, requests - self.requests)
+    def heard(self, requests: int, free_tokens: int | None, load_tokens: int | None = None) -> None:
+        """By its own account it has this many requests, room for so many tokens, and so many to do."""
+        self.foreign = max(0, requests - self.requests - self.beside_requests)
+        ours = self.tokens + self.beside_tokens
+        self.foreign_tokens = None if load_tokens is None else max(0, load_tokens - ours)
         self.room_tokens = free_tokens
         self._weigh()
 
+    def heard_beside(self, tokens: int, requests: int) -> None:
+        """Other processes of this proxy have so much there."""
+        if self.room_tokens is not None:
+            self.room_tokens -= tokens - self.beside_tokens
+        self.beside_tokens, self.beside_requests = tokens, requests
+        self._weigh()
+
+    @property
+    def idle(self) -> bool:
+        """It has no request, of nobody."""
+        return self.requests + self.foreign + self.beside_requests == 0
+
+    def grouped(self, group: tuple[str, str]) -> None:
+        if group != self.group:
+            self.group = group
+            if self.table is not None:
+                self.table.tell_group(self, self.row)
+
+    def compared(self, slowness: float) -> None:
+        if slowness != self.slowness:
+            self.slowness = slowness
+            if self.table is not None:
+                self.table.tell(self, self.row)
+
     def _weigh(self) -> None:
-        self.load = self.tokens + self.foreign * (self._mean_tokens or 1.0)
+        foreign = self.foreign_tokens
+        if foreign is None:
+            foreign = self.foreign * (self._mean_tokens or 1.0)
+        self.load = self.tokens + self.beside_tokens + foreign
+        if self.table is not None:
+            self.table.tell(self, self.row)
 
 
 def compare(workers: Sequence[WorkerState]) -> None:
@@ -153,11 +221,10 @@ def compare(workers: Sequence[WorkerState]) -> None:
     mean = sum(speeds) / len(speeds) if speeds else 0.0
     for worker in workers:
         ratio = mean / worker.tokens_per_s if worker.tokens_per_s else 1.0
-        worker.slowness = ratio if ratio > _NOISE or ratio * _NOISE < 1 else 1.0
+        worker.compared(ratio if ratio > _NOISE or ratio * _NOISE < 1 else 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Fleet:
+class Fleet(NamedTuple):
     """The workers that may get a request now."""
 
     prefill: Sequence[WorkerState]
@@ -168,3 +235,12 @@ class Fleet:
     """Legs with workers that do not let this proxy in."""
     needs_prefill: bool = False
     """Decode must not compute prompts."""
+    plain: Sequence[WorkerState] = ()
+    """Workers that serve requests by themselves."""
+    grouped: bool = False
+    """Its workers are of several groups (`WorkerState.group`)."""
+
+
+def fitting(workers: Workers, others: Workers) -> Workers:
+    """Those of `workers` that may exchange KV with one of `others`, by their cells and fingerprints."""
+    return workers.only(workers.table.exchanging(others.table.groups_of(others.fit)))

@@ -5,8 +5,12 @@ They start together, or one after the other if the dialect needs it (`Rules.hand
 answer. If prefill's leg streams, too, the faster leg sends output token 0, and the slower leg's copy is dropped.
 Three rules, which the tests hold against random orders of events:
   1. the client gets exactly one final answer, unless it left;
-  2. after the first byte there is no other attempt: a failure ends the stream with a typed error;
+  2. after the first byte there is another attempt only if the stream can go on behind it (`recovery.py`): otherwise a
+     failure ends the stream with a typed error;
   3. when the machine is over, every started leg has ended, was cancelled or was let go.
+
+Where prefill is overdue a second attempt runs beside the first (a *hedge*). The first of the two that has a token or
+an answer wins, before anything is sent to the client, and the other one ends; one that fails leaves the other alone.
 
 `rules.py` maps failures of legs to reactions. Events of an earlier attempt are ignored.
 """
@@ -14,32 +18,35 @@ Three rules, which the tests hold against random orders of events:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from pdlink.errors import (
     DeadlineExceeded,
     NoWorker,
-    Overloaded,
     PdlinkError,
-    PeerLost,
     PeerNotAllowed,
-    ProtocolError,
-    WorkerKeyRefused,
 )
 
+from .attempt import AttemptState, LegState
+from .client_words import BROKEN, ClientWords, as_end
 from .openai import (
-    error_body,
     error_code,
     excerpt,
     is_rejection,
     problem_of_answer,
-    rejection,
-    stream_error,
 )
+from .recovery import Diverged
 from .rules import News, Reaction, Rules
-from .sse import ERROR_MARK, EventBuffer, EventTooLong, has_error, is_done, is_error, problem_of, rewritten
+from .sse import (
+    EventTooLong,
+    has_error,
+    is_done,
+    problem_of,
+    until_error,
+)
 from .steps import (
     Action,
     Answered,
@@ -51,6 +58,7 @@ from .steps import (
     EndStream,
     Event,
     Forward,
+    HedgeOver,
     Leg,
     LetGo,
     Loss,
@@ -70,22 +78,9 @@ from .steps import (
     Why,
 )
 
-# The client's error for a lost leg.
-_ERROR_OF: dict[Loss, type[PdlinkError]] = {
-    Loss.CONNECT: PeerLost,
-    Loss.RESET: PeerLost,
-    Loss.STALE: PeerLost,
-    Loss.TIMEOUT: DeadlineExceeded,
-    Loss.MALFORMED: ProtocolError,
-    Loss.LOCAL: Overloaded,
-    Loss.ERROR: ProtocolError,
-    Loss.BARRED: WorkerKeyRefused,
-    Loss.MISPAIRED: PeerNotAllowed,
-}
-_OF_THE_DEPLOYMENT = {
-    Loss.BARRED: "the workers refuse this proxy's key; its operator must fix that",
-    Loss.MISPAIRED: "the workers refuse each other's keys; their operator must fix that",
-}
+if TYPE_CHECKING:
+    from .recovery import Recovery
+
 _THEN = {
     Reaction.ANSWER: "the client gets the error",
     Reaction.TELL_DECODE: "decode goes on without it",
@@ -107,42 +102,52 @@ class Limits:
     """Decode may compute a prompt itself if prefill was lost (`on_no_prefill`)."""
 
 
-@dataclass(slots=True)
-class _LegState:
-    worker: str
-    since_s: float
-    """Its last sign of life; its deadline counts from here."""
-    running: bool = True
-    ended_well: bool = False
-    spoke: bool = False
-    """Its first data event or whole answer is here."""
-    events: EventBuffer = field(default_factory=EventBuffer)
-
-
 class Flow:
     """One client request from Started to over."""
 
     def __init__(
-        self, limits: Limits, now: float, rules: Rules | None = None, *, request_id: str = "", keyed: bool = True
+        self,
+        limits: Limits,
+        now: float,
+        rules: Rules | None = None,
+        *,
+        request_id: str = "",
+        keyed: bool = True,
+        recovery: Recovery | None = None,
     ) -> None:
         """request_id: for the client's errors, which do not name workers. keyed: the workers get the proxy's key, so
-        a 401 is the proxy's fault; otherwise they get the client's."""
+        a 401 is the proxy's fault; otherwise they get the client's. recovery: of a stream that may go on."""
         self.attempt = 0
+        """The number of the attempt that the last event was about."""
+        self.attempts = 0
         self.first_leg: Leg | None = None
-        """The leg whose token 0 the client got; None before the first byte."""
+        """The leg of the newest attempt from which the client got the first event; None before that."""
+        self._begun = False
+        """The client has a part of the answer."""
+        self._recovery = recovery
         self.outcome: Outcome | None = None
         """None until over."""
         self.prefill_spoke_s: float | None = None
-        """Time of prefill's token in the newest attempt."""
+        """Time of prefill's token in this attempt."""
+        self.decode_spoke_s: float | None = None
+        """Time of decode's first token, or of its answer, in this attempt."""
         self._limits, self._rules = limits, rules or Rules()
-        self._request_id, self._keyed = request_id, keyed
+        self._words, self._keyed = ClientWords(request_id), keyed
         self._request_deadline_s = now + limits.request_s
         self._waits: Waits | None = None
         """What it waits for, while it has no workers."""
-        self._legs: dict[Leg, _LegState] = {}
+        self._legs: dict[Leg, LegState] = {}
         self._decode = ""
         """Decode's worker of this attempt."""
+        self._other: AttemptState | None = None
+        """The second attempt that runs."""
+        self._overdue_s = math.inf
+        """When prefill of this attempt is overdue."""
+        self._hedges = False
+        """Workers are wanted for a hedge."""
         self._prefill_answer = b""
+        self._kept: list[Chunk | Ended | Answered] = []
+        """Of decode legs whose prefill has not answered (`Rules.awaits_prefill`)."""
         self._retries_left = limits.retries
         self._may_resend = True
         self._avoid: frozenset[str] = frozenset()
@@ -159,9 +164,12 @@ class Flow:
         if self.over:
             return math.inf
         deadline_s = min(self._request_deadline_s, self._waits.until_s if self._waits else math.inf)
-        for leg in self._legs:
-            deadline_s = min(deadline_s, self._deadline_of(leg))
-        return deadline_s
+        for leg, state in self._legs.items():
+            deadline_s = min(deadline_s, self._deadline_of(leg, state))
+        if self._other is not None:
+            for leg, state in self._other.legs.items():
+                deadline_s = min(deadline_s, self._deadline_of(leg, state))
+        return deadline_s if self._overdue_s == math.inf else min(deadline_s, self._hedge_s)
 
     def on(self, event: Event, now: float) -> list[Action]:
         """The actions for `event`, in order."""
@@ -169,11 +177,17 @@ class Flow:
             return []
         match event:
             case Chunk(attempt=attempt, leg=leg):
-                return self._on_chunk(leg, event.data, now) if self._awaited(attempt, leg) else []
+                if not self._awaited(attempt, leg) or self._keeps(event):
+                    return []
+                return self._on_chunk(leg, event.data, now)
             case Ended(attempt=attempt, leg=leg):
-                return self._on_ended(leg, now) if self._awaited(attempt, leg) else []
+                if not self._awaited(attempt, leg) or self._keeps(event):
+                    return []
+                return self._on_ended(leg, now)
             case Answered(attempt=attempt, leg=leg):
-                return self._on_answered(event, now) if self._awaited(attempt, leg) else []
+                if not self._awaited(attempt, leg) or self._keeps(event):
+                    return []
+                return self._on_answered(event, now)
             case Lost(attempt=attempt, leg=leg):
                 if not self._awaited(attempt, leg):
                     return []
@@ -195,29 +209,52 @@ class Flow:
             case ShuttingDown():
                 return self._give_up(NoWorker, "the proxy is shutting down")
 
+    def passes(self, attempt: int, leg: Leg, data: bytes, now: float) -> bool:
+        """Whether bytes of a stream go to the client as they are, and nothing else follows: `on` of their Chunk would
+        give one Forward of them. For most events of a stream this is all there is to decide."""
+        state = self._legs.get(leg)
+        if (
+            leg is not Leg.DECODE
+            or state is None
+            or not (state.spoke and state.running)
+            or attempt != self.attempt
+            or self.outcome is not None
+            or not state.events.passes_tokens(data)
+            or (self._rules.merges_events and Leg.PREFILL in self._legs)
+            or (self._recovery is not None and self._recovery.joins)
+        ):
+            return False
+        state.since_s = now
+        if self._recovery is not None:
+            self._recovery.sent(data)
+        return True
+
     # ---- events
 
     def _on_unplaced(self, event: Unplaced) -> list[Action]:
+        if self._hedges:
+            self._hedges, self._overdue_s = False, math.inf
+            return []
         if self._last_failure is not None:
             return self._finish(Outcome.FAILED, self._last_failure)
-        if event.barred:
-            failure = self._failure(WorkerKeyRefused, _OF_THE_DEPLOYMENT[Loss.BARRED])
-            return self._finish(Outcome.FAILED, failure)
-        if event.full:
-            body = error_body(self._with_id(event.message), kind="rate_limit_error", code=Overloaded.code)
-            return self._finish(Outcome.UNAVAILABLE, Respond(429, body))
-        return self._finish(Outcome.UNAVAILABLE, self._failure(NoWorker, event.message))
+        return self._finish(*self._words.unplaced(event))
 
     def _on_placed(self, event: Placed, now: float) -> list[Action]:
-        self.attempt += 1
+        if self._hedges:
+            self._other = self._state
+            self._hedges, self._overdue_s = False, math.inf
+        else:
+            self._overdue_s = now + event.overdue_s
+        self.attempt = self.attempts = self.attempts + 1
         self._waits = None
         self._legs, self._decode = {}, event.decode
-        self._prefill_answer, self.prefill_spoke_s = b"", None
-        if event.prefill is None or self._rules.handover is None:
-            self._legs[Leg.DECODE] = _LegState(event.decode, now)
+        self._prefill_answer, self.prefill_spoke_s, self.decode_spoke_s = b"", None, None
+        at_once = event.at_once or self._rules.handover is None
+        if event.prefill is None or at_once:
+            self._legs[Leg.DECODE] = LegState(event.decode, now)
         if event.prefill is not None:
-            self._legs[Leg.PREFILL] = _LegState(event.prefill, now)
-        return [StartLegs(self.attempt, event.prefill, event.decode)]
+            self._legs[Leg.PREFILL] = LegState(event.prefill, now)
+        return [StartLegs(self.attempt, event.prefill, event.decode, at_once)]
 
     def _on_chunk(self, leg: Leg, data: bytes, now: float) -> list[Action]:
         state = self._legs[leg]
@@ -240,6 +277,8 @@ class Flow:
                 state.spoke, state.since_s = True, now
                 if leg is Leg.PREFILL:
                     self.prefill_spoke_s = now
+                else:
+                    self.decode_spoke_s = now
                 if self.first_leg is None:
                     self.first_leg = leg
                     forward = event
@@ -249,33 +288,47 @@ class Flow:
             return self._malformed(leg, str(error), b"", now)
         if not forward:
             return []
-        blames: list[Action] = []
+        blames = self._win() if self._other is not None else []
         if leg is Leg.DECODE:
             if Leg.PREFILL in self._legs:
                 forward = self._rules.merge_events(self._prefill_answer, forward)
             if has_error(forward):
-                forward, blames = self._in_our_words(forward)
-            if is_done(forward):
-                # Do not wait for the end of the HTTP body: a worker that dies now has lost nothing.
-                return [*blames, Forward(forward), *self._finish_stream()]
-        return [*blames, Forward(forward)]
+                if self._recovery is not None and (cut := until_error(forward)) and not is_rejection(cut[1]):
+                    return self._broken_by(*cut, now)
+                forward, errors = self._words.in_our_words(forward)
+                self._error_passed = self._error_passed or bool(errors)
+                then = _THEN[Reaction.ANSWER]
+                blames += [Blame(self.attempt, Leg.DECODE, reason, text, then) for reason, text in errors]
+        if self._recovery is not None and self._recovery.joins:
+            try:
+                forward = self._recovery.join(forward)
+            except Diverged as error:
+                return self._malformed(leg, str(error), b"", now, Loss.DIVERGED)
+            if not forward:
+                return blames
+        if leg is Leg.DECODE and is_done(forward):
+            # Do not wait for the end of the HTTP body: a worker that dies now has lost nothing.
+            return [*blames, Forward(forward), *self._finish_stream()]
+        return [*blames, *self._to_client(forward)]
 
-    def _in_our_words(self, events: bytes) -> tuple[bytes, list[Action]]:
-        """Decode's events with its errors rewritten for clients, and the blame for the errors."""
-        blames: list[Action] = []
+    def _to_client(self, events: bytes) -> list[Action]:
+        if not events:
+            return []
+        self._begun = True
+        if self._recovery is not None:
+            self._recovery.sent(events)
+        return [Forward(events)]
 
-        def rewrite(document: bytes) -> bytes:
-            if not is_error(document):
-                return document
-            blames.append(Blame(self.attempt, Leg.DECODE, Loss.ERROR, excerpt(document), "the client gets the error"))
-            if is_rejection(document):
-                return rejection(400, document)
-            message = self._with_id("decode worker failed in the middle of its answer")
-            return error_body(message, kind="stream_error", code=error_code(document))
-
-        events = rewritten(events, ERROR_MARK, rewrite)
-        self._error_passed = self._error_passed or bool(blames)
-        return events, blames
+    def _broken_by(self, events: bytes, document: bytes, now: float) -> list[Action]:
+        """Decode sent these events, and then an error in place of the rest."""
+        if self._recovery is not None and self._recovery.joins:
+            try:
+                events = self._recovery.join(events)
+            except Diverged as error:
+                return self._malformed(Leg.DECODE, str(error), b"", now, Loss.DIVERGED)
+        actions = [*self._to_client(events), *self._cancel(Leg.DECODE)]
+        answer = self._words.broken(document)
+        return [*actions, *self._react(Leg.DECODE, News.LOST, Loss.ERROR, answer, BROKEN, excerpt(document), now)]
 
     def _on_ended(self, leg: Leg, now: float) -> list[Action]:
         state = self._legs[leg]
@@ -286,7 +339,8 @@ class Flow:
         rest = state.events.take_rest()
         if leg is Leg.DECODE and state.spoke and is_done(rest):
             # Only the blank line after the last event is missing; without it the client would not see the event.
-            return [Forward(rest.rstrip(b"\r\n") + b"\n\n"), *self._finish_stream()]
+            forward = rest.rstrip(b"\r\n") + b"\n\n"
+            return [Forward(forward), *self._finish_stream()]
         return self._on_lost(leg, Loss.MALFORMED, "the stream ended early", now)
 
     def _on_answered(self, event: Answered, now: float) -> list[Action]:
@@ -298,58 +352,61 @@ class Flow:
             state.spoke = state.ended_well = True
             answer = Respond(event.status, event.body)
             if event.leg is Leg.PREFILL:
-                return self._on_prefilled(event.body, now)
+                ended = self._win() if self._other is not None else []
+                return [*ended, *self._on_prefilled(event.body, now)]
+            self.decode_spoke_s = now
             if Leg.PREFILL in self._legs:
                 answer = structs.replace(answer, body=self._rules.merge_answer(self._prefill_answer, event.body))
             return self._finish(Outcome.OK, answer)
         return self._on_bad_status(event, now)
 
+    def _keeps(self, event: Chunk | Ended | Answered) -> bool:
+        """Whether decode's event waits for prefill's answer."""
+        prefill = self._legs.get(Leg.PREFILL)
+        keeps = self._rules.awaits_prefill and event.leg is Leg.DECODE and prefill is not None and prefill.running
+        if keeps:
+            self._kept.append(event)
+        return keeps
+
     def _on_bad_status(self, event: Answered, now: float) -> list[Action]:
-        leg, status, code = event.leg, event.status, error_code(event.body)
-        summary = f"{leg.value} worker answered {status}"
+        leg, status = event.leg, event.status
         detail = f"it answered {status}: {excerpt(event.body)}"
-        if status == 403 and code == PeerNotAllowed.code:
+        if status == 403 and error_code(event.body) == PeerNotAllowed.code:
             return self._on_lost(leg, Loss.MISPAIRED, detail, now)
         if status in (401, 403) and self._keyed:
             return self._on_lost(leg, Loss.BARRED, detail, now)
-        if 400 <= status < 500:
-            answer = Respond(status, rejection(status, event.body))
-            return self._react(leg, News.REJECTED, status, answer, summary, detail, now)
-        if leg is Leg.PREFILL:  # its engine's message is for the operator, not for the client
-            answer = self._failure(PeerLost, summary)
-        elif status < 400:  # following a redirect would send the prompt to any address the worker names
-            answer = self._failure(ProtocolError, summary)
-        else:
-            answer = Respond(status, error_body(self._with_id(summary), kind="server_error", code=code))
-        news = News.LOST if status in self._rules.lost_statuses else News.FAILED
+        answer, summary = self._words.answered(leg, status, event.body)
+        lost = News.LOST if status in self._rules.lost_statuses else News.FAILED
+        news = News.REJECTED if 400 <= status < 500 else lost
         return self._react(leg, news, status, answer, summary, detail, now)
 
     def _on_prefilled(self, answer: bytes, now: float) -> list[Action]:
         self._prefill_answer, self.prefill_spoke_s = answer, now
-        if self._rules.handover is None:
+        if self._rules.awaits_prefill:
+            kept, self._kept = self._kept, []
+            return [action for event in kept for action in self.on(event, now)]
+        if self._rules.handover is None or Leg.DECODE in self._legs:
             return []
         params = self._rules.handover(answer)
         if params is None:
             self._legs[Leg.PREFILL].ended_well = False
             return self._on_lost(Leg.PREFILL, Loss.MALFORMED, "its answer is not a JSON object", now)
-        self._legs[Leg.DECODE] = _LegState(self._decode, now)
+        self._legs[Leg.DECODE] = LegState(self._decode, now)
         return [StartDecode(self.attempt, params)]
 
     def _on_lost(self, leg: Leg, loss: Loss, detail: str, now: float) -> list[Action]:
-        summary = _OF_THE_DEPLOYMENT.get(loss, f"{leg.value} worker lost ({loss.value})")
-        news = News.STALE if loss is Loss.STALE else News.LOST
-        return self._react(leg, news, loss, self._failure(_ERROR_OF[loss], summary), summary, detail, now)
+        answer, summary = self._words.lost(leg, loss)
+        return self._react(leg, News.STALE if loss is Loss.STALE else News.LOST, loss, answer, summary, detail, now)
 
-    def _malformed(self, leg: Leg, message: str, document: bytes, now: float) -> list[Action]:
-        """A running leg sent something other than tokens."""
+    def _malformed(
+        self, leg: Leg, message: str, document: bytes, now: float, loss: Loss = Loss.MALFORMED
+    ) -> list[Action]:
+        """A running leg sent something other than tokens, or other ones."""
         cancel = self._cancel(leg)
         summary = f"{leg.value} worker: {message}"
-        code = error_code(document) if document else ProtocolError.code
-        answer = Respond(
-            ProtocolError.http_status, error_body(self._with_id(summary), kind="server_error", code=code)
-        )
+        answer = self._words.malformed(summary, document)
         detail = f"{message}: {excerpt(document)}" if document else message
-        return [*cancel, *self._react(leg, News.LOST, Loss.MALFORMED, answer, summary, detail, now)]
+        return [*cancel, *self._react(leg, News.LOST, loss, answer, summary, detail, now)]
 
     def _on_tick(self, now: float) -> list[Action]:
         if now >= self._request_deadline_s:
@@ -357,11 +414,18 @@ class Flow:
         if self._waits is not None and now >= self._waits.until_s:
             return self._on_unplaced(Unplaced(self._waits.message))
         actions: list[Action] = []
-        for leg in Leg:
-            if not self.over and now >= self._deadline_of(leg):
-                silent_s = now - self._legs[leg].since_s
-                actions += self._cancel(leg)
-                actions += self._on_lost(leg, Loss.TIMEOUT, f"silent for {silent_s:.3g} s", now)
+        numbers = (self.attempt,) if self._other is None else (self.attempt, self._other.number)
+        for number in numbers:
+            for leg in Leg:
+                if self.over or not self._awaited(number, leg):
+                    continue
+                state = self._legs[leg]
+                if now >= self._deadline_of(leg, state):
+                    actions += self._cancel(leg)
+                    actions += self._on_lost(leg, Loss.TIMEOUT, f"silent for {now - state.since_s:.3g} s", now)
+        if now >= self._hedge_s:
+            self._hedges = True
+            actions.append(Place(Why.HEDGE, self._avoid | {state.worker for state in self._legs.values()}))
         return actions
 
     # ---- reactions
@@ -371,15 +435,32 @@ class Flow:
     ) -> list[Action]:
         """answer: the client's, if this failure decides the request. summary: the same as a sentence, for a stream
         that has begun. detail: for the log."""
+        if self._other is not None and news is not News.REJECTED:
+            self._avoid |= self._to_avoid(leg, reason)
+            blame = Blame(self.attempt, leg, reason, detail, "the other attempt goes on")
+            self._turn()
+            return [blame, *self._win()]
         before, after = self._rules.reactions[leg, news]
         reaction = before if self.first_leg is None else after
+        lost_stream = self._begun and reaction in (Reaction.RETRY, Reaction.BREAK) and news is not News.REJECTED
         if reaction is Reaction.RESEND and not self._may_resend:
             reaction = self._rules.reactions[leg, News.LOST][0]
+        why = ""
+        if lost_stream and self._recovery is not None:
+            refusal = self._recovery.go_on()
+            if not refusal:
+                self._avoid |= self._to_avoid(leg, reason)
+                then = "the stream goes on elsewhere"
+                return [Blame(self.attempt, leg, reason, detail, then), *self._again(Why.RECOVER, answer)]
+            why = f"; the stream cannot go on elsewhere: {refusal}"
+            summary += why
+        if lost_stream:
+            reaction = Reaction.BREAK
         alone = False
         if reaction is Reaction.RETRY and self._retries_left == 0:
             alone = leg is Leg.PREFILL and self._limits.decode_alone  # once: this attempt has no prefill leg to lose
             reaction = Reaction.RETRY if alone else Reaction.ANSWER
-        blame = Blame(self.attempt, leg, reason, detail, _THEN[reaction])
+        blame = Blame(self.attempt, leg, reason, detail, _THEN[reaction] + why)
         match reaction:
             case Reaction.TELL_DECODE:
                 return [blame, *self._tell_decode(summary, now)]
@@ -394,8 +475,7 @@ class Flow:
                 outcome = Outcome.REJECTED if news is News.REJECTED else Outcome.FAILED
                 return [blame, *self._finish(outcome, answer)]
             case Reaction.BREAK:
-                code = error_code(answer.body)
-                end = EndStream(stream_error(self._with_id(summary), code=code))
+                end = self._words.end(summary, error_code(answer.body))
                 return [blame, *self._finish(Outcome.BROKEN, end)]
 
     def _tell_decode(self, reason: str, now: float) -> list[Action]:
@@ -408,7 +488,7 @@ class Flow:
     def _again(self, why: Why, failure: Respond, *, alone: bool = False) -> list[Action]:
         self._last_failure = failure
         actions = self._end_legs()
-        self._legs = {}
+        self._legs, self.first_leg = {}, None
         return [*actions, Place(why, self._avoid, alone)]
 
     def _to_avoid(self, leg: Leg, reason: Loss | int) -> frozenset[str]:
@@ -430,7 +510,10 @@ class Flow:
     # ---- ends
 
     def _finish(self, outcome: Outcome, final: Respond | EndStream | None) -> list[Action]:
-        actions = self._end_legs() if outcome is not Outcome.OK else self._let_go()
+        actions = self._win() if self._other is not None else []
+        actions += self._end_legs() if outcome is not Outcome.OK else self._let_go()
+        if self._begun and isinstance(final, Respond):  # of an attempt to go on
+            final, outcome = as_end(final), Outcome.BROKEN
         self.outcome = outcome
         return actions if final is None else [*actions, final]
 
@@ -440,9 +523,9 @@ class Flow:
         return [*actions, EndStream(b"")]
 
     def _give_up(self, error: type[PdlinkError], message: str) -> list[Action]:
-        if self.first_leg is None:
-            return self._finish(Outcome.FAILED, self._failure(error, message))
-        return self._finish(Outcome.BROKEN, EndStream(stream_error(self._with_id(message), code=error.code)))
+        if not self._begun:
+            return self._finish(Outcome.FAILED, self._words.failure(error, message))
+        return self._finish(Outcome.BROKEN, self._words.end(message, error.code))
 
     def _cancel(self, leg: Leg) -> list[Action]:
         self._legs[leg].running = False
@@ -465,24 +548,49 @@ class Flow:
     def _let_go(self) -> list[Action]:
         return [LetGo(self.attempt, leg) for leg, state in self._legs.items() if state.running]
 
+    # ---- two attempts
+
+    @property
+    def _hedge_s(self) -> float:
+        """When a second attempt starts, if nothing happens before."""
+        prefill = self._legs.get(Leg.PREFILL)
+        waits = prefill is not None and prefill.running and self.prefill_spoke_s is None
+        return self._overdue_s if waits and not self._begun and self.first_leg is None else math.inf
+
+    @property
+    def _state(self) -> AttemptState:
+        """Of this attempt."""
+        return AttemptState(self.attempt, self._legs, self._decode, self._prefill_answer, self.prefill_spoke_s)
+
+    def _turn(self) -> None:
+        """What follows is about the other attempt."""
+        other, self._other = self._other, self._state
+        assert other is not None
+        self.attempt, self._legs, self._decode = other.number, other.legs, other.decode
+        self._prefill_answer, self.prefill_spoke_s = other.prefill_answer, other.prefill_spoke_s
+
+    def _win(self) -> list[Action]:
+        """This attempt goes on alone."""
+        if self._other is None:
+            return []
+        self._turn()
+        actions, lost = self._end_legs(), self.attempt
+        self._turn()
+        self._other = None
+        return [*actions, HedgeOver(self.attempt, lost)]
+
     # ---- facts
 
     def _awaited(self, attempt: int, leg: Leg) -> bool:
+        """Whether an event of this leg is news; the rest is about its attempt then."""
+        if attempt != self.attempt:
+            if self._other is None or attempt != self._other.number:
+                return False
+            self._turn()
         state = self._legs.get(leg)
-        return attempt == self.attempt and state is not None and state.running
+        return state is not None and state.running
 
-    def _deadline_of(self, leg: Leg) -> float:
-        state = self._legs.get(leg)
-        if state is None or not state.running or (leg is Leg.PREFILL and state.spoke):
+    def _deadline_of(self, leg: Leg, state: LegState) -> float:
+        if not state.running or (leg is Leg.PREFILL and state.spoke):
             return math.inf
         return state.since_s + (self._limits.idle_s if state.spoke else self._limits.first_byte_s)
-
-    def _failure(self, error: type[PdlinkError], summary: str) -> Respond:
-        status = (
-            error.http_status if error.http_status >= 500 else 502
-        )  # an error of the deployment, not of the client
-        return Respond(status, error_body(self._with_id(summary), kind="server_error", code=error.code))
-
-    def _with_id(self, summary: str) -> str:
-        """A message with the request's id, under which the log has the details."""
-        return f"{summary} (request {self._request_id[:128]})" if self._request_id else summary

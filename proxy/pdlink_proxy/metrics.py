@@ -1,84 +1,147 @@
-"""The proxy's metrics. One registry per proxy, so two proxies in one process do not add up.
-
-Labels come from the configuration and from enums, never from a client, so the number of series is bounded.
-"""
+"""The proxy's metrics. Numbers of several processes of one proxy add up (`Numbers`)."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from typing import TYPE_CHECKING
 
+from pdlink.observe.series import FINE_SECONDS, Counter, Gauge, Histogram, ProcessMetrics, Registry
+from pdlink.observe.spans import read_context
 from pdlink.protocol.kv_path import PATHS
 
-from .steps import Leg, Outcome, Why
+from .steps import Leg, Loss, Outcome, Why
+from .timing import STAGES
 
-FALLBACKS = ("retry", "decode_only")
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FALLBACKS = ("retry", "decode_only", "recovered")
+TOKENIZED = ("known", "asked", "late", "not_asked", "failed")
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _REQUEST_BUCKETS_S = (*_TTFT_BUCKETS_S, 300, 600, 1200)
+_TOKEN_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+"""Fine around the 10 to 50 ms of a token that people set objectives for."""
+
+_LEGS = tuple(leg.value for leg in Leg)
+_MAX_EXEMPLAR_CHARS = 60
 
 
-class Metrics:
-    """Every series of one proxy."""
-
+class Metrics(Registry):
     def __init__(self) -> None:
-        registry = self._registry = CollectorRegistry()
-        name = "pdlink_proxy_"
-        self.requests = Counter(f"{name}requests", "Client requests by outcome.", ["outcome"], registry=registry)
-        self.attempts = Counter(f"{name}attempts", "Attempts by what they were made for.", ["why"], registry=registry)
-        self.fallbacks = Counter(
-            f"{name}fallbacks", "Requests that took their configured second way.", ["kind"], registry=registry
+        super().__init__()
+        add, outcomes = self.add, tuple(outcome.value for outcome in Outcome)
+        self.requests = add(Counter("pdlink_proxy_requests_total", "Client requests, by outcome.", outcome=outcomes))
+        self.attempts = add(
+            Counter(
+                "pdlink_proxy_attempts_total",
+                "Attempts, by what they were made for.",
+                why=tuple(why.value for why in Why),
+            )
         )
-        self.leg_failures = Counter(
-            f"{name}leg_failures",
-            "Legs that failed, by kind of loss or status.",
-            ["leg", "reason"],
-            registry=registry,
+        self.fallbacks = add(
+            Counter(
+                "pdlink_proxy_fallbacks_total",
+                "Requests that took their configured second way: another attempt, decode alone, a stream that goes "
+                "on at another worker.",
+                kind=FALLBACKS,
+            )
         )
-        self.first_tokens = Counter(
-            f"{name}first_tokens", "Streams by the leg whose first token was sent.", ["leg"], registry=registry
+        self.hedges = add(
+            Counter(
+                "pdlink_proxy_hedges_total",
+                "Second attempts beside one whose prefill was overdue, by what came of them.",
+                result=("won", "lost"),
+            )
         )
-        self.kv = Counter(
-            f"{name}kv",
-            "Answers with tokens by the way the KV of their prompt took: transferred, or recomputed by decode.",
-            ["path"],
-            registry=registry,
+        self.leg_failures = add(
+            Counter(
+                "pdlink_proxy_leg_failures_total",
+                "Legs that failed, by kind of loss or HTTP status.",
+                leg=_LEGS,
+                reason=tuple(loss.value for loss in Loss),
+            )
         )
-        self.ttft = Histogram(
-            f"{name}ttft_seconds",
-            "From the request's arrival to its first token: sent on, or made by prefill's leg if nothing streams.",
-            ["streaming"],
-            buckets=_TTFT_BUCKETS_S,
-            registry=registry,
+        self.kv = add(
+            Counter(
+                "pdlink_proxy_requests_kv_total",
+                "Answers with tokens, by the way the KV of their prompt took: transferred; cached by decode; "
+                "recomputed by decode; unknown, the worker does not say.",
+                path=PATHS,
+            )
         )
-        self.request_seconds = Histogram(
-            f"{name}request_seconds",
-            "From the request's arrival to the end of its answer, of those answered well.",
-            ["streaming"],
-            buckets=_REQUEST_BUCKETS_S,
-            registry=registry,
+        self.ttft = add(
+            Histogram(
+                "pdlink_proxy_time_to_first_token_seconds",
+                _TTFT_BUCKETS_S,
+                "From the request's arrival to its first token: sent on, or made by prefill's leg if nothing "
+                "streams; by whose token it was.",
+                first_leg=_LEGS,
+            )
         )
-        self.active_streams = Gauge(f"{name}active_streams", "Streams open to clients.", registry=registry)
-        self.queued = Gauge(f"{name}queued", "Requests that wait for a worker.", registry=registry)
-        self.in_flight = Gauge(f"{name}in_flight", "Open legs.", ["worker", "leg"], registry=registry)
-        self.healthy = Gauge(
-            f"{name}worker_healthy", "1 if it may get requests.", ["worker", "leg"], registry=registry
+        self.per_token = add(
+            Histogram(
+                "pdlink_proxy_time_per_output_token_seconds",
+                _TOKEN_BUCKETS_S,
+                "Of each request answered well: from its first token to its end, by the number of further tokens: as "
+                "its usage says, else events of the stream.",
+            )
         )
+        self.stages = add(
+            Histogram(
+                "pdlink_proxy_stage_seconds",
+                FINE_SECONDS,
+                "Parts of the time to the first token: queue, until there were workers; placement, to choose them; "
+                "prefill, until its token; transfer, until decode's first one after it.",
+                stage=STAGES,
+            )
+        )
+        self.duration = add(
+            Histogram(
+                "pdlink_proxy_request_duration_seconds",
+                _REQUEST_BUCKETS_S,
+                "From the arrival of a request for tokens to the end of its answer, by outcome.",
+                outcome=outcomes,
+            )
+        )
+        self.active_streams = add(Gauge("pdlink_proxy_active_streams", "Streams open to clients."))
+        self.queued = add(Gauge("pdlink_proxy_queued_requests", "Requests that wait for a worker."))
+        self.tokenized = add(
+            Counter(
+                "pdlink_proxy_tokenized_total",
+                "Texts to be looked up in KV events, by where their tokens came from.",
+                how=TOKENIZED,
+            )
+        )
+        self.log_dropped = add(
+            Counter("pdlink_proxy_decision_log_dropped_total", "Lines that the decision log could not take.")
+        )
+        self.spans_dropped = add(
+            Counter("pdlink_proxy_spans_dropped_total", "Spans that the collector of tracing.endpoint did not take.")
+        )
+        self.known_blocks = add(
+            Gauge("pdlink_proxy_kv_index_blocks", "Blocks of KV that workers say they have.", of_all=True)
+        )
+        self.known_nbytes = add(Gauge("pdlink_proxy_kv_index_bytes", "Memory for them."))
+        self.in_flight = add(Gauge("pdlink_proxy_in_flight_legs", "Open legs.", worker=(), leg=()))
+        self.left_out = add(
+            Gauge(
+                "pdlink_proxy_worker_left_out",
+                "1 if its legs fail or are slow far beyond those of its peers.",
+                worker=(),
+                leg=(),
+            )
+        )
+        self.healthy = add(
+            Gauge("pdlink_proxy_worker_healthy", "1 if it may get requests.", of_all=True, worker=(), leg=())
+        )
+        ProcessMetrics(self)
 
-        # Create the series at the start, so that they have a rate from the start.
-        for outcome in Outcome:
-            self.requests.labels(outcome.value)
-        for why in Why:
-            self.attempts.labels(why.value)
-        for kind in FALLBACKS:
-            self.fallbacks.labels(kind)
-        for streaming in ("true", "false"):
-            self.ttft.labels(streaming)
-            self.request_seconds.labels(streaming)
-        for path in PATHS:
-            self.kv.labels(path)
-        for leg in Leg:
-            self.first_tokens.labels(leg.value)
 
-    def exposition(self) -> bytes:
-        """The text that GET /metrics answers."""
-        return generate_latest(self._registry)
+def exemplar_of(headers: Mapping[str, str]) -> dict[str, str]:
+    """What names a request in an exemplar: its id, and the id of its trace if that is kept. headers: for its legs."""
+    found = {}
+    if len(request_id := headers["X-Request-Id"]) <= _MAX_EXEMPLAR_CHARS and request_id.isprintable():
+        found["request_id"] = request_id
+    if (context := read_context(headers.get("traceparent"))) is not None and context.sampled:
+        found["trace_id"] = context.trace_id
+    return found

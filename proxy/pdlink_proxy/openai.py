@@ -6,7 +6,6 @@ and 734 us; measured on 2 cores). Unknown fields pass through unchanged to the e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -22,9 +21,15 @@ if TYPE_CHECKING:
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+GENERATE = "/generate"
+"""SGLang's own interface: its servers hold one model, so a request names none."""
 
-# The input field, and its JSON types by the first byte of the value.
-_INPUT_FIELDS = {COMPLETIONS: ("prompt", b'"[', "a string or a list"), CHAT: ("messages", b"[", "a list")}
+# Input fields of which a request has one, and their JSON types by the first byte of the value.
+_INPUT_FIELDS = {
+    COMPLETIONS: {"prompt": (b'"[', "a string or a list")},
+    CHAT: {"messages": (b"[", "a list")},
+    GENERATE: {"text": (b'"[', "a string or a list"), "input_ids": (b"[", "a list")},
+}
 
 KV_PARAMS = "kv_transfer_params"
 _MAX_MESSAGE_CHARS = 2000
@@ -38,8 +43,7 @@ class BadField(InvalidRequest):
         self.param = param
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class Call(msgspec.Struct, frozen=True, eq=False):
     """One client request, checked as far as routing needs."""
 
     path: str
@@ -52,6 +56,20 @@ class Call:
     body: bytes
     """`fields` as one JSON object."""
 
+    @property
+    def prompt(self) -> bytes:
+        """What it begins with, in JSON: text, token ids, messages, or a list of prompts."""
+        return next(bytes(raw) for name in _INPUT_FIELDS[self.path] if (raw := self.fields.get(name)) is not None)
+
+    def extended(self, more: Mapping[str, object], *, seed: int | None = None) -> Call:
+        """The same request with these fields; seed: if they hold one."""
+        fields = {**self.fields, **{name: msgspec.Raw(msgspec.json.encode(value)) for name, value in more.items()}}
+        if any(name in self.fields for name in more):
+            body = msgspec.json.encode(fields)
+        else:
+            body = b"".join((self.body[:-1], b",", msgspec.json.encode(more)[1:]))
+        return msgspec.structs.replace(self, fields=fields, body=body, seed=self.seed if seed is None else seed)
+
     def with_params(self, params: object) -> bytes:
         """The body with `kv_transfer_params`."""
         # The body always has a field (model), so replace its closing brace by a comma. Encoding the client's fields
@@ -59,23 +77,28 @@ class Call:
         return b"".join((self.body[:-1], b',"', KV_PARAMS.encode(), b'":', msgspec.json.encode(params), b"}"))
 
 
-def parse(path: str, data: bytes) -> Call:
-    """Raises BadField unless it is a JSON object with the fields that every request needs."""
+def parse(path: str, data: bytes, model: str | None = None) -> Call:
+    """Raises BadField unless it is a JSON object with the fields that every request needs. model: of a request to
+    `GENERATE` that names none."""
     try:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError:
         raise BadField("the body must be a JSON object") from None
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise BadField(f"the body is not valid JSON: {error}") from None
-    model = _field(fields, "model", str, "a string")
+    model = _field(fields, "model", str, "a string") or (model if path == GENERATE else None)
     if model is None:
         raise BadField("field 'model' is required", "model")
-    name, first_bytes, wanted = _INPUT_FIELDS[path]
-    raw = fields.get(name)
-    if raw is None:
-        raise BadField(f"field {name!r} is required", name)
-    if bytes(raw)[0] not in first_bytes:
-        raise BadField(f"field {name!r} must be {wanted}", name)
+    inputs = {name: raw for name in _INPUT_FIELDS[path] if (raw := fields.get(name)) is not None}
+    if path == GENERATE:
+        inputs = {name: raw for name, raw in inputs.items() if bytes(raw) != b"null"}
+    if len(inputs) != 1:
+        names = " or ".join(map(repr, _INPUT_FIELDS[path]))
+        raise BadField(f"field {names} is required", next(iter(_INPUT_FIELDS[path])))
+    for name, raw in inputs.items():
+        first_bytes, wanted = _INPUT_FIELDS[path][name]
+        if bytes(raw)[0] not in first_bytes:
+            raise BadField(f"field {name!r} must be {wanted}", name)
     streaming = _field(fields, "stream", bool, "a boolean") or False
     seed = _field(fields, "seed", int, "an integer")
     fields.pop(KV_PARAMS, None)
@@ -84,8 +107,11 @@ def parse(path: str, data: bytes) -> Call:
 
 def wanted(call: Call, session: str | None) -> PlacementRequest:
     """What placement must know of a request. session: the client's header; otherwise its `user` counts."""
-    prompt = bytes(call.fields[_INPUT_FIELDS[call.path][0]])
-    limit = _said(call, "max_completion_tokens", int) or _said(call, "max_tokens", int)
+    prompt = call.prompt
+    if call.path == GENERATE:
+        limit = sampling_of(call).max_new_tokens
+    else:
+        limit = _said(call, "max_completion_tokens", int) or _said(call, "max_tokens", int)
     return PlacementRequest(
         call.model,
         count_tokens(prompt),
@@ -97,8 +123,25 @@ def wanted(call: Call, session: str | None) -> PlacementRequest:
     )
 
 
+class Sampling(msgspec.Struct):
+    """Of a request to `GENERATE`."""
+
+    max_new_tokens: int | None = None
+    n: int | None = None
+
+
+def sampling_of(call: Call) -> Sampling:
+    """Empty for what the worker will refuse, and for a list of them."""
+    try:
+        return msgspec.json.decode(call.fields.get("sampling_params", b"{}"), type=Sampling)
+    except (ValueError, RecursionError):
+        return Sampling()
+
+
 def _said(call: Call, name: str, kind: type[_T]) -> _T | None:
     """The value of a field, whose other types are the worker's to judge."""
+    if name not in call.fields:
+        return None
     try:
         return _field(call.fields, name, kind, "")
     except BadField:
@@ -137,8 +180,13 @@ def error_code(body: bytes) -> str:
 def _error_of(body: bytes) -> _Error:
     try:
         return msgspec.json.decode(body, type=_ErrorDocument).error
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return _Error()
+
+
+def message_of(body: bytes) -> str:
+    """The message of an error document."""
+    return _error_of(body).message
 
 
 def rejection(status: int, body: bytes) -> bytes:
@@ -157,7 +205,9 @@ def is_rejection(document: bytes) -> bool:
 
 
 class _Answer(msgspec.Struct):
-    choices: list[msgspec.Raw]
+    choices: list[msgspec.Raw] | None = None
+    meta_info: dict[str, msgspec.Raw] | None = None
+    """Of `GENERATE`; a batch is answered with a list of such objects."""
 
 
 def problem_of_answer(content_type: str, body: bytes) -> str:
@@ -165,10 +215,14 @@ def problem_of_answer(content_type: str, body: bytes) -> str:
     if content_type != "application/json":
         return "the answer's type is not application/json"
     try:
-        msgspec.json.decode(body, type=_Answer)
-    except (msgspec.DecodeError, RecursionError):
-        return "the answer is not a JSON object with choices"
-    return ""
+        found = msgspec.json.decode(body, type=_Answer | list[_Answer])
+    except (ValueError, RecursionError):
+        found = []
+    if isinstance(found, _Answer):
+        well = found.choices is not None or found.meta_info is not None
+    else:
+        well = bool(found) and all(each.meta_info is not None for each in found)
+    return "" if well else "the answer is not a JSON object with choices"
 
 
 def excerpt(body: bytes) -> str:
@@ -191,5 +245,5 @@ def _field(fields: Mapping[str, msgspec.Raw], name: str, kind: type[_T], wanted:
         return None
     try:
         return msgspec.json.decode(raw, type=kind, strict=True)
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         raise BadField(f"field {name!r} must be {wanted}", name) from None

@@ -9,14 +9,19 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from .fleet import fitting
 from .policies.base import Pick
+from .policies.candidates import Candidates
 from .policies.registry import make_policy
+from .table import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence, Set
+    from collections.abc import Mapping, Sequence, Set
 
     from .fleet import Fleet, PlacementRequest, WorkerState
     from .policies.base import Policy
+    from .prefix_table import PrefixTable
+    from .table import Column
 
 
 class Placed(NamedTuple):
@@ -29,6 +34,8 @@ class Placed(NamedTuple):
     """Of the prompt, expected at the prefill worker."""
     misfit: bool = False
     """There is no prefill because no prefill worker exchanges KV with a decode worker."""
+    alone: str = ""
+    """There is no prefill because a transfer would cost more than it saves: the reason, as a code."""
 
 
 class Queued(NamedTuple):
@@ -48,46 +55,122 @@ class Refused(NamedTuple):
 Decision: TypeAlias = Placed | Queued | Refused
 
 
+class Alone(NamedTuple):
+    """When decode computes a prompt itself: if it lacks at most so many tokens of it."""
+
+    tokens: int = 0
+    idle_tokens: int = 0
+    """The same for a worker that has nothing else to do."""
+
+    def reason(self, request: PlacementRequest, decode: WorkerState) -> str:
+        """As a code; empty if a prefill worker computes the prompt."""
+        missing = request.num_tokens - request.held.get(decode.key, 0)
+        if missing <= self.tokens:
+            return "short_prompt" if request.num_tokens <= self.tokens else "cached_prompt"
+        return "decode_idle" if missing <= self.idle_tokens and not decode.load else ""
+
+
+_NEVER = Alone()
+
+
 class Placer:
     """Places the requests of one proxy. The same calls give the same decisions."""
 
-    def __init__(self, prefill: str, decode: str) -> None:
-        """The policy of each leg, by name. Raises ConfigError."""
+    def __init__(self, prefill: str, decode: str, alone: Alone = _NEVER, *, routers: int = 1, salt: int = 0) -> None:
+        """prefill, decode: the policy of each leg, by name. routers: before the same workers; each of them needs
+        another salt then. Raises ConfigError."""
         self.prefill, self.decode = make_policy(prefill), make_policy(decode)
-        self._turn = 0
+        self._names = {self.prefill: ("prefill", prefill), self.decode: ("decode", decode)}
+        self._candidates = {
+            policy: Candidates(salt + number, affine=policy.affine)
+            for number, policy in enumerate((self.prefill, self.decode))
+            if routers > 1 and policy.herds
+        }
+        self._alone = alone
+        self._turn = salt
+        """Routers of equal turns would draw the same workers by chance."""
 
     def place(self, request: PlacementRequest, fleet: Fleet, *, full: bool = False) -> Decision:
         """full: decode workers without room for it may get it, too."""
-        missing = "decode" if not fleet.decode else "prefill" if fleet.needs_prefill and not fleet.prefill else ""
+        prefills, decodes = Workers.of(fleet.prefill), Workers.of(fleet.decode)
+        plains = Workers.of(fleet.plain) if fleet.plain else None
+        if plains and (by_itself := self._by_itself(request, plains, prefills, decodes, full=full)) is not None:
+            return by_itself
+        if request.plain:
+            return Queued(f"no plain server has room for {request.total_tokens} tokens", empty=not plains)
+        missing = "decode" if not decodes else "prefill" if fleet.needs_prefill and not prefills else ""
         if missing:
             reason = f"no healthy {missing} worker for model {request.model!r}; see /health"
             return Refused(reason) if missing in fleet.barred else Queued(reason, empty=True)
-        turn = self._turn
-        prefills, refused = _others(fleet.prefill, request.avoid), fleet.refused
-        decodes = _others(fleet.decode, request.avoid)
-        if not full:
-            need = request.total_tokens
-            decodes = [worker for worker in decodes if _has_room(worker, need)]
-            if not decodes:
-                return Queued(f"no decode worker has room for {need} tokens", empty=False)
+        turn, there = self._turn, bool(prefills)
+        if request.avoid:
+            prefills, decodes = _others(prefills, request.avoid), _others(decodes, request.avoid)
+        if not full and not (decodes := _with_room(decodes, request.total_tokens)):
+            return Queued(f"no decode worker has room for {request.total_tokens} tokens", empty=False)
         self._turn += 1
-        if refused:
-            decodes = [to for to in decodes if any((one.key, to.key) not in refused for one in prefills)] or decodes
+        if fleet.refused:
+            decodes = _not_refused(decodes, prefills, fleet.refused) or decodes
+        if fleet.grouped:
+            decodes = fitting(decodes, prefills) or decodes
         decode = self._pick(self.decode, request, decodes, _decode_turn(turn, len(prefills), len(decodes))).worker
-        if refused:
-            prefills = [one for one in prefills if (one.key, decode.key) not in refused]
+        if not fleet.needs_prefill and (reason := self._alone.reason(request, decode)):
+            return Placed(None, decode, alone=reason)
+        if fleet.refused:
+            prefills = prefills.without({one for one, to in fleet.refused if to == decode.key})
+        if fleet.grouped:
+            prefills = prefills.only(prefills.table.exchanging({decode.group}))
+        if not prefills and fleet.needs_prefill and fleet.grouped:
+            return Queued("no prefill worker of decode's cell with the same KV", empty=True)
         if not prefills:
-            return Placed(None, decode, misfit=bool(fleet.prefill))
-        prefill, cached_tokens = self._pick(self.prefill, request, prefills, turn)
-        return Placed(prefill, decode, cached_tokens)
+            return Placed(None, decode, misfit=there)
+        prefill = self._pick(self.prefill, request, prefills, turn)
+        return Placed(prefill.worker, decode, prefill.cached_tokens)
+
+    def _by_itself(
+        self, request: PlacementRequest, plains: Workers, prefills: Workers, decodes: Workers, *, full: bool
+    ) -> Placed | None:
+        """A plain worker, where there is no pair, where the request needs one, or where it begins sooner there."""
+        plains = _others(plains, request.avoid)
+        if not full:
+            plains = _with_room(plains, request.total_tokens)
+        if not plains:
+            return None
+        worker = self.one_of(request, plains)
+        if request.whole:
+            return Placed(None, worker, alone="prompt_only_decode")
+        if not decodes or not prefills:
+            return Placed(None, worker, alone="no_pair")
+        if not full and not _with_room(decodes, request.total_tokens):
+            return Placed(None, worker, alone="plain_sooner")
+        here = _ahead(request, plains)[plains.table.rows[worker.key]]
+        sooner = here < prefills.among(_ahead(request, prefills)).min()
+        return Placed(None, worker, alone="plain_sooner") if sooner else None
+
+    def one_of(self, request: PlacementRequest, workers: Sequence[WorkerState]) -> WorkerState:
+        """A worker for a request that it serves whole, of those that can."""
+        self._turn += 1
+        return self._pick(self.decode, request, workers, self._turn).worker
 
     def _pick(self, policy: Policy, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
-        # Without a choice a prompt need not be hashed.
-        return policy.pick(request, workers, turn) if len(workers) > 1 else Pick(workers[0])
+        if (candidates := self._candidates.get(policy)) is not None:
+            workers = candidates.of(request, workers, turn)
+        if len(workers) == 1:  # without a choice a prompt need not be hashed
+            return Pick(workers[0])
+        pick = policy.pick(request, workers, turn)
+        if request.considered is not None:
+            leg, name = self._names[policy]
+            scores = pick.scores if len(pick.scores) else [worker.load for worker in workers]
+            request.considered[leg] = name, workers, scores
+        return pick
 
     def sent(self, request: PlacementRequest, leg: str, worker: WorkerState) -> None:
         """A leg of the request leaves for the worker."""
         (self.prefill if leg == "prefill" else self.decode).placed(request, worker)
+
+    def share(self, tables: Mapping[str, PrefixTable]) -> None:
+        """By leg, what all processes of this proxy were sent."""
+        self.prefill.share(tables["prefill"])
+        self.decode.share(tables["decode"])
 
     def forget(self, key: str) -> None:
         """The process of this worker is gone."""
@@ -95,14 +178,30 @@ class Placer:
         self.decode.forget(key)
 
 
-def _others(workers: Sequence[WorkerState], avoid: Set[str]) -> Sequence[WorkerState]:
-    return [worker for worker in workers if worker.key not in avoid] or workers if avoid else workers
+def _others(workers: Workers, avoid: Set[str]) -> Workers:
+    return workers.without(avoid) or workers
 
 
-def _has_room(worker: WorkerState, need: int) -> bool:
-    room = worker.room_tokens
-    # What does not fit into an idle worker will never fit, and the worker says so.
-    return room is None or room >= need or worker.requests + worker.foreign == 0
+def _with_room(workers: Workers, need: int) -> Workers:
+    return workers.only(workers.table.room >= need)
+
+
+def _not_refused(decodes: Workers, prefills: Workers, refused: Set[tuple[str, str]]) -> Workers:
+    """Those that exchange KV with some prefill worker."""
+    by_decode: dict[str, set[str]] = {}
+    for one, to in refused:
+        by_decode.setdefault(to, set()).add(one)
+    return decodes.without(to for to, ones in by_decode.items() if not prefills.without(ones))
+
+
+def _ahead(request: PlacementRequest, workers: Workers) -> Column:
+    """What each computes until it has this prompt, in tokens of a mean worker."""
+    table = workers.table
+    ahead = (table.load + request.num_tokens) * table.slowness
+    for key, tokens in request.held.items():
+        if (row := table.rows.get(key)) is not None:
+            ahead[row] -= tokens * table.slowness[row]
+    return ahead
 
 
 def _decode_turn(turn: int, num_prefill: int, num_decode: int) -> int:

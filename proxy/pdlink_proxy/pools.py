@@ -1,242 +1,153 @@
-"""The workers, their last health, and whether they may get requests.
+"""The prefill and the decode workers of one proxy, and the choice among them.
 
-A worker is known by its URL. Its health is polled all the time; a leg's refused or broken connection takes it out at
-once, and the next good health, asked for *after* that, takes it back. So there is no list of banned workers to clear
-by hand, and a client's mistake never counts against a worker. The same URL with another epoch is another incarnation.
+Their health is polled all the time. Placement (`placement.py`) sees those that may get requests.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
+import itertools
 import logging
+import re
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import aiohttp
-import msgspec
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
 
 from pdlink.errors import ConfigError, WorkerKeyRefused
-from pdlink.events import PeerChanged, emit
 
-from .dialects import Health, Known, PrefillAddress
+from .cells import Cells
+from .dialects import Known, look_at_plain
 from .fleet import Fleet, PlacementRequest, WorkerState, compare
+from .http_connection import HttpError
+from .kv_events import KVEvents, source
+from .load_table import LoadTable, name_of
+from .mismatches import mismatched
+from .outliers import leave_out
 from .placement import Placed, Placer, Queued, Refused
 from .refusals import Refusals
+from .side import Side
 from .steps import Leg
 from .upstream import describe
+from .worker import State, Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Sequence
 
     from .dialects import Dialect
+    from .membership import Entry, Members
+    from .mismatches import Mismatch
     from .refusals import RefusedPair
     from .upstream import Asking
 
 log = logging.getLogger("pdlink.proxy")
 
-_SILENCES_UNTIL_UNREACHABLE = 2
-"""One late answer may be a busy host; one refused connection is enough."""
-
-QUIET_S = 10.0
-"""No warning about unreachable workers for this long after the proxy's start (workers may still load their models),
-and after a worker reports that it drains."""
-
 _COMPARE_S = 0.5
 """Between two comparisons of the workers' speeds."""
 
-_MAX_REASON_CHARS = 400
-_MAX_NAME_CHARS = 256
+_NOBODY: frozenset[str] = frozenset()
 
-
-class State(enum.Enum):
-    UNKNOWN = "unknown"
-    """Has not answered yet."""
-    OK = "ok"
-    DRAINING = "draining"
-    """Reports that it finishes its requests and takes no others."""
-    FAILED = "failed"
-    """Reports that it cannot serve."""
-    UNREACHABLE = "unreachable"
-    WRONG_ROLE = "wrong role"
-    INVALID = "invalid"
-    """Its answer is not a worker's."""
-    BARRED = "refuses our key"
-
-
-@dataclass(slots=True, eq=False)
-class Worker:
-    """Everything known about one worker. Only the event loop's thread touches it."""
-
-    url: str
-    side: Leg
-    label: str = ""
-    """Its place in this proxy's list, "prefill-0"; clients see this, not the URL."""
-    control: tuple[str, ...] = ()
-    """Configured control addresses, by rank, if its health does not report them."""
-    state: State = State.UNKNOWN
-    reason: str = "has not answered yet"
-    health: Health | None = None
-    """The last valid one, kept while the worker is away: it names its model."""
-    heard_s: float | None = None
-    """time.monotonic of the last answer."""
-    in_flight: int = 0
-    """Our running legs."""
-    incarnations: int = 0
-    faults: int = 0
-    """Legs that found the worker gone."""
-    poke: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set it to ask for health now."""
-    quiet_until_s: float = field(default_factory=lambda: time.monotonic() + QUIET_S)
-    """Until then its absence is expected."""
-    work: WorkerState = field(default_factory=lambda: WorkerState(""))
-    """What this incarnation has to do."""
-    _silences: int = 0
-    _warned_s: float | None = None
-    """time.monotonic of the warning, until the worker is back."""
-
-    @property
-    def key(self) -> str:
-        """Names this incarnation: a restarted worker is another one."""
-        return f"{self.url}#{self.health.epoch if self.health else ''}"
-
-    @property
-    def name(self) -> str:
-        """For people: its reported name if that is printable, else its URL."""
-        said = self.health.name if self.health else ""
-        return said if said.isprintable() and 0 < len(said) <= _MAX_NAME_CHARS else self.url
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Its control addresses, without keys."""
-        said = self.control or (self.health and self.health.control) or ()
-        return tuple(address.partition("?")[0] for address in ((said,) if isinstance(said, str) else said))
-
-    @property
-    def address(self) -> PrefillAddress:
-        """Its name and control address for decode. Its health must be known."""
-        if self.health is None:
-            raise RuntimeError(f"{self.url} has not been heard")
-        control = self.control or self.health.control or ""
-        return PrefillAddress(self.health.name, control[0] if len(control) == 1 else control)
-
-    def heard(self, health: Health | str, *, faults_when_asked: int) -> None:
-        """Take in its health, or the text why its answer is invalid."""
-        self.heard_s = time.monotonic()
-        self._silences = 0
-        if isinstance(health, str):
-            self._become(State.INVALID, health)
-            return
-        if self.health is None or self.health.epoch != health.epoch:
-            self.incarnations += 1
-            if self.incarnations > 1:
-                log.info("%s worker %s was restarted", self.side.value, self.url)
-        self.health = health
-        if health.role not in (self.side.value, "both", None):
-            self._become(State.WRONG_ROLE, f"listed as a {self.side.value} worker, but its role is {health.role!r}")
-        elif health.status == "draining":
-            self.quiet_until_s = max(self.quiet_until_s, self.heard_s + QUIET_S)
-            self._become(State.DRAINING, "is draining")
-        elif health.status != "ok":
-            self._become(State.FAILED, f"reports status {health.status!r}")
-        elif self.faults == faults_when_asked:
-            self.quiet_until_s = min(self.quiet_until_s, self.heard_s)
-            self._become(State.OK, "")
-
-    def silent(self, timeout_s: float) -> None:
-        """It did not answer GET /health in time."""
-        self._silences += 1
-        if self._silences >= _SILENCES_UNTIL_UNREACHABLE:
-            self._become(
-                State.UNREACHABLE, f"no answer to GET /health within {timeout_s:g} s, {self._silences} times"
-            )
-
-    def unreachable(self, reason: str) -> None:
-        """GET /health failed."""
-        self._become(State.UNREACHABLE, reason)
-
-    def fault(self, reason: str) -> None:
-        """A leg found it gone: ask for its health at once."""
-        self.faults += 1
-        self._become(State.UNREACHABLE, reason)
-        self.poke.set()
-
-    def barred(self, reason: str) -> None:
-        """It refuses this proxy's key, until the next health that it answers."""
-        self.heard_s = time.monotonic()
-        self._silences = 0
-        self._become(State.BARRED, reason)
-
-    def _become(self, state: State, reason: str) -> None:
-        reason = reason[:_MAX_REASON_CHARS]
-        changed = state is not self.state
-        self.state, self.reason = state, reason
-        if changed:
-            emit(PeerChanged(peer=self.url, state=state.value, reason=reason))
-        now, warned_s = time.monotonic(), self._warned_s
-        if state is State.OK:
-            self._warned_s = None
-            if changed:  # at the level of its loss
-                self._log(*((logging.INFO, "") if warned_s is None else (logging.WARNING, " again")))
-            return
-        expected = state is State.DRAINING or (state is State.UNREACHABLE and now < self.quiet_until_s)
-        if not expected and (changed or warned_s is None):
-            self._warned_s = now if warned_s is None else warned_s
-            self._log(logging.WARNING, f" ({reason})")
-        elif changed:
-            self._log(logging.INFO, f" ({reason})")
-
-    def _log(self, level: int, more: str) -> None:
-        log.log(level, "%s worker %s: %s%s", self.side.value, self.url, self.state.value, more)
-
-    def describe(self) -> dict[str, Any]:
-        """Its entry in the proxy's GET /health."""
-        now = time.monotonic()
-        health = msgspec.structs.asdict(self.health) if self.health else None
-        if health is not None and self.control:
-            health["control"] = self.control
-        return {
-            "label": self.label,
-            "url": self.url,
-            "state": self.state.value,
-            "reason": self.reason,
-            "heard_s_ago": None if self.heard_s is None else round(now - self.heard_s, 3),
-            "in_flight": self.in_flight,
-            "incarnations": self.incarnations,
-            "health": health,
-        }
+_BESIDE_S = 0.01
+_BESIDE_SHARE = 20
+"""Between two looks at the load of the other processes: so long, and so many times as long as a look takes. Reports
+of 0.1 s are within 5 % of knowing all (simulated)."""
 
 
 class Pools:
     """The prefill and the decode workers of one proxy."""
 
-    def __init__(
-        self,
-        prefill: Iterable[str],
-        decode: Iterable[str],
-        placer: Placer,
-        control: Mapping[str, tuple[str, ...]] | None = None,
-    ) -> None:
-        """control: addresses by URL of the prefill worker.
-
-        Raises ConfigError for an invalid or repeated base URL, and for control addresses of unknown workers.
-        """
-        where = {url.rstrip("/"): addresses for url, addresses in (control or {}).items()}
-        self.workers = {
-            side: [
-                Worker(url, side, f"{side.value}-{index}", where.pop(url, ()))
-                for index, url in enumerate(_base_urls(side.value, urls))
-            ]
-            for side, urls in ((Leg.PREFILL, prefill), (Leg.DECODE, decode))
-        }
-        if where:
-            raise ConfigError(f"control: {', '.join(where)} is not listed under prefill")
+    def __init__(self, placer: Placer, *, most_left_out: float = 0.0, cell_size: int = 0) -> None:
+        """Without workers: see `replace`. most_left_out: share of a pool that may be left out as outliers.
+        cell_size: of `Cells`."""
+        self._cells = Cells(cell_size)
+        self._most_left_out = most_left_out
+        self.load_table: LoadTable | None = None
+        """Of the processes of this proxy, if it has several."""
+        self._looked_beside_s = 0.0
+        self._left_out: set[Worker] = set()
+        self._sides = {side: Side() for side in Leg}
         self._placer = placer
+        self._labels = {side: itertools.count() for side in Leg}
+        self._both = itertools.count()
+        self.kv_events = KVEvents()
         self._compared_s = 0.0
+        self._any_plain = False
+        self._at: dict[str, list[Worker]] = {}
+        """By URL."""
+        self._turning: set[str] = set()
+        """URLs of workers that can change their role."""
+        self.found_turning: Callable[[], None] = lambda: None
+        """Called when there is another one: list all again."""
+        self._groups: set[tuple[str, str]] = set()
+        """Of the workers: with one of them KV may move between any two."""
         self.refusals = Refusals()
+        self.mismatches: list[Mismatch] = []
+        """Of the last comparison."""
         self._alone: RefusedPair | None = None
         """Why decode works alone although prefill is healthy; logged once."""
+
+    def replace(self, members: Members) -> None:
+        """These are the workers from now on; those that were here before keep their state.
+
+        Raises ConfigError for an invalid or repeated URL, and changes nothing then.
+        """
+        listed = self._on_both_sides({side: members.of(side) for side in Leg})
+        listed[Leg.DECODE] += members.both
+        checked = {side: _base_urls(side.value, [entry.url for entry in listed[side]]) for side in Leg}
+        sources: dict[str, tuple[str, ...]] = {}
+        for side, urls in checked.items():
+            for url, entry in zip(urls, listed[side], strict=True):
+                for text in entry.kv_events:
+                    source(text, url)
+                sources[url] = entry.kv_events or sources.get(url, ())
+        self.kv_events.follow(sources)
+        both = frozenset(members.both)
+        free = {
+            side: [entry.url.rstrip("/") for entry in listed[side] if not entry.cell and entry not in both]
+            for side in Leg
+        }
+        allotted = self._cells.allot(free[Leg.PREFILL], free[Leg.DECODE])
+        self._any_plain = bool(both)
+        for side, urls in checked.items():
+            known = {worker.url: worker for worker in self.workers[side]}
+            found = []
+            for url, entry in zip(urls, listed[side], strict=True):
+                plain = side is Leg.DECODE and entry in both
+                worker = known.pop(url, None)
+                if worker is None or worker.plain != plain:
+                    label = f"both-{next(self._both)}" if plain else f"{side.value}-{next(self._labels[side])}"
+                    worker = Worker(url, side, label, plain=plain)
+                worker.cell = entry.cell or allotted.get(url, "")
+                worker.control, worker.listed_as_draining = entry.control, entry.drain
+                found.append(worker)
+            self._sides[side].replace(found)
+            for gone in known.values():
+                self._forget(gone.work)
+                self.refusals.forget(gone)
+        self._at = {}
+        for worker in self.all:
+            self._at.setdefault(worker.url, []).append(worker)
+
+    def _on_both_sides(self, listed: dict[Leg, tuple[Entry, ...]]) -> dict[Leg, tuple[Entry, ...]]:
+        """The same, and workers that can change their role on the other side, too."""
+        here = {side: {entry.url.rstrip("/") for entry in entries} for side, entries in listed.items()}
+        self._turning &= here[Leg.PREFILL] | here[Leg.DECODE]
+        return {
+            side: listed[side]
+            + tuple(
+                entry
+                for entry in listed[side.other]
+                if (url := entry.url.rstrip("/")) in self._turning and url not in here[side]
+            )
+            for side in Leg
+        }
+
+    def at(self, url: str) -> Sequence[Worker]:
+        """The workers of this URL: one, or one of each side."""
+        return self._at.get(url.rstrip("/"), ())
+
+    @property
+    def workers(self) -> dict[Leg, list[Worker]]:
+        return {leg: side.workers for leg, side in self._sides.items()}
 
     @property
     def all(self) -> list[Worker]:
@@ -244,32 +155,47 @@ class Pools:
 
     def usable(self, side: Leg, model: str | None = None) -> list[Worker]:
         """Workers that may get requests, for one model or any."""
-        return [
-            worker
-            for worker in self.workers[side]
-            if worker.state is State.OK and worker.health and worker.health.serves(model)
-        ]
+        return self._sides[side].usable_workers(model, time.monotonic())
+
+    @property
+    def lists_plain(self) -> bool:
+        """Whether there are plain servers, perhaps none that can be used now."""
+        return self._any_plain
+
+    def has_plain(self) -> bool:
+        """Whether a plain server may get requests."""
+        return self._any_plain and any(worker.plain for worker in self.usable(Leg.DECODE))
 
     def models(self) -> list[str]:
         """Models of the decode workers; of an absent worker, its last known ones."""
-        found = [
-            worker.health
-            for worker in self.workers[Leg.DECODE]
-            if worker.health and worker.state is not State.WRONG_ROLE
-        ]
-        return sorted({name for health in found for name in (health.model, *health.aliases)})
+        return self._sides[Leg.DECODE].models
+
+    def serves(self, model: str) -> bool:
+        """Whether a decode worker serves it, perhaps one that is absent or has not answered yet."""
+        side = self._sides[Leg.DECODE]
+        return model in side.models or not side.all_heard
 
     def heard(self, worker: Worker) -> None:
         """A worker's health has been updated."""
-        other = Leg.DECODE if worker.side is Leg.PREFILL else Leg.PREFILL
-        self.refusals.heard(worker, self.workers[other])
+        said = worker.health
+        if said is not None and said.roles and not worker.plain and worker.url not in self._turning:
+            self._turning.add(worker.url)
+            self.found_turning()
+        self.refusals.heard(worker, self.workers[worker.side.other])
         self._update(worker)
+        if worker.state is State.OK and worker.health is not None:
+            self.kv_events.heard(worker.url, worker.work, worker.health.model, worker.health.kv_events)
         if self._alone is not None and self.refusals.known(self._alone.prefill, self._alone.decode) is None:
             self._tell_alone(None)
 
     def barred(self, side: Leg) -> bool:
         """Whether some worker refuses this proxy's key."""
-        return any(worker.state is State.BARRED for worker in self.workers[side])
+        return self._sides[side].barred
+
+    def mispaired(self, prefill: Worker, decode: Worker) -> None:
+        """A request found that decode refuses this prefill worker."""
+        if prefill in self.all and decode in self.all:  # a removed one may still have requests
+            self.refusals.note(prefill, decode, "peer_not_allowed")
 
     def leaving(self) -> None:
         """The proxy ends, and usually its workers with it: expect their absence."""
@@ -280,47 +206,118 @@ class Pools:
         """What a worker has said of its load."""
         work, said = worker.work, worker.health
         if work.key != worker.key:
-            self._placer.forget(work.key)
-            worker.work = work = WorkerState(worker.key)
+            self._forget(work)
+            table, row = work.table, work.row
+            worker.work = work = WorkerState(worker.key, worker.label)
+            if table is not None:
+                table.put(row, work)
+            if self.load_table is not None:
+                work.beside_name = name_of(worker.side.value, worker.key)
         if said is None:
             return
+        work.grouped((worker.cell, said.fingerprint))
+        if not worker.plain:
+            self._groups.add(work.group)
         free = said.free_blocks * said.block_tokens if said.free_blocks is not None and said.block_tokens else None
         work.pool_tokens = said.num_blocks * said.block_tokens if said.num_blocks and said.block_tokens else None
-        work.heard(work.requests if said.running is None else said.running + (said.waiting or 0), free)
+        work.heard(
+            work.requests if said.running is None else said.running + (said.waiting or 0), free, said.load_tokens
+        )
         if time.monotonic() - self._compared_s > _COMPARE_S:
             self._compared_s = time.monotonic()
+            self._groups = {each.work.group for each in self.all if each.health and not each.plain}
+            self._look_for_mismatches()
             for side in Leg:
                 compare([each.work for each in self.workers[side]])
+                self._look_for_outliers(side)
+
+    def _forget(self, work: WorkerState) -> None:
+        self._placer.forget(work.key)
+        if self.load_table is not None:
+            self.load_table.forget(work.beside_name)
+        work.beside_name = 0
+
+    def _look_for_mismatches(self) -> None:
+        found = mismatched(self.workers[Leg.PREFILL], self.workers[Leg.DECODE]) if len(self._groups) > 1 else []
+        for each in found:
+            if each not in self.mismatches:
+                log.log(logging.WARNING if each.stranded else logging.INFO, "%s, so they are not paired", each)
+        self.mismatches = found
+
+    def _look_for_outliers(self, side: Leg) -> None:
+        workers = [worker for worker in self.workers[side] if worker.state is State.OK]
+        leave_out([worker.outlier for worker in workers], time.monotonic(), self._most_left_out)
+        for worker in workers:
+            if worker.outlier.out and worker not in self._left_out:
+                self._left_out.add(worker)
+                worker.judged()
+                log.warning("%s worker %s is left out: %s", side.value, worker.url, worker.outlier.why)
+        for worker in [each for each in self._left_out if not each.outlier.out or each not in self.all]:
+            self._left_out.discard(worker)
+            log.warning("%s worker %s is no more left out", worker.side.value, worker.url)
 
     def choose(self, request: PlacementRequest, *, needs_prefill: bool, full: bool) -> Choice | Queued | Refused:
         """A pair for a request. full: see `Placer.place`."""
-        prefill, decode = self.usable(Leg.PREFILL, request.model), self.usable(Leg.DECODE, request.model)
+        if self.load_table is not None:
+            self._look_beside(self.load_table)
+        now, prefill_side, decode_side = time.monotonic(), self._sides[Leg.PREFILL], self._sides[Leg.DECODE]
+        prefill, decode = prefill_side.usable(request.model, now), decode_side.usable(request.model, now)
+        if prefill.pair:
+            request.held = self.kv_events.held(request, prefill.model or request.model)
         fleet = Fleet(
-            [worker.work for worker in prefill],
-            [worker.work for worker in decode],
+            prefill.pair,
+            decode.pair,
             self.refusals.now() if len(self.refusals) else frozenset(),
-            frozenset() if prefill and decode else frozenset(side.value for side in Leg if self.barred(side)),
+            _NOBODY if prefill.pair and decode.pair else frozenset(leg.value for leg in Leg if self.barred(leg)),
             needs_prefill,
+            decode.plain or (),
+            len(self._groups) > 1,
         )
         placed = self._placer.place(request, fleet, full=full)
         if not isinstance(placed, Placed):
             return placed
-        to = next(worker for worker in decode if worker.work is placed.decode)
+        to = decode_side.workers[placed.decode.row]
         if placed.prefill is not None:
-            one = next(worker for worker in prefill if worker.work is placed.prefill)
+            one = prefill_side.workers[placed.prefill.row]
             if not self.refusals.try_again(one, to):
                 self._tell_alone(None)
             return Choice(one, to, placed.cached_tokens)
-        refused = self.refusals.known(prefill[0], to) if placed.misfit else None
+        refused = None
         if placed.misfit:
+            refused = self.refusals.known(prefill_side.workers[prefill.pair[0].row], to)
             self._tell_alone(refused)
-        return Choice(None, to, refused=refused)
+        return Choice(None, to, refused=refused, alone=placed.alone)
+
+    def pick(self, request: PlacementRequest, workers: Sequence[Worker]) -> Worker:
+        """One of these workers for a request that it serves whole, by the decode leg's policy."""
+        picked = self._placer.one_of(request, [worker.work for worker in workers])
+        return next(worker for worker in workers if worker.work is picked)
 
     def sent(self, request: PlacementRequest, worker: Worker, tokens: int, now: float) -> WorkerState:
         """A leg with so many tokens to do leaves for the worker; the caller says when it is `finished`."""
         self._placer.sent(request, worker.side.value, worker.work)
         worker.work.sent(tokens, now)
+        if self.load_table is not None:
+            self.tell_beside(worker.work)
         return worker.work
+
+    def tell_beside(self, work: WorkerState) -> None:
+        """For the other processes of this proxy: what this one has there has changed."""
+        if self.load_table is not None and work.beside_name:
+            self.load_table.put(work.beside_name, work.tokens, work.requests)
+
+    def _look_beside(self, table: LoadTable) -> None:
+        """At what the other processes of this proxy have sent, if the last look was a while ago."""
+        now = time.monotonic()
+        if now < self._looked_beside_s:
+            return
+        found = table.others()
+        for worker in self.all:
+            work = worker.work
+            if (work.beside_tokens, work.beside_requests) != (beside := found.get(work.beside_name, (0, 0))):
+                work.heard_beside(*beside)
+        took_s = time.monotonic() - now
+        self._looked_beside_s = now + max(_BESIDE_S, _BESIDE_SHARE * took_s)
 
     def _tell_alone(self, refused: RefusedPair | None) -> None:
         if refused is not None and self._alone is None:
@@ -339,42 +336,57 @@ class Choice(NamedTuple):
     """Of the prompt, expected at the prefill worker."""
     refused: RefusedPair | None = None
     """Why there is no prefill although a prefill worker is healthy."""
+    alone: str = ""
+    """See `Placed`."""
 
 
 def _base_urls(side: str, urls: Iterable[str]) -> list[str]:
     found: list[str] = []
     for text in urls:
         url = text.rstrip("/")
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"{side}: got {text!r}; a base URL begins with http:// or https://; write http://{text}"
-            )
+        if not is_base_url(url):
+            raise ConfigError(f"{side}: got {text!r}; limit http://HOST:PORT or https://HOST:PORT; write one of them")
         if url in found:
             raise ConfigError(f"{side}: {url} is listed twice")
         found.append(url)
     return found
 
 
+def is_base_url(text: str) -> bool:
+    """Whether requests can be sent to paths below it."""
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return False
+    return bool(re.fullmatch(r"https?://[^\s?#]+", text) and host and port != 0)
+
+
 async def watch(
     pools: Pools, worker: Worker, asking: Asking, dialect: Dialect, interval_s: float, heard: Callable[[], None]
 ) -> None:
-    """Poll a worker's health, every interval and when poked, until cancelled; call `heard` after each look."""
+    """Poll a worker's health, every interval and when poked, until cancelled; call `heard` after each look.
+
+    A worker whose beats come, and that is well, is asked when poked only.
+    """
     while True:
         worker.poke.clear()
         faults = worker.faults
         try:
-            health = await dialect.look(asking, Known(worker.health, worker.state is State.OK))
+            known = Known(worker.health, worker.state is State.OK, worker.control, worker.side is Leg.PREFILL)
+            health = await (look_at_plain if worker.plain else dialect.look)(asking, known)
             worker.heard(health, faults_when_asked=faults)
             pools.heard(worker)
         except WorkerKeyRefused as error:
             worker.barred(str(error))
         except TimeoutError:
             worker.silent(asking.timeout_s)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (HttpError, OSError, ValueError) as error:
             worker.unreachable(f"GET /health: {describe(error)}")
         heard()
         try:
-            async with asyncio.timeout(interval_s):
+            told = worker.beats and worker.state in (State.OK, State.DRAINING, State.OTHER_ROLE)
+            async with asyncio.timeout(None if told else interval_s):
                 await worker.poke.wait()
         except TimeoutError:
             continue

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from .dialects.base import Refused
-    from .pools import Worker
+    from .worker import Worker
 
 log = logging.getLogger("pdlink.proxy")
 
@@ -107,6 +107,10 @@ class Refusals:
         known = self._pairs.get(_key(prefill, decode))
         if known is not None and known.lives is not None:
             self._forget(known)
+
+    def forget(self, worker: Worker) -> None:
+        """It is no worker of this proxy any more."""
+        self._pairs = {key: pair for key, pair in self._pairs.items() if worker not in (pair.prefill, pair.decode)}
 
     def _forget(self, pair: RefusedPair) -> None:
         del self._pairs[_key(pair.prefill, pair.decode)]

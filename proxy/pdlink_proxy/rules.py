@@ -81,6 +81,13 @@ class Rules:
     for every attempt with a prefill leg."""
     merge_events: Callable[[bytes, bytes], bytes] = _as_it_is
     """(prefill's answer, whole events of decode's stream) -> the client's."""
+    awaits_prefill: bool = False
+    """Decode's answer lacks a part without prefill's: the client gets nothing before that is here."""
+
+    @property
+    def merges_events(self) -> bool:
+        """Whether `merge_events` changes anything."""
+        return self.merge_events is not _as_it_is
 
     @property
     def reactions(self) -> Reactions:

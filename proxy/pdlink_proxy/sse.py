@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 DONE = b"data: [DONE]\n\n"
 
@@ -58,9 +58,17 @@ class EventBuffer:
             return b""
         return self._take(end)
 
+    def passes(self, data: bytes) -> bool:
+        """Whether these bytes are whole events, and none is held before them."""
+        return not self._held and data.endswith(b"\n\n")
+
+    def passes_tokens(self, data: bytes) -> bool:
+        """The same, and that none of them is an error or the end. False, too, for a few that are neither."""
+        return not self._held and data.endswith(b"\n\n") and ERROR_MARK not in data and b"[DONE]" not in data[-16:]
+
     def pass_whole_events(self, data: bytes) -> bytes:
         """`feed`, then `take_whole_events`; does not copy bytes that are whole events already."""
-        if not self._held and data.endswith(b"\n\n"):
+        if self.passes(data):
             return data
         self.feed(data)
         return self.take_whole_events()
@@ -110,15 +118,33 @@ def has_error(data: bytes) -> bool:
     return ERROR_MARK in data
 
 
+def payloads(data: bytes) -> Iterator[bytes]:
+    """Of whole events."""
+    for event in _BOUNDARY.split(data):
+        yield _payload(event)
+
+
+def until_error(data: bytes) -> tuple[bytes, bytes] | None:
+    """Whole events before the first error object, and that; None if there is none."""
+    start = 0
+    while (end := _BOUNDARY.search(data, start)) is not None:
+        event = data[start : end.end()]
+        if ERROR_MARK in event and is_error(payload := _payload(event)):
+            return data[:start], payload
+        start = end.end()
+    return None
+
+
 def rewritten(data: bytes, mark: bytes, rewrite: Callable[[bytes], bytes]) -> bytes:
-    """Whole events, with the payloads that contain `mark` replaced by `rewrite(payload)`."""
+    """Whole events, with the payloads that contain `mark` replaced by `rewrite(payload)`, or left out if that is
+    empty."""
     out, start = b"", 0
     while (end := _BOUNDARY.search(data, start)) is not None:
         event, start = data[start : end.end()], end.end()
         if mark in event:
             payload = _payload(event)
             if (new := rewrite(payload)) != payload:
-                event = b"data: " + new + b"\n\n"
+                event = b"data: " + new + b"\n\n" if new else b""
         out += event
     return out + data[start:]
 
@@ -131,7 +157,7 @@ def is_error(document: bytes) -> bool:
     """Whether the payload of an event is an error object."""
     try:
         return bytes(msgspec.json.decode(document, type=_Peek).error) != b"null"
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return False
 
 
@@ -146,7 +172,7 @@ def problem_of(event: bytes) -> tuple[str, bytes] | None:
         return "the stream ended without a token", b""
     try:
         error = msgspec.json.decode(payload, type=_Peek).error
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return "the first event is not a JSON object", b""
     if bytes(error) != b"null":
         return "the stream began with an error", payload

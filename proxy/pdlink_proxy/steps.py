@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import TypeAlias
 
 import msgspec
 
 
 class Leg(enum.Enum):
+    __hash__ = object.__hash__  # members are single objects; Enum's own is in Python, and every request asks for it
+
     PREFILL = "prefill"
     DECODE = "decode"
+
+    @property
+    def other(self) -> Leg:
+        return Leg.DECODE if self is Leg.PREFILL else Leg.PREFILL
 
 
 class Loss(enum.Enum):
@@ -25,6 +32,8 @@ class Loss(enum.Enum):
     TIMEOUT = "timeout"
     MALFORMED = "malformed"
     """The worker's answer is invalid."""
+    DIVERGED = "diverged"
+    """It answers in other words than the worker before it: either may be right."""
     ERROR = "error"
     """It sent an error in the middle of a stream."""
     BARRED = "barred"
@@ -44,6 +53,10 @@ class Placed(msgspec.Struct, frozen=True):
 
     prefill: str | None
     decode: str
+    at_once: bool = False
+    """Both legs start at once, although `Rules.handover` is set: decode can be told all about prefill already."""
+    overdue_s: float = math.inf
+    """From now on: without an answer of prefill by then, another attempt starts beside this one."""
 
 
 class Unplaced(msgspec.Struct, frozen=True):
@@ -54,6 +67,8 @@ class Unplaced(msgspec.Struct, frozen=True):
     """The workers that could serve it refuse this proxy's key."""
     full: bool = False
     """Too many others wait."""
+    unfit: bool = False
+    """No worker of this kind could ever serve it."""
 
 
 class Waits(msgspec.Struct, frozen=True):
@@ -121,6 +136,10 @@ class Why(enum.Enum):
     RETRY = "retry"
     RESEND = "resend"
     """After a stale connection; costs no retry."""
+    RECOVER = "recover"
+    """A stream goes on behind what the client has."""
+    HEDGE = "hedge"
+    """Prefill is overdue: this attempt runs beside the one before. It never waits for workers."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -139,6 +158,7 @@ class StartLegs(msgspec.Struct, frozen=True):
     attempt: int
     prefill: str | None
     decode: str
+    at_once: bool = True
 
 
 class StartDecode(msgspec.Struct, frozen=True):
@@ -185,6 +205,13 @@ class TellToStop(msgspec.Struct, frozen=True):
     reason: str
 
 
+class HedgeOver(msgspec.Struct, frozen=True):
+    """Of two attempts that ran one goes on; the legs of the other one have ended."""
+
+    won: int
+    lost: int
+
+
 class Forward(msgspec.Struct, frozen=True):
     """Send bytes to the client; the first ones begin the answer."""
 
@@ -206,7 +233,17 @@ class EndStream(msgspec.Struct, frozen=True):
 
 
 Action: TypeAlias = (
-    Place | StartLegs | StartDecode | CancelLeg | Blame | LetGo | TellToStop | Forward | Respond | EndStream
+    Place
+    | StartLegs
+    | StartDecode
+    | CancelLeg
+    | Blame
+    | LetGo
+    | TellToStop
+    | HedgeOver
+    | Forward
+    | Respond
+    | EndStream
 )
 
 

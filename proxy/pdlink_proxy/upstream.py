@@ -1,42 +1,29 @@
-"""HTTP to workers: connection pools, one leg from request to last byte, the stop call.
-
-aiohttp's client has defaults for browsing; the settings here differ for a router of long streams, each with its
-reason.
-"""
+"""Questions to workers about themselves, the stop call, and what failed requests mean."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
-import io
 import os
-import socket
-from collections.abc import Awaitable, Callable, Mapping
+import ssl
+from collections import deque
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
-import aiohttp
+import msgspec
 
 from .access import worker_tls
-from .steps import Answered, Chunk, Ended, Event, Leg, Loss, Lost
+from .http_client import HttpClient, header_lines
+from .http_connection import BadAnswer, Disconnected, Headers, HttpError, NoConnection
+from .steps import Loss
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
     from pdlink.config import ProxyConfig
 
-KEEPALIVE_S = 2.5
-"""Lifetime of an idle connection: shorter than the servers' (5 s for uvicorn and vLLM), or requests would go into
-closed connections. aiohttp's default is 15 s."""
-
-# A vanished host sends no reset, and a stream that only reads never notices: TCP keep-alive probes after 10 s of
-# silence, and gives up after three unanswered probes 3 s apart.
-_KEEPALIVE_OPTIONS = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    # Tokens are small; do not delay them.
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-)
+    from .http_client import Request
 
 _MAX_WORDS_CHARS = 300
 
@@ -46,70 +33,21 @@ MAX_REPLY_NBYTES = 64 * 1024
 _OUT_OF_SOCKETS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 
 
-class AnswerTooLarge(ValueError):
-    """A worker's answer exceeds the limit."""
-
-
-def open_session(
-    config: ProxyConfig, *, max_connections: int, headers: Mapping[str, str] | None = None
-) -> aiohttp.ClientSession:
-    """A session for many requests; the caller closes it. headers: the proxy's own, for every request."""
-    connector = aiohttp.TCPConnector(
-        limit=max_connections,  # 0: no limit; with the default the 101st stream would wait for another to end
-        keepalive_timeout=KEEPALIVE_S,
-        socket_factory=_socket,
-        ssl=worker_tls(config),
+def open_client(config: ProxyConfig, *, max_connections: int, headers: Mapping[str, str] | None = None) -> HttpClient:
+    """For many requests; a context manager. headers: the proxy's own, for every request."""
+    return HttpClient(
+        connect_timeout_s=config.connect_timeout_s,
+        max_connections=max_connections,
+        headers=headers,
+        tls=worker_tls(config),
     )
-    timeout = aiohttp.ClientTimeout(
-        total=None,  # the default ends every stream after 300 s; the flow has its own deadlines
-        sock_connect=config.connect_timeout_s,
-    )
-    reuse = aiohttp.TraceConfig()
-    reuse.on_connection_reuseconn.append(_note_reuse)
-    return aiohttp.ClientSession(
-        connector=connector,
-        timeout=timeout,
-        auto_decompress=False,  # bytes pass through unchanged, with the headers that describe them
-        cookie_jar=aiohttp.DummyCookieJar(),  # a worker's cookie must not go to another client's request
-        # Ask for uncompressed answers; aiohttp would offer gzip.
-        headers={"Accept-Encoding": "identity", "Content-Type": "application/json", **(headers or {})},
-        trace_configs=[reuse],
-    )
-
-
-def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    family, kind, protocol, _, _ = address
-    made = socket.socket(family, kind, protocol)
-    for level, option, value in _KEEPALIVE_OPTIONS:
-        made.setsockopt(level, option, value)
-    return made
-
-
-async def _note_reuse(_session: aiohttp.ClientSession, context: SimpleNamespace, _params: object) -> None:
-    if isinstance(context.trace_request_ctx, SimpleNamespace):
-        context.trace_request_ctx.reused = True
-
-
-@dataclass(frozen=True, slots=True)
-class LegCall:
-    """One leg's request."""
-
-    attempt: int
-    leg: Leg
-    url: str
-    body: bytes
-    headers: Mapping[str, str]
-    streaming: bool
-    max_answer_nbytes: int
-    on_head: Callable[[Mapping[str, str]], None]
-    """Called with the headers of a 2xx answer before its first event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asking:
     """A worker to ask about itself, with a deadline."""
 
-    session: aiohttp.ClientSession
+    client: HttpClient
     url: str
     """Base URL."""
     timeout_s: float
@@ -120,57 +58,138 @@ class Reply(NamedTuple):
     body: bytes
 
 
-async def ask(asking: Asking, path: str) -> Reply:
-    """GET. Raises TimeoutError, aiohttp.ClientError, OSError or ValueError."""
-    timeout = aiohttp.ClientTimeout(total=asking.timeout_s)
-    async with asking.session.get(asking.url + path, timeout=timeout, allow_redirects=False) as response:
-        return Reply(response.status, await read_bounded(response, MAX_REPLY_NBYTES))
+async def ask(asking: Asking, path: str, max_nbytes: int = MAX_REPLY_NBYTES) -> Reply:
+    """GET. Raises TimeoutError or HttpError."""
+    async with asyncio.timeout(asking.timeout_s):
+        return await answer_of(asking.client, "GET", asking.url + path, max_nbytes=max_nbytes)
 
 
-Say = Callable[[Event], Awaitable[None]]
-"""Reports one event of a leg. Waits while the client is slow: back-pressure for the worker."""
+async def post(client: HttpClient, url: str, body: object, *, timeout_s: float) -> Reply:
+    """POST a value as JSON. Raises TimeoutError, HttpError or OSError."""
+    async with asyncio.timeout(timeout_s):
+        return await answer_of(client, "POST", url, msgspec.json.encode(body), max_nbytes=MAX_REPLY_NBYTES)
 
 
-async def run_leg(session: aiohttp.ClientSession, call: LegCall, say: Say) -> None:
-    """Send a leg's request and report its result: chunks and their end, or one answer, or one loss.
-
-    Returns when the leg is over. Cancelling it closes the connection, and the worker aborts.
-    """
-    trace = SimpleNamespace(reused=False)
-    head_seen = False
-    attempt, leg = call.attempt, call.leg
+async def answer_of(client: HttpClient, method: str, url: str, body: bytes = b"", *, max_nbytes: int) -> Reply:
+    """A whole answer. Raises HttpError, and BadAnswer for a longer one."""
+    whole = _Whole(max_nbytes)
+    request = client.start(method, url, whole, body)
     try:
-        async with session.post(
-            call.url,
-            data=io.BytesIO(call.body),  # plain bytes above 1 MiB would be written in one go, with a warning
-            headers=call.headers,
-            allow_redirects=False,
-            trace_request_ctx=trace,
-        ) as response:
-            head_seen = True
-            well = 200 <= response.status < 300
-            if well:
-                call.on_head(response.headers)
-            if call.streaming and well:
-                async for data in response.content.iter_any():
-                    await say(Chunk(attempt, leg, data))
-                await say(Ended(attempt, leg))
+        return await whole.reply
+    finally:
+        request.leave()
+
+
+class _Whole:
+    """Listens until the end."""
+
+    def __init__(self, max_nbytes: int) -> None:
+        self.reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._max_nbytes = max_nbytes
+        self._status, self._body = 0, bytearray()
+
+    def on_head(self, status: int, _headers: Headers) -> None:
+        self._status = status
+
+    def on_data(self, data: bytes) -> None:
+        if len(self._body) + len(data) > self._max_nbytes:
+            self.on_lost(too_long(self._max_nbytes))
+        else:
+            self._body += data
+
+    def on_end(self) -> None:
+        if not self.reply.done():
+            self.reply.set_result(Reply(self._status, bytes(self._body)))
+
+    def on_lost(self, error: HttpError) -> None:
+        if not self.reply.done():
+            self.reply.set_exception(error)
+
+
+@contextlib.asynccontextmanager
+async def streamed(
+    client: HttpClient, method: str, url: str, body: bytes, headers: Mapping[str, str]
+) -> AsyncIterator[Streamed]:
+    """An answer whose head is there and whose body comes as it is read. Leaving early ends the request.
+
+    Raises HttpError.
+    """
+    answer = Streamed()
+    request = client.start(method, url, answer, body, header_lines(headers))
+    answer.request = request
+    try:
+        await answer.head
+        yield answer
+    finally:
+        request.leave()
+
+
+class Streamed:
+    """Listens for somebody who reads at their own pace; the worker is held back meanwhile."""
+
+    def __init__(self) -> None:
+        self.request: Request | None = None
+        self.status = 0
+        self.headers = Headers([])
+        self.head: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._parts: deque[bytes] = deque()
+        self._news = asyncio.Event()
+        self._error: HttpError | None = None
+        self._ended = False
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """What has come, until the end. Raises HttpError."""
+        while True:
+            while self._parts:
+                yield self._parts.popleft()
+            if self._error is not None:
+                raise self._error
+            if self._ended:
                 return
-            body = await read_bounded(response, call.max_answer_nbytes)
-            await say(Answered(attempt, leg, response.status, body, response.content_type))
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        loss = loss_of(error, reused=trace.reused and not head_seen)
-        await say(Lost(attempt, leg, loss, f"{call.url}: {describe(error)}"))
+            self._news.clear()
+            if self.request is not None:
+                self.request.resume()
+            await self._news.wait()
+
+    async def read(self, max_nbytes: int) -> bytes:
+        """The whole body. Raises HttpError, also for a longer one."""
+        found = bytearray()
+        async for data in self.parts():
+            found += data
+            if len(found) > max_nbytes:
+                raise too_long(max_nbytes)
+        return bytes(found)
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self.status, self.headers = status, headers
+        if not self.head.done():
+            self.head.set_result(None)
+
+    def on_data(self, data: bytes) -> None:
+        self._parts.append(data)
+        if len(self._parts) > 1 and self.request is not None:
+            self.request.pause()
+        self._news.set()
+
+    def on_end(self) -> None:
+        self._ended = True
+        self._news.set()
+
+    def on_lost(self, error: HttpError) -> None:
+        self._error = error
+        if not self.head.done():
+            self.head.set_exception(error)
+        self._news.set()
+
+
+def too_long(max_nbytes: int) -> BadAnswer:
+    return BadAnswer(f"an answer of more than {max_nbytes} bytes")
 
 
 def describe(error: Exception) -> str:
-    """The text of an exception, or its name if the text is empty, as some of aiohttp's are.
-
-    For a failed connection the system's text alone: aiohttp's repeats the address, and names `ssl:default` without
-    encryption.
-    """
-    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
-        cause = error.os_error
+    """The text of an exception, or its name if the text is empty. For a failed connection the system's text alone."""
+    cause = error.__cause__
+    if isinstance(error, NoConnection) and isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError):
         known = cause.errno is not None and cause.errno > 0  # name look-ups have negative ones
         return os.strerror(cause.errno) if known and cause.errno else cause.strerror or str(cause)
     return printable(str(error)) or type(error).__name__
@@ -181,31 +200,15 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text[:_MAX_WORDS_CHARS])
 
 
-async def read_bounded(response: aiohttp.ClientResponse, max_nbytes: int) -> bytes:
-    """The whole body. Raises AnswerTooLarge."""
-    parts: list[bytes] = []
-    nbytes = 0
-    async for part in response.content.iter_any():
-        nbytes += len(part)
-        if nbytes > max_nbytes:
-            raise AnswerTooLarge(f"an answer of more than {max_nbytes} bytes")
-        parts.append(part)
-    return b"".join(parts)
-
-
-def loss_of(error: Exception, *, reused: bool) -> Loss:
-    """The kind of loss that an exception of aiohttp's client means. reused: on a pooled connection, before any byte
-    of the answer."""
+def loss_of(error: Exception) -> Loss:
+    """The kind of loss that an exception of a request means."""
     match error:
-        case aiohttp.ClientSSLError():  # first: certificate errors have no os_error (aiohttp 3.14)
-            return Loss.CONNECT
-        case aiohttp.ClientConnectorError() if error.os_error.errno in _OUT_OF_SOCKETS:
-            return Loss.LOCAL
-        case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
-            return Loss.CONNECT
-        case aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError():
-            return Loss.STALE if reused else Loss.RESET
-        case aiohttp.ClientPayloadError() | ConnectionError():
+        case NoConnection():
+            cause = error.__cause__
+            return Loss.LOCAL if isinstance(cause, OSError) and cause.errno in _OUT_OF_SOCKETS else Loss.CONNECT
+        case Disconnected():
+            return Loss.STALE if error.stale else Loss.RESET
+        case ConnectionError():
             return Loss.RESET
         case TimeoutError():
             return Loss.TIMEOUT
@@ -214,19 +217,14 @@ def loss_of(error: Exception, *, reused: bool) -> Loss:
 
 
 async def tell_to_stop(
-    session: aiohttp.ClientSession, worker_url: str, transfer_id: str, reason: str, *, timeout_s: float
+    client: HttpClient, worker_url: str, transfer_id: str, reason: str, *, timeout_s: float
 ) -> bool:
     """Stop a transfer on a worker, because the other leg failed; returns whether the worker accepted.
 
     A failure here is no error: the worker's own deadline ends the transfer.
     """
+    url = f"{worker_url}/pdlink/transfers/{transfer_id}/stop"
     try:
-        async with session.post(
-            f"{worker_url}/pdlink/transfers/{transfer_id}/stop",
-            json={"reason": reason},
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-            allow_redirects=False,
-        ) as response:
-            return response.status == 202
-    except (aiohttp.ClientError, OSError):
+        return (await post(client, url, {"reason": reason}, timeout_s=timeout_s)).status == 202
+    except (HttpError, OSError):
         return False

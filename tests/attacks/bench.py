@@ -22,6 +22,7 @@ from pdlink.endpoint.channel import Channel, Received
 from pdlink.endpoint.driver import Endpoint
 from pdlink.endpoint.peer import PeerState
 from pdlink.events import Event, HandlingFailed, listen
+from pdlink.kv.groups import groups_of
 from pdlink.memory.buffers import Buffer
 from pdlink.memory.checksums import Checksums
 from pdlink.memory.host import host_id
@@ -29,7 +30,7 @@ from pdlink.protocol import messages
 from pdlink.protocol.auth import AllowList, ControlAddress, Credentials, KeyPair
 from pdlink.protocol.messages import VERSION, Envelope, Identity
 from pdlink.transport.base import Transport
-from tests.endpoint.conftest import Handler, SenderLog, layout
+from tests.endpoint.conftest import Handler, Receives, SenderLog, Sends, layout
 
 WAIT_S = 20.0
 TIMEOUTS = TimeoutConfig(heartbeat_s=0.5, peer_s=80.0, connect_s=90.0, lease_s=90.0, request_s=100.0)
@@ -69,7 +70,7 @@ class Node:
         transport.register(self.buffer)
         self.line = Line(name)
         self.identity = Identity(VERSION, "m", "main", 1, self.layout, host_id())
-        sums = Checksums(self.layout, [self.buffer])
+        sums = Checksums(groups_of(self.layout), [self.buffer])
         self.endpoint = Endpoint(
             name,
             self.identity,
@@ -80,6 +81,7 @@ class Node:
             credentials=credentials,
             channel=self.line,
         )
+        self.sender, self.receiver = Sends(self.endpoint.sender), Receives(self.endpoint.receiver)
         self.endpoint.local.address = address_of(name, credentials.keys.public if credentials else "")
 
     def turn(self, *arrived: Received) -> None:
@@ -158,9 +160,9 @@ class Bench:
         name = f"honest-{self.num_transfers}"
         log, handler = SenderLog(), Handler()
         self.decode.buffer.array[:] = 0
-        self.prefill.endpoint.sender.announce(name, log.failed, log.end)
-        self.decode.endpoint.receiver.expect(name, self.prefill.endpoint.address, handler)
-        self.decode.endpoint.receiver.offer(name, DST, 0, TOKENS)
+        self.prefill.sender.announce(name, log.failed, log.end)
+        self.decode.receiver.expect(name, self.prefill.endpoint.address, handler)
+        self.decode.receiver.offer(name, DST, 0, TOKENS)
         self.compute(name)
         self.until(lambda: handler.changed.is_set() and log.ended.is_set(), "the honest transfer has ended")
         assert (handler.calls, log.calls) == (["ready 42", "released"], ["end"])
@@ -178,7 +180,7 @@ class Bench:
 
     def compute(self, transfer_id: str) -> None:
         """What the engine says about a request. Nothing of a peer's may be raised at it."""
-        sender = self.prefill.endpoint.sender
+        sender = self.prefill.sender
         sender.publish(transfer_id, SRC, TOKENS, 0)
         for layer in range(3):
             sender.layer_ready(transfer_id, layer, 0, TOKENS)
@@ -235,7 +237,7 @@ class Stranger:
     def expect(self, transfer_id: str, handler: Handler) -> None:
         """Let decode dial this one."""
         address = address_of(f"false-{self.session}", self.key)
-        self.victim.endpoint.receiver.expect(transfer_id, address, handler)
+        self.victim.receiver.expect(transfer_id, address, handler)
         self.victim.turn()
         self.route = next(route for route, to in self.victim.line.dialed.items() if to == address)
         peer = self.victim.endpoint.sessions.by_route[self.route]

@@ -22,7 +22,7 @@ from pdlink.kv.plan import warm_up
 from pdlink.transport.base import Transport
 from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
-from tests.endpoint.conftest import TIMEOUTS, Handler, SenderLog, layout, until
+from tests.endpoint.conftest import TIMEOUTS, Handler, Receives, SenderLog, Sends, layout, until
 
 SRC, DST, TOKENS = [3, 0, 9, 4], [5, 1], 13
 MOST_SPARE = 14
@@ -41,6 +41,7 @@ class Node:
             name, layout(block_tokens), transports=[transport(kind)], transport=config, timeouts=QUICK
         )
         self.endpoint = self.node.endpoint
+        self.sender, self.receiver = Sends(self.endpoint.sender), Receives(self.endpoint.receiver)
 
     def close(self) -> None:
         self.node.close()
@@ -67,10 +68,10 @@ class Descriptors:
 def transfer(prefill: Node, decode: Node, transfer_id: str) -> str:
     """What became of it: "ready", or why it failed."""
     log, handler = SenderLog(), Handler()
-    prefill.endpoint.sender.announce(transfer_id, log.failed, log.end)
-    decode.endpoint.receiver.expect(transfer_id, prefill.endpoint.address, handler)
-    decode.endpoint.receiver.offer(transfer_id, DST, 0, TOKENS)
-    sender = prefill.endpoint.sender
+    prefill.sender.announce(transfer_id, log.failed, log.end)
+    decode.receiver.expect(transfer_id, prefill.endpoint.address, handler)
+    decode.receiver.offer(transfer_id, DST, 0, TOKENS)
+    sender = prefill.sender
     sender.publish(transfer_id, SRC, TOKENS, 0)
     for layer in range(3):
         sender.layer_ready(transfer_id, layer, 0, TOKENS)

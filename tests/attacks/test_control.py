@@ -34,7 +34,7 @@ Message = Callable[[str], messages.Body]
 
 ABOUT_A_TRANSFER: dict[str, Message] = {
     "expect": messages.Expect,
-    "offer": lambda key: messages.Offer(key, 0, TOKENS, (7, 8), 3),
+    "offer": lambda key: messages.Offer(key, 0, TOKENS, ((7, 8),), 3),
     "ack": messages.Ack,
     "stop": lambda key: messages.Stop(key, "because I can"),
     "quiet": messages.Quiet,
@@ -66,7 +66,7 @@ def begin(pair: Pair, transfer_id: str) -> Handler:
     """Both sides know of it, decode has offered, prefill computes."""
     pair.announce(transfer_id)
     handler = pair.expect(transfer_id)
-    pair.decode.endpoint.receiver.offer(transfer_id, DST, 0, TOKENS)
+    pair.decode.receiver.offer(transfer_id, DST, 0, TOKENS)
     until(lambda: pair.sender_state("writing") == 1, "the offer is there")
     return handler
 
@@ -92,7 +92,7 @@ def test_transfer_of_one_receiver_is_out_of_reach_for_another(pair: Pair, kind: 
     handler = begin(pair, "theirs")
     with Stranger(pair).join() as stranger:
         stranger.say(ABOUT_A_TRANSFER[kind]("theirs"))
-        stranger.say(messages.Offer("sync", 0, 1, (99,), 3))
+        stranger.say(messages.Offer("sync", 0, 1, ((99,),), 3))
         assert stranger.hear(messages.Stop).transfer_id in ("theirs", "sync")
         assert handler.calls == []
         pair.compute("theirs", SRC, TOKENS)
@@ -102,11 +102,11 @@ def test_transfer_of_one_receiver_is_out_of_reach_for_another(pair: Pair, kind: 
 @pytest.mark.parametrize("kind", ["stop", "expect", "offer"])
 def test_offer_that_waits_for_its_request_cannot_be_taken_over(pair: Pair, kind: str) -> None:
     handler = pair.expect("theirs")
-    pair.decode.endpoint.receiver.offer("theirs", DST, 0, TOKENS)
+    pair.decode.receiver.offer("theirs", DST, 0, TOKENS)
     until(lambda: pair.sender_state("early") == 1, "the offer waits")
     with Stranger(pair).join() as stranger:
         stranger.say(ABOUT_A_TRANSFER[kind]("theirs"))
-        stranger.say(messages.Offer("sync", 0, 1, (99,), 3))
+        stranger.say(messages.Offer("sync", 0, 1, ((99,),), 3))
         stranger.hear(messages.Stop)
         pair.announce("theirs")
         pair.compute("theirs", SRC, TOKENS)
@@ -119,7 +119,7 @@ def test_transfer_that_one_receiver_expects_cannot_be_offered_by_another(pair: P
     with Stranger(pair).join() as stranger:
         stranger.say(ABOUT_A_TRANSFER["offer"]("theirs"))
         assert stranger.hear(messages.Stop).reason == "taken_by_another_receiver"
-    pair.decode.endpoint.receiver.offer("theirs", DST, 0, TOKENS)
+    pair.decode.receiver.offer("theirs", DST, 0, TOKENS)
     pair.announce("theirs")
     pair.compute("theirs", SRC, TOKENS)
     assert handler.wait() == ["ready 42", "released"]
@@ -127,7 +127,7 @@ def test_transfer_that_one_receiver_expects_cannot_be_offered_by_another(pair: P
 
 def test_repeated_interest_does_not_take_an_early_offer_back(pair: Pair) -> None:
     with Stranger(pair).join() as stranger:
-        stranger.say(messages.Offer("mine", 0, TOKENS, (5, 1), 3))
+        stranger.say(messages.Offer("mine", 0, TOKENS, ((5, 1),), 3))
         stranger.say(messages.Expect("mine"))
         until(lambda: pair.sender_state("early") == 1, "the offer waits")
         log = pair.announce("mine")
@@ -149,7 +149,7 @@ def test_id_that_was_used_is_refused_to_whoever_comes_with_it_again(pair: Pair) 
 def test_news_of_a_transfer_counts_only_from_its_own_sender(pair: Pair, kind: str) -> None:
     handler, trap = begin(pair, "theirs"), Handler()
     with FalsePrefill(pair) as false:
-        pair.decode.endpoint.receiver.expect("bait", false.address, trap)
+        pair.decode.receiver.expect("bait", false.address, trap)
         false.welcome()
         before = dropped(pair, "unknown_transfer")
         false.say(ABOUT_A_TRANSFER[kind]("theirs"))
@@ -176,8 +176,8 @@ def test_news_of_a_transfer_counts_only_from_its_own_sender(pair: Pair, kind: st
 def test_done_that_promises_anything_else_than_the_offer_is_no_success(pair: Pair, changes: dict[str, int]) -> None:
     trap = Handler()
     with FalsePrefill(pair) as false:
-        pair.decode.endpoint.receiver.expect("bait", false.address, trap)
-        pair.decode.endpoint.receiver.offer("bait", DST, 0, TOKENS)
+        pair.decode.receiver.expect("bait", false.address, trap)
+        pair.decode.receiver.offer("bait", DST, 0, TOKENS)
         false.welcome()
         false.hear(messages.Offer)
         honest = messages.Done("bait", 0, TOKENS, 3, TOKENS * 192, 66)
@@ -259,7 +259,7 @@ def test_session_whose_fence_is_pending_cannot_be_replayed(pair: Pair) -> None:
     pair.compute("mine", SRC, TOKENS)
     stranger = Stranger(pair)
     with stranger.join():
-        stranger.say(messages.Offer("mine", 0, TOKENS, (5, 1), 3))
+        stranger.say(messages.Offer("mine", 0, TOKENS, ((5, 1),), 3))
         until(lambda: len(pair.hub.flights) == 1, "three layers are in flight, together")
         pair.hub.stop(pair.prefill.transport)  # in the middle of a run: the fence has to wait
         stranger.say(messages.Bye("gone"))
@@ -301,7 +301,7 @@ def test_handshakes_under_way_are_bounded(pair: Pair, monkeypatch: pytest.Monkey
 def test_listener_cannot_turn_the_session_of_its_dialer_around(pair: Pair) -> None:
     trap = Handler()
     with FalsePrefill(pair) as false:
-        pair.decode.endpoint.receiver.expect("bait", false.address, trap)
+        pair.decode.receiver.expect("bait", false.address, trap)
         hello = false.hear(messages.Hello)
         false.say(messages.Hello("false", hello.identity, (LOOPBACK,)), dst_epoch="")
         false.say(messages.Bye("instead"))
@@ -384,7 +384,7 @@ def test_hostile_frames_execute_nothing_and_are_counted(pair: Pair, tmp_path: Pa
         for frame in frames:
             stranger.raw(frame)
         stranger.socket.send_multipart([b"a", b"b", b"c"])
-        stranger.say(messages.Offer("sync", 0, 1, (99,), 3))
+        stranger.say(messages.Offer("sync", 0, 1, ((99,),), 3))
         stranger.hear(messages.Stop)
     assert dropped(pair, "malformed") >= len(frames) - 20
     assert not (tmp_path / "executed").exists()
@@ -393,7 +393,7 @@ def test_hostile_frames_execute_nothing_and_are_counted(pair: Pair, tmp_path: Pa
 def test_frame_over_the_limit_ends_its_connection_only(pair: Pair) -> None:
     with Stranger(pair).join() as stranger, Stranger(pair, name="another").join() as another:
         stranger.raw(b"\0" * (MAX_FRAME_NBYTES + 1))
-        another.say(messages.Offer("sync", 0, 1, (99,), 3))
+        another.say(messages.Offer("sync", 0, 1, ((99,),), 3))
         another.hear(messages.Stop)
 
 
@@ -443,7 +443,7 @@ def test_absurd_layouts_are_refused_by_both_sides(pair: Pair, absurd: str) -> No
     trap = Handler()
     with FalsePrefill(pair) as false:
         false.layout = kv
-        pair.decode.endpoint.receiver.expect("bait", false.address, trap)
+        pair.decode.receiver.expect("bait", false.address, trap)
         false.hear(messages.Hello)
         false.say(messages.Welcome("false", Identity(VERSION, "m", "main", 1, kv, "host"), LOOPBACK))
         false.say(messages.Bye("enough"))
@@ -458,16 +458,16 @@ def envelope_of(kv: KVLayout) -> Envelope:
 @pytest.mark.parametrize(
     "offer",
     [
-        messages.Offer("t", 0, 2**63, (1,), 3),
-        messages.Offer("t", -(2**63), 0, (), 3),
-        messages.Offer("t", 5, 4, (1,), 3),
-        messages.Offer("t", 0, TOKENS, (1, 2**63), 3),
-        messages.Offer("t", 0, TOKENS, (1, -1), 3),
-        messages.Offer("t", 0, TOKENS, (1, 1), 3),
-        messages.Offer("t", 0, 8_000_000, tuple(range(700_000)), 3),
-        messages.Offer("t", 0, 8_000_000, (1,) * 1_000_000, 3),
-        messages.Offer("t", 0, TOKENS, (1, 2), -3),
-        messages.Offer("t", 0, TOKENS, (1, 2), 2**63),
+        messages.Offer("t", 0, 2**63, ((1,),), 3),
+        messages.Offer("t", -(2**63), 0, ((),), 3),
+        messages.Offer("t", 5, 4, ((1,),), 3),
+        messages.Offer("t", 0, TOKENS, ((1, 2**63),), 3),
+        messages.Offer("t", 0, TOKENS, ((1, -1),), 3),
+        messages.Offer("t", 0, TOKENS, ((1, 1),), 3),
+        messages.Offer("t", 0, 8_000_000, (tuple(range(700_000)),), 3),
+        messages.Offer("t", 0, 8_000_000, ((1,) * 1_000_000,), 3),
+        messages.Offer("t", 0, TOKENS, ((1, 2),), -3),
+        messages.Offer("t", 0, TOKENS, ((1, 2),), 2**63),
     ],
     ids=["end", "start", "empty", "block", "negative", "twice", "million", "million equal", "layers", "huge layers"],
 )
@@ -480,7 +480,7 @@ def test_impossible_offer_is_stopped(pair: Pair, offer: messages.Offer, when: st
             assert stranger.hear(messages.Stop).transfer_id == "t"
         else:
             stranger.say(offer)
-            stranger.say(messages.Offer("sync", 0, 1, (99,), 3))
+            stranger.say(messages.Offer("sync", 0, 1, ((99,),), 3))
             stranger.hear(messages.Stop)
             if offer.transfer_id == "t" and pair.sender_state("early"):
                 log = pair.announce("t")
@@ -497,21 +497,20 @@ FLOOD = 100_000
 def test_hundred_thousand_messages_about_unknown_transfers_neither_grow_nor_delay(pair: Pair, kind: str) -> None:
     """vllm#50674: acks for transfers that were never mapped were kept for ever and rescanned at each step."""
     make = ABOUT_A_TRANSFER[kind]
-    sender = pair.prefill.endpoint.sender
     with Stranger(pair).join() as stranger:
         for number in range(FLOOD // 10):  # what is bounded fills up once
             stranger.say(make(f"unknown-{number}"))
-        stranger.say(messages.Offer("sync", 0, 1, (99,), 3))
+        stranger.say(messages.Offer("sync", 0, 1, ((99,),), 3))
         stranger.hear(messages.Stop)
         before = resident_nbytes()
         for number in range(FLOOD // 10, FLOOD):
             stranger.say(make(f"unknown-{number}"))
             if number == FLOOD // 2 and kind not in ("expect", "offer"):
                 assert transfer(pair, "in between") == ["ready 42", "released"]
-        stranger.say(messages.Offer("sync", 0, 1, (99,), 3))
+        stranger.say(messages.Offer("sync", 0, 1, ((99,),), 3))
         while stranger.hear(messages.Stop).transfer_id != "sync":
             pass
-        assert sender.early_nbytes() <= early.MAX_PEER_NBYTES
+        assert pair.prefill.endpoint.sender.early_nbytes() <= early.MAX_PEER_NBYTES
         assert resident_nbytes() - before < 64 * 2**20
         stranger.say(messages.Bye("enough"))
         until(pair.idle, "nothing is left of it")
@@ -521,7 +520,7 @@ def test_early_offers_of_one_peer_are_bounded_in_bytes(pair: Pair, monkeypatch: 
     monkeypatch.setattr(early, "MAX_PEER_NBYTES", 10 * (early.ENTRY_NBYTES + 2 * 8))
     with Stranger(pair).join() as stranger:
         for number in range(11):
-            stranger.say(messages.Offer(f"t-{number}", 0, TOKENS, (1, 2), 3))
+            stranger.say(messages.Offer(f"t-{number}", 0, TOKENS, ((1, 2),), 3))
         assert stranger.hear(messages.Stop).reason == "too_many_early_offers"
         assert pair.sender_state("early") == 10
         stranger.say(messages.Bye("enough"))
@@ -532,7 +531,7 @@ def test_early_offers_of_one_peer_are_bounded_in_bytes(pair: Pair, monkeypatch: 
 def test_offers_of_unknown_transfers_keep_no_text_of_any_length(pair: Pair) -> None:
     """What is not one of three words is no `verify`: such a frame is malformed."""
     with Stranger(pair).join() as stranger:
-        offer = messages.Offer("t", 0, 1, (1,), 3, verify="x" * 1000)  # type: ignore[arg-type]
+        offer = messages.Offer("t", 0, 1, ((1,),), 3, verify="x" * 1000)  # type: ignore[arg-type]
         before = dropped(pair, "malformed")
         stranger.say(offer)
         until(lambda: dropped(pair, "malformed") == before + 1, "it is dropped")
@@ -549,7 +548,7 @@ def test_ten_thousand_early_offers_of_one_peer_do_not_refuse_another(pair: Pair)
             stranger.num_said += 1
         assert stranger.hear(messages.Stop).reason == "too_many_early_offers"
         handler = pair.expect("theirs")
-        pair.decode.endpoint.receiver.offer("theirs", DST, 0, TOKENS)
+        pair.decode.receiver.offer("theirs", DST, 0, TOKENS)
         until(lambda: pair.prefill.endpoint.sender._early.get("theirs") is not None, "it is kept")
         pair.announce("theirs")
         pair.compute("theirs", SRC, TOKENS)

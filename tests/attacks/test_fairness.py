@@ -31,7 +31,7 @@ def pair() -> Iterator[Pair]:
 
 def large_frame(name: str = "flood", epoch: str = "e" * 16) -> bytes:
     blocks = tuple(range(2**20, 2**20 + 760_000))
-    body = messages.Offer("t", 0, 1, blocks, 3)
+    body = messages.Offer("t", 0, 1, (blocks,), 3)
     return messages.encode(Envelope(VERSION, name, epoch, "d" * 16, 7, 0, (body,)))
 
 
@@ -54,7 +54,7 @@ def dropped(pair: Pair, reason: str) -> int:
 
 
 def test_large_frames_of_a_stranger_are_not_read(pair: Pair) -> None:
-    """Nothing but a hello is for somebody who has no session, and that is small."""
+    """Nothing but a hello is for somebody who has no session, and that is smaller."""
     assert pair.transfer("before", SRC, DST, TOKENS) == ["ready 42", "released"]
     with Stranger(pair) as stranger:
         thread = flood(stranger, large_frame())
@@ -84,7 +84,7 @@ def test_large_frames_of_one_session_do_not_starve_another(pair: Pair) -> None:
 def test_hello_that_no_listener_would_take_is_not_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MAX_HELLO_NBYTES", 100)
     handler = Handler()
-    pair.decode.endpoint.receiver.expect("t", pair.prefill.endpoint.address, handler)
+    pair.decode.receiver.expect("t", pair.prefill.endpoint.address, handler)
     failed, released = handler.wait()
     assert "hello: got " in failed
     assert "bytes; limit 100" in failed

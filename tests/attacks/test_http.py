@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from pdlink.serve import app as serving
+from pdlink.serve.http import errors_as_json
 from tests.e2e.deployment import Answer, Deployment, prompt_of, request, until
 
 from .conftest import PROMPT
@@ -231,7 +232,7 @@ async def test_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch)
     async def read(http: web.Request) -> web.Response:
         return web.Response(body=await serving._body(http))
 
-    app = web.Application(middlewares=[serving._errors_as_json])
+    app = web.Application(middlewares=[errors_as_json])
     app.router.add_post("/", read)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()

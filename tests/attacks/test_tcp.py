@@ -395,9 +395,10 @@ def test_a_batch_is_done_only_when_all_of_it_has_left_whatever_its_owner_answers
 
 def _waiting_to_be_sent(connection: socket.socket) -> int:
     """Bytes in the sending side's socket of a connection on this host (IPv4)."""
-    port = f":{connection.getpeername()[1]:04X}"
+    # By both ports: that of the sending side alone may be used for another address, too, and wait out its minute.
+    port, own = (f":{name[1]:04X}" for name in (connection.getpeername(), connection.getsockname()))
     for line in Path("/proc/self/net/tcp").read_text(encoding="ascii").splitlines()[1:]:
         fields = line.split()
-        if fields[1].endswith(port):
+        if fields[1].endswith(port) and fields[2].endswith(own):
             return int(fields[4].partition(":")[0], 16)
     raise AssertionError(f"no connection from {port}")

@@ -17,12 +17,13 @@ import pytest
 
 import pdlink
 from pdlink.config import TransportConfig
+from pdlink.kv.groups import groups_of
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.kv.plan import warm_up
 from pdlink.memory.buffers import Buffer
 from pdlink.transport.tcp import TcpTransport
 from tests.conformance.transports.side import Side, join, piece
-from tests.endpoint.conftest import TIMEOUTS, Handler, until
+from tests.endpoint.conftest import TIMEOUTS, Handler, Receives, Sends, until
 
 from .wire import FRAME_MAGIC, HEADER, OUTSIDE, PLACED, RUN, Attacker
 
@@ -38,7 +39,7 @@ LAYOUT = paged_layout(
 def owner() -> Iterator[Side]:
     with contextlib.closing(Side(TcpTransport())) as side:
         side.add_buffer(LAYOUT.extent(0), seed=1)
-        side.transport.guard(LAYOUT)
+        side.transport.guard(groups_of(LAYOUT))
         yield side
 
 
@@ -61,7 +62,7 @@ def at(block: int, plane: int = 0) -> int:
 def test_blocks_that_are_open_are_written_in_every_plane(owner: Side, attack: Callable[[bytes], Attacker]) -> None:
     """Shows that the attacks below fail for the reason they are meant to fail for."""
     by_hand = attack(owner.transport.invite("hand"))
-    owner.transport.open_blocks("hand", [7, 31, 30])
+    owner.transport.open_blocks("hand", [[7, 31, 30]])
     expected = owner.buffers[0].array.copy()
     runs = [(0, at(7, plane) + 5, 9) for plane in range(4)] + [(0, at(30), 2 * BLOCK_NBYTES)]
     for _, offset, nbytes in runs:
@@ -91,10 +92,10 @@ def test_a_write_outside_of_what_is_offered_ends_the_session_and_changes_nothing
 ) -> None:
     before = owner.snapshot()
     owner.transport.invite("somebody else")
-    owner.transport.open_blocks("somebody else", [20])
+    owner.transport.open_blocks("somebody else", [[20]])
     liar = attack(owner.transport.invite("liar"))
     if open_blocks:
-        owner.transport.open_blocks("liar", open_blocks)
+        owner.transport.open_blocks("liar", [open_blocks])
     runs = NOT_OPEN[what]
     liar.frame(runs, b"evil" * (sum(run[2] for run in runs) // 4))
     assert [answer[0] for answer in liar.heard()] in ([OUTSIDE], [])  # a reset may overtake the answer
@@ -104,9 +105,9 @@ def test_a_write_outside_of_what_is_offered_ends_the_session_and_changes_nothing
 
 def test_a_block_is_open_until_it_is_closed(owner: Side, attack: Callable[[bytes], Attacker]) -> None:
     by_hand = attack(owner.transport.invite("hand"))
-    owner.transport.open_blocks("hand", [3, 4])
+    owner.transport.open_blocks("hand", [[3, 4]])
     assert by_hand.frame([(0, at(3), 4)], b"kept").answer() == (PLACED, 0, 7)
-    owner.transport.close_blocks("hand", [3])
+    owner.transport.close_blocks("hand", [[3]])
     assert by_hand.frame([(0, at(4), 4)], b"kept", sequence=1).answer() == (PLACED, 1, 7)
     before = owner.snapshot()
     by_hand.frame([(0, at(4), 4), (0, at(3), 4)], b"evilevil", sequence=2)
@@ -118,10 +119,10 @@ def test_a_close_of_blocks_that_are_another_peers_by_now_leaves_them_open(
     owner: Side, attack: Callable[[bytes], Attacker]
 ) -> None:
     first, second = (attack(owner.transport.invite(name)) for name in ("first", "second"))
-    owner.transport.open_blocks("first", [3])
-    owner.transport.open_blocks("second", [3])
-    owner.transport.close_blocks("first", [3])
-    owner.transport.close_blocks("nobody", [3])
+    owner.transport.open_blocks("first", [[3]])
+    owner.transport.open_blocks("second", [[3]])
+    owner.transport.close_blocks("first", [[3]])
+    owner.transport.close_blocks("nobody", [[3]])
     assert second.frame([(0, at(3), 4)], b"kept").answer() == (PLACED, 0, 7)
     first.frame([(0, at(3), 4)], b"evil")
     owner.wait_failed("first")
@@ -134,7 +135,7 @@ def test_a_block_that_does_not_exist_is_refused_and_nothing_is_opened(
     liar = attack(owner.transport.invite("liar"))
     for change in (owner.transport.open_blocks, owner.transport.close_blocks):
         with pytest.raises(ValueError, match=f"no block {block} among {NUM_BLOCKS}"):
-            change("liar", [3, block])
+            change("liar", [[3, block]])
     liar.frame([(0, at(3), 4)], b"evil")
     assert "offered" in owner.wait_failed("liar")
 
@@ -145,14 +146,14 @@ def test_nothing_more_of_a_frame_is_placed_when_its_block_is_closed(
 ) -> None:
     """The block is the next request's when `close_blocks` returns; the rest of the frame comes a minute later."""
     slow = attack(owner.transport.invite("slow"))
-    owner.transport.open_blocks("slow", [3, 5])
+    owner.transport.open_blocks("slow", [[3, 5]])
     assert slow.frame([(0, at(5), 4)], b"kept").answer() == (PLACED, 0, 7)
     runs = [(0, at(3) + start, page) for start in range(0, BLOCK_NBYTES, 2 * page)]
     slow.frame(runs, b"x" * (page // 2), sequence=1)
     block = owner.buffers[0].array[at(3) : at(4)]
     if page == BLOCK_NBYTES:  # short ones are put into their places together
         until(lambda: bool((block[: page // 2] == ord("x")).all()), "the first half")
-    owner.transport.close_blocks("slow", [3])
+    owner.transport.close_blocks("slow", [[3]])
     block[:] = 0  # the next request's
     before = owner.snapshot()
     slow.send(b"y" * 2 * BLOCK_NBYTES)
@@ -169,12 +170,12 @@ def test_a_writer_that_never_pauses_is_out_of_a_block_when_its_close_returns(
     for attempt in range(30):
         name = f"busy {attempt}"
         busy = attack(owner.transport.invite(name))
-        owner.transport.open_blocks(name, list(range(8, 16)))
+        owner.transport.open_blocks(name, [list(range(8, 16))])
         block[:] = 0
         sending = threading.Thread(target=never_pauses, args=(busy, payload))
         sending.start()
         until(lambda: bool(block[0] == ord("x")), "the first frame")
-        owner.transport.close_blocks(name, list(range(8, 16)))
+        owner.transport.close_blocks(name, [list(range(8, 16))])
         block[:] = 0
         owner.wait_failed(name)
         assert not block.any(), f"attempt {attempt}"
@@ -195,10 +196,10 @@ def test_closing_other_blocks_disturbs_no_frame_that_is_being_received(
     owner: Side, attack: Callable[[bytes], Attacker]
 ) -> None:
     slow = attack(owner.transport.invite("slow"))
-    owner.transport.open_blocks("slow", [3, 5])
+    owner.transport.open_blocks("slow", [[3, 5]])
     slow.frame([(0, at(3), BLOCK_NBYTES)], b"x" * 100)
     until(lambda: bool((owner.buffers[0].array[at(3) : at(3) + 100] == ord("x")).all()), "some of it")
-    owner.transport.close_blocks("slow", [5])
+    owner.transport.close_blocks("slow", [[5]])
     assert slow.send(b"x" * (BLOCK_NBYTES - 100)).answer() == (PLACED, 0, 7)
 
 
@@ -206,7 +207,7 @@ def test_blocks_that_do_not_exist_cannot_be_opened(owner: Side) -> None:
     owner.transport.invite("writer")
     for block in (-1, NUM_BLOCKS, 2**40):
         with pytest.raises(ValueError, match=f"no block {block}"):
-            owner.transport.open_blocks("writer", [0, block])
+            owner.transport.open_blocks("writer", [[0, block]])
 
 
 def test_a_transport_that_is_not_guarded_is_open_as_a_whole(attack: Callable[[bytes], Attacker]) -> None:
@@ -233,6 +234,7 @@ class Worker:
             name, layout, [self.buffer], transports=[self.transport], transport=config, timeouts=TIMEOUTS
         )
         self.endpoint = self.node.endpoint
+        self.sender, self.receiver = Sends(self.endpoint.sender), Receives(self.endpoint.receiver)
 
     def close(self) -> None:
         self.node.close()
@@ -243,10 +245,10 @@ class Worker:
     ) -> Handler:
         """Move 20 tokens from blocks 0, 1 into these; `before_done` runs when all layers but the last are there."""
         handler = Handler()
-        self.endpoint.sender.announce(transfer_id, lambda _: None, lambda: None)
-        decode.endpoint.receiver.expect(transfer_id, self.endpoint.address, handler)
-        decode.endpoint.receiver.offer(transfer_id, blocks, 0, 20)
-        sender = self.endpoint.sender
+        self.sender.announce(transfer_id, lambda _: None, lambda: None)
+        decode.receiver.expect(transfer_id, self.endpoint.address, handler)
+        decode.receiver.offer(transfer_id, blocks, 0, 20)
+        sender = self.sender
         sender.publish(transfer_id, [0, 1], 20, 0)
         sender.layer_ready(transfer_id, 0, 0, 20)
         until(lambda: decode.buffer.array[at(blocks[0])] == 7 or bool(handler.calls), "the first layer is there")

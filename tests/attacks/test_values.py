@@ -109,8 +109,8 @@ def about(transfer_id: str) -> list[messages.Body]:
     done = messages.Done(transfer_id, 0, TOKENS, 3, TOKENS * 192, 42, (messages.Checksum(0, 0, TOKENS, 7),))
     return [
         messages.Expect(transfer_id),
-        messages.Offer(transfer_id, 0, TOKENS, (7, 8), 3),
-        messages.Offer(transfer_id, 0, TOKENS, (7, 8), 3, per_layer=True, verify="all"),
+        messages.Offer(transfer_id, 0, TOKENS, ((7, 8),), 3),
+        messages.Offer(transfer_id, 0, TOKENS, ((7, 8),), 3, per_layer=True, verify="all"),
         messages.Ack(transfer_id),
         messages.Stop(transfer_id, "because I can"),
         messages.Quiet(transfer_id),
@@ -166,7 +166,7 @@ def test_a_layout_from_a_peer_is_refused_or_every_byte_of_it_has_a_place(data: s
 
 def test_nothing_that_a_dialer_says_costs_more_than_its_session(bench: tuple[str, Bench]) -> None:
     kind, bench_ = bench
-    sender, spare = bench_.prefill.endpoint.sender, bench_.spare.transport
+    sender, spare = bench_.prefill.sender, bench_.spare.transport
 
     def say(data: st.DataObject, stranger: Stranger, transfer_id: str, invitation: bytes) -> None:
         identity = data.draw(identities(bench_))
@@ -203,7 +203,7 @@ def test_nothing_that_a_dialer_says_costs_more_than_its_session(bench: tuple[str
 
 def test_nothing_that_a_listener_says_costs_more_than_its_session(bench: tuple[str, Bench]) -> None:
     kind, bench_ = bench
-    receiver = bench_.decode.endpoint.receiver
+    receiver = bench_.decode.receiver
 
     def say(data: st.DataObject, false: Stranger, transfer_id: str) -> None:
         offered = data.draw(st.booleans())

@@ -23,8 +23,10 @@ def options(*given: str) -> argparse.Namespace:
 
 
 def test_everything_is_measured_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "control.json"
-    assert control.run(options(*SHORT, "--transport", "mapped", "--json", str(file))) == 0
+    file, picture = tmp_path / "control.json", tmp_path / "control.png"
+    written = ("--json", str(file), "--plot", str(picture))
+    assert control.run(options(*SHORT, "--transport", "mapped", *written)) == 0
+    assert picture.stat().st_size > 1000
     mapped = json.loads(file.read_text())["transports"]["mapped"]
     samples = {name: len(summary["samples"]) for name, summary in mapped["measured"].items()}
     assert samples == {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdlink.cli import _BENCHMARKS
+from pdlink.commands.words import BENCHMARKS
 from pdlink_bench import figures
 
 
@@ -21,7 +21,7 @@ def options(*given: str) -> argparse.Namespace:
 
 
 def test_every_figure_is_made_by_a_benchmark_that_exists() -> None:
-    assert {command.split()[0] for command in figures.COMMANDS.values()} <= set(_BENCHMARKS)
+    assert {command.split()[0] for command in figures.COMMANDS.values()} <= set(BENCHMARKS)
 
 
 def test_one_that_fails_does_not_stop_the_others(

@@ -92,6 +92,17 @@ def test_a_run_is_good_only_with_every_bar_met(tmp_path: Path) -> None:
     links = [Figure(MAPPED, 1.0), Figure(UCX, 9.0)]
     Run(figures=[*best, *links]).write(path)
     assert bench.main(["--show", str(path)]) == 0
+    stages = tmp_path / "stages"
+    for outcome, status in (
+        ("ok", 0),
+        ("absent: vLLM is not here", 0),
+        ("FAILED (1)", 1),
+        ("not run: out of time", 1),
+    ):
+        stages.write_text(f"build\tok\t30\nvLLM on the GPU\t{outcome}\t0\n")
+        assert bench.main(["--show", str(path), "--stages", str(stages)]) == status, outcome
+    stages.unlink()
+    Run(figures=[*best, *links]).write(path)
     Run(figures=[*best[1:], *links]).write(path)
     assert bench.main(["--show", str(path)]) == 1
 

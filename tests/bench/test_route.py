@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from statistics import fmean
@@ -9,7 +10,8 @@ from statistics import fmean
 import pytest
 
 from pdlink.errors import ConfigError
-from pdlink_bench.fleet import Curves, Outcome, Simulation, at_load, conversations, read_trace
+from pdlink_bench.fleet import Curves, Outcome, Simulation
+from pdlink_bench.fleet_requests import Request, at_load, conversations, read_trace
 from pdlink_proxy.policies.registry import POLICIES
 
 CURVES = Curves()
@@ -66,3 +68,41 @@ def test_a_trace_is_read_and_what_is_none_is_refused(tmp_path: Path) -> None:
         path.write_text(bad)
         with pytest.raises(ConfigError, match="trace: cannot read"):
             read_trace(path, 10)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_many_routers_are_as_good_as_the_best_of_two_of_one_that_knows_all(seed: int) -> None:
+    """They know their own sends and reports that are 0.1 s old; a router that takes the minimum herds instead."""
+    print(f"seed {seed}")
+    numbers = itertools.count()
+    chats = conversations(3000, seed)
+    apart = [Request(each.at_s, each.prompt_tokens, 16, (next(numbers),)) for each in chats]
+    requests = at_load(apart, 0.85, 50, Curves())
+
+    def mean_s(policy: str, routers: int) -> float:
+        return fmean(Simulation((policy, policy), 50, 50, routers=routers).run(requests).ttft_s)
+
+    assert mean_s("least_loaded", 16) <= 1.05 * mean_s("power_of_two", 1)
+
+
+def test_many_routers_find_the_kv_that_workers_publish() -> None:
+    requests = at_load(conversations(1500, 1), 0.85, 16, Curves())
+    found = {
+        policy: Simulation((policy, "least_loaded"), 16, 16, routers=8, publish=True).run(requests)
+        for policy in ("cost", "least_loaded")
+    }
+    assert found["cost"].cached > 2 * found["least_loaded"].cached
+    assert fmean(found["cost"].ttft_s) < 0.6 * fmean(found["least_loaded"].ttft_s)
+
+
+@pytest.mark.parametrize("policy", ["cost", "round_robin"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_workers_that_fail_and_drain_lose_no_request_and_breakers_keep_most_away(policy: str, seed: int) -> None:
+    print(f"seed {seed}")
+    requests = at_load(conversations(600, seed), 0.5, 8, CURVES)
+    outcome = Simulation((policy, policy), 8, 8, away=0.2, seed=seed).run(requests)
+    assert len(outcome.ttft_s) == 600
+    assert outcome.outages > 0
+    # Without breakers every tenth leg would fail: 0.2 of the workers are away, and half of those fail.
+    assert 0 < outcome.failed_legs < 0.05 * 2 * 600
+    assert outcome.ttft_s == Simulation((policy, policy), 8, 8, away=0.2, seed=seed).run(requests).ttft_s

@@ -36,9 +36,11 @@ def test_systems_take_turns_and_every_sample_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
-    file = tmp_path / "serving.json"
+    file, picture = tmp_path / "serving.json", tmp_path / "serving.png"
     log_dir = tmp_path / "logs"
-    assert serving.run(few(command(tmp_path), "--json", str(file), "--log-dir", str(log_dir))) == 0
+    written = ("--json", str(file), "--log-dir", str(log_dir), "--plot", str(picture))
+    assert serving.run(few(command(tmp_path), *written)) == 0
+    assert picture.stat().st_size > 1000
     result = json.loads(file.read_text())
     assert list(result["systems"]) == ["pdlink", "nixl"]
     for system in result["systems"].values():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdlink.cli import main
-from pdlink_bench import tiers
+from pdlink_bench import tier_lanes, tiers
 
 WORDS = ["--sizes", "64", "--turn", "1", "--rounds", "2", "--entries", "2000"]
 
@@ -22,18 +22,33 @@ def test_every_lane_has_figures_and_nothing_is_left_on_the_disk(tmp_path: Path) 
     kept, directory = tmp_path / "kept.json", tmp_path / "disk"
     directory.mkdir()
     assert main(["bench", "tiers", "--directory", str(directory), "--json", str(kept), *WORDS]) == 0
-    lanes = json.loads(kept.read_text())["lanes"]["65536"]
-    assert set(lanes) == {"bare", "bare, parts", "disk"}
-    for lane in lanes.values():
-        assert {name: len(one["samples"]) for name, one in lane["measured"].items()} == dict.fromkeys(
-            ("put", "put CPU", "get", "get CPU"), 2
-        )
+    found = json.loads(kept.read_text())
+    disks = {"bare", "bare, parts", "bare, 4 KiB pages", "disk", "disk, copied", "disk, copied, checked"}
+    assert set(found["disk"]["65536"]) == disks
+    assert set(found["memory"]["65536"]) == {"memcpy", "non-temporal", "memory", "peer, mapped", "peer, tcp"}
+    for place in ("disk", "memory"):
+        for name, lane in found[place]["65536"].items():
+            measured = ("get", "get CPU") if name.startswith("peer") else ("put", "put CPU", "get", "get CPU")
+            assert {name: len(one["samples"]) for name, one in lane["measured"].items()} == dict.fromkeys(measured, 2)
     assert list(directory.iterdir()) == []
+
+
+@pytest.mark.parametrize("num_entries", [1, 9, 2000])
+def test_a_restart_is_measured_with_any_number_of_entries(tmp_path: Path, num_entries: int) -> None:
+    assert min(tiers.restart_s(tmp_path, num_entries)) > 0
+
+
+def test_a_store_that_is_not_installed_is_left_out_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--directory", str(tmp_path), "--places", "memory", "--peers", "LMCache LocalCPU", *WORDS]
+    assert main(["bench", "tiers", *words]) == 0
+    assert "LMCache LocalCPU is left out" in capsys.readouterr().out
 
 
 def test_a_lane_that_gives_other_bytes_back_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tiers.Tiered, "read", lambda *_: None)
+    monkeypatch.setattr(tier_lanes.Tiered, "get", lambda _: None)
     assert main(["bench", "tiers", "--directory", str(tmp_path), *WORDS]) == 1
     assert "disk: other bytes were read than written" in capsys.readouterr().err

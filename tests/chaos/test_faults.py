@@ -18,6 +18,7 @@ from pdlink.chaos import faults
 from pdlink.chaos.faults import LocalDeployment
 from pdlink.chaos.schedule import PROXY, Fault, Kind
 from pdlink.config import WorkerConfig
+from pdlink.serve import up
 from pdlink.serve.up import Child
 
 WAIT_S = 15.0
@@ -61,6 +62,7 @@ class Started:
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     found = Started()
     monkeypatch.setattr(faults, "start", found)
+    monkeypatch.setattr(up, "start", found)  # for `Child.again`
     monkeypatch.setattr(faults, "_DRAIN_SLACK_S", 0.3)
     return found
 

@@ -13,16 +13,16 @@ from pdlink.chaos.ledger import Held, held, parse_metrics, process, segments
 
 METRICS = """\
 # HELP pdlink_blocks Blocks of the KV pool
-pdlink_blocks{kind="free"} 40.0
-pdlink_sender_transfers{kind="waiting"} 1.0
-pdlink_sender_transfers{kind="early"} 2.0
-pdlink_receiver_transfers{kind="draining"} 1.0
-pdlink_receiver_transfers{kind="quarantined_blocks"} 7.0
-pdlink_peers{kind="closing"} 1.0
-pdlink_peers{kind="live"} 2.0
+pdlink_blocks{state="free"} 40.0
+pdlink_live_transfers{side="sender",state="waiting"} 1.0
+pdlink_live_transfers{side="sender",state="early"} 2.0
+pdlink_live_transfers{side="receiver",state="draining"} 1.0
+pdlink_quarantined_blocks 7.0
+pdlink_sessions{state="closing"} 1.0
+pdlink_sessions{state="live"} 2.0
 pdlink_transfer_bytes_total{transport="tcp"} 1.5e+06
-pdlink_fallbacks_total{kind="recompute"} 4.0
-pdlink_transfers_total{side="sender",state="DONE"} 3.0
+pdlink_fallbacks_total{kind="recompute",reason="peer_lost"} 4.0
+pdlink_transfers_total{side="sender",state="done"} 3.0
 """
 HEALTH = {"num_blocks": 64, "free_blocks": 54, "running": 1, "waiting": 2}
 

@@ -23,7 +23,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pdlink import cli
-from pdlink.config import ProxyConfig, UpConfig, WorkerConfig, settings_of
+from pdlink.config import ProxyConfig, StoreConfig, UpConfig, WorkerConfig, settings_of
+from pdlink.config.proxy import OF_JOINING
+from pdlink.config.store import OF_PEERS
+from pdlink.config.tiers import OF_A_WORKER
 from pdlink.engine import places
 from pdlink.serve import check, checkpoint, roles, up, vllm
 
@@ -36,14 +39,20 @@ VALUES: dict[str, Any] = {
     "advertise_host": "127.0.0.2",
     "timeline": "/tmp/{name}.json",
     "local_disk": "/tmp/{name}",
+    "peer_port": 4322,
     "engine.device": "cuda:1",
     "timeouts.heartbeat_s": 0.5,
     "timeouts.peer_s": 4.0,
     "timeouts.lease_s": 20.0,
+    "kv_events.endpoint": "ipc:///tmp/events",
+    "kv_events.replay_endpoint": "tcp://127.0.0.1:5558",
     "memory_fraction": 0.5,
     "control": {"http://a:1": ["tcp://a:2"]},
+    "kv_events": {"http://a:1": ["tcp://a:2"]},
     "policy": {"prefill": "prefix"},
     "shares": {"m": 2.0},
+    "cells": {"http://a:1": "east"},
+    "rate_limits": {"k": {"requests": 3, "tokens": 4}},
     "transport.verify": "all",
     "transport.sharing.part_nbytes": 1024,
     "transport.sharing.peer_window_nbytes": 8 * 2**20,
@@ -52,18 +61,36 @@ VALUES: dict[str, Any] = {
     "vllm.transfer_config": {"kv_buffer_device": "cpu"},
     "vllm.environment": {"A": "b"},
     "vllm.connector_config": {"a": 1},
+    "tiers.codec": {"disk": "zstd"},
+    "tiers.lossy": "fp8",
+    "tiers.ttl_s": 60.0,
+    "decision_share": 0.5,
+    "log.level": "debug",
+    "tokenizers": {"m": "/tmp/m"},
+    "tracing.endpoint": "http://127.0.0.1:4318/v1/spans",
+    "tracing.share": 0.5,
 }
 TOGETHER: dict[str, dict[str, Any]] = {
     # What a setting is of no use without.
+    "replay_endpoint": {"endpoint": "ipc:///tmp/events"},
     "tls_cert": {"tls_key": "k"},
     "tls_key": {"tls_cert": "c"},
     "key_file": {"allow_file": "a"},
     "allow_file": {"key_file": "k"},
+    "security.route_key_file": {"http_key_file": "h"},
     "model.revision": {"path": "m"},
     "local_disk": {"max_local_disk_size": 1.0},
     "max_local_disk_size": {"local_disk": "d"},
+    "store_timeout_s": {"store": "/tmp/store"},
+    "join.beat_s": {"proxies": ["tcp://127.0.0.1:1"]},
+    "join.url": {"proxies": ["tcp://127.0.0.1:1"]},
+    "join.cell": {"proxies": ["tcp://127.0.0.1:1"]},
 }
-TOGETHER_HERE = {"control": {"dialect": "vllm"}, "decode_ranks": {"dialect": "vllm"}}
+TOGETHER_HERE = {
+    "control": {"dialect": "vllm"},
+    "decode_ranks": {"dialect": "vllm"},
+    "notify": {"dialect": "lmcache"},
+}
 """The same for settings that are given to the proxy itself."""
 
 
@@ -90,15 +117,22 @@ def other_value(dotted: str, field: FieldInfo) -> Any:
     raise AssertionError(f"{dotted}: no value for {annotation}")
 
 
-def beside(dotted: str) -> dict[str, Any]:
+def beside(dotted: str, command: str) -> dict[str, Any]:
     """More settings that this one needs."""
+    side = "store." if command == "up" and dotted.startswith("store.") else ""
+    shared: dict[str, Any] = {"share_store": True} if side else {}
+    if (side or command == "store") and dotted.removeprefix(side).split(".")[0] in OF_PEERS:
+        shared[f"{side}tiers.peer_port"] = 4322
     if dotted in TOGETHER_HERE:
         return dict(TOGETHER_HERE[dotted])
+    of_proxy = "" if command == "proxy" else "proxy."
+    if dotted.startswith(of_proxy) and dotted.removeprefix(of_proxy) in OF_JOINING:
+        shared = {f"{of_proxy}discover": ["register:tcp://127.0.0.1:1"]}
     for end, more in TOGETHER.items():
         if dotted == end or dotted.endswith(f".{end}"):
             above = dotted.rsplit(".", 1)[0] + "." if "." in dotted else ""
-            return {above + name: value for name, value in more.items()}
-    return {}
+            return shared | {above + name: value for name, value in more.items()}
+    return shared
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,25 +243,27 @@ class Started:
 
 
 @WAYS
-@pytest.mark.parametrize("command", ["prefill", "decode", "both", "check", "proxy"])
+@pytest.mark.parametrize("command", ["prefill", "decode", "both", "check", "proxy", "store"])
 def test_every_setting_arrives_at_a_role(
     command: str, way: Way, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arrived: list[BaseModel] = []
     monkeypatch.setattr(roles, "run_worker", lambda config, *_: arrived.append(config))
-    monkeypatch.setattr(roles, "run_proxy", lambda config, *_: arrived.append(config))
+    monkeypatch.setattr(roles, "run_proxy", lambda config, *_, **_more: arrived.append(config))
+    monkeypatch.setattr(roles, "run_store", lambda config, *_: arrived.append(config))
 
     def take(config: BaseModel) -> int:
         arrived.append(config)
         return 0
 
     monkeypatch.setattr(check, "check", take)
-    kind = ProxyConfig if command == "proxy" else WorkerConfig
+    kinds: dict[str, type[BaseModel]] = {"proxy": ProxyConfig, "store": StoreConfig}
+    kind = kinds.get(command, WorkerConfig)
     refused = {}
     for dotted, field in settings_of(kind).items():
         value = other_value(dotted, field)
         with monkeypatch.context() as patch:
-            status = cli.main([command, *way({dotted: value, **beside(dotted)}, patch, tmp_path)])
+            status = cli.main([command, *way({dotted: value, **beside(dotted, command)}, patch, tmp_path)])
         if status == 0:
             assert at(plain(arrived.pop().model_dump(mode="json")), dotted) == plain(value), dotted
         else:
@@ -236,7 +272,8 @@ def test_every_setting_arrives_at_a_role(
     for dotted, text in refused.items():
         assert dotted in text, f"{dotted} was refused without being named: {text}"
     of_a_gpu, of_another_role = {"cache.memory_fraction"}, {"role"}  # the value of `role` is prefill
-    expected = {"proxy": set(), "check": of_a_gpu, "prefill": of_a_gpu}
+    of_a_worker = {f"tiers.{name}" for name in OF_A_WORKER}
+    expected = {"proxy": set(), "store": of_a_worker, "check": of_a_gpu, "prefill": of_a_gpu}
     assert set(refused) == expected.get(command, of_a_gpu | of_another_role)
 
 
@@ -256,23 +293,25 @@ def test_every_setting_of_up_arrives_at_its_processes(
         if dotted == "engine":
             continue
         value = other_value(dotted, field)
-        status, started = run({dotted: value, **beside(dotted)})
+        status, started = run({dotted: value, **beside(dotted, "up")})
         if status != 0:
             refused[dotted] = capsys.readouterr().err
             continue
         side, _, below = dotted.partition(".")
-        if side in ("prefill", "decode", "proxy"):
+        if side in ("prefill", "decode", "proxy", "store"):
             found = started.of_role(side)
             assert found or (engine, dotted) == ("vllm", "prefill.role"), dotted  # which it is anyway
             assert all(at(settings, below) == plain(value) for settings in found), dotted
         else:
             assert started.described() != usual.described(), f"{dotted} = {value!r} changes nothing"
-    made = {f"proxy.{name}" for name in ("prefill", "decode", "dialect", "control", "decode_ranks")}
+    made = {f"proxy.{name}" for name in ("prefill", "decode", "dialect", "control", "decode_ranks", "notify")}
     if engine == "vllm":
         others = {dotted for dotted in settings_of(UpConfig) if dotted.startswith(("prefill.", "decode."))}
         others -= {"prefill.role"}  # it is the role it has anyway
+        others |= {"share_store"} | {dotted for dotted in settings_of(UpConfig) if dotted.startswith("store.")}
     else:
         others = {dotted for dotted in settings_of(UpConfig) if dotted.startswith("vllm.")}
+        others |= {f"store.tiers.{name}" for name in OF_A_WORKER}
         others |= {"decode.role", "prefill.cache.memory_fraction", "decode.cache.memory_fraction"}
     assert set(refused) == made | others
     for dotted, text in refused.items():
@@ -328,7 +367,7 @@ def test_flags_of_the_proxy_arrive_and_set_comes_last(
     words: list[str], dotted: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrived: list[ProxyConfig] = []
-    monkeypatch.setattr(roles, "run_proxy", lambda config, *_: arrived.append(config))
+    monkeypatch.setattr(roles, "run_proxy", lambda config, *_, **_more: arrived.append(config))
     assert cli.main(["proxy", *words]) == 0
     assert getattr(arrived[0], dotted) == value
 
@@ -345,7 +384,7 @@ def names_read() -> set[str]:
     }
 
 
-@pytest.mark.parametrize("kind", [WorkerConfig, ProxyConfig, UpConfig])
+@pytest.mark.parametrize("kind", [WorkerConfig, ProxyConfig, StoreConfig, UpConfig])
 def test_every_setting_is_read_by_somebody(kind: type[BaseModel]) -> None:
     """By name only: it finds a setting that no code outside of the settings knows."""
     names = {dotted.rsplit(".", 1)[-1] for dotted in settings_of(kind)}

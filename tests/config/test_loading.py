@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from pdlink.config import ProxyConfig, Section, UpConfig, WorkerConfig, load, settings_of
+from pdlink.config import ProxyConfig, Section, StoreConfig, UpConfig, WorkerConfig, load, settings_of
 from pdlink.errors import ConfigError
 
-KINDS = (WorkerConfig, ProxyConfig, UpConfig)
+KINDS = (WorkerConfig, ProxyConfig, StoreConfig, UpConfig)
 
 KUBERNETES = {
     # What a container sees beside Services called pdlink, pdlink-proxy and pdlink-decode.
@@ -147,6 +147,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         (WorkerConfig, "vllm/up-1p1d.yaml", "up"),
         (UpConfig, "proxy.yaml", "proxy"),
         (UpConfig, "decode.yaml", "decode"),
+        (WorkerConfig, "store.yaml", "store"),
     ],
 )
 def test_a_file_of_another_role_is_recognised(kind: Any, file: str, command: str) -> None:

@@ -1,11 +1,19 @@
-"""The mapped-cuda transport on the test double of the driver, with host buffers lent to it as device memory."""
+"""Transports of device memory on the test double of the driver, with host buffers lent to it as device memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from pdlink.capabilities import MemoryKind, Trust
 from pdlink.cuda.buffers import DeviceBuffer
 from pdlink.cuda.driver import Device
 from pdlink.memory.buffers import AnyBuffer, Buffer
+from pdlink.transport.base import Transport
 from pdlink.transport.mapped_cuda import MappedCudaTransport
+from pdlink.transport.staged import StagedTransport
 from tests.cuda.fake import IMAGE, fake
 
 
@@ -18,20 +26,82 @@ class LentBuffer(DeviceBuffer):
         self._closed = True  # not ours to free
 
 
-class DoubleTransport(MappedCudaTransport):
-    memory = ("host", "cuda")
+class Kv(LentBuffer):
+    """Device memory of a node on the double, which the test reads and writes as the host's."""
 
-    def __init__(self, slice_nbytes: int = 1 << 20) -> None:
-        super().__init__(library=fake().path, image=IMAGE, slice_nbytes=slice_nbytes)
+    def __init__(self, device: Device, nbytes: int, seed: int, make_event: Callable[[], Any]) -> None:
+        """make_event: of what the test's compute stream has been given."""
+        self.host = Buffer(nbytes)
+        self.array = self.host.array
+        self.array[:] = np.random.default_rng(seed).integers(0, 256, len(self.array), np.uint8)
+        self._make_event = make_event
+        super().__init__(device, self.host)
+
+    def make_event(self) -> Any:
+        return self._make_event()
+
+    def close(self) -> None:
+        fake().lend(self.ptr, 0, -1)
+        self.host.close()
+
+
+class Reached:
+    """An event whose work is done."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Lends(Transport):
+    """Takes host buffers of a test for device memory, as long as it is open."""
+
+    memory: tuple[MemoryKind, ...] = ("host", "cuda")
+    _device: Device
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._lent: list[Buffer] = []
 
     def register(self, buffer: AnyBuffer) -> int:
         if not isinstance(buffer, Buffer) or hasattr(buffer, "device_ptr"):
-            return super().register(buffer)
+            return super().register(buffer)  # type: ignore[safe-super]  # of a transport behind this class
         self._lent.append(buffer)
-        return super().register(LentBuffer(self._device, buffer))
+        return super().register(LentBuffer(self._device, buffer))  # type: ignore[safe-super]
 
     def close(self) -> None:
-        super().close()
+        super().close()  # type: ignore[safe-super]
         while self._lent:
             fake().lend(self._lent.pop().ptr, 0, -1)
+
+
+class DoubleTransport(_Lends, MappedCudaTransport):
+    def __init__(self, slice_nbytes: int = 1 << 20) -> None:
+        super().__init__(library=fake().path, image=IMAGE, slice_nbytes=slice_nbytes)
+
+
+class DoubleStaged(_Lends, StagedTransport):
+    """Device memory of the double through pinned slots."""
+
+    kind = "staged"
+
+    def __init__(
+        self,
+        below: Transport,
+        *,
+        slot_nbytes: int = 256 << 10,
+        num_slots: int = 4,
+        image: bytes = IMAGE,
+    ) -> None:
+        """image: b"" for a build without kernels, which leaves the copy engine."""
+        super().__init__(below, slot_nbytes=slot_nbytes, num_slots=num_slots, library=fake().path, image=image)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"staged-{self._below.name}"
+
+    @property
+    def trust(self) -> Trust:  # type: ignore[override]
+        return self._below.trust

@@ -66,6 +66,10 @@ class Fake:
         self._library.fake_count(counts)
         return Counts(*counts)
 
+    def make_virtual(self, ptr: int) -> None:
+        """Let the allocation that begins there be virtual memory, as of torch's expandable segments."""
+        self._library.fake_make_virtual(ctypes.c_uint64(ptr))
+
     def lend(self, ptr: int, nbytes: int, fd: int) -> None:
         """Call a memory file of the test device memory."""
         self._library.fake_lend(ctypes.c_uint64(ptr), ctypes.c_uint64(nbytes), fd)

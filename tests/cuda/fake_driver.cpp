@@ -49,6 +49,7 @@ struct Allocation {
     std::uint64_t nbytes;
     int fd;
     bool ours;  // made by cuMemAlloc, not lent by a test
+    bool is_virtual = false;  // as of cuMemMap or a pool: cuIpcGetMemHandle does not take it
 };
 
 struct Handle {  // in a CUipcMemHandle
@@ -255,12 +256,6 @@ int cuCtxPopCurrent_v2(void** context) {
     contexts.pop_back();
     return kSuccess;
 }
-int cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
-    ENTER(true);
-    *free = std::size_t{60} << 30;
-    *total = std::size_t{80} << 30;
-    return kSuccess;
-}
 int cuCtxSynchronize() {
     ENTER(true);
     std::vector<Stream*> all;
@@ -313,7 +308,7 @@ int cuIpcGetMemHandle(char* handle, std::uint64_t address) {
     ENTER(true);
     const std::lock_guard lock(world().mutex);
     const auto at = world().allocations.find(address);
-    if (at == world().allocations.end()) return kInvalidValue;
+    if (at == world().allocations.end() || at->second.is_virtual) return kInvalidValue;
     struct stat status;
     ::fstat(at->second.fd, &status);
     const Handle inside{::getpid(), at->second.fd, address, at->second.nbytes, status.st_ino};
@@ -361,10 +356,50 @@ int cuMemGetAddressRange_v2(std::uint64_t* start, std::size_t* nbytes, std::uint
         if (address >= at && address < at + size) return *start = at, *nbytes = size, kSuccess;
     return kNotFound;
 }
+// CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: "suitable for cudaIpcGetMemHandle" (cuda.h 13.0). An address that
+// CUDA does not know is CUDA_ERROR_INVALID_VALUE.
+int cuPointerGetAttribute(void* data, int attribute, std::uint64_t address) {
+    ENTER(true);
+    if (attribute != 10) return kInvalidValue;
+    const std::lock_guard lock(world().mutex);
+    for (const auto& [at, allocation] : world().allocations)
+        if (address >= at && address < at + allocation.nbytes)
+            return *static_cast<int*>(data) = !allocation.is_virtual, kSuccess;
+    return kInvalidValue;
+}
 int cuMemcpyAsync(std::uint64_t dst, std::uint64_t src, std::size_t nbytes, void* stream) {
     ENTER(true);
-    stream_of(stream).put(
-        [=] { std::memcpy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), nbytes); });
+    stream_of(stream).put([=] {
+        const std::lock_guard wait(world().gate);
+        std::memcpy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), nbytes);
+    });
+    return kSuccess;
+}
+
+// "Must not be legacy NULL stream"; "attrsIdxs must always be 0" for the first; the batch is in stream order, its copies
+// are in none (cuda.h 13.0, cuMemcpyBatchAsync): here they run in the reverse of the order given.
+struct MemcpyAttributes {
+    int src_access_order, src_hint[2], dst_hint[2];
+    unsigned flags;
+};
+int cuMemcpyBatchAsync_v2(std::uint64_t* dsts, std::uint64_t* srcs, std::size_t* sizes, std::size_t count,
+                          MemcpyAttributes* attributes, std::size_t* firsts, std::size_t num_attributes,
+                          void* stream) {
+    ENTER(true);
+    if (!stream || !count || !num_attributes || num_attributes > count || firsts[0] != 0) return kInvalidValue;
+    for (std::size_t i = 0; i < num_attributes; ++i)
+        if (attributes[i].src_access_order < 1 || attributes[i].src_access_order > 3) return kInvalidValue;
+    struct Copy {
+        std::uint64_t dst, src;
+        std::size_t nbytes;
+    };
+    std::vector<Copy> copies;
+    for (std::size_t i = count; i-- > 0;) copies.push_back({dsts[i], srcs[i], sizes[i]});
+    stream_of(stream).put([copies] {
+        const std::lock_guard wait(world().gate);
+        for (const Copy& one : copies)
+            std::memcpy(reinterpret_cast<void*>(one.dst), reinterpret_cast<const void*>(one.src), one.nbytes);
+    });
     return kSuccess;
 }
 
@@ -424,11 +459,6 @@ int cuEventQuery(void* event) {
     const auto mark = static_cast<Event*>(event)->mark;
     return !mark || mark->is_reached() ? kSuccess : kNotReady;
 }
-int cuEventSynchronize(void* event) {
-    ENTER(true);
-    if (const auto mark = static_cast<Event*>(event)->mark) mark->wait();
-    return kSuccess;
-}
 int cuEventDestroy_v2(void* event) {
     ENTER(true);
     const std::lock_guard lock(world().mutex);
@@ -487,7 +517,7 @@ void fake_fail(const char* call, int result, int later) {
 }
 // From now on every call in a context answers this, as after a kernel's fault; 0 ends it.
 void fake_break(int result) { world().sticky = result; }
-// Kernels wait from now on (another thread must not hold it), or go on.
+// Kernels and copies wait from now on (another thread must not hold it), or go on.
 void fake_hold() { world().gate.lock(); }
 void fake_go_on() { world().gate.unlock(); }
 // What was called since the last time, one a line, with " +" if the thread had a context and " -" if not.
@@ -515,6 +545,11 @@ void fake_count(int* counts) {
                            w.contexts,
                            static_cast<int>(contexts.size())};
     std::memcpy(counts, values, sizeof values);
+}
+// Make an allocation one of virtual memory.
+void fake_make_virtual(std::uint64_t address) {
+    const std::lock_guard lock(world().mutex);
+    world().allocations.at(address).is_virtual = true;
 }
 // Call a test's memory file, mapped at `address`, device memory; and no longer (nbytes 0).
 void fake_lend(std::uint64_t address, std::uint64_t nbytes, int fd) {

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-FP8 = torch.float8_e4m3fn
 INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -49,7 +48,7 @@ class Layout:
 def layouts(draw: st.DrawFn, fine: bool) -> Layout:
     """fine: paddings and starts of any number of elements, else of 16 of them, so that wide accesses can happen."""
     grain = 1 if fine else 16
-    order = tuple(draw(st.permutations(range(5)))) if fine else (*draw(st.permutations(range(4))), 4)
+    order = (*draw(st.permutations(range(4))), 4)
     paddings = tuple(grain * draw(st.sampled_from([0, 0, 1, 3])) for _ in range(4))
     return Layout(
         order=order,
@@ -62,28 +61,10 @@ def layouts(draw: st.DrawFn, fine: bool) -> Layout:
 
 
 def slow_reshape(
-    src: list[torch.Tensor],
-    dst: list[torch.Tensor],
-    src_slots: list[int],
-    dst_slots: list[int],
-    scales: torch.Tensor | None = None,
+    src: list[torch.Tensor], dst: list[torch.Tensor], src_slots: list[int], dst_slots: list[int]
 ) -> None:
     """Token by token, in plain torch."""
-    for index, (a, b) in enumerate(zip(src, dst, strict=True)):
+    for a, b in zip(src, dst, strict=True):
         for i, j in zip(src_slots, dst_slots, strict=True):
-            if i == -1 or j == -1:
-                continue
-            row = a[i // a.shape[1], i % a.shape[1]]
-            b[j // b.shape[1], j % b.shape[1]] = slow_convert(row, b.dtype, index, scales)
-
-
-def slow_convert(row: torch.Tensor, dtype: torch.dtype, plane: int, scales: torch.Tensor | None) -> torch.Tensor:
-    if row.dtype == dtype:
-        return row
-    scale = torch.ones((), device=row.device)
-    if scales is not None:
-        scale = scales[plane] if scales.dim() else scales
-    scale = scale.expand(row.shape[0])
-    if dtype == FP8:
-        return (row.float() * (1.0 / scale)[:, None]).clamp(-448, 448).to(FP8)
-    return (row.float() * scale[:, None]).to(dtype)
+            if i != -1 and j != -1:
+                b[j // b.shape[1], j % b.shape[1]] = a[i // a.shape[1], i % a.shape[1]]

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pdlink.cuda.buffers import DeviceBuffer, PinnedBuffer
-from pdlink.cuda.driver import CudaFailure, Device
+from pdlink.cuda.buffers import BorrowedDeviceBuffer, DeviceBuffer, PinnedBuffer
+from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Device
 from pdlink.cuda.numa import node_of, prefer_node
 from tests.cuda.fake import Fake
 
 
 def test_a_device_buffer_is_given_back_once(device: Device, double: Fake) -> None:
     before = double.counts().allocations
-    with DeviceBuffer(device, 1 << 16) as buffer:
+    with closing(DeviceBuffer(device, 1 << 16)) as buffer:
         assert double.counts().allocations == before + 1
         assert buffer.__cuda_array_interface__["data"] == (buffer.ptr, False)
         assert buffer.__cuda_array_interface__["shape"] == (1 << 16,)
@@ -24,7 +25,7 @@ def test_a_device_buffer_is_given_back_once(device: Device, double: Fake) -> Non
 
 
 def test_an_export_names_the_gpu_and_the_size(device: Device) -> None:
-    with DeviceBuffer(device, 1 << 16) as buffer:
+    with closing(DeviceBuffer(device, 1 << 16)) as buffer:
         export = buffer.export()
     assert (export.device, export.nbytes, len(export.handle)) == (device.uuid, 1 << 16, 64)
 
@@ -80,3 +81,22 @@ def test_memory_can_be_made_with_a_preferred_node() -> None:
         np.zeros(1 << 20, dtype=np.uint8)[::4096] = 1
     assert policy() == before
     assert inside in (before, "prefer:0")
+
+
+def test_memory_that_cuda_ipc_does_not_share_is_told_before_it_is_exported(device: Device, double: Fake) -> None:
+    """As of expandable_segments: cuIpcGetMemHandle would answer CUDA_ERROR_INVALID_VALUE, which says nothing."""
+    with closing(DeviceBuffer(device, 1 << 16)) as whole:
+        borrowed = BorrowedDeviceBuffer(Device(0, double.path), whole.ptr + 4096, 4096, whole)
+        assert borrowed.export().offset == 4096
+        double.make_virtual(whole.ptr)
+        with pytest.raises(CudaUnavailable, match="expandable_segments of torch.*pinned slots.*ALLOC_CONF"):
+            borrowed.export()
+        borrowed.close()
+
+
+def test_a_borrowed_buffer_must_lie_in_one_allocation(device: Device, double: Fake) -> None:
+    with closing(DeviceBuffer(device, 1 << 16)) as whole:
+        borrowed = BorrowedDeviceBuffer(Device(0, double.path), whole.ptr + 4096, 1 << 16, whole)
+        with pytest.raises(CudaUnavailable, match="got 65536 bytes, which go beyond an allocation of 65536"):
+            borrowed.export()
+        borrowed.close()

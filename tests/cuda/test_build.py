@@ -77,8 +77,6 @@ def test_every_kernel_is_in_the_ptx_with_wide_accesses(tmp_path: Path) -> None:
     assert sorted(bodies) == sorted(_cuda.kernel_names())
     for name in ("pdlink_copy16_flat", "pdlink_copy16"):
         assert bodies[name].count("ld.global.v4.u32") == bodies[name].count("st.global.v4.u32") == 4
-    assert "cvt.rn.satfinite.e4m3x2.f32" in bodies["pdlink_quantize16"]
-    assert "cvt.rn.f16x2.e4m3x2" in bodies["pdlink_dequantize16"]
 
 
 @with_cuobjdump
@@ -101,9 +99,8 @@ def test_machine_code_moves_16_bytes_at_once(target: str) -> None:
     codes = machine_code(target)
     for name, code in codes.items():
         assert not re.search(r"\b(LDL|STL)\b", code), name
-    accesses = {"quantize16": (8, 4), "dequantize16": (4, 8), "runs": (5, 5)}
-    for kernel in ("copy16", "copy16_flat", "quantize16", "dequantize16", "runs"):
+    for kernel in ("copy16", "copy16_flat", "runs"):
         wide = re.findall(r"\b(LDG|STG)\.E\.128\b", codes[f"pdlink_{kernel}"])
-        assert (wide.count("LDG"), wide.count("STG")) == accesses.get(kernel, (4, 4)), kernel
+        assert (wide.count("LDG"), wide.count("STG")) == ((5, 5) if kernel == "runs" else (4, 4)), kernel
         if kernel.startswith("copy"):
             assert wide == ["LDG"] * 4 + ["STG"] * 4

@@ -78,27 +78,21 @@ def test_open_and_close_may_be_repeated(double: Fake) -> None:
     device.close()
 
 
-def test_a_stream_waits_for_the_event_of_another(device: Device, double: Fake) -> None:
-    """The held kernel writes; a copy in another stream must see what it wrote, and no sooner."""
-    kernels, first, second = Kernels(device, IMAGE), Stream(device), Stream(device)
-    written, landed = Event(device), Event(device)
+def test_a_copy_follows_what_its_stream_has_before_it(device: Device, double: Fake) -> None:
+    """The held kernel writes; the copy behind it must see what it wrote, and no sooner."""
+    kernels, stream = Kernels(device, IMAGE), Stream(device)
     source, middle, target = (torch.full((64,), n, dtype=torch.uint8) for n in (1, 2, 3))
     runs = torch.tensor([[source.data_ptr(), middle.data_ptr(), 64]])
     double.hold()
     try:
-        kernels.launch(_cuda.plan_runs(runs.data_ptr(), 1, 64), first.handle)
-        written.record(first.handle)
-        second.wait(written)
-        device.copy(target.data_ptr(), middle.data_ptr(), 64, second.handle)
-        landed.record(second.handle)
-        assert not written.done()
-        assert not landed.done()
+        kernels.launch(_cuda.plan_runs(runs.data_ptr(), 1, 64), stream.handle)
+        device.copy(target.data_ptr(), middle.data_ptr(), 64, stream.handle)
         assert target[0] == 3
     finally:
         double.go_on()
-    landed.synchronize()
+    stream.synchronize()
     assert target.tolist() == [1] * 64
-    for made in (kernels, first, second, written, landed):
+    for made in (kernels, stream, Event(device)):
         made.close()
         made.close()
 
@@ -118,7 +112,7 @@ def test_a_launch_has_the_grid_and_the_argument_that_were_planned(device: Device
         )
         for side in (src, dst)
     ]
-    launches = _cuda.plan_reshape(*places, num_tokens=100, num_layers=3, chunk_elements=40, itemsize=4)
+    launches = _cuda.plan_reshape(*places, num_tokens=100, num_layers=3, head_nbytes=160)
     for launch in launches:
         kernels.launch(launch, 0)
     device.synchronize()
@@ -141,6 +135,7 @@ int main(void) {
         sizeof(CUdeviceptr), sizeof(CUipcMemHandle), sizeof(CUuuid),
         CUDA_ERROR_NOT_READY, CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING, CU_STREAM_NON_BLOCKING,
         CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS,
+        CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
     };
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; ++i) printf("%zu\\n", numbers[i]);
 }
@@ -157,6 +152,25 @@ def test_structures_and_numbers_are_those_of_the_header(tmp_path: Path) -> None:
         *(ctypes.sizeof(ctypes.c_uint64), driver.IPC_HANDLE_NBYTES, 16),
         *(driver._NOT_READY, driver._EVENT_BLOCKING_SYNC, driver._EVENT_DISABLE_TIMING, driver._STREAM_NON_BLOCKING),
         *(driver._HOST_PORTABLE, driver._HOST_MAPPED, driver._IPC_LAZY_PEER_ACCESS),
+        driver._ATTRIBUTE_IPC_CAPABLE,
+    ]
+
+
+@pytest.mark.skipif(not HEADER.exists() or "cuMemcpyBatchAsync_v2" not in HEADER.read_text(), reason="no CUDA 13")
+def test_attributes_of_a_batch_of_copies_are_those_of_the_header(tmp_path: Path) -> None:
+    (tmp_path / "sizes.c").write_text(
+        "#include <cuda.h>\n#include <stddef.h>\n#include <stdio.h>\nint main(void) {\n"
+        'printf("%zu %zu %d", sizeof(CUmemcpyAttributes), offsetof(CUmemcpyAttributes, flags), '
+        "CU_MEMCPY_SRC_ACCESS_ORDER_STREAM);}\n"
+    )
+    command = ["cc", "-I", str(HEADER.parent), "-o", str(tmp_path / "sizes"), str(tmp_path / "sizes.c")]
+    subprocess.run(command, check=True, timeout=60)
+    told = subprocess.run([str(tmp_path / "sizes")], capture_output=True, text=True, check=True, timeout=10).stdout
+    attributes = driver.MemcpyAttributes
+    assert [int(one) for one in told.split()] == [
+        ctypes.sizeof(attributes),
+        attributes.flags.offset,
+        driver._SRC_ACCESS_ORDER_STREAM,
     ]
 
 
@@ -164,7 +178,7 @@ def test_structures_and_numbers_are_those_of_the_header(tmp_path: Path) -> None:
 def test_every_call_is_spelt_as_the_library_spells_it() -> None:
     """`cuMemAlloc` in a source is `cuMemAlloc_v2` in the library; ctypes sees no header that would say so."""
     header = HEADER.read_text()
-    renamed = dict(re.findall(r"#define\s+(cu\w+)\s+(cu\w+_v\d+)\b", header))
+    renamed = dict(re.findall(r"#define\s+(cu\w+)\s+(?:__CUDA_API_PT\w+\()?(cu\w+_v\d+)\b", header))
     files = [*(SOURCES / "cuda").glob("*.py"), *(SOURCES / "transport").glob("*.py")]
     files += (SOURCES.parent / "csrc/cuda").glob("*.cpp")
     names = {name for path in files for name in re.findall(r'"(cu[A-Z]\w+)"', path.read_text())}

@@ -55,7 +55,7 @@ def test_kv_in_device_memory_arrives_by_kernel(require_lane: str | None, pairs: 
     pairs.append(pair)
     log, handler = pair.announce("t"), pair.expect("t")
     double.take_log()
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     pair.compute("t", SRC, TOKENS)
     assert handler.wait() == ["ready 42", "released"]
     assert log.wait() == ["end"]
@@ -70,7 +70,7 @@ def test_lane_that_is_demanded_is_taken_where_another_one_is_preferred(pairs: li
     pairs.append(pair)
     pair.announce("t")
     handler = pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     pair.compute("t", SRC, TOKENS)
     assert handler.wait() == ["ready 42", "released"]
     assert [peer.lane for peer in pair.prefill.endpoint.peers()] == ["mapped-cuda"]
@@ -81,7 +81,7 @@ def test_another_lane_than_the_one_demanded_is_refused(pairs: list[Pair]) -> Non
     pairs.append(pair)
     pair.announce("t")
     handler = pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     first, last = handler.wait()
     assert "transport.require" in first
     assert "mapped-cuda" in first

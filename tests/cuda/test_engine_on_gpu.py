@@ -19,6 +19,7 @@ ENGINE = {"device": "cuda", "max_batched_tokens": 256}
 LENGTHS = [1, 15, 17, 400, 1200]
 LANES: dict[str, dict[str, Any]] = {
     "mapped-cuda": {"kind": "mapped", "require": "mapped-cuda"},
+    "staged-tcp": {"kind": "tcp", "require": "staged-tcp"},
     "ucx": {"kind": "ucx", "ucx": {"tls": "cuda_ipc,cuda_copy,tcp"}},
 }
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -284,7 +285,7 @@ def test_real_device_buffers_carry_bytes_too(device: Device) -> None:
     writer, owner = DoubleTransport(), DoubleTransport()
     for transport in (writer, owner):
         transport.open()
-    with DeviceBuffer(device, 4096) as source, DeviceBuffer(device, 4096) as target:
+    with closing(DeviceBuffer(device, 4096)) as source, closing(DeviceBuffer(device, 4096)) as target:
         writer.register(source)
         owner.register(target)
         writer.connect("owner", owner.invite("writer"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from pdlink.cuda import ops
 from pdlink.cuda.buffers import DeviceBuffer, PinnedBuffer
 from pdlink.cuda.driver import Device
 from pdlink.errors import PdlinkError
-from tests.cuda.planes import FP8, layouts, slow_reshape
+from tests.cuda.planes import layouts, slow_reshape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -35,21 +37,6 @@ def test_any_layout_becomes_any_other_on_the_gpu(data: st.DataObject) -> None:
     storage.copy_(before)
     slow_reshape(src, dst, src_slots, dst_slots)
     assert torch.equal(got, storage)
-
-
-@pytest.mark.parametrize("width", [16, 1], ids=["wide", "narrow"])
-@pytest.mark.parametrize("scale", [1.0, 0.0371])
-def test_conversions_give_the_cpu_s_bits(width: int, scale: float) -> None:
-    """Every bfloat16 and every float8, NaN and infinity among them."""
-    wide = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).reshape(1, -1, 1, width)
-    narrow = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(FP8).reshape(1, -1, 1, width)
-    for values, dtype in ((wide, FP8), (narrow, torch.bfloat16)):
-        results = []
-        for device in ("cpu", "cuda"):
-            out = torch.zeros(values.shape, dtype=dtype, device=device)
-            ops.reshape([values.to(device)], [out], scales=torch.tensor(scale, device=device))
-            results.append(out.cpu().view(torch.uint8))
-        assert torch.equal(*results)
 
 
 def test_elements_past_two_to_the_31_are_reached_on_the_gpu() -> None:
@@ -92,13 +79,13 @@ def test_a_graph_replays_the_operator() -> None:
 def test_torch_s_own_checks_pass_on_the_gpu() -> None:
     src, dst = ([torch.randn(4, 4, 2, 16, device="cuda")] for _ in range(2))
     slots = torch.tensor([3, 9, -1], device="cuda")
-    torch.library.opcheck(torch.ops.pdlink.reshape.default, (src, dst, slots, slots, None, None))
+    torch.library.opcheck(torch.ops.pdlink.reshape.default, (src, dst, slots, slots, None))
 
 
 def test_a_slot_outside_is_flagged_and_moves_nothing() -> None:
     src, dst = torch.ones(1, 8, 1, 4, device="cuda"), torch.zeros(1, 8, 1, 4, device="cuda")
     flag = torch.zeros(1, dtype=torch.int32, device="cuda")
-    ops.reshape([src], [dst], torch.tensor([0, 8], device="cuda"), torch.tensor([1, 2], device="cuda"), None, flag)
+    ops.reshape([src], [dst], torch.tensor([0, 8], device="cuda"), torch.tensor([1, 2], device="cuda"), flag)
     assert flag.item() == 1
     assert dst.sum().item() == 4
 
@@ -107,7 +94,7 @@ def test_torch_sees_our_buffers() -> None:
     device = Device(0)
     device.open()
     pinned = PinnedBuffer(device, 1 << 16)
-    with DeviceBuffer(device, 1 << 16) as buffer:
+    with closing(DeviceBuffer(device, 1 << 16)) as buffer:
         view = torch.as_tensor(buffer, device="cuda:0")
         assert view.data_ptr() == buffer.ptr
         view.fill_(7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(not UcxTransport().probe().ok, reason="no UCX")
 
 @pytest.fixture
 def buffer(device: Device) -> Iterator[DeviceBuffer]:
-    with DeviceBuffer(device, 4096) as buffer:
+    with closing(DeviceBuffer(device, 4096)) as buffer:
         yield buffer
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdlink.config import ProxyConfig, WorkerConfig
-from pdlink.serve.up import Child, start, stop, wait_ready
+from pdlink.serve.up import Child, start, stop
 
 READY_S = 90.0
 WAIT_S = 20.0
@@ -87,7 +87,7 @@ class Deployment:
             for label, settings in workers.items():
                 deployment.children[label] = start(label, settings["role"], {**settings, "name": label})
             for child in deployment.children.values():
-                wait_ready(child, READY_S)
+                child.wait_ready(READY_S)
             if not routed:
                 return deployment
             prefill, decode = (
@@ -97,8 +97,8 @@ class Deployment:
             config = ProxyConfig(port=0, health_interval_s=0.2, drain_s=2.0, prefill=prefill, decode=decode)
             settings = config.model_dump(mode="json")
             deployment.children["proxy"] = start("proxy", "proxy", {**settings, **(proxy or {})})
-            wait_ready(deployment.children["proxy"], READY_S)
-            until(lambda: request(deployment.url("proxy") + "/health").status == 200, "the proxy sees its workers")
+            deployment.children["proxy"].wait_ready(READY_S)
+            deployment.wait_proxy_hears_all()
         except BaseException:
             deployment.stop()
             raise
@@ -126,7 +126,18 @@ class Deployment:
         old.link.close()
         ports = {key: old.facts[key] for key in ("port", "control_port")}
         self.children[label] = start(label, old.role, {**old.settings, **ports})
-        wait_ready(self.children[label], READY_S)
+        self.children[label].wait_ready(READY_S)
+
+    def wait_proxy_hears_all(self) -> None:
+        """Until the proxy can serve and each of its workers has answered it; /readyz needs a decode only."""
+
+        def hears() -> bool:
+            answer = request(self.url("proxy") + "/health")
+            # A proxy with keys tells the status only.
+            workers = answer.body.get("prefill", []) + answer.body.get("decode", [])
+            return answer.status == 200 and all(each["heard_s_ago"] is not None for each in workers)
+
+        until(hears, "the proxy hears all its workers")
 
     def complete(self, prompt: list[int] | str, *, at: str = "proxy", **fields: Any) -> Answer:
         body = {"model": "pdlink-tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, **fields}
@@ -150,5 +161,4 @@ class Deployment:
         """Whether this worker holds nothing for anybody: no request, no block, no transfer."""
         health = self.health(label)
         held: int = health["running"] + health["waiting"] + health["num_blocks"] - health["free_blocks"]
-        transfers = self.metric(label, "pdlink_sender_transfers") + self.metric(label, "pdlink_receiver_transfers")
-        return held + transfers == 0
+        return held + self.metric(label, "pdlink_live_transfers") == 0

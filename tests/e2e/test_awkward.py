@@ -56,4 +56,4 @@ def test_awkward_answers_through_the_proxy_are_those_of_one_process(deployment: 
 
     cases = asyncio.run(run())
     assert any(case.expected and case.expected.text[:1] > "~" for case in cases), "some begin in a character"
-    assert deployment.metric("proxy", 'pdlink_proxy_first_tokens_total{leg="prefill"}') > 10
+    assert deployment.metric("proxy", 'pdlink_proxy_time_to_first_token_seconds_count{first_leg="prefill"}') > 10

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import threading
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from .deployment import Answer, Deployment, prompt_of, until, worker_settings
+from .deployment import WAIT_S, Answer, Deployment, prompt_of, until, worker_settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -101,6 +104,92 @@ def test_decode_killed_after_layer_3_is_a_502_and_its_successor_works(recomputin
     assert deployment.complete(prompt).text == clean
 
 
+def test_a_request_whose_decode_is_killed_goes_on_at_another_one_without_a_new_prefill() -> None:
+    """The store of prefill has the prompt by then: it is loaded and pushed again, but for its last, partial chunk."""
+    chunk, num_tokens = 32, 100
+    tiers = {"chunk_size": chunk, "load_if_faster": False}
+    settings = {"cache": {"share_prefixes": False}, "tiers": tiers, "transport": TRANSPORTS["mapped"]}
+    decodes = ("decode-0", "decode-1")
+    workers = {name: worker_settings(name.split("-")[0], **settings) for name in ("prefill", *decodes)}
+    with Deployment.launch(workers, {"retries": 1}) as deployment, ThreadPoolExecutor(1) as threads:
+
+        def prefilled() -> tuple[float, float]:
+            """Prompt tokens that prefill has computed, and that it has loaded."""
+            tokens = "pdlink_prompt_tokens_total"
+            of = (f'{tokens}{{source="{source}"}}' for source in ("computed", "host"))
+            computed, loaded = (deployment.metric("prefill", name) for name in of)
+            return computed, loaded
+
+        prompt = prompt_of(num_tokens, seed=6)
+        future = threads.submit(deployment.complete, prompt, max_tokens=200, ignore_eos=True)
+        received = 'pdlink_transfers_total{side="receiver",state="ready"}'
+        until(lambda: any(deployment.metric(name, received) for name in decodes), "a decode worker has the KV")
+        (victim,) = (name for name in decodes if deployment.metric(name, received))
+        (other,) = set(decodes) - {victim}
+        assert prefilled() == (num_tokens, 0)
+        assert not future.done()
+        deployment.kill(victim)
+        answer = future.result(3 * WAIT_S)
+        assert answer.status == 200, answer.body
+        assert prefilled() == (num_tokens + num_tokens % chunk, num_tokens - num_tokens % chunk)
+        assert answer.text == deployment.complete(prompt, at=other, max_tokens=200, ignore_eos=True).text
+        for name in ("prefill", other):
+            until(lambda name=name: deployment.idle(name), f"{name} is idle")  # type: ignore[misc]
+
+
+def test_streams_go_on_at_another_worker_when_theirs_is_killed() -> None:
+    """Completions and chats: text, finish reason and usage of an undisturbed answer, one id."""
+    decodes = ("decode-0", "decode-1")
+    settings = {"transport": TRANSPORTS["mapped"]}
+    workers = {name: worker_settings(name.split("-")[0], **settings) for name in ("prefill", *decodes)}
+    with Deployment.launch(workers) as deployment, ThreadPoolExecutor(8) as threads:
+        running = threading.Semaphore(0)
+
+        def told(path: str, body: dict[str, Any], at: str) -> tuple[set[str], str, str, dict[str, Any]]:
+            """(ids, text, finish reason, usage)."""
+            ids: set[str] = set()
+            text, finish, usage = "", "", dict[str, Any]()
+            begun = at != "proxy"
+            data = json.dumps(body | {"model": "pdlink-tiny", "stream": True}).encode()
+            request = urllib.request.Request(deployment.url(at) + path, data, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                for line in answer:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    chunk = json.loads(line[6:])
+                    assert "error" not in chunk, chunk
+                    ids.add(chunk["id"])
+                    usage = chunk.get("usage") or usage
+                    for choice in chunk["choices"]:
+                        text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+                        finish = choice["finish_reason"] or finish
+                    if not begun and len(text) > 4:
+                        begun = True
+                        running.release()
+            return ids, text, finish, usage
+
+        options = {"max_tokens": 120, "ignore_eos": True, "stream_options": {"include_usage": True}}
+        asked: list[tuple[str, dict[str, Any]]] = []
+        for seed in range(2):
+            how = {"temperature": 0.0}  # drawn tokens near a border differ with the batch that computes them
+            asked.append(("/v1/completions", {"prompt": prompt_of(60, seed=seed), **how, **options}))
+            messages = [{"role": "user", "content": f"hello {seed}"}]
+            asked.append(("/v1/chat/completions", {"messages": messages, "stop": ["never said"], **how, **options}))
+        futures = [threads.submit(told, path, body, "proxy") for path, body in asked]
+        for _ in asked:
+            assert running.acquire(timeout=WAIT_S)
+        deployment.kill("decode-0")
+        answers = [future.result(3 * WAIT_S) for future in futures]
+        assert deployment.metric("proxy", 'pdlink_proxy_fallbacks_total{kind="recovered"}') >= 1
+        alone = list(threads.map(lambda each: told(each[0], each[1], "decode-1"), asked))
+        for (ids, text, finish, usage), (_, expected, reason, counted) in zip(answers, alone, strict=True):
+            assert (len(ids), text, finish) == (1, expected, reason)
+            for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+                assert usage[name] == counted[name], name
+        for name in ("prefill", "decode-1"):
+            until(lambda name=name: deployment.idle(name), f"{name} is idle")  # type: ignore[misc]
+
+
 def test_prefill_that_is_stopped_and_wakes_up_later_harms_nobody(recomputing: Deployment) -> None:
     """nixl#2047: alive but stalled. Its late bytes must not reach blocks that others have by then."""
     deployment, prompt, other = recomputing, prompt_of(100, seed=4), prompt_of(120, seed=5)
@@ -119,21 +208,25 @@ def test_prefill_that_is_stopped_and_wakes_up_later_harms_nobody(recomputing: De
     assert [deployment.complete(prompt).text, deployment.complete(other).text] == clean
 
 
-def test_workers_that_do_not_fit_are_a_502_and_health_names_the_factor() -> None:
-    """vllm#29503: a mismatch used to show as garbage; here an error comes at once, and /health says why."""
+def test_workers_that_do_not_fit_are_never_paired_and_health_says_what_differs() -> None:
+    """vllm#29503: a mismatch used to show as garbage. Here the workers say what they have."""
     workers = {
         "prefill": worker_settings("prefill", model={"num_layers": 8, "seed": 1}),
         "decode": worker_settings("decode", on_transfer_failure="fail"),
     }
     with Deployment.launch(workers, {"retries": 0}) as deployment:
-        answer = deployment.complete(prompt_of(40))
-        assert answer.status == 502
-        assert answer.took_s < ANSWER_S
-        until(lambda: deployment.health("proxy")["refused_pairs"], "the proxy has heard of it")
-        (pair,) = deployment.health("proxy")["refused_pairs"]
-        assert (pair["factor"], {pair["local"], pair["remote"]}) == (
-            "revision",
-            {"seed-0-layers-8", "seed-1-layers-8"},
-        )
+        answer, alone = deployment.complete(prompt_of(40)), deployment.complete(prompt_of(40), at="decode")
+        assert (answer.status, answer.text) == (200, alone.text)
+        assert "transferred" not in answer.headers.get("X-Pdlink-KV", "")
+        until(lambda: deployment.health("proxy")["mismatched"], "the proxy has compared them")
+        body = deployment.health("proxy")
+        assert body["mismatched"] == [
+            {
+                "factor": "model, revision or content",
+                **{"prefill": "prefill", "num_prefill": 1, "decode": "decode", "num_decode": 1},
+                "stranded": "prefill and decode",
+            }
+        ]
+        assert (body["status"], body["refused_pairs"]) == ("degraded", [])
         for label in ("prefill", "decode"):
             until(lambda label=label: deployment.idle(label), f"{label} is idle")  # type: ignore[misc]

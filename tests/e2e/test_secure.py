@@ -16,7 +16,7 @@ import pytest
 
 from pdlink.config import ProxyConfig
 from pdlink.serve.keys import keygen
-from pdlink.serve.up import start, wait_ready
+from pdlink.serve.up import start
 from tests.certificates import make_certificate
 from tests.private import write_private
 
@@ -93,7 +93,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             tls_key=key,
         )
         deployment.children["proxy"] = start("proxy", "proxy", config.model_dump(mode="json"))
-        wait_ready(deployment.children["proxy"], READY_S)
+        deployment.children["proxy"].wait_ready(READY_S)
         site = Site(deployment, allow, lines, ssl.create_default_context(cafile=cert))
         until(lambda: site.ask("proxy", "/health")[0] == 200, "the proxy sees its workers")
         yield site

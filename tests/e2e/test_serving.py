@@ -5,10 +5,14 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+
+from pdlink.cli import main
+from tests.observe.traced import events_of, tracks_of
 
 from .deployment import Deployment, prompt_of, request, until, worker_settings
 
@@ -54,19 +58,35 @@ def events(deployment: Deployment, path: str, body: dict[str, Any]) -> list[dict
 def test_layer_0_lands_before_the_last_layer_is_computed(deployment: Deployment) -> None:
     answer = deployment.complete(prompt_of(100, seed=5))
     transfer_id = answer.headers["X-Pdlink-Transfer"]
-    trace = request(deployment.url("prefill") + "/pdlink/timeline").body["traceEvents"]
-    ours = [event for event in trace if event.get("args", {}).get("transfer_id") == transfer_id]
-    written = {event["args"]["layer"]: event["ts"] for event in ours if event["name"].endswith("written")}
-    slices = {event["id"]: event["ts"] for event in trace if event["ph"] == "e"}
-    landed = {
-        event["args"]["layer"]: slices[event["id"]]
-        for event in ours
-        if event["ph"] == "b" and event["args"]["start"] == 0
-    }
+    transfers = request(deployment.url("prefill") + "/pdlink/events").body["transfers"]
+    (ours,) = [each for each in transfers if each["transfer_id"] == transfer_id]
+    written = {each["layer"]: each["at_s"] for each in ours["written"]}
+    landed = {each["layer"]: each["at_s"] for each in ours["landed"] if each["start"] == 0}
     assert sorted(written) == sorted(landed) == list(range(8))
     assert landed[0] < written[7]
     assert all(written[layer] <= landed[layer] for layer in range(8))
     assert sum(landed[layer] < written[7] for layer in range(8)) >= 5, "most layers crossed during prefill"
+
+
+def test_one_request_is_a_trace_over_the_proxy_and_both_its_workers(deployment: Deployment, tmp_path: Path) -> None:
+    answers = [deployment.complete(prompt_of(60, seed=seed)) for seed in (41, 42)]
+    one = answers[0].headers
+    file = tmp_path / "one.pftrace"
+    words = ["timeline", deployment.url("proxy"), "-o", str(file), "--request", one["X-Request-Id"]]
+    assert main(words) == 0
+    found = events_of(file.read_bytes())
+    assert tracks_of(file.read_bytes()) == ["proxy", "prefill-0: prefill", "decode-0: decode"], "all share a clock"
+    (request_,) = [each for each in found if each.name == one["X-Request-Id"]]
+    (sent,) = [each for each in found if each.name == f"{one['X-Pdlink-Transfer']} DONE"]
+    (arrives,) = [each for each in found if each.name == "KV is here"]
+    assert (request_.sends, sent.sends) == (sent.takes, arrives.takes)
+    assert request_.at_ns < sent.at_ns < arrives.at_ns
+    moved = [each for each in found if each.kind == "BEGIN" and each.track.startswith("in flight")]
+    assert {each.name for each in moved} == {f"layer {layer}" for layer in range(8)}
+    assert not any(each.name == answers[1].headers["X-Request-Id"] for each in found)
+    assert main([*words[:-1], "nobody"]) == 1
+    assert main(["timeline", deployment.url("decode"), "-o", str(file)]) == 0
+    assert tracks_of(file.read_bytes()) == ["decode"]
 
 
 def test_stream_holds_the_same_text_as_the_whole_answer(deployment: Deployment) -> None:
@@ -82,10 +102,10 @@ def test_stream_holds_the_same_text_as_the_whole_answer(deployment: Deployment) 
 
 
 def test_first_token_comes_from_prefill(deployment: Deployment) -> None:
-    before = deployment.metric("proxy", "pdlink_proxy_first_token")
+    before = deployment.metric("proxy", "pdlink_proxy_time_to_first_token_seconds_count")
     deployment_body = {"model": "pdlink-tiny", "prompt": prompt_of(30, seed=7), "max_tokens": 4, "stream": True}
     events(deployment, "/v1/completions", deployment_body)
-    assert deployment.metric("proxy", "pdlink_proxy_first_token") == before + 1
+    assert deployment.metric("proxy", "pdlink_proxy_time_to_first_token_seconds_count") == before + 1
 
 
 def test_chat_answers_whole_and_streamed(deployment: Deployment) -> None:

@@ -81,10 +81,10 @@ def test_a_killed_worker_comes_back_and_ctrl_c_leaves_traces_and_nothing_else(tm
         rest = site.process.communicate(timeout=60)[0]
     assert site.process.returncode == 0, rest
     assert "decode-0 was killed by SIGKILL; starting it again on the same ports" in site.text
-    assert json.loads((tmp_path / "prefill-0.json").read_text())["traceEvents"]
+    assert json.loads((tmp_path / "prefill-0.json").read_text())["transfers"]
     assert " WARNING " not in rest, "a normal end looks like one"
     until(lambda: gone(children), "all children have ended", timeout_s=30)
-    assert segments() <= before
+    until(lambda: segments() <= before, "no shared memory is left behind", timeout_s=10)
 
 
 def test_children_end_when_up_is_killed() -> None:
@@ -94,7 +94,7 @@ def test_children_end_when_up_is_killed() -> None:
         assert len(children) == 3
         site.process.kill()
         until(lambda: gone(children), "all children have ended", timeout_s=30)
-    assert segments() <= before
+    until(lambda: segments() <= before, "no shared memory is left behind", timeout_s=10)
 
 
 def test_mistyped_setting_is_named_with_the_right_one() -> None:
@@ -144,8 +144,11 @@ def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones() -> None:
     with Deployment.launch({"alone": settings}, routed=False) as deployment, ThreadPoolExecutor(1) as threads:
         running = threads.submit(deployment.complete, prompt_of(20), at="alone")
         until(lambda: deployment.health("alone")["running"] == 1, "the request runs")
+        assert [request(deployment.url("alone") + path).status for path in ("/readyz", "/livez")] == [200, 200]
         deployment.kill("alone", signal.SIGTERM)
         until(lambda: deployment.health("alone")["status"] == "draining", "the worker drains")
+        assert request(deployment.url("alone") + "/readyz").status == 503
+        assert request(deployment.url("alone") + "/livez").status == 200, "it must not be killed for that"
         assert deployment.complete(prompt_of(5), at="alone").status == 503
         assert running.result(20).status == 200
         assert deployment.children["alone"].process.wait(20) == 0

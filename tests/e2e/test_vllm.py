@@ -50,7 +50,7 @@ def test_sixteen_at_once_do_not_mix(pair: Pair, alone: Alone) -> None:
     with ThreadPoolExecutor(16) as threads:
         answers = list(threads.map(pair.tokens, prompts))
     assert answers == [[alone[tuple(prompt)]] for prompt in prompts]
-    assert pair.decode.metric("vllm:pdlink_failed_total") == 0
+    assert pair.decode.metric("vllm:pdlink_transfer_failures_total") == 0
 
 
 def test_cached_prefixes_on_either_side_change_nothing(pair: Pair, alone: Alone) -> None:
@@ -105,9 +105,12 @@ def test_servers_that_make_different_prompts_of_one_request_hear_it_at_once(pair
         answer = pair.decode_leg("xfer-unlike", prompt)
         assert prefill.result().status == 200
     assert answer.tokens == [alone[tuple(prompt)]]
-    assert answer.body["kv_transfer_params"] == {"pdlink_kv": "recomputed;reason=other_prompt"}
+    assert answer.body["kv_transfer_params"]["pdlink_kv"] == "recomputed;reason=other_prompt"
     for server in (pair.prefill, pair.decode):
-        until(lambda s=server: s.metric("vllm:pdlink_failed_total", 'reason="other_prompt"') == 1, "it is counted")
+        until(
+            lambda s=server: s.metric("vllm:pdlink_transfer_failures_total", 'reason="other_prompt"') == 1,
+            "it is counted",
+        )
         assert "the two servers make different tokens of one request" in server.log.read_text()
 
 

@@ -49,7 +49,7 @@ def test_both_directions_at_once_do_not_mix(pair: Pair, alone: Alone) -> None:
         answers = list(threads.map(lambda way, prompt: way.tokens(prompt), ways, prompts))
     assert answers == [[alone[tuple(prompt)]] for prompt in prompts]
     for server in (pair.prefill, pair.decode):
-        assert server.metric("vllm:pdlink_failed_total") == 0
+        assert server.metric("vllm:pdlink_transfer_failures_total") == 0
         until(server.holds_nothing, f"{server.name} holds nothing")
 
 

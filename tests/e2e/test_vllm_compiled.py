@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from pdlink.serve.vllm import free_ports  # noqa: E402
+from pdlink.serve.ports import free_ports  # noqa: E402
 from tests.e2e.conftest import VLLM_CONCURRENT, VLLM_TIGHT, Alone  # noqa: E402
 from tests.e2e.vllm_servers import NUM_LAYERS, Pair, place_of, prompt_of, until  # noqa: E402
 

@@ -43,11 +43,11 @@ def test_tokens_equal_those_of_one_server(pair: Pair, alone: Alone, length: int)
 
 def _legs_in_flight(pair: Pair) -> tuple[threading.Thread, list[Any]]:
     """Both legs of a long prompt, of which some layers have landed already."""
-    before = pair.prefill.metric("vllm:pdlink_pushes_total")
+    before = pair.prefill.metric("vllm:pdlink_layers_landed_total")
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.extend(pair.legs(prompt_of(VLLM_LONG, VLLM_LONG))))
     thread.start()
-    until(lambda: pair.prefill.metric("vllm:pdlink_pushes_total") > before, "layers have landed")
+    until(lambda: pair.prefill.metric("vllm:pdlink_layers_landed_total") > before, "layers have landed")
     return thread, answers
 
 
@@ -70,7 +70,7 @@ def test_a_killed_prefill_server_costs_decode_nothing(pair: Pair, alone: Alone) 
     assert decode.tokens == [alone[tuple(prompt_of(VLLM_LONG, VLLM_LONG))]], "computed by decode itself"
     until(pair.decode.holds_nothing, "decode holds nothing")
     pair.prefill.start().wait_ready()
-    received = pair.decode.metric("vllm:pdlink_received_total")
+    received = pair.decode.metric("vllm:pdlink_transfers_total", 'state="ready"')
     prompt = prompt_of(1024, 1024)
     assert pair.tokens(prompt) == [alone[tuple(prompt)]]
-    assert pair.decode.metric("vllm:pdlink_received_total") == received + 1
+    assert pair.decode.metric("vllm:pdlink_transfers_total", 'state="ready"') == received + 1

@@ -37,7 +37,7 @@ def test_all_but_the_last_token_arrives_as_it_was_sent(pair: Pair, length: int) 
     first, again = (pair.tokens(prompt_of(length, length)) for _ in range(2))
     assert first == again
     assert pair.transferred() == received + 2 * (length - 1)
-    assert pair.decode.metric("vllm:pdlink_failed_total") == 0
+    assert pair.decode.metric("vllm:pdlink_transfer_failures_total") == 0
 
 
 def test_eight_at_once_all_arrive(pair: Pair) -> None:

@@ -52,6 +52,6 @@ def test_preempted_prompts_arrive_whole(pair: Pair, alone: Alone) -> None:
         if pair.prefill.metric("vllm:num_preemptions_total"):
             break
     assert pair.prefill.metric("vllm:num_preemptions_total") > 0, "there was room for all prompts"
-    assert pair.decode.metric("vllm:pdlink_failed_total") == 0
+    assert pair.decode.metric("vllm:pdlink_transfer_failures_total") == 0
     until(pair.prefill.holds_nothing, "prefill holds nothing")
     until(pair.decode.holds_nothing, "decode holds nothing")

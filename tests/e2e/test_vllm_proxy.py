@@ -56,11 +56,11 @@ class Pair:
     def running(self, role: str) -> float:
         return self.sum_of(role, "vllm:num_requests_running", "vllm:num_requests_waiting{")
 
-    def sum_of(self, role: str, *names: str) -> float:
-        """Over all samples whose name begins so."""
+    def sum_of(self, role: str, *names: str, having: str = "") -> float:
+        """Over all samples whose name begins so, with this in their labels."""
         with urllib.request.urlopen(self.url(role) + "/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names) and having in line)
 
 
 @pytest.fixture(scope="module", params=["pdlink", "nixl"])
@@ -213,18 +213,28 @@ def test_a_prompt_that_decode_has_cached_is_no_failure(pair: Pair) -> None:
     """The client hears where its KV came from, and neither server logs or counts what is well."""
     if pair.connector != "pdlink":
         pytest.skip("vLLM's own connector does not say")
-    failed = [pair.sum_of(role, "vllm:pdlink_failed_total") for role in ("prefill", "decode")]
+    failed = [pair.sum_of(role, "vllm:pdlink_transfer_failures_total") for role in ("prefill", "decode")]
     body = {"prompt": list(prompt(70, 129).encode()), **GREEDY}
     first, second = (pair.ask("proxy", COMPLETIONS, body) for _ in range(2))
     assert first.headers["X-Pdlink-KV"] == "transferred"
     assert second.headers["X-Pdlink-KV"] == "cached", "128 tokens are four blocks, the last one is always computed"
     assert first.text == second.text
     assert first.body["kv_transfer_params"] is second.body["kv_transfer_params"] is None
-    until(lambda: pair.sum_of("decode", "vllm:pdlink_unneeded_total") >= 1, "decode has counted it", 60)
-    assert [pair.sum_of(role, "vllm:pdlink_failed_total") for role in ("prefill", "decode")] == failed
-    until(lambda: pair.sum_of("prefill", "vllm:pdlink_sent_total") >= 1, "prefill has counted it", 60)
+    ended = "vllm:pdlink_transfers_total"
+    until(lambda: pair.sum_of("decode", ended, having='state="unneeded"') >= 1, "decode has counted it", 60)
+    assert [pair.sum_of(role, "vllm:pdlink_transfer_failures_total") for role in ("prefill", "decode")] == failed
+    until(lambda: pair.sum_of("prefill", ended, having='state="done"') >= 1, "prefill has counted it", 60)
     for server in pair.servers:
         assert "the KV of request" not in server.log_path.read_text(), "no transfer has failed"
+
+
+def test_a_pair_is_probed_where_its_dialect_says_what_became_of_the_kv(pair: Pair) -> None:
+    answer = request(pair.url("proxy") + "/pdlink/probe", {"prefill": "prefill-0", "decode": "decode-0"})
+    if pair.connector == "pdlink":
+        assert (answer.status, answer.body["kv"], answer.body["error"]) == (200, "transferred", "")
+    else:
+        assert answer.status == 400
+        assert "limit pdlink and vllm" in answer.body["error"]["message"]
 
 
 def test_what_vllm_rejects_is_a_400_and_hurts_nobody(pair: Pair) -> None:

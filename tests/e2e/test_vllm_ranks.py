@@ -42,7 +42,7 @@ def test_two_ranks_get_their_heads_from_one(pair: Pair, alone: Alone, length: in
     received = pair.transferred()
     assert pair.tokens(prompt) == [alone[tuple(prompt)]]
     assert pair.transferred() == received + length - 1
-    assert pair.decode.metric("vllm:pdlink_failed_total") == 0
+    assert pair.decode.metric("vllm:pdlink_transfer_failures_total") == 0
 
 
 def test_preempted_requests_answer_the_same(pair: Pair, alone: Alone) -> None:

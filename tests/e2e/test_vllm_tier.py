@@ -32,13 +32,13 @@ def pair(vllm_folder: Path, alone: Alone) -> Iterator[Pair]:
 @pytest.mark.parametrize("length", [1024, 2000])  # at 513 that connector does not find what it has stored (0.32)
 def test_what_the_tier_has_is_not_pushed_again(pair: Pair, alone: Alone, length: int) -> None:
     prompt = prompt_of(length, length)
-    before = pair.prefill.metric("vllm:pdlink_bytes_total")
+    before = pair.prefill.metric("vllm:pdlink_transfer_bytes_total")
     assert pair.tokens(prompt) == [alone[tuple(prompt)]]
     until(pair.prefill.holds_nothing, "prefill holds nothing")  # and has told all that it pushed
-    pushed = pair.prefill.metric("vllm:pdlink_bytes_total")
+    pushed = pair.prefill.metric("vllm:pdlink_transfer_bytes_total")
     assert pushed > before
     assert pair.tokens(prompt) == [alone[tuple(prompt)]]
     for server in (pair.prefill, pair.decode):
         until(server.holds_nothing, f"{server.name} holds nothing")
-        assert server.metric("vllm:pdlink_failed_total") == 0
-    assert pair.prefill.metric("vllm:pdlink_bytes_total") == pushed
+        assert server.metric("vllm:pdlink_transfer_failures_total") == 0
+    assert pair.prefill.metric("vllm:pdlink_transfer_bytes_total") == pushed

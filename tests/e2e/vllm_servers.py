@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from pdlink.serve.vllm import CONNECTORS, free_ports
+from pdlink.serve.ports import free_ports
+from pdlink.serve.vllm import CONNECTORS
 from pdlink_bench import resting
 
 READY_S = 240.0
@@ -144,7 +145,7 @@ _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """In the child: no server is left behind by tests that are killed. Its engine follows it."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
@@ -191,7 +192,7 @@ class Server:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
         return self
 
@@ -222,11 +223,12 @@ class Server:
     def complete(self, prompt: Any, **fields: Any) -> Answer:
         return post(f"{self.url}/v1/completions", body_of(prompt, **fields))
 
-    def metric(self, name: str, having: str = "") -> float:
-        """Sum over all samples of this name, with this in their labels."""
+    def metric(self, name: str, *having: str) -> float:
+        """Sum over all samples of this name, with all this in their labels."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
             lines = answer.read().decode().splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{") and having in line)
+        found = [line for line in lines if line.startswith(name + "{") and all(each in line for each in having)]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
     def holds_nothing(self) -> bool:
         """Whether no request runs or waits and no block is held."""
@@ -263,24 +265,29 @@ class Pair:
         *,
         prefill_flags: list[str],
         decode_flags: list[str],
-        transport: str = "auto",
+        transport: str | dict[str, Any] = "auto",
         shards: int = 1,
         verify: str = "off",
         on_failure: str = "recompute",
         both: bool = False,
         tier: dict[str, Any] | None = None,
+        store: dict[str, Any] | None = None,
+        decode_store: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
+        decode_connector: dict[str, Any] | None = None,
     ) -> Pair:
         """Servers of the checkpoint `model` in this folder, both ready.
 
-        both: each can prefill for the other. tier: another connector, which decode asks for KV first.
+        transport: its kind, or more of its settings. both: each can prefill for the other. tier: another connector,
+        which decode asks for KV first. store, decode_store: section `tiers` of prefill, and of decode.
+        decode_connector: name and module of another connector for decode.
         """
         model, control_port, back_port = folder / "model", free_ports(shards), free_ports(shards) if both else 0
         # Patient with a peer that gets no CPU; a killed one is noticed by its connections.
         timeouts = {"heartbeat_s": 0.5, "peer_s": PEER_S, "connect_s": 15.0, "lease_s": 20.0, "offer_s": 60.0}
         common: dict[str, Any] = {
             "timeouts": timeouts | {"request_s": 240.0},
-            "transport": {"kind": transport, "verify": verify},
+            "transport": {"verify": verify} | ({"kind": transport} if isinstance(transport, str) else transport),
         }
         if shards > 1:
             common["shards"] = shards
@@ -294,8 +301,9 @@ class Pair:
 
         trace = str(folder / "timeline-{rank}.json")
         listens = {"control_port": control_port, "timeline": trace}
-        prefill = connector("kv_both" if both else "kv_producer", name="prefill", **listens)
-        decode = connector("kv_both" if both else "kv_consumer", name="decode", control_port=back_port)
+        kept, keeps = ({"tiers": tiers} if tiers is not None else {} for tiers in (store, decode_store))
+        prefill = connector("kv_both" if both else "kv_producer", name="prefill", **listens, **kept)
+        decode = connector("kv_both" if both else "kv_consumer", name="decode", control_port=back_port, **keeps)
         if tier is not None:
             decode = {
                 "kv_connector": "MultiConnector",
@@ -304,6 +312,7 @@ class Pair:
                 "kv_load_failure_policy": on_failure,
                 "kv_connector_extra_config": {"connectors": [tier, OURS | decode]},
             }
+        decode |= decode_connector or {}
         more = environment or {}
         pair = cls(
             Server("prefill", model, folder / "prefill.log", prefill_flags, prefill, more).start(),
@@ -365,17 +374,17 @@ class Pair:
             assert self.prefill_leg(attempt, prompt).status == 200
             assert decode.result().status == 200
 
-        def rows() -> list[dict[str, Any]]:
-            events: list[dict[str, Any]] = json.loads(self.timeline.read_text())["traceEvents"]
-            last = max((row["tid"] for row in events if row.get("args", {}).get("end") == num_tokens), default=0)
-            return [row for row in events if last and row["tid"] in (last, last + 1)]
+        def ended() -> list[dict[str, Any]]:
+            transfers = json.loads(self.timeline.read_text())["transfers"]
+            return [each for each in transfers if each["ended"] and ends_at(each) == num_tokens]
 
-        until(lambda: self.timeline.exists() and any("DONE" in row["name"] for row in rows()), "a timeline is kept")
-        found = rows()
-        return (
-            [row["ts"] for row in found if row["name"].endswith("written")],
-            [row["ts"] for row in found if row["ph"] == "b"],
-        )
+        def ends_at(transfer: dict[str, Any]) -> int:
+            return max((each["end"] for each in transfer["written"]), default=0)
+
+        until(lambda: self.timeline.exists() and bool(ended()), "a timeline is kept")
+        found = ended()[-1]
+        assert found["ended"]["state"] == "DONE"
+        return [each["at_s"] for each in found["written"]], [each["submitted_s"] for each in found["landed"]]
 
 
 def until(condition: Any, what: str, timeout_s: float = 90.0) -> None:

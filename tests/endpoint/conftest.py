@@ -13,6 +13,8 @@ import pytest
 
 import pdlink
 from pdlink.config import ChaosConfig, SharingConfig, TimeoutConfig, TransportConfig
+from pdlink.endpoint.incoming import Incoming
+from pdlink.endpoint.outgoing import Outgoing
 from pdlink.events import Event, listen
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.kv.plan import warm_up
@@ -22,7 +24,10 @@ from tests.loopback import LoopbackHub, LoopbackTransport
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from pdlink.endpoint.receiver import Receiver
+    from pdlink.endpoint.sender import Sender
     from pdlink.protocol.auth import Credentials
+    from pdlink.protocol.messages import Verify
     from pdlink.transport.base import Transport
 
 Rows = np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]
@@ -70,6 +75,80 @@ class Handler:
     def wait(self) -> list[str]:
         assert self.changed.wait(WAIT_S), f"the transfer did not end, heard {self.calls}"
         return self.calls
+
+
+class Sends:
+    """The sending half of an endpoint, with the verbs of its transfers by id."""
+
+    def __init__(self, half: Sender) -> None:
+        self._half, self._transfers = half, dict[str, Outgoing]()
+
+    def announce(self, transfer_id: str, failed: Callable[[str], None], end: Callable[[], None]) -> Outgoing:
+        outgoing = self._transfers[transfer_id] = Outgoing(self._half, transfer_id)
+        outgoing.done.then(lambda: failed(outgoing.error.reason) if outgoing.error else None)
+        outgoing.released.then(end)
+        return outgoing
+
+    def publish(self, transfer_id: str, blocks: Sequence[int], num_tokens: int, num_cached_tokens: int) -> None:
+        self._transfers[transfer_id].publish(blocks, num_tokens, num_cached_tokens)
+
+    def extend(self, transfer_id: str, blocks: Sequence[int]) -> None:
+        self._transfers[transfer_id].extend(blocks)
+
+    def layer_ready(self, transfer_id: str, layer: int, start: int, end: int) -> None:
+        self._transfers[transfer_id].layer_ready(layer, start, end)
+
+    def finish(self, transfer_id: str, first_token: int) -> None:
+        self._transfers[transfer_id].finish(first_token)
+
+    def withdraw(self, transfer_id: str, timeout_s: float) -> None:
+        self._transfers[transfer_id].withdraw(timeout_s)
+
+    def cancel(self, transfer_id: str, reason: str) -> None:
+        self._half.cancel(transfer_id, reason)
+
+
+class Receives:
+    """The receiving half of an endpoint, with the verbs of its transfers by id."""
+
+    def __init__(self, half: Receiver) -> None:
+        self._half, self._transfers = half, dict[str, Incoming]()
+
+    def expect(self, transfer_id: str, address: str, handler: Any) -> None:
+        """handler: a `Handler`, or what has its methods."""
+        incoming = self._transfers[transfer_id] = Incoming(self._half, transfer_id, address)
+
+        def done() -> None:
+            if incoming.error is not None:
+                handler.failed(incoming.error.reason)
+            else:
+                handler.ready(incoming.first_token)
+
+        incoming.done.then(done)
+        incoming.released.then(handler.released)
+
+    def offer(
+        self,
+        transfer_id: str,
+        blocks: Sequence[int],
+        start: int,
+        end: int,
+        *,
+        on_landed: Callable[[int, int, int | None], None] | None = None,
+        verify: Verify = "off",
+    ) -> None:
+        """Also of blocks that `Incoming.offer` would refuse."""
+        incoming = self._transfers[transfer_id]
+        if on_landed is not None:
+            incoming.on_landed = on_landed  # type: ignore[method-assign, assignment]
+        with self._half.lock:
+            per_layer = on_landed is not None
+            self._half.run(
+                incoming, incoming.machine.offer((tuple(blocks),), start, end, per_layer=per_layer, verify=verify)
+            )
+
+    def cancel(self, transfer_id: str, reason: str) -> None:
+        self._half.cancel(transfer_id, reason)
 
 
 @dataclass
@@ -135,6 +214,7 @@ class Node:
         self.node = self._make(port=port)
         self.node.short_of_blocks = lambda: self.short_of_blocks
         self.endpoint = self.node.endpoint
+        self.sender, self.receiver = Sends(self.endpoint.sender), Receives(self.endpoint.receiver)
         return self
 
     @property
@@ -191,16 +271,16 @@ class Pair:
 
     def announce(self, transfer_id: str) -> SenderLog:
         log = SenderLog()
-        self.prefill.endpoint.sender.announce(transfer_id, log.failed, log.end)
+        self.prefill.sender.announce(transfer_id, log.failed, log.end)
         return log
 
     def expect(self, transfer_id: str) -> Handler:
         handler = Handler()
-        self.decode.endpoint.receiver.expect(transfer_id, self.prefill.endpoint.address, handler)
+        self.decode.receiver.expect(transfer_id, self.prefill.endpoint.address, handler)
         return handler
 
     def compute(self, transfer_id: str, blocks: list[int], num_tokens: int, first_token: int = 42) -> None:
-        sender = self.prefill.endpoint.sender
+        sender = self.prefill.sender
         sender.publish(transfer_id, blocks, num_tokens, 0)
         for layer in range(len(self.prefill.layout.layers)):
             sender.layer_ready(transfer_id, layer, 0, num_tokens)
@@ -210,7 +290,7 @@ class Pair:
         """One transfer from its announcement to its end: what the receiver's handler was told."""
         self.announce(transfer_id)
         handler = self.expect(transfer_id)
-        self.decode.endpoint.receiver.offer(transfer_id, dst, 0, num_tokens)
+        self.decode.receiver.offer(transfer_id, dst, 0, num_tokens)
         self.compute(transfer_id, src, num_tokens)
         return handler.wait()
 

@@ -16,12 +16,14 @@ import time
 import pytest
 
 from pdlink.config import TimeoutConfig
+from pdlink.endpoint.incoming import Incoming
+from pdlink.endpoint.outgoing import Outgoing
 from pdlink.endpoint.peer import PeerState
 from pdlink.events import PeerChanged
 from tests.model.node import TIMEOUTS, Node
 from tests.model.world import World
 
-from .conftest import Handler, Pair, SenderLog, until
+from .conftest import Pair, until
 
 LONG_S = 10 * TIMEOUTS.lease_s
 
@@ -34,7 +36,7 @@ def world() -> World:
 def joined(world: World) -> tuple[Node, Node]:
     """A prefill and a decode node with a session between them, in virtual time."""
     prefill, decode = world.nodes[0], world.nodes[-1]
-    decode.endpoint.receiver.expect("first", prefill.address, Handler())
+    Incoming(decode.endpoint.receiver, "first", prefill.address)
     for _ in range(4):
         decode.endpoint.turn([])
         prefill.endpoint.turn([])
@@ -78,22 +80,21 @@ def test_peer_that_is_silent_while_we_listen_is_lost(world: World) -> None:
 def test_promises_do_not_run_out_while_the_loop_stands_still(world: World) -> None:
     """The offer, or the request, that they wait for may have come and wait to be read."""
     prefill, decode = joined(world)
-    log = SenderLog()
-    prefill.endpoint.sender.announce("late", log.failed, log.end)
-    decode.endpoint.receiver.expect("late", prefill.address, Handler())
+    outgoing = Outgoing(prefill.endpoint.sender, "late")
+    Incoming(decode.endpoint.receiver, "late", prefill.address)
     decode.endpoint.turn([])  # its word leaves
     world.advance(LONG_S)
     prefill.endpoint.turn([])
-    assert log.calls == []
+    assert not outgoing.done.is_set()
     assert prefill.endpoint.sender.states()["early"] == 1, "what was expected before"
     decode.endpoint.turn([])
     world.deliver_all()
-    assert prefill.endpoint.sender._transfers["late"].peer is not None
+    assert outgoing.peer is not None
 
 
 def test_handshake_does_not_run_out_while_the_loop_stands_still(world: World) -> None:
     prefill, decode = world.nodes[0], world.nodes[-1]
-    decode.endpoint.receiver.expect("first", prefill.address, Handler())
+    Incoming(decode.endpoint.receiver, "first", prefill.address)
     decode.endpoint.turn([])
     world.deliver(world.network.connections[0], to_listener=True)
     world.advance(LONG_S)
@@ -133,7 +134,7 @@ from tests.endpoint.conftest import Handler, Node, layout
 timeouts = TimeoutConfig(heartbeat_s=0.05, peer_s=0.5, connect_s=5.0, lease_s=7.0, request_s=60.0)
 listen(lambda event: print(event.state, event.reason, flush=True) if isinstance(event, PeerChanged) else None)
 node = Node(LoopbackHub(), "decode", layout(8), timeouts).open()
-node.endpoint.receiver.expect("t", sys.argv[1], Handler())
+node.receiver.expect("t", sys.argv[1], Handler())
 sys.stdin.read()
 node.close()
 """

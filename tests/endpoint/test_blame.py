@@ -69,7 +69,7 @@ def once(
 def test_a_frame_that_cannot_be_handled_costs_its_peer_only(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     handler = pair.expect("theirs")
     pair.announce("theirs")
-    pair.decode.endpoint.receiver.offer("theirs", DST, 0, TOKENS)
+    pair.decode.receiver.offer("theirs", DST, 0, TOKENS)
     until(lambda: pair.sender_state("writing") == 1, "the offer is there")
     once(monkeypatch, pair.prefill.endpoint.sender, "on_message", lambda peer, _: peer.name == "stranger")
     with Stranger(pair).join() as stranger:
@@ -137,12 +137,12 @@ def test_a_callback_that_raises_costs_a_line_in_the_log(
 
     setattr(Faulty, which, fail)
     handler = Faulty()
-    pair.decode.endpoint.receiver.expect("t", pair.prefill.endpoint.address, handler)
+    pair.decode.receiver.expect("t", pair.prefill.endpoint.address, handler)
     pair.announce("t")
     if which == "failed":
-        pair.prefill.endpoint.sender.cancel("t", "changed my mind")
+        pair.prefill.sender.cancel("t", "changed my mind")
     else:
-        pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+        pair.decode.receiver.offer("t", DST, 0, TOKENS)
         pair.compute("t", SRC, TOKENS)
     until(lambda: failures(pair) == ["callback"], "it has raised")
     assert "a callback could not be handled: Unexpected" in caplog.text
@@ -161,7 +161,7 @@ def test_news_of_a_transport_that_cannot_be_handled_costs_its_peer_only(
     once(monkeypatch, pair.prefill.endpoint.sender.data_path, "on_batch")
     log = pair.announce("t")
     handler = pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     pair.compute("t", SRC, TOKENS)
     failed, released = handler.wait()
     assert "Unexpected" in failed
@@ -186,14 +186,14 @@ def test_a_push_without_a_plan_fails_its_transfer_and_not_the_engine(
 ) -> None:
     """`layer_ready` runs in the engine's thread: what a peer's numbers make it raise must not come out there."""
     handler, log = pair.expect("t"), pair.announce("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     until(lambda: pair.sender_state("writing") == 1, "the offer is there")
 
     def bind(*_: object) -> Any:
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr("pdlink.endpoint.pushing.bind", bind)
+        patched.setattr("pdlink.endpoint.parts.bind", bind)
         pair.compute("t", SRC, TOKENS)
     failed, released = handler.wait()
     assert failed.startswith("failed push impossible")
@@ -206,13 +206,13 @@ def test_a_push_without_a_plan_fails_its_transfer_and_not_the_engine(
 def test_a_part_without_a_plan_waits_for_the_parts_in_flight(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.hub.hold = True
     handler, log = pair.expect("t"), pair.announce("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     until(lambda: pair.sender_state("writing") == 1, "the offer is there")
-    sender = pair.prefill.endpoint.sender
+    sender = pair.prefill.sender
     sender.publish("t", SRC, TOKENS, 0)
     sender.layer_ready("t", 0, 0, 8)
     with monkeypatch.context() as patched:
-        patched.setattr("pdlink.endpoint.pushing.bind", fail)
+        patched.setattr("pdlink.endpoint.parts.bind", fail)
         sender.layer_ready("t", 0, 8, TOKENS)
     assert not log.ended.wait(0.1), "its first part is still read"
     assert len(pair.hub.flights) == 1
@@ -228,7 +228,7 @@ def test_a_transport_that_raises_fails_its_peer_and_not_the_engine(
 ) -> None:
     """What became of the bytes is not known: the peer is fenced."""
     handler, log = pair.expect("t"), pair.announce("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     until(lambda: pair.sender_state("writing") == 1, "the offer is there")
     with monkeypatch.context() as patched:
         patched.setattr(pair.prefill.transport, "submit", fail)
@@ -286,7 +286,7 @@ def test_a_worker_without_a_transport_ends(two: Pair, monkeypatch: pytest.Monkey
     assert node.died.wait(10.0)
     assert "was the last one" in node.endpoint.failure
     with pytest.raises(TransferFailed, match="was the last one"):
-        node.endpoint.receiver.expect("t", two.decode.endpoint.address, Handler())
+        node.receiver.expect("t", two.decode.endpoint.address, Handler())
 
 
 # -- open and close --------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_what_is_asked_of_a_closed_endpoint_fails_at_once(pair: Pair) -> None:
     node.endpoint.close()
     node.endpoint.close()
     with pytest.raises(TransferFailed, match="closed"):
-        node.endpoint.receiver.expect("t", pair.prefill.endpoint.address, Handler())
+        node.receiver.expect("t", pair.prefill.endpoint.address, Handler())
     node.endpoint.work.call(fail)
     node.endpoint.work.defer(fail)
     node.close()
@@ -350,7 +350,7 @@ def test_closing_while_a_callback_is_stuck_neither_hangs_nor_touches_what_the_lo
 def test_closing_ends_what_waits_for_a_receiver(pair: Pair) -> None:
     node = Node(pair.hub, "lonely", layout(4), TIMEOUTS).open()
     log = SenderLog()
-    node.endpoint.sender.announce("t", log.failed, log.end)
-    node.endpoint.sender.publish("t", SRC, TOKENS, 0)
+    node.sender.announce("t", log.failed, log.end)
+    node.sender.publish("t", SRC, TOKENS, 0)
     node.close()
     assert log.wait() == ["failed shutdown", "end"]

@@ -18,7 +18,7 @@ def peer(name: str) -> Peer:
 
 
 def offer(transfer_id: str, num_blocks: int) -> Offer:
-    return Offer(transfer_id, 0, 16 * num_blocks, tuple(range(1000, 1000 + num_blocks)), 4)
+    return Offer(transfer_id, 0, 16 * num_blocks, (tuple(range(1000, 1000 + num_blocks)),), 4)
 
 
 def test_peer_that_promises_too_much_is_refused_alone() -> None:

@@ -70,10 +70,10 @@ class NearPair(Pair):
 
     def play(self, name: str) -> list[str]:
         log, handler = self.announce(name), self.expect(name)
-        self.decode.endpoint.receiver.offer(name, DST, 0, TOKENS)
+        self.decode.receiver.offer(name, DST, 0, TOKENS)
         self.compute(name, SRC, TOKENS)
         heard = handler.wait()
-        self.prefill.endpoint.sender.cancel(name, "test over")
+        self.prefill.sender.cancel(name, "test over")
         log.wait()
         return heard
 
@@ -201,7 +201,7 @@ def test_pair_without_a_transport_that_reaches_so_far_is_told_what_both_declare(
 def test_dialer_opens_nothing_to_a_transport_that_the_listener_declares_too_near(pair: Pair) -> None:
     handler = Handler()
     with FalsePrefill(pair) as false:
-        pair.decode.endpoint.receiver.expect("t", false.address, handler)
+        pair.decode.receiver.expect("t", false.address, handler)
         false.hear(messages.Hello)
         elsewhere = replace(pair.prefill.endpoint.local.identity, host="elsewhere")
         false.say(messages.Welcome("false", elsewhere, replace(LOOPBACK, reach="host")))
@@ -218,9 +218,9 @@ def test_blocks_wait_for_the_fence_of_the_transport_that_was_given_up(near: Near
     near.hub.stop(near.near["decode"])  # reports nothing
     near.announce("t")
     handler = near.expect("t")
-    near.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    near.decode.receiver.offer("t", DST, 0, TOKENS)
     until(lambda: near.sender_state("writing") == 1, "the offer is there")
-    near.decode.endpoint.receiver.cancel("t", "enough")
+    near.decode.receiver.cancel("t", "enough")
     for peer in near.decode.endpoint.peers():
         with near.decode.endpoint.lock:
             near.decode.endpoint.sessions.lose(peer, "test")
@@ -235,7 +235,7 @@ def test_blocks_wait_for_the_fence_of_the_transport_that_was_given_up(near: Near
 def test_listener_cannot_have_a_transport_opened_twice(pair: Pair) -> None:
     handler = Handler()
     with FalsePrefill(pair) as false:
-        pair.decode.endpoint.receiver.expect("t", false.address, handler)
+        pair.decode.receiver.expect("t", false.address, handler)
         false.hear(messages.Hello)
         welcome = messages.Welcome("false", pair.prefill.endpoint.local.identity, LOOPBACK)
         false.say(welcome)
@@ -249,7 +249,7 @@ def test_nothing_is_said_to_a_listener_that_has_not_connected(pair: Pair) -> Non
     """A dialer takes a session for ready when the listener says so."""
     handler = Handler()
     with FalsePrefill(pair) as false:
-        pair.decode.endpoint.receiver.expect("t", false.address, handler)
+        pair.decode.receiver.expect("t", false.address, handler)
         false.hear(messages.Hello)
         false.say(messages.Ready())
         false.say(messages.Welcome("false", pair.prefill.endpoint.local.identity, LOOPBACK))

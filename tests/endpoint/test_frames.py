@@ -94,7 +94,7 @@ def test_offers_that_do_not_fit_into_one_frame_cost_no_session(pair: Pair, monke
     with pair.decode.endpoint.lock:
         for name in ("a", "b"):
             handlers.append(pair.expect(name))
-            pair.decode.endpoint.receiver.offer(name, list(blocks), 0, 8 * len(blocks))
+            pair.decode.receiver.offer(name, list(blocks), 0, 8 * len(blocks))
     for handler in handlers:  # refused, as the decode worker has no such blocks, but read
         assert handler.wait()[0].startswith("failed offer names a block outside")
     assert len([envelope for envelope in sent if messages.Offer in map(type, envelope.bodies)]) == 2
@@ -115,8 +115,8 @@ def test_worker_that_answers_in_its_callback_is_heard_in_the_same_frame(
 
     pair.announce("t")
     handler = Next()
-    pair.decode.endpoint.receiver.expect("t", pair.prefill.endpoint.address, handler)
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.expect("t", pair.prefill.endpoint.address, handler)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     sent = frames_of(pair.decode, monkeypatch)
     pair.compute("t", SRC, TOKENS)
     assert handler.wait() == ["ready 42", "released"]

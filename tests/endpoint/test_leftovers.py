@@ -24,9 +24,9 @@ def lost(pair: Pair) -> list[str]:
 def test_offer_that_is_withdrawn_before_its_request_came_costs_no_session(pair: Pair) -> None:
     """It was not answered with *quiet*, so the receiver fenced the peer, and every transfer with it, after peer_s."""
     handler = pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     until(lambda: pair.sender_state("early") == 1, "the offer waits for its request")
-    pair.decode.endpoint.receiver.cancel("t", "client left")
+    pair.decode.receiver.cancel("t", "client left")
     assert handler.wait() == ["failed client left", "released"]
     assert lost(pair) == []
 
@@ -34,7 +34,7 @@ def test_offer_that_is_withdrawn_before_its_request_came_costs_no_session(pair: 
 def test_offer_whose_request_never_comes_costs_no_session() -> None:
     pair = Pair(SHORT)
     handler = pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     assert handler.wait() == ["failed no_request", "released"]
     assert lost(pair) == []
     pair.close()
@@ -58,14 +58,14 @@ def test_session_that_ends_during_the_handshake_leaves_nothing_to_fence() -> Non
 def test_offers_that_came_early_go_with_the_session_of_their_receiver(pair: Pair) -> None:
     """Kept, an offer would be answered with KV when its request comes: into pages of somebody who is not there."""
     handler = pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     until(lambda: pair.sender_state("early") == 1, "the offer waits for its request")
     pair.decode.close()
     assert handler.wait() == ["failed peer_lost: shutdown", "released"]
     until(lambda: not pair.prefill.endpoint.peers(), "the session has ended")
     assert pair.sender_state("early") == 0
     with pytest.raises(InvalidRequest, match="has ended already"):
-        pair.prefill.endpoint.sender.announce("t", lambda _: None, lambda: None)
+        pair.prefill.sender.announce("t", lambda _: None, lambda: None)
 
 
 def test_session_that_breaks_at_the_last_message_of_the_handshake_is_not_called_ready(

@@ -46,7 +46,7 @@ class Loss:
 
 def begin(pair: Pair, transfer_id: str) -> tuple[SenderLog, Handler]:
     log, handler = pair.announce(transfer_id), pair.expect(transfer_id)
-    pair.decode.endpoint.receiver.offer(transfer_id, DST, 0, TOKENS)
+    pair.decode.receiver.offer(transfer_id, DST, 0, TOKENS)
     return log, handler
 
 
@@ -72,7 +72,7 @@ def test_lost_word_of_the_receiver_fails_its_transfer_at_the_next_frame(
 ) -> None:
     loss = Loss(patient.decode, kind, monkeypatch)
     handler = patient.expect("t")
-    patient.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    patient.decode.receiver.offer("t", DST, 0, TOKENS)
     failed, released = handler.wait()
     assert loss.happened.is_set()
     assert failed.startswith("failed peer_lost: closed by prefill: lost frame "), failed
@@ -111,7 +111,7 @@ def test_lost_word_about_an_end_ends_both_sides_at_the_next_frame(
     patient: Pair, side: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever of the two stopped it: the receiver does not wait long for the *quiet* that its blocks depend on."""
-    sender, receiver = patient.prefill.endpoint.sender, patient.decode.endpoint.receiver
+    sender, receiver = patient.prefill.sender, patient.decode.receiver
     who_says_it = patient.decode if (side, kind) == ("decode", "stop") else patient.prefill
     loss = Loss(who_says_it, kind, monkeypatch)
     log, handler = begin(patient, "t")

@@ -80,16 +80,16 @@ def test_worker_has_two_thousand_sessions_that_it_dialed() -> None:
         for number in range(NUM_PEERS):
             if number % 100 == 0:
                 until(lambda: connecting() <= 200, "most have answered")
-            endpoint.receiver.expect(f"t-{number}", crowd.address(number), Handler())
+            node.receiver.expect(f"t-{number}", crowd.address(number), Handler())
         until(lambda: connecting() == 0, "all have answered")
         assert len(endpoint.peers()) == NUM_PEERS
         assert endpoint.failure == ""
         endpoint.take_longest_absence_s()
         for number in range(20):  # and goes on to turn around as quickly as before
             handler = Handler()
-            endpoint.receiver.expect(f"real-{number}", pair.prefill.endpoint.address, handler)
+            node.receiver.expect(f"real-{number}", pair.prefill.endpoint.address, handler)
             until(lambda n=number: pair.prefill.endpoint.sender._early.get(f"real-{n}") is not None, "heard of")  # type: ignore[misc]
-            endpoint.receiver.cancel(f"real-{number}", "enough")
+            node.receiver.cancel(f"real-{number}", "enough")
             assert handler.wait() == ["failed enough", "released"]
         print(f"longest absence with {NUM_PEERS} sessions: {endpoint.take_longest_absence_s() * 1e3:.1f} ms")
     finally:
@@ -105,7 +105,7 @@ def test_workers_that_do_not_answer_are_dialed_up_to_a_limit(monkeypatch: pytest
     deaf = context.socket(zmq.ROUTER)  # accepts, and never says a word
     port = deaf.bind_to_random_port("tcp://0.0.0.0")
     pair = Pair(PATIENT)
-    receiver = pair.decode.endpoint.receiver
+    receiver = pair.decode.receiver
     try:
         for number in range(10):
             receiver.expect(f"t-{number}", f"tcp://127.0.0.{1 + number}:{port}", Handler())

@@ -18,11 +18,11 @@ NEVER_SILENT = TimeoutConfig(heartbeat_s=0.05, peer_s=50.0, connect_s=50.0, leas
 
 def transfer(pair: Pair, decode: Node, name: str) -> list[str]:
     log, handler = pair.announce(name), Handler()
-    decode.endpoint.receiver.expect(name, pair.prefill.endpoint.address, handler)
-    decode.endpoint.receiver.offer(name, DST, 0, TOKENS)
+    decode.receiver.expect(name, pair.prefill.endpoint.address, handler)
+    decode.receiver.offer(name, DST, 0, TOKENS)
     pair.compute(name, SRC, TOKENS)
     heard = handler.wait()
-    pair.prefill.endpoint.sender.cancel(name, "test over")
+    pair.prefill.sender.cancel(name, "test over")
     log.wait()
     return heard
 
@@ -102,7 +102,7 @@ def test_listener_whose_name_would_forge_a_line_of_the_log_is_refused(
     caplog.set_level("DEBUG")
     handler = Handler()
     with FalsePrefill(pair) as false:
-        pair.decode.endpoint.receiver.expect("t", false.address, handler)
+        pair.decode.receiver.expect("t", false.address, handler)
         false.hear(messages.Hello)
         false.say(messages.Welcome(name, pair.prefill.endpoint.local.identity, LOOPBACK), src=name)
         assert false.hear(messages.Refuse).factor == "name"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdlink.config import SharingConfig, WorkerConfig, load
 from pdlink.endpoint.order import OVERDUE_S, Backlog, Flow, Order, Part
-from pdlink.endpoint.pushing import cut
+from pdlink.endpoint.parts import cut
 from pdlink.errors import ConfigError
 from tests.endpoint.slow_order import Job, SlowOrder
 

@@ -33,7 +33,7 @@ SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 def test_worker_that_does_not_fit_is_refused_by_name(pair: Pair, node: dict, reason: str) -> None:  # type: ignore[type-arg]
     other = Node(pair.hub, "other", timeouts=TIMEOUTS, **node).open()
     handler = Handler()
-    other.endpoint.receiver.expect("t", pair.prefill.endpoint.address, handler)
+    other.receiver.expect("t", pair.prefill.endpoint.address, handler)
     assert handler.wait()[0].endswith(reason)
     assert not other.endpoint.peers()
     other.close()
@@ -50,7 +50,7 @@ def test_prefill_that_is_not_there_fails_the_transfer_at_once(pair: Pair) -> Non
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     handler = Handler()
-    pair.decode.endpoint.receiver.expect("t", address, handler)
+    pair.decode.receiver.expect("t", address, handler)
     assert handler.wait() == [f"failed peer_lost: cannot connect to {address}", "released"]
 
 
@@ -62,7 +62,7 @@ def test_prefill_that_never_answers_fails_the_transfer_by_the_deadline() -> None
         silent.listen()
         handler = Handler()
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-        pair.decode.endpoint.receiver.expect("t", address, handler)
+        pair.decode.receiver.expect("t", address, handler)
         assert handler.wait() == ["failed peer_lost: no answer to the handshake within 0.3 s", "released"]
     pair.close()
 
@@ -70,7 +70,7 @@ def test_prefill_that_never_answers_fails_the_transfer_by_the_deadline() -> None
 @pytest.mark.parametrize("address", ["ipc:///x", "tcp://", "tcp://256.1.1.1:x", ""])
 def test_address_that_is_none_fails_the_transfer(pair: Pair, address: str) -> None:
     handler = Handler()
-    pair.decode.endpoint.receiver.expect("t", address, handler)
+    pair.decode.receiver.expect("t", address, handler)
     assert handler.wait()[0].startswith("failed peer_lost: cannot dial")
 
 
@@ -79,7 +79,7 @@ def test_closed_prefill_fails_its_transfers_and_its_successor_on_the_same_port_w
     assert pair.transfer("t", SRC, DST, TOKENS) == ["ready 42", "released"]
     pair.announce("u")
     handler = pair.expect("u")
-    pair.decode.endpoint.receiver.offer("u", DST, 0, TOKENS)
+    pair.decode.receiver.offer("u", DST, 0, TOKENS)
     until(lambda: pair.sender_state("writing") == 1, "the offer is there")
     port = pair.prefill.port
     pair.prefill.close()
@@ -94,7 +94,7 @@ def test_closed_decode_frees_the_senders_blocks_and_its_successor_works(pair: Pa
     pair.hub.hold = True
     log = pair.announce("t")
     pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     until(lambda: pair.sender_state("writing") == 1, "the offer is there")
     pair.compute("t", SRC, TOKENS)
     until(lambda: len(pair.hub.flights) == 3, "three layers are in flight")
@@ -112,7 +112,7 @@ def test_silent_peer_is_lost_and_its_blocks_wait_for_the_fence() -> None:
     pair.hub.hold = True
     pair.announce("t")
     handler = pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     until(lambda: pair.sender_state("writing") == 1, "the offer is there")
     pair.compute("t", SRC, TOKENS)
     until(lambda: len(pair.hub.flights) == 3, "three layers are in flight")
@@ -120,7 +120,7 @@ def test_silent_peer_is_lost_and_its_blocks_wait_for_the_fence() -> None:
     with pair.prefill.endpoint.lock:  # its loop stands still: no heartbeats
         until(lambda: bool(handler.calls), "the request falls back")
         assert handler.calls == ["failed peer_lost: silent for 0.5 s"]
-        assert pair.receiver_state("quarantined_blocks") == len(DST)
+        assert pair.decode.endpoint.receiver.num_quarantined() == len(DST)
         pair.hub.resume(pair.prefill.transport)
     assert handler.wait() == ["failed peer_lost: silent for 0.5 s", "released"]
     pair.close()
@@ -129,7 +129,7 @@ def test_silent_peer_is_lost_and_its_blocks_wait_for_the_fence() -> None:
 def test_offer_without_a_request_is_given_up_after_the_lease() -> None:
     pair = Pair(TimeoutConfig(heartbeat_s=0.02, peer_s=0.2, connect_s=5.0, lease_s=0.4, request_s=60.0))
     handler = pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     assert handler.wait() == ["failed no_request", "released"]
     pair.close()
 
@@ -188,7 +188,7 @@ def test_live_receiver_keeps_the_senders_lease_beyond_its_length() -> None:
     handler = pair.expect("t")
     pair.compute("t", SRC, TOKENS)
     assert not log.ended.wait(1.0)  # three lease lengths
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     assert handler.wait() == ["ready 42", "released"]
     pair.close()
 
@@ -207,7 +207,7 @@ def test_close_ends_within_its_time_with_transfers_under_way(pair: Pair) -> None
     pair.hub.hold = True
     log = pair.announce("t")
     pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     until(lambda: pair.sender_state("writing") == 1, "the offer is there")
     pair.compute("t", SRC, TOKENS)
     until(lambda: len(pair.hub.flights) == 3, "three layers are in flight")
@@ -224,7 +224,7 @@ def test_a_hundred_restarts_of_either_side_under_load_need_nobody_elses() -> Non
             name = f"{side}-{round_}"
             pair.announce(f"{name}-cut")
             cut = pair.expect(f"{name}-cut")
-            pair.decode.endpoint.receiver.offer(f"{name}-cut", DST, 0, TOKENS)
+            pair.decode.receiver.offer(f"{name}-cut", DST, 0, TOKENS)
             old, port = getattr(pair, side), getattr(pair, side).port
             old.close()
             setattr(pair, side, Node(pair.hub, side, old.layout, TIMEOUTS).open(port))

@@ -55,7 +55,7 @@ def other(pair: Pair) -> Iterator[Node]:
 
 def expect(pair: Pair, node: Node, transfer_id: str) -> list[str]:
     handler = Handler()
-    node.endpoint.receiver.expect(transfer_id, pair.prefill.endpoint.address, handler)
+    node.receiver.expect(transfer_id, pair.prefill.endpoint.address, handler)
     return handler.wait()
 
 
@@ -215,7 +215,7 @@ def test_a_refusal_is_one_warning_on_each_side_and_one_when_the_pair_fits(
     other.close()
     mended = Node(pair.hub, "other", layout(8), TIMEOUTS).open()
     handler = Handler()
-    mended.endpoint.receiver.expect("u", pair.prefill.endpoint.address, handler)
+    mended.receiver.expect("u", pair.prefill.endpoint.address, handler)
     until(lambda: not pair.prefill.endpoint.refused(), "prefill knows that they fit")
     assert len(warnings()) == 1
     assert warnings()[0].startswith("prefill: other fits now; it was refused 3 times in ")

@@ -10,7 +10,9 @@ import pytest
 from pdlink.config import SharingConfig
 from pdlink.errors import TransportFailure
 from pdlink.events import LayerLanded, LayerWritten, listen
+from pdlink.node import report
 from pdlink.observe.metrics import WorkerMetrics
+from pdlink.serve.health import link_state
 
 from .conftest import TIMEOUTS, WAIT_S, Handler, Node, Pair, SenderLog, layout, until
 
@@ -47,12 +49,12 @@ def begin(
 ) -> tuple[SenderLog, Handler]:
     """Start a transfer, and wait until all that has room is in flight."""
     log, handler = pair.announce(name), Handler()
-    receiver = (decode or pair.decode).endpoint.receiver
+    receiver = (decode or pair.decode).receiver
     before = pair.sender_state("writing")
     receiver.expect(name, pair.prefill.endpoint.address, handler)
     receiver.offer(name, dst, 0, num_tokens)
     until(lambda: pair.sender_state("early") + pair.sender_state("writing") > before, f"the offer of {name} is there")
-    sender = pair.prefill.endpoint.sender
+    sender = pair.prefill.sender
     sender.publish(name, src, num_tokens, 0)
     for layer in range(LAYERS):
         sender.layer_ready(name, layer, 0, num_tokens)
@@ -133,9 +135,9 @@ def test_what_waits_is_not_submitted_after_a_stop_and_quiet_waits_only_for_what_
     assert waiting(pair) > 0
     submitted = list(pair.hub.flights)
     if side == "sender":
-        pair.prefill.endpoint.sender.cancel("big", "enough")
+        pair.prefill.sender.cancel("big", "enough")
     else:
-        pair.decode.endpoint.receiver.cancel("big", "enough")
+        pair.decode.receiver.cancel("big", "enough")
     until(lambda: waiting(pair) == 0, "the waiting parts are dropped")
     assert pair.sender_state("draining") == 1
     assert not log.ended.is_set()
@@ -152,7 +154,7 @@ def test_transfer_that_only_waits_is_quiet_at_once(pair: Pair) -> None:
     begin(pair, "big", BIG, BIG_DST, BIG_TOKENS)
     log, handler = begin(pair, "small", SMALL, SMALL_DST, SMALL_TOKENS)
     assert len(pair.hub.flights) == 2
-    pair.prefill.endpoint.sender.cancel("small", "enough")
+    pair.prefill.sender.cancel("small", "enough")
     assert log.wait() == ["failed enough", "end"]
     assert handler.wait() == ["failed enough", "released"]
     assert len(pair.hub.flights) == 2
@@ -161,7 +163,7 @@ def test_transfer_that_only_waits_is_quiet_at_once(pair: Pair) -> None:
 def test_withdrawn_blocks_whose_pushes_do_not_end_in_time_end_their_transfer(pair: Pair) -> None:
     log, handler = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS, finish=False)
     submitted = list(pair.hub.flights)
-    pair.prefill.endpoint.sender.withdraw("big", 0.05)
+    pair.prefill.sender.withdraw("big", 0.05)
     until(lambda: bool(log.calls), "it has failed")
     assert log.calls == ["failed preempted with a push in flight"], "its own blocks are read still"
     for flight in submitted:
@@ -172,7 +174,7 @@ def test_withdrawn_blocks_whose_pushes_do_not_end_in_time_end_their_transfer(pai
 
 def test_withdrawn_blocks_take_what_waits_along_and_it_is_pushed_again_from_the_new_ones(pair: Pair) -> None:
     """Preemption waits for two parts, not for all that other transfers go before."""
-    sender, new = pair.prefill.endpoint.sender, [0, 3, 4, 6, 10, 13]
+    sender, new = pair.prefill.sender, [0, 3, 4, 6, 10, 13]
     log, handler = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS, finish=False)
     submitted = list(pair.hub.flights)
     withdrawn = threading.Thread(target=sender.withdraw, args=("big", WAIT_S))
@@ -191,17 +193,21 @@ def test_withdrawn_blocks_take_what_waits_along_and_it_is_pushed_again_from_the_
 
 
 def test_metrics_tell_what_waits_and_for_how_long(pair: Pair) -> None:
-    metrics = WorkerMetrics(lambda: {"push_nbytes": ("help", pair.prefill.endpoint.sender.push_nbytes())})
-    stop = listen(metrics)
-    _, handler = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS)
-    text = metrics.text().decode()
-    assert 'pdlink_push_nbytes{kind="waiting"} 3008.0' in text
-    assert 'pdlink_push_nbytes{kind="in_flight"} 1024.0' in text
+    metrics = WorkerMetrics()
+    metrics.before_reading(lambda: metrics.link.set(link_state(report.of(pair.prefill.endpoint), 0.0)))
+    stop = listen(metrics.counting)
+    log, handler = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS)
+    text = metrics.exposition()[0].decode()
+    assert 'pdlink_push_bytes{state="waiting"} 3008.0' in text
+    assert 'pdlink_push_bytes{state="in_flight"} 1024.0' in text
     pair.hub.hold = False
     pair.hub.deliver_all()
-    assert handler.wait() == ["ready 42", "released"]
+    assert (handler.wait(), log.wait()) == (["ready 42", "released"], ["end"])
     stop()
-    assert "pdlink_push_wait_seconds_count 3.0" in metrics.text().decode()
+    text = metrics.exposition()[0].decode()
+    assert "pdlink_push_wait_seconds_count 3.0" in text
+    assert "pdlink_transfer_exposed_seconds_count 1.0" in text
+    assert 'pdlink_transfers_total{side="sender",state="done"} 1.0' in text
 
 
 def test_lost_peer_takes_what_waits_for_it_along(pair: Pair) -> None:
@@ -246,7 +252,7 @@ def test_stalled_peer_does_not_stop_another(pair: Pair) -> None:
 def offered_last(pair: Pair, name: str, dst: list[int], num_tokens: int) -> Handler:
     """Offer for what is written already; returns when as much of it as has room is handed over."""
     handler = pair.expect(name)
-    pair.decode.endpoint.receiver.offer(name, dst, 0, num_tokens)
+    pair.decode.receiver.offer(name, dst, 0, num_tokens)
     until(lambda: pair.sender_state("writing") > 0, "the offer is there")
     return handler
 
@@ -294,7 +300,7 @@ def test_pushes_share_no_more_than_a_part(pair: Pair) -> None:
 
 def test_large_push_between_small_ones_is_cut_and_they_share(pair: Pair) -> None:
     pair.hub.hold = False
-    log, sender = pair.announce("t"), pair.prefill.endpoint.sender
+    log, sender = pair.announce("t"), pair.prefill.sender
     sender.publish("t", BIG, BIG_TOKENS, 0)
     for layer, end in ((0, 4), (1, BIG_TOKENS), (2, 4)):
         sender.layer_ready("t", layer, 0, end)
@@ -329,13 +335,13 @@ def test_stop_takes_back_a_shared_part_that_waits_and_waits_for_one_that_flies(s
         log = pair.announce("t")
         pair.compute("t", BIG, SMALL_TOKENS)
         handler = pair.expect("t")
-        pair.decode.endpoint.receiver.offer("t", BIG_DST[:1], 0, SMALL_TOKENS)
+        pair.decode.receiver.offer("t", BIG_DST[:1], 0, SMALL_TOKENS)
         until(lambda: waiting(pair) > 0, "what has no room waits")
         assert waiting(pair) == (768 if flies else 1280)
         if side == "sender":
-            pair.prefill.endpoint.sender.cancel("t", "enough")
+            pair.prefill.sender.cancel("t", "enough")
         else:
-            pair.decode.endpoint.receiver.cancel("t", "enough")
+            pair.decode.receiver.cancel("t", "enough")
         until(lambda: waiting(pair) == 0, "the waiting parts are dropped")
         if flies:
             assert not log.ended.is_set()
@@ -350,7 +356,7 @@ def test_stop_takes_back_a_shared_part_that_waits_and_waits_for_one_that_flies(s
 
 
 def test_withdrawn_blocks_wait_for_the_part_that_layers_share(pair: Pair) -> None:
-    sender, new = pair.prefill.endpoint.sender, [13]
+    sender, new = pair.prefill.sender, [13]
     pair.announce("t")
     sender.publish("t", SMALL, SMALL_TOKENS, 0)
     for layer in range(2):
@@ -379,7 +385,7 @@ def test_refused_shared_part_ends_the_session_and_is_waited_for_until_the_fence(
     pair.compute("t", SMALL, SMALL_TOKENS)
     handler = pair.expect("t")
     monkeypatch.setattr(pair.prefill.transport, "submit", refuse)
-    pair.decode.endpoint.receiver.offer("t", SMALL_DST, 0, SMALL_TOKENS)
+    pair.decode.receiver.offer("t", SMALL_DST, 0, SMALL_TOKENS)
     assert log.wait() == ["failed push refused: no route", "end"]
     assert handler.wait()[-1] == "released"
     until(pair.idle, "nothing is held")

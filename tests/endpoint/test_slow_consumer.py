@@ -65,7 +65,7 @@ def test_frames_that_found_a_full_queue_come_later_and_in_order(pair: Pair, monk
     jam = Jam(pair.prefill, monkeypatch)
     jam.jammed = lambda route: True
     log, handler = pair.announce("t"), pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     pair.compute("t", SRC, TOKENS)
     until(lambda: jam.num_refused > 2 and pair.sender_state("sent") == 1, "it has said done")
     assert pair.prefill.endpoint.queued_nbytes() > 0

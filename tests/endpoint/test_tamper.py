@@ -114,11 +114,11 @@ def test_whatever_is_lost_repeated_or_late_no_transfer_waits_for_its_deadline() 
     for number in range(25):
         name = f"t-{number}"
         log, handler = pair.announce(name), pair.expect(name)
-        pair.decode.endpoint.receiver.offer(name, [11, 3, 20], 0, 21)
+        pair.decode.receiver.offer(name, [11, 3, 20], 0, 21)
         pair.compute(name, [5, 1, 9, 2, 30, 7], 21)
         outcomes.append(handler.wait()[0])
         if outcomes[-1] != "ready 42":
-            pair.prefill.endpoint.sender.cancel(name, "decode has given up")  # as the router does
+            pair.prefill.sender.cancel(name, "decode has given up")  # as the router does
         log.wait()
     assert outcomes.count("ready 42") > 5
     assert any("lost frame" in outcome for outcome in outcomes)
@@ -164,7 +164,7 @@ def test_transfer_over_a_slow_link_is_ready_when_the_link_has_carried_it() -> No
     try:
         log, handler = pair.announce("t"), pair.expect("t")
         began_s = time.monotonic()
-        pair.decode.endpoint.receiver.offer("t", [0, 1, 2], 0, 21)
+        pair.decode.receiver.offer("t", [0, 1, 2], 0, 21)
         pair.compute("t", [0, 1, 2, 3, 4, 5], 21)
         assert handler.wait() == ["ready 42", "released"]
         assert time.monotonic() - began_s >= 0.3

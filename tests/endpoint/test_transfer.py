@@ -26,7 +26,7 @@ def test_kv_arrives_when_prefill_ends_before_the_offer(pair: Pair) -> None:
     log = pair.announce("t")
     pair.compute("t", SRC, TOKENS)
     handler = pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     assert handler.wait() == ["ready 42", "released"]
     assert log.wait() == ["end"]
     assert_same_kv(pair)
@@ -34,7 +34,7 @@ def test_kv_arrives_when_prefill_ends_before_the_offer(pair: Pair) -> None:
 
 def test_kv_arrives_when_the_offer_comes_before_the_request(pair: Pair) -> None:
     handler = pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     until(lambda: pair.sender_state("early") == 1, "the offer waits for its request")
     log = pair.announce("t")
     pair.compute("t", SRC, TOKENS)
@@ -47,8 +47,8 @@ def test_kv_arrives_when_the_offer_comes_before_the_request(pair: Pair) -> None:
 def test_layer_is_pushed_while_later_ones_are_still_to_be_written(pair: Pair) -> None:
     pair.announce("t")
     pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
-    sender = pair.prefill.endpoint.sender
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
+    sender = pair.prefill.sender
     until(lambda: pair.sender_state("writing") == 1, "the offer is there")
     sender.publish("t", SRC, TOKENS, 0)
     sender.layer_ready("t", 0, 0, TOKENS)
@@ -62,8 +62,8 @@ def test_blocks_are_open_to_the_sender_until_their_transfer_has_ended(
 ) -> None:
     changes: list[tuple[str, list[int]]] = []
 
-    def note(change: str, peer: str, blocks: Sequence[int]) -> None:
-        changes.append((change, sorted(blocks)))
+    def note(change: str, peer: str, blocks: Sequence[Sequence[int]]) -> None:
+        changes.append((change, sorted(blocks[0])))
 
     monkeypatch.setattr(pair.decode.transport, "open_blocks", partial(note, "open"))
     monkeypatch.setattr(pair.decode.transport, "close_blocks", partial(note, "close"))
@@ -75,7 +75,7 @@ def test_only_the_missing_range_is_written(pair: Pair) -> None:
     pair.decode.buffer.array[:] = 0xEE
     pair.announce("t")
     handler = pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST[1:], 8, TOKENS)
+    pair.decode.receiver.offer("t", DST[1:], 8, TOKENS)
     pair.compute("t", SRC, TOKENS)
     assert handler.wait() == ["ready 42", "released"]
     assert_same_kv(pair, start=8)
@@ -86,7 +86,7 @@ def test_transfer_of_nothing_brings_the_first_token(pair: Pair) -> None:
     """vllm#18632: a full prefix hit must still complete, or prefill leaks its blocks."""
     log = pair.announce("t")
     handler = pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", [], TOKENS, TOKENS)
+    pair.decode.receiver.offer("t", [], TOKENS, TOKENS)
     pair.compute("t", SRC, TOKENS)
     assert handler.wait() == ["ready 42", "released"]
     assert log.wait() == ["end"]
@@ -95,7 +95,7 @@ def test_transfer_of_nothing_brings_the_first_token(pair: Pair) -> None:
 def test_single_layers_are_announced_as_they_land(pair: Pair) -> None:
     pair.announce("t")
     handler = pair.expect("t")
-    receiver, sender = pair.decode.endpoint.receiver, pair.prefill.endpoint.sender
+    receiver, sender = pair.decode.receiver, pair.prefill.sender
     landed: list[tuple[int, int]] = []
     receiver.offer("t", DST, 0, TOKENS, on_landed=lambda layer, end, _: landed.append((layer, end)))
     sender.publish("t", SRC, TOKENS, 0)
@@ -113,7 +113,7 @@ def test_layer_is_announced_up_to_its_first_token_in_flight(pair: Pair) -> None:
     """Two chunks of one layer may land in any order; the second says nothing while the first is under way."""
     handler = pair.expect("t")
     pair.announce("t")
-    receiver, sender = pair.decode.endpoint.receiver, pair.prefill.endpoint.sender
+    receiver, sender = pair.decode.receiver, pair.prefill.sender
     landed: list[tuple[int, int]] = []
     receiver.offer("t", DST, 0, TOKENS, on_landed=lambda layer, end, _: landed.append((layer, end)))
     until(lambda: pair.sender_state("writing") == 1, "the offer has come")
@@ -139,7 +139,7 @@ def test_many_transfers_at_once_keep_their_bytes_apart(pair: Pair) -> None:
         name = f"t{index}"
         pair.announce(name)
         handlers[name] = pair.expect(name)
-        pair.decode.endpoint.receiver.offer(name, [index, index + 8, index + 16], 0, TOKENS)
+        pair.decode.receiver.offer(name, [index, index + 8, index + 16], 0, TOKENS)
         pair.compute(name, [3 * index % 32, index + 1, index + 9, index + 17, index + 5, 31 - index], TOKENS, index)
     for index, handler in enumerate(handlers.values()):
         assert handler.wait() == [f"ready {index}", "released"]
@@ -156,13 +156,13 @@ def test_receiver_that_cancels_gets_its_blocks_back_when_the_sender_is_quiet(pai
     pair.hub.hold = True
     log = pair.announce("t")
     handler = pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     until(lambda: pair.sender_state("writing") == 1, "the offer is there")
     pair.compute("t", SRC, TOKENS)
     until(lambda: len(pair.hub.flights) == 3, "three layers are in flight")
-    pair.decode.endpoint.receiver.cancel("t", "client left")
+    pair.decode.receiver.cancel("t", "client left")
     until(lambda: pair.sender_state("draining") == 1, "the sender drains")
-    assert pair.receiver_state("quarantined_blocks") == len(DST)
+    assert pair.decode.endpoint.receiver.num_quarantined() == len(DST)
     pair.hub.deliver_all()
     assert handler.wait() == ["failed client left", "released"]
     assert log.wait() == ["failed client left", "end"]
@@ -172,9 +172,9 @@ def test_receiver_that_cancels_gets_its_blocks_back_when_the_sender_is_quiet(pai
 def test_sender_that_cancels_tells_the_receiver(pair: Pair) -> None:
     log = pair.announce("t")
     handler = pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     until(lambda: pair.sender_state("writing") == 1, "the offer is there")
-    pair.prefill.endpoint.sender.cancel("t", "preempted")
+    pair.prefill.sender.cancel("t", "preempted")
     assert handler.wait() == ["failed preempted", "released"]
     assert log.wait() == ["failed preempted", "end"]
 
@@ -183,8 +183,8 @@ def test_prefill_that_skips_a_layer_fails_the_transfer(pair: Pair) -> None:
     """vllm#31057: per-layer hooks that did not run must not look like a complete transfer."""
     pair.announce("t")
     handler = pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
-    sender = pair.prefill.endpoint.sender
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
+    sender = pair.prefill.sender
     sender.publish("t", SRC, TOKENS, 0)
     sender.layer_ready("t", 0, 0, TOKENS)
     sender.layer_ready("t", 2, 0, TOKENS)
@@ -197,13 +197,13 @@ def test_push_that_fails_fences_the_peer_and_the_next_transfer_works(pair: Pair)
     pair.hub.fail_next = 1
     log = pair.announce("t")
     handler = pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     pair.compute("t", SRC, TOKENS)
     assert handler.wait()[0].startswith("failed ")
     assert log.wait()[-1] == "end"
     pair.announce("u")
     again = pair.expect("u")
-    pair.decode.endpoint.receiver.offer("u", DST, 0, TOKENS)
+    pair.decode.receiver.offer("u", DST, 0, TOKENS)
     pair.compute("u", SRC, TOKENS)
     assert again.wait() == ["ready 42", "released"]
     assert_same_kv(pair)
@@ -221,7 +221,7 @@ def test_push_that_fails_fences_the_peer_and_the_next_transfer_works(pair: Pair)
 def test_offer_that_cannot_be_written_is_refused(pair: Pair, blocks: list[int], reason: str) -> None:
     pair.announce("t")
     handler = pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", blocks, 0, TOKENS)
+    pair.decode.receiver.offer("t", blocks, 0, TOKENS)
     pair.compute("t", SRC, TOKENS)
     assert handler.wait() == [f"failed {reason}", "released"]
 
@@ -234,7 +234,7 @@ def test_transfer_id_is_good_for_one_attempt(pair: Pair) -> None:
         pair.announce("t")
     with pytest.raises(InvalidRequest, match="was used before"):
         pair.expect("t")
-    pair.decode.endpoint.receiver.offer("t", DST, 0, TOKENS)
+    pair.decode.receiver.offer("t", DST, 0, TOKENS)
     pair.compute("t", SRC, TOKENS)
     assert handler.wait() == ["ready 42", "released"]
     until(pair.idle, "both sides are done")
@@ -243,7 +243,7 @@ def test_transfer_id_is_good_for_one_attempt(pair: Pair) -> None:
 
 
 def test_stop_that_overtakes_the_request_still_ends_it(pair: Pair) -> None:
-    pair.decode.endpoint.receiver.cancel("t", "prefill refused")
+    pair.decode.receiver.cancel("t", "prefill refused")
     with pytest.raises(TransferFailed, match="prefill refused"):
         pair.expect("t")
 
@@ -251,7 +251,7 @@ def test_stop_that_overtakes_the_request_still_ends_it(pair: Pair) -> None:
 def test_receiver_that_gave_up_early_refuses_the_request_that_comes_later(pair: Pair) -> None:
     handler = pair.expect("t")
     until(lambda: pair.sender_state("early") == 1, "the sender knows of it")
-    pair.decode.endpoint.receiver.cancel("t", "client left")
+    pair.decode.receiver.cancel("t", "client left")
     assert handler.wait() == ["failed client left", "released"]
     until(lambda: pair.sender_state("early") == 0, "the sender has forgotten it")
     with pytest.raises(InvalidRequest, match="client left"):
@@ -266,5 +266,5 @@ def test_news_about_unknown_transfers_is_counted_and_dropped(pair: Pair) -> None
         for index in range(100):
             pair.decode.endpoint.sessions.send(peer, messages.Ack(f"unknown-{index}"))
     until(lambda: sum(isinstance(event, MessageDropped) for event in pair.events) == 100, "all are dropped")
-    pair.decode.endpoint.receiver.cancel("t", "enough")
+    pair.decode.receiver.cancel("t", "enough")
     handler.wait()

@@ -20,7 +20,7 @@ SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 def begin(pair: Pair, name: str, verify: Verify, start: int = 0) -> Handler:
     pair.announce(name)
     handler = pair.expect(name)
-    pair.decode.endpoint.receiver.offer(name, DST[start // 8 :], start, TOKENS, verify=verify)
+    pair.decode.receiver.offer(name, DST[start // 8 :], start, TOKENS, verify=verify)
     until(lambda: pair.sender_state("writing") == 1, "the offer is there")
     pair.compute(name, SRC, TOKENS)
     return handler
@@ -116,7 +116,7 @@ def test_transfer_can_be_cancelled_while_its_checksums_are_computed(
     reading = Reading(pair.prefill if side == "prefill" else pair.decode, monkeypatch)
     handler = begin(pair, "t", "all")
     assert reading.begun.wait(WAIT_S)
-    pair.decode.endpoint.receiver.cancel("t", "enough")
+    pair.decode.receiver.cancel("t", "enough")
     if side == "prefill":
         until(lambda: pair.sender_state("draining") == 1, "it has heard so")
         assert handler.calls in ([], ["failed enough"]), "its own blocks are read still"

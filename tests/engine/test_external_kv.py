@@ -494,7 +494,115 @@ def test_a_failing_early_pass_ends_its_request(monkeypatch: pytest.MonkeyPatch) 
     assert worker.generate(prompt_of(9), 4, "next") == oracle(prompt_of(9), 4)
 
 
-@pytest.mark.parametrize("seed", range(8, 16))
+# --- A prefix that is loaded, layer by layer, while the rest is computed
+
+
+def _loading(source: Rig, worker: Rig, prompt: tuple[int, ...], external: int) -> set[int]:
+    """A request whose prefix is on its way; the layers that have landed, which `layer_needed` lets land in order."""
+    source.generate(prompt, 1)
+    worker.submit("r", prompt, 8, external=external)
+    worker.run()
+    for layer in LAYERS:
+        for part in worker.cache.views(layer):
+            part[list(worker.heard.tables["r"])] = float("nan")
+    landed: set[int] = set()
+
+    def layer_needed(name: str, layer: int, timeout_s: float) -> bool:
+        if timeout_s > 0 and layer not in landed:
+            _fill_from(source, "r", worker, name, 0, external, [layer])
+            landed.add(layer)
+        return layer in landed
+
+    worker.heard.on_layer_needed = layer_needed
+    return landed
+
+
+@pytest.mark.parametrize("external", [1, BLOCK, 2 * BLOCK + 3, 42])
+@pytest.mark.parametrize("max_batched_tokens", [5, 512])
+def test_the_rest_is_computed_while_the_prefix_is_loaded(external: int, max_batched_tokens: int) -> None:
+    prompt = prompt_of(43)
+    source, worker = rig(), rig(share_prefixes=True, max_batched_tokens=max_batched_tokens)
+    landed = _loading(source, worker, prompt, external)
+    worker.engine.kv_loading("r", external)
+    worker.engine.step()
+    assert landed == set(LAYERS)
+    end = min(43, external + max_batched_tokens)
+    assert worker.heard.written("r") == [(layer, external, end) for layer in LAYERS]
+    assert len(worker.heard.tokens("r")) == (end == 43)
+    worker.engine.kv_ends("r", external)
+    worker.run()
+    assert worker.heard.tokens("r") == oracle(prompt, 8)
+    assert worker.heard.outputs["r"][0].num_cached_tokens == external
+    assert worker.generate(prompt, 8, "again") == oracle(prompt, 8)
+    assert worker.heard.cached["again"] == 5 * BLOCK, "what came and what was computed is found by name"
+
+
+@pytest.mark.parametrize("missing", LAYERS)
+@pytest.mark.parametrize("came", [0, 5, 30])
+def test_nothing_is_told_of_a_pass_over_a_prefix_that_does_not_come(missing: int, came: int) -> None:
+    prompt = prompt_of(43)
+    source, worker = rig(), rig(share_prefixes=True)
+    landed = _loading(source, worker, prompt, 30)
+    right = worker.heard.on_layer_needed
+    assert right is not None
+    worker.heard.on_layer_needed = lambda name, layer, timeout_s: layer < missing and right(name, layer, timeout_s)
+    worker.engine.kv_loading("r", 30)
+    worker.run()
+    assert landed == set(range(missing))
+    assert (worker.heard.layers, worker.engine.num_awaiting_kv, worker.heard.errors) == ([], 1, {})
+    _fill_from(source, "r", worker, "r", 0, came)
+    worker.engine.kv_ends("r", came)
+    worker.run()
+    assert worker.heard.tokens("r") == oracle(prompt, 8)
+    assert worker.heard.written("r") == [(layer, came, 43) for layer in LAYERS]
+
+
+def test_what_a_pass_writes_is_told_by_layer_once_the_prefix_counts() -> None:
+    prompt = prompt_of(43)
+    source, worker = rig(), rig()
+    landed = _loading(source, worker, prompt, 30)
+    right = worker.heard.on_layer_needed
+    assert right is not None
+    told: list[int] = []
+
+    def layer_needed(name: str, layer: int, timeout_s: float) -> bool:
+        told.append(len(worker.heard.layers))
+        if layer == 1:
+            for later in LAYERS:
+                right(name, later, 1.0)
+        return right(name, layer, timeout_s)
+
+    worker.heard.on_layer_needed = layer_needed
+    worker.engine.kv_loading("r", 30)
+    worker.engine.step()
+    assert landed == set(LAYERS)
+    assert told == [0, 0, 0, 0, 2, 2], "nothing before the last layer is here, then layer by layer"
+
+
+def test_a_prefix_may_turn_out_shorter_before_its_pass_begins() -> None:
+    prompt = prompt_of(43)
+    source, worker = rig(), rig()
+    _loading(source, worker, prompt, 30)
+    worker.engine.kv_loading("r", 9)
+    worker.run()
+    assert worker.heard.tokens("r") == oracle(prompt, 8)
+    assert worker.heard.written("r") == [(layer, 9, 43) for layer in LAYERS]
+
+
+def test_nobody_waits_for_a_prefix_of_somebody_else() -> None:
+    prompt = prompt_of(43)
+    source, worker = rig(), rig()
+    landed = _loading(source, worker, prompt, 30)
+    worker.submit("runs", prompt_of(5), 6)
+    worker.engine.kv_loading("r", 30)
+    for _ in range(5):
+        worker.engine.step()
+    assert (len(worker.heard.tokens("runs")), landed) == (5, set())
+    worker.run()
+    assert worker.heard.tokens("r") == oracle(prompt, 8)
+
+
+@pytest.mark.parametrize("seed", range(10, 18))
 def test_any_order_of_arrivals_failures_and_passes_gives_the_right_tokens(seed: int) -> None:
     """Requests with a given prefix of random length, which lands token by token and layer by layer, or fails."""
     rng = random.Random(seed)
@@ -510,31 +618,39 @@ def test_any_order_of_arrivals_failures_and_passes_gives_the_right_tokens(seed: 
     landed: dict[str, int] = {}
     sources: dict[str, Rig] = {}
     early: list[str] = []
+    complete: dict[str, set[int]] = {}
 
-    def layer_needed(name: str, layer: int, _timeout_s: float) -> bool:
-        if rng.random() < 0.1:
-            return False
+    def layer_needed(name: str, layer: int, timeout_s: float) -> bool:
+        """Also asked whether all of a prefix is here, without waiting for it."""
+        if timeout_s == 0 or rng.random() < 0.1:
+            return layer in complete[name]
         if layer == NUM_LAYERS - 1:
             early.append(name)
-        _fill_from(sources[name], name, worker, name, worker.heard.cached[name], external[name], [layer])
+        if external[name] > worker.heard.cached[name]:
+            _fill_from(sources[name], name, worker, name, worker.heard.cached[name], external[name], [layer])
+        complete[name].add(layer)
         return True
 
     worker.heard.on_layer_needed = layer_needed
-    for step in range(100):
-        action, name = rng.random(), rng.choice([*sizes, ""])
+    for step in range(140):
+        action, name = rng.random(), rng.choice([*(known for known in sizes if known not in worker.heard.errors), ""])
         waits = name in worker.engine._scheduler.awaiting_kv
         if action < 0.25:
             name = f"r{step}"
             prompt, max_tokens = prompt_of(rng.randrange(1, 40), rng.randrange(3)), rng.randrange(1, 9)
-            sizes[name], landed[name] = (prompt, max_tokens), 0
-            external[name] = rng.choice([0, rng.randrange(len(prompt) + 1), len(prompt), len(prompt)])
+            sizes[name], landed[name], complete[name] = (prompt, max_tokens), 0, set()
+            part = rng.randrange(len(prompt) + 1)
+            external[name] = rng.choice([0, part, part, len(prompt), len(prompt)])
             sources[name] = rig(num_blocks=8)
             firsts[name] = sources[name].generate(prompt, 1, name)[0]
             worker.submit(name, prompt, max_tokens, external=external[name])
         elif action < 0.5 and waits:
             if rng.random() < 0.7:
                 worker.run()  # until the others have ended
-            worker.engine.kv_arriving(name, firsts[name])
+            if external[name] == len(sizes[name][0]):
+                worker.engine.kv_arriving(name, firsts[name])
+            else:
+                worker.engine.kv_loading(name, external[name])
         elif action < 0.75 and waits:
             upto = rng.choice([external[name], rng.randrange(landed[name], external[name] + 1)])
             start = max(landed[name], worker.heard.cached[name])
@@ -554,8 +670,8 @@ def test_any_order_of_arrivals_failures_and_passes_gives_the_right_tokens(seed: 
     worker.run()
     assert worker.heard.errors.keys() == sizes.keys()
     assert (worker.pool.num_held, worker.engine.num_waiting, worker.engine.num_awaiting_kv) == (0, 0, 0)
-    complete = [name for name, error in worker.heard.errors.items() if error is None]
-    assert len(complete) > 5
+    right = [name for name, error in worker.heard.errors.items() if error is None]
+    assert len(right) > 5
     assert early
-    for name in complete:
+    for name in right:
         assert worker.heard.tokens(name) == oracle(*sizes[name]), f"seed {seed}, request {name}"

@@ -100,6 +100,9 @@ def test_more_than_running_and_waiting_is_overloaded() -> None:
     assert (worker.engine.num_running, worker.engine.num_waiting) == (0, 3)
     worker.engine.step()
     assert (worker.engine.num_running, worker.engine.num_waiting) == (2, 1)
+    requests = [sequence.request for sequence in worker.engine._sequences.values()]
+    assert worker.engine.tokens_held == sum(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests) > 0
+    assert worker.engine.tokens_to_compute == len(requests[-1].prompt_token_ids), "of the one that waits"
     worker.run()
     worker.submit("d", prompt_of(5))
     worker.run()

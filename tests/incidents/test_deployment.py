@@ -151,13 +151,19 @@ def test_health_is_bad_when_a_part_of_the_worker_is_dead(deployment: Deployment,
         node=SimpleNamespace(report=lambda: report, address="a"),
         engine_is_dead=part == "engine",
         draining=False,
+        turning=None,
         name="w",
+        role="both",
+        roles=("prefill", "decode"),
         config=SimpleNamespace(
             timeouts=SimpleNamespace(peer_s=3.0), role="both", cache=SimpleNamespace(block_tokens=16)
         ),
         model=SimpleNamespace(name="m"),
         engine=SimpleNamespace(num_running=0, num_awaiting_kv=0, num_waiting=0),
         pool=SimpleNamespace(num_free=1, num_blocks=1),
+        kv_events=None,
+        source=None,
+        peers=None,
     )
     ok, body = health.health(cast("Worker", dead))
     assert not ok

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from pdlink.config import TimeoutConfig
-from pdlink.endpoint.sender import Sender
 from pdlink.protocol import messages
 from tests.attacks.stranger import Stranger
 from tests.endpoint.conftest import TIMEOUTS, Handler, Node, Pair, layout, until
@@ -28,7 +27,7 @@ SHORT = TimeoutConfig(heartbeat_s=0.02, peer_s=0.2, connect_s=5.0, lease_s=0.4, 
 
 def begin(pair: Pair, transfer_id: str, dst: list[int] | None = None, start: int = 0) -> Handler:
     handler = pair.expect(transfer_id)
-    pair.decode.endpoint.receiver.offer(transfer_id, DST if dst is None else dst, start, TOKENS)
+    pair.decode.receiver.offer(transfer_id, DST if dst is None else dst, start, TOKENS)
     return handler
 
 
@@ -127,7 +126,7 @@ def test_receiver_that_is_slow_to_offer_does_not_delay_another(pair: Pair) -> No
     for number in range(20):
         assert transfer(pair, f"t-{number}") == ["ready 42", "released"]
     assert (slow.calls, log.calls) == ([], [])
-    pair.decode.endpoint.receiver.offer("slow", DST, 0, TOKENS)
+    pair.decode.receiver.offer("slow", DST, 0, TOKENS)
     assert slow.wait() == ["ready 42", "released"]
 
 
@@ -137,7 +136,7 @@ def test_receiver_that_is_slow_to_offer_does_not_delay_another(pair: Pair) -> No
 def test_blocks_of_an_aborted_transfer_are_given_back_only_when_its_write_has_ended(pair: Pair) -> None:
     """sglang#32564: pages of an aborted request were given to the next one while its write was under way."""
     handler = in_flight(pair, "a")
-    pair.decode.endpoint.receiver.cancel("a", "client left")
+    pair.decode.receiver.cancel("a", "client left")
     until(lambda: "failed client left" in handler.calls, "the request is over")
     for flight in list(pair.hub.flights)[:2]:
         pair.hub.land(flight)
@@ -156,14 +155,14 @@ def reference_nobody_knows(pair: Pair) -> None:
 def reference_used_before(pair: Pair) -> None:
     assert transfer(pair, "t2") == ["ready 42", "released"]
     with Stranger(pair).join() as stranger:
-        stranger.say(messages.Offer("t2", 0, TOKENS, (5, 1), 3))
+        stranger.say(messages.Offer("t2", 0, TOKENS, ((5, 1),), 3))
         assert stranger.hear(messages.Stop).reason == "already_sent"
 
 
 def reference_out_of_range(pair: Pair) -> None:
     pair.announce("wide")
     with Stranger(pair).join() as stranger:
-        stranger.say(messages.Offer("wide", 0, TOKENS, (5, 32), 3))
+        stranger.say(messages.Offer("wide", 0, TOKENS, ((5, 32),), 3))
         assert "outside" in stranger.hear(messages.Stop).reason
 
 
@@ -214,7 +213,7 @@ def test_prefill_that_was_refused_cannot_signal_success(pair: Pair) -> None:
     log = pair.announce("t")
     handler = begin(pair, "t")
     until(lambda: pair.sender_state("writing") == 1, "the offer is there")
-    sender = pair.prefill.endpoint.sender
+    sender = pair.prefill.sender
     sender.publish("t", SRC, TOKENS, 0)
     sender.cancel("t", "capacity_exceeded")
     sender.finish("t", 42)
@@ -226,7 +225,7 @@ def test_prefill_that_loses_its_blocks_after_the_last_layer_says_so(pair: Pair) 
     """vllm#48141: preempted between the last layer and the end, prefill sent nothing and said nothing."""
     pair.announce("t")
     handler = begin(pair, "t")
-    sender = pair.prefill.endpoint.sender
+    sender = pair.prefill.sender
     sender.publish("t", SRC, TOKENS, 0)
     for layer in range(3):
         sender.layer_ready("t", layer, 0, TOKENS)
@@ -243,7 +242,7 @@ def test_lost_ack_costs_one_lease_and_nothing_else() -> None:
     try:
         with Stranger(pair).join() as stranger:
             log = pair.announce("t")
-            stranger.say(messages.Offer("t", 0, TOKENS, (5, 1), 3))
+            stranger.say(messages.Offer("t", 0, TOKENS, ((5, 1),), 3))
             pair.compute("t", SRC, TOKENS)
             assert stranger.hear(messages.Done).first_token == 42
             assert log.wait()[-1] == "end"
@@ -257,13 +256,13 @@ def test_death_of_one_prefill_is_none_of_the_others_business(pair: Pair) -> None
     other = Node(pair.hub, "other", layout(4), TIMEOUTS).open()
     doomed = in_flight(pair, "doomed")
     handler = Handler()
-    pair.decode.endpoint.receiver.expect("well", other.endpoint.address, handler)
-    pair.decode.endpoint.receiver.offer("well", [7, 8], 0, TOKENS)
-    other.endpoint.sender.announce("well", lambda reason: None, lambda: None)
+    pair.decode.receiver.expect("well", other.endpoint.address, handler)
+    pair.decode.receiver.offer("well", [7, 8], 0, TOKENS)
+    other.sender.announce("well", lambda reason: None, lambda: None)
     pair.prefill.close()
     assert doomed.wait()[-1] == "released"
     pair.hub.hold = False
-    sender: Sender = other.endpoint.sender
+    sender = other.sender
     sender.publish("well", SRC, TOKENS, 0)
     for layer in range(3):
         sender.layer_ready("well", layer, 0, TOKENS)
@@ -282,13 +281,13 @@ def test_abort_at_any_moment_ends_each_side_once(pair: Pair, who: str, when: str
     """vllm#25067, vllm#53079: an abort in the tick of the end, and a second end, took the engine down."""
     log = pair.announce("t")
     handler = begin(pair, "t")
-    sender = pair.prefill.endpoint.sender
+    sender = pair.prefill.sender
 
     def abort() -> None:
         if who == "prefill":
             sender.cancel("t", "abort")
         else:
-            pair.decode.endpoint.receiver.cancel("t", "abort")
+            pair.decode.receiver.cancel("t", "abort")
 
     if when == "before publish":
         abort()

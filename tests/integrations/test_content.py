@@ -64,7 +64,8 @@ def test_models_that_are_not_on_this_host_are_compared_by_name_and_commit(
 def test_adapters_of_one_name_with_other_weights_never_match(tmp_path: Path) -> None:
     """An adapter loaded at start or at run time: the id of a transfer tells which one computed the KV."""
     one, copy, other = (adapter(tmp_path / name, seed) for name, seed in (("1", 0), ("2", 0), ("3", 1)))
-    ids = [params.transfer_id("t", [1, 2], versions.identity(request("sql", path))) for path in (one, copy, other)]
+    words = [versions.identity(request("sql", path)).words for path in (one, copy, other)]
+    ids = [params.transfer_id("t", [1, 2], those) for those in words]
     assert ids[0] == ids[1] != ids[2]
 
 
@@ -77,4 +78,4 @@ def test_adapter_that_was_reloaded_with_other_weights_never_matches_its_old_self
 
 @pytest.mark.parametrize("path", ["", "owner/adapter", "/not/here", "no:name\0"])
 def test_adapter_that_is_not_on_this_host_counts_by_where_it_comes_from(path: str) -> None:
-    assert versions.identity(request("sql", path)) == [f"lora sql {path}"]
+    assert versions.identity(request("sql", path)).words == [f"lora sql {path}"]

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
 from pdlink import _copy
-from pdlink.integrations.vllm_parts.layout import COLUMNS, PACKED, ROWS, LayerView, UnsupportedCache, describe
-from pdlink.integrations.vllm_parts.memory import SharedAllocation, regions
+from pdlink.integrations.shared_allocation import SharedAllocation
+from pdlink.integrations.vllm_parts.layout import (
+    COLUMNS,
+    PACKED,
+    ROWS,
+    STATE,
+    CacheGroups,
+    GroupKind,
+    LayerView,
+    UnsupportedCache,
+    describe,
+)
+from pdlink.integrations.vllm_parts.memory import regions
 from pdlink.kv.plan import bind, template
+from pdlink.memory.borrowed import BorrowedBuffer
+from pdlink.memory.buffers import Buffer
+from pdlink.protocol.messages import MAX_HELLO_NBYTES, VERSION, Envelope, Hello, Identity, encode
 
 HEADS, SIZE, LAYERS = 3, 8, 2
 
@@ -61,7 +77,7 @@ def _views(tensors: list[torch.Tensor]) -> tuple[list[LayerView], list[Bytes]]:
         LayerView(f"layer.{index}", tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size(), *place)
         for index, (tensor, place) in enumerate(zip(tensors, places, strict=True))
     ]
-    return views, [buffer.array for buffer in buffers]
+    return views, [cast("BorrowedBuffer", buffer).array for buffer in buffers]
 
 
 ROW_KINDS = ["fused", "fused, heads inside", "all layers in a block", "split", "split outside"]
@@ -82,7 +98,7 @@ def test_tokens_arrive_whatever_the_form_and_block_size(
         tensors, write = _caches(kind, 40, tokens)
         views, arrays = _views(tensors)
         form = COLUMNS if kind == "columns" else ROWS
-        cache = describe(views, form=form, latent=False, head_size=SIZE, dtype="float32")
+        cache = describe(views, GroupKind((), form, head_size=SIZE, dtype="float32"))
         cache.layout.check(name)
         cache.layout.check_writable(name)
         assert all(cache.layout.extent(region) <= array.size for region, array in enumerate(arrays))
@@ -118,7 +134,7 @@ def test_tokens_arrive_whatever_the_form_and_block_size(
 @pytest.mark.parametrize("shape", [(6, 4, 24), (6, 1, 4, 24)])
 def test_mla_is_one_latent(shape: tuple[int, ...]) -> None:
     views, _ = _views([torch.zeros(shape) for _ in range(LAYERS)])
-    layout = describe(views, form=ROWS, latent=True, head_size=24, dtype="bfloat16").layout
+    layout = describe(views, GroupKind((), ROWS, latent=True, head_size=24, dtype="bfloat16")).layout
     assert (layout.num_blocks, layout.block_tokens, layout.num_heads, layout.head_nbytes) == (6, 4, 1, 96)
     assert [len(layer.parts) for layer in layout.layers] == [1, 1]
     assert layout.token_nbytes == LAYERS * 96
@@ -126,17 +142,17 @@ def test_mla_is_one_latent(shape: tuple[int, ...]) -> None:
 
 def test_blocks_of_a_form_of_their_own_travel_whole() -> None:
     views, _ = _views(list(torch.zeros(LAYERS, 6, HEADS, 32, 2 * SIZE)))
-    cache = describe(views, form=PACKED, latent=False, head_size=SIZE, dtype="float32")
+    cache = describe(views, GroupKind((), PACKED, head_size=SIZE, dtype="float32"))
     assert cache.token_unit == 32
     assert (cache.layout.block_tokens, cache.layout.head_nbytes) == (1, HEADS * 32 * 2 * SIZE * 4)
-    other = describe(views, form=COLUMNS, latent=False, head_size=SIZE, dtype="float32")
+    other = describe(views, GroupKind((), COLUMNS, head_size=SIZE, dtype="float32"))
     assert cache.layout.dtype != other.layout.dtype, "the handshake refuses a peer with another form"
 
 
 def test_layers_that_share_a_cache_are_sent_once() -> None:
     one = torch.zeros(6, HEADS, 4, 2 * SIZE)
     views, _ = _views([one, one])
-    cache = describe(views, form=ROWS, latent=False, head_size=SIZE, dtype="float32")
+    cache = describe(views, GroupKind((), ROWS, head_size=SIZE, dtype="float32"))
     assert cache.planes == {"layer.0": (0,), "layer.1": ()}
 
 
@@ -153,7 +169,7 @@ def test_layers_that_share_a_cache_are_sent_once() -> None:
 def test_a_form_that_is_not_known_is_refused_by_name(tensors: list[torch.Tensor]) -> None:
     views, _ = _views(tensors)
     with pytest.raises(UnsupportedCache):
-        describe(views, form=ROWS, latent=False, head_size=SIZE, dtype="float32")
+        describe(views, GroupKind((), ROWS, head_size=SIZE, dtype="float32"))
 
 
 def test_a_cache_allocated_in_our_context_is_shared_memory() -> None:
@@ -162,7 +178,8 @@ def test_a_cache_allocated_in_our_context_is_shared_memory() -> None:
         cache = torch.zeros(1 << 20, dtype=torch.int8, device=torch.device("cpu"))
         small = torch.zeros(16)
     view = cache.view(torch.float32).view(2, -1)
-    buffers, places = regions([view[1], small], context.buffers)
+    found, places = regions([view[1], small], context.buffers)
+    buffers = cast("list[Buffer]", found)
     assert buffers[0] is context.buffers[0]
     assert buffers[0].fd >= 0
     assert places[0] == (0, 1 << 19)
@@ -175,3 +192,49 @@ def test_a_cache_allocated_in_our_context_is_shared_memory() -> None:
 def test_memory_of_a_device_is_refused_by_its_name() -> None:
     with pytest.raises(UnsupportedCache, match="meta"):
         regions([torch.zeros(4, device="meta")], [])
+
+
+def _state(num_blocks: int = 6, page: int = 64, nbytes: int = 50) -> LayerView:
+    return LayerView("state", (num_blocks, 1, 1, nbytes), (page, nbytes, nbytes, 1), 1, 0, 0)
+
+
+def test_a_state_is_one_piece_of_its_page() -> None:
+    kind = GroupKind(("state",), STATE, dtype="[(3, 256)] ['float32']", block_tokens=4096)
+    cache = describe([_state()], kind)
+    (layer,) = cache.layout.layers
+    assert (cache.layout.state, cache.layout.block_tokens, cache.layout.head_nbytes) == (True, 4096, 50)
+    assert (layer.block_stride, layer.token_stride) == (64, 0)
+    cache.layout.check("own")
+    cache.layout.check_writable("own")
+    assert cache.shard(0, 1) is cache
+    with pytest.raises(UnsupportedCache, match="recurrent state of a rank cannot travel in 2 shards"):
+        cache.shard(0, 2)
+    with pytest.raises(UnsupportedCache, match="form that is not known"):
+        describe([replace(_state(), shape=(6, 2, 1, 25), strides=(64, 30, 25, 1))], kind)
+
+
+def test_groups_are_laid_over_each_other_and_counted_together() -> None:
+    """Two layers of attention in blocks that the kernel splits, and a state in the same pages."""
+    tensors, _ = _caches("fused", 8, 4)
+    views, _ = _views(tensors)
+    full = describe(views, GroupKind((), ROWS, head_size=SIZE, dtype="float32", block_tokens=8, window=5))
+    state = describe([_state(4)], GroupKind(("state",), STATE, dtype="u8", block_tokens=100))
+    cache = CacheGroups.of([full, state], 4)
+    assert cache.planes == {"layer.0": (0,), "layer.1": (1,), "state": (2,)}
+    assert cache.kernel_blocks(((3, 1), (2,))) == [[6, 7, 2, 3], [2]]
+    assert (full.layout.window, full.layout.window_step) == (5, 8), "whole blocks of vLLM's scheduler"
+    packed = describe(views, GroupKind((), PACKED, head_size=SIZE, dtype="float32"))
+    with pytest.raises(UnsupportedCache, match="blocks that only a kernel can read"):
+        CacheGroups.of([packed, state], 8)
+
+
+def test_handshake_takes_the_largest_layouts_of_attention_on_cpus() -> None:
+    """126 layers with heads of 128 elements, as Llama 3.1 405B has: two parts a layer and element."""
+    layers, tokens, size = 126, 128, 128
+    shape, strides = (1000, 1, tokens, 2 * size), (2 * tokens * size, 2 * tokens * size, 2 * size, 1)
+    views = [LayerView(f"layer.{at}", shape, strides, 4, 0, at * 1000 * 8 * tokens * size) for at in range(layers)]
+    names = tuple(view.name for view in views)
+    kind = GroupKind(names, COLUMNS, head_size=size, dtype="float32", block_tokens=tokens)
+    identity = Identity(VERSION, "m" * 200, "main", 1, describe(views, kind).layout, "h" * 80)
+    hello = Hello("prefill", identity)
+    assert len(encode(Envelope(VERSION, "prefill", "e" * 16, "", 1, 0, (hello,)))) < MAX_HELLO_NBYTES

@@ -59,3 +59,10 @@ def test_engine_id_of_any_characters_makes_a_name() -> None:
 def test_name_that_no_peer_would_take_stops_the_server() -> None:
     with pytest.raises(ConfigError, match="a name is up to 4 parts"):
         read({"name": "a b"})
+
+
+def test_ranks_do_not_share_the_directory_of_a_tier() -> None:
+    tiers = {"tiers": {"local_disk": "/kv", "max_local_disk_size": 1}}
+    with pytest.raises(ConfigError, match=r"tiers\.local_disk: got '/kv' for 2 ranks; limit one each"):
+        names(tiers, None, ranks=2)
+    assert names(tiers, None, ranks=1)

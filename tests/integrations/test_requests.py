@@ -51,6 +51,18 @@ class TestSending:
             Chunk("r", (1, 2, 3), True, 0, 100, 100)
         ]
 
+    def test_a_prompt_of_layers_that_do_not_keep_all_is_computed_but_for_its_last_token(self) -> None:
+        """Decode goes on from the state before that token; its blocks are lists by group."""
+        requests = RequestBook(sends=True, receives=True, shares_prefixes=True, keeps_all=False)
+        assert requests.arrived("r", PREFILL, PROMPT) == 1
+        tables = ((7, 8), (9,))
+        plan = requests.step([Scheduled("r", tables, True, 0, 99)])
+        assert plan.announces == [Announce("r", ID, 99)]
+        assert plan.chunks == [Chunk("r", tables, True, 0, 99, 99)]
+        assert requests.arrived("one", {**PREFILL, "transfer_id": "b"}, PROMPT[:1]) == 0, "nothing would be left"
+        assert requests.arrived("d", {**DECODE, "transfer_id": "c"}, PROMPT) == 0
+        assert requests.arrived("alone", None, PROMPT) == 0
+
     def test_blocks_are_kept_from_the_end_of_the_request_until_nothing_reads_them(self) -> None:
         requests = book()
         requests.arrived("r", PREFILL, PROMPT)
@@ -101,7 +113,7 @@ class TestReceiving:
         assert requests.step([]).expects == [Expect("r", ID, 99, (CONTROL,))]
         assert requests.missing("r", 0) == requests.missing("r", 0) == (99, True)
         requests.allocated("r", [4, 5, 6, 7], 99)
-        assert requests.step([]).offers == [Offer("r", (4, 5, 6, 7), 0)]
+        assert requests.step([]).offers == [Offer("r", (4, 5, 6, 7), 0, 99)]
         requests.received({"r"})
         assert requests.missing("r", 99) == (0, False)
         requests.allocated("r", [4, 5, 6, 7], 0)
@@ -112,7 +124,7 @@ class TestReceiving:
         requests.arrived("r", DECODE, PROMPT)
         assert requests.missing("r", 64) == (35, True)
         requests.allocated("r", [4, 5, 6, 7], 35)
-        assert requests.step([]).offers == [Offer("r", (4, 5, 6, 7), 64)]
+        assert requests.step([]).offers == [Offer("r", (4, 5, 6, 7), 64, 99)]
 
     def test_where_nothing_is_missing_the_sender_is_told_so(self) -> None:
         requests = book()
@@ -157,7 +169,7 @@ class TestReceiving:
         requests.received({"0_r"})
         assert requests.missing("1_r", 64) == (0, False)
         requests.allocated("1_r", [1, 3], 0)
-        assert requests.step([]).offers == [Offer("0_r", (1, 2), 0)]
+        assert requests.step([]).offers == [Offer("0_r", (1, 2), 0, 99)]
 
     def test_samples_whose_first_one_is_aborted_compute_the_prompt(self) -> None:
         requests = book()

@@ -29,6 +29,8 @@ def test_every_shard_listens_on_a_port_and_with_a_key_of_its_own() -> None:
         ({"control_host": "192.0.2.1"}, "keys"),
         ({"advertise_host": "192.0.2.1"}, "keys"),
         ({"timeouts": {"lease_s": 1}}, "lease_s"),
+        ({"tiers": {"local_disk": "/kv"}}, "max_local_disk_size"),
+        ({"tiers": {"local_disk": "/kv/{name}", "max_local_disk_size": 1}}, "another name at every start; set name"),
     ],
 )
 def test_a_wrong_setting_is_named(extra: dict[str, Any], named: str) -> None:
@@ -71,7 +73,8 @@ def test_a_step_is_read_alike_from_both_model_runners() -> None:
     output = SimpleNamespace(
         num_scheduled_tokens={"n": 4, "c": 8, "r": 32, "e": 1}, scheduled_new_reqs=[new], scheduled_cached_reqs=cached
     )
-    assert versions.scheduled(output) == [
+    one = SimpleNamespace(kv_cache_groups=[None])
+    assert versions.scheduled(output, one) == [
         ("n", (1, 2), True, 16, 4),
         ("c", (5,), False, 32, 8),
         ("r", (6, 7), True, 0, 32),
@@ -101,20 +104,77 @@ def test_the_form_of_a_block_follows_the_attention_kernel(layer: object, form: s
     assert versions.cache_form(layer) == form
 
 
+class SlidingWindowSpec:
+    """As vLLM calls it, by which it is known."""
+
+    sliding_window, extra_retained_tokens = 64, 3
+
+
+FULL, WINDOW = SimpleNamespace(), SlidingWindowSpec()
+STATES = SimpleNamespace(shapes=((3, 256),), dtypes=("torch.float32",))
+
+
+def caches(*specs: object) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+
+
 @pytest.mark.parametrize(
-    ("groups", "pipeline", "context"), [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=["hybrid", "pipeline", "context"]
+    ("specs", "version", "tiers", "pipeline", "context", "message"),
+    [
+        ((FULL, WINDOW), (0, 31), False, 1, 1, r"2 groups of KV caches, which are transferred from vLLM 0\.32 on"),
+        (
+            (FULL, STATES),
+            (0, 32),
+            True,
+            1,
+            1,
+            "tiers do not keep KV of models with sliding windows",
+        ),
+        ((WINDOW,), (0, 32), True, 1, 1, "--disable-hybrid-kv-cache-manager"),
+        ((FULL,), (0, 32), False, 2, 1, r"pipeline parallel servers \(2 ranks\)"),
+        ((FULL,), (0, 32), False, 1, 2, r"decode context parallel servers \(2 ranks\)"),
+    ],
 )
-def test_what_is_not_transferred_yet_is_refused_at_start(groups: int, pipeline: int, context: int) -> None:
+def test_what_is_not_transferred_yet_is_refused_at_start(
+    specs: tuple[object, ...], version: tuple[int, int], tiers: bool, pipeline: int, context: int, message: str
+) -> None:
     parallel = SimpleNamespace(pipeline_parallel_size=pipeline, decode_context_parallel_size=context)
-    with pytest.raises(UnsupportedCache):
-        versions.check_config(
-            SimpleNamespace(parallel_config=parallel), SimpleNamespace(kv_cache_groups=[None] * groups)
-        )
+    with pytest.raises(UnsupportedCache, match=message):
+        versions.check_config(SimpleNamespace(parallel_config=parallel), caches(*specs), version, tiers=tiers)
+
+
+def test_a_cache_that_does_not_keep_all_tokens_is_known_by_its_groups() -> None:
+    assert versions.keeps_all(caches(FULL, FULL))
+    assert not versions.keeps_all(caches(FULL, WINDOW))
+    assert not versions.keeps_all(caches(STATES))
+    assert not versions.keeps_all(caches(SimpleNamespace(kv_cache_specs={"a": FULL, "b": WINDOW})))
+    assert versions.window_of(WINDOW) == 67, "those kept for a draft model count"
+
+
+def test_every_group_that_is_transferred_has_a_list_of_blocks() -> None:
+    several = caches(FULL, WINDOW, STATES)
+    several.transfer_group_ids = (0, 2)
+    assert versions.tables(several, ([1, 2], [3], [4])) == ((1, 2), (4,))
+    assert versions.tables(caches(FULL), ([1, 2],)) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "mine", "heads"), [(0, 1, 4, range(4)), (1, 2, 2, range(2, 4)), (5, 8, 1, range(2, 3))]
+)
+def test_a_rank_knows_its_heads(rank: int, ranks: int, mine: int, heads: range) -> None:
+    parallel = SimpleNamespace(rank=rank, tensor_parallel_size=ranks)
+    model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: 4)
+    config = SimpleNamespace(parallel_config=parallel, model_config=model)
+    assert versions.heads(config, mine) == (heads, 4)
+    model.use_mla = True
+    assert versions.heads(config, 1) == (None, None)
 
 
 def test_the_kv_of_a_prompt_depends_on_lora_salt_and_media() -> None:
     request = SimpleNamespace(
-        lora_request=SimpleNamespace(lora_name="l"), cache_salt="s", mm_features=[SimpleNamespace(identifier="i")]
+        lora_request=SimpleNamespace(lora_name="l"),
+        cache_salt="s",
+        mm_features=[SimpleNamespace(identifier="i", mm_position=SimpleNamespace(offset=3))],
     )
-    assert versions.identity(request) == ["lora l ", "salt s", "media i"]
-    assert versions.identity(SimpleNamespace(lora_request=None, cache_salt=None, mm_features=None)) == []
+    assert versions.identity(request).words == ["lora l ", "salt s", "media i"]
+    assert versions.identity(SimpleNamespace(lora_request=None, cache_salt=None, mm_features=None)).words == []

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
 import pytest
 
-from pdlink.integrations.vllm_parts.layout import CacheLayout, UnsupportedCache, of_rank
+from pdlink.integrations.vllm_parts.layout import CacheGroups, CacheLayout, UnsupportedCache, of_rank
 from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled
 from pdlink.integrations.vllm_parts.worker import WorkerHalf
 from pdlink.kv.layout import KVLayout, paged_layout
@@ -53,7 +54,13 @@ def test_a_rank_with_several_shards_feeds_as_many_ranks(num_heads: int, shards: 
     nodes = [ShardNode(hub, shard, cache.shard(shard, shards).layout, source).open() for shard in range(shards)]
     peers = [Node(hub, f"decode/{shard}", sized(each, 8), TIMEOUTS).open() for shard in range(shards)]
     controls = tuple(node.node.address for node in nodes)
-    ranks = WorkerHalf([node.node for node in nodes], cache.shard(0, shards), preemption_s=5.0)
+    news = threading.Event()
+    ranks = WorkerHalf(
+        [node.node for node in nodes],
+        CacheGroups.of([cache.shard(0, shards)], whole.num_blocks),
+        preemption_s=5.0,
+        news=news,
+    )
     book = RequestBook(sends=True, receives=False, shares_prefixes=False)
     theirs = RequestBook(sends=False, receives=True, shares_prefixes=False)
     book.arrived("p", {"transfer_id": "a", "leg": "prefill"}, PROMPT)
@@ -61,7 +68,13 @@ def test_a_rank_with_several_shards_feeds_as_many_ranks(num_heads: int, shards: 
     theirs.allocated("d", [5, 2, 9, 7], 29)
     plan = theirs.step([])
     receivers = [
-        WorkerHalf([peer.node], CacheLayout(peer.layout, cache.planes, 1), first_shard=shard, preemption_s=5.0)
+        WorkerHalf(
+            [peer.node],
+            CacheGroups.of([CacheLayout(peer.layout, cache.planes, 1)], peer.layout.num_blocks),
+            first_shard=shard,
+            preemption_s=5.0,
+            news=news,
+        )
         for shard, peer in enumerate(peers)
     ]
     try:

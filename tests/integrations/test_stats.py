@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pdlink.events import LayerLanded, TransferEnded
-from pdlink.integrations.vllm_parts.stats import COUNTS, Counts, split
+from pdlink.integrations.vllm_parts.stats import Counts, Stats, declared, in_short, split
 from pdlink.protocol.reasons import code_of, in_words
 
 
@@ -17,14 +17,16 @@ def ended(side: str, state: str, reason: str = "", transport: str = "cma") -> Tr
     )
 
 
+def landed() -> LayerLanded:
+    return LayerLanded(transfer_id="t", layer=0, start=0, end=4, nbytes=100, transport="cma", submitted_s=1.0,
+                       asked_s=1.0, at_s=1.5)  # fmt: skip
+
+
 def test_counts_have_the_lane_or_the_reason() -> None:
     counts = Counts()
-    landed = LayerLanded(
-        transfer_id="t", layer=0, start=0, end=4, nbytes=100, transport="cma", submitted_s=0.0, asked_s=0.0
-    )
     for event in (
-        landed,
-        landed,
+        landed(),
+        landed(),
         ended("sender", "DONE"),
         ended("receiver", "READY", transport="ucx"),
         ended("receiver", "FAILED", "silent for 10.0 s"),
@@ -33,22 +35,40 @@ def test_counts_have_the_lane_or_the_reason() -> None:
         ended("receiver", "FAILED", "not_needed"),
     ):
         counts(event)
-    assert counts.take() == {
-        "bytes|cma": 200,
-        "pushes|cma": 2,
-        "sent|cma": 1,
-        "received|ucx": 1,
-        "failed|peer_lost": 2,
-        "failed|other_prompt": 1,
-        "unneeded": 1,
+    taken = counts.take()
+    assert {key: value for key, value in taken.items() if not isinstance(value, list)} == {
+        "pdlink_transfer_bytes_total|cma": 200,
+        "pdlink_layers_landed_total|cma": 2,
+        "pdlink_push_busy_seconds_total|cma": 0.5,
+        "pdlink_transfers_total|sender|done": 1,
+        "pdlink_transfers_total|receiver|ready": 1,
+        "pdlink_transfers_total|receiver|unneeded": 1,
+        "pdlink_transfers_total|receiver|failed": 2,
+        "pdlink_transfers_total|sender|failed": 1,
+        "pdlink_transfer_failures_total|receiver|peer_lost": 2,
+        "pdlink_transfer_failures_total|sender|other_prompt": 1,
     }
+    assert taken["pdlink_push_seconds"] == [0.5, 0.5]
     assert counts.take() == {}
 
 
-def test_every_key_has_as_many_values_as_its_counter_has_labels() -> None:
-    for key in ("bytes|cma", "failed|refused:content", "unneeded", "sent|none"):
+def test_every_key_has_as_many_values_as_its_metric_has_labels() -> None:
+    labels = {metric.name: metric.labels for metric in declared()[0].metrics}
+    counts = Counts()
+    for event in (landed(), ended("sender", "DONE"), ended("receiver", "FAILED", "silent for 3 s")):
+        counts(event)
+    for key in counts.take():
         name, values = split(key)
-        assert len(values) == bool(COUNTS[name][1])
+        assert len(values) == len(labels[name])
+
+
+def test_a_log_line_tells_sums_and_means() -> None:
+    told: Stats = {
+        "pdlink_transfer_bytes_total|tcp": 10.0,
+        "pdlink_transfer_seconds|sender": [0.001, 0.002],
+        "pdlink_x": [],
+    }
+    assert in_short(told) == {"transfer_bytes[tcp]": 10.0, "transfer_mean_ms[sender]": 1.5}
 
 
 @pytest.mark.parametrize(

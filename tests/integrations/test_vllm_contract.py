@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import pickle
 import warnings
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,17 +16,27 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm.v1.request", exc_type=ImportError)
     pytest.importorskip("pdlink.integrations.vllm")
 
+import torch  # noqa: E402
 import vllm  # noqa: E402
+import vllm.v1.kv_cache_interface as kv  # noqa: E402
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: E402
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput  # noqa: E402
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SlidingWindowManager  # noqa: E402
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 
 from pdlink.errors import ConfigError  # noqa: E402
-from pdlink.integrations.vllm import PDLinkConnector, PDLinkMetadata, PDLinkStats  # noqa: E402
+from pdlink.events import LayerLanded  # noqa: E402
+from pdlink.integrations.vllm import PDLinkConnector, PDLinkMetadata, PDLinkNews, PDLinkStats  # noqa: E402
 from pdlink.integrations.vllm_parts import versions  # noqa: E402
+from pdlink.integrations.vllm_parts.layout import LayerView, UnsupportedCache, describe  # noqa: E402
 from pdlink.integrations.vllm_parts.requests import NOTHING, Expect, Offer, StepPlan  # noqa: E402
+from pdlink.integrations.vllm_parts.stats import Counts  # noqa: E402
+from pdlink.integrations.vllm_parts.store_book import Look, Looked, Prompt, StorePlan  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -51,7 +63,8 @@ def test_multi_connector_finds_it_by_its_name() -> None:
 
 def test_nothing_that_vllm_requires_is_missing() -> None:
     assert not getattr(PDLinkConnector, "__abstractmethods__", None)
-    assert not supports_hma(PDLinkConnector), "vLLM then keeps one block table for all layers"
+    hybrid = versions.check(vllm.__version__, accept_newer=True) >= versions.HYBRID
+    assert supports_hma(PDLinkConnector) == hybrid, "without it vLLM keeps one block table for all layers"
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
@@ -70,16 +83,61 @@ def test_only_layerwise_servers_need_piecewise_graphs() -> None:
 
 
 def test_a_plan_survives_the_way_to_the_workers() -> None:
-    plan = StepPlan(expects=[Expect("r", "t", 3, ("tcp://127.0.0.1:1",))], offers=[Offer("r", (1, 2), 0)])
+    plan = StepPlan(expects=[Expect("r", "t", 3, ("tcp://127.0.0.1:1",))], offers=[Offer("r", (1, 2), 0, 2)])
+    plan.store = StorePlan(prompts=[Prompt("r", b"1234")], looks=[Look("r", 1, 0)])
     assert pickle.loads(pickle.dumps(PDLinkMetadata(plan))).plan == plan
     assert pickle.loads(pickle.dumps(PDLinkMetadata(NOTHING))).plan == NOTHING
 
 
+def test_what_ranks_tell_the_scheduler_is_told_together() -> None:
+    told = PDLinkNews({"a": "aborted"}, [Looked("r", 1, 256)]).aggregate(PDLinkNews({}, [Looked("r", 1, 512)]))
+    assert pickle.loads(pickle.dumps(told)) == PDLinkNews(
+        {"a": "aborted"}, [Looked("r", 1, 256), Looked("r", 1, 512)]
+    )
+
+
 def test_statistics_of_ranks_add_up() -> None:
-    total = PDLinkStats(data={"sent": 1, "bytes": 10}).aggregate(PDLinkStats(data={"bytes": 5, "failed": 1}))
-    assert total.reduce() == {"sent": 1, "bytes": 15, "failed": 1}
+    one = {"pdlink_transfer_bytes_total|tcp": 10.0, "pdlink_push_seconds": [0.001]}
+    other = {"pdlink_transfer_bytes_total|tcp": 5.0, "pdlink_push_seconds": [0.003], "pdlink_x_total": 1.0}
+    total = PDLinkStats(data=one).aggregate(PDLinkStats(data=other))
+    assert total.reduce() == {"transfer_bytes[tcp]": 15, "push_mean_ms": 2.0, "x": 1}
+    assert one["pdlink_push_seconds"] == [0.001], "it is another rank's"
     assert not total.is_empty()
     assert PDLinkConnector.build_kv_connector_stats().is_empty()
+
+
+def test_what_a_rank_counts_is_on_the_servers_metrics_under_vllms_prefix() -> None:
+    counts = Counts()
+    counts(
+        LayerLanded(
+            at_s=1.5,
+            transfer_id="t",
+            layer=0,
+            start=0,
+            end=4,
+            nbytes=100,
+            transport="tcp",
+            submitted_s=1.25,
+            asked_s=1.0,
+        )  # fmt: skip
+    )
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    config = SimpleNamespace(kv_transfer_config=None)
+    metrics = PDLinkConnector.build_prom_metrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"]})
+    carried = pickle.loads(pickle.dumps(counts.take()))
+    for _ in range(2):
+        metrics.observe(carried, 0)
+    text = generate_latest(registry).decode()
+    at = 'engine="0",model_name="m"'
+    for line in (
+        f'vllm:pdlink_transfer_bytes_total{{{at},transport="tcp"}} 200.0',
+        f'vllm:pdlink_push_busy_seconds_total{{{at},transport="tcp"}} 0.5',
+        f"vllm:pdlink_push_seconds_sum{{{at}}} 0.5",
+        f"vllm:pdlink_push_wait_seconds_count{{{at}}} 2.0",
+        f'vllm:pdlink_transfer_failures_total{{{at},reason="peer_lost",side="receiver"}} 0.0',
+    ):
+        assert f"\n{line}\n" in text
 
 
 def test_the_fields_of_vllm_that_are_read_exist() -> None:
@@ -95,3 +153,63 @@ def test_the_fields_of_vllm_that_are_read_exist() -> None:
     source = inspect.getsource(Request.__init__)
     for name in ("kv_transfer_params", "prompt_token_ids", "lora_request", "cache_salt", "mm_features"):
         assert f"self.{name}" in source, name
+
+
+needs_hybrid = pytest.mark.skipif(
+    versions.check(vllm.__version__, accept_newer=True) < versions.HYBRID, reason="transfers no hybrid models"
+)
+ATTENTION = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+
+
+def kinds_of(*specs: Any) -> list[Any]:
+    groups = [KVCacheGroupSpec([f"layer.{index}"], spec) for index, spec in enumerate(specs)]
+    cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    return versions.kinds(config, cache, [f"layer.{index}" for index in range(len(specs))])
+
+
+@needs_hybrid
+def test_every_kind_of_cache_is_known_or_refused_by_its_name() -> None:
+    full, window, latent, state = kinds_of(
+        kv.FullAttentionSpec(**ATTENTION),
+        kv.SlidingWindowSpec(**ATTENTION, sliding_window=40),
+        kv.MLAAttentionSpec(**ATTENTION | {"num_kv_heads": 1}),
+        kv.MambaSpec(block_size=64, shapes=((3, 256), (4, 8, 8)), dtypes=(torch.bfloat16, torch.float32)),
+    )
+    assert (full.window, window.window, window.block_tokens, latent.latent) == (0, 40, 16, True)
+    assert (state.form, state.block_tokens) == ("state", 64)
+    assert state.dtype == "[(3, 256), (4, 8, 8)] ['bfloat16', 'float32']"
+    for spec in (
+        kv.ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=32),
+        kv.CrossAttentionSpec(**ATTENTION),
+        kv.EncoderOnlyAttentionSpec(**ATTENTION),
+        kv.FullAttentionSpec(**ATTENTION, tokens_per_state=4),
+    ):
+        with pytest.raises(UnsupportedCache, match=f"{type(spec).__name__}|4 tokens to an entry"):
+            kinds_of(spec)
+
+
+@needs_hybrid
+@pytest.mark.parametrize("extra", [0, 3])
+def test_vllm_keeps_what_a_window_and_a_state_send(extra: int) -> None:
+    """What its managers have given up by the end of a prompt begins before what is asked for."""
+    spec = kv.SlidingWindowSpec(**ATTENTION, sliding_window=40, extra_retained_tokens=extra)
+    (kind,) = kinds_of(spec)
+    view = LayerView("layer.0", (8, 2, 16, 16), (512, 256, 16, 1), 4, 0, 0)
+    window = describe([view], kind).layout
+    (states,) = kinds_of(kv.MambaSpec(block_size=16, shapes=((3, 4),), dtypes=(torch.float32,)))
+    state = describe([LayerView("layer.0", (8, 1, 1, 48), (64, 48, 48, 1), 1, 0, 0)], states).layout
+    manager, mamba = object.__new__(SlidingWindowManager), object.__new__(MambaManager)
+    manager.sliding_window, manager.extra_retained_tokens = spec.sliding_window, extra
+    for computed in range(1, 400):
+        kept = manager.get_num_skipped_tokens(computed) // 16 * 16
+        assert window.needed(0, computed)[0] == kept
+        assert state.needed(0, computed) == (mamba.get_num_skipped_tokens(computed), computed)
+
+
+@needs_hybrid
+def test_the_last_token_of_a_prompt_can_be_left_to_decode() -> None:
+    request = Request("r", [5, 6, 7], SamplingParams(max_tokens=5), None)
+    versions.leave_last_token(request)
+    assert (request.prompt_token_ids, request.num_prompt_tokens, request.num_tokens) == ([5, 6], 2, 2)
+    assert (list(request.all_token_ids), request.max_tokens) == ([5, 6], 1)

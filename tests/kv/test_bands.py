@@ -10,13 +10,14 @@ import pytest
 
 from pdlink.errors import LayoutMismatch
 from pdlink.kv.bands import bands
+from pdlink.kv.groups import KVGroups, groups_of
 from pdlink.kv.layout import KVLayout, LayerLayout, Part, paged_layout
 
 
 def blocks_by_bands(layout: KVLayout, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Block of every byte of region 0, -1 for bytes of none; no byte is of two."""
     found = np.full(nbytes, -1, dtype=np.int64)
-    for _, begin, stride, extent in bands(layout).tolist():
+    for _, begin, stride, extent, _, _ in bands(groups_of(layout)).table.tolist():
         for block in range(layout.num_blocks):
             where = slice(begin + block * stride, begin + block * stride + extent)
             assert (found[where] == -1).all()
@@ -74,11 +75,39 @@ def test_bytes_between_parts_of_a_block_are_of_no_other_block(seed: int) -> None
 
 def test_regions_have_bands_of_their_own_in_order() -> None:
     layers = tuple(LayerLayout((Part(region, 64), Part(region, 0)), 128, 8, 8) for region in (2, 0, 1))
-    found = bands(KVLayout("u8", 8, 4, 1, 8, layers)).tolist()
-    assert found == [[region, 0, 128, 128] for region in range(3)]
+    found = bands(groups_of(KVLayout("u8", 8, 4, 1, 8, layers))).table.tolist()
+    assert found == [[region, 0, 128, 128, 0, 4] for region in range(3)]
 
 
 def test_blocks_of_different_lengths_side_by_side_are_refused() -> None:
     layers = (LayerLayout((Part(0, 0),), 64, 8, 8), LayerLayout((Part(0, 32),), 128, 8, 8))
     with pytest.raises(LayoutMismatch, match="strides 64 and 128"):
-        bands(KVLayout("u8", 4, 4, 1, 8, layers))
+        bands(groups_of(KVLayout("u8", 4, 4, 1, 8, layers)))
+
+
+def _group(num_layers: int, num_blocks: int = 4, *, offset: int = 0, region: int = 0, head_dim: int = 8) -> KVLayout:
+    """Pages of 64 bytes, one layer after the other; of shorter ones the rest is not used."""
+    part = [(Part(region, offset + 64 * num_blocks * layer),) for layer in range(num_layers)]
+    layers = tuple(LayerLayout(parts, 64, head_dim, head_dim) for parts in part)
+    return KVLayout("u8", 4, num_blocks, 1, head_dim, layers)
+
+
+def test_groups_in_one_memory_share_block_numbers_and_others_have_their_own() -> None:
+    """vLLM lays the layers of all groups over each other: a block is one group's at a time."""
+    groups = KVGroups((_group(2), _group(1, head_dim=16), _group(1, 3, region=1), _group(1, offset=512)))
+    table, num_blocks, firsts = bands(groups)
+    assert firsts == (0, 0, 4, 7)
+    assert num_blocks == 11
+    assert table.tolist() == [
+        [0, 0, 64, 64, 0, 4],
+        [0, 256, 64, 32, 0, 4],
+        [0, 512, 64, 32, 7, 4],
+        [1, 0, 64, 32, 4, 3],
+    ]
+    assert bands(groups).numbers(((3, 1), (2,), (0, 2), (3,))).tolist() == [3, 1, 2, 4, 6, 10]
+
+
+@pytest.mark.parametrize("other", [_group(1, 3), _group(1, head_dim=16, offset=32)], ids=["number", "place"])
+def test_groups_that_share_bytes_but_not_blocks_are_refused(other: KVLayout) -> None:
+    with pytest.raises(LayoutMismatch, match=r"share memory|interleaves"):
+        bands(KVGroups((_group(1), other)))

@@ -52,7 +52,6 @@ def test_extent_is_the_size_of_the_dense_tensor(order: str) -> None:
 def test_sizes_count_payload_of_every_layer_and_part() -> None:
     layout = layout_of("LPBTH")
     assert layout.token_nbytes == 2 * 2 * 3 * 10
-    assert layout.block_nbytes == 4 * layout.token_nbytes
     assert layout_of("LPBTH", num_parts=1).token_nbytes == layout.token_nbytes // 2
 
 

@@ -307,7 +307,7 @@ def test_fused_k_and_v_travel_as_one_run_per_block() -> None:
     layout = dense("LBPTH")
     plan = bind(template(layout, layout), [5, 1, 8], [2, 9, 4], 0, 12)
     assert [len(plan.pieces(layer)) for layer in range(2)] == [1, 1]
-    assert plan.runs[0][:, 2].tolist() == [layout.block_nbytes // 2] * 3
+    assert plan.runs[0][:, 2].tolist() == [layout.token_nbytes * layout.block_tokens // 2] * 3
 
 
 def test_fused_v_before_k_travels_as_one_run_per_block_too() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pdlink.memory import buffers
-from pdlink.memory.buffers import PAGE_NBYTES, Buffer
+from pdlink.memory.buffers import HUGE_PAGE_NBYTES, PAGE_NBYTES, Buffer
 
 
 def test_a_buffer_is_whole_zeroed_pages() -> None:
@@ -49,6 +51,33 @@ def test_close_gives_the_descriptor_back_once_and_views_stay_valid() -> None:
     buffer.close()
     view[:] = 3
     assert buffer.array[10:20].tolist() == [3] * 10
+
+
+def test_memory_that_is_gathered_into_huge_pages_keeps_its_bytes_and_its_other_mappings() -> None:
+    with Buffer(3 * HUGE_PAGE_NBYTES, committed_nbytes=2 * HUGE_PAGE_NBYTES) as buffer:
+        assert buffer.ptr % HUGE_PAGE_NBYTES == 0
+        buffer.array[: 2 * HUGE_PAGE_NBYTES : 997] = 7
+        before = buffer.array[: 2 * HUGE_PAGE_NBYTES].copy()
+        with mmap.mmap(buffer.fd, buffer.nbytes) as other:
+            gathered = buffer.gather(PAGE_NBYTES, 2 * HUGE_PAGE_NBYTES)
+            assert np.array_equal(buffer.array[: 2 * HUGE_PAGE_NBYTES], before)
+            buffer.array[HUGE_PAGE_NBYTES] = 9
+            assert other[HUGE_PAGE_NBYTES] == 9
+        assert _num_huge(buffer.ptr) == (1 if gathered else 0) or gathered is False  # busy pages stay as they were
+
+
+def _num_huge(address: int) -> int:
+    """Huge pages that this process maps from there on."""
+    text = Path("/proc/self/smaps").read_text()
+    mapping = next(
+        part for part in re.split(r"^(?=[0-9a-f]+-)", text, flags=re.MULTILINE) if part.startswith(f"{address:x}-")
+    )
+    return int(re.search(r"ShmemPmdMapped: +(\d+)", mapping)[1]) * 1024 // HUGE_PAGE_NBYTES  # type: ignore[index]
+
+
+def test_what_is_smaller_than_a_huge_page_needs_no_gathering() -> None:
+    with Buffer(PAGE_NBYTES) as buffer:
+        assert buffer.gather(0, PAGE_NBYTES)
 
 
 @pytest.mark.usefixtures("steady_descriptors")

@@ -3,6 +3,9 @@
 The KV of (transfer, layer, part, token) is eight bytes that name all four, so that any byte of another transfer, of
 another position or of an earlier use of the block is seen. What the engine has written or received must be there,
 unchanged, until it gives the blocks back.
+
+In half of the worlds a cache has two more groups, of a layer each (`kept.py`): what they keep changes while a prompt
+is computed, so bytes that were read too early or too late are seen, too.
 """
 
 from __future__ import annotations
@@ -18,12 +21,16 @@ from pdlink.errors import PoolExhausted, RequestAborted
 from pdlink.memory.blocks import BlockPool
 from pdlink.serve.legs import DecodeLeg, PrefillLeg
 
+from .kept import NO_BLOCKS, NUM_KEPT, KeptBlocks
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.errors import PdlinkError
     from pdlink.kv.layout import KVLayout
     from pdlink.node.port import EnginePort
+
+    from .kept import Kept
 
 KV = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 NUM_LAYERS, NUM_PARTS, ROW_NBYTES, MAX_TOKENS = 2, 2, 8, 9
@@ -61,6 +68,9 @@ class Request:
     chunk: int
     leg: PrefillLeg | DecodeLeg | None = None
     blocks: list[int] = field(default_factory=list)
+    """Of the first group."""
+    kept: KeptBlocks = NO_BLOCKS
+    """Of the others."""
     state: str = "waiting"
     position: int = 0
     """Prefill: tokens of the current chunk's beginning. Decode: passes since it runs."""
@@ -73,7 +83,9 @@ class Request:
 class Engine:
     """Requests of one worker life. `step` is one pass; everything from outside is posted, as in the real one."""
 
-    def __init__(self, layout: KVLayout, order: str, memory: KV) -> None:
+    def __init__(self, layout: KVLayout, order: str, memory: KV, kept: Kept | None = None) -> None:
+        """kept: the other groups, if there are any."""
+        self.kept, self.num_layers = kept, NUM_LAYERS + (NUM_KEPT if kept is not None else 0)
         sizes = {"L": NUM_LAYERS, "P": NUM_PARTS, "B": layout.num_blocks, "T": layout.block_tokens, "H": 1}
         shaped = memory[: layout.extent(0)].reshape([sizes[axis] for axis in order] + [ROW_NBYTES])
         self.kv_LPBTE = shaped.transpose([order.index(axis) for axis in "LPBTH"] + [5])[:, :, :, :, 0]
@@ -133,23 +145,30 @@ class Engine:
     def _admit(self, request: Request) -> bool:
         is_prefill = isinstance(request.leg, PrefillLeg)
         try:
-            request.blocks = self.pool.take(-(-(request.num_tokens + (not is_prefill)) // self.block_tokens))
+            count = -(-(request.num_tokens + (not is_prefill)) // self.block_tokens)
+            taken = self.pool.take(count * 2 + 1 if self.kept is not None else count)
         except PoolExhausted:
             return False
-        self.write(request, range(NUM_LAYERS), 0, request.num_tokens if request.recomputed else request.num_cached)
+        request.blocks = taken[:count]
+        written = request.num_tokens if request.recomputed else request.num_cached
+        if self.kept is not None:
+            request.kept = KeptBlocks(tuple(taken[count:-1]), taken[-1])
+        self.write(request, range(self.num_layers), 0, written)
         request.position = request.num_cached if is_prefill else 0
         request.state = "running" if is_prefill or request.recomputed else "awaiting_kv"
-        self.port.admitted(request.transfer_id, tuple(request.blocks), request.num_cached)
+        table = tuple(request.blocks)
+        tables = (table, request.kept.window, (request.kept.state,)) if self.kept is not None else table
+        self.port.admitted(request.transfer_id, tables, request.num_cached)
         return True
 
     def _prefill(self, request: Request) -> None:
         start, end = request.position, min(request.num_tokens, request.position + request.chunk)
         if start < end:
             self.write(request, [request.layer], start, end)
-            if not (request.skips and request.layer == NUM_LAYERS - 1):
+            if not (request.skips and request.layer == self.num_layers - 1):
                 self.port.layer_written(request.layer, [(request.transfer_id, start, end)])
             request.layer += 1
-            if request.layer < NUM_LAYERS:
+            if request.layer < self.num_layers:
                 return
             request.layer, request.position = 0, end
             if end < request.num_tokens:
@@ -166,20 +185,24 @@ class Engine:
 
     def _early_pass(self, request: Request) -> None:
         """Read each layer that is said to be here; the first one that is not ends the pass."""
-        for layer in range(NUM_LAYERS):
+        for layer in range(self.num_layers):
             if not self.port.layer_needed(request.transfer_id, layer, 0.0):
                 return
             self.num_early_layers += 1
-            if not self.holds(request.blocks, request.number, 0, request.num_tokens, slice(layer, layer + 1)):
+            if not self.has(request, 0, request.num_tokens, layer):
                 raise Violation(f"{request.transfer_id}: layer {layer} is said to be here and holds other bytes")
 
     def _end(self, request: Request, error: PdlinkError | None, how: str) -> None:
         del self.requests[request.transfer_id]
         self.ended[request.transfer_id] = how
-        blocks, request.blocks = request.blocks, []
-        if blocks:
-            self.pool.give_back(blocks)
+        self._give_back(request)
         self.port.ended(request.transfer_id, error.code if error else "")
+
+    def _give_back(self, request: Request) -> None:
+        blocks, request.blocks = request.blocks, []
+        kept, request.kept = request.kept, NO_BLOCKS
+        if blocks:
+            self.pool.give_back([*blocks, *kept.all])
 
     def _on_abort(self, request_id: str) -> None:
         request = self.requests.get(request_id)
@@ -210,9 +233,8 @@ class Engine:
         if not recompute:
             self._end(request, error, error.code)
             return
-        if request.blocks:
-            self.pool.give_back(request.blocks)
-        request.blocks, request.state, request.recomputed = [], "waiting", True
+        self._give_back(request)
+        request.state, request.recomputed = "waiting", True
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
@@ -220,12 +242,22 @@ class Engine:
         tokens = np.arange(start, end)
         blocks = np.asarray(request.blocks)[tokens // self.block_tokens]
         for layer in layers:
+            if layer >= NUM_LAYERS:
+                assert self.kept is not None
+                self.kept.write(layer - NUM_LAYERS, request.kept, request.number, start, end)
+                continue
             self.kv_LPBTE[layer][:, blocks, tokens % self.block_tokens] = content(request.number)[layer][:, start:end]
 
     def check(self, request: Request, start: int, end: int, what: str) -> None:
         """Raise Violation unless tokens [start, end) are as they must be."""
-        if not self.holds(request.blocks, request.number, start, end):
+        if not all(self.has(request, start, end, layer) for layer in range(self.num_layers)):
             raise Violation(f"{request.transfer_id}: {what} holds bytes that are not its own")
+
+    def has(self, request: Request, start: int, end: int, layer: int) -> bool:
+        """Whether this layer holds what it keeps of tokens [start, end) of the request."""
+        if layer < NUM_LAYERS:
+            return self.holds(request.blocks, request.number, start, end, slice(layer, layer + 1))
+        return self.kept is not None and self.kept.holds(layer - NUM_LAYERS, request.kept, request.number, start, end)
 
     def holds(self, blocks: Sequence[int], number: int, start: int, end: int, layers: slice = slice(None)) -> bool:
         """Whether these blocks (from token 0 on) hold tokens [start, end) of transfer `number` in `layers`."""

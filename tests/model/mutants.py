@@ -12,17 +12,20 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
-from pdlink.endpoint import pushing
+from pdlink.endpoint import data_path
+from pdlink.endpoint.data_path import DataPath
 from pdlink.endpoint.driver import Endpoint
 from pdlink.endpoint.early import Early, EarlyInterest
 from pdlink.endpoint.ended import Ended
+from pdlink.endpoint.incoming import Incoming
+from pdlink.endpoint.order import Order
 from pdlink.endpoint.peer import Peer, PeerState
-from pdlink.endpoint.pushing import Pusher
 from pdlink.endpoint.receiver import Receiver
 from pdlink.endpoint.reports import Reports
 from pdlink.endpoint.sender import Sender
 from pdlink.endpoint.sessions import Sessions
-from pdlink.node.incoming import Incoming
+from pdlink.endpoint.transfer import Transfer
+from pdlink.kv.layout import KVLayout
 from pdlink.node.port import EnginePort
 from pdlink.protocol import messages
 from pdlink.protocol.actions import End, Send
@@ -175,12 +178,12 @@ def _again_and_again(right: Any) -> Callable[..., Any]:
 
 
 def _take_it_again(right: Any) -> Callable[..., Any]:
-    def announce(self: Sender, transfer_id: str, *args: Any) -> None:
-        self._ended._forget(transfer_id)
-        old = self._transfers.pop(transfer_id, None)
+    def announce(self: Sender, transfer: Any) -> None:
+        self._ended._forget(transfer.transfer_id)
+        old = self._transfers.pop(transfer.transfer_id, None)
         if old is not None and old.peer is not None:
-            del old.peer.outgoing[transfer_id]
-        right(self, transfer_id, *args)
+            del old.peer.outgoing[transfer.transfer_id]
+        right(self, transfer)
 
     return announce
 
@@ -205,7 +208,7 @@ def _hold_given_back_too(right: Any) -> Callable[..., Any]:
         right(self, *args)
         if transfer is not None:
             held, transfer._held = transfer._held, []
-            transfer._pool.give_back(held)
+            transfer._half.pool.give_back(held)
 
     return method
 
@@ -248,46 +251,49 @@ def _close_what_was_never_opened(right: Any) -> Callable[..., Any]:
 
 def _from_the_first_block(right: Any) -> Callable[..., Any]:
     def plan_of(template: Any, push: Any, start: int, end: int) -> Any:
-        return right(template, replace(push, offer=replace(push.offer, start=start)), start, end)
+        return right(template, replace(push, first=start), start, end)
 
     return plan_of
 
 
 def _taken_back_in_name_only(_right: Any) -> Callable[..., Any]:
-    def take_back(self: Pusher, transfer: Any) -> Any:
-        return list(dict.fromkeys(piece.flight.push.push_id for part in transfer.backlog.parts for piece in part.job))
-
-    return take_back
-
-
-def _reports_nothing(right: Any) -> Callable[..., Any]:
-    def take_back(self: Pusher, transfer: Any) -> Any:
-        right(self, transfer)
-        return []
+    def take_back(self: DataPath, transfer: Any) -> None:
+        for part in transfer.backlog.parts if transfer.backlog is not None else ():
+            for piece in part.job:
+                self._run(transfer, transfer.machine.dropped(piece.flight.push.push_id))
 
     return take_back
 
 
 def _lands_with_its_first_part(right: Any) -> Callable[..., Any]:
-    def ended(self: Pusher, done: Any) -> Any:
-        flights = right(self, done)
-        for flight in flights:
-            if flight.nbytes:
-                flight.left = 0
-        return flights
+    def on_batch(self: DataPath, transport: Any, done: Any) -> None:
+        for piece in self.lanes[transport.name].in_flight[done.ticket].job:
+            piece.flight.left = 1
+        right(self, transport, done)
 
-    return ended
+    return on_batch
 
 
-def _keeps_credits(_right: Any) -> Callable[..., Any]:
-    def ended(self: Pusher, done: Any) -> Any:
-        part = self._in_flight.pop(done.ticket)
-        for flight, _, _, nbytes in part.job:
-            flight.left -= 1
-            flight.nbytes += nbytes
-        return [piece.flight for piece in part.job]
+def _only_the_first_group(right: Any) -> Callable[..., Any]:
+    return lambda self, blocks: right(self, blocks[:1])
 
-    return ended
+
+def _state_with_every_chunk(right: Any) -> Callable[..., Any]:
+    def _push_ready(self: Sending, layers: Any) -> Any:
+        for layer, group in enumerate(self._groups.group_of):
+            if self._groups.layouts[group].state and self.offered is not None and self._written[layer]:
+                self._pushed[layer] = min(self._pushed[layer], self._written[layer] - 1)
+        return right(self, layers)
+
+    return _push_ready
+
+
+def _a_token_less(right: Any) -> Callable[..., Any]:
+    def needed(self: KVLayout, start: int, end: int) -> Any:
+        first, last = right(self, start, end)
+        return (min(first + 1, last), last) if self.window and first > start else (first, last)
+
+    return needed
 
 
 @dataclass(frozen=True)
@@ -342,18 +348,21 @@ _PLANTED: tuple[tuple[Any, ...], ...] = (
     ("lost peer not told to the receiver", "faulty", (Receiver, "on_peer_lost", _nothing)),
     ("silence is not death", "faulty", (Endpoint, "_tick", _no_silence)),
     ("never fenced when quiet does not come", "faulty", (Receiving, "tick", _empty)),
-    ("decode gives back at failure", "faulty", (Incoming, "_on_failed", _hold_given_back_too)),
+    ("decode gives back at failure", "faulty", (Incoming, "on_failed", _hold_given_back_too)),
     ("prefill gives back at its end", "gentle", (EnginePort, "ended", _hold_given_back_too)),
-    ("chunks placed by count, not by position", "gentle", (pushing, "plan_of", _from_the_first_block)),
-    ("push taken back is submitted after stop", "gentle", (Pusher, "take_back", _taken_back_in_name_only)),
-    ("push taken back is waited for", "gentle", (Pusher, "take_back", _reports_nothing)),
+    ("chunks placed by count, not by position", "gentle", (data_path, "plan_of", _from_the_first_block)),
+    ("push taken back is submitted after stop", "gentle", (DataPath, "take_back", _taken_back_in_name_only)),
+    ("push taken back is waited for", "gentle", (DataPath, "_dropped", _nothing)),
     (
         "push lands with its first part",
         "gentle",
-        (Pusher, "ended", _lands_with_its_first_part),
+        (DataPath, "on_batch", _lands_with_its_first_part),
         (Sending, "landed", _landed_if_known),
     ),
-    ("credits of what has landed stay taken", "gentle", (Pusher, "ended", _keeps_credits)),
+    ("credits of what has landed stay taken", "gentle", (Order, "ended", _nothing)),
+    ("blocks of groups after the first are not held", "faulty", (Transfer, "_hold", _only_the_first_group)),
+    ("state pushed before the last chunk", "gentle", (Sending, "_push_ready", _state_with_every_chunk)),
+    ("window lacks its first token", "gentle", (KVLayout, "needed", _a_token_less)),
     # These were in the product until the model found them.
     (
         "no quiet for what is not live",

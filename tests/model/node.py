@@ -6,20 +6,21 @@ The world turns the endpoint's loop on virtual time; a `pdlink.Node` turns its o
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from pdlink.config import SharingConfig, TimeoutConfig
 from pdlink.endpoint.clock import AwakeClock
 from pdlink.endpoint.driver import Endpoint
+from pdlink.endpoint.incoming import Incoming
+from pdlink.endpoint.outgoing import Outgoing
 from pdlink.endpoint.peer import PeerState
 from pdlink.errors import TransportFailure
+from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, paged_layout
-from pdlink.node.incoming import Incoming
-from pdlink.node.outgoing import Outgoing
 from pdlink.node.port import EnginePort
 from pdlink.protocol.messages import VERSION, Identity
 from pdlink.protocol.states import ReceiverState, SenderState
@@ -27,16 +28,15 @@ from pdlink.serve.legs import DecodeLeg, PrefillLeg
 from tests.loopback import LoopbackTransport
 
 from .engine import NUM_LAYERS, NUM_PARTS, ROW_NBYTES, Engine, Request, Violation, first_token, transfer_number
+from .kept import NO_BLOCKS, Kept, KeptBlocks, layouts
 from .network import Network, Port
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from pdlink.endpoint.peer import Peer
-    from pdlink.endpoint.receiver import Receiver
-    from pdlink.endpoint.sender import Sender
-    from pdlink.endpoint.transfers import ReceiveHandler
     from pdlink.engine.engine import Engine as RealEngine
+    from pdlink.kv.groups import AnyTables
     from pdlink.kv.layout import Piece
     from pdlink.memory.buffers import Buffer
     from pdlink.node.node import Node as FrontDoor
@@ -69,10 +69,12 @@ LAYOUTS = {
     "prefill": ("LPBTH", _layout(2, 9, "LPBTH")),
     "roomy prefill": ("LPBTH", _layout(2, 400, "LPBTH")),
     "decode": ("BLPTH", _layout(3, 7, "BLPTH")),
+    "hybrid prefill": ("LPBTH", _layout(2, 20, "LPBTH")),
+    "hybrid decode": ("BLPTH", _layout(3, 16, "BLPTH")),
 }
-"""Order of axes, and geometry. Both pools are too small for all requests at once; a prefill worker that is full of KV
-which nobody has room for, for requests that a full decode worker does not wait for, stands still until a deadline, so
-where nothing may fail it gets more.
+"""Order of axes, and geometry of the first group. Both pools are too small for all requests at once; a prefill
+worker that is full of KV which nobody has room for, for requests that a full decode worker does not wait for,
+stands still until a deadline, so where nothing may fail it gets more.
 """
 
 
@@ -159,95 +161,98 @@ class Wire(LoopbackTransport):
     def _track(self, flight: Flight, pieces: Sequence[Piece]) -> None:
         owner = flight.link.owner
         assert isinstance(owner, Wire)
-        src = _blocks(self.node.layout, [(p.src_base + int(r[0]), int(r[2])) for p in pieces for r in p.runs])
-        dst = _blocks(owner.node.layout, [(p.dst_base + int(r[1]), int(r[2])) for p in pieces for r in p.runs])
+        src = {
+            block
+            for piece in pieces
+            for block in _blocks(
+                self.node.groups.layouts[piece.src_region],
+                [(piece.src_base + int(run[0]), int(run[2])) for run in piece.runs],
+            )
+        }
+        dst = {
+            block
+            for piece in pieces
+            for block in _blocks(
+                owner.node.groups.layouts[piece.dst_region],
+                [(piece.dst_base + int(run[1]), int(run[2])) for run in piece.runs],
+            )
+        }
         transfer_id = self.node.transfer_of.get(transfer_number(flight.runs[0][1]), "unwritten")
         self.node.tracked.append(Tracked(flight, transfer_id, self.node, owner.node, src, dst))
 
 
 def _blocks(layout: KVLayout, spans: list[tuple[int, int]]) -> set[int]:
-    """Blocks that byte spans of region 0 lie in."""
+    """Blocks that byte spans of this group's region lie in."""
     stride, count = layout.layers[0].block_stride, layout.num_blocks
     return {at // stride % count for start, nbytes in spans for at in range(start, start + nbytes, ROW_NBYTES)}
 
 
-class _CheckedSender:
-    """The sender, with the promises of `announce` checked."""
+class _CheckedOutgoing(Outgoing):
+    """A sending end, with what its endpoint tells it checked."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, node: Node, transfer_id: str) -> None:
+        self._node, self._heard = node, Counter[str]()
+        super().__init__(node.endpoint.sender, transfer_id)
+        node.open_legs.add((transfer_id, "sender"))
 
-    def announce(
-        self,
-        transfer_id: str,
-        on_failed: Callable[[str], None],
-        on_end: Callable[[], None],
-        on_receiver: Callable[[], None],
-    ) -> None:
-        heard: Counter[str] = Counter()
+    def on_failed(self, reason: str) -> None:
+        self._heard["failed"] += 1
+        if self._heard["failed"] > 1 or self._heard["end"]:
+            raise Violation(f"{self.transfer_id}: the sender failed after {dict(self._heard)}")
+        super().on_failed(reason)
 
-        def failed(reason: str) -> None:
-            heard["failed"] += 1
-            if heard["failed"] > 1 or heard["end"]:
-                raise Violation(f"{transfer_id}: the sender failed after {dict(heard)}")
-            on_failed(reason)
-
-        def end() -> None:
-            heard["end"] += 1
-            if heard["end"] > 1:
-                raise Violation(f"{transfer_id}: the sender ended twice")
-            self._node.open_legs.discard((transfer_id, "sender"))
-            on_end()
-
-        self._node.endpoint.sender.announce(transfer_id, failed, end, on_receiver)
-        self._node.open_legs.add((transfer_id, "sender"))
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._node.endpoint.sender, name)
+    def on_end(self) -> None:
+        self._heard["end"] += 1
+        if self._heard["end"] > 1:
+            raise Violation(f"{self.transfer_id}: the sender ended twice")
+        self._node.open_legs.discard((self.transfer_id, "sender"))
+        super().on_end()
 
 
-class _CheckedReceiver:
-    """The receiver, with what it tells one leg checked."""
+class _CheckedIncoming(Incoming):
+    """A receiving end, with what its endpoint tells it checked."""
 
-    def __init__(self, node: Node, request: Request) -> None:
+    def __init__(self, node: Node, request: Request, address: str, *, by_layer: bool) -> None:
         self._node, self._request = node, request
         self._heard: list[str] = []
-        self._blocks: Sequence[int] = ()
+        super().__init__(node.endpoint.receiver, request.transfer_id, address, by_layer=by_layer)
+        node.open_legs.add((request.transfer_id, "receiver"))
 
-    def expect(self, transfer_id: str, address: str, handler: ReceiveHandler) -> None:
-        self._handler = handler
-        self._node.endpoint.receiver.expect(transfer_id, address, self)
-        self._node.open_legs.add((transfer_id, "receiver"))
+    def offer(self, blocks: AnyTables, tokens: range) -> None:
+        self._blocks = self._node.groups.tables(blocks)
+        super().offer(blocks, tokens)
 
-    def offer(self, transfer_id: str, blocks: Sequence[int], start: int, end: int, **more: Any) -> None:
-        self._blocks = blocks
-        self._node.endpoint.receiver.offer(transfer_id, blocks, start, end, **more)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._node.endpoint.receiver, name)
-
-    def ready(self, first_token_: int) -> None:
+    def on_ready(self, first_token_: int) -> None:
         self._tell("ready")
         request = self._request
-        first = request.num_cached // self._node.layout.block_tokens
-        blocks = [0] * first + list(self._blocks)
-        if not self._node.engine.holds(blocks, request.number, request.num_cached, request.num_tokens):
+        groups, engine = self._node.groups, self._node.engine
+        offered = [
+            [0] * (first // layout.block_tokens) + list(table)
+            for layout, table, (first, _) in zip(
+                groups.layouts, self._blocks, groups.needed(request.num_cached, request.num_tokens), strict=True
+            )
+        ]
+        kept = KeptBlocks(tuple(offered[1]), offered[2][-1]) if engine.kept and all(offered) else NO_BLOCKS
+        asked = replace(request, blocks=offered[0], kept=kept)
+        if not all(
+            engine.has(asked, request.num_cached, request.num_tokens, layer) for layer in range(engine.num_layers)
+        ):
             raise Violation(f"{request.transfer_id}: delivered without, or with other, bytes")
         if first_token_ != first_token(request.number):
             raise Violation(f"{request.transfer_id}: delivered with the first token of another")
-        self._handler.ready(first_token_)
+        super().on_ready(first_token_)
 
-    def failed(self, reason: str) -> None:
+    def on_failed(self, reason: str) -> None:
         self._tell("failed")
         self._node.reasons[self._request.transfer_id] = reason
-        self._handler.failed(reason)
+        super().on_failed(reason)
 
-    def released(self) -> None:
+    def on_end(self) -> None:
         if len(self._heard) != 1:
             raise Violation(f"{self._request.transfer_id}: released after {self._heard}")
         self._heard.append("released")
         self._node.open_legs.discard((self._request.transfer_id, "receiver"))
-        self._handler.released()
+        super().on_end()
 
     def _tell(self, what: str) -> None:
         if self._heard:
@@ -260,17 +265,13 @@ class _FrontDoor:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self.layout = node.layout
+        self.groups = node.groups
 
     def send(self, transfer_id: str) -> Outgoing:
-        sender = cast("Sender", _CheckedSender(self._node))
-        return Outgoing(sender, transfer_id, pool=self._node.engine.pool, live=set())
+        return _CheckedOutgoing(self._node, transfer_id)
 
     def receive(self, transfer_id: str, address: str, *, by_layer: bool) -> Incoming:
-        request = self._node.requests[transfer_id]
-        receiver = cast("Receiver", _CheckedReceiver(self._node, request))
-        pool, layout = self._node.engine.pool, self.layout
-        return Incoming(receiver, transfer_id, address, layout, pool=pool, live=set(), by_layer=by_layer)
+        return _CheckedIncoming(self._node, self._node.requests[transfer_id], address, by_layer=by_layer)
 
 
 @dataclass
@@ -300,24 +301,34 @@ class Node:
         *,
         roomy: bool,
         jumps: bool,
+        hybrid: bool,
     ) -> None:
-        """roomy: never short of blocks, if it prefills. jumps: whether its deadlines run on while it stands still."""
+        """roomy: never short of blocks, if it prefills. jumps: whether its deadlines run on while it stands still.
+
+        hybrid: with groups of layers that do not keep all tokens.
+        """
         self.name, self.role = name, role
         self.address = f"tcp://{name}:1"
-        order, self.layout = LAYOUTS["roomy prefill" if roomy and role == "prefill" else role]
+        order, self.layout = LAYOUTS[
+            "roomy prefill" if roomy and role == "prefill" else f"hybrid {role}" if hybrid else role
+        ]
+        self.groups = KVGroups((self.layout, *(layouts(self.layout) if hybrid else ())))
         self.time = Time(1000.0 * life, speed)
         self.transport = Wire(hub, self)
         self.transport.open()
-        memory = np.full(self.layout.extent(0), 0xEE, np.uint8)
-        self.transport.register(cast("Buffer", SimpleNamespace(array=memory)))
-        self.engine = Engine(self.layout, order, memory)
+        memory = [np.full(self.groups.extent(region), 0xEE, np.uint8) for region in range(self.groups.num_regions)]
+        for array in memory:
+            self.transport.register(cast("Buffer", SimpleNamespace(array=array)))
+        _, *others = self.groups.layouts
+        kept = Kept(others[0], others[1], (memory[1], memory[2])) if hybrid else None
+        self.engine = Engine(self.layout, order, memory[0], kept)
         self.engine.port = EnginePort(cast("FrontDoor", _FrontDoor(self)))
         self.requests: dict[str, Request] = {}
         """That ever came, by transfer."""
         self.port = Port(network, f"{name}@{life}", self.address)
         self.endpoint = Endpoint(
             name,
-            Identity(VERSION, "model", "main", 1, self.layout, "host"),
+            Identity(VERSION, "model", "main", 1, self.layout, "host", other_layouts=self.groups.layouts[1:]),
             [self.transport],
             TIMEOUTS,
             batch_timeout_s=BATCH_TIMEOUT_S,
@@ -325,6 +336,7 @@ class Node:
             channel=self.port,
             clock=JumpingClock(self.time) if jumps else AwakeClock(TIMEOUTS.heartbeat_s, self.time),
             short_of_blocks=lambda: any(request.state == "waiting" for request in self.engine.requests.values()),
+            pool=self.engine.pool,
         )
         self.endpoint.local.epoch = f"{name}-life-{life}"
         self.endpoint.sessions.known.jitter = lambda: 0.5
@@ -407,7 +419,7 @@ class Node:
         return {
             **{f"sender.{name}": count for name, count in sender.states().items()},
             **{f"receiver.{name}": count for name, count in receiver.states().items()},
-            "sender.pushes": sum(map(len, sender.data_path.pushers.values())),
+            "sender.pushes": sum(len(lane.in_flight) for lane in sender.data_path.lanes.values()),
             **{f"sender.{name}_nbytes": count for name, count in sender.push_nbytes().items()},
             "closing": endpoint.num_closing(),
             "transport.closing": len(self.transport._closing) + len(self.transport.to_close),
@@ -430,6 +442,6 @@ class Node:
             "closing": endpoint.num_closing(),
             "transport.peers": self.transport.num_peers(),
             "early": len(endpoint.sender._early),
-            "flows": sum(len(pusher.order._flying) for pusher in endpoint.sender.data_path.pushers.values()),
+            "flows": sum(len(lane.order._flying) for lane in endpoint.sender.data_path.lanes.values()),
             "dials": sum(item.dialer is self.port for item in self.port._connections.values()),
         }

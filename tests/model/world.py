@@ -72,9 +72,12 @@ class World:
     """Two to five workers; `moves.Played` does something with them. Raises Violation for whatever must not be."""
 
     def __init__(self, shape: int, profile: str) -> None:
-        """shape: decides how many workers there are and how their clocks run. profile: a key of `PROFILES`."""
+        """profile: a key of `PROFILES`.
+
+        shape: decides how many workers there are, how their clocks run, and how many groups of layers they have.
+        """
         dice = Dice(shape)
-        self.profile = profile
+        self.profile, self.hybrid = profile, bool(shape % 2)
         self.hub = LoopbackHub(hold=True)
         self.network = Network()
         self.tracked: list[Tracked] = []
@@ -297,7 +300,18 @@ class World:
 
     def _start(self, name: str, role: str, life: int, speed: float) -> Node:
         roomy, jumps = self.profile == "gentle", self.profile in JUMPING
-        return Node(self.hub, self.network, name, role, life, speed, self.tracked, roomy=roomy, jumps=jumps)
+        return Node(
+            self.hub,
+            self.network,
+            name,
+            role,
+            life,
+            speed,
+            self.tracked,
+            roomy=roomy,
+            jumps=jumps,
+            hybrid=self.hybrid,
+        )
 
     def _resume(self, node: Node) -> None:
         node.stopped = False
@@ -319,17 +333,22 @@ class World:
             else:
                 self._lose(self.pending.pop(0), tell=False)
         busy_s = max(0.0, max(node.busy_until_s for node in self.nodes) - self.hub.now_s)
-        # request_s is longer than that: no transfer needs it to end.
+        # Engines compute one request after the other, so each leg has this long after the one before it ended.
+        # request_s is longer: no transfer needs it to end.
         longest_s = busy_s + TIMEOUTS.lease_s + 3 * TIMEOUTS.peer_s
-        for _ in range(int(longest_s / STEP_S / min(self.speeds))):
+        idle_s, num_open = 0.0, self._num_open_legs()
+        while self._left() and idle_s * min(self.speeds) < longest_s:
             self.calm()
             self.check()
-            if not self._left():
-                break
+            num_before, num_open = num_open, self._num_open_legs()
+            idle_s = 0.0 if num_open < num_before else idle_s + STEP_S
         if left := self._left():
             raise Violation(f"after everything has run out there is left: {left}")
         self._check_outcomes()
         self._end_sessions()
+
+    def _num_open_legs(self) -> int:
+        return sum(len(node.open_legs) for node in self.nodes if node.alive)
 
     def _left(self, *, sessions: bool = False) -> dict[str, int]:
         """What is not zero yet. sessions: also of what stays as long as they do."""

@@ -35,7 +35,7 @@ def layout(block_tokens: int) -> KVLayout:
 
 def rows(node: pdlink.Node, blocks: list[int], layer: int, part: int) -> Any:
     """The KV of the prompt, as [token, bytes]."""
-    return node.pages(layer, part)[blocks].reshape(len(blocks) * node.layout.block_tokens, -1)[:TOKENS]
+    return node.pages(layer, part)[blocks].reshape(len(blocks) * node.groups.layouts[0].block_tokens, -1)[:TOKENS]
 
 
 def fill(node: pdlink.Node) -> None:

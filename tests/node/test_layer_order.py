@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 import pdlink
-from pdlink.errors import TransferFailed
+from pdlink.errors import InvalidRequest, TransferFailed
 from pdlink.node.layer_order import LayerOrder
 from pdlink.transport.tcp import TcpTransport
 
@@ -141,6 +141,55 @@ def test_first_token_follows_the_last_written_layer(nodes: tuple[Gpu, pdlink.Nod
     assert_same(prefill, decode)
 
 
+def test_cached_tokens_are_pushed_when_they_are_written(nodes: tuple[Gpu, pdlink.Node, pdlink.Node]) -> None:
+    """Another request has launched the kernels that write them, a moment ago perhaps."""
+    gpu, prefill, decode = nodes
+    incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
+    outgoing = prefill.send("t")
+    assert outgoing.accepted.wait(WAIT_S)
+    written = {layer: prefill.pages(layer).copy() for layer in range(3)}
+    for layer in range(3):
+        prefill.pages(layer)[:] = 0
+    outgoing.publish(SRC, TOKENS, 8)
+    for layer in range(3):
+        outgoing.layer_ready(layer, 8)
+    outgoing.finish(42)
+    assert not incoming.done.wait(0.2)
+    for layer in range(3):
+        prefill.pages(layer)[:] = written[layer]
+    gpu.reach()
+    assert incoming.wait(WAIT_S) == 42
+    assert_same(prefill, decode)
+
+
+def test_layers_that_were_launched_before_blocks_were_withdrawn_are_not_in_the_next_ones(
+    nodes: tuple[Gpu, pdlink.Node, pdlink.Node],
+) -> None:
+    gpu, prefill, decode = nodes
+    incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
+    outgoing = prefill.send("t", [0, 3, 4, 6, 8, 10], TOKENS)
+    assert outgoing.accepted.wait(WAIT_S)
+    for layer in range(3):
+        outgoing.layer_ready(layer)
+    outgoing.withdraw(WAIT_S)
+    outgoing.publish(SRC, TOKENS)
+    gpu.reach()
+    assert not incoming.has_layer(0)
+    reached = threading.Event()
+    assert prefill._order is not None
+    prefill._order.when_written(reached.set, never)
+    gpu.reach()
+    assert reached.wait(WAIT_S)
+    assert outgoing.machine.num_in_flight == 0
+    assert outgoing.nbytes == 0
+    for layer in range(3):
+        outgoing.layer_ready(layer)
+    outgoing.finish(42)
+    gpu.reach()
+    assert incoming.wait(WAIT_S) == 42
+    assert_same(prefill, decode)
+
+
 def test_fault_of_the_gpu_fails_the_transfer(nodes: tuple[Gpu, pdlink.Node, pdlink.Node]) -> None:
     gpu, prefill, decode = nodes
     incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
@@ -151,3 +200,43 @@ def test_fault_of_the_gpu_fails_the_transfer(nodes: tuple[Gpu, pdlink.Node, pdli
         outgoing.wait(WAIT_S)
     with pytest.raises(TransferFailed):
         incoming.wait(WAIT_S)
+
+
+def test_blocks_are_offered_when_what_was_launched_before_has_run(
+    nodes: tuple[Gpu, pdlink.Node, pdlink.Node],
+) -> None:
+    """A kernel that zeroes them, or a step scheduled ahead, must not write over what peers have put there."""
+    gpu, prefill, decode = nodes
+    later = Gpu()
+    decode._order = LayerOrder(later.make_event)
+    outgoing = prefill.send("t", SRC, TOKENS, TOKENS)
+    outgoing.finish(42)
+    gpu.reach()
+    incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
+    assert outgoing.accepted.wait(WAIT_S)
+    assert not incoming.done.wait(0.2)
+    decode.pages(0)[:] = 0
+    later.reach()
+    assert incoming.wait(WAIT_S) == 42
+    assert_same(prefill, decode)
+    with pytest.raises(InvalidRequest, match="a range from 0"):
+        decode.receive("u", prefill.address, DST, range(0, TOKENS, 2))
+    decode._order.close()
+
+
+def test_a_transfer_that_is_cancelled_before_its_offer_has_left_offers_nothing(
+    nodes: tuple[Gpu, pdlink.Node, pdlink.Node],
+) -> None:
+    _, prefill, decode = nodes
+    later = Gpu()
+    decode._order = LayerOrder(later.make_event)
+    incoming = decode.receive("t", prefill.address, DST, range(TOKENS))
+    incoming.cancel("aborted")
+    assert incoming.released.wait(WAIT_S)
+    later.reach()
+    reached = threading.Event()
+    decode._order.when_written(reached.set, never)
+    later.reach()
+    assert reached.wait(WAIT_S)
+    assert decode.report().receiving.get("offered", 0) == 0
+    decode._order.close()

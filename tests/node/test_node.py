@@ -59,6 +59,28 @@ def test_blocks_may_be_reserved_after_the_request_has_come(pair: Pair) -> None:
     assert not pair.decode.pages(0)[DST[0]].any(), "tokens that were not asked for stay away"
 
 
+def test_blocks_that_are_withdrawn_while_their_transfer_ends_are_given_back_once(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pair.prefill.pool
+    assert pool is not None
+    outgoing, give_back, calls = pair.prefill.send("t", SRC, TOKENS), pool.give_back, list[list[int]]()
+
+    def while_they_are_given_back(blocks: Any) -> None:
+        calls.append(list(blocks))
+        if len(calls) == 1:
+            engine = threading.Thread(target=outgoing.withdraw, args=(WAIT_S,))
+            engine.start()
+            engine.join(WAIT_S)
+        give_back(blocks)
+
+    monkeypatch.setattr(pool, "give_back", while_they_are_given_back)
+    outgoing.cancel()
+    assert outgoing.released.wait(WAIT_S)
+    assert calls == [SRC]
+    assert num_held(pair.prefill, SRC) == 0
+
+
 def test_layer_can_be_read_while_later_ones_are_computed(pair: Pair) -> None:
     outgoing = pair.prefill.send("t", SRC, TOKENS)
     incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
@@ -187,6 +209,27 @@ def test_callback_that_waits_is_told_that_it_cannot(pair: Pair) -> None:
     assert heard[0].startswith("a callback of a transfer cannot wait")
 
 
+@pytest.mark.parametrize("well", [True, False])
+def test_blocks_go_back_and_waiters_wake_though_a_callback_raises(pair: Pair, well: bool) -> None:
+    def raises() -> None:
+        raise ZeroDivisionError
+
+    outgoing = pair.prefill.send("t", SRC, TOKENS)
+    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    layer = incoming._signal(1)
+    outgoing.done.then(raises)
+    incoming.done.then(raises)
+    if well:
+        compute(outgoing)
+        assert incoming.sampled.wait(WAIT_S)
+    else:
+        incoming.cancel()
+    assert layer.wait(WAIT_S)
+    for end, node, blocks in ((outgoing, pair.prefill, SRC), (incoming, pair.decode, DST)):
+        assert end.released.wait(WAIT_S)
+        assert num_held(node, blocks) == 0
+
+
 def test_every_callback_runs_though_one_of_them_raises(pair: Pair) -> None:
     second = threading.Event()
     outgoing = pair.prefill.send("t", SRC, TOKENS)
@@ -231,9 +274,16 @@ def test_id_that_was_used_is_refused_and_leaves_the_first_transfer_alone(pair: P
     assert incoming.wait(WAIT_S) == 42
 
 
-@pytest.mark.parametrize("tokens", [range(30), range(0, TOKENS, 2), range(-1, TOKENS)])
-def test_blocks_that_do_not_fit_the_tokens_are_refused(pair: Pair, tokens: range) -> None:
-    with pytest.raises(InvalidRequest, match=r"blocks: got 3 for range.*in blocks of 8"):
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (range(30), r"blocks: got an offer of 3 blocks; tokens \[0, 30\) take 4"),
+        (range(0, TOKENS, 2), "tokens: got range.*, with a step of 1"),
+        (range(-1, TOKENS), "tokens: got range.*from 0 or later on"),
+    ],
+)
+def test_blocks_that_do_not_fit_the_tokens_are_refused(pair: Pair, tokens: range, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         pair.decode.receive("t", pair.prefill.address, DST, tokens)
 
 
@@ -353,3 +403,23 @@ def test_closed_node_frees_its_native_engines() -> None:
     gc.collect()
     assert [engine for engine in engines if engine() is not None] == [], "the handles are still here"
     assert outgoing.released.is_set()
+
+
+def test_live_transfers_show_their_layers_and_end(pair: Pair) -> None:
+    pair.hub.hold = True
+    outgoing = pair.prefill.send("t", SRC, TOKENS)
+    incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
+    assert outgoing.accepted.wait(WAIT_S)
+    outgoing.layer_ready(0)
+    (sent,), (received,) = pair.prefill.transfers(), pair.decode.transfers()
+    assert (sent.transfer_id, sent.side, sent.peer, sent.num_tokens, sent.nbytes) == ("t", "sender", "decode", 21, 0)
+    assert sent.layers == "f.."
+    assert (received.transfer_id, received.side, received.peer) == ("t", "receiver", "prefill")
+    assert received.num_tokens == TOKENS
+    assert sent.age_s >= 0
+    pair.hub.hold = False
+    pair.hub.deliver_all()
+    compute(outgoing, range(1, LAYERS))
+    incoming.wait(WAIT_S)
+    outgoing.wait(WAIT_S)
+    assert pair.prefill.transfers() == pair.decode.transfers() == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +13,8 @@ import pytest
 from pdlink.cli import main
 from tests.private import write_private
 
-TRACE = {"traceEvents": [{"args": {"transfer_id": "t"}}, {"args": {}}]}
+TRACE = b"a trace"
+WORDS = "3 requests, 4 transfers, 2 workers, 99 events; without decode-1"
 KEY = "s3cret"
 
 
@@ -33,6 +33,8 @@ class Handler(BaseHTTPRequestHandler):
             status, body = 401, b"{}"
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
+        if status == 200 and self.path.startswith("/pdlink/timeline") and body == TRACE:
+            self.send_header("X-Pdlink-Timeline", WORDS)
         self.end_headers()
         self.wfile.write(body)
 
@@ -43,7 +45,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Server]:
     found = Server(("127.0.0.1", 0), Handler)
-    found.answers = {"/pdlink/timeline": (200, json.dumps(TRACE).encode())}
+    found.answers = {"/pdlink/timeline": (200, TRACE), "/pdlink/timeline?request=a%2Fb": (200, TRACE)}
     thread = threading.Thread(target=found.serve_forever, args=(0.01,))
     thread.start()
     yield found
@@ -56,10 +58,14 @@ def where(server: Server) -> str:
     return f"127.0.0.1:{server.server_address[1]}"
 
 
-def test_a_url_needs_no_scheme(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["timeline", where(server), "-o", str(tmp_path / "a.json")]) == 0
-    assert json.loads((tmp_path / "a.json").read_text()) == TRACE
-    assert "1 transfers, 2 events" in capsys.readouterr().out
+def test_a_url_needs_no_scheme_and_what_came_is_said(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.pftrace"
+    assert main(["timeline", where(server), "-o", str(file)]) == 0
+    assert file.read_bytes() == TRACE
+    assert capsys.readouterr().out == f"{file}: {WORDS}; open it at ui.perfetto.dev\n"
+    assert main(["timeline", where(server), "-o", str(file), "--request", "a/b"]) == 0
 
 
 def test_a_worker_with_a_key_says_which_flag_is_missing(
@@ -70,21 +76,30 @@ def test_a_worker_with_a_key_says_which_flag_is_missing(
     assert main(["timeline", where(server)]) == 1
     assert "give --key-file FILE" in capsys.readouterr().err
     assert main(["timeline", where(server), "--key-file", wrong]) == 1
-    assert "--key-file must be its security.http_key_file" in capsys.readouterr().err
+    assert (
+        "the key is not one of the proxy's api_keys, or a worker's security.http_key_file" in capsys.readouterr().err
+    )
     assert main(["timeline", where(server), "--key-file", right, "-o", str(tmp_path / "a.json")]) == 0
 
 
-@pytest.mark.parametrize("status", [200, 503])
-def test_a_proxy_is_recognised_and_its_workers_are_named(
+def test_a_request_that_is_not_known_is_said_as_the_proxy_says_it(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answers = {"/pdlink/timeline?request=x": (404, b'{"error": {"message": "request: got \'x\'"}}')}
+    assert main(["timeline", where(server), "--request", "x"]) == 1
+    assert capsys.readouterr().err == f"pdlink: http://{where(server)}: request: got 'x'\n"
+
+
+@pytest.mark.parametrize("status", [404, 500])
+def test_a_server_of_another_kind_is_asked_about(
     server: Server, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    body = {"prefill": [{"url": "http://p:1"}, {"url": "http://p:2"}], "decode": []}
-    server.answers = {"/health": (status, json.dumps(body).encode())}
+    server.answers = {"/pdlink/timeline": (status, b"<html>")}
     assert main(["timeline", where(server)]) == 1
-    assert "this is a proxy, and timelines are of workers; ask http://p:1 or http://p:2" in capsys.readouterr().err
+    assert f"answered {status} when asked for a timeline; is it a pdlink proxy or worker?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("body", [b"", b"hello", b"[]", b'{"traceEvents": 5}', b'{"traceEvents": [5]}', b"\xff"])
+@pytest.mark.parametrize("body", [b"", b"hello", b"\xff"])
 def test_an_answer_that_is_no_timeline_is_said_to_be_none(
     server: Server, tmp_path: Path, body: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,13 +13,16 @@ from pdlink.events import LayerWritten, emit
 from pdlink.integrations.vllm_parts.trace_file import TraceFile
 from pdlink.observe import traces
 from pdlink.observe.timeline import Timeline
+from tests.observe.traced import tracks_of
 
 
 def test_a_trace_is_there_whole_and_nothing_beside_it(tmp_path: Path) -> None:
-    path = traces.path_of(str(tmp_path / "{name}.json"), "decode-0")
-    assert traces.write(Timeline("decode-0"), path)
-    assert json.loads(path.read_text())["traceEvents"]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["decode-0.json"]
+    for suffix in ("json", "pftrace"):
+        path = traces.path_of(str(tmp_path / f"{{name}}.{suffix}"), "decode-0")
+        assert traces.write(Timeline("decode-0"), path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["decode-0.json", "decode-0.pftrace"]
+    assert json.loads((tmp_path / "decode-0.json").read_text())["name"] == "decode-0"
+    assert tracks_of((tmp_path / "decode-0.pftrace").read_bytes()) == ["decode-0"]
 
 
 @pytest.mark.parametrize("path", ["/nonexistent/a.json", "/proc", "/"])

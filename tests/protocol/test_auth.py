@@ -89,15 +89,15 @@ def test_allow_list_gives_each_key_one_name() -> None:
     text = f"# fleet\n\n{allow_line(PREFILL)}\n  {allow_line(DECODE)}  \n{allow_line(PREFILL)}\n"
     allowed = parse_allow_list(text, "f")
     assert len(allowed) == 2
-    assert allowed.name_of(PREFILL.public) == "prefill-1"
-    assert allowed.name_of(STRANGER.public) is None
-    assert allowed.name_of("") is None
+    assert allowed[PREFILL.public] == "prefill-1"
+    assert STRANGER.public not in allowed
+    assert "" not in allowed
 
 
 def test_name_may_have_two_keys_while_one_replaces_the_other() -> None:
     new = make("prefill-1")
     allowed = parse_allow_list(f"{allow_line(PREFILL)}\n{allow_line(new)}", "f")
-    assert allowed.name_of(PREFILL.public) == allowed.name_of(new.public) == "prefill-1"
+    assert allowed[PREFILL.public] == allowed[new.public] == "prefill-1"
 
 
 @pytest.mark.parametrize(

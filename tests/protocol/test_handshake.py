@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
 from pdlink.capabilities import Capabilities, MemoryKind, Reach
 from pdlink.errors import HandshakeRefused
 from pdlink.kv.layout import KVLayout, paged_layout
-from pdlink.protocol.handshake import common_transports, compare
+from pdlink.protocol.handshake import common_transports, compare, differing, fingerprint
 from pdlink.protocol.messages import VERSION, Identity
 
 
@@ -36,21 +38,26 @@ def layout(
 BASE = Identity(VERSION, "m", "main", 1, layout(), "host")
 
 
-@pytest.mark.parametrize(
-    ("factor", "other"),
-    [
-        ("version", msgspec.structs.replace(BASE, version=VERSION + 1)),
-        ("model", msgspec.structs.replace(BASE, model="n")),
-        ("revision", msgspec.structs.replace(BASE, revision="v2")),
-        ("content", msgspec.structs.replace(BASE, content="0123abcd")),
-        ("num_ranks", msgspec.structs.replace(BASE, num_ranks=2)),
-        ("dtype", msgspec.structs.replace(BASE, layout=layout(dtype="bfloat16"))),
-        ("num_layers", msgspec.structs.replace(BASE, layout=layout(num_layers=3))),
-        ("num_heads", msgspec.structs.replace(BASE, layout=layout(num_heads=2))),
-        ("head_nbytes", msgspec.structs.replace(BASE, layout=layout(head_dim=16))),
-        ("parts per layer", msgspec.structs.replace(BASE, layout=layout(num_parts=1))),
-    ],
-)
+DIFFERENT = [
+    ("version", msgspec.structs.replace(BASE, version=VERSION + 1)),
+    ("model", msgspec.structs.replace(BASE, model="n")),
+    ("revision", msgspec.structs.replace(BASE, revision="v2")),
+    ("content", msgspec.structs.replace(BASE, content="0123abcd")),
+    ("num_ranks", msgspec.structs.replace(BASE, num_ranks=2)),
+    ("dtype", msgspec.structs.replace(BASE, layout=layout(dtype="bfloat16"))),
+    ("num_layers", msgspec.structs.replace(BASE, layout=layout(num_layers=3))),
+    ("num_heads", msgspec.structs.replace(BASE, layout=layout(num_heads=2))),
+    ("head_nbytes", msgspec.structs.replace(BASE, layout=layout(head_dim=16))),
+    ("parts per layer", msgspec.structs.replace(BASE, layout=layout(num_parts=1))),
+    ("groups of layers", msgspec.structs.replace(BASE, other_layouts=(layout(),))),
+    ("window", msgspec.structs.replace(BASE, layout=replace(layout(), window=64))),
+    ("window_step", msgspec.structs.replace(BASE, layout=replace(layout(), window_step=16))),
+    ("state", msgspec.structs.replace(BASE, layout=replace(layout(), state=True))),
+]
+"""Another identity, and the factor by which it differs."""
+
+
+@pytest.mark.parametrize(("factor", "other"), DIFFERENT)
 def test_one_differing_factor_is_refused_by_name_on_both_sides(factor: str, other: Identity) -> None:
     """vllm#29503, vllm#54926: no or half a check; KV of two versions or layer sets was mixed."""
     for local, remote in ((BASE, other), (other, BASE)):
@@ -58,6 +65,44 @@ def test_one_differing_factor_is_refused_by_name_on_both_sides(factor: str, othe
             compare(local, remote)
         assert refusal.value.factor == factor
         assert refusal.value.local != refusal.value.remote
+
+
+PARTS = {"version": "version of the wire", "dtype": "dtype (float32 and bfloat16)"}
+PARTS |= dict.fromkeys(("model", "revision", "content"), "model, revision or content")
+
+
+@pytest.mark.parametrize(("factor", "other"), DIFFERENT)
+def test_fingerprints_differ_exactly_where_the_handshake_refuses(factor: str, other: Identity) -> None:
+    mine, its = fingerprint(BASE), fingerprint(other)
+    what = differing(mine, its)
+    if factor == "groups of layers":  # each has a dtype
+        assert what == "dtype (float32 and float32+float32), layout"
+    else:
+        assert what == PARTS.get(factor, "layout")
+    assert mine == fingerprint(msgspec.structs.replace(BASE, host="elsewhere", pid=7, memory="cuda"))
+    assert mine == fingerprint(msgspec.structs.replace(BASE, layout=layout(block_tokens=32, order="LBPTH")))
+
+
+def test_a_fingerprint_of_another_kind_differs_as_a_whole() -> None:
+    assert differing(fingerprint(BASE), "sha256:77") == "fingerprint"
+
+
+def test_every_group_is_compared() -> None:
+    several = [
+        msgspec.structs.replace(BASE, other_layouts=(layout(), replace(layout(), window=window)))
+        for window in (64, 128)
+    ]
+    compare(several[0], several[0])
+    with pytest.raises(HandshakeRefused, match=r"window differs: local \(0, 0, 64\), remote \(0, 0, 128\)"):
+        compare(*several)
+
+
+def test_a_worker_of_the_version_before_groups_is_refused_by_its_number() -> None:
+    """Its identity has no groups after the first, and it reads ours as if there were none: both compare versions."""
+    old = {key: value for key, value in msgspec.to_builtins(BASE).items() if key != "other_layouts"} | {"version": 2}
+    read = msgspec.convert(old, Identity)
+    with pytest.raises(HandshakeRefused, match=f"version differs: local {VERSION}, remote 2"):
+        compare(msgspec.structs.replace(BASE, other_layouts=(layout(),)), read)
 
 
 def test_block_size_and_axis_order_may_differ() -> None:

@@ -17,7 +17,7 @@ LAYOUT = paged_layout(
 MAPPED = Capabilities("mapped", "host", ("host",), "pool")
 BODIES: list[messages.Body] = [
     messages.Hello("d", messages.Identity(1, "m", "r", 1, LAYOUT, "h"), (MAPPED,)),
-    messages.Offer("t", 3, 40, (7, 1), 2),
+    messages.Offer("t", 3, 40, ((7, 1),), 2),
     messages.Done("t", 3, 40, 2, 1234, 5),
     messages.Invite(b"", "no descriptors"),
     messages.Ready(),

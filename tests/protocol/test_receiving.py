@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import pytest
 
+from pdlink.kv.groups import KVGroups
+from pdlink.kv.layout import paged_layout
 from pdlink.protocol import messages
 from pdlink.protocol.actions import Deliver, DeliverLayer, End, Fail, FencePeer, Send
 from pdlink.protocol.receiving import Receiving
 from pdlink.protocol.states import ReceiverState
 
 LAYERS = 3
-TOKEN_NBYTES = 10
+GROUPS = KVGroups(
+    (paged_layout(dtype="u8", itemsize=1, num_layers=LAYERS, num_blocks=9, block_tokens=4, num_heads=1, head_dim=2),)
+)
+TOKEN_NBYTES = 12
 
 
 def offered(start: int = 2, end: int = 8, *, per_layer: bool = False) -> Receiving:
-    machine = Receiving("t", LAYERS, TOKEN_NBYTES, quiet_s=3.0)
-    machine.offer([5, 6], start, end, per_layer=per_layer)
+    machine = Receiving("t", GROUPS, quiet_s=3.0)
+    machine.offer(((5, 6),), start, end, per_layer=per_layer)
     return machine
 
 
-def done(start: int = 2, end: int = 8, num_layers: int = LAYERS, nbytes: int = 60) -> messages.Done:
+def done(start: int = 2, end: int = 8, num_layers: int = LAYERS, nbytes: int = 72) -> messages.Done:
     return messages.Done("t", start, end, num_layers, nbytes, 42)
 
 
@@ -33,8 +38,8 @@ def test_complete_transfer_is_acknowledged_and_delivered_once() -> None:
     ("told", "reason"),
     [
         (done(num_layers=2), "incomplete: layers 2 of 3"),
-        (done(nbytes=50), "incomplete: bytes 50 of 60"),
-        (done(start=4, nbytes=40), "incomplete: start 4 of 2, bytes 40 of 60"),
+        (done(nbytes=50), "incomplete: bytes 50 of 72"),
+        (done(start=4, nbytes=48), "incomplete: start 4 of 2, bytes 48 of 72"),
     ],
 )
 def test_done_that_is_not_what_was_offered_fails_the_transfer(told: messages.Done, reason: str) -> None:
@@ -74,11 +79,11 @@ def test_done_that_crosses_our_stop_proves_that_nothing_is_in_flight() -> None:
 
 def test_payload_is_that_of_the_offered_range() -> None:
     assert offered(2, 8).nbytes == 6 * TOKEN_NBYTES
-    assert Receiving("t", LAYERS, TOKEN_NBYTES, quiet_s=3.0).nbytes == 0
+    assert Receiving("t", GROUPS, quiet_s=3.0).nbytes == 0
 
 
 def test_transfer_without_offer_fails_at_once() -> None:
-    machine = Receiving("t", LAYERS, TOKEN_NBYTES, quiet_s=3.0)
+    machine = Receiving("t", GROUPS, quiet_s=3.0)
     assert machine.stop("abort", 0.0) == [Send(messages.Stop("t", "abort")), Fail("abort"), End("abort")]
 
 

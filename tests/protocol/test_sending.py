@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import paged_layout
 from pdlink.protocol import messages
 from pdlink.protocol.actions import Action, End, Fail, Push, Send
@@ -11,15 +12,18 @@ from pdlink.protocol.sending import Sending, offer_problem
 from pdlink.protocol.states import SenderState
 
 LAYERS = 3
-TOKEN_NBYTES = 10
+LAYOUT = paged_layout(
+    dtype="u8", itemsize=1, num_layers=LAYERS, num_blocks=4, block_tokens=4, num_heads=1, head_dim=2
+)
+TOKEN_NBYTES = 12
 
 
 def sending() -> Sending:
-    return Sending("t", LAYERS, TOKEN_NBYTES)
+    return Sending("t", KVGroups((LAYOUT,)))
 
 
 def offer(start: int, end: int, num_layers: int = LAYERS) -> messages.Offer:
-    return messages.Offer("t", start, end, tuple(range(-(-end // 4) - start // 4)), num_layers)
+    return messages.Offer("t", start, end, (tuple(range(-(-end // 4) - start // 4)),), num_layers)
 
 
 def pushes(actions: list[Action]) -> list[Push]:
@@ -33,13 +37,13 @@ def write_all(machine: Sending, tokens: int) -> list[Action]:
 def test_layer_is_pushed_when_it_is_written_after_the_offer() -> None:
     machine = sending()
     machine.offer(offer(0, 8))
-    machine.publish([1, 2], 8, 0)
+    machine.publish(((1, 2),), 8, 0)
     assert pushes(machine.written(0, 0, 8)) == [Push(0, 0, 0, 8, (1, 2), offer(0, 8))]
 
 
 def test_layer_is_pushed_when_the_offer_comes_after_it_was_written() -> None:
     machine = sending()
-    machine.publish([1, 2], 8, 0)
+    machine.publish(((1, 2),), 8, 0)
     assert machine.written(0, 0, 8) == []
     assert pushes(machine.offer(offer(0, 8))) == [Push(0, 0, 0, 8, (1, 2), offer(0, 8))]
 
@@ -47,7 +51,7 @@ def test_layer_is_pushed_when_the_offer_comes_after_it_was_written() -> None:
 def test_chunks_of_a_layer_are_pushed_without_gap_or_overlap() -> None:
     """sglang#33970: every chunk but the last could be read while it was being written."""
     machine = sending()
-    machine.publish([1, 2, 3], 12, 0)
+    machine.publish(((1, 2, 3),), 12, 0)
     machine.written(0, 0, 5)
     first = pushes(machine.offer(offer(2, 12)))
     then = pushes(machine.written(0, 5, 9)) + pushes(machine.written(0, 9, 12))
@@ -57,7 +61,7 @@ def test_chunks_of_a_layer_are_pushed_without_gap_or_overlap() -> None:
 def test_cached_prefix_is_pushed_at_once_for_all_layers() -> None:
     machine = sending()
     machine.offer(offer(0, 8))
-    assert [(p.layer, p.start, p.end) for p in pushes(machine.publish([1, 2], 8, 4))] == [
+    assert [(p.layer, p.start, p.end) for p in pushes(machine.publish(((1, 2),), 8, 4))] == [
         (0, 0, 4),
         (1, 0, 4),
         (2, 0, 4),
@@ -67,7 +71,7 @@ def test_cached_prefix_is_pushed_at_once_for_all_layers() -> None:
 def test_done_is_said_only_when_every_push_has_landed_and_the_first_token_is_known() -> None:
     machine = sending()
     machine.offer(offer(2, 8))
-    machine.publish([1, 2], 8, 0)
+    machine.publish(((1, 2),), 8, 0)
     ids = [push.push_id for push in pushes(write_all(machine, 8))]
     assert machine.finish(42) == []
     assert [machine.landed(ids[2]), machine.landed(ids[0])] == [[], []]
@@ -78,7 +82,7 @@ def test_done_is_said_only_when_every_push_has_landed_and_the_first_token_is_kno
 
 def test_offer_of_nothing_still_completes() -> None:
     machine = sending()
-    machine.publish([1, 2], 8, 0)
+    machine.publish(((1, 2),), 8, 0)
     write_all(machine, 8)
     assert machine.finish(7) == []
     assert machine.offer(offer(8, 8)) == [Send(messages.Done("t", 8, 8, LAYERS, 0, 7))]
@@ -88,7 +92,7 @@ def test_prefill_that_skipped_a_layer_cannot_say_done() -> None:
     """vllm#31057: hooks skipped by a graph must not announce a complete transfer."""
     machine = sending()
     machine.offer(offer(0, 8))
-    machine.publish([1, 2], 8, 0)
+    machine.publish(((1, 2),), 8, 0)
     for layer in (0, 2):
         for push in pushes(machine.written(layer, 0, 8)):
             machine.landed(push.push_id)
@@ -103,14 +107,14 @@ def test_prefill_that_skipped_a_layer_cannot_say_done() -> None:
 
 def test_layer_written_twice_or_out_of_order_stops_the_transfer() -> None:
     machine = sending()
-    machine.publish([1, 2], 8, 0)
+    machine.publish(((1, 2),), 8, 0)
     machine.written(0, 0, 4)
     assert Fail("layer 0 was written from token 0, expected 4") in machine.written(0, 0, 4)
 
 
 def test_offer_beyond_the_prompt_stops_the_transfer() -> None:
     machine = sending()
-    machine.publish([1, 2], 8, 0)
+    machine.publish(((1, 2),), 8, 0)
     assert Fail("offer of tokens [0, 9); the prompt here has 8") in machine.offer(offer(0, 9))
 
 
@@ -121,7 +125,7 @@ def test_offer_for_another_number_of_layers_stops_the_transfer() -> None:
 def test_sender_is_quiet_only_after_its_last_push_has_ended() -> None:
     machine = sending()
     machine.offer(offer(0, 8))
-    machine.publish([1, 2], 8, 0)
+    machine.publish(((1, 2),), 8, 0)
     first, second, third = pushes(write_all(machine, 8))
     assert machine.stop("abort") == [Send(messages.Stop("t", "abort")), Fail("abort")]
     assert machine.landed(first.push_id) == []
@@ -132,7 +136,7 @@ def test_sender_is_quiet_only_after_its_last_push_has_ended() -> None:
 def test_nothing_is_pushed_after_a_stop() -> None:
     machine = sending()
     machine.offer(offer(0, 8))
-    machine.publish([1, 2], 8, 0)
+    machine.publish(((1, 2),), 8, 0)
     machine.written(0, 0, 8)
     machine.stop("abort")
     assert machine.written(1, 0, 8) == []
@@ -141,7 +145,7 @@ def test_nothing_is_pushed_after_a_stop() -> None:
 def test_lost_push_keeps_its_blocks_until_the_fence() -> None:
     machine = sending()
     machine.offer(offer(0, 8))
-    machine.publish([1, 2], 8, 0)
+    machine.publish(((1, 2),), 8, 0)
     first, second, third = pushes(write_all(machine, 8))
     assert machine.lost(first.push_id, "timeout") == [Send(messages.Stop("t", "timeout")), Fail("timeout")]
     assert machine.landed(second.push_id) == []
@@ -154,7 +158,7 @@ def test_lost_push_keeps_its_blocks_until_the_fence() -> None:
 
 def test_end_of_a_prefill_changes_nothing_once_all_was_said() -> None:
     machine = sending()
-    machine.publish([1, 2], 8, 0)
+    machine.publish(((1, 2),), 8, 0)
     write_all(machine, 8)
     machine.finish(7)
     machine.offer(offer(8, 8))
@@ -179,10 +183,7 @@ def test_end_of_a_prefill_changes_nothing_once_all_was_said() -> None:
 def test_offer_of_what_a_pool_cannot_have_is_named(
     start: int, end: int, blocks: tuple[int, ...], problem: str
 ) -> None:
-    layout = paged_layout(
-        dtype="u8", itemsize=1, num_layers=LAYERS, num_blocks=4, block_tokens=4, num_heads=1, head_dim=2
-    )
-    found = offer_problem(messages.Offer("t", start, end, blocks, LAYERS), layout)
+    found = offer_problem(messages.Offer("t", start, end, (blocks,), LAYERS), KVGroups((LAYOUT,)))
     assert found.startswith(problem)
     assert bool(found) == bool(problem)
 
@@ -203,7 +204,7 @@ def test_news_after_the_end_changes_nothing() -> None:
 
 def test_dropped_push_leaves_a_stopped_transfer_quiet() -> None:
     machine = sending()
-    machine.publish([1, 2], 8, 0)
+    machine.publish(((1, 2),), 8, 0)
     machine.offer(offer(0, 8))
     machine.written(0, 0, 8)
     machine.written(1, 0, 8)
@@ -215,7 +216,7 @@ def test_dropped_push_leaves_a_stopped_transfer_quiet() -> None:
 
 def test_dropped_push_of_withdrawn_blocks_is_made_again_from_the_new_ones() -> None:
     machine = sending()
-    machine.publish([1, 2, 3], 12, 0)
+    machine.publish(((1, 2, 3),), 12, 0)
     machine.offer(offer(0, 12))
     machine.written(0, 0, 4)
     machine.landed(0)
@@ -223,8 +224,24 @@ def test_dropped_push_of_withdrawn_blocks_is_made_again_from_the_new_ones() -> N
     machine.written(0, 8, 12)
     assert machine.dropped(1) == machine.dropped(2) == []
     machine.withdraw()
-    assert [(p.layer, p.start, p.end) for p in pushes(machine.publish([7, 8, 9], 12, 12))] == [
+    assert [(p.layer, p.start, p.end) for p in pushes(machine.publish(((7, 8, 9),), 12, 12))] == [
         (0, 4, 12),
         (1, 0, 12),
         (2, 0, 12),
     ]
+
+
+def test_stage_of_each_layer_says_whether_computing_or_the_link_is_late() -> None:
+    machine = sending()
+    assert machine.stages(()) == "..."
+    machine.publish(((1, 2),), 8, 0)
+    machine.written(0, 0, 8)
+    machine.written(1, 0, 4)
+    assert machine.stages(()) == "w..", "written, and nobody has offered blocks for it"
+    (first, second) = pushes(machine.offer(offer(0, 8)))
+    assert machine.stages({0}) == "fw.", "layer 1 waits for room on its transport"
+    machine.landed(first.push_id)
+    machine.landed(second.push_id)
+    assert machine.stages(()) == "l..", "half of layer 1 is not computed yet"
+    machine.written(1, 4, 8)
+    assert machine.stages({1}) == "lf."

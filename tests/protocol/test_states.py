@@ -15,7 +15,6 @@ from pdlink.protocol.states import (
     ReceiverState,
     SenderEvent,
     SenderState,
-    diagram,
 )
 
 WIRE = Path(__file__).parents[2] / "docs" / "wire.md"
@@ -23,7 +22,8 @@ WIRE = Path(__file__).parents[2] / "docs" / "wire.md"
 
 @pytest.mark.parametrize("table", [SENDER, RECEIVER], ids=["sender", "receiver"])
 def test_docs_show_the_tables_as_they_are(table: dict) -> None:  # type: ignore[type-arg]
-    assert diagram(table) in WIRE.read_text()
+    lines = [f"{old.name} -{event.value}-> {new.name}" for (old, event), new in table.items()]
+    assert "\n".join(lines) in WIRE.read_text()
 
 
 def test_every_live_state_can_be_stopped() -> None:

@@ -11,12 +11,15 @@ import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
 
 from tests.proxy.fakes import DONE, Received, abort
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
 
 HELD = {
     "do_remote_prefill": True,
@@ -32,7 +35,11 @@ class FakeVllm:
     """One server. Texts of a prefill leg begin with "P", so that one that reaches a client is seen."""
 
     connector: str = "pdlink"
-    """Or "nixl"."""
+    """Or "nixl", "push", "mooncake", "moriio", "lmcache"."""
+    engines: dict[int, str] = field(default_factory=lambda: {0: "engine-0"})
+    """By data-parallel rank; told by the bootstrap server of MooncakeConnector, here on the same port."""
+    told: Callable[[dict[str, Any]], Awaitable[None]] | None = None
+    """Awaited with the `disagg_spec` of a prefill leg, when its KV has been pushed."""
     models: list[str] = field(default_factory=lambda: ["m"])
     api_key: str = ""
     cached_tokens: int | None = None
@@ -40,10 +47,14 @@ class FakeVllm:
     dead: bool = False
     """The engine has died; the API server answers 503."""
     fail_with: int | None = None
+    words: str = ""
+    """It adds these to each token, as a worker that computes something else."""
     resets: int = 0
     """Close the connections of this many requests without a byte of answer."""
     gate: asyncio.Event | None = None
     """Waited for before the first byte of an answer."""
+    kv_gate: asyncio.Event | None = None
+    """The same for decode legs whose KV is to come from a prefill leg."""
     error_at: int | None = None
     """Send an error event in place of this token, then [DONE], as vLLM does when its engine fails."""
     break_at: int | None = None
@@ -52,6 +63,8 @@ class FakeVllm:
     answer_override: bytes | None = None
     kv_path: str = ""
     """What decode's PDLinkConnector says of a request with a transfer."""
+    source: dict[str, Any] = field(default_factory=dict)
+    """What it says of where its KV came from."""
     keeps_no_kv: bool = False
     """NixlConnector had nothing to hand out."""
     received: list[Received] = field(default_factory=list)
@@ -71,6 +84,8 @@ class FakeVllm:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
+        if self.connector == "mooncake":
+            app.router.add_get("/query", self._query)
         app.router.add_route("*", "/{path:.*}", self._nowhere)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -91,6 +106,9 @@ class FakeVllm:
         if not self._may_enter(request):
             return _error(401, "Unauthorized")
         return _json({"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]})
+
+    async def _query(self, _: web.Request) -> web.Response:
+        return _json({rank: {"engine_id": engine, "worker_addr": {}} for rank, engine in self.engines.items()})
 
     async def _nowhere(self, request: web.Request) -> web.Response:
         self.strange.append(f"{request.method} {request.path}")
@@ -118,12 +136,20 @@ class FakeVllm:
             return _error(400, problem)
         if self.gate is not None:
             await self.gate.wait()
+        if self.kv_gate is not None and (body.get("kv_transfer_params") or {}).get("leg") == "decode":
+            await self.kv_gate.wait()
         if self.resets:
             self.resets -= 1
             abort(request)
         if self.fail_with is not None:
             return _error(self.fail_with, "Internal server error")
+        params = body.get("kv_transfer_params") or {}
+        if missing := [name for name in _needs(self.connector, params) if name not in params]:
+            self.strange.append(f"{self.connector} without {missing[0]}")
+            return _error(500, "Internal server error")
         answer = _Answer(self, request, body)
+        if self.told is not None and "disagg_spec" in params:
+            await self.told(params["disagg_spec"])
         if not body.get("stream"):
             return web.Response(body=self.answer_override or answer.whole(), content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -149,7 +175,9 @@ class _Answer:
     def __init__(self, server: FakeVllm, request: web.Request, body: dict[str, Any]) -> None:
         self.chat = "chat" in request.path
         params = body.get("kv_transfer_params") or {}
-        self.is_prefill = bool(params.get("do_remote_decode") or params.get("leg") == "prefill")
+        self.is_prefill = bool(
+            params.get("do_remote_decode") or params.get("leg") == "prefill" or "disagg_spec" in params
+        )
         self.is_decode = params.get("leg") == "decode"
         limit = (
             body.get("max_completion_tokens", body.get("max_tokens", 3)) if self.chat else body.get("max_tokens", 3)
@@ -165,7 +193,7 @@ class _Answer:
         self.server = server
 
     def text(self, choice: int, token: int) -> str:
-        return f"{'P' if self.is_prefill else ''}{choice}.{token} "
+        return f"{'P' if self.is_prefill else ''}{choice}.{token} {self.server.words}"
 
     def usage(self) -> dict[str, Any]:
         done = self.num_choices * self.limit
@@ -187,8 +215,12 @@ class _Answer:
             choices.append({"index": index, **said, "logprobs": logprobs, "finish_reason": "length"})
         handed: dict[str, Any] | None
         handed = HELD if self.is_prefill and self.server.connector == "nixl" and not self.server.keeps_no_kv else None
+        if self.is_prefill and self.server.connector in ("push", "moriio"):
+            handed = {**HELD, **_HANDED[self.server.connector]}
         if self.server.kv_path and self.is_decode:
             handed = {"pdlink_kv": self.server.kv_path}
+        if self.server.source and (self.is_prefill or self.is_decode):
+            handed = {**(handed or {}), "pdlink_source": self.server.source}
         kind = "chat.completion" if self.chat else "text_completion"
         return msgspec.json.encode(
             {**self.head, "object": kind, "choices": choices, "usage": self.usage(), "kv_transfer_params": handed}
@@ -218,6 +250,26 @@ class _Answer:
 
     def _event(self, choice: dict[str, Any]) -> bytes:
         return b"data: " + msgspec.json.encode({**self.head, "choices": [choice]}) + b"\n\n"
+
+
+_HANDED = {
+    "push": {"remote_host": "10.0.0.1", "tp_size": 2, "pp_size": 1, "dcp_size": 1, "transfer_mode": "push"},
+    "moriio": {"remote_host": "10.0.0.1", "remote_handshake_port": 6301, "remote_notify_port": 61005, "tp_size": 1},
+}
+"""What prefill hands out, beside `HELD`."""
+
+_REACHES = ("remote_host", "remote_handshake_port", "remote_notify_port", "remote_engine_id", "remote_block_ids")
+
+
+def _needs(connector: str, params: dict[str, Any]) -> tuple[str, ...]:
+    """Parameters that the connector reads without a default."""
+    if connector == "moriio" and params.get("do_remote_prefill"):
+        return _REACHES
+    if connector == "push" and params.get("do_remote_prefill"):
+        return ("remote_engine_id", "remote_host", "remote_port", "tp_size")
+    if connector == "mooncake" and params.get("do_remote_prefill"):
+        return ("transfer_id", "remote_engine_id", "remote_bootstrap_addr")
+    return ("transfer_id",) if connector == "mooncake" and params else ()
 
 
 def _prompts(body: dict[str, Any]) -> list[Any]:
@@ -277,7 +329,7 @@ def main() -> None:
 
     async def run() -> None:
         connector = "nixl" if args.kv_transfer_config["kv_connector"].startswith("Nixl") else "pdlink"
-        await FakeVllm(connector, [args.served_model_name], port=args.port).start()
+        await FakeVllm(connector, models=[args.served_model_name], port=args.port).start()
         told = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
         await told.wait()

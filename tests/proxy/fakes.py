@@ -15,10 +15,13 @@ from aiohttp import web
 
 from pdlink.config import ProxyConfig
 from pdlink_proxy.app import ROUTER, Router, build_app
+from pdlink_proxy.front import Doors, FrontRunner
 from pdlink_proxy.queue import Queue
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+    from pdlink.protocol.auth import Credentials
 
 DEADLINE_S = 10.0
 """Of every wait in these tests; reaching it is a failure."""
@@ -26,10 +29,10 @@ DEADLINE_S = 10.0
 DONE = b"data: [DONE]\n\n"
 
 
-async def until(true: Callable[[], bool], what: str = "condition") -> None:
+async def until(true: Callable[[], bool], what: str = "condition", deadline_s: float = DEADLINE_S) -> None:
     """Wait for something that has no event of its own."""
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(deadline_s):
             while not true():  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
     except TimeoutError:
@@ -40,7 +43,7 @@ def event(text: str, **more: Any) -> bytes:
     return b"data: " + msgspec.json.encode({"choices": [{"index": 0, "text": text}], **more}) + b"\n\n"
 
 
-_KV_COMMENT = re.compile(rb": X-Pdlink-KV: ([^\n]*)\n\n(?=data: ?\[DONE\])")
+_KV_COMMENT = re.compile(rb"(?:: Server-Timing: [^\n]*\n)?: X-Pdlink-KV: ([^\n]*)\n\n(?=data: ?\[DONE\])")
 
 
 def settled(data: bytes) -> tuple[bytes, str]:
@@ -87,6 +90,7 @@ class FakeWorker:
     refused: list[dict[str, Any]] = field(default_factory=list)
     """Said in its health."""
     control: str = ""
+    fingerprint: str = ""
     tokens: list[str] = field(default_factory=lambda: ["zero", "one", "two"])
     fail_with: int | None = None
     """Answer every generation request with this status."""
@@ -114,13 +118,29 @@ class FakeWorker:
     """Wait until this worker has answered the other leg of the same transfer, as decode does for its KV."""
     gates: dict[int, asyncio.Event] = field(default_factory=dict)
     """Waited for before event i."""
+    resumes: bool = False
+    """It tells token ids, if it is asked to, and goes on behind `output_token_ids`."""
     split: int | None = None
     """Write the stream in pieces of this many bytes."""
+    kv_events: tuple[str, ...] = ()
+    """Said in its health."""
+    tokenizes: bool = False
+    """It has POST /tokenize; see `tokens_in`."""
+    tokenize_gate: asyncio.Event | None = None
+    """Waited for before an answer to that."""
+    tokenized: list[dict[str, Any]] = field(default_factory=list)
+    """What it was asked to tokenise."""
     kv: str = "transferred"
     """Said in X-Pdlink-KV of every answer to a decode leg; empty says nothing."""
     stream_override: bytes | None = None
     """The whole stream, instead of one made from `tokens`."""
+    report: bytes | None = None
+    """What it answers to GET /pdlink/state; None does not know that route."""
+    reported: int = 0
+    """How often it was asked for that."""
     on_stop: Callable[[FakeWorker], None] | None = None
+    probed: int = 0
+    """How often it was asked for its health."""
     received: list[Received] = field(default_factory=list)
     stops: list[tuple[str, str]] = field(default_factory=list)
     port: int = 0
@@ -134,9 +154,11 @@ class FakeWorker:
         app = web.Application(client_max_size=64 * 2**20)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/pdlink/state", self._state)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
         app.router.add_post("/pdlink/transfers/{id}/stop", self._stop)
+        app.router.add_post("/tokenize", self._tokenize)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
@@ -151,7 +173,11 @@ class FakeWorker:
             await runner.cleanup()
 
     async def _health(self, _: web.Request) -> web.Response:
-        body = {
+        self.probed += 1
+        return web.json_response(self.health(), status=200 if self.status == "ok" else 503)
+
+    def health(self) -> dict[str, Any]:
+        return {
             "status": self.status,
             "name": self.name,
             "epoch": self.epoch,
@@ -163,8 +189,24 @@ class FakeWorker:
             "waiting": 0,
             "free_blocks": self.free_blocks,
             "block_tokens": 16,
+            "fingerprint": self.fingerprint,
+            "kv_events": self.kv_events,
         }
-        return web.json_response(body, status=200 if self.status == "ok" else 503)
+
+    async def _state(self, _: web.Request) -> web.Response:
+        self.reported += 1
+        return web.Response(status=404) if self.report is None else web.Response(body=self.report)
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        self.tokenized.append(msgspec.json.decode(await request.read()))
+        if not self.tokenizes:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        if self.tokenize_gate is not None:
+            await self.tokenize_gate.wait()
+        asked = self.tokenized[-1]
+        text = "".join(each["content"] for each in asked["messages"]) if "messages" in asked else asked["prompt"]
+        found = tokens_in(text)
+        return web.json_response({"count": len(found), "max_model_len": 2**20, "tokens": found})
 
     def _bars(self, request: web.Request) -> bool:
         return bool(self.key) and request.headers.get("X-Pdlink-Key") != self.key
@@ -227,7 +269,9 @@ class FakeWorker:
         if self.stream_override is not None:
             await self._write(response, self.stream_override)
             return response
-        events = [event(self.tokens[0])] if leg == "prefill" else [event(token) for token in self.tokens]
+        events = self._events(received.body)
+        if leg == "prefill":
+            events = events[:1]
         for index, data in enumerate(events):
             if index == self.break_after:
                 abort(request)
@@ -242,12 +286,31 @@ class FakeWorker:
             await self._write(response, DONE)
         return response
 
+    def _events(self, body: dict[str, Any]) -> list[bytes]:
+        if not (self.resumes and body.get("return_token_ids")):
+            return [event(token) for token in self.tokens]
+        name = body["kv_transfer_params"]["transfer_id"] if "kv_transfer_params" in body else "alone"
+        begin = len(body.get("output_token_ids", ()))
+        assert body.get("output_token_ids", []) == list(range(begin))
+        return [
+            b"data: "
+            + msgspec.json.encode({"id": name, "choices": [{"index": 0, "text": token, "token_ids": [index]}]})
+            + b"\n\n"
+            for index, token in enumerate(self.tokens)
+        ][begin:] + [event("", id=name)]
+
     async def _write(self, response: web.StreamResponse, data: bytes) -> None:
         step = self.split or len(data)
         for start in range(0, len(data), step):
             await response.write(data[start : start + step])
             if self.split:
                 await asyncio.sleep(0)
+
+
+def tokens_in(text: str) -> list[int]:
+    """Tokens of a fake worker: one for each five characters."""
+    data = text.encode()
+    return [int.from_bytes(data[at : at + 5]) % 2**31 for at in range(0, len(data), 5)]
 
 
 def abort(request: web.Request) -> None:
@@ -264,6 +327,7 @@ class Proxy:
     router: Router
     client: aiohttp.ClientSession
     config: ProxyConfig
+    doors: Doors
 
     @property
     def queue(self) -> Queue:
@@ -287,7 +351,7 @@ class Proxy:
         """A sample of the proxy's own metrics; 0 if it does not exist yet."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        text = self.router.metrics.exposition().decode()
+        text = self.router.metrics.exposition()[0].decode()
         return sum(
             sample.value
             for family in text_string_to_metric_families(text)
@@ -317,20 +381,26 @@ def settings(prefill: Sequence[Listed], decode: Sequence[Listed], **more: Any) -
 
 @contextlib.asynccontextmanager
 async def proxy_of(
-    prefill: Sequence[Listed], decode: Sequence[Listed], *, settled: bool = True, **more: Any
+    prefill: Sequence[Listed],
+    decode: Sequence[Listed],
+    *,
+    settled: bool = True,
+    credentials: Credentials | None = None,
+    **more: Any,
 ) -> AsyncIterator[Proxy]:
     """A proxy before these workers. settled: wait until each of them has been heard once."""
     config = settings(prefill, decode, **more)
-    app = build_app(config)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
+    app = build_app(config, credentials=credentials)
+    runner = FrontRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    router = app[ROUTER]
+    router, doors = app[ROUTER], runner.server
+    assert isinstance(doors, Doors)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
         try:
             if settled:
                 await until(lambda: all(worker.heard_s for worker in router.pools.all), "every worker's health")
-            yield Proxy(f"http://127.0.0.1:{runner.addresses[0][1]}", router, client, config)
+            yield Proxy(f"http://127.0.0.1:{runner.addresses[0][1]}", router, client, config, doors)
         finally:
             await runner.cleanup()
             leftover = {worker.url: worker.in_flight for worker in router.pools.all if worker.in_flight}

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
@@ -15,9 +14,7 @@ from pdlink.config import ProxyConfig
 from pdlink.errors import ConfigError
 from pdlink_proxy.access import api_keys, may_enter, worker_headers, worker_tls
 from pdlink_proxy.app import build_app
-from pdlink_proxy.pools import State
-from pdlink_proxy.steps import Loss
-from pdlink_proxy.upstream import loss_of
+from pdlink_proxy.worker import State
 from tests.certificates import make_certificate
 from tests.private import write_private
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
@@ -130,7 +127,7 @@ async def test_transfer_parameters_of_a_client_reach_no_worker(
 
 
 def test_without_keys_everybody_may_enter() -> None:
-    assert may_enter(api_keys(ProxyConfig()), None)
+    assert may_enter(api_keys(ProxyConfig()), {})
     assert worker_headers(ProxyConfig()) == {}
 
 
@@ -183,14 +180,6 @@ async def test_https_workers_are_verified_against_the_configured_authority(tmp_p
     assert [len(worker.received) for worker in workers] == [1, 1]
     for worker in workers:
         await worker.stop()
-
-
-def test_certificate_that_does_not_verify_is_a_worker_that_cannot_be_reached() -> None:
-    """aiohttp's error about it has no `os_error`, unlike its siblings."""
-    error = aiohttp.ClientConnectorCertificateError(
-        aiohttp.client_reqrep.ConnectionKey("h", 443, True, True, None, None, None), ValueError("no")
-    )
-    assert loss_of(error, reused=False) is Loss.CONNECT
 
 
 async def test_a_secret_that_cannot_be_read_stops_the_proxy_from_starting(tmp_path: Path) -> None:

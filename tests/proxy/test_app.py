@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import os
 import time
@@ -10,7 +11,12 @@ import time
 import pytest
 
 from pdlink import __version__
-from pdlink_proxy.pools import State
+from pdlink_proxy.admission import Admission
+from pdlink_proxy.exchange import Exchange
+from pdlink_proxy.flow import Flow
+from pdlink_proxy.running_attempt import RunningAttempt
+from pdlink_proxy.running_leg import RunningLeg
+from pdlink_proxy.worker import State
 from tests.proxy.fakes import DEADLINE_S, DONE, FakeWorker, event, proxy_of, tokens_of, until
 
 
@@ -39,7 +45,7 @@ async def test_a_body_over_the_limit_is_a_413_with_the_limit(prefill: FakeWorker
         assert "1000" in (await response.json())["error"]["message"]
 
 
-@pytest.mark.parametrize(("method", "path"), [("POST", "/"), ("GET", "/v1/completions"), ("POST", "/v1/embeddings")])
+@pytest.mark.parametrize(("method", "path"), [("POST", "/"), ("GET", "/v1/completions"), ("POST", "/v1/nothing")])
 async def test_other_routes_are_a_404_that_clients_can_read(method: str, path: str) -> None:
     async with proxy_of([], []) as proxy, proxy.client.request(method, proxy.url + path) as response:
         assert response.status == 404
@@ -147,10 +153,10 @@ async def test_metrics_name_workers_and_outcomes(prefill: FakeWorker, decode: Fa
             assert response.content_type == "text/plain"
             text = await response.text()
         assert f'pdlink_proxy_worker_healthy{{leg="decode",worker="{decode.url}"}} 1.0' in text
-        assert proxy.counted("ttft_seconds_count", streaming="true") == 1
+        assert proxy.counted("time_to_first_token_seconds_count", first_leg="prefill") == 1
         assert proxy.counted("active_streams") == 0
         for worker, leg in ((prefill, "prefill"), (decode, "decode")):
-            await until(lambda w=worker, g=leg: proxy.counted("in_flight", worker=w.url, leg=g) == 0)  # type: ignore[misc]
+            await until(lambda w=worker, g=leg: proxy.counted("in_flight_legs", worker=w.url, leg=g) == 0)  # type: ignore[misc]
 
 
 async def test_draining_ends_running_streams_whole_and_refuses_new_requests(
@@ -186,3 +192,20 @@ async def test_a_stream_that_outlasts_the_drain_is_told_so(prefill: FakeWorker, 
         assert b"shutting down" in data
         assert data.endswith(DONE)
         await until(lambda: decode.received[0].aborted, "decode's leg being closed")
+
+
+async def test_an_ended_request_leaves_nothing_to_the_garbage_collector(
+    prefill: FakeWorker, decode: FakeWorker
+) -> None:
+    kinds = (Exchange, RunningAttempt, RunningLeg, Admission, Flow)
+    async with proxy_of([prefill], [decode]) as proxy:
+        gc.collect()
+        gc.disable()
+        try:
+            for stream in (True, False):
+                async with proxy.post(stream=stream) as answer:
+                    await answer.read()
+            await until(lambda: proxy.router.num_running == 0, "the end")
+            await until(lambda: not any(type(each) in kinds for each in gc.get_objects()), "nothing left")
+        finally:
+            gc.enable()

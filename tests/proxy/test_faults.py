@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from pdlink_proxy.steps import Leg
+from pdlink_proxy.worker import FAILURES
 from tests.proxy.fakes import DONE, FakeWorker, Proxy, event, proxy_of, tokens_of, until
 
 if TYPE_CHECKING:
@@ -106,7 +108,7 @@ async def test_a_lost_decode_leg_is_tried_again_elsewhere(
     prefills: list[FakeWorker], decodes: list[FakeWorker], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """sglang#6857: a second attempt found the state of the first under the same id."""
-    monkeypatch.setattr("pdlink_proxy.exchange.LET_GO_S", 0.05)
+    monkeypatch.setattr("pdlink_proxy.running_leg.LET_GO_S", 0.05)
     bad, good = decodes
     for prefill in prefills:
         prefill.gate = asyncio.Event()  # no token of theirs may commit the first attempt
@@ -191,7 +193,7 @@ async def test_prefill_is_told_when_decode_will_not_take_its_kv(prefill: FakeWor
     async with proxy_of([prefill], [decode]) as proxy:
         answer = asyncio.create_task(_status(proxy))
         await until(lambda: bool(prefill.received) and prefill.received[0].answered, "prefill's answer")
-        await until(lambda: proxy.counted("in_flight", worker=prefill.url, leg="prefill") == 0, "its end")
+        await until(lambda: proxy.counted("in_flight_legs", worker=prefill.url, leg="prefill") == 0, "its end")
         decode.gate.set()
         assert await answer == 400
         await until(lambda: [i for i, _ in prefill.stops] == [prefill.received[0].transfer_id], "prefill being told")
@@ -287,7 +289,9 @@ async def test_a_client_that_leaves_during_decode_ends_decode_and_tells_prefill(
     async with proxy_of([prefill], [decode]) as proxy:
         async with proxy.post(stream=True) as response:
             await response.content.readexactly(len(event("zero")))
-            await until(lambda: proxy.counted("in_flight", worker=prefill.url, leg="prefill") == 0, "prefill's end")
+            await until(
+                lambda: proxy.counted("in_flight_legs", worker=prefill.url, leg="prefill") == 0, "prefill's end"
+            )
             response.close()
         async with asyncio.timeout(1.0):
             await until(lambda: decode.received[0].aborted, "decode's leg being closed")
@@ -349,7 +353,7 @@ async def test_a_leg_that_answers_late_is_not_cut_off(prefill: FakeWorker, decod
         prefill.gates[0].set()
         await until(lambda: prefill.received[0].answered, "prefill's end")
         assert not prefill.received[0].aborted
-        await until(lambda: proxy.counted("in_flight", worker=prefill.url, leg="prefill") == 0)
+        await until(lambda: proxy.counted("in_flight_legs", worker=prefill.url, leg="prefill") == 0)
 
 
 async def test_a_redirect_of_a_worker_is_not_followed(prefill: FakeWorker, decodes: list[FakeWorker]) -> None:
@@ -365,3 +369,101 @@ async def _status(proxy: Proxy, **body: Any) -> int:
     async with proxy.post(**body) as response:
         await response.read()
         return int(response.status)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_worker_whose_legs_fail_is_left_alone_though_its_health_is_good_and_comes_back(
+    prefills: list[FakeWorker], decode: FakeWorker, stream: bool
+) -> None:
+    bad, good = prefills
+    bad.fail_with = 500
+    async with proxy_of(prefills, [decode], policy="round_robin", retries=3) as proxy:
+        for _ in range(3 * FAILURES):
+            assert await _status(proxy, stream=stream) == 200
+        assert len(bad.received) == FAILURES
+        pool = proxy.router.pools.workers[Leg.PREFILL]
+        assert [worker.describe()["fails"] for worker in pool] == [True, False]
+        bad.fail_with, pool[0].breaker._closed_until_s = None, 0.0
+        for _ in range(4):
+            assert await _status(proxy, stream=stream) == 200
+        assert len(bad.received) > FAILURES + 1
+        assert not pool[0].breaker.keeps_away(0.0)
+
+
+async def test_where_most_workers_fail_none_is_left_alone(prefills: list[FakeWorker], decode: FakeWorker) -> None:
+    for worker in prefills:
+        worker.fail_with = 500
+    async with proxy_of(prefills, [decode], policy="round_robin", retries=0, on_no_prefill="fail") as proxy:
+        for _ in range(4 * FAILURES):
+            await _status(proxy, stream=True)
+        assert len(proxy.router.pools.usable(Leg.PREFILL)) == 2
+
+
+async def test_a_decode_that_got_no_kv_is_not_left_alone(prefill: FakeWorker, decodes: list[FakeWorker]) -> None:
+    for worker in decodes:
+        worker.fail_with = 502
+    async with proxy_of([prefill], decodes, policy="round_robin", retries=0) as proxy:
+        for _ in range(4 * FAILURES):
+            await _status(proxy, stream=True)
+        assert not any(worker.breaker.keeps_away(0.0) for worker in proxy.router.pools.all)
+
+
+@pytest.mark.parametrize("answer", ["ends early", "begins with an error", "errs in the middle", "not an answer"])
+async def test_a_worker_whose_answers_are_none_is_left_alone_though_their_status_is_good(
+    prefill: FakeWorker, decodes: list[FakeWorker], answer: str
+) -> None:
+    bad, error = decodes[0], b'data: {"error":{"message":"engine died","code":"engine_failure"}}\n\n'
+    match answer:
+        case "ends early":
+            bad.end_after = 2
+        case "begins with an error":
+            bad.stream_override = error + DONE
+        case "errs in the middle":
+            bad.stream_override = event("zero") + error + DONE
+        case "not an answer":
+            bad.answer_override = b"{}"
+    async with proxy_of([prefill], decodes, policy="round_robin", retries=1) as proxy:
+        for _ in range(3 * FAILURES):
+            await _status(proxy, stream=bad.answer_override is None)
+        assert len(bad.received) == FAILURES
+        measured = [worker.work.tokens_per_s is not None for worker in proxy.router.pools.workers[Leg.DECODE]]
+        assert measured == [False, True]
+
+
+async def test_legs_of_a_former_life_say_nothing_of_the_next(prefill: FakeWorker, decodes: list[FakeWorker]) -> None:
+    old = decodes[0]
+    old.gates[1] = goes_on = asyncio.Event()
+    async with proxy_of([prefill], decodes, policy="round_robin", health_interval_s=0.01) as proxy:
+        worker = proxy.router.pools.workers[Leg.DECODE][0]
+        requests = [asyncio.create_task(_status(proxy, stream=True)) for _ in range(2 * FAILURES)]
+        await until(lambda: len(old.received) == FAILURES, "requests at the old life")
+        old.break_after = 2
+        old.epoch = "e2"
+        await until(lambda: worker.incarnations == 2, "the next life")
+        calls = [worker.breaker.begin(0.0) for _ in range(FAILURES)]
+        goes_on.set()
+        await asyncio.gather(*requests)
+        assert not worker.breaker.keeps_away(0.0)
+        assert len(worker.breaker._running) == len(calls)
+
+
+async def test_errors_that_a_request_caused_in_a_stream_do_not_count_against_a_worker(
+    prefill: FakeWorker, decodes: list[FakeWorker]
+) -> None:
+    for worker in decodes:
+        worker.stream_override = event("zero") + b'data: {"error":{"message":"too long","code":400}}\n\n' + DONE
+    async with proxy_of([prefill], decodes, policy="round_robin") as proxy:
+        for _ in range(4 * FAILURES):
+            await _status(proxy, stream=True)
+        assert not any(worker.breaker.keeps_away(0.0) for worker in proxy.router.pools.all)
+
+
+@pytest.mark.parametrize("status", [400, 500])
+@pytest.mark.parametrize("words", [b'"\xe9"', b"[" * 60_000], ids=["latin-1", "deep"])
+async def test_an_error_that_is_no_json_is_an_error_of_its_worker(
+    prefill: FakeWorker, decode: FakeWorker, status: int, words: bytes
+) -> None:
+    decode.fail_with, decode.fail_body = status, b'{"error":{"message":' + words + b"}}"
+    async with proxy_of([prefill], [decode], retries=0) as proxy, proxy.post() as response:
+        assert response.status == status
+        assert (await response.json())["error"]["message"]

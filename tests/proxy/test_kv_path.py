@@ -40,8 +40,8 @@ async def test_what_decode_says_of_the_kv_reaches_the_client_and_the_metric(
             assert response.headers[HEADER] == told
             data = await response.read()
         if stream:
-            assert data == event("zero") + event("one") + event("two") + f": {HEADER}: {told}\n\n".encode() + DONE
-        await until(lambda: proxy.counted("kv_total", path=told.partition(";")[0]) == 1)
+            assert fakes.settled(data) == (event("zero") + event("one") + event("two") + DONE, told)
+        await until(lambda: proxy.counted("requests_kv_total", path=told.partition(";")[0]) == 1)
 
 
 async def test_a_stream_that_prefill_begins_waits_a_moment_for_decodes_headers(
@@ -55,7 +55,7 @@ async def test_a_stream_that_prefill_begins_waits_a_moment_for_decodes_headers(
     ):
         assert response.headers[HEADER] == decode.kv
         assert fakes.settled(await response.read())[1] == decode.kv
-        assert proxy.counted("first_tokens_total", leg="prefill") == 1
+        assert proxy.counted("time_to_first_token_seconds_count", first_leg="prefill") == 1
 
 
 @pytest.mark.parametrize("grace_s", [0, 0.01])
@@ -71,7 +71,7 @@ async def test_a_stream_that_began_before_decode_spoke_tells_the_truth_at_its_en
         decode.gate.set()
         data = await response.read()
         assert data.endswith(b": X-Pdlink-KV: recomputed;reason=peer_lost\n\n" + DONE)
-        await until(lambda: proxy.counted("kv_total", path="recomputed") == 1)
+        await until(lambda: proxy.counted("requests_kv_total", path="recomputed") == 1)
 
 
 async def test_a_stream_that_breaks_says_it_too(prefill: FakeWorker, decode: FakeWorker) -> None:
@@ -107,6 +107,16 @@ async def test_a_request_without_a_transfer_is_recomputed_whatever_decode_says(
         data = await response.read()
         if stream:
             assert fakes.settled(data)[1] == "recomputed;reason=no_prefill"
+
+
+async def test_a_short_prompt_that_decode_computes_itself_is_told_as_such(
+    prefill: FakeWorker, decode: FakeWorker
+) -> None:
+    async with proxy_of([prefill], [decode], decode_alone_tokens=3) as proxy:
+        for prompt, told in (([1, 2, 3], "recomputed;reason=short_prompt"), ([1, 2, 3, 4], "transferred")):
+            async with proxy.post(stream=False, prompt=prompt) as response:
+                assert (response.status, response.headers[HEADER]) == (200, told)
+    assert len(prefill.received) == 1
 
 
 @pytest.mark.parametrize(

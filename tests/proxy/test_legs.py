@@ -53,7 +53,7 @@ async def test_first_token_is_sent_while_decode_has_nothing_yet(prefill: FakeWor
         assert not decode.received[0].answered
         decode.gate.set()
         assert tokens_of(await response.read()) == WHOLE.removeprefix(event("zero"))
-        assert proxy.counted("first_tokens_total", leg="prefill") == 1
+        assert proxy.counted("time_to_first_token_seconds_count", first_leg="prefill") == 1
 
 
 async def test_first_token_of_a_decode_that_is_first_is_not_repeated(prefill: FakeWorker, decode: FakeWorker) -> None:
@@ -66,7 +66,7 @@ async def test_first_token_of_a_decode_that_is_first_is_not_repeated(prefill: Fa
         await until(lambda: prefill.received[0].answered, "prefill's copy")
         decode.gates[1].set()
         assert tokens_of(await response.read()) == WHOLE.removeprefix(event("zero"))
-        assert proxy.counted("first_tokens_total", leg="decode") == 1
+        assert proxy.counted("time_to_first_token_seconds_count", first_leg="decode") == 1
 
 
 @pytest.mark.parametrize("split", [1, 2, 3, 7, 31, 64])

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from pdlink_proxy.fleet import Fleet
-from pdlink_proxy.placement import Placed, Placer, Queued, Refused
+from pdlink_proxy.fleet import Fleet, PlacementRequest
+from pdlink_proxy.placement import Alone, Placed, Placer, Queued, Refused
 from tests.proxy.policies.fleets import pool, request, worker
 
 
@@ -78,3 +78,27 @@ def test_room_follows_what_is_sent_and_finished_between_reports() -> None:
     assert one.room_tokens == 400
     one.finished(600, 1.0, served=True)
     assert one.room_tokens == 1000
+
+
+@pytest.mark.parametrize(
+    ("missing", "held", "load", "reason"),
+    [
+        (100, 0, 5, "short_prompt"),
+        (101, 0, 5, ""),
+        (100, 900, 5, "cached_prompt"),
+        (200, 0, 0, "decode_idle"),
+        (200, 0, 5, ""),
+        (201, 0, 0, ""),
+    ],
+)
+def test_decode_computes_what_it_lacks_little_of(missing: int, held: int, load: int, reason: str) -> None:
+    decode = worker("d", load)
+    placer = Placer("round_robin", "round_robin", Alone(tokens=100, idle_tokens=200))
+    asked = PlacementRequest("m", missing + held, held={"d": held})
+    fleet = Fleet(pool(0), [decode])
+    placed = placer.place(asked, fleet)
+    assert isinstance(placed, Placed)
+    assert (placed.alone, placed.prefill is None) == (reason, bool(reason))
+    strict = placer.place(asked, Fleet(pool(0), [decode], needs_prefill=True))
+    assert isinstance(strict, Placed)
+    assert strict.prefill is not None

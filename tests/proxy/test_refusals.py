@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdlink_proxy.dialects.base import Health, Refused
-from pdlink_proxy.pools import Worker
 from pdlink_proxy.refusals import Refusals
 from pdlink_proxy.steps import Leg
+from pdlink_proxy.worker import Worker
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
 
 if TYPE_CHECKING:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pdlink_proxy.openai import error_code, excerpt, problem_of_answer, rejection
-from pdlink_proxy.pools import State
 from pdlink_proxy.steps import Leg
+from pdlink_proxy.worker import State
 from tests.proxy.fakes import DONE, FakeWorker, Proxy, proxy_of, until
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ async def test_workers_that_come_up_after_the_proxy_are_no_warning(
 async def test_a_worker_that_never_comes_is_one_warning_and_its_coming_another(
     prefill: FakeWorker, decode: FakeWorker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdlink_proxy.pools.QUIET_S", 0.1)
+    monkeypatch.setattr("pdlink_proxy.worker.QUIET_S", 0.1)
     await decode.stop()
     async with proxy_of([prefill], [decode], settled=False, health_interval_s=0.01) as proxy:
         await until(lambda: levels(caplog) == ["WARNING"])
@@ -284,20 +285,36 @@ async def test_a_trace_goes_on_in_both_legs(prefill: FakeWorker, decode: FakeWor
             assert {name: worker.received[0].headers[name] for name in trace} == trace
 
 
+def _times(header: str) -> dict[str, float]:
+    """Of Server-Timing, in ms."""
+    return {name: float(value) for name, value in re.findall(r"([a-z]+);dur=([0-9.]+)", header)}
+
+
 async def test_requests_that_do_not_stream_have_times_too(prefill: FakeWorker, decode: FakeWorker) -> None:
     decode.needs = prefill
     async with proxy_of([prefill], [decode]) as proxy:
         async with proxy.post() as response:
             assert response.status == 200
             names = [part.split(";")[0].strip() for part in response.headers["Server-Timing"].split(",")]
-            assert names == ["prefill", "total"]
+            assert names == ["queue", "placement", "prefill", "transfer", "decode", "total"]
         async with proxy.post(stream=True) as response:
             names = [part.split(";")[0].strip() for part in response.headers["Server-Timing"].split(",")]
-            assert names == ["prefill", "ttft"]
-            assert (await response.read()).endswith(DONE)
-        for streaming in ("true", "false"):
-            for name in ("ttft_seconds_count", "request_seconds_count"):
-                await until(lambda n=name, s=streaming: proxy.counted(n, streaming=s) == 1)  # type: ignore[misc]
+            assert names in (
+                ["queue", "placement", "prefill", "ttft"],
+                ["queue", "placement", "prefill", "transfer", "decode", "ttft"],
+            )
+            data = await response.read()
+            assert data.endswith(DONE)
+            times = _times(re.findall(rb": Server-Timing: (.*)\n: X-Pdlink-KV: ", data)[0].decode())
+            assert [*times] == ["queue", "placement", "prefill", "transfer", "decode", "total"]
+            assert times["placement"] <= times["queue"] + 1
+            assert times["decode"] == pytest.approx(times["prefill"] + times["transfer"], abs=0.2)
+            assert times["queue"] + times["decode"] <= times["total"] + 0.2
+        count = "time_to_first_token_seconds_count"
+        await until(lambda: sum(proxy.counted(count, first_leg=leg) for leg in ("prefill", "decode")) == 2)
+        await until(lambda: proxy.counted("request_duration_seconds_count", outcome="ok") == 2)
+        for stage in ("queue", "placement", "prefill", "transfer"):
+            assert proxy.counted("stage_seconds_count", stage=stage) == 2
 
 
 async def test_words_that_are_no_http_are_one_line_of_the_log(

@@ -14,8 +14,8 @@ from pdlink.config import ProxyConfig, load
 from pdlink.errors import ConfigError
 from pdlink_proxy.dialects import DIALECTS, Attempt, PrefillAddress
 from pdlink_proxy.openai import CHAT, COMPLETIONS, parse
-from pdlink_proxy.pools import State
 from pdlink_proxy.steps import Leg
+from pdlink_proxy.worker import State
 from tests.private import write_private
 from tests.proxy.fake_vllm import HELD, FakeVllm
 from tests.proxy.fakes import DONE, Proxy, proxy_of, tokens_of, until
@@ -435,6 +435,7 @@ async def test_two_dead_prefills_do_not_fail_a_request_that_decode_can_serve(pai
     """The second one takes the last retry."""
     for worker in pair.prefills:
         worker.fail_with = 500
+    pair.decode.kv_gate = asyncio.Event()
     async with pair.proxy(dialect, num_prefill=2, on_no_prefill="decode_only", health_interval_s=3600) as proxy:
         assert (await said(proxy))[0] == 200
     assert [len(worker.received) for worker in pair.prefills] == [1, 1]

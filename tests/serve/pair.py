@@ -14,6 +14,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from pdlink.config import CacheConfig, ModelConfig, TransportConfig, WorkerConfig
 from pdlink.engine import engine as engine_module
+from pdlink.observe.otlp import SpanSender
 from pdlink.serve.app import build_app
 from pdlink.serve.worker import Worker
 
@@ -61,6 +62,12 @@ class Script:
         return self.answers[sampling.seed][index]
 
 
+def _sender(worker: Worker) -> SpanSender | None:
+    """As `run_worker` makes it."""
+    tracing = worker.config.tracing
+    return None if tracing.endpoint is None else SpanSender(tracing, f"pdlink-{worker.config.role}", worker.name)
+
+
 @contextmanager
 def scripted() -> Iterator[Script]:
     """For all engines of this process."""
@@ -94,7 +101,8 @@ class WorkerPair:
         return self
 
     async def _serve(self, worker: Worker) -> TestClient[Any, Any]:
-        return await self._stack.enter_async_context(TestClient(TestServer(build_app(worker))))
+        app = build_app(worker, spans=_sender(worker))
+        return await self._stack.enter_async_context(TestClient(TestServer(app)))
 
     def __exit__(self, *_: object) -> None:
         self.run(self._stack.aclose())
@@ -109,8 +117,8 @@ class WorkerPair:
         """A new one: for seeds, salts and transfer ids."""
         return next(self.script.numbers)
 
-    async def post(self, role: str, path: str, body: object) -> Reply:
-        async with asyncio.timeout(WAIT_S), self.http[role].post(path, json=body) as response:
+    async def post(self, role: str, path: str, body: object, headers: Mapping[str, str] | None = None) -> Reply:
+        async with asyncio.timeout(WAIT_S), self.http[role].post(path, json=body, headers=headers) as response:
             return Reply(response.status, await response.read(), response.headers)
 
     def body(self, seed: int, **fields: Any) -> dict[str, Any]:

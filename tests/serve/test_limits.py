@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdlink.serve import app as serving
-from tests.serve.pair import WAIT_S, WorkerPair
+from tests.serve.pair import WAIT_S, Script, WorkerPair
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -149,3 +149,18 @@ def test_transfer_id_that_is_too_long_is_told_as_that(pair: WorkerPair) -> None:
             return answer.status, (await answer.json())["error"]["message"]
 
     assert pair.run(ask()) == (400, "transfer id: got 129 characters, at most 128")
+
+
+def test_tokenize_says_what_a_prompt_is_computed_from(pair: WorkerPair, script: Script) -> None:
+    model, messages = pair.decode.model, [{"role": "user", "content": "hello world"}]
+    text = json.loads(pair.run(pair.post("decode", "/tokenize", {"model": model.name, "prompt": "hello world"})).body)
+    tokens = list(model.tokenizer.encode("hello world"))
+    assert text == {"tokens": tokens, "count": len(tokens), "max_model_len": MAX_TOKENS}
+    chat = json.loads(pair.run(pair.post("decode", "/tokenize", {"model": model.name, "messages": messages})).body)
+    seed = pair.number()
+    script.answers[seed] = [97]
+    body = {"model": model.name, "max_tokens": 1, "messages": messages, "seed": seed}
+    answer = json.loads(pair.run(pair.post("decode", CHAT, body)).body)
+    assert len(chat["tokens"]) == chat["count"] == answer["usage"]["prompt_tokens"] > len(tokens)
+    refused = pair.run(pair.post("decode", "/tokenize", {"model": model.name}))
+    assert (refused.status, json.loads(refused.body)["error"]["code"]) == (400, "invalid_request")

@@ -15,10 +15,11 @@ import pytest
 
 from pdlink.cli import main
 from pdlink.config import ProxyConfig, UpConfig
+from pdlink.config.log import LogConfig
 from pdlink.errors import ConfigError
 from pdlink.serve import process, up
 from pdlink.serve.process import bind
-from pdlink.serve.up import Child, ChildFailed, start, stop, wait_ready
+from pdlink.serve.up import Child, ChildFailed, start, stop
 
 
 @contextlib.contextmanager
@@ -110,14 +111,14 @@ def test_a_child_that_ends_before_it_is_ready_says_how(script: str, how: str) ->
     with Talking(script=script) as talking:
         talking.end.close()
         with pytest.raises(ChildFailed, match=rf"^decode-0 ended before it was ready: it {how}$"):
-            wait_ready(talking.child, 10)
+            talking.child.wait_ready(10)
 
 
 def test_the_reason_of_a_child_that_cannot_start_is_its_parents_to_tell() -> None:
     with Talking() as talking:
         talking.says(failed="model.path: no such directory: /m", warnings=[])
         with pytest.raises(ChildFailed, match=r"^decode-0: model\.path: no such directory: /m$"):
-            wait_ready(talking.child, 10)
+            talking.child.wait_ready(10)
 
 
 def test_the_same_warning_of_several_children_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -174,28 +175,24 @@ def test_warnings_of_a_start_are_held_back_and_later_ones_are_not(caplog: pytest
 
 @pytest.mark.usefixtures("real_children")
 def test_a_real_child_starts_serves_and_comes_back_on_its_port(capfd: pytest.CaptureFixture[str]) -> None:
-    """And logs at the level of its parent, with its name."""
-    root = logging.getLogger()
-    before = root.level
-    root.setLevel(logging.INFO)
+    """And logs as its settings say, with its name."""
+    config = ProxyConfig(port=0, decode=("http://127.0.0.1:9",), log=LogConfig(level="info", format="json"))
+    child = start("proxy", "proxy", config.model_dump(mode="json"))
     try:
-        child = start("proxy", "proxy", ProxyConfig(port=0, decode=("http://127.0.0.1:9",)).model_dump(mode="json"))
-    finally:
-        root.setLevel(before)
-    try:
-        words = ["--label", "proxy", "--log-level", "info", "--parent-fd"]
-        assert child.process.args[-6:-1] == words  # type: ignore[index]
-        wait_ready(child, 60)
+        child.wait_ready(60)
         assert any("no prefill workers" in text for text in child.warnings)
         said, deadline_s = "", time.monotonic() + 20
-        while " INFO proxy pdlink.proxy: " not in said:  # its decode worker is not there
+        while "pdlink.proxy" not in said:  # its decode worker is not there
             assert time.monotonic() < deadline_s, said
             said += capfd.readouterr().err
             threading.Event().wait(0.02)
+        first = json.loads(said.splitlines()[0])
+        assert (first["level"], first["logger"], first["process"]) == ("INFO", "pdlink.proxy", "proxy")
+        assert "decode worker http://127.0.0.1:9" in first["message"]
         url = child.facts["url"]
         child.kill()
         child.again()
-        wait_ready(child, 60)
+        child.wait_ready(60)
         assert child.facts["url"] == url
     finally:
         stop([child], 20)
@@ -220,4 +217,4 @@ def test_the_proxy_is_stopped_before_the_workers_it_needs(monkeypatch: pytest.Mo
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(up, "stop", lambda children, _: stopped.append([child.label for child in children]))
     up.up(UpConfig.model_validate({"proxy": {"port": 0}}), lambda _: None)
-    assert stopped == [["proxy"], ["prefill-0", "decode-0"]]
+    assert stopped == [["proxy"], ["prefill-0", "decode-0"], []], "and then the store, of which there is none here"

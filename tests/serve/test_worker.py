@@ -19,6 +19,8 @@ from pdlink.serve.openai import PrefillAddress, TransferParams
 from pdlink.serve.worker import Worker
 from pdlink.transport.mapped import MappedTransport
 
+from ..store.process import until
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -132,6 +134,11 @@ def test_two_directories_with_weights_of_one_shape_and_one_name_are_refused(
 def test_health_shows_every_session_with_the_lane_that_its_bytes_took() -> None:
     with Two(MODEL, MODEL) as two:
         two.answer()
+
+        def has_lane() -> bool:
+            return any(peer["lane"] for peer in cast("list[dict[str, str]]", health.health(two.prefill)[1]["peers"]))
+
+        until(has_lane, "prefill has heard that its bytes arrived: decode may answer before")
         (here,), (there,) = ([*health.health(worker)[1]["peers"]] for worker in (two.prefill, two.decode))  # type: ignore[misc]
         assert here == {"peer": "decode", "address": "", "state": "ready", "transport": "tcp", "lane": "tcp"}
         assert there == {

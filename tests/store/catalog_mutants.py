@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from pdlink.store.catalog import Catalog
 from pdlink.store.extents import Extents
+
+from .catalog_world import PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,10 +22,10 @@ def _patched(name: str, change: Callable[[Any], Callable[..., Any]]) -> tuple[ty
 def _removed_key_comes_back(right: Any) -> Callable[..., Any]:
     def commit(self: Any, slots: Any) -> Any:
         for slot in slots:
-            record = self._writing.get(slot.serial)
-            if record is not None and not record.listed and slot.key not in self._records:
-                record.listed = True
-                self._records[slot.key] = record
+            writing = self._writing.get(slot.serial)
+            if writing is not None and not writing.record.listed and slot.key not in self._records:
+                writing.record.listed = True
+                self._records[slot.key] = writing.record
         return right(self, slots)
 
     return commit
@@ -35,7 +38,7 @@ def _dead_keep(what: str) -> Callable[[Any], Callable[..., Any]]:
                 ends = [serial for serial, hold in self._leases.items() if hold.holder == holder]
                 self._end_leases(ends)
             else:
-                self.abandon([record.slot for record in self._writing.values() if record.writer == holder])
+                self.abandon([writing.slot for writing in self._writing.values() if writing.holder == holder])
                 for serial in [serial for serial, hold in self._leases.items() if hold.holder == holder]:
                     self._leases.pop(serial)
 
@@ -47,7 +50,7 @@ def _dead_keep(what: str) -> Callable[[Any], Callable[..., Any]]:
 def _reservations_expire(right: Any) -> Callable[..., Any]:
     def expire(self: Any, now_s: float) -> Any:
         if now_s % 5 == 0:
-            self.abandon([record.slot for record in self._writing.values()])
+            self.abandon([writing.slot for writing in self._writing.values()])
         return right(self, now_s)
 
     return expire
@@ -59,7 +62,8 @@ def _without(check: str) -> Callable[[Any], Callable[..., Any]]:
     def change(right: Any) -> Callable[..., Any]:
         def may_evict(self: Any, key: bytes) -> bool:
             record = self._records[key]
-            return (check == "leases" or not record.leases) and (check == "pins" or not record.pins)
+            kept = {"leases": record.leases, "pins": record.pins, "writers": record.writers}
+            return not any(number for what, number in kept.items() if what != check)
 
         return may_evict
 
@@ -69,7 +73,7 @@ def _without(check: str) -> Callable[[Any], Callable[..., Any]]:
 def _free_under(what: str) -> Callable[[Any], Callable[..., Any]]:
     def change(right: Any) -> Callable[..., Any]:
         def free(self: Any, record: Any) -> None:
-            idle = not record.leases if what == "writer" else record.writer is None
+            idle = not record.leases if what == "writer" else not record.writers
             if not record.listed and idle and record.slot.offset in self._extents._taken:
                 self._extents.give_back(record.slot.offset)
 
@@ -91,14 +95,47 @@ def _reads_what_is_written(right: Any) -> Callable[..., Any]:
 
 
 def _writes_twice(right: Any) -> Callable[..., Any]:
-    def reserve(self: Any, keys: Any, nbytes: int, holder: str) -> Any:
+    def reserve(self: Any, keys: Any, *args: Any) -> Any:
         for key in keys:
             record = self._records.get(key)
-            if record is not None and record.writer is not None and record.writer != holder:
+            if record is not None and record.writers and not record.resident:
                 self._unlist(record)
-        return right(self, keys, nbytes, holder)
+        return right(self, keys, *args)
 
     return reserve
+
+
+def _share_taken_twice(right: Any) -> Callable[..., Any]:
+    def reserve(self: Any, keys: Any, *args: Any) -> Any:
+        for key in keys:
+            record = self._records.get(key)
+            if record is not None and record.missing:
+                record.free = record.missing
+        return right(self, keys, *args)
+
+    return reserve
+
+
+def _readable_with_the_first_share(right: Any) -> Callable[..., Any]:
+    def commit(self: Any, slots: Any) -> Any:
+        for slot in slots:
+            if slot.serial in self._writing:
+                self._writing[slot.serial] = self._writing[slot.serial]._replace(parts=(1 << PARTS) - 1)
+        return right(self, slots)
+
+    return commit
+
+
+def _dead_share_counts(right: Any) -> Callable[..., Any]:
+    def abandon(self: Any, slots: Any) -> None:
+        for slot in slots:
+            if slot.serial in self._writing:
+                writing = self._writing[slot.serial]
+                writing.record.missing &= ~writing.parts
+                self._writing[slot.serial] = writing._replace(parts=0)
+        right(self, slots)
+
+    return abandon
 
 
 def _always(value: object) -> Callable[[Any], Callable[..., Any]]:
@@ -118,13 +155,59 @@ def _nothing(value: object) -> Callable[[Any], Callable[..., Any]]:
 
 def _policy_not_told(right: Any) -> Callable[..., Any]:
     def remove(self: Any, keys: Any = None) -> int:
-        policy, self._policy = self._policy, type(self._policy)()
+        turns, self._turns = self._turns, deepcopy(self._turns)
         try:
             return int(right(self, keys))
         finally:
-            self._policy = policy
+            turns.used_nbytes, self._turns = self._turns.used_nbytes, turns
 
     return remove
+
+
+def _nothing_expires(right: Any) -> Callable[..., Any]:
+    def expire(self: Any, now_s: float) -> Any:
+        self._deadlines.clear()
+        return right(self, now_s)
+
+    return expire
+
+
+def _stays(right: Any) -> Callable[..., Any]:
+    def let_go(self: Any, hold: Any) -> None:
+        leaving = [record for record in hold.records.values() if record.leaving]
+        for record in leaving:
+            record.leaving = False
+        right(self, hold)
+        for record in leaving:
+            record.leaving = record.listed
+
+    return let_go
+
+
+def _leaves_unleased(right: Any) -> Callable[..., Any]:
+    def leave(self: Any, *args: Any) -> Any:
+        leases = right(self, *args)
+        for lease in leases:
+            for record in self._leases[lease.serial].records.values():
+                record.leases -= 1
+                self._evicted(record)
+                record.leases += 1
+        return leases
+
+    return leave
+
+
+def _no_tenant_quota(right: Any) -> Callable[..., Any]:
+    return lambda self, nbytes, _tenant: right(self, nbytes, "")
+
+
+def _quota_never_given_back(right: Any) -> Callable[..., Any]:
+    def free(self: Any, record: Any) -> None:
+        used = self._turns.used_nbytes.copy()
+        right(self, record)
+        self._turns.used_nbytes = used
+
+    return free
 
 
 def _no_quota(right: Any) -> Callable[..., Any]:
@@ -160,6 +243,9 @@ MUTANTS = {
     "release always says that the lease stood": _patched("release", _always(True)),
     "release never says that the lease stood": _patched("release", _always(False)),
     "leased records are evicted": _patched("_may_evict", _without("leases")),
+    "two ranks get one share": _patched("reserve", _share_taken_twice),
+    "a record is readable with its first share": _patched("commit", _readable_with_the_first_share),
+    "the share of a dead rank counts": _patched("abandon", _dead_share_counts),
     "pinned records are evicted": _patched("_may_evict", _without("pins")),
     "a slot is used again under its readers": _patched("_free_if_unused", _free_under("readers")),
     "a slot is used again under its writer": _patched("_free_if_unused", _free_under("writer")),
@@ -168,6 +254,11 @@ MUTANTS = {
     "a put that is under way is begun again": _patched("reserve", _writes_twice),
     "abandoned reservations stay": _patched("abandon", _nothing(None)),
     "the policy does not hear of removals": _patched("remove", _policy_not_told),
+    "what is leaving stays": _patched("_let_go", _stays),
+    "what is leaving is not leased": _patched("leave", _leaves_unleased),
+    "records do not expire": _patched("expire", _nothing_expires),
+    "tenants have no quota": _patched("_take", _no_tenant_quota),
+    "what is dropped counts against its tenant": _patched("_free_if_unused", _quota_never_given_back),
     "pins have no quota": _patched("pin", _no_quota),
     "unpin takes nothing back": _patched("unpin", _nothing(0)),
     "pins outlive their record": _patched("_unlist", _pins_outlive_the_record),

@@ -1,7 +1,7 @@
 """Holders that write, read and die over one catalog, and what must hold whatever they do.
 
-Memory is modelled by the page: a writer leaves its reservation's serial there, so a slot that is used again too early
-shows. A schedule is a list of numbers, each of which is a move and its choices.
+Memory is modelled by page and part of a record: a writer leaves its reservation's serial there, so a slot used
+again too early shows. A schedule is a list of numbers, each of which is a move and its choices.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from pdlink.store.catalog import Catalog, Lease, Slot
+from pdlink.store.catalog import WHOLE, Catalog, Lease, Share, Slot
 from pdlink.store.extents import ALIGNMENT_NBYTES
 from pdlink.store.policies.registry import make_policy
+from pdlink.store.turns import Retention
 from tests.model.dice import Dice
 
 if TYPE_CHECKING:
@@ -22,11 +23,17 @@ PAGES = 12
 PROMPTS = [[b"%d-%d" % (prompt, chunk) for chunk in range(5)] for prompt in range(3)]
 PROMPTS.append(PROMPTS[0][:2] + [b"branch-%d" % chunk for chunk in range(3)])
 QUOTA_PAGES = 4
+TENANT_PAGES = 5
+INF = float("inf")
+PARTS = 4
+SHARES = [*8 * [WHOLE], Share(0, 2, PARTS), Share(2, 4, PARTS), Share(0, 1, PARTS), Share(1, 4, PARTS)]
+"""Of one writer, of two ranks, and of two others that share heads differently."""
 
 
 @dataclass
 class Writing:
     slots: tuple[Slot, ...]
+    parts: range
     num_written: int = 0
 
 
@@ -36,6 +43,8 @@ class Reading:
     deadline_s: float
     keys: set[bytes]
     """Those that still lead to the leased records."""
+    content: dict[bytes, list[int]]
+    """What each key's pages are to hold, by part."""
     sound: bool = True
     """Whether all that was read is what it should be."""
 
@@ -50,13 +59,19 @@ class Holder:
 
 class World:
     def __init__(self, policy: str) -> None:
-        self.catalog = Catalog(make_policy(policy), pin_quota_nbytes=QUOTA_PAGES * ALIGNMENT_NBYTES)
+        self.catalog = Catalog(
+            make_policy(policy),
+            pin_quota_nbytes=QUOTA_PAGES * ALIGNMENT_NBYTES,
+            tenant_quota_nbytes=TENANT_PAGES * ALIGNMENT_NBYTES,
+        )
         self.catalog.grow(PAGES // 2 * ALIGNMENT_NBYTES)
-        self.pages = [0] * PAGES
+        self.pages = [[0] * PARTS for _ in range(PAGES)]
         self.now_s = 0.0
         self.lives = 0
         self.holders = [self._born() for _ in range(3)]
         self.stored: dict[bytes, int] = {}
+        self.content = {key: [0] * PARTS for keys in PROMPTS for key in keys}
+        """The last committed reservation of each part."""
         self.pinned: dict[str, set[bytes]] = {}
         self.withdrawn: set[int] = set()
         """Reservations whose key was removed."""
@@ -75,11 +90,21 @@ class World:
     def _reserve(self, dice: Dice) -> None:
         holder, keys = dice.one(self.holders), dice.one(PROMPTS)[: 1 + dice.below(5)]
         nbytes = ALIGNMENT_NBYTES * (1 + dice.below(2)) - dice.below(2)
+        share = dice.one(SHARES)
+        parts = range(PARTS) if share == WHOLE else range(share.begin, share.end)
         if holder.alive:
-            slots = self.catalog.reserve(keys, nbytes, holder.name)
-            assert not {slot.key for slot in slots} & self._being_written(), "a key is written twice"
+            retention = Retention(
+                dice.one(["", "", "t", "u"]),
+                dice.one([35, 35, 10, 80]),
+                1 + dice.below(9),
+                dice.one([INF, INF, INF, INF, 3, 9]),
+            )
+            slots = self.catalog.reserve(keys, nbytes, holder.name, share, retention, self.now_s)
+            for slot in slots:
+                assert not set(parts) & self._being_written(slot.key), "a part is written twice"
             if slots:
-                holder.writing.append(Writing(slots))
+                holder.writing.append(Writing(slots, parts))
+                self.counts["shared"] += len(parts) < PARTS
 
     def _write(self, dice: Dice) -> None:
         if holder := self._one(dice, "writing"):
@@ -93,20 +118,24 @@ class World:
                 self._fill(writing, len(writing.slots))
             done, rest = writing.slots[: writing.num_written], writing.slots[writing.num_written :]
             for slot in done:
-                assert {self.pages[page] for page in _pages(slot)} == {slot.serial}, (
-                    "somebody wrote into a reservation"
-                )
+                written = {self.pages[page][part] for page in _pages(slot) for part in writing.parts}
+                assert written == {slot.serial}, "somebody wrote into a reservation"
+                if slot.serial not in self.withdrawn:
+                    for part in writing.parts:
+                        self.content[slot.key][part] = slot.serial
             self.catalog.abandon(rest)
             readable = self.catalog.commit(done)
             assert not {slot.key for slot in done if slot.serial in self.withdrawn} & set(readable), (
                 "a removed key is back"
             )
             self.counts["committed"] += len(readable)
+            self.counts["completed by ranks"] += len(readable) if len(writing.parts) < PARTS else 0
 
     def _fill(self, writing: Writing, count: int) -> None:
         for slot in writing.slots[writing.num_written :][:count]:
             for page in _pages(slot):
-                self.pages[page] = slot.serial
+                for part in writing.parts:
+                    self.pages[page][part] = slot.serial
             writing.num_written += 1
 
     def _abandon(self, dice: Dice) -> None:
@@ -121,13 +150,26 @@ class World:
             lease = self.catalog.lease(keys, holder.name, "request", deadline_s)
             assert [slot.key for slot in lease.slots] == keys[:expected]
             if lease.slots:
-                holder.reading.append(Reading(lease, deadline_s, set(keys[:expected])))
+                content = {key: list(self.content[key]) for key in keys[:expected]}
+                holder.reading.append(Reading(lease, deadline_s, set(content), content))
+
+    def _leave(self, dice: Dice) -> None:
+        """What is evicted ahead is read by who writes it elsewhere."""
+        holder = dice.one(self.holders)
+        if holder.alive:
+            deadline_s = self.now_s + 1 + dice.below(4)
+            for lease in self.catalog.leave(ALIGNMENT_NBYTES * dice.below(6), holder.name, deadline_s):
+                (slot,) = lease.slots
+                assert self.catalog.lookup([slot.key]), "a leaving record is not found"
+                content = {slot.key: list(self.content[slot.key])}
+                holder.reading.append(Reading(lease, deadline_s, {slot.key}, content))
+                self.counts["left"] += 1
 
     def _read(self, dice: Dice) -> None:
         if holder := self._one(dice, "reading"):
             reading = dice.one(holder.reading)
             for slot in reading.lease.slots:
-                reading.sound &= {self.pages[page] for page in _pages(slot)} == {slot.serial}
+                reading.sound &= all(self.pages[page] == reading.content[slot.key] for page in _pages(slot))
 
     def _release(self, dice: Dice) -> None:
         if holder := self._one(dice, "reading"):
@@ -145,7 +187,11 @@ class World:
 
     def _tick(self, dice: Dice) -> None:
         self.now_s += dice.below(6)
+        known = len(self.catalog)
         self.counts["expired"] += self.catalog.expire(self.now_s)
+        self.counts["outlived"] += known - len(self.catalog)
+        assert all(record.expires_s > self.now_s for record in self.catalog._records.values()), "a record outlived"
+        self.withdrawn |= {serial for serial, writing in self.catalog._writing.items() if not writing.record.listed}
 
     def _die(self, dice: Dice) -> None:
         if dice.below(5) == 0:
@@ -206,10 +252,15 @@ class World:
             missing = [key not in self.stored for key in [*keys, b"none"]]
             assert self.catalog.lookup(keys) == missing.index(True)
         self.catalog.check()
+        used_nbytes = self.catalog._turns.used_nbytes
+        assert max(used_nbytes["t"], used_nbytes["u"]) <= TENANT_PAGES * ALIGNMENT_NBYTES, "a quota is exceeded"
         self.counts[move] += 1
 
     def _finish(self) -> None:
-        """When all is given back, nothing is left: the arena takes as many records as it has pages."""
+        """When all is given back, nothing is left: the arena takes as many records as it has pages.
+
+        Records that nobody completes went in their turn.
+        """
         for holder in self.holders:
             holder.alive = False
             holder.reading.clear()
@@ -227,14 +278,15 @@ class World:
         self.catalog.check()
         assert self.catalog.used_nbytes == 0, "a slot is lost"
 
-    def _being_written(self) -> set[bytes]:
-        """Keys of reservations that were not removed meanwhile."""
+    def _being_written(self, key: bytes) -> set[int]:
+        """Parts of reservations of a key that was not removed meanwhile."""
         return {
-            slot.key
+            part
             for holder in self.holders
             for writing in holder.writing
             for slot in writing.slots
-            if slot.serial not in self.withdrawn
+            if slot.key == key and slot.serial not in self.withdrawn
+            for part in writing.parts
         }
 
     def _readings(self) -> list[Reading]:
@@ -260,7 +312,7 @@ MOVES = [
         "read",
         "release",
     ),
-    *("forget_lease", "tick", "die", "notice", "pin", "unpin", "remove", "grow"),
+    *("forget_lease", "tick", "die", "notice", "pin", "unpin", "remove", "grow", "leave"),
 ]
 
 

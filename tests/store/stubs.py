@@ -20,6 +20,7 @@ class StubTier:
 
     name = "stub"
     capacity_nbytes = 0
+    verifies = False
 
     def __init__(self) -> None:
         self.records: dict[bytes, bytes] = {}

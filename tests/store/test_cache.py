@@ -294,7 +294,7 @@ def test_a_cache_that_cannot_work_is_not_opened() -> None:
         ({"nbytes": 100}, ConfigError, "nbytes: got 100; limit"),
         ({"chunk_tokens": 0}, ConfigError, "chunk_tokens: got 0"),
         ({"tiers": ["file:///no/such/directory"]}, ConfigError, "got '/no/such/directory'"),
-        ({"tiers": ["nothing"]}, ConfigError, "remote_url: got no tier"),
+        ({"tiers": ["nothing"]}, ConfigError, "^tiers.remote_url: got no URL and no path of a module"),
         ({"disk": "/tmp", "disk_nbytes": 100}, ConfigError, "got 100 bytes"),
         ({"policy": "none"}, ConfigError, "cache_policy: got 'none'"),
     ):
@@ -497,15 +497,24 @@ def test_a_prompt_is_forgotten_where_the_caller_says() -> None:
         pages.stored()
         pages.stored([5] * 32)
         assert pages.cache.flush(WAIT_S)
-        assert pages.cache.clear(PROMPT, places=["memory"]) == 6
+        assert pages.cache.clear(PROMPT, places=["memory"]) == (6, True)
         assert pages.cache.lookup(PROMPT).num_tokens == 96
-        assert pages.cache.clear(PROMPT) == 0
+        assert pages.cache.clear(PROMPT) == (0, True)
         assert pages.cache.flush(WAIT_S)
         assert pages.cache.lookup(PROMPT).num_tokens == 0
         assert pages.cache.lookup([5] * 32).num_tokens == 32
-        assert pages.cache.clear() == 2
+        assert pages.cache.clear() == (2, True)
         assert pages.cache.flush(WAIT_S)
         assert not tier.records
+
+
+def test_room_that_was_allocated_and_forgotten_is_told() -> None:
+    with Pages() as pages:
+        pages.stored(PROMPT[:32])
+        forgotten = [pages.cache.allocate(PROMPT[:64])]
+        with pytest.warns(ResourceWarning, match="2 allocated chunks were neither put nor released"):
+            forgotten.clear()
+        pages.cache.acquire(PROMPT)  # ends by its lease
 
 
 def test_a_frozen_cache_keeps_nothing_new() -> None:
@@ -518,13 +527,6 @@ def test_a_frozen_cache_keeps_nothing_new() -> None:
         assert pages.cache.retrieve(PROMPT, pages.table(2)) == 32
         pages.cache.freeze(False)
         assert pages.stored() == 64
-
-
-def test_compression_is_refused_by_name() -> None:
-    with Pages() as pages:
-        for verb in (pages.cache.compress, pages.cache.decompress):
-            with pytest.raises(InvalidRequest, match="method: got 'cachegen'; limit"):
-                verb(PROMPT, "cachegen")
 
 
 # --- Without a copy, many at once, asyncio

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pdlink.errors import InvalidRequest
-from pdlink.integrations.lmcache import LMCacheEngine
+from pdlink.integrations.lmcache import LMCacheConnector, LMCacheEngine
 
 from .test_cache import LAYERS, PROMPT, Pages
 
@@ -56,7 +56,7 @@ def test_pins_of_a_lookup_need_a_name_and_are_given_back() -> None:
         engine.cleanup_memory_objs("s")
         engine.freeze(True)
         assert engine.is_frozen()
-        with pytest.raises(InvalidRequest, match="method: got 'cachegen'"):
+        with pytest.raises(InvalidRequest, match="place: got 'memory'"):
             engine.compress(PROMPT, "cachegen", "memory", "event")
         assert engine.clear(PROMPT, ["memory"]) == 6
 
@@ -65,3 +65,22 @@ def test_pins_of_a_lookup_need_a_name_and_are_given_back() -> None:
 def test_slots_that_are_no_blocks_are_refused(wrong: list[int]) -> None:
     with Pages() as pages, pytest.raises(InvalidRequest, match="slot_mapping: got slots out of order"):
         LMCacheEngine(pages.cache).retrieve(PROMPT, slot_mapping=list(wrong))
+
+
+def test_sglangs_connector_loads_behind_what_is_there_already() -> None:
+    """SGLang rounds its offset down to a chunk, and gives -1 for the pages in between that it has."""
+    with Pages("LPBHT", 8) as pages:
+        connector = LMCacheConnector(pages.cache)
+        blocks, mine = pages.table(1), pages.table(2)
+        pages.compute(PROMPT, blocks)
+        connector.store_kv(PROMPT, slots(blocks, 8))
+        pages.memory[:] = 0
+        assert connector.load_kv(PROMPT, [-1] * 8 + slots(mine, 8)[24:], offset=16) == 80
+        pages.check(PROMPT, mine, 24, 96)
+        assert (pages.tokens(mine, 0, 0)[:24] == 0).all()
+        assert connector.chunk_size() == 16
+        with pytest.raises(InvalidRequest, match="slot_mapping: got 100 for 100 tokens from 16 on"):
+            connector.load_kv(PROMPT, slots(mine, 8), offset=16)
+        connector.reset()
+        assert connector.load_kv(PROMPT, slots(mine, 8)) == 0
+        assert connector.load_kv(PROMPT, [-1] * 8 + slots(mine, 8)[8:]) == 0

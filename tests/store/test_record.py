@@ -15,7 +15,18 @@ from pdlink import _copy
 from pdlink.errors import ConfigError
 from pdlink.kv.layout import paged_layout
 from pdlink.kv.plan import bind, template
-from pdlink.store.record import _PREFIX, HEADER_NBYTES, Group, Miss, RecordShape, seal, shape_of, unseal
+from pdlink.store.record import (
+    _PREFIX,
+    HEADER_NBYTES,
+    SCHEMA,
+    Group,
+    Miss,
+    RecordShape,
+    said_sums,
+    seal,
+    shape_of,
+    unseal,
+)
 
 if TYPE_CHECKING:
     from pdlink.kv.layout import KVLayout
@@ -69,6 +80,23 @@ def test_kv_of_one_engine_reaches_another_with_blocks_and_axes_of_its_own(order:
     again = np.zeros(shape.nbytes, np.uint8)
     copy(again, loaded, decode, shape.layout(0), (blocks, [0]))
     assert (again[HEADER_NBYTES:] == record[HEADER_NBYTES:]).all()
+
+
+def test_layers_may_lie_in_a_record_in_orders_of_their_own() -> None:
+    """As vLLM keeps them on CPUs: K by head and element, V by head and token."""
+    layout = engine("LPBTH", 4)
+    shape = shape_of(layout, 8, orders=("HPT", "HTP"))
+    values = np.arange(2 * 2 * 8 * 3 * 4, dtype=np.float32).reshape(2, 2, 8, 3, 4)
+    pages = np.zeros((2, 2, 16, 4, 3, 4), np.float32)
+    pages[:, :, [9, 5]] = values.reshape(2, 2, 2, 4, 3, 4)
+    cache = pages.reshape(-1).view(np.uint8)
+    record, back = np.zeros(shape.nbytes, np.uint8), np.zeros_like(cache)
+    copy(record, cache, layout, shape.whole(), ([9, 5], [0]))
+    first, second = record[HEADER_NBYTES:].view(np.float32).reshape(2, -1)
+    assert (first.reshape(3, 2, 8, 4) == values[0].transpose(2, 0, 1, 3)).all()
+    assert (second.reshape(3, 8, 2, 4) == values[1].transpose(2, 1, 0, 3)).all()
+    copy(back, record, shape.whole(), layout, ([0], [9, 5]))
+    assert (back == cache).all()
 
 
 def test_ranks_that_hold_some_heads_each_share_a_record() -> None:
@@ -125,10 +153,11 @@ def test_a_record_is_found_whole_under_its_key_and_shape_only() -> None:
 @given(at=st.integers(0, SHAPE.nbytes - 1), bit=st.integers(0, 7))
 def test_a_flipped_bit_is_a_miss(at: int, bit: int) -> None:
     record = sealed()
-    used = HEADER_NBYTES - (record[:HEADER_NBYTES][::-1] != 0).argmax()
+    used = _PREFIX.size + _PREFIX.unpack(record[: _PREFIX.size].tobytes())[3]
     record[at] ^= 1 << bit
     missed = unseal(record, KEY, SHAPE) is not None
-    assert missed == (at < used or at >= HEADER_NBYTES)  # the rest of the header's page means nothing
+    sums_nbytes = said_sums(record, SHAPE).nbytes
+    assert missed == (at < used or at >= HEADER_NBYTES - sums_nbytes)  # the rest of the header's page means nothing
 
 
 @given(nbytes=st.integers(0, SHAPE.nbytes - 1))
@@ -146,6 +175,19 @@ def test_hostile_headers_are_misses(body: bytes, codec: int, schema: int) -> Non
     header = _PREFIX.pack(b"pdlinkKV", schema, codec, len(body), xxhash.xxh3_64_intdigest(body)) + body
     record[: len(header)] = memoryview(header)
     assert isinstance(unseal(record, KEY, SHAPE), Miss)
+
+
+def test_a_header_whose_text_is_none_is_a_miss() -> None:
+    record = sealed()
+    (nbytes,) = _PREFIX.unpack(record[: _PREFIX.size].tobytes())[3:4]
+    body = (
+        record[_PREFIX.size : _PREFIX.size + nbytes]
+        .tobytes()
+        .replace(SHAPE.dtype.encode(), b"\xff" * len(SHAPE.dtype))
+    )
+    header = _PREFIX.pack(b"pdlinkKV", SCHEMA, 0, nbytes, xxhash.xxh3_64_intdigest(body)) + body
+    record[: len(header)] = memoryview(header)
+    assert unseal(record, KEY, SHAPE) == Miss("not_a_record")
 
 
 def test_a_shape_whose_header_does_not_fit_is_refused() -> None:

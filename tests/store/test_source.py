@@ -6,18 +6,20 @@ import random
 import threading
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from pdlink.errors import DeadlineExceeded, TransferFailed
+from pdlink.errors import ConfigError, DeadlineExceeded, TransferFailed
 from pdlink.kv.layout import paged_layout
 from pdlink.kv.sources import KVSource, Load, TokenRange
 from pdlink.memory.blocks import BlockPool
 from pdlink.memory.buffers import Buffer
+from pdlink.store.loading import StoreLoad
 from pdlink.store.policies.registry import make_policy
-from pdlink.store.source import StoredPrompt, StoreLoad, StoreSource
+from pdlink.store.prompt import StoredPrompt
+from pdlink.store.source import StoreSource
 from pdlink.store.store import Store
 
 from .stubs import WAIT_S, StubTier
@@ -26,11 +28,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pdlink.kv.layout import KVLayout
+    from pdlink.store.interface import AnyStore
     from pdlink.store.tiers.base import Tier
 
 Page = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 CHUNK = 8
 LAYERS = 3
+HEADS = 4
 TOKENS = 44
 PROMPT = list(range(1000, 1000 + TOKENS))
 
@@ -38,14 +42,23 @@ PROMPT = list(range(1000, 1000 + TOKENS))
 class Engine:
     """Pages with blocks and axes of their own, and what reads them by hand."""
 
-    def __init__(self, store: Store, order: str, block_tokens: int, model: str = "m") -> None:
+    def __init__(
+        self,
+        store: AnyStore,
+        order: str = "LPBTH",
+        block_tokens: int = 4,
+        model: str = "m",
+        heads: range = range(2),
+        num_heads: int = 2,
+    ) -> None:
+        self.heads = heads
         self.layout: KVLayout = paged_layout(
             dtype="uint8",
             itemsize=1,
             num_layers=LAYERS,
             num_blocks=128 // block_tokens,
             block_tokens=block_tokens,
-            num_heads=2,
+            num_heads=len(heads),
             head_dim=64,
             order=order,
         )
@@ -60,6 +73,8 @@ class Engine:
             model=model,
             revision="r",
             chunk_tokens=CHUNK,
+            heads=heads,
+            num_heads=num_heads,
             released=self.freed.set,
         )
 
@@ -73,15 +88,15 @@ class Engine:
         shape, block_tokens = self.layout.layers[layer], self.layout.block_tokens
         block = blocks[token // block_tokens]
         begin = shape.parts[part].offset + block * shape.block_stride + token % block_tokens * shape.token_stride
-        return np.stack([self.buffer.array[begin + head * shape.head_stride :][:64] for head in range(2)])
+        return np.stack([self.buffer.array[begin + at * shape.head_stride :][:64] for at in range(len(self.heads))])
 
     def compute(self, blocks: Sequence[int], layer: int, begin: int, end: int) -> None:
         shape, block_tokens = self.layout.layers[layer], self.layout.block_tokens
         for token in range(begin, end):
             for part in range(2):
                 at = shape.parts[part].offset + blocks[token // block_tokens] * shape.block_stride
-                for head in range(2):
-                    first = at + token % block_tokens * shape.token_stride + head * shape.head_stride
+                for index, head in enumerate(self.heads):
+                    first = at + token % block_tokens * shape.token_stride + index * shape.head_stride
                     self.buffer.array[first : first + 64] = value(layer, part, token)[head]
 
     def prefill(self, prompt: StoredPrompt, blocks: Sequence[int], passes: Sequence[int], start: int = 0) -> None:
@@ -103,7 +118,8 @@ class Engine:
 
 
 def value(layer: int, part: int, token: int) -> Page:
-    return np.random.default_rng([layer, part, token]).integers(0, 256, (2, 64), dtype=np.uint8)
+    """[head, element] of one token, all heads of the model."""
+    return np.random.default_rng([layer, part, token]).integers(0, 256, (HEADS, 64), dtype=np.uint8)
 
 
 def wait_for(event: threading.Event) -> None:
@@ -111,8 +127,8 @@ def wait_for(event: threading.Event) -> None:
 
 
 @contextmanager
-def opened(*, records: int = 16, tiers: Sequence[Tier] = ()) -> Iterator[Store]:
-    store = Store(records * (4096 + LAYERS * 2 * CHUNK * 128 + 2048), make_policy("lru"), tiers)
+def opened(*, records: int = 16, tiers: Sequence[Tier] = (), heads: int = 2) -> Iterator[Store]:
+    store = Store(records * (4096 + LAYERS * 2 * CHUNK * 64 * heads + 2048), make_policy("lru"), tiers)
     store.open()
     try:
         yield store
@@ -122,8 +138,8 @@ def opened(*, records: int = 16, tiers: Sequence[Tier] = ()) -> Iterator[Store]:
 
 
 @contextmanager
-def engine(store: Store, order: str = "LPBTH", block_tokens: int = 4, model: str = "m") -> Iterator[Engine]:
-    made = Engine(store, order, block_tokens, model)
+def engine(*args: Any, **kwargs: Any) -> Iterator[Engine]:
+    made = Engine(*args, **kwargs)
     try:
         yield made
     finally:
@@ -142,7 +158,8 @@ def check(made: Engine, blocks: Sequence[int], begin: int, end: int) -> None:
     for layer in range(LAYERS):
         for token in range(begin, end):
             for part in range(2):
-                assert (made.page(layer, part, token, blocks) == value(layer, part, token)).all(), (
+                expected = value(layer, part, token)[made.heads.start : made.heads.stop]
+                assert (made.page(layer, part, token, blocks) == expected).all(), (
                     layer,
                     token,
                     part,
@@ -258,6 +275,51 @@ def test_blocks_are_held_until_the_copy_has_been_made() -> None:
         assert made.pool.num_held == 0
 
 
+@pytest.mark.parametrize("cleared", [False, True])
+def test_an_engine_does_not_wait_for_slots_and_keeps_nothing_from_before_a_clear(
+    cleared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store in another process may answer late, so that it is asked for slots after it has forgotten all."""
+    with opened() as store, engine(store) as made:
+        prompt, blocks = made.source.prompt("p", PROMPT), made.blocks(1)
+        asked, answer, reserve = threading.Event(), threading.Event(), store.reserve
+
+        def late(*args: Any) -> Any:
+            asked.set()
+            wait_for(answer)
+            return reserve(*args)
+
+        monkeypatch.setattr(store, "reserve", late)
+        made.prefill(prompt, blocks, [20, TOKENS])
+        wait_for(asked)
+        made.pool.give_back(blocks)
+        assert made.pool.num_held == 5 + 5, "both passes hold the blocks of their whole chunks"
+        if cleared:
+            made.source.clear()
+        answer.set()
+        prompt.close()
+        made.settle()
+        assert made.pool.num_held == 0
+        assert found(made) == (0 if cleared else 40)
+        if not cleared:
+            mine = made.blocks(2)
+            assert load(made, mine)[1].done.result(WAIT_S) == 40
+            check(made, mine, 0, 40)
+
+
+def test_a_withdrawn_prompt_gives_back_the_blocks_of_all_its_passes() -> None:
+    with opened() as store, engine(store) as made:
+        prompt, blocks, stop = made.source.prompt("p", PROMPT), made.blocks(1), threading.Event()
+        made.source.copier.put(partial(wait_for, stop))
+        made.prefill(prompt, blocks, [20, TOKENS])
+        prompt.withdraw()
+        stop.set()
+        made.settle()
+        made.pool.give_back(blocks)
+        assert made.pool.num_held == 0
+        assert found(made) == 0
+
+
 def test_a_chunk_that_its_tier_has_lost_ends_the_prefix_there() -> None:
     tier = StubTier()
     with opened(tiers=[tier]) as store, engine(store) as made:
@@ -268,7 +330,7 @@ def test_a_chunk_that_its_tier_has_lost_ends_the_prefix_there() -> None:
         records = dict(tier.records)
         store.clear()
         cleared = threading.Event()
-        store._tiers[0].writers.put(cleared.set)
+        store._below.tiers[0].writers.put(cleared.set)
         assert cleared.wait(WAIT_S)
         tier.records = records
         tier.flip(prompt.keys[2])
@@ -318,6 +380,60 @@ def test_a_lease_that_ended_during_the_copy_makes_the_load_worthless() -> None:
             loading.has_layer(0)
 
 
+def test_what_was_fetched_ahead_stays_in_memory_until_it_is_loaded() -> None:
+    with opened(records=4) as store, engine(store) as made:
+        prompt, blocks = made.source.prompt("p", PROMPT), made.blocks(1)
+        made.prefill(prompt, blocks, [32])
+        made.settle()
+        ahead = made.source.prompt("q", PROMPT)
+        (found,) = ahead.lookup()
+        assert found.end == 32
+        assert len(ahead.fetch(8, 32).done.result(WAIT_S)) == 3
+        other = [token + 1 for token in PROMPT]
+        made.prefill(made.source.prompt("other", other), blocks, [TOKENS])
+        made.settle()
+        assert [found.end for found in made.source.prompt("other", other).lookup()] == [8], "the rest had no room"
+        mine = made.blocks(2)
+        loading = ahead.load(TokenRange(10, 30, ahead), mine[10 // 4 :])
+        assert loading.done.result(WAIT_S) == 30
+        check(made, mine, 10, 30)
+        assert not store._catalog._leases
+
+
+def test_a_withdrawn_prompt_keeps_what_was_copied_before_and_nothing_after() -> None:
+    """Its blocks get the KV of another request at once: no record may hold any of that."""
+    with opened() as store, engine(store) as made:
+        prompt, blocks, stop = made.source.prompt("p", PROMPT), made.blocks(1), threading.Event()
+        made.prefill(prompt, blocks, [20])
+        made.settle()
+        made.source.copier.put(partial(wait_for, stop))
+        made.prefill(prompt, blocks, [TOKENS], start=20)
+        prompt.withdraw()
+        made.buffer.array[:] = 0
+        stop.set()
+        made.settle()
+        made.pool.give_back(blocks)
+        assert made.pool.num_held == 0
+        mine = made.blocks(2)
+        end, loading = load(made, mine)
+        assert (end, loading.done.result(WAIT_S)) == (16, 16)
+        check(made, mine, 0, 16)
+
+
+def test_records_of_whole_blocks_are_counted_in_blocks() -> None:
+    """Where only the kernel knows the inside of a block, a position of the layout is a block."""
+    with opened() as store, engine(store, block_tokens=1) as made:
+        pages = store, made.layout, [made.buffer], made.pool
+        with pytest.raises(ConfigError, match=r"tiers\.chunk_size: got 20 tokens; limit a multiple of 8"):
+            StoreSource(*pages, model="m", revision="r", chunk_tokens=20, token_unit=8)
+        source = StoreSource(*pages, model="m", revision="r", chunk_tokens=16, token_unit=8)
+        prompt, blocks = source.prompt("p", PROMPT), made.blocks(1)
+        made.prefill(prompt, blocks, [3, 5])
+        source.close()
+        (found,) = prompt.lookup()
+        assert found.end == 4, "two records of two blocks of eight tokens"
+
+
 def test_a_full_store_keeps_the_head_of_a_prompt() -> None:
     with opened(records=2) as store, engine(store) as made:
         prompt, blocks = made.source.prompt("p", PROMPT), made.blocks(1)
@@ -326,3 +442,84 @@ def test_a_full_store_keeps_the_head_of_a_prompt() -> None:
         assert [found.end for found in made.source.prompt("q", PROMPT).lookup()] == [16]
         prompt.close()
         made.settle()
+
+
+def ranks(store: Store, size: int, order: str, block_tokens: int) -> list[Engine]:
+    held = HEADS // size
+    heads = [range(rank * held, (rank + 1) * held) for rank in range(size)]
+    return [Engine(store, order, block_tokens, heads=mine, num_heads=HEADS) for mine in heads]
+
+
+def prefilled(made: Engine) -> None:
+    prompt, blocks = made.source.prompt("p", PROMPT), made.blocks(made.heads.start)
+    made.prefill(prompt, blocks, [17, TOKENS])
+    prompt.close()
+    made.settle()
+
+
+def found(made: Engine) -> int:
+    ranges = made.source.prompt("q", PROMPT).lookup()
+    return ranges[0].end if ranges else 0
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (1, 2), (4, 1)])
+def test_ranks_of_one_number_store_what_ranks_of_another_load(sizes: tuple[int, int]) -> None:
+    with opened(heads=HEADS) as store:
+        writers, readers = ranks(store, sizes[0], "LPBTH", 4), ranks(store, sizes[1], "LPBHT", 16)
+        for index, made in enumerate(writers):
+            assert found(made) == 0, f"{index} of {sizes[0]} ranks have stored"
+            prefilled(made)
+        for made in readers:
+            mine = made.blocks(2)
+            assert load(made, mine)[1].done.result(WAIT_S) == 40
+            check(made, mine, 0, 40)
+        used = 5 * -(-readers[0].source.shape.nbytes // 4096) * 4096
+        assert store.gauges()["used"] == used, "all ranks share five records"
+        for made in (*writers, *readers):
+            made.close()
+
+
+def test_a_chunk_that_one_rank_has_not_stored_is_a_miss_for_all() -> None:
+    with opened(heads=HEADS) as store:
+        left, right = ranks(store, 2, "LPBTH", 4)
+        prefilled(left)
+        prompt, blocks = right.source.prompt("p", PROMPT), right.blocks(0)
+        right.prefill(prompt, blocks, [20])
+        prompt.close()
+        right.settle()
+        assert (found(left), found(right)) == (16, 16)
+        prefilled(right)
+        assert (found(left), found(right)) == (40, 40)
+        for made in (left, right):
+            made.close()
+
+
+def test_ranks_that_hold_the_same_heads_store_them_once() -> None:
+    """More ranks than KV heads, and MLA, whose ranks all have everything."""
+    with opened(heads=HEADS) as store:
+        half = range(2)
+        both = [Engine(store, heads=half, num_heads=HEADS) for _ in range(2)]
+        for made in both:
+            prefilled(made)
+        assert found(both[0]) == 0
+        rest = Engine(store, heads=range(2, 4), num_heads=HEADS)
+        prefilled(rest)
+        assert found(both[1]) == 40
+        for made in (*both, rest):
+            made.close()
+
+
+@pytest.mark.parametrize(("heads", "num_heads"), [(range(3), 4), (range(2), 1), (range(0, 4, 2), 4), (None, 4)])
+def test_heads_that_the_pages_do_not_hold_are_refused(heads: range | None, num_heads: int) -> None:
+    with opened(heads=HEADS) as store, engine(store) as made, pytest.raises(ConfigError, match="heads: got"):
+        StoreSource(
+            store,
+            made.layout,
+            [made.buffer],
+            made.pool,
+            model="m",
+            revision="r",
+            chunk_tokens=CHUNK,
+            heads=heads,
+            num_heads=num_heads,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +12,20 @@ import numpy as np
 import pytest
 
 from pdlink.errors import CapacityExceeded, ConfigError
-from pdlink.store.catalog import Lease, Slot
+from pdlink.store.catalog import Lease, Share, Slot
 from pdlink.store.fetch import Fetch
+from pdlink.store.interface import MEMORY
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, unseal
-from pdlink.store.store import MEMORY, Store
+from pdlink.store.store import Store
+from pdlink.store.turns import Retention
 
 from .stubs import SHAPE, WAIT_S, StubTier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pdlink.store.interface import AnyFetch, AnyStore
     from pdlink.store.tiers.base import Tier
 
 KEYS = [b"%032d" % index for index in range(8)]
@@ -41,12 +45,14 @@ def opened(
     clock: Clock | None = None,
     lease_s: float = 1000.0,
     ingestion: str = "all",
+    verify: bool = False,
 ) -> Iterator[Store]:
     store = Store(
         records * SHAPE.nbytes,
         make_policy("lru"),
         tiers,
         ingestion=ingestion,
+        verify=verify,
         tier_deadline_s=WAIT_S if clock is None else 100.0,
         lease_s=lease_s,
         clock=clock or Clock(),
@@ -59,7 +65,7 @@ def opened(
         store.close()
 
 
-def payload(store: Store, slot: Slot) -> bytes:
+def payload(store: AnyStore, slot: Slot) -> bytes:
     return store.array[slot.offset + HEADER_NBYTES : slot.offset + SHAPE.nbytes].tobytes()
 
 
@@ -67,7 +73,7 @@ def content(key: bytes) -> bytes:
     return random.Random(key).randbytes(SHAPE.payload_nbytes)
 
 
-def put(store: Store, keys: Sequence[bytes]) -> int:
+def put(store: AnyStore, keys: Sequence[bytes]) -> int:
     slots = store.reserve(keys, SHAPE)
     for slot in slots:
         store.array[slot.offset + HEADER_NBYTES : slot.offset + SHAPE.nbytes] = memoryview(content(slot.key))
@@ -75,11 +81,11 @@ def put(store: Store, keys: Sequence[bytes]) -> int:
     return len(slots)
 
 
-def fetch(store: Store, keys: Sequence[bytes]) -> Fetch:
+def fetch(store: AnyStore, keys: Sequence[bytes]) -> AnyFetch:
     return store.fetch(store.lookup(keys, WAIT_S), SHAPE, "request")
 
 
-def read(store: Store, keys: Sequence[bytes]) -> int:
+def read(store: AnyStore, keys: Sequence[bytes]) -> int:
     """How many leading records come; all of them are right."""
     begun = fetch(store, keys)
     slots = begun.done.result(WAIT_S)
@@ -146,6 +152,7 @@ def test_a_damaged_record_is_a_shorter_prefix_and_is_dropped(damage: str) -> Non
                 "other": records[KEYS[2]],
             }[damage]
         assert read(store, KEYS[:3]) == 1
+        drained(store)
         assert KEYS[1] not in tier.records or damage == "long"
         assert put(store, KEYS[:3]) == 1, "computed again, it is stored again"
         assert read(store, KEYS[:3]) == 3
@@ -170,6 +177,17 @@ def test_a_tier_that_raises_costs_its_records_and_nothing_else(error: Exception)
             assert read(store, KEYS[at:]) == 0
             assert put(store, KEYS[at : at + 2]) == 2
             assert read(store, KEYS) == at + 2
+
+
+def test_a_tier_that_answers_nonsense_costs_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = StubTier()
+    with opened(2, [tier]) as store:
+        put_below(store, KEYS[:4], tier)
+        right = tier.get
+        monkeypatch.setattr(tier, "get", lambda *_: "nonsense")
+        assert read(store, KEYS[:1]) == 0
+        monkeypatch.setattr(tier, "get", right)
+        assert read(store, KEYS[:2]) == 2
 
 
 def test_a_tier_that_fails_is_left_alone_and_comes_back() -> None:
@@ -272,6 +290,17 @@ def test_a_frozen_store_answers_and_keeps_nothing_new() -> None:
         assert "get" not in tier.calls
 
 
+def test_a_tier_is_asked_once_for_all_records_that_are_wanted_again() -> None:
+    """Each question is a round trip where a tier is far."""
+    tier, keys = StubTier(), KEYS[:4]
+    with opened(32, [tier], ingestion="second_sight") as store:
+        put(store, keys)
+        for _ in range(2):
+            assert read(store, keys) == 4
+            assert store.flush(WAIT_S)
+        assert tier.calls == ["contains", "put", "put", "put", "put", "contains"]
+
+
 def test_a_tier_that_is_behind_loses_records_and_holds_no_memory_back() -> None:
     """AIBrix keeps the reference of a write that it denied: 328 MB unreclaimable."""
     tier = StubTier()
@@ -308,8 +337,84 @@ def test_a_record_goes_below_when_it_was_hit_twice_in_memory() -> None:
         assert read(store, KEYS[:1]) == read(store, KEYS[:2][:1]) == 1
         assert tier.kept.acquire(timeout=WAIT_S)
         assert list(tier.records) == [KEYS[0]]
-    with pytest.raises(ConfigError, match="ingestion: got 'evicted'"):
-        Store(1 << 20, make_policy("lru"), ingestion="evicted")
+    with pytest.raises(ConfigError, match="ingestion: got 'none'"):
+        Store(1 << 20, make_policy("lru"), ingestion="none")
+
+
+def test_what_memory_evicts_is_written_first_and_found_all_the_time() -> None:
+    tier = StubTier()
+    with opened(4, [tier], ingestion="evicted") as store:
+        put(store, KEYS[:3])
+        assert not tier.records
+        tier.going.clear()
+        put(store, KEYS[3:4])  # leaves less than an eighth free
+        assert tier.stalled.wait(WAIT_S)
+        assert len(store.lookup(KEYS[:4], WAIT_S).keys) == 4, "it is in memory while it is written"
+        tier.going.set()
+        assert tier.kept.acquire(timeout=WAIT_S)
+        drained(store)
+        assert (list(tier.records), store._catalog.lookup(KEYS[:4])) == ([KEYS[2]], 2)
+        assert read(store, KEYS[:4]) == 4
+
+
+def test_a_record_that_one_thread_evicted_and_another_stored_again_at_once_can_be_lent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one has not told yet that it went."""
+    with opened(3, [StubTier()], ingestion="evicted") as store, ThreadPoolExecutor(1, "evicts") as threads:
+        put(store, KEYS[:3])
+        drained(store)
+        stopped, go_on, tell = threading.Event(), threading.Event(), store._changed
+
+        def changed() -> None:
+            if threading.current_thread().name.startswith("evicts"):
+                stopped.set()
+                assert go_on.wait(WAIT_S)
+            tell()
+
+        monkeypatch.setattr(store, "_changed", changed)
+        evicting = threads.submit(store.reserve, KEYS[3:4], SHAPE)
+        assert stopped.wait(WAIT_S)
+        gone, *_ = (key for key in KEYS[:3] if store.holds([key]) == [False])
+        drained(store)  # what is being written cannot be evicted
+        assert put(store, [gone]) == 1
+        go_on.set()
+        store.abandon(evicting.result(WAIT_S))
+        lease = store.lend(gone)
+        assert lease is not None
+        store.take_back(lease)
+
+
+def test_a_full_line_of_evicted_records_drops_some_and_nobody_waits() -> None:
+    tier = StubTier()
+    with opened(16, [tier], ingestion="evicted") as store:
+        tier.going.clear()
+        for index in range(40):
+            assert put(store, [b"%032d" % index]) == 1
+        tier.going.set()
+        drained(store)
+        assert 0 < len(tier.records) < 24
+        assert store._catalog.num_leases == 0
+
+
+def test_all_that_was_evicted_is_found_below_where_the_tier_keeps_up() -> None:
+    tier = StubTier()
+    with opened(16, [tier], ingestion="evicted") as store:
+        for index in range(40):
+            put(store, [b"%032d" % index])
+            drained(store)
+        for index in range(40):
+            assert read(store, [b"%032d" % index]) == 1
+            drained(store)
+
+
+def test_what_expires_is_told_though_nobody_calls() -> None:
+    clock, gone = Clock(), threading.Event()
+    with opened(clock=clock) as store:
+        store.commit(store.reserve(KEYS[:1], SHAPE, retention=Retention(ttl_s=5)), SHAPE)
+        store.listen(lambda change: None if change.is_there else gone.set())
+        clock.now_s += 6
+        assert_set(gone)
 
 
 def test_a_record_larger_than_the_arena_is_refused_with_both_numbers() -> None:
@@ -368,7 +473,7 @@ def test_a_look_up_that_nobody_waits_for_any_more_is_not_made() -> None:
     """Else a slow tier has ever more of them in line, and answers nobody in time."""
     tier, going = StubTier(), threading.Event()
     with opened(4, [tier]) as store:
-        store._tiers[0].askers.put(lambda: assert_set(going))
+        store._below.tiers[0].askers.put(lambda: assert_set(going))
         for _ in range(5):
             assert not store.lookup(KEYS[:1], 0.0).keys
         going.set()
@@ -432,7 +537,7 @@ def test_a_fetch_may_be_finished_while_its_last_record_comes() -> None:
         put(store, KEYS[:1])
         begun = fetch(store, KEYS[:1])
         (came,) = begun.done.result(WAIT_S)
-        late = Fetch("late", 0.0, 0.0, lambda _: True)
+        late = Fetch("late", "engine", 0.0, 0.0, lambda _, wrong: not wrong)
         late.slots = Slots([None])
         late.finish()
         assert late.done.result(WAIT_S) in ((), (came,))
@@ -459,10 +564,80 @@ def test_what_was_cleared_while_a_tier_was_left_alone_does_not_come_back() -> No
 
 def drained(store: Store) -> None:
     """Until the tiers' writers have done what is in line."""
-    for tier in store._tiers:
+    for tier in store._below.tiers:
         done = threading.Event()
         tier.writers.put(done.set)
         assert_set(done)
+
+
+def test_what_was_cleared_before_a_tier_got_it_is_not_found_there_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three records that wait for a tier the second one is cleared; it is looked up while the third is written."""
+    tier, third, go_on = StubTier(), threading.Event(), threading.Event()
+    right = tier.put
+
+    def slow(key: bytes, record: memoryview) -> bool:
+        if key == KEYS[2]:
+            third.set()
+            go_on.wait(WAIT_S)
+        return right(key, record)
+
+    with opened(16, [tier]) as store:
+        tier.going.clear()
+        put(store, KEYS[:1])
+        assert tier.stalled.wait(WAIT_S)
+        put(store, KEYS[1:3])
+        store.clear(KEYS[1:2])
+        monkeypatch.setattr(tier, "put", slow)
+        tier.going.set()
+        assert_set(third)
+        assert read(store, KEYS[1:2]) == 0
+        assert put(store, KEYS[1:2]) == 1, "computed again, it is stored again"
+        go_on.set()
+        drained(store)
+        assert sorted(tier.records) == KEYS[:3]
+
+
+def test_what_is_cleared_while_it_is_moved_is_gone() -> None:
+    tier = StubTier()
+    with opened(16, [tier]) as store:
+        put_below(store, KEYS[:1], tier)
+        drained(store)
+        tier.records.clear()
+        tier.going.clear()
+        tier.stalled.clear()
+        moving = threading.Thread(target=store.move, args=(KEYS[:1], SHAPE, MEMORY, "stub"), kwargs={"copy": True})
+        moving.start()
+        assert tier.stalled.wait(WAIT_S)
+        store.clear(KEYS[:1])
+        for line in store._below.tiers[0].lines:  # a drop has happened by now, or comes later
+            done = threading.Event()
+            line.put(done.set)
+            done.wait(0.2)
+        tier.going.set()
+        moving.join(WAIT_S)
+        drained(store)
+        assert not tier.records
+
+
+def test_operators_wait_for_a_tier_that_stalls_until_its_deadline_only() -> None:
+    tier = StubTier()
+    store = Store(8 * SHAPE.nbytes, make_policy("lru"), [tier], tier_deadline_s=0.2)
+    store.open()
+    put_below(store, KEYS[:2], tier)
+    tier.going.clear()
+    done = threading.Event()
+
+    def operate() -> None:
+        assert store.repack(KEYS[:2], SHAPE, "stub", "raw") == 0
+        assert store.move(KEYS[:2], SHAPE, MEMORY, "stub", copy=True) == 0
+        done.set()
+
+    threading.Thread(target=operate).start()
+    try:
+        assert_set(done)
+    finally:
+        tier.going.set()
+        store.close()
 
 
 def test_a_move_that_outlives_its_lease_seals_no_other_record() -> None:
@@ -487,3 +662,118 @@ def test_a_move_that_outlives_its_lease_seals_no_other_record() -> None:
         for key, record in tier.records.items():
             whole = np.frombuffer(record, dtype=np.uint8)
             assert unseal(whole, key, SHAPE) is not None or record[HEADER_NBYTES:] == content(key)
+
+
+def test_closing_a_store_waits_once_for_all_tiers_that_are_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers = [StubTier(), StubTier(), StubTier()]
+    waited_s: list[float] = []
+    join = threading.Thread.join
+
+    def joined(thread: threading.Thread, timeout: float | None = None) -> None:
+        if timeout is not None:
+            waited_s.append(timeout)
+        join(thread, timeout)
+
+    store = Store(8 * SHAPE.nbytes, make_policy("lru"), tiers, tier_deadline_s=0.2)
+    store.open()
+    for tier in tiers:
+        tier.going.clear()
+    put(store, KEYS[:4])
+    monkeypatch.setattr(threading.Thread, "join", joined)
+    store.close()
+    assert sum(1 for timeout in waited_s if timeout > 0.1) <= 3 * 3, "the idle ones end at once"
+    assert min(waited_s) == 0.0, "nothing is left for the last ones"
+    for tier in tiers:
+        tier.going.set()
+
+
+def test_two_tiers_of_a_kind_have_names_of_their_own() -> None:
+    first, second = StubTier(), StubTier()
+    with opened(4, [first, second]) as store:
+        assert store.places == (MEMORY, "stub", "stub-2")
+        assert tuple(place.name for place in store.state().places) == store.places
+        put(store, KEYS[:1])
+        drained(store)
+        store.clear(places=[MEMORY, "stub"])
+        drained(store)
+        assert not first.records
+        assert second.records
+        assert read(store, KEYS[:1]) == 1
+        assert set(store.health()) == {MEMORY, "stub", "stub-2"}
+
+
+def test_a_record_that_changed_in_memory_is_a_miss_and_does_not_go_below() -> None:
+    tier = StubTier()
+    with opened(32, [tier], verify=True) as store:
+        tier.going.clear()
+        put(store, KEYS[:4])
+        assert tier.stalled.wait(WAIT_S)
+        with store._lock:
+            slot = store._catalog._records[KEYS[2]].slot
+        store.array[slot.offset + HEADER_NBYTES + 7] ^= 1
+        tier.going.set()
+        drained(store)
+        assert list(tier.records) == [KEYS[0], KEYS[1], KEYS[3]]
+        assert read(store, KEYS[:4]) == 2
+        assert store._catalog.lookup(KEYS[2:3]) == 0, "it is computed and stored again"
+        assert put(store, KEYS[:4]) == 1
+        assert read(store, KEYS[:4]) == 4
+
+
+def test_a_record_that_changed_in_memory_is_lent_with_the_checksum_it_was_stored_with() -> None:
+    """So that the node that pulls it finds a miss, and not a damaged record sealed anew."""
+    with opened(8, verify=True) as store:
+        put(store, KEYS[:2])
+        with store._lock:
+            slot = store._catalog._records[KEYS[1]].slot
+        store.array[slot.offset + HEADER_NBYTES + 7] ^= 1
+        for key in KEYS[:2]:
+            lease = store.lend(key)
+            assert lease is not None
+            lent = lease.slots[0]
+            why = unseal(store.array[lent.offset : lent.offset + lent.nbytes], key, SHAPE)
+            assert (why is None) == (key == KEYS[0])
+            store.take_back(lease)
+
+
+def test_what_came_from_a_tier_is_checked_in_memory_as_well() -> None:
+    tier = StubTier()
+    with opened(8, [tier], verify=True) as store:
+        put_below(store, KEYS[:4], tier)
+        assert read(store, KEYS[:4]) == 4
+        assert read(store, KEYS[:4]) == 4
+
+
+def test_shares_of_a_record_are_sealed_by_the_last_of_its_writers() -> None:
+    with opened(8, verify=True) as store:
+        halves = [store.reserve(KEYS[:1], SHAPE, name, Share(at, at + 1, 2)) for at, name in enumerate("ab")]
+        (slot,) = halves[0]
+        store.array[slot.offset + HEADER_NBYTES : slot.offset + SHAPE.nbytes] = memoryview(content(slot.key))
+        for half in halves:
+            store.commit(half, SHAPE)
+        assert read(store, KEYS[:1]) == 1
+
+
+def test_a_store_that_was_closed_answers_at_once_and_holds_nothing() -> None:
+    """Its lines have ended: what they are given is not done, and nobody waits for it."""
+    tier = StubTier()
+    with opened(4, [tier]) as store:
+        put_below(store, KEYS[:1], tier)
+        drained(store)
+        store.clear(places=[MEMORY])
+        found = store.lookup(KEYS[:1], WAIT_S)
+        for line in store._below.tiers[0].lines:
+            line.end()
+        assert store.fetch(found, SHAPE, "late").done.result(0.0) == ()
+        assert store.lookup(KEYS[:2], WAIT_S).keys == ()
+        assert not store.flush(WAIT_S)
+        assert put(store, KEYS[1:2]) == 1
+        assert store.move(KEYS[1:2], SHAPE, MEMORY, "stub", copy=True) == 0
+        assert store.held() == {"leases": 0, "reservations": 0}
+
+
+def test_serials_of_two_lives_of_a_store_have_nothing_in_common() -> None:
+    with opened(4) as first, opened(4) as second:
+        serials = [{slot.serial for slot in store.reserve(KEYS[:4], SHAPE)} for store in (first, second)]
+        assert serials[0].isdisjoint(serials[1])
+        assert max(*serials[0], *serials[1]) < 2**63, "messages carry them"

@@ -12,7 +12,7 @@ import pdlink
 from pdlink.config import TransportConfig
 from pdlink.errors import ConfigError, ProtocolError, TransportFailure
 from pdlink.transport import choice
-from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, Probe, Status, Transport
+from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, Probe, Site, Status, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -140,7 +140,7 @@ def test_a_kind_that_no_transport_has_is_refused_with_those_there_are(settings: 
 
 def test_every_transport_declares_itself() -> None:
     for one in choice.TRANSPORTS:
-        made = one()
+        made = one.configured(TransportConfig(), Site())
         assert made.capabilities.name == one.name
         assert one.memory, "moves nothing"
     assert len({one.name for one in choice.TRANSPORTS}) == len(choice.TRANSPORTS)

@@ -35,6 +35,12 @@ _TRANSPORTS = (
     *("tests/conformance", "tests/transport", "tests/native", "tests/attacks/test_tcp.py"),
     *("tests/attacks/test_tcp_blocks.py", "tests/attacks/test_mapped.py"),
 )
+_TIERS = (
+    "tests/store/tiers",
+    "tests/store/test_store.py",
+    "tests/store/test_cleared.py",
+    "tests/store/test_client.py",
+)
 SUITES = (
     Suite(
         "pdlink/protocol",
@@ -58,6 +64,24 @@ SUITES = (
             *("tests/endpoint/test_fallback.py", "tests/bench/test_tune.py"),
         ),
     ),
+    Suite(
+        "pdlink/store/policies",
+        ("tests/store/policies", "tests/store/test_catalog.py", "tests/store/test_retention.py"),
+    ),
+    Suite("pdlink/store/tiers", _TIERS),
+    Suite("pdlink/store/server", ("tests/store/test_desk.py", "tests/store/test_client.py")),
+    Suite(
+        "pdlink/store",
+        (
+            *("tests/store/test_store.py", "tests/store/test_cleared.py", "tests/store/test_client.py"),
+            *("tests/store/test_catalog.py", "tests/store/test_retention.py", "tests/store/test_extents.py"),
+            *("tests/store/test_source.py", "tests/store/test_sums.py", "tests/store/test_worth.py"),
+            *("tests/store/test_cache.py", "tests/store/test_record.py", "tests/store/test_codec.py"),
+            *("tests/store/test_fp8.py", "tests/store/test_preimages.py", "tests/store/test_line.py"),
+            *("tests/store/test_gathering.py", "tests/store/test_desk.py", "tests/store/tiers/test_opening.py"),
+        ),
+    ),
+    Suite("pdlink/peers", ("tests/peers", "tests/store/tiers/test_peer.py")),
     Suite("csrc/tcp", _TRANSPORTS, "_tcp", r"test_tcp|\[tcp"),
     Suite("csrc/copy", _TRANSPORTS, "_copy", r"test_mapped\.py|test_copy|\[mapped(?!-cuda)"),
 )

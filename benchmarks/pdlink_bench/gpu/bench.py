@@ -59,6 +59,8 @@ def _cases() -> dict[str, Callable[[], list[Figure]]]:
         "host": kernels.run_to_host,
         "mapped-cuda": partial(links.run, "mapped-cuda", MAPPED),
         "ucx": partial(links.run, "ucx", UCX),
+        "staged-mapped": partial(links.run, "staged-mapped", "two processes, through pinned slots, mapped"),
+        "staged-tcp": partial(links.run, "staged-tcp", "two processes, through pinned slots, tcp"),
         "exposed": links.run_exposed,
     }
 
@@ -133,7 +135,7 @@ def _run_case(case: str) -> tuple[dict[str, Any], str]:
 
 
 def _show(path: Path, stages: Path | None) -> int:
-    """0 if every stage went well and every bar was met."""
+    """0 if every stage that can be run here went well, and every bar was met."""
     run = Run.read(path)
     if stages is not None and stages.exists():
         rows = [line.split("\t") for line in stages.read_text(encoding="utf-8").splitlines()]
@@ -146,7 +148,7 @@ def _show(path: Path, stages: Path | None) -> int:
     facts = ("device", "driver_cuda", "torch")
     print(", ".join(f"{key} {run.machine[key]}" for key in facts if key in run.machine))
     unmet = [one.name for one in figures if one.verdict not in ("", "met")]
-    failed = [stage["name"] for stage in run.stages if stage["outcome"] != "ok"]
+    failed = [one["name"] for one in run.stages if one["outcome"] != "ok" and not one["outcome"].startswith("absent")]
     print(f"bars: {sum(one.verdict == 'met' for one in figures)} met, {len(unmet)} missed or not measured")
     return 1 if unmet or failed else 0
 

@@ -17,6 +17,8 @@ CASES: dict[str, tuple[int, str]] = {
     "host": (40, "device to pinned host, layer by layer, beside one copy"),
     "mapped-cuda": (50, "two processes on one GPU: a kernel stores into the peer's pages"),
     "ucx": (60, "the same pages through UCX"),
+    "staged-mapped": (40, "the same pages through pinned slots that the peer maps"),
+    "staged-tcp": (40, "the same pages through pinned slots and a socket"),
     "exposed": (70, "how much of the push a real prefill does not hide"),
 }
 """Each in a process of its own, one after the other: the most seconds it may take, and what it is."""
@@ -39,7 +41,6 @@ BARS = (
     Bar("gather, one launch", "kernels", 0.85, "of the device-to-device copy"),
     Bar("scatter, one launch", "kernels", 0.85, "of the device-to-device copy"),
     Bar("NHD to HND", "kernels", 0.75, "of the device-to-device copy"),
-    Bar("bf16 to fp8, scale per head", "kernels", 0.75, "of the device-to-device copy"),
     Bar("device to pinned host, layer by layer", "host", 0.95, "of one large copy"),
     Bar("mapped-cuda against UCX", "ucx", 2.0, "times UCX cuda_ipc"),
     Bar("exposed transfer time", "exposed", 2 / 32, "of the transfer", at_most=True),
@@ -154,7 +155,6 @@ def table(figures: Sequence[Figure]) -> str:
 
 
 def main() -> None:
-    """What would be run."""
     for name, (seconds, text) in CASES.items():
         print(f"case {name}: {text} (at most {seconds} s)")
     for bar in BARS:

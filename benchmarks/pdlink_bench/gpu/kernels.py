@@ -50,11 +50,6 @@ def run() -> list[Figure]:
     hnd_planes = [plane.transpose(1, 2) for plane in torch.empty(shape, device=device, dtype=torch.bfloat16)]
     other_slots = scattered_slots(device)
     add("NHD to HND", lambda: ops.reshape(planes, hnd_planes, slots, other_slots), 2 * nbytes)
-    fp8 = list(torch.empty((2 * LAYERS, *planes[0].shape), device=device, dtype=torch.float8_e4m3fn))
-    scales = torch.rand(2 * LAYERS, HEADS, device=device) + 0.5
-    moved = nbytes * 3 // 2
-    add("bf16 to fp8, scale per head", lambda: ops.reshape(planes, fp8, slots, other_slots, scales), moved)
-    add("fp8 to bf16, scale per head", lambda: ops.reshape(fp8, planes, other_slots, slots, scales), moved)
     return figures
 
 

@@ -29,7 +29,10 @@ from pdlink.errors import PdlinkError
 from pdlink.kv.layout import Piece
 from pdlink.node.layer_order import LayerOrder
 from pdlink.transport.base import BatchDone, Status
+from pdlink.transport.mapped import MappedTransport
 from pdlink.transport.mapped_cuda import MappedCudaTransport
+from pdlink.transport.staged import StagedMapped, StagedTcp
+from pdlink.transport.tcp import TcpTransport
 from pdlink.transport.ucx import UcxTransport
 
 from .figures import Figure
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
+    from pdlink.transport.base import Transport
 
 LAYERS, TOKENS, BLOCK_TOKENS, HEADS, HEAD_DIM = 32, 2048, 16, 8, 128
 POOL_BLOCKS = 2 * TOKENS // BLOCK_TOKENS
@@ -49,8 +53,10 @@ PATIENCE_S = 60.0
 ROUNDS, PREFILLS = 15, 60
 HIDDEN, QUERY_HEADS, INTERMEDIATE, WEIGHT_SETS = 4096, 32, 14336, 4
 
-TRANSPORTS: dict[str, Callable[[], MappedCudaTransport | UcxTransport]] = {
+TRANSPORTS: dict[str, Callable[[], Transport]] = {
     "mapped-cuda": MappedCudaTransport,
+    "staged-mapped": lambda: StagedMapped(MappedTransport()),
+    "staged-tcp": lambda: StagedTcp(TcpTransport()),
     "ucx": lambda: UcxTransport("cuda_ipc,cuda_copy,tcp"),
 }
 

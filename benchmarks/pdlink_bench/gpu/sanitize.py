@@ -12,18 +12,13 @@ from pdlink.cuda.kernels import Kernels
 
 BLOCKS, BLOCK_TOKENS, HEADS = 7, 3, 3
 CASES = [
-    # kernel, bytes of a head at the source, conversion, bytes by which both sides are off a multiple of 16
-    ("copy16", 48, "none", 0),
-    ("copy8", 40, "none", 8),
-    ("copy4", 36, "none", 4),
-    ("copy2", 34, "none", 2),
-    ("copy1", 33, "none", 1),
-    ("quantize16", 64, "quantize", 0),
-    ("quantize1", 34, "quantize", 0),
-    ("dequantize16", 48, "dequantize", 0),
-    ("dequantize1", 33, "dequantize", 0),
+    # bytes of a unit and of a head, bytes by which both sides are off a multiple of 16
+    (16, 48, 0),
+    (8, 40, 8),
+    (4, 36, 4),
+    (2, 34, 2),
+    (1, 33, 1),
 ]
-WIDTHS = {"none": 1.0, "quantize": 0.5, "dequantize": 2.0}
 
 
 def place(base: int, head_nbytes: int, slots: torch.Tensor, *, flat: bool) -> _cuda.Place:
@@ -42,35 +37,23 @@ def place(base: int, head_nbytes: int, slots: torch.Tensor, *, flat: bool) -> _c
     )
 
 
-def reshape_case(kernels: Kernels, kernel: str, nbytes: int, conversion: str, shift: int, *, flat: bool) -> str:
-    dst_nbytes = int(nbytes * WIDTHS[conversion])
-    itemsize = 2 if conversion == "quantize" else 1
+def reshape_case(kernels: Kernels, unit_nbytes: int, nbytes: int, shift: int, *, flat: bool) -> str:
     size = 2 * BLOCKS * BLOCK_TOKENS * HEADS * 2 * 64 + 16
-    # Not every bit pattern: NaN of bfloat16 and what lies beyond float8 are compared elsewhere.
-    host_src = (
-        torch.randn(size // 2).bfloat16().view(torch.uint8)
-        if itemsize == 2
-        else torch.randint(0, 120, (size,)).to(torch.uint8)
-    )
-    host_dst = torch.zeros(2 * size, dtype=torch.uint8)
+    host_src = torch.randint(0, 256, (size,)).to(torch.uint8)
+    host_dst = torch.zeros(size, dtype=torch.uint8)
     slots = [torch.randperm(BLOCKS * BLOCK_TOKENS) for _ in range(2)]
     slots[0][3], slots[1][5] = -1, -1
-    scales = torch.tensor([0.5, 1.0, 1.7])
     launches = {}
-    sides = {"cpu": (host_src, host_dst, *slots, scales)}
+    sides = {"cpu": (host_src, host_dst, *slots)}
     sides["cuda"] = tuple(tensor.cuda() for tensor in sides["cpu"])
-    for device, (src, dst, src_slots, dst_slots, factors) in sides.items():
+    for device, (src, dst, src_slots, dst_slots) in sides.items():
         launches[device] = _cuda.plan_reshape(
             place(src.data_ptr() + shift, nbytes, src_slots, flat=flat),
-            place(dst.data_ptr() + shift, dst_nbytes, dst_slots, flat=flat),
+            place(dst.data_ptr() + shift, nbytes, dst_slots, flat=flat),
             num_tokens=BLOCKS * BLOCK_TOKENS,
             num_layers=2,
             num_heads=HEADS,
-            chunk_elements=nbytes // itemsize,
-            itemsize=itemsize,
-            conversion=conversion,  # type: ignore[arg-type]
-            scales=0 if conversion == "none" else factors.data_ptr(),
-            scale_strides=(0, 0, 0 if flat else 1),
+            head_nbytes=nbytes,
         )
     torch.cuda.synchronize()
     for launch in launches["cpu"]:
@@ -81,8 +64,8 @@ def reshape_case(kernels: Kernels, kernel: str, nbytes: int, conversion: str, sh
     name = launches["cuda"][0].kernel
     if not torch.equal(sides["cuda"][1].cpu(), host_dst):
         raise RuntimeError(f"{name} differs from its CPU build")
-    if name.removeprefix("pdlink_").removesuffix("_flat") != kernel:
-        raise RuntimeError(f"{name} was taken, not {kernel}")
+    if name.removeprefix("pdlink_").removesuffix("_flat") != f"copy{unit_nbytes}":
+        raise RuntimeError(f"{name} was taken, not copy{unit_nbytes}")
     return name
 
 

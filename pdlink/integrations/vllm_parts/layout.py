@@ -11,18 +11,25 @@ Forms (B blocks, H heads, N tokens of a block, D head size):
   [B, H, N, 2D] of CPU_ATTN with vector instructions: within (block, head) first K as [D, N], then V as [N, D]
 CPU_ATTN on AMX, NEON and others packs K in its own ways: there a whole block of a layer is one unit, and both servers
 must use the same block size.
+  [B, ...], dense within a block: a recurrent state, of which only the model knows what is in it
+
+Layers that vLLM gives different lists of blocks are different groups. Its allocator lays groups over each other in
+memory: page b of the n-th layer of every group is the same page, and a block belongs to one group at a time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pdlink.errors import LocalError
+from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, LayerLayout, Part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pdlink.kv.groups import AnyTables
 
 COLUMNS = "columns"
 """How CPU_ATTN lays out a block with plain vector instructions ("vec", "vec16")."""
@@ -30,6 +37,8 @@ PACKED = "packed"
 """A block whose inside only its kernel knows."""
 ROWS = "rows"
 """A token's head vector is contiguous."""
+STATE = "state"
+"""A block is the state of a recurrent layer."""
 
 
 class UnsupportedCache(LocalError):
@@ -53,14 +62,35 @@ class LayerView:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupKind:
+    """Layers that share lists of blocks, as vLLM describes them."""
+
+    names: tuple[str, ...]
+    form: str
+    """COLUMNS, PACKED, ROWS or STATE."""
+    latent: bool = False
+    """MLA."""
+    head_size: int = 0
+    """Elements of a K vector of one head (and of a V vector)."""
+    dtype: str = ""
+    block_tokens: int = 0
+    """Tokens to a block as vLLM's scheduler counts them."""
+    window: int = 0
+    """Tokens that a token attends to; 0 stands for all before it."""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """A server's KV cache as pdlink sees it."""
+    """One group of a server's KV cache as pdlink sees it."""
 
     layout: KVLayout
     planes: dict[str, tuple[int, ...]]
     """Name of a layer to the layers of `layout` that it is; empty if it shares another layer's cache."""
     token_unit: int
     """Tokens to one position of `layout`: 1, or a whole block if that is what moves."""
+    record_orders: tuple[str, ...] = ("PTH",)
+    """How the layers of `layout`, in turn, lie in records of a store (`store.record.shape_of`): as they do here where
+    single elements would have to be moved otherwise."""
 
     def shard(self, index: int, count: int) -> CacheLayout:
         """The part of the heads that is shard `index` of `count`; a single head belongs to all of them.
@@ -68,8 +98,10 @@ class CacheLayout:
         Raises UnsupportedCache if the heads cannot be divided so.
         """
         layout = self.layout
-        if count == 1 or (layout.num_heads == 1 and self.token_unit == 1):
+        if count == 1 or (layout.num_heads == 1 and self.token_unit == 1 and not layout.state):
             return self
+        if layout.state:
+            raise UnsupportedCache(f"a recurrent state of a rank cannot travel in {count} shards; take equal ranks")
         if layout.num_heads % count or self.token_unit > 1:
             raise UnsupportedCache(f"{layout.num_heads} KV heads of a rank cannot travel in {count} shards")
         heads = layout.num_heads // count
@@ -85,6 +117,48 @@ class CacheLayout:
         return replace(self, layout=replace(layout, num_heads=heads, layers=layers))
 
 
+@dataclass(frozen=True, slots=True)
+class CacheGroups:
+    """All groups of a server's KV cache, or of one shard of it."""
+
+    groups: KVGroups
+    planes: dict[str, tuple[int, ...]]
+    """As in `CacheLayout`, with the layers of all groups counted."""
+    token_unit: int
+    block_ratios: tuple[int, ...]
+    """By group: its blocks to one block of vLLM's scheduler."""
+
+    @classmethod
+    def of(cls, caches: Sequence[CacheLayout], num_blocks: int) -> CacheGroups:
+        """num_blocks: of vLLM's scheduler. Raises UnsupportedCache."""
+        units = {cache.token_unit for cache in caches}
+        if len(units) > 1 or (len(caches) > 1 and units != {1}):
+            raise UnsupportedCache(
+                "a model with several groups of KV caches, in blocks that only a kernel can read (CPU_ATTN on AMX "
+                "and others), cannot be transferred; use a dtype that these kernels do not pack (float32)"
+            )
+        planes: dict[str, tuple[int, ...]] = {}
+        first = 0
+        for cache in caches:
+            planes |= {name: tuple(first + plane for plane in mine) for name, mine in cache.planes.items()}
+            first += len(cache.layout.layers)
+        layouts = tuple(cache.layout for cache in caches)
+        return cls(KVGroups(layouts), planes, units.pop(), tuple(one.num_blocks // num_blocks for one in layouts))
+
+    def kernel_blocks(self, blocks: AnyTables) -> AnyTables:
+        """Blocks of the layout for those of vLLM's scheduler: lists by group, or the list of the only group."""
+        if set(self.block_ratios) == {1}:
+            return blocks
+        if len(self.block_ratios) == 1:
+            return _split(cast("Sequence[int]", blocks), self.block_ratios[0])
+        tables = cast("Sequence[Sequence[int]]", blocks)
+        return [_split(table, ratio) for table, ratio in zip(tables, self.block_ratios, strict=True)]
+
+
+def _split(blocks: Sequence[int], ratio: int) -> list[int]:
+    return [block * ratio + part for block in blocks for part in range(ratio)]
+
+
 def of_rank(rank: int, num_ranks: int, num_shards: int) -> range:
     """The shards that a rank holds. Raises UnsupportedCache if they cannot be dealt out evenly."""
     each, left = divmod(num_shards, num_ranks)
@@ -93,15 +167,12 @@ def of_rank(rank: int, num_ranks: int, num_shards: int) -> range:
     return range(rank * each, (rank + 1) * each)
 
 
-def describe(views: Sequence[LayerView], *, form: str, latent: bool, head_size: int, dtype: str) -> CacheLayout:
-    """The layout of these layers, in the order of the model.
-
-    form: COLUMNS, PACKED or ROWS. latent: MLA. head_size: elements of a K vector of one head (and of a V vector).
-    Raises UnsupportedCache.
-    """
+def describe(views: Sequence[LayerView], kind: GroupKind) -> CacheLayout:
+    """The layout of these layers of one group, in the order of the model. Raises UnsupportedCache."""
     if not views:
         raise UnsupportedCache("the model has no KV cache")
-    build = {COLUMNS: _columns, PACKED: _packed, ROWS: _rows}[form]
+    form = kind.form
+    build = {COLUMNS: _columns, PACKED: _packed, ROWS: _rows, STATE: _state}[form]
     layers: list[LayerLayout] = []
     planes: dict[str, tuple[int, ...]] = {}
     seen: set[tuple[int, int]] = set()
@@ -111,7 +182,7 @@ def describe(views: Sequence[LayerView], *, form: str, latent: bool, head_size: 
             planes[view.name] = ()
             continue
         seen.add((view.region, view.offset))
-        size, built = build(view, latent=latent, head_size=head_size)
+        size, built = build(view, kind)
         sizes.add(size)
         planes[view.name] = tuple(range(len(layers), len(layers) + len(built)))
         layers += built
@@ -119,32 +190,35 @@ def describe(views: Sequence[LayerView], *, form: str, latent: bool, head_size: 
         raise UnsupportedCache(f"layers of different geometry cannot be transferred: {sorted(sizes)}")
     num_blocks, block_tokens, num_heads, head_nbytes = sizes.pop()
     layout = KVLayout(
-        f"{dtype}/{form}" if form == PACKED else dtype,
+        f"{kind.dtype}/{form}" if form == PACKED else kind.dtype,
         block_tokens,
         num_blocks,
         num_heads,
         head_nbytes,
         tuple(layers),
+        window=kind.window,
+        window_step=kind.block_tokens if kind.window else 1,
+        state=form == STATE,
     )
     unit = _block_tokens(views[0]) if form == PACKED else 1
-    return CacheLayout(layout, planes, unit)
+    return CacheLayout(layout, planes, unit, ("HPT", "HTP") if form == COLUMNS else ("PTH",))
 
 
 _Size = tuple[int, int, int, int]
 """num_blocks, block_tokens, num_heads, head_nbytes."""
 
 
-def _rows(view: LayerView, *, latent: bool, head_size: int) -> tuple[_Size, list[LayerLayout]]:
+def _rows(view: LayerView, kind: GroupKind) -> tuple[_Size, list[LayerLayout]]:
     shape, item = view.shape, view.itemsize
     strides = tuple(stride * item for stride in view.strides)
-    if latent or len(shape) == 4:
+    if kind.latent or len(shape) == 4:
         if len(shape) == 3:  # [B, N, C]: a head axis of one
             shape, strides = (shape[0], 1, *shape[1:]), (strides[0], 0, *strides[1:])
         if len(shape) != 4:
             raise _unknown(view)
         blocks, heads, tokens, content = shape
         block, head, token, _ = strides
-        num_parts = 2 if not latent and content == 2 * head_size else 1
+        num_parts = 2 if not kind.latent and content == 2 * kind.head_size else 1
         part = content // num_parts * item
         offsets = [index * part for index in range(num_parts)]
     elif len(shape) == 5 and 2 in shape[:2]:
@@ -161,10 +235,11 @@ def _rows(view: LayerView, *, latent: bool, head_size: int) -> tuple[_Size, list
     return (blocks, tokens, heads, part), [LayerLayout(parts, block, token, head)]
 
 
-def _columns(view: LayerView, *, latent: bool, head_size: int) -> tuple[_Size, list[LayerLayout]]:
+def _columns(view: LayerView, kind: GroupKind) -> tuple[_Size, list[LayerLayout]]:
     """K and V become planes of their own, because a token's step differs; every element is a part, of one element."""
     blocks, heads, tokens = _whole_blocks(view)
-    if latent or view.shape[3] != 2 * head_size:
+    head_size = kind.head_size
+    if kind.latent or view.shape[3] != 2 * head_size:
         raise _unknown(view)
     item = view.itemsize
     block, head = view.strides[0] * item, view.strides[1] * item
@@ -177,11 +252,23 @@ def _columns(view: LayerView, *, latent: bool, head_size: int) -> tuple[_Size, l
     ]
 
 
-def _packed(view: LayerView, *, latent: bool, head_size: int) -> tuple[_Size, list[LayerLayout]]:
+def _packed(view: LayerView, kind: GroupKind) -> tuple[_Size, list[LayerLayout]]:
     blocks, heads, tokens = _whole_blocks(view)
     nbytes = heads * tokens * view.shape[3] * view.itemsize
     part = Part(view.region, view.offset)
     return (blocks, 1, 1, nbytes), [LayerLayout((part,), view.strides[0] * view.itemsize, nbytes, nbytes)]
+
+
+def _state(view: LayerView, kind: GroupKind) -> tuple[_Size, list[LayerLayout]]:
+    """A page may be longer than the state in it, for the sake of other groups."""
+    nbytes = view.itemsize
+    for size, stride in zip(reversed(view.shape[1:]), reversed(view.strides[1:]), strict=True):
+        if size > 1 and stride * view.itemsize != nbytes:
+            raise _unknown(view)
+        nbytes *= size
+    part = Part(view.region, view.offset)
+    block = view.strides[0] * view.itemsize
+    return (view.shape[0], kind.block_tokens, 1, nbytes), [LayerLayout((part,), block, 0, nbytes)]
 
 
 def _whole_blocks(view: LayerView) -> tuple[int, int, int]:

@@ -5,48 +5,62 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+import threading
+from typing import TYPE_CHECKING, Any, cast
 
 from pdlink.errors import ConfigError
 from pdlink.events import listen
+from pdlink.integrations.shared_allocation import SharedAllocation
 from pdlink.integrations.vllm_parts import versions
-from pdlink.integrations.vllm_parts.layout import LayerView, describe, of_rank
-from pdlink.integrations.vllm_parts.memory import SharedAllocation, regions
+from pdlink.integrations.vllm_parts.layout import CacheGroups, LayerView, describe, of_rank
+from pdlink.integrations.vllm_parts.memory import regions
 from pdlink.integrations.vllm_parts.stats import Counts
+from pdlink.integrations.vllm_parts.steps import Steps
+from pdlink.integrations.vllm_parts.store_half import StoreHalf, VllmBlocks
 from pdlink.integrations.vllm_parts.trace_file import TraceFile
 from pdlink.integrations.vllm_parts.worker import WorkerHalf
 from pdlink.node.node import Node, end_process
 from pdlink.serve.keys import as_name, load_credentials
+from pdlink.store.opening import open_source
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
 
     from pdlink.integrations.vllm_parts.layout import CacheLayout
     from pdlink.integrations.vllm_parts.settings import ConnectorSettings
-    from pdlink.memory.buffers import HostBuffer
+    from pdlink.memory.buffers import AnyBuffer, HostBuffer
     from pdlink.protocol import auth
+    from pdlink.store.source import StoreSource
 
 log = logging.getLogger(__name__)
 
 
 class Rank:
-    """Acquires in `open`, ends in `close`; between the two, `half` is what vLLM's calls go to."""
+    """Acquires in `open`, ends in `close`; between the two, `steps` is what vLLM's calls go to."""
 
-    half: WorkerHalf
+    steps: Steps
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
-        """Raises UnsupportedCache if the shards do not fit the ranks."""
+        """Raises UnsupportedCache for shards that do not fit the ranks, ConfigError for ranks that share a folder."""
         self._config, self._cache_config, self._settings = vllm_config, kv_cache_config, settings
         parallel = vllm_config.parallel_config
         self._rank: int = parallel.rank
         self._num_shards: int = settings.shards or parallel.tensor_parallel_size
         self._shards = of_rank(self._rank, parallel.tensor_parallel_size, self._num_shards)
+        directory = settings.tiers.local_disk if settings.tiers is not None else None
+        if directory and "{name}" not in directory and parallel.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"kv_connector_extra_config: tiers.local_disk: got {directory!r} for {parallel.tensor_parallel_size} "
+                "ranks; limit one each; put {name} into it"
+            )
         self.counts = Counts()
         self._allocation = SharedAllocation()
         self._nodes: list[Node] = []
+        self._buffers: list[AnyBuffer] = []
+        self._store: StoreHalf | None = None
 
     def allocation(self) -> AbstractContextManager[Any]:
         """The context in which vLLM allocates its cache."""
@@ -55,43 +69,71 @@ class Rank:
     def open(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """vLLM has allocated its cache: describe it, register it, and listen.
 
-        Raises UnsupportedCache, ConfigError, TransportUnavailable, OSError.
+        On a GPU every layer is pushed behind an event of vLLM's own stream (`node/layer_order.py`).
+        Raises UnsupportedCache, ConfigError, TransportUnavailable, CudaUnavailable, CudaFailure, OSError.
         """
         buffers, places = regions(list(tensors.values()), self._allocation.buffers)
-        views = [
-            LayerView(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size(), *place)
+        views = {
+            name: LayerView(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size(), *place)
             for (name, tensor), place in zip(tensors.items(), places, strict=True)
-        ]
-        cache = describe(views, **versions.geometry(self._config, self._cache_config, list(tensors)))
-        ratio = cache.layout.num_blocks // self._cache_config.num_blocks
+        }
+        self._buffers = buffers
+        if buffers[0].kind == "cuda":
+            self._check_gpu()
+        kinds = versions.kinds(self._config, self._cache_config, list(tensors))
+        caches = [describe([views[name] for name in kind.names], kind) for kind in kinds]
+        num_blocks = self._cache_config.num_blocks
         timeline = self._settings.timeline
         self._trace = TraceFile(self._name, timeline.replace("{rank}", str(self._rank))) if timeline else None
         self._stop_counting = listen(self.counts)
-        parts = [cache.shard(index, len(self._shards)) for index in range(len(self._shards))]
+        count = len(self._shards)
+        parts = [CacheGroups.of([one.shard(index, count) for one in caches], num_blocks) for index in range(count)]
         for shard, part in zip(self._shards, parts, strict=True):
             self._nodes.append(self._open_shard(shard, part, buffers))
-        half = self.half = WorkerHalf(
+        news = threading.Event()
+        half = WorkerHalf(
             self._nodes,
             parts[0],
             first_shard=self._shards.start,
-            block_ratio=ratio,
             preemption_s=self._settings.transport.batch_timeout_s,
+            news=news,
         )
         for node in self._nodes:
             node.short_of_blocks = lambda: half.short_of_blocks
+        store = None
+        source = self._open_source(caches[0], cast("list[HostBuffer]", buffers))
+        if source is not None:
+            ratio = caches[0].layout.num_blocks // num_blocks
+            assert self._settings.tiers is not None
+            faster = self._settings.tiers.load_if_faster
+            store = self._store = StoreHalf(source, caches[0], block_ratio=ratio, news=news, load_if_faster=faster)
+        self.steps = Steps(news, half, store)
 
-    def _open_shard(self, shard: int, cache: CacheLayout, buffers: Sequence[HostBuffer]) -> Node:
+    def _check_gpu(self) -> None:
+        """Raises ConfigError for what host memory alone can have."""
+        if self._settings.tiers is not None:
+            raise ConfigError(
+                "kv_connector_extra_config: tiers: got a KV cache on a GPU, which they do not keep; take tiers out"
+            )
+        verify = self._settings.transport.verify
+        if verify != "off":
+            raise ConfigError(
+                f"kv_connector_extra_config: transport.verify: got {verify!r} for a KV cache on a GPU; checksums are "
+                "made of host memory alone: set it to off"
+            )
+
+    def _open_shard(self, shard: int, cache: CacheGroups, buffers: Sequence[AnyBuffer]) -> Node:
         settings = self._settings.of_shard(shard)
         credentials = load_credentials(settings.security)
         try:
             node = Node(
                 self._name_of(shard, credentials),
-                cache.layout,
+                cache.groups,
                 buffers,
                 host=settings.control_host,
                 port=settings.control_port,
                 advertise_host=settings.advertise_host,
-                **self._identity(cache),
+                **self._identity(cache.planes),
                 transport=settings.transport,
                 timeouts=settings.timeouts,
                 credentials=credentials,
@@ -106,11 +148,47 @@ class Rank:
         log.info("%s listens on %s, KV over %s", node.name, node.address, " or ".join(node.transports))
         return node
 
+    def _open_source(self, cache: CacheLayout, buffers: Sequence[HostBuffer]) -> StoreSource | None:
+        """This rank's way into the store that the settings describe: one of its own, or a process.
+
+        Ranks that share a store fill records of all heads together, whatever their number, unless only a kernel knows
+        which heads a block holds. A store of its own has the rank's heads, in records that no other rank can take for
+        its own. All ranks of a latent cache have the same.
+        """
+        tiers, identity = self._settings.tiers, self._identity(cache.planes)
+        if tiers is None:
+            return None
+        num_ranks = self._config.parallel_config.tensor_parallel_size
+        revision = f"{identity['revision']} {identity['content']} {versions.precision(self._config)}"
+        heads, num_heads = versions.heads(self._config, cache.layout.num_heads)
+        if tiers.store is None or cache.token_unit > 1:
+            revision, heads, num_heads = f"{revision} rank {self._rank} of {num_ranks}", None, None
+        return open_source(
+            tiers,
+            f"{self._name}/{self._rank}" if num_ranks > 1 else self._name,
+            cache.layout,
+            buffers,
+            VllmBlocks(),
+            model=identity["model"],
+            revision=revision,
+            token_unit=cache.token_unit,
+            orders=cache.record_orders,
+            heads=heads,
+            num_heads=num_heads,
+        )
+
     def close(self) -> None:
         """End every session. Safe to call twice."""
         nodes, self._nodes = self._nodes, []
         for node in nodes:
             node.close()
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+        buffers, self._buffers = self._buffers, []
+        for buffer in buffers:
+            if buffer.borrowed:
+                buffer.close()
         if nodes:
             self._stop_counting()
             if self._trace is not None:
@@ -136,9 +214,9 @@ class Rank:
         shared = self._num_shards > 1 and "{shard}" not in (self._settings.security.key_file or "")
         return f"{name}/{shard}" if shared else name
 
-    def _identity(self, cache: CacheLayout) -> dict[str, Any]:
+    def _identity(self, planes: Iterable[str]) -> dict[str, Any]:
         """What must be equal on both servers beside the layout: model, its shape, the names of its layers."""
-        shape = json.dumps([versions.model_shape(self._config), list(cache.planes)], sort_keys=True, default=str)
+        shape = json.dumps([versions.model_shape(self._config), list(planes)], sort_keys=True, default=str)
         digest = hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()
         return {
             "model": versions.model_name(self._config),

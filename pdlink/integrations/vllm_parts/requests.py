@@ -6,8 +6,13 @@ with plain numbers. The plan travels to the workers with vLLM's own step; `worke
 A *sending* request is announced when it arrives. Every step that computes a part of its prompt adds a `Chunk`. It is
 kept by vLLM (its blocks are) from its end until the workers report that nothing reads the blocks.
 
+Blocks are what vLLM has reserved: a list for each group of layers, or the list of the only group. Where a group
+does not keep all tokens (a sliding window, a recurrent state), prefill computes all but the last token of a prompt:
+decode computes that one itself, and needs what was there before it.
+
 A *receiving* request is expected when it arrives, and offers its blocks as soon as vLLM has reserved them: all but
-the last prompt token, which vLLM computes in any case to sample from. It is parked until the workers report it. Of
+the last prompt token, which vLLM computes in any case to sample from. What the store has of them is loaded first
+(`store_book.py`), and the rest is offered for. It is parked until the workers report it. Of
 several requests for the same transfer (n > 1) the first one leads: the others wait for it and find its blocks in the
 prefix cache, or, where there is none, compute the prompt.
 """
@@ -17,16 +22,19 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from pdlink.endpoint.peer import printable
 from pdlink.errors import InvalidRequest
 from pdlink.integrations.vllm_parts import params as legs
+from pdlink.integrations.vllm_parts.store_book import StorePlan
 from pdlink.protocol import kv_path
-from pdlink.protocol.reasons import NOT_NEEDED
+from pdlink.protocol.reasons import NOT_NEEDED, printable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from pdlink.integrations.vllm_parts.store_book import StoreBook
+    from pdlink.kv.groups import AnyTables
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +72,11 @@ class Offer:
     """What a request lacks from token `start` on is to be written into its blocks; `blocks[0]` holds token 0."""
 
     request_id: str
-    blocks: tuple[int, ...]
+    blocks: AnyTables
     start: int
+    end: int
+    after_load: bool = False
+    """A load of the store's comes first, and the offer begins where that ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +88,7 @@ class Chunk:
     """
 
     request_id: str
-    blocks: tuple[int, ...]
+    blocks: AnyTables
     """All blocks so far if `first`, otherwise only the new ones."""
     first: bool
     start: int
@@ -107,6 +118,7 @@ class StepPlan:
     offers: list[Offer] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     stops: list[Stop] = field(default_factory=list)
+    store: StorePlan = field(default_factory=StorePlan)
     short: bool = False
     """Requests wait for blocks: prompts that are computed and that nobody asks for are in their way."""
 
@@ -120,7 +132,7 @@ class Scheduled:
     """A request's part in one step, in vLLM's terms."""
 
     request_id: str
-    blocks: tuple[int, ...]
+    blocks: AnyTables
     whole: bool
     """`blocks` are all of the request's (new, or resumed after a preemption), not only the added ones."""
     start: int
@@ -166,6 +178,9 @@ class RequestBook:
     """Whether this server may be a prefill server."""
     receives: bool
     shares_prefixes: bool
+    keeps_all: bool = True
+    """Whether every group of layers keeps all tokens."""
+    store: StoreBook | None = None
     _sending: dict[str, _Sending] = field(default_factory=dict)
     _receiving: dict[str, _Receiving] = field(default_factory=dict)
     _in_use: dict[str, str] = field(default_factory=dict)
@@ -185,10 +200,13 @@ class RequestBook:
         params: Mapping[str, object] | None,
         prompt: Sequence[int] | None,
         identity: Iterable[str] = (),
-    ) -> None:
-        """A new request. One without parameters, or with some that cannot be used, is served as if alone."""
+    ) -> int:
+        """A new request. One without parameters, or with some that cannot be used, is served as if alone.
+
+        Returns how many of its last tokens vLLM is not to compute here.
+        """
         if not params or request_id in self._sending or request_id in self._receiving:
-            return
+            return 0
         try:
             leg = legs.parse(params)
             if prompt is None:
@@ -197,7 +215,7 @@ class RequestBook:
                 raise InvalidRequest("this server's kv_role has no part in this leg")
         except InvalidRequest as error:
             log.warning("request %s is served without a transfer: %s", shown(request_id), shown(str(error)))
-            return
+            return 0
         transfer_id = legs.transfer_id(leg.transfer_id, prompt, identity)
         owner = self._in_use.setdefault(transfer_id, request_id)
         if isinstance(leg, legs.DecodeParams):
@@ -207,12 +225,18 @@ class RequestBook:
                 receiving.path = leader.path
             if owner == request_id:
                 self._plan.expects.append(Expect(request_id, transfer_id, len(prompt) - 1, leg.prefill.addresses))
-        else:
-            if owner == request_id:
-                self._sending[request_id] = _Sending(transfer_id, len(prompt))
-                self._plan.announces.append(Announce(request_id, transfer_id, len(prompt)))
-            if self._is_last(leg):
-                self._plan.complete.append((leg.transfer_id, leg.num_prompts))
+            return 0
+        left = 0 if self.keeps_all or len(prompt) == 1 else 1
+        if owner == request_id:
+            self._sending[request_id] = _Sending(transfer_id, len(prompt) - left)
+            self._plan.announces.append(Announce(request_id, transfer_id, len(prompt) - left))
+        if self._is_last(leg):
+            self._plan.complete.append((leg.transfer_id, leg.num_prompts))
+        return left
+
+    def comes_from_elsewhere(self, request_id: str) -> bool:
+        """Whether another server was named that computes this request's prompt."""
+        return request_id in self._receiving
 
     def _is_last(self, leg: legs.PrefillParams) -> bool:
         """Whether all prompts of this attempt have come. Of several that never all come the oldest are forgotten."""
@@ -233,6 +257,11 @@ class RequestBook:
         """
         self._tried.add(request_id)
         request = self._receiving.get(request_id)
+        if request is None and self.store is not None:
+            found = self.store.missing(request_id, num_computed)
+            if found is None:
+                self._tried.discard(request_id)
+            return found, bool(found)
         if request is None or request.asked:
             return 0, False
         if not request.leads:
@@ -241,25 +270,42 @@ class RequestBook:
                 self._tried.discard(request_id)
                 return None, False
             return 0, False
+        if self.store is not None and self.store.missing(request_id, num_computed) is None:
+            self._tried.discard(request_id)
+            return None, False
         count = request.num_tokens - 1 - num_computed
         return (count, True) if count > 0 else (0, False)
 
-    def allocated(self, request_id: str, blocks: Sequence[int], num_external: int) -> None:
-        """vLLM has reserved all blocks (from token 0 on); the last `num_external` tokens in them are to come."""
+    def allocated(self, request_id: str, blocks: AnyTables, num_external: int) -> int:
+        """vLLM has reserved all blocks (from token 0 on); the last `num_external` tokens in them are to come.
+
+        How many of these come from the store.
+        """
         self._tried.discard(request_id)
         request = self._receiving.get(request_id)
+        loaded = 0
+        if self.store is not None:
+            loaded = self.store.allocated(request_id, cast("Sequence[int]", blocks), num_external)
         if request is None or request.asked:
-            return
+            return loaded
         request.asked = True
         if request.leads and num_external == 0:
             request.over, request.path.said = True, kv_path.CACHED
             self._plan.stops.append(Stop(request_id, NOT_NEEDED))
         elif request.leads:
-            self._plan.offers.append(Offer(request_id, tuple(blocks), request.num_tokens - 1 - num_external))
+            if loaded == num_external:
+                request.path.said = kv_path.CACHED
+            end = request.num_tokens - 1
+            table = cast("AnyTables", tuple(blocks))
+            self._plan.offers.append(Offer(request_id, table, end - num_external, end, after_load=loaded > 0))
+        return loaded
 
     def step(self, scheduled: Iterable[Scheduled], preempted: Collection[str] = ()) -> StepPlan:
         """The plan of the step that vLLM has just put together."""
         plan = self._plan
+        if self.store is not None:
+            scheduled = tuple(scheduled)
+            plan.store = self.store.step(scheduled, preempted)
         if self._sending:
             for request_id in preempted:
                 request = self._sending.get(request_id)
@@ -292,24 +338,38 @@ class RequestBook:
         receiving = self._receiving.get(request_id)
         return receiving.path.said if receiving is not None else ""
 
-    def ended(self, request_id: str) -> bool:
-        """A request has ended, however it did. True: its blocks are read until `sent`."""
+    def leg(self, request_id: str) -> str:
+        """Which leg of an attempt this request is: prefill, decode, or empty."""
+        return "prefill" if request_id in self._sending else "decode" if request_id in self._receiving else ""
+
+    def ended(self, request_id: str, tokens: Sequence[int] = (), blocks: AnyTables = ()) -> bool:
+        """A request has ended, however it did. True: its blocks are read until `sent`.
+
+        tokens: see `StoreBook.ended`.
+        """
+        loading = self.store is not None and self.store.is_loading(request_id)
+        kept = self.store is not None and self.store.ended(request_id, tokens, cast("Sequence[int]", blocks))
         sending = self._sending.get(request_id)
         if sending is not None:
             if not sending.complete:
                 self._plan.stops.append(Stop(request_id, "aborted"))
-            return True
+            if loading:  # nothing of it was published
+                self.sent([request_id])
+            return not loading
         receiving = self._receiving.pop(request_id, None)
         if receiving is not None and receiving.leads:
             del self._in_use[receiving.transfer_id]
             if not receiving.over:
                 self._plan.stops.append(Stop(request_id, "aborted"))
-        return False
+        return kept
 
     # -- what the workers report -------------------------------------------------------------------------------------
 
     def received(self, request_ids: Iterable[str], reasons: Mapping[str, str] | None = None) -> None:
         """These requests' KV has come or, with a reason (a code), will not."""
+        request_ids = tuple(request_ids)
+        if self.store is not None:
+            self.store.received(request_ids)
         for request_id, code in (reasons or {}).items():
             request = self._receiving.get(request_id)
             if request is not None:

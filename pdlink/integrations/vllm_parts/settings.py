@@ -6,26 +6,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from pdlink.config import Port, Seconds, SecurityConfig, TimeoutConfig, TransportConfig, WorkerConfig, is_loopback
+from pdlink.config import (
+    PatientTimeouts,
+    Port,
+    SecurityConfig,
+    TiersConfig,
+    TransportConfig,
+    WorkerConfig,
+    is_loopback,
+)
 from pdlink.errors import ConfigError
 from pdlink.protocol import auth
 from pdlink.transport.choice import check_kinds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-
-class PatientTimeouts(TimeoutConfig):
-    """The same table with other defaults, because vLLM's processes are many and large.
-
-    Forward passes do not hold the GIL, but the whole process may wait for a core: heartbeats of vLLM's worker were
-    1.3 s late at a load of 16 on 2 cores, those of a small process 0.2 s. A process that has ended is noticed by its
-    connections at once; only a host that vanished or stands still takes `peer_s`, and a false alarm costs a prompt.
-    """
-
-    peer_s: Seconds = 10.0
-    connect_s: Seconds = 10.0
-    lease_s: Seconds = 30.0
 
 
 class ConnectorSettings(BaseModel):
@@ -50,10 +45,14 @@ class ConnectorSettings(BaseModel):
     off, a step's layers are pushed when the step ends."""
     transport: TransportConfig = TransportConfig()
     timeouts: PatientTimeouts = PatientTimeouts()
+    tiers: TiersConfig | None = None
+    """Where the KV of prompts is kept when vLLM needs its blocks for others; None: nowhere. Of each rank: {name} in
+    `local_disk` is then the name and the rank."""
     security: SecurityConfig = SecurityConfig()
     """Key files may hold `{shard}`: every shard is a peer of its own and needs its own key."""
     timeline: str | None = None
-    """File that a Perfetto trace of the last transfers is kept in; `{rank}` is replaced."""
+    """File that a trace of the last transfers is kept in, for ui.perfetto.dev; or its events, for programs, if the
+    name ends in .json. `{rank}` is replaced."""
     untested_vllm: Literal["refuse", "accept"] = "refuse"
     """What to do on a vLLM that is newer than those this connector is known to work with."""
 
@@ -62,6 +61,8 @@ class ConnectorSettings(BaseModel):
         """The rules of a worker hold here: who can be reached needs keys, and a name has no characters but some."""
         if self.name is not None and not auth.is_worker_name(f"{self.name}/dp1/0"):
             raise ValueError(f"name: got {self.name!r}; a name is {auth.NAME_RULE}, of which the last 2 are ours")
+        if self.tiers is not None and "{name}" in (self.tiers.local_disk or "") and self.name is None:
+            raise ValueError("tiers.local_disk: got {name}, and vLLM makes up another name at every start; set name")
         WorkerConfig(
             control_host=self.control_host,
             advertise_host=self.advertise_host,

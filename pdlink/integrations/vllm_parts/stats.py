@@ -1,56 +1,83 @@
-"""What happened in this process since somebody last asked: for vLLM's connector statistics."""
+"""What happened in this process since somebody last asked: for vLLM's connector statistics.
+
+The declarations are those of every pdlink process (`pdlink.observe.metrics`), under vLLM's prefix. vLLM carries the
+numbers from its workers to its API server, whose histograms take single numbers only: so those are carried.
+"""
 
 from __future__ import annotations
 
-import threading
+from typing import TYPE_CHECKING
 
-from pdlink.events import Event, LayerLanded, TransferEnded
-from pdlink.protocol import reasons
+from pdlink.observe.metrics import Counting, PromptMetrics, StoreMetrics, TransferMetrics
+from pdlink.observe.series import Counter, Histogram, Registry
 
-COUNTS = {
-    "sent": ("Transfers whose KV arrived, by the lane it took", "lane"),
-    "received": ("Requests whose KV arrived, by its transport", "lane"),
-    "failed": ("Transfers that failed on this side, by reason (pdlink/protocol/reasons.py)", "reason"),
-    "unneeded": ("Transfers of prompts that decode had in its own prefix cache", ""),
-    "bytes": ("KV bytes visible at the receiver, by the lane they took", "lane"),
-    "pushes": ("Layer pushes visible at the receiver, by the lane they took", "lane"),
-}
-"""What is counted: a sentence, and the one label that tells kinds of it apart, if there is one."""
+if TYPE_CHECKING:
+    from pdlink.events import Event
+
+Stats = dict[str, float | list[float]]
+"""What a counter has gained, or every number that a histogram was told; by `NAME|LABEL VALUE|LABEL VALUE`."""
+
+
+def declared() -> tuple[Registry, Counting]:
+    """The metrics of a rank, or of the scheduler, which knows of prompts, and the listener that counts them."""
+    registry = Registry()
+    parts = TransferMetrics(registry), StoreMetrics(registry), PromptMetrics(registry)
+    return registry, Counting(registry, *parts)
 
 
 def split(key: str) -> tuple[str, tuple[str, ...]]:
-    """A name of `COUNTS`, and the value of its label."""
-    name, mark, value = key.partition("|")
-    return name, (value,) if mark else ()
+    """The name of a metric, and the values of its labels in their order."""
+    name, *values = key.split("|")
+    return name, tuple(values)
+
+
+def add_up(one: Stats, other: Stats) -> Stats:
+    total = dict(one)
+    for key, value in other.items():
+        known = total.get(key)
+        if isinstance(value, list):
+            total[key] = [*known, *value] if isinstance(known, list) else [*value]
+        else:
+            total[key] = known + value if isinstance(known, float | int) else value
+    return total
+
+
+def in_short(stats: Stats) -> dict[str, int | float]:
+    """For a line of a log: counters, and of histograms in seconds the means in ms."""
+    shown: dict[str, int | float] = {}
+    for key, value in sorted(stats.items()):
+        name, labels = split(key.removeprefix("pdlink_"))
+        of = f"[{','.join(labels)}]" if labels else ""
+        if not isinstance(value, list):
+            shown[name.removesuffix("_total") + of] = round(value, 6)
+        elif value:
+            shown[f"{name.removesuffix('_seconds')}_mean_ms{of}"] = round(sum(value) / len(value) * 1000, 3)
+    return shown
 
 
 class Counts:
     """Pass the instance to `pdlink.events.listen`."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[str, float] = {}
-        """By name, or by `NAME|VALUE`: vLLM carries it from process to process as it is."""
+        self._registry, self._count = declared()
+        for metric in self._registry.metrics:
+            if isinstance(metric, Histogram):
+                metric.samples = {}
 
     def __call__(self, event: Event) -> None:
-        with self._lock:
-            match event:
-                case LayerLanded():
-                    lane = event.transport or "unknown"
-                    self._add(f"bytes|{lane}", event.nbytes)
-                    self._add(f"pushes|{lane}", 1)
-                case TransferEnded(reason=reasons.NOT_NEEDED):
-                    self._add("unneeded", 1)
-                case TransferEnded(state="FAILED"):
-                    self._add(f"failed|{reasons.code_of(event.reason)}", 1)
-                case TransferEnded(side=side):
-                    self._add(f"{'sent' if side == 'sender' else 'received'}|{event.transport or 'none'}", 1)
+        self._count(event)
 
-    def _add(self, key: str, value: float) -> None:
-        self._counts[key] = self._counts.get(key, 0) + value
-
-    def take(self) -> dict[str, float]:
-        """The counts since the last call; empty if nothing happened."""
-        with self._lock:
-            counts, self._counts = self._counts, {}
-            return counts
+    def take(self) -> Stats:
+        """What has happened since the last call; empty if nothing did."""
+        found: Stats = {}
+        with self._registry.lock:
+            for metric in self._registry.metrics:
+                if isinstance(metric, Histogram) and metric.samples:
+                    found.update({"|".join((metric.name, *key)): told for key, told in metric.samples.items()})
+                    metric.samples = {}
+                elif isinstance(metric, Counter):
+                    for key, numbers in metric.values.items():
+                        if numbers[0]:
+                            found["|".join((metric.name, *key))] = numbers[0]
+                            numbers[0] = 0.0
+        return found

@@ -10,15 +10,23 @@ import hashlib
 import logging
 import os
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdlink.content import digest_of
 from pdlink.errors import ConfigError, LocalError
-from pdlink.integrations.vllm_parts.layout import COLUMNS, PACKED, ROWS, UnsupportedCache
+from pdlink.integrations.vllm_parts.layout import COLUMNS, PACKED, ROWS, STATE, GroupKind, UnsupportedCache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdlink.kv.groups import AnyTables
 
 log = logging.getLogger(__name__)
 
 OLDEST, NEWEST = (0, 24), (0, 33)
+HYBRID = (0, 32)
+"""The first version whose models with several groups of KV caches are transferred. Earlier ones were not tried; up to
+0.29 they could not be told that the KV of such a request does not come."""
 
 
 class UnsupportedVllm(LocalError):
@@ -43,14 +51,41 @@ def check(version: str, *, accept_newer: bool) -> tuple[int, int]:
     return found
 
 
-def scheduled(output: Any) -> list[tuple[str, tuple[int, ...], bool, int, int]]:
-    """(request id, blocks of group 0, whether those are all, tokens computed before, tokens computed now) of a step.
+def hybrid_bases(version: str) -> tuple[type, ...]:
+    """What a connector derives from to keep vLLM's hybrid cache manager on: without it every layer keeps all tokens,
+    and models with recurrent layers do not start."""
+    if check(version, accept_newer=True) < HYBRID:
+        return ()
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+
+    return (SupportsHMA,)
+
+
+def tables(kv_cache_config: Any, block_ids: Sequence[Sequence[int]]) -> AnyTables:
+    """Blocks as pdlink takes them: a list for each group that is transferred, or the list of the only one."""
+    ids = transfer_groups(kv_cache_config)
+    return tuple(block_ids[ids[0]]) if len(ids) == 1 else tuple(tuple(block_ids[index]) for index in ids)
+
+
+def leave_last_token(request: Any) -> None:
+    """Let vLLM compute all but the last token of this prompt, which decode computes: it needs the state before it.
+
+    What vLLM then samples is nobody's answer. NixlConnector does the same (0.32). Before the request is queued.
+    """
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1  # a second token would change the state
+
+
+def scheduled(output: Any, kv_cache_config: Any) -> list[tuple[str, AnyTables, bool, int, int]]:
+    """(request id, `tables`, whether those are all, tokens computed before, tokens computed now) of a step.
 
     Model runner V2 lists resumed requests among the new ones, V1 among the cached ones with their ids in a set.
     """
     counts = output.num_scheduled_tokens
     parts = [
-        (new.req_id, tuple(new.block_ids[0]), True, new.num_computed_tokens, counts[new.req_id])
+        (new.req_id, tables(kv_cache_config, new.block_ids), True, new.num_computed_tokens, counts[new.req_id])
         for new in output.scheduled_new_reqs
     ]
     cached = output.scheduled_cached_reqs
@@ -59,7 +94,7 @@ def scheduled(output: Any) -> list[tuple[str, tuple[int, ...], bool, int, int]]:
         parts.append(
             (
                 request_id,
-                tuple(blocks[0]) if blocks else (),
+                tables(kv_cache_config, blocks) if blocks else (),
                 request_id in cached.resumed_req_ids,
                 cached.num_computed_tokens[index],
                 counts[request_id],
@@ -68,53 +103,124 @@ def scheduled(output: Any) -> list[tuple[str, tuple[int, ...], bool, int, int]]:
     return parts
 
 
-def identity(request: Any) -> list[str]:
+class Identity(NamedTuple):
     """What the KV of a prompt depends on beside its tokens."""
-    words = []
-    if request.lora_request is not None:
-        adapter = request.lora_request
-        words.append(f"lora {adapter.lora_name} {_adapter(getattr(adapter, 'lora_path', ''))}")
-    if request.cache_salt:
-        words.append(f"salt {request.cache_salt}")
-    words += [f"media {feature.identifier}" for feature in request.mm_features or ()]
-    return words
+
+    salt: str
+    lora: str
+    media: tuple[tuple[int, str], ...]
+    """(First placeholder token, content hash), ascending."""
+
+    @property
+    def words(self) -> list[str]:
+        words = [f"lora {self.lora}"] if self.lora else []
+        words += [f"salt {self.salt}"] if self.salt else []
+        return words + [f"media {content}" for _, content in self.media]
 
 
-def check_config(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raises UnsupportedCache for what is not transferred yet, so that the server does not start."""
-    groups = len(kv_cache_config.kv_cache_groups)
-    if groups != 1:
+def identity(request: Any) -> Identity:
+    adapter = request.lora_request
+    lora = f"{adapter.lora_name} {_adapter(getattr(adapter, 'lora_path', ''))}" if adapter is not None else ""
+    media = sorted((feature.mm_position.offset, feature.identifier) for feature in request.mm_features or ())
+    return Identity(request.cache_salt or "", lora, tuple(media))
+
+
+def check_config(vllm_config: Any, kv_cache_config: Any, version: tuple[int, int], *, tiers: bool) -> None:
+    """Raises UnsupportedCache for what is not transferred yet, so that the server does not start.
+
+    tiers: whether the server keeps KV in a store.
+    """
+    groups = len(transfer_groups(kv_cache_config))
+    if groups > 1:
+        what = f"the model has {groups} groups of KV caches"
+        remedy = "sliding windows can be kept like full attention: --disable-hybrid-kv-cache-manager"
+        if version < HYBRID:
+            raise UnsupportedCache(f"{what}, which are transferred from vLLM {_text(HYBRID)} on; {remedy}")
+    if tiers and (groups > 1 or not keeps_all(kv_cache_config)):
         raise UnsupportedCache(
-            f"the model has {groups} groups of KV caches; models that mix kinds of attention are not transferred yet"
+            "tiers do not keep KV of models with sliding windows or recurrent layers yet; take tiers out, or let "
+            "vLLM keep windows like full attention: --disable-hybrid-kv-cache-manager"
         )
     parallel = vllm_config.parallel_config
     for what, size in (
         ("pipeline parallel", parallel.pipeline_parallel_size),
         ("decode context parallel", getattr(parallel, "decode_context_parallel_size", 1)),
+        ("prefill context parallel", getattr(parallel, "prefill_context_parallel_size", 1)),
     ):
         if size != 1:
             raise UnsupportedCache(f"{what} servers ({size} ranks) cannot transfer KV yet")
 
 
-def geometry(vllm_config: Any, kv_cache_config: Any, layer_names: list[str]) -> dict[str, Any]:
-    """The arguments that `layout.describe` takes beside the tensors. Raises UnsupportedCache."""
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+def kinds(vllm_config: Any, kv_cache_config: Any, layer_names: list[str]) -> list[GroupKind]:
+    """The groups that are transferred. Raises UnsupportedCache.
+
+    layer_names: of all tensors. Those in no group share the cache of another layer.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    found = []
+    for index in transfer_groups(kv_cache_config):
+        group = kv_cache_config.kv_cache_groups[index]
+        names = [name for name in layer_names if name in group.layer_names]
+        if len(kv_cache_config.kv_cache_groups) == 1:
+            names = layer_names
+        found.append(_kind(group.kv_cache_spec, tuple(names), [layers.get(name) for name in names]))
+    return found
+
+
+def _kind(spec: Any, names: tuple[str, ...], layers: list[Any]) -> GroupKind:
     specs = getattr(spec, "kv_cache_specs", None)
     if specs:  # one spec per layer; their geometry is compared by `describe`
         spec = next(iter(specs.values()))
-    head_size = getattr(spec, "head_size", None)
-    if head_size is None:
+        if len({window_of(one) for one in specs.values()}) > 1:
+            raise UnsupportedCache("layers of one group with different windows cannot be transferred")
+    if hasattr(spec, "shapes") and hasattr(spec, "dtypes"):
+        what = f"{[*spec.shapes]} {[f'{dtype}'.removeprefix('torch.') for dtype in spec.dtypes]}"
+        return GroupKind(names, STATE, dtype=what, block_tokens=spec.block_size)
+    bases = {base.__name__ for base in type(spec).__mro__}
+    if bases & _NOT_BY_TOKENS or not hasattr(spec, "head_size"):
         raise UnsupportedCache(f"KV caches of kind {type(spec).__name__} cannot be transferred")
-    layers = vllm_config.compilation_config.static_forward_context
-    forms = {cache_form(layers.get(name)) for name in layer_names}
+    if getattr(spec, "tokens_per_state", 1) != 1:
+        raise UnsupportedCache(f"KV caches with {spec.tokens_per_state} tokens to an entry cannot be transferred")
+    forms = {cache_form(layer) for layer in layers}
     if len(forms) != 1:
         raise UnsupportedCache(f"layers with blocks of different forms cannot be transferred: {sorted(forms)}")
-    return {
-        "form": forms.pop(),
-        "latent": "MLA" in type(spec).__name__,
-        "head_size": head_size,
-        "dtype": f"{spec.dtype}".removeprefix("torch."),
-    }
+    return GroupKind(
+        names,
+        forms.pop(),
+        latent="MLA" in type(spec).__name__,
+        head_size=spec.head_size,
+        dtype=f"{spec.dtype}".removeprefix("torch."),
+        block_tokens=spec.block_size,
+        window=window_of(spec),
+    )
+
+
+_NOT_BY_TOKENS = {
+    "ChunkedLocalAttentionSpec",
+    "CircularBufferSpec",
+    "CrossAttentionSpec",
+    "EncoderOnlyAttentionSpec",
+    "RSWASpec",
+    "SinkFullAttentionSpec",
+}
+"""Kinds of caches that do not keep all tokens, or the last ones, in blocks in their order."""
+
+
+def window_of(spec: Any) -> int:
+    """Tokens that the manager of a group of this kind keeps for the next one, that one included; 0: all.
+
+    Full attention may have a window that only its kernel knows; all of its blocks are kept.
+    """
+    if not any(base.__name__ == "SlidingWindowSpec" for base in type(spec).__mro__):
+        return 0
+    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+
+
+def keeps_all(kv_cache_config: Any) -> bool:
+    """Whether all tokens of a prompt are in the blocks of all groups that are transferred."""
+    groups = [kv_cache_config.kv_cache_groups[index].kv_cache_spec for index in transfer_groups(kv_cache_config)]
+    specs = [one for group in groups for one in (getattr(group, "kv_cache_specs", None) or {"": group}).values()]
+    return not any(hasattr(spec, "shapes") or window_of(spec) for spec in specs)
 
 
 def model_name(vllm_config: Any) -> str:
@@ -127,6 +233,25 @@ def model_shape(vllm_config: Any) -> dict[str, Any]:
     """What makes the KV of two models of one name incomparable."""
     shape = vllm_config.model_config.hf_text_config.to_dict()
     return {key: value for key, value in shape.items() if not key.startswith("_") and key != "transformers_version"}
+
+
+def heads(vllm_config: Any, num_mine: int) -> tuple[range | None, int | None]:
+    """Which KV heads this rank has, of how many; None of a latent cache, which has one that all ranks have.
+
+    Ranks beyond the number of heads share them.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if getattr(model, "use_mla", False):
+        return None, None
+    total = int(model.get_total_num_kv_heads())
+    first = parallel.rank * total // parallel.tensor_parallel_size
+    return range(first, first + num_mine), total
+
+
+def precision(vllm_config: Any) -> str:
+    """What the bytes of KV depend on beside the model's files: how it is computed and kept."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return f"{model.dtype} {model.quantization} {cache.cache_dtype}"
 
 
 def data_parallel_index(vllm_config: Any) -> int:
@@ -182,7 +307,8 @@ def _on_this_host(place: str, revision: str | None, folder: str | None) -> str |
 
 def transfer_groups(kv_cache_config: Any) -> tuple[int, ...]:
     """Groups whose blocks take part in transfers (asked for since 0.32)."""
-    return tuple(getattr(kv_cache_config, "transfer_group_ids", (0,)))
+    every = range(len(kv_cache_config.kv_cache_groups))
+    return tuple(getattr(kv_cache_config, "transfer_group_ids", every))
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
@@ -192,13 +318,22 @@ def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> An
     return KVConnectorTransferResults(sent, received, failed)
 
 
-def cache_hit_source() -> Any:
-    """Under which name vLLM counts tokens that came from another server (since 0.32)."""
+def computed_tokens(request: Any) -> Sequence[int]:
+    """Tokens of prompt and answer whose KV is in the blocks of a request that has ended; none of one that was aborted
+    or has failed. The last one's KV was not computed."""
+    if request.status.name not in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"):
+        return ()
+    tokens: list[int] = request.all_token_ids[: request.num_tokens - 1]
+    return tokens[: request.num_computed_tokens]
+
+
+def cache_hit_source(name: str) -> Any:
+    """What vLLM calls the place that cached tokens came from: HOST, DISK, P2P and so on, since 0.32."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
         return None
-    return CacheHitSource.P2P
+    return CacheHitSource[name]
 
 
 def share_log() -> None:

@@ -16,24 +16,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pdlink.errors import InvalidRequest, PdlinkError
 from pdlink.events import TransferEnded, emit
-from pdlink.integrations.vllm_parts.requests import shown
+from pdlink.integrations.vllm_parts.requests import Stop, shown
 from pdlink.node.port import EnginePort
 from pdlink.protocol.reasons import NOT_NEEDED, code_of, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from pdlink.integrations.vllm_parts.layout import CacheLayout
-    from pdlink.integrations.vllm_parts.requests import Announce, Chunk, Expect, Offer, StepPlan, Stop
-    from pdlink.node.incoming import Incoming
-    from pdlink.node.node import Node
-    from pdlink.node.outgoing import Outgoing
+    from pdlink.integrations.vllm_parts.layout import CacheGroups
+    from pdlink.integrations.vllm_parts.requests import Announce, Chunk, Expect, Offer, StepPlan
+    from pdlink.integrations.vllm_parts.store_book import Looked
+    from pdlink.node.node import Incoming, Node, Outgoing
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +48,11 @@ class Results:
     failed_blocks: set[int] = field(default_factory=set)
     """Blocks of `failed` that hold nothing."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """Why, as a code (`pdlink.protocol.reasons`), for each of `failed`."""
+    """Why, as a code (`pdlink.protocol.reasons`), for each of `failed` that came from another server."""
+    looked: list[Looked] = field(default_factory=list)
+    """What the store has."""
+    loaded: list[tuple[str, int]] = field(default_factory=list)
+    """Loads that an offer waits for: the request, and where what is in its blocks ends."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,32 +82,31 @@ class WorkerHalf:
     def __init__(
         self,
         nodes: Sequence[Node],
-        cache: CacheLayout,
+        cache: CacheGroups,
         *,
         first_shard: int = 0,
-        block_ratio: int = 1,
         preemption_s: float,
+        news: threading.Event,
     ) -> None:
         """nodes: of this rank's shards, the first of which is `first_shard`. cache: of any of them.
 
-        block_ratio: blocks of the layout to one block of vLLM's scheduler.
-        preemption_s: longest wait for pushes of a preempted request.
+        preemption_s: longest wait for pushes of a preempted request. news: set when there is a result.
         """
         self._ports = [EnginePort(node) for node in nodes]
         self._cache, self._first_shard = cache, first_shard
-        self._ratio, self._unit = block_ratio, cache.token_unit
-        self._scheduler_block_tokens = cache.layout.block_tokens * cache.token_unit * block_ratio
+        self._unit = cache.token_unit
         self._preemption_s = preemption_s
         self._lock = threading.Lock()
         self._requests: dict[str, _Request] = {}
         self._results = Results()
-        self._news = threading.Event()
-        """Set while `_results` has something that was not taken."""
+        self._news = news
         self._spans: list[tuple[str, int, int]] = []
         """What this step computes for others: (request, start, end) in positions of the layout."""
         self._complete: list[str] = []
         """Requests whose last chunk is among them."""
         self._unsaved: set[str] = set()
+        self._offers: dict[str, Offer] = {}
+        """Those that wait for a load of the store's. vLLM's thread only."""
         self.short_of_blocks = False
         """Whether requests waited for blocks in the last step."""
 
@@ -127,7 +129,10 @@ class WorkerHalf:
         for expect in plan.expects:
             self._expect(expect)
         for offer in plan.offers:
-            self._offer(offer)
+            if offer.after_load:
+                self._offers[offer.request_id] = offer
+            else:
+                self._offer(offer)
         if plan.chunks:
             self._spans, self._complete = [], []
             for chunk in plan.chunks:
@@ -137,6 +142,26 @@ class WorkerHalf:
             self._prefilling(on=True)
         for stop in plan.stops:
             self._stop(stop)
+        with self._lock:
+            for request_id in plan.store.parked:
+                request = self._requests.get(request_id)
+                if request is not None and request.sends:
+                    del self._requests[request_id]
+
+    def loaded(self, request_id: str, end: int) -> int:
+        """The store has loaded tokens before `end`: offer for the rest. How many tokens that is.
+
+        0: nothing more comes, and so nothing will be reported; this server has all of it, or the request has ended.
+        """
+        offer = self._offers.pop(request_id)
+        with self._lock:
+            is_live = request_id in self._requests
+        if end >= offer.end:
+            self._stop(Stop(request_id, NOT_NEEDED))
+        elif is_live:
+            self._offer(replace(offer, start=end))
+            return offer.end - end
+        return 0
 
     def layer_saved(self, name: str) -> None:
         """In the forward pass: this layer's KV of the step's tokens is in its blocks.
@@ -170,15 +195,19 @@ class WorkerHalf:
                     request.over_here = True
                     self._report(request)
             results, self._results = self._results, Results()
-            self._news.clear()
             return results
 
-    def pause(self, timeout_s: float) -> None:
-        """Wait for the next result, if vLLM waits for one; for steps that compute nothing."""
+    def sends(self, request_id: str) -> bool:
+        """Whether the end of this request is to be reported."""
         with self._lock:
-            awaited = any(request.parked is not None or request.over_here for request in self._requests.values())
-        if awaited:
-            self._news.wait(timeout_s)
+            request = self._requests.get(request_id)
+            return request is not None and request.sends
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether vLLM waits for a result."""
+        with self._lock:
+            return any(request.parked is not None or request.over_here for request in self._requests.values())
 
     # -- the plan ----------------------------------------------------------------------------------------------------
 
@@ -207,9 +236,9 @@ class WorkerHalf:
             if request is None:
                 return
             request.asked = True
-            request.parked = offer.blocks[offer.start // self._scheduler_block_tokens :]
+            request.parked = self._without_kv(offer)
             self._report(request)
-        blocks = self._kernel_blocks(offer.blocks)
+        blocks = self._cache.kernel_blocks(offer.blocks)
         for port in self._ports:
             port.admitted(offer.request_id, blocks, offer.start // self._unit)
 
@@ -218,7 +247,7 @@ class WorkerHalf:
             request = self._requests.get(chunk.request_id)
             if request is None or not request.num_open:
                 return
-        blocks = self._kernel_blocks(chunk.blocks)
+        blocks = self._cache.kernel_blocks(chunk.blocks)
         for port in self._ports:
             if chunk.first:
                 port.admitted(chunk.request_id, blocks)
@@ -242,9 +271,13 @@ class WorkerHalf:
         for port in self._ports:
             port.prefilling(on)
 
-    def _kernel_blocks(self, blocks: Sequence[int]) -> Sequence[int]:
-        ratio = self._ratio
-        return blocks if ratio == 1 else [block * ratio + part for block in blocks for part in range(ratio)]
+    def _without_kv(self, offer: Offer) -> tuple[int, ...]:
+        """Blocks of vLLM's that hold nothing until the KV comes; up to 0.29 it asks for them, of the only group."""
+        if len(self._cache.block_ratios) > 1:
+            return ()
+        layout = self._cache.groups.layouts[0]
+        block_tokens = layout.block_tokens * self._unit * self._cache.block_ratios[0]
+        return tuple(cast("Sequence[int]", offer.blocks))[offer.start // block_tokens :]
 
     # -- transfers ---------------------------------------------------------------------------------------------------
 

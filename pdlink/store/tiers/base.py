@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from pdlink.store.interface import RecordChange
 
 
 class Tier(Protocol):
@@ -14,6 +16,10 @@ class Tier(Protocol):
     Methods block, and are called from several of the store's threads at once. Damaged, foreign and short records are
     misses (None, False), never wrong bytes. An OSError says that the medium fails (gone, lying); the store takes
     it for a miss, and keeps away for a while from a tier that fails often or takes longer than its deadline.
+
+    A tier may have a `medium`: a name, without secrets, by which the next process knows again what keeps the records;
+    two tiers of one name share it. A tier may have `verifies = True`: `get` compares a checksum of key and record
+    that `put` made, so that the store need not hash the payload itself, neither before `put` nor after `get`.
     """
 
     @property
@@ -46,3 +52,32 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Safe to call twice. What can outlive the process does. Every later call is a miss."""
+
+
+@runtime_checkable
+class TellingTier(Protocol):
+    """What a tier has in addition that knows all that comes and goes: one that this process has for itself."""
+
+    def listen(self, changed: Callable[[RecordChange], None]) -> None:
+        """As `AnyStore.listen`, for the records of this tier."""
+
+
+@runtime_checkable
+class SettlingTier(Protocol):
+    """What a tier has in addition whose removals the host may lose with its power."""
+
+    def settle(self) -> None:
+        """What was removed stays so. Raises OSError."""
+
+
+class ReadOnly:
+    """Base of a tier that others fill: the store writes nothing to it, and can only stop to look for a record."""
+
+    nbytes = 0
+    capacity_nbytes = 0
+
+    def put(self, _key: bytes, _record: memoryview) -> bool:
+        return False
+
+    def clear(self) -> None:
+        """Others keep what they have."""

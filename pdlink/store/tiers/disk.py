@@ -1,8 +1,9 @@
 """`Disk`: records in large segments of one preallocated file, past the page cache, found again after a restart.
 
 A record goes to the end of the segment that is being filled, then its entry into the journal. Room is made by whole
-segments: CLOCK takes one that was not read from lately, with all its records. Nothing is fsynced; instead every read
-is verified, so what a crash, a bad disk or a segment written anew left behind is a miss.
+segments: CLOCK takes one that was not read from lately, with all its records. Nothing is fsynced. Every read is
+compared with a digest of key, length and first page; the rest is checked by the sums that are in it
+(`record.py`), by who reads the record. So what a crash, a bad disk or a segment written anew left behind is a miss.
 """
 
 from __future__ import annotations
@@ -13,28 +14,29 @@ import fcntl
 import logging
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import xxhash
 
 from pdlink.errors import ConfigError
+from pdlink.events import Announcer
+from pdlink.store.interface import RecordChange
 from pdlink.store.policies.clock import Clock
 
 from .direct import PAGE_NBYTES, DirectFile
+from .entries import Entries
 from .journal import ENTRY_NBYTES, Journal, Place, journals, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from .journal import EntryArray
+
 log = logging.getLogger(__name__)
 
 SEGMENT_NBYTES = 256 << 20
-_PART_NBYTES = 8 << 20
-"""Longer records are moved in parts by two threads, while the one that asked hashes. Shorter parts cost more CPU
-(4 MiB: a tenth more), longer ones overlap less."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -45,8 +47,10 @@ class _Segment:
     """Where the next record goes, from the segment's start."""
     num_entries: int = 0
     """In its region of the journal."""
-    keys: list[bytes] = field(default_factory=list)
-    """Of the records put here; some may be gone."""
+    loaded: EntryArray | None = None
+    """What the journal had of it."""
+    new: list[bytes] = field(default_factory=list)
+    """Keys of the records put here since. Some may be gone, of both."""
     writers: int = 0
     epoch: int = 0
     """Counts how often it was emptied."""
@@ -55,6 +59,10 @@ class _Segment:
     def name(self) -> bytes:
         """What the policy knows it by."""
         return self.index.to_bytes(4, "little")
+
+    @property
+    def keys(self) -> list[bytes]:
+        return [*([] if self.loaded is None else self.loaded["key"].tolist()), *self.new]
 
 
 class Disk:
@@ -76,11 +84,14 @@ class Disk:
         half_nbytes = (capacity_nbytes - PAGE_NBYTES) // 2 * entry_share // (entry_share + 1)
         self._segment_pages = min(segment_nbytes, half_nbytes) // PAGE_NBYTES
         if self._segment_pages < 1:
-            raise ConfigError(f"max_local_disk_size: got {capacity_nbytes} bytes; limit 16,384 or more; raise it")
+            raise ConfigError(
+                f"tiers.max_local_disk_size: got {capacity_nbytes} bytes; limit 16,384 or more; raise it"
+            )
         self.capacity_nbytes = capacity_nbytes
         segment_nbytes = self._segment_pages * PAGE_NBYTES
         self._max_segments = (capacity_nbytes - PAGE_NBYTES) // (segment_nbytes + self._segment_pages * ENTRY_NBYTES)
         directory = root / namespace
+        self.medium = f"disk {directory.absolute()}"
         with contextlib.ExitStack() as stack:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -95,26 +106,25 @@ class Disk:
                 self._load()
             except BlockingIOError:
                 raise ConfigError(
-                    f"local_disk: got {str(directory)!r}, which another process uses; limit one at a time; give each "
-                    "process a directory of its own"
+                    f"tiers.local_disk: got {str(directory)!r}, which another process uses; limit one at a time; "
+                    "give each process a directory of its own"
                 ) from None
             except OSError as error:
                 raise ConfigError(
-                    f"local_disk: got {str(directory)!r}, which cannot be used ({error.strerror}); limit a directory "
-                    "that this process may write to; name another"
+                    f"tiers.local_disk: got {str(directory)!r}, which cannot be used ({error.strerror}); limit "
+                    "a directory that this process may write to; name another"
                 ) from error
-            self._movers = ThreadPoolExecutor(2, "pdlink-disk")
-            stack.callback(self._movers.shutdown, wait=False)
             self._resources = stack.pop_all()
         if not self._file.direct:
-            log.info("local_disk: %s takes no unbuffered access; the page cache is used", directory)
+            log.info("tiers.local_disk: %s takes no unbuffered access; the page cache is used", directory)
 
     def _load(self) -> None:
         self._lock = threading.Lock()
         self._closed, self._num_calls = False, 0
+        self._announcer: Announcer[RecordChange] = Announcer()
         self._policy = Clock()
-        self._index: dict[bytes, bytes] = {}
-        """Key to the second half of its entry in the journal."""
+        self._unstruck: dict[bytes, list[bytes]] = {}
+        """Entries that stand in the journal and are not in the index: of records that could not be read."""
         self.nbytes = 0
         """Of whole pages of records that are here."""
         segment_nbytes = self._segment_pages * PAGE_NBYTES
@@ -123,14 +133,15 @@ class Disk:
         num_segments = os.fstat(self._file.fd).st_size // segment_nbytes
         self._remove_others(num_segments)
         self._segments: list[_Segment] = []
-        num_records = num_pages = 0
-        for index, found in enumerate(self._journal.load(num_segments)):
-            self._segments.append(_Segment(index, found.end_page, found.num_entries, found.keys))
-            self._index.update(zip(found.keys, found.rests, strict=True))
-            num_records += len(found.keys)
-            num_pages += found.num_pages
-        if len(self._index) < num_records:  # one key twice: only a damaged journal says so
-            num_pages = sum(_num_pages(unpack(rest).nbytes) for rest in self._index.values())
+        loaded = self._journal.load(num_segments)
+        for index, found in enumerate(loaded.segments):
+            rows = loaded.rows[found.begin : found.end]
+            self._segments.append(_Segment(index, found.end_page, found.num_entries, rows))
+        self._index = Entries(loaded.rows)
+        num_pages = sum(found.num_pages for found in loaded.segments)
+        self._unstruck.update(self._index.superseded)  # could not be struck out, or of a damaged journal
+        for rests in self._unstruck.values():
+            num_pages -= sum(_num_pages(unpack(rest).nbytes) for rest in rests)
         self.nbytes = num_pages * PAGE_NBYTES
         used = [segment for segment in self._segments if segment.num_entries]
         self._active = min(used, key=lambda segment: segment.end_page, default=None)
@@ -141,7 +152,7 @@ class Disk:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
-            return [not self._closed and key in self._index for key in keys]
+            return [False] * len(keys) if self._closed else self._index.contains(keys)
 
     def get(self, key: bytes, into: memoryview) -> int | None:
         """As `Tier.get`. An OSError takes the record with it."""
@@ -156,7 +167,7 @@ class Disk:
                 self._policy.touch(self._segment_of(place).name)
             whole = False
             try:
-                whole = self._digest(self._file.read, place.page, key, into[: place.nbytes]) == place.digest
+                whole = self._read(place.page, key, into[: place.nbytes]) == place.digest
             finally:
                 if not whole:
                     self._drop(key, rest)
@@ -179,7 +190,7 @@ class Disk:
                 segment.writers += 1
                 epoch = segment.epoch
             try:
-                digest = self._digest(self._file.write, page, key, record)
+                digest = self._write(page, key, record)
                 with self._lock:
                     return segment.epoch == epoch and self._list(segment, key, Place(page, len(record), 0, 0, digest))
             except OSError as error:
@@ -192,21 +203,40 @@ class Disk:
 
     def remove(self, key: bytes) -> None:
         with self._call() as may, self._lock:
-            if may and key in self._index:
-                self._strike(key)
+            if may:
+                for rest in list(self._unstruck.get(key, ())):
+                    self._strike_entry(key, rest)
+                    self._unstruck[key].remove(rest)
+                self._unstruck.pop(key, None)
+                if key in self._index:
+                    self._strike(key)
 
     def clear(self) -> None:
         with self._call() as may, self._lock:
             if may:
                 for segment in self._segments:
-                    self._policy.remove(segment.name)
                     self._reset(segment)
+                self._unstruck.clear()
+                for segment in self._segments:
+                    self._policy.remove(segment.name)
                 self._active, self._empty = None, []
                 for segment in self._segments:
                     if segment.writers:  # taken when they have ended
                         self._policy.insert(segment.name, 1)
                     else:
                         self._empty.append(segment)
+
+    def settle(self) -> None:
+        """As `SettlingTier.settle`."""
+        with self._call() as may:
+            if may:
+                self._journal.sync()
+
+    def listen(self, changed: Callable[[RecordChange], None]) -> None:
+        """As `TellingTier.listen`."""
+        with self._lock:
+            self._announcer.add(changed, [RecordChange(self.name, True, key) for key in self._index])
+        self._announcer.tell()
 
     def close(self) -> None:
         """As `Tier.close`. Files are closed when the last call under way has ended."""
@@ -226,6 +256,7 @@ class Disk:
                 self._num_calls -= may
                 if may and self._closed and not self._num_calls:
                     self._resources.close()
+            self._announcer.tell()
 
     # --- Under the lock
 
@@ -280,9 +311,10 @@ class Disk:
         for key in segment.keys:
             rest = self._index.get(key)
             if rest is not None and self._segment_of(place := unpack(rest)) is segment:
-                del self._index[key]
+                self._index.pop(key)
+                self._announcer.note(RecordChange(self.name, False, key))
                 self.nbytes -= _num_pages(place.nbytes) * PAGE_NBYTES
-        segment.keys = []
+        segment.loaded, segment.new = None, []
         segment.num_entries = 0
         segment.end_page = 0
         segment.epoch += 1
@@ -293,15 +325,27 @@ class Disk:
             rest = pack(place.page, place.nbytes, segment.num_entries, place.digest)
             self._journal.append(segment.index, segment.num_entries, key, rest)
             segment.num_entries += 1
-            segment.keys.append(key)
+            segment.new.append(key)
             self._index[key] = rest
+            self._announcer.note(RecordChange(self.name, True, key))
             self.nbytes += _num_pages(place.nbytes) * PAGE_NBYTES
         return True
 
     def _strike(self, key: bytes) -> None:
-        place = unpack(self._index.pop(key))
-        self.nbytes -= _num_pages(place.nbytes) * PAGE_NBYTES
+        """First in the journal: what is not in the index any more does not come back with a restart."""
+        rest = self._index.get(key)
+        assert rest is not None
+        self._strike_entry(key, rest)
+        self._unlist(key)
+
+    def _strike_entry(self, key: bytes, rest: bytes) -> None:
+        place = unpack(rest)
         self._journal.strike(self._segment_of(place).index, key, place)
+
+    def _unlist(self, key: bytes) -> None:
+        place = unpack(self._index.pop(key))
+        self._announcer.note(RecordChange(self.name, False, key))
+        self.nbytes -= _num_pages(place.nbytes) * PAGE_NBYTES
 
     def _segment_of(self, place: Place) -> _Segment:
         return self._segments[place.page // self._segment_pages]
@@ -310,34 +354,31 @@ class Disk:
 
     def _drop(self, key: bytes, rest: bytes) -> None:
         """A record that could not be read, unless it was put again meanwhile."""
-        with self._lock, contextlib.suppress(OSError):
-            if self._index.get(key) is rest:
+        with self._lock:
+            if self._index.get(key) != rest:
+                return
+            try:
                 self._strike(key)
+            except OSError:  # it can be put again all the same, and is struck out when it is removed
+                self._unlist(key)
+                self._unstruck.setdefault(key, []).append(rest)
 
-    def _digest(self, move: Callable[[int, memoryview], bool], page: int, key: bytes, memory: memoryview) -> bytes:
-        """Move a record and hash key and parts meanwhile; no digest if the file was too short."""
-        filled = move == self._file.write
-        digest = xxhash.xxh3_128(key)
-        parts = [
-            (page * PAGE_NBYTES + at, memory[at : at + _PART_NBYTES]) for at in range(0, len(memory), _PART_NBYTES)
-        ]
-        if len(parts) == 1:
-            whole = move(*parts[0])
-            digest.update(memory)
-            return digest.digest() if whole else b""
-        moved = [self._movers.submit(move, *part) for part in parts]
-        try:
-            for (_, part), result in zip(parts, moved, strict=True):
-                if not filled and not result.result():
-                    return b""
-                digest.update(part)
-            for result in moved:
-                result.result()
-        finally:
-            for result in moved:
-                result.cancel()
-            wait(moved)  # nobody touches the memory any more
-        return digest.digest()
+    def _write(self, page: int, key: bytes, record: memoryview) -> bytes:
+        """Write a record in one call, which takes less CPU than parts; its digest."""
+        digest = _digest(key, record)  # others may seal it again meanwhile, to the same bytes
+        self._file.write(page * PAGE_NBYTES, record)
+        return digest
+
+    def _read(self, page: int, key: bytes, into: memoryview) -> bytes:
+        """Fill `into`; the digest of what came, none if the file was too short."""
+        return _digest(key, into) if self._file.read(page * PAGE_NBYTES, into) else b""
+
+
+def _digest(key: bytes, record: memoryview) -> bytes:
+    """Of the key, the record's length, and its first page, which has its header."""
+    digest = xxhash.xxh3_128(key + len(record).to_bytes(8, "little"))
+    digest.update(record[:PAGE_NBYTES])
+    return digest.digest()
 
 
 def _num_pages(nbytes: int) -> int:
@@ -356,7 +397,8 @@ def _remove_unused(directory: Path) -> None:
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (directory / "records").unlink(missing_ok=True)
+            for name in ("records", "preimages"):  # the second is of a store process that tells what it has
+                (directory / name).unlink(missing_ok=True)
             (directory / "journal").unlink()
             directory.rmdir()
         finally:

@@ -1,7 +1,7 @@
 """`Journal`: what lies where in the segments of a disk tier, in a file that survives the process.
 
 A page of head, then a region for each segment with an entry of 64 bytes for each of its records. An entry is written
-after its record, and never fsynced: what it says is believed when the record's checksum holds.
+after its record, and never fsynced: what it says is believed when the digest holds.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ import numpy as np
 from .direct import PAGE_NBYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+    from typing import TypeAlias
+
+    from pdlink.memory.buffers import Bytes
+
+    EntryArray: TypeAlias = np.ndarray[tuple[int], np.dtype[np.void]]
+    """Of `ENTRY`."""
 
 ENTRY_NBYTES = 64
 _REST = struct.Struct("<IIII16s")
 _HEAD = struct.Struct("<8sQ")
-_MAGIC = b"pdlinkJ1"
-_ENTRY = np.dtype([("key", "V32"), ("rest", "V32")])
+_MAGIC = b"pdlinkJ2"
+ENTRY = np.dtype([("key", "V32"), ("rest", "V32")])
 _NUMBERS = np.dtype(
     [("key", "V32"), ("page", "<u4"), ("nbytes", "<u4"), ("at", "<u4"), ("mark", "<u4"), ("x", "V16")]
 )
 _MARK = 0x31454A50
+_STEP_NBYTES = 1 << 16
 
 
 class Place(NamedTuple):
@@ -40,21 +46,26 @@ class Place(NamedTuple):
     """Of its entry in its segment's region."""
     mark: int
     digest: bytes
-    """XXH3-128 of key and record."""
+    """XXH3-128 of the key, the record's length and its first page."""
 
 
-class Loaded(NamedTuple):
-    """The records of one segment."""
+class LoadedSegment(NamedTuple):
+    """Rows [begin, end) of `Loaded`."""
 
-    keys: list[bytes]
-    rests: list[bytes]
-    """What `unpack` takes."""
+    begin: int
+    end: int
     num_entries: int
     """Of its region, empty ones included."""
     end_page: int
     """Behind the last record, from the segment's start."""
     num_pages: int
     """Of the records."""
+
+
+class Loaded(NamedTuple):
+    rows: EntryArray
+    """Keys, and what `unpack` takes."""
+    segments: list[LoadedSegment]
 
 
 def pack(page: int, nbytes: int, at: int, digest: bytes) -> bytes:
@@ -83,42 +94,51 @@ class Journal:
         """Open it, made if it is not there; one of other segments is begun anew."""
         self._segment_pages = segment_nbytes // PAGE_NBYTES
         self._region_nbytes = self._segment_pages * ENTRY_NBYTES
+        self._region = np.empty(self._region_nbytes, np.uint8)
+        """Where one is read to."""
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         head = _HEAD.pack(_MAGIC, segment_nbytes)
         if os.pread(self._fd, _HEAD.size, 0) != head:
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, head, 0)
 
-    def load(self, num_segments: int) -> Iterator[Loaded]:
-        """What is recorded for each segment; entries that cannot be are passed over."""
+    def load(self, num_segments: int) -> Loaded:
+        """What is recorded for each segment; entries that cannot be are passed over.
+
+        Memory that is touched for the first time takes longest, so each entry is copied once into what is kept.
+        """
+        rows = np.empty(os.fstat(self._fd).st_blocks * 512 // ENTRY_NBYTES, ENTRY)
+        segments, at = list[LoadedSegment](), 0
         for segment in range(num_segments):
             raw = self._used(segment)
-            entries = np.frombuffer(raw, _ENTRY)
-            numbers = np.frombuffer(raw, _NUMBERS)
-            first = segment * self._segment_pages
-            pages = numbers["page"].astype(np.int64) - first
+            numbers = raw.view(_NUMBERS)
+            pages = numbers["page"].astype(np.int64) - segment * self._segment_pages
             ends = pages + -(-numbers["nbytes"].astype(np.int64) // PAGE_NBYTES)
             right = (numbers["mark"] == _MARK) & (numbers["at"] == np.arange(len(numbers)))
             right &= (pages >= 0) & (ends <= self._segment_pages)
             end_page = int(ends[right].max(initial=0))
             right &= numbers["nbytes"] > 0
-            num_pages = int((ends - pages)[right].sum())
-            keys, rests = entries["key"][right].tolist(), entries["rest"][right].tolist()
-            yield Loaded(keys, rests, len(entries), end_page, num_pages)
+            end = at + int(right.sum())
+            if end > len(rows):  # of a file system that does not say what a file takes
+                rows = np.concatenate([rows[:at], np.empty(2 * end - at, ENTRY)])
+            rows[at:end] = raw.view(ENTRY) if end - at == len(numbers) else raw.view(ENTRY)[right]
+            segments.append(LoadedSegment(at, end, len(numbers), end_page, int((ends - pages)[right].sum())))
+            at = end
+        return Loaded(rows[:at], segments)
 
-    def _used(self, segment: int) -> bytes:
-        """A segment's region up to the first entry of zeros."""
-        raw = b""
-        step = 1 << 16
-        while len(raw) < self._region_nbytes:
-            piece = os.pread(self._fd, min(step, self._region_nbytes - len(raw)), self._start(segment) + len(raw))
-            piece = piece[: len(piece) // ENTRY_NBYTES * ENTRY_NBYTES]
-            marks = np.flatnonzero(np.frombuffer(piece, _NUMBERS)["mark"])
-            num = int(marks[-1]) + 1 if len(marks) else 0
-            raw += piece[: num * ENTRY_NBYTES]
-            if num * ENTRY_NBYTES < step:
+    def _used(self, segment: int) -> Bytes:
+        """A segment's region up to the first step of zeros; as long as nobody asks for another one."""
+        region, nbytes = self._region, 0
+        step = _STEP_NBYTES
+        while nbytes < self._region_nbytes:
+            piece = region[nbytes : nbytes + step]
+            got = os.preadv(self._fd, [piece.data], self._start(segment) + nbytes) // ENTRY_NBYTES * ENTRY_NBYTES
+            marks = np.flatnonzero(piece[:got].view(_NUMBERS)["mark"])
+            used = ENTRY_NBYTES * (int(marks[-1]) + 1) if len(marks) else 0
+            nbytes += used
+            if used < step:
                 break
-        return raw
+        return region[:nbytes]
 
     def append(self, segment: int, at: int, key: bytes, rest: bytes) -> None:
         os.pwrite(self._fd, key + rest, self._start(segment) + at * ENTRY_NBYTES)
@@ -128,8 +148,15 @@ class Journal:
         self.append(segment, place.at, key, pack(place.page, 0, place.at, place.digest))
 
     def forget(self, segment: int) -> None:
-        """The segment is written anew."""
-        os.pwrite(self._fd, bytes(len(self._used(segment))), self._start(segment))
+        """The segment is written anew. From its end on: where a crash cuts that short, `load` finds what is left, and
+        nothing behind a gap comes to light when the gap is filled."""
+        nbytes = len(self._used(segment))
+        for begin in reversed(range(0, nbytes, _STEP_NBYTES)):
+            os.pwrite(self._fd, bytes(min(_STEP_NBYTES, nbytes - begin)), self._start(segment) + begin)
+
+    def sync(self) -> None:
+        """What was written is on the disk."""
+        os.fdatasync(self._fd)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -37,11 +37,13 @@ class Objects:
     """Objects NAMESPACE/KEY below the bucket's prefix."""
 
     name = "objects"
+    verifies = True
     nbytes = 0
     capacity_nbytes = 0
 
-    def __init__(self, bucket: ObjectStore, namespace: str) -> None:
-        """bucket: `bucket_of`, or another store of obstore's."""
+    def __init__(self, bucket: ObjectStore, namespace: str, where: str = "") -> None:
+        """bucket: `bucket_of`, or another store of obstore's. where: its name for the next process, no secrets."""
+        self.medium = f"objects {where} {namespace}"
         self._bucket, self._namespace = bucket, namespace
         self._askers = ThreadPoolExecutor(_NUM_ASKERS, "pdlink-objects")
         self._closed = False
@@ -141,5 +143,5 @@ def bucket_of(url: str, timeout_s: float) -> ObjectStore:
         )
     except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
         raise ConfigError(
-            "remote_url: got a bucket that cannot be used; limit what obstore takes; correct it"
+            "tiers.remote_url: got a bucket that cannot be used; limit what obstore takes; correct it"
         ) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import struct
 import time
 from typing import TYPE_CHECKING, Union
 
@@ -23,6 +24,8 @@ _ITEM_NBYTES = 64
 _MOST_PIECES = 512
 """Of memory in one call of sendmsg; the kernel takes 1,024."""
 
+_LATE = "the server did not answer in time"
+_TIMEVAL = struct.Struct("@ll")
 _DEEPEST = 3
 """Arrays in arrays."""
 _NULLS = (b"$-1", b"*-1", b"_")
@@ -78,7 +81,9 @@ class Connection:
         except BaseException:
             plain.close()
             raise
-        self._vectored = not isinstance(self._socket, ssl.SSLSocket)
+        self._plain = not isinstance(self._socket, ssl.SSLSocket)
+        if self._plain:
+            self._socket.settimeout(None)  # the kernel keeps the time, see `_limit`
         self._buffer = bytearray(_LINE_NBYTES)
         self._begin = self._end = 0
         """What was received and not yet taken."""
@@ -90,8 +95,11 @@ class Connection:
     def send(self, pieces: Iterable[bytes | memoryview]) -> None:
         left = [memoryview(piece) for piece in pieces if len(piece)]
         while left:
-            self._socket.settimeout(self._left_s())
-            sent = self._socket.sendmsg(left[:_MOST_PIECES]) if self._vectored else self._socket.send(left[0])
+            self._limit(socket.SO_SNDTIMEO)
+            try:
+                sent = self._socket.sendmsg(left[:_MOST_PIECES]) if self._plain else self._socket.send(left[0])
+            except BlockingIOError:
+                raise TimeoutError(_LATE) from None
             done = 0
             while done < len(left) and sent >= len(left[done]):
                 sent -= len(left[done])
@@ -122,7 +130,7 @@ class Connection:
             self._begin += ready
             left = piece[ready:]
             while left:
-                left = left[self._receive(left) :]
+                left = left[self._receive(left, whole=True) :]
         if self._line():
             raise Lying("got more than the bulk string's length")
 
@@ -181,17 +189,30 @@ class Connection:
         self._begin = at + 2
         return line
 
-    def _receive(self, into: memoryview) -> int:
-        self._socket.settimeout(self._left_s())
-        nbytes = self._socket.recv_into(into)
+    def _receive(self, into: memoryview, *, whole: bool = False) -> int:
+        """Fill a part of `into`, at least one byte. whole: all of it is to come, so one call may wait for it."""
+        self._limit(socket.SO_RCVTIMEO)
+        try:
+            nbytes = self._socket.recv_into(into, 0, socket.MSG_WAITALL if whole and self._plain else 0)
+        except BlockingIOError:
+            raise TimeoutError(_LATE) from None
         if not nbytes:
             raise ConnectionError("the server closed the connection")
         return nbytes
 
+    def _limit(self, option: int) -> None:
+        """The next call ends at the deadline. In Python's own way each call would be three of the system's, and none
+        could wait for a whole part."""
+        left_s = self._left_s()
+        if self._plain:
+            self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(left_s), int(left_s % 1 * 1e6) or 1))
+        else:
+            self._socket.settimeout(left_s)
+
     def _left_s(self) -> float:
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError("the server did not answer in time")
+            raise TimeoutError(_LATE)
         return left_s
 
 

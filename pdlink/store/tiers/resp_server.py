@@ -124,8 +124,8 @@ def _parsed(url: str) -> tuple[Callable[[float], Connection], list[bytes]]:
             raise ValueError
     except ValueError as error:
         raise ConfigError(
-            "remote_url: got a URL that cannot be used; limit redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], the same "
-            f"with rediss:// and {', '.join(sorted(_TLS_FILES))}, or unix:///PATH; correct it"
+            "tiers.remote_url: got a URL that cannot be used; limit redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], the "
+            f"same with rediss:// and {', '.join(sorted(_TLS_FILES))}, or unix:///PATH; correct it"
         ) from error
     context = None
     if tls:
@@ -135,7 +135,7 @@ def _parsed(url: str) -> tuple[Callable[[float], Connection], list[bytes]]:
                 context.load_cert_chain(query["ssl_certfile"], query.get("ssl_keyfile"))
         except OSError as error:
             raise ConfigError(
-                f"remote_url: got certificates that cannot be read ({error}); correct the paths"
+                f"tiers.remote_url: got certificates that cannot be read ({error}); correct the paths"
             ) from error
     greeting = []
     if parts.password is not None:

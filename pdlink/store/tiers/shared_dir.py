@@ -40,6 +40,7 @@ class SharedDir:
     """Records at ROOT/NAMESPACE/xx/yyyy.., named by the key in hexadecimal; temporary files in ROOT/NAMESPACE/tmp."""
 
     name = "shared_dir"
+    verifies = True
 
     def __init__(self, root: Path, namespace: str, capacity_nbytes: int = 0) -> None:
         """Removes what killed writers left.
@@ -50,6 +51,7 @@ class SharedDir:
         """
         self._root = root / namespace
         self._temporary = self._root / "tmp"
+        self.medium = f"shared_dir {self._root.absolute()}"
         self.capacity_nbytes = capacity_nbytes
         self._closed = False
         self._lock = threading.Lock()
@@ -66,7 +68,7 @@ class SharedDir:
                 self._count_and_evict(0)
         except OSError as error:
             raise ConfigError(
-                f"shared directory: got {str(root)!r}, which cannot be used ({error.strerror}); limit an existing "
+                f"tiers.remote_url: got {str(root)!r}, which cannot be used ({error.strerror}); limit an existing "
                 "directory that this process may write to; mount or create it"
             ) from error
 
@@ -93,12 +95,12 @@ class SharedDir:
             whole = stat.S_ISREG(status.st_mode) and _read(file, memoryview(stored))
             said = opened(stored, key) if whole else None
             if said is None or said[0] != nbytes:
-                self._unlink(path)
+                self._unlink_damaged(path)
                 return None
             if nbytes > len(into):
                 return None
             if not _read(file, record) or xxhash.xxh3_128_digest(record) != said[1]:
-                self._unlink(path)
+                self._unlink_damaged(path)
                 return None
             if self.capacity_nbytes and time.time() - status.st_mtime > _RENEW_S:
                 os.utime(file)
@@ -135,11 +137,13 @@ class SharedDir:
     def remove(self, key: bytes) -> None:
         if not self._closed:
             self._unlink(self._path(key))
+            self._check_mount()
 
     def clear(self) -> None:
         if not self._closed:
             for _, _, path in self._objects():
                 self._unlink(path)
+            self._check_mount()
 
     def close(self) -> None:
         self._closed = True
@@ -148,12 +152,20 @@ class SharedDir:
         name = key.hex()
         return self._root / name[:2] / name[2:]
 
+    def _unlink_damaged(self, path: Path) -> None:
+        with contextlib.suppress(PermissionError):  # it stays a miss
+            self._unlink(path)
+
     def _unlink(self, path: Path) -> None:
         """Remove a file that may be gone, or be something else that a stranger put there."""
-        with self._lock, contextlib.suppress(FileNotFoundError, IsADirectoryError, PermissionError):
+        with self._lock, contextlib.suppress(FileNotFoundError, IsADirectoryError):
             nbytes = path.lstat().st_size if self.capacity_nbytes else 0
             path.unlink()
             self._held_nbytes -= nbytes
+
+    def _check_mount(self) -> None:
+        """Raises FileNotFoundError where the directory is away: what is not found there is not gone."""
+        self._temporary.stat()
 
     def _reserve(self, nbytes: int) -> bool:
         """Whether so much may be written, after others went for it."""

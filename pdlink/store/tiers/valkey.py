@@ -11,6 +11,7 @@ import logging
 import time
 from functools import partial
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import xxhash
 
@@ -49,6 +50,7 @@ class Valkey:
     """One server (a primary; no cluster slots), over a pool of connections that are made when needed."""
 
     name = "valkey"
+    verifies = True
     nbytes = 0
     capacity_nbytes = 0
 
@@ -61,6 +63,8 @@ class Valkey:
         included. Raises ConfigError for a wrong URL.
         """
         self._server = Server(url, timeout_s, num_connections)
+        parts = urlsplit(url)
+        self.medium = f"valkey {parts.hostname}:{parts.port} {parts.path} {namespace}"
         self._prefix = f"pdlink:{namespace}:".encode()
         self._expiry = (b"PX", b"%d" % round(ttl_s * 1000)) if ttl_s else ()
 

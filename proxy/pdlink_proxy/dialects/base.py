@@ -7,17 +7,25 @@ sent, and how a worker is asked for its health.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..openai import CHAT, COMPLETIONS
 from ..rules import Rules
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
+    from pdlink.config import ProxyConfig
+    from pdlink.observe.sources import Sourced
+
+    from ..http_client import HttpClient
     from ..openai import Call
+    from ..recovery import Resumes
+    from ..steps import Leg
     from ..upstream import Asking
+    from .arrivals import Arrivals
 
 
 class PrefillAddress(msgspec.Struct, frozen=True):
@@ -28,9 +36,8 @@ class PrefillAddress(msgspec.Struct, frozen=True):
     """By rank, if there are several."""
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One attempt: its transfer id, and its prefill worker."""
+class Attempt(msgspec.Struct, frozen=True):
+    """One attempt: its transfer id, and its workers."""
 
     transfer_id: str
     created: int
@@ -40,6 +47,13 @@ class Attempt:
     prefill: PrefillAddress
     decode_ranks: int | None = None
     """Of the decode worker, if it differs from the prefill worker's."""
+    prefill_url: str = ""
+    decode_url: str = ""
+    prefill_control: tuple[str, ...] = ()
+    """As settings list it (`ProxyConfig.control`)."""
+    decode_control: tuple[str, ...] = ()
+    link: Mapping[str, Any] = {}
+    """`Health.link` of the prefill worker."""
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -68,12 +82,22 @@ class Health(msgspec.Struct, frozen=True):
     control: str | tuple[str, ...] | None
     running: int | None = None
     waiting: int | None = None
+    load_tokens: int | None = None
+    """Of prompts that it has yet to compute, and for decode of all it holds: what requests of others weigh."""
     free_blocks: int | None = None
     num_blocks: int | None = None
     block_tokens: int | None = None
     refused: tuple[Refused, ...] = ()
     aliases: tuple[str, ...] = ()
     """Other valid model names, of adapters for example."""
+    kv_events: tuple[str, ...] = ()
+    """Where it publishes which KV it has: ENDPOINT or ENDPOINT,REPLAY of each source."""
+    fingerprint: str = ""
+    """Of all that must be equal for its KV to be of use elsewhere; empty if it does not say."""
+    roles: tuple[str, ...] = ()
+    """Legs that it can serve, if they may change while it runs; it serves `role` now."""
+    link: dict[str, Any] = {}
+    """What its dialect must know to reach its KV: names and ports, by the engine's own words."""
 
     def serves(self, model: str | None) -> bool:
         """Whether it serves this model; None is any model."""
@@ -88,6 +112,9 @@ class Known:
     """Its last valid answer."""
     well: bool
     """Whether it has been healthy since."""
+    control: tuple[str, ...] = ()
+    """As settings list it."""
+    is_prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +129,40 @@ class Dialect:
     """Polls a worker's health; returns a text if the answer is invalid. Raises as `upstream.ask`, and
     WorkerKeyRefused if the worker refuses this proxy's key."""
     rules: Rules = field(default_factory=Rules)
+    rules_of: Callable[[Call], Rules | None] = lambda _: None
+    """Other rules for this request."""
+    paths: tuple[str, ...] = (COMPLETIONS, CHAT)
+    """What is served in two legs."""
     prefill_streams: bool = False
     """Prefill streams, and its first event is output token 0, as decode's is. Otherwise prefill answers in one piece,
     and the client gets decode's answer only."""
     whole: Callable[[Call], bool] = lambda _: False
     """Whether decode must serve a request alone."""
+    headers: Callable[[Attempt], tuple[Mapping[str, str], Mapping[str, str]]] | None = None
+    """More headers of the prefill and the decode leg."""
+    learn: Callable[[bytes], dict[str, Any] | None] | None = None
+    """What prefill's answer says of its worker, for `Health.link`: with it, later requests send both legs at once,
+    although `Rules.handover` is set."""
+    decode_computes: bool = True
+    """A decode worker can compute a prompt itself. If not, requests that no pair can serve are refused."""
+    abort: Callable[[HttpClient, str, str, Call], Coroutine[Any, Any, None]] | None = None
+    """Tells the worker of this URL that the leg with this transfer id was given up. Its connection is closed, too."""
+    arrivals: Callable[[ProxyConfig], Arrivals] | None = None
+    """Opens what hears that KV has left prefill; decode's leg starts after that."""
+    check_control: Callable[[tuple[str, ...]], object] = lambda _: None
+    """Raises ConfigError for addresses in `ProxyConfig.control` that are none of this engine."""
+    needs_control: Leg | None = None
+    """The workers of this leg cannot be used without addresses in `ProxyConfig.control`."""
     kv_path: Callable[[Mapping[str, str], bytes], str | None] = lambda _headers, _body: None
     """How decode got the KV, from its answer's headers and body: a value of `pdlink.protocol.kv_path`, or None.
     Called for a request with a prefill leg; for a stream with its headers and an empty body."""
+    resumes: Resumes | None = None
+    """How a stream goes on when its worker dies; None if it cannot."""
+    sources: Callable[[Asking, str], Awaitable[tuple[Sourced, ...]]] | None = None
+    """Asks a worker where the KV of a request's prompt came from, by the request's id; None for an engine that does
+    not say. Raises as `upstream.ask`, and ValueError for another answer."""
+    told: Callable[[bytes], Sourced | None] | None = None
+    """The same, of an engine that says it in a leg's whole answer; None if this one does not say."""
     key_as_bearer: bool = False
     """The secret shared by proxy and workers is the engine's API key."""
     key_setting: str = "worker_key_file must hold the secret of the worker's security.http_key_file"

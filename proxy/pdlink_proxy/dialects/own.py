@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import msgspec
 
 from pdlink.errors import WorkerKeyRefused
+from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the annotation at run time)
 from pdlink.protocol.kv_path import HEADER
 
+from ..recovery import Resumes
 from ..upstream import ask
 from .base import Attempt, Dialect, Health, Known
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ..openai import Call
     from ..upstream import Asking
@@ -28,11 +31,23 @@ def _legs(call: Call, attempt: Attempt) -> tuple[bytes, bytes]:
     )
 
 
+def _begun(call: Call, seed: int) -> Call:
+    # One seed for all attempts, with which another worker draws the same tokens.
+    if call.seed is not None:
+        return call.extended({"return_token_ids": True})
+    return call.extended({"return_token_ids": True, "seed": seed}, seed=seed)
+
+
+def _behind(call: Call, token_ids: Sequence[int]) -> Call:
+    own = msgspec.json.decode(call.fields.get("output_token_ids", b"[]"), type=list[int])  # the client's
+    return call.extended({"output_token_ids": [*own, *token_ids]})
+
+
 def read_health(status: int, body: bytes) -> Health | str:
     """The answer of a worker to GET /health."""
     try:
         health = msgspec.json.decode(body, type=Health)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         return f"GET /health answered {status} with something else: {error}"
     if health.status == "ok" and status != 200:
         return msgspec.structs.replace(health, status=f"ok, with HTTP {status}")
@@ -53,4 +68,23 @@ def _kv_path(headers: Mapping[str, str], _body: bytes) -> str | None:
     return headers.get(HEADER)
 
 
-PDLINK = Dialect("pdlink", _legs, _look, prefill_streams=True, kv_path=_kv_path)
+class _Sources(msgspec.Struct):
+    sources: tuple[Sourced, ...]
+
+
+async def _sources(asking: Asking, request_id: str) -> tuple[Sourced, ...]:
+    reply = await ask(asking, f"/pdlink/sources?request={quote(request_id, safe='')}")
+    if reply.status != 200:
+        raise ValueError(f"GET /pdlink/sources answered {reply.status}")
+    return msgspec.json.decode(reply.body, type=_Sources).sources
+
+
+PDLINK = Dialect(
+    "pdlink",
+    _legs,
+    _look,
+    prefill_streams=True,
+    kv_path=_kv_path,
+    resumes=Resumes(lambda _: "", _begun, _behind),
+    sources=_sources,
+)

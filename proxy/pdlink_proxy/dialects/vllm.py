@@ -1,4 +1,4 @@
-"""vLLM servers: with pdlink's connector, or a pair that moves its KV with vLLM's own NixlConnector.
+"""vLLM servers with pdlink's connector, and what all dialects of vLLM have in common.
 
 The shapes are those of vLLM 0.32 (entrypoints/openai, kv_connector/v1/nixl). Its workers differ from pdlink's own in
 four ways.
@@ -10,7 +10,8 @@ is therefore asked for one token that nobody reads, in one piece and without the
 decode's one-token step.
 
 A request that asks for n answers or holds several prompts is one transfer for pdlink's connector, which tells its
-parts apart. NixlConnector gives the blocks of one prompt to one reader, so there decode serves such a request alone.
+parts apart. vLLM's own connectors give the blocks of one prompt to one reader, so there decode serves such a request
+alone (`for_one_reader`).
 
 Nobody can tell vLLM that a transfer will not come, so a decode leg whose prefill failed is closed and tried again.
 
@@ -26,10 +27,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pdlink.errors import WorkerKeyRefused
+from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the annotation at run time)
 
 from ..openai import CHAT, KV_PARAMS
+from ..recovery import Resumes
 from ..rules import Rules
 from ..sse import rewritten
+from ..steps import Leg
 from ..upstream import ask
 from .base import Attempt, Dialect, Health, Known
 
@@ -43,7 +47,7 @@ _KEY_SETTING = "worker_key_file must hold the key that vLLM was given as --api-k
 _LOST_STATUSES = frozenset({500, 502, 503, 504})
 _NO_KV_STATUS = 500  # of a failed load, as of every error inside vLLM (kv_load_failure_policy: fail)
 
-_NOT_FOR_PREFILL = frozenset(
+NOT_FOR_PREFILL = frozenset(
     (
         *("max_tokens", "max_completion_tokens", "min_tokens"),  # vLLM answers 400 to more min_tokens than max_tokens
         *("n", "best_of", "stream", "stream_options"),
@@ -51,7 +55,7 @@ _NOT_FOR_PREFILL = frozenset(
         "seed",  # with a prompt computed in chunks it kills the engine on CPUs (docs/gotchas.md)
     )
 )
-_SAMPLING = _NOT_FOR_PREFILL | frozenset(
+_SAMPLING = NOT_FOR_PREFILL | frozenset(
     (
         *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
         *("length_penalty", "logit_bias", "allowed_token_ids", "bad_words", "thinking_token_budget"),
@@ -73,7 +77,7 @@ _GRAMMARS = frozenset(("response_format", "structured_outputs"))
 """A completion's prompt does not depend on these, and compiling them delays the request."""
 
 
-def _prefill_body(call: Call, params: object, without: frozenset[str], **more: object) -> bytes:
+def prefill_body(call: Call, params: object, without: frozenset[str], **more: object) -> bytes:
     """The same prompt, one token, in one piece."""
     fields: dict[str, Any] = {name: raw for name, raw in call.fields.items() if name not in without}
     limit = "max_completion_tokens" if call.path == CHAT else "max_tokens"
@@ -85,31 +89,25 @@ def _legs(call: Call, attempt: Attempt) -> tuple[bytes, bytes]:
     ranks = {"decode_ranks": attempt.decode_ranks} if attempt.decode_ranks is not None else {}
     without = _SAMPLING if call.path == CHAT else _SAMPLING | _GRAMMARS
     return (
-        _prefill_body(
-            call, {**transfer, "leg": "prefill", "num_prompts": _num_prompts(call), **ranks}, without, temperature=0
+        prefill_body(
+            call, {**transfer, "leg": "prefill", "num_prompts": num_prompts(call), **ranks}, without, temperature=0
         ),
         call.with_params({**transfer, "leg": "decode", "prefill": attempt.prefill}),
     )
 
 
-def _num_prompts(call: Call) -> int:
+def num_prompts(call: Call) -> int:
     """Number of prompts in this request, so that prefill knows when all have arrived."""
     prompt = b"" if call.path == CHAT else bytes(call.fields["prompt"])
-    return len(msgspec.json.decode(prompt, type=list[msgspec.Raw])) if _is_list(prompt) else 1
+    return len(msgspec.json.decode(prompt, type=list[msgspec.Raw])) if is_list(prompt) else 1
 
 
-def _is_list(prompt: bytes) -> bool:
+def is_list(prompt: bytes) -> bool:
     """Whether this JSON is a list of texts or of lists of token ids."""
     return prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
 
 
-def _nixl_legs(call: Call, _attempt: Attempt) -> tuple[bytes, bytes]:
-    # Let prefill reject what vLLM rejects: KV that decode does not fetch is held for minutes (480 s in 0.32).
-    params = {"do_remote_decode": True, "do_remote_prefill": False}
-    return _prefill_body(call, params, _NOT_FOR_PREFILL), call.body
-
-
-def _small(call: Call, name: str) -> Any:
+def small_field(call: Call, name: str) -> Any:
     """The value of a field if it is a number, a boolean or null; vLLM checks anything else."""
     raw = call.fields.get(name)
     if raw is None or bytes(raw)[:1] in b'"[{':
@@ -120,42 +118,43 @@ def _small(call: Call, name: str) -> Any:
         return None
 
 
-def _whole(call: Call) -> bool:
+def needs_all_of_it(call: Call) -> bool:
     """Whether the KV of this request's prompt is not enough for its answer, or cannot be moved.
 
     Log-probabilities of the prompt need every position to be computed where the answer is made, and `max_tokens: 0`
     is asked for nothing else; beams make requests of their own; a truncated prompt may be cut differently for a leg
     with another `max_tokens`; embeddings have no token ids to know them by.
     """
-    if _small(call, "prompt_logprobs") is not None or _small(call, "max_tokens") == 0:
+    if small_field(call, "prompt_logprobs") is not None or small_field(call, "max_tokens") == 0:
         return True
-    if _small(call, "echo") and _small(call, "logprobs") is not None:
+    if small_field(call, "echo") and small_field(call, "logprobs") is not None:
         return True
     return bool(
-        _small(call, "use_beam_search")
-        or _small(call, "truncate_prompt_tokens") is not None
+        small_field(call, "use_beam_search")
+        or small_field(call, "truncate_prompt_tokens") is not None
         or bytes(call.fields.get("prompt_embeds", b"null")) != b"null"
     )
 
 
-def _nixl_whole(call: Call) -> bool:
-    answers = _small(call, "n")
-    if _whole(call) or (answers is not None and answers != 1):
+def for_one_reader(call: Call) -> bool:
+    """`needs_all_of_it`, for connectors that give the KV of one prompt to one reader."""
+    answers = small_field(call, "n")
+    if needs_all_of_it(call) or (answers is not None and answers != 1):
         return True
     # A list, even of a single prompt.
-    return _is_list(bytes(call.fields.get("prompt", b"null")))
+    return is_list(bytes(call.fields.get("prompt", b"null")))
+
+
+def params_of(answer: bytes) -> bytes | None:
+    """`kv_transfer_params` of prefill's answer: null if prefill kept no KV; None for an invalid answer."""
+    try:
+        fields = msgspec.json.decode(answer, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError):
+        return None
+    return bytes(fields.get(KV_PARAMS, b"null"))
 
 
 # ---- answers
-
-
-def _nixl_handover(answer: bytes) -> bytes | None:
-    """Decode's parameters to fetch the KV; null if prefill kept none, so decode computes the prompt."""
-    try:
-        fields = msgspec.json.decode(answer, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    return bytes(fields.get(KV_PARAMS, b"null"))
 
 
 class _Details(msgspec.Struct):
@@ -190,7 +189,7 @@ def _merged_object(prefill_answer: bytes, document: bytes) -> bytes:
         fields: dict[str, Any] = msgspec.json.decode(document, type=dict[str, msgspec.Raw])
         usage = msgspec.json.decode(fields.get("usage", b"null"), type=dict[str, Any] | None)
         said = msgspec.json.decode(prefill_answer or b"{}", type=_Answer)
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return document
     if KV_PARAMS in fields:
         fields[KV_PARAMS] = None  # as vLLM writes an absent value
@@ -202,6 +201,7 @@ def _merged_object(prefill_answer: bytes, document: bytes) -> bytes:
 
 class _Params(msgspec.Struct):
     pdlink_kv: str | None = None
+    pdlink_source: Sourced | None = None
 
 
 class _WithParams(msgspec.Struct):
@@ -210,13 +210,23 @@ class _WithParams(msgspec.Struct):
 
 def _kv_path(_headers: Mapping[str, str], body: bytes) -> str | None:
     """The KV path that decode's connector writes into the answer; vLLM 0.32 writes it into no stream."""
+    params = _params(body)
+    return params.pdlink_kv if params is not None else None
+
+
+def _told(body: bytes) -> Sourced | None:
+    """Where the KV of a leg's prompt came from, as the connector writes it beside the KV path."""
+    params = _params(body)
+    return params.pdlink_source if params is not None else None
+
+
+def _params(body: bytes) -> _Params | None:
     if _PARAMS_MARK not in body:
         return None
     try:
-        params = msgspec.json.decode(body, type=_WithParams).kv_transfer_params
-    except (msgspec.DecodeError, RecursionError):
+        return msgspec.json.decode(body, type=_WithParams).kv_transfer_params
+    except (ValueError, RecursionError):
         return None
-    return params.pdlink_kv if params is not None else None
 
 
 def _merge_answer(prefill_answer: bytes, answer: bytes) -> bytes:
@@ -242,7 +252,7 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def _look(asking: Asking, known: Known) -> Health | str:
+async def look(asking: Asking, known: Known) -> Health | str:
     reply = await ask(asking, "/health")
     if reply.status == 503 and known.last is not None:
         return msgspec.structs.replace(known.last, status="failed")
@@ -255,7 +265,7 @@ async def _look(asking: Asking, known: Known) -> Health | str:
         raise WorkerKeyRefused(f"GET /v1/models answered 401: {_KEY_SETTING}")
     try:
         names = [model.id for model in msgspec.json.decode(reply.body, type=_Models).data]
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         return f"GET /v1/models answered {reply.status} with something else: {error}"
     if not names:
         return "GET /v1/models names no model"
@@ -265,10 +275,16 @@ async def _look(asking: Asking, known: Known) -> Health | str:
     return Health("ok", name, epoch, None, names[0], None, aliases=tuple(names[1:]))
 
 
+def _refusal(call: Call) -> str:
+    """vLLM's generators of random numbers depend on all that was drawn before in one process."""
+    greedy = small_field(call, "temperature") == 0
+    return "" if greedy else "its tokens are drawn at random; send temperature 0 for streams that go on elsewhere"
+
+
 VLLM = Dialect(
     "vllm",
     _legs,
-    _look,
+    look,
     Rules(
         untold=True,
         lost_statuses=_LOST_STATUSES,
@@ -276,27 +292,12 @@ VLLM = Dialect(
         merge_answer=_merge_answer,
         merge_events=_merge_events,
     ),
-    whole=_whole,
+    whole=needs_all_of_it,
+    resumes=Resumes(_refusal),
     kv_path=_kv_path,
+    told=_told,
     key_as_bearer=True,
     key_setting=_KEY_SETTING,
+    needs_control=Leg.PREFILL,
 )
 """Pairs with PDLinkConnector: both legs at once, under one transfer id."""
-
-VLLM_NIXL = Dialect(
-    "vllm-nixl",
-    _nixl_legs,
-    _look,
-    Rules(
-        untold=True,
-        handover=_nixl_handover,
-        lost_statuses=_LOST_STATUSES,
-        no_kv_status=_NO_KV_STATUS,
-        merge_answer=_merge_answer,
-        merge_events=_merge_events,
-    ),
-    whole=_nixl_whole,
-    key_as_bearer=True,
-    key_setting=_KEY_SETTING,
-)
-"""Pairs with NixlConnector or NixlPushConnector: decode's leg follows prefill's answer and gets its parameters."""

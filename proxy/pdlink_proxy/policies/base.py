@@ -2,51 +2,60 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..fleet import PlacementRequest, WorkerState
+    from ..prefix_table import PrefixTable
+    from ..table import Column, Names, Workers
 
 
 class Pick(NamedTuple):
     worker: WorkerState
     cached_tokens: int = 0
     """Tokens of the prompt whose KV the policy expects there."""
+    scores: Sequence[float] | Column = ()
+    """Of each candidate, lower is better; without them the policy goes by their loads."""
 
 
 class Policy:
     """Chooses one worker for one leg. No I/O, no clock and no randomness but `turn`: the same calls give the same
     choices. Each leg of a proxy has a policy of its own."""
 
+    herds = False
+    """Routers that see the same loads choose the same worker: several of them must not look at all workers."""
+    affine = False
+    """It looks for the KV of a prompt's beginning."""
+
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
         """One of `workers`, of which there is at least one, each fit to get the request. turn: grows by one with
-        every placement."""
+        every placement. `Workers.of` them gives columns, where a loop over thousands would take too long."""
         raise NotImplementedError
 
     def placed(self, request: PlacementRequest, worker: WorkerState) -> None:
         """The request goes to `worker`: the policy's pick, or the only candidate."""
 
+    def share(self, table: PrefixTable) -> None:
+        """Of this leg, what all processes of this proxy were sent; for a policy that looks for prefixes."""
+
     def forget(self, key: str) -> None:
         """What the worker of this key held is gone with its process."""
 
 
-_load = attrgetter("load")
+def least(workers: Workers, turn: int) -> WorkerState:
+    """The one with the smallest load; equal ones take turns."""
+    return workers.table.states[workers.least(workers.table.load, turn)]
 
 
-def least(workers: Sequence[WorkerState], turn: int) -> WorkerState:
-    """The one with the smallest load. Equal ones take turns: else the first gets all requests of an idle pool."""
-    load = min(workers, key=_load).load
-    equal = [worker for worker in workers if worker.load == load]
-    return equal[turn % len(equal)]
-
-
-def within(workers: Sequence[WorkerState], factor: float, tokens: int) -> Sequence[WorkerState]:
+def within(workers: Workers, factor: float, tokens: int) -> Workers:
     """Those with at most `factor` times the mean load that the pool has with these `tokens`; never empty."""
-    bound = factor * (sum(map(_load, workers)) + tokens) / len(workers)
-    return [worker for worker in workers if worker.load <= bound]
+    load = workers.table.load
+    bound = factor * (float(workers.among(load).sum()) + tokens) / len(workers)
+    return workers.only(load <= bound)
 
 
 def mixed(number: int) -> int:
@@ -54,3 +63,10 @@ def mixed(number: int) -> int:
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     number = (number ^ (number >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
     return number ^ (number >> 31)
+
+
+def all_mixed(numbers: Names) -> Names:
+    """`mixed` of each."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))

@@ -6,10 +6,12 @@ only its own share of the prompts.
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
 
-from .base import Pick, Policy, mixed, within
+import numpy as np
+
+from ..table import Workers, number_of
+from .base import Pick, Policy, all_mixed, within
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,29 +25,19 @@ BOUND = 1.25
 
 
 class ConsistentHash(Policy):
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-        """Of the workers, by key."""
-
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
-        return Pick(self.rendezvous(self.name(request), within(workers, BOUND, request.num_tokens)))
-
-    def name(self, request: PlacementRequest) -> bytes:
-        """What goes to one worker."""
-        keys = request.keys[:NUM_KEYS]
-        return repr(keys[-1]).encode() if keys else request.prompt
-
-    def rendezvous(self, name: bytes, workers: Sequence[WorkerState]) -> WorkerState:
-        """The worker that this name draws."""
-        number, numbers = _number(name), self._numbers
-        for worker in workers:
-            if worker.key not in numbers:  # its URL alone: a restarted worker keeps its share
-                numbers[worker.key] = _number(worker.key.partition("#")[0].encode())
-        return max(workers, key=lambda worker: mixed(number ^ numbers[worker.key]))
-
-    def forget(self, key: str) -> None:
-        self._numbers.pop(key, None)
+        return Pick(rendezvous(_name(request), within(Workers.of(workers), BOUND, request.num_tokens)))
 
 
-def _number(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+def rendezvous(name: bytes, workers: Workers) -> WorkerState:
+    """The worker that this name draws."""
+    drawn = all_mixed(workers.table.names ^ np.uint64(number_of(name)))
+    if workers.fit is not None:
+        drawn[~workers.fit] = 0
+    return workers.table.states[int(drawn.argmax())]
+
+
+def _name(request: PlacementRequest) -> bytes:
+    """What goes to one worker."""
+    keys = request.keys[:NUM_KEYS]
+    return repr(keys[-1]).encode() if keys else request.prompt

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..table import Workers
 from .base import Pick
 from .prefix import Prefix
 
@@ -19,12 +20,8 @@ if TYPE_CHECKING:
 
 class Cost(Prefix):
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
-        cached, num_tokens = self.index.cached_tokens(request, workers), request.num_tokens
-        costs = [
-            (worker.load + num_tokens - tokens) * worker.slowness
-            for worker, tokens in zip(workers, cached, strict=True)
-        ]
-        least = min(costs)
-        equal = [index for index, cost in enumerate(costs) if cost == least]
-        chosen = equal[turn % len(equal)]
-        return Pick(workers[chosen], cached[chosen])
+        found = Workers.of(workers)
+        table, cached = found.table, self.index.cached_tokens(request, found)
+        costs = (table.load + request.num_tokens - cached) * table.slowness
+        row = found.least(costs, turn)
+        return Pick(table.states[row], int(cached[row]), found.among(costs))

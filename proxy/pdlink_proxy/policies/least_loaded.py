@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..table import Workers
 from .base import Pick, Policy, least
 
 if TYPE_CHECKING:
@@ -13,5 +14,7 @@ if TYPE_CHECKING:
 
 
 class LeastLoaded(Policy):
+    herds = True
+
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
-        return Pick(least(workers, turn))
+        return Pick(least(Workers.of(workers), turn))

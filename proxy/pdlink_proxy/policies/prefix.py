@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..table import Workers
 from .base import Pick, Policy, least, within
 from .prefix_index import PrefixIndex
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..fleet import PlacementRequest, WorkerState
+    from ..prefix_table import PrefixTable
 
 BOUND = 1.25
 """Times the mean load."""
@@ -19,20 +21,24 @@ WORTH = 0.5
 
 
 class Prefix(Policy):
+    herds = affine = True
+
     def __init__(self) -> None:
         self.index = PrefixIndex()
 
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
-        allowed = within(workers, BOUND, request.num_tokens)
+        allowed = within(Workers.of(workers), BOUND, request.num_tokens)
         cached = self.index.cached_tokens(request, allowed)
-        most = max(cached)
+        most = int(allowed.among(cached).max())
         if most < WORTH * request.num_tokens:
-            return Pick(least(workers, turn))
-        equal = [worker for worker, tokens in zip(allowed, cached, strict=True) if tokens == most]
-        return Pick(least(equal, turn), most)
+            return Pick(least(Workers.of(workers), turn))
+        return Pick(least(allowed.only(cached == most), turn), most)
 
     def placed(self, request: PlacementRequest, worker: WorkerState) -> None:
         self.index.note(request, worker)
+
+    def share(self, table: PrefixTable) -> None:
+        self.index.beside = table
 
     def forget(self, key: str) -> None:
         self.index.forget(key)

@@ -1,82 +1,174 @@
-"""Where the KV of prompts may lie, judged by where prompts were sent: an approximation that asks no worker."""
+"""Where the KV of prompts may lie: by what workers say, or else by where prompts were sent, an approximation."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from ..fleet import PlacementRequest, WorkerState
+    from ..prefix_table import PrefixTable
+    from ..table import Column, Rows, Table, Workers
 
 MAX_KEYS = 500_000
-"""Of all workers: about 100 MB."""
+"""Of all workers: 83 MB if no two workers share one (measured)."""
 MAX_WORKER_KEYS = 8192
 """Of one: 2 million tokens."""
+MAX_UNHEARD_KEYS = 256
+"""Of one that publishes what it has: what was sent to it, and has not been computed yet."""
 
 
 class PrefixIndex:
     """The keys sent to each worker, the least recent forgotten first.
 
     Keys are noted suffix first, so the beginning of a prompt is always newer than what follows it: a worker that has
-    a key has all before it, and the longest match is found by halving.
+    a key has all before it. So the workers that have a key are some of those that have the key before it, and as many
+    of them are the same ones: along a prompt only the keys count after which there are fewer.
     """
 
     def __init__(self, max_keys: int = MAX_KEYS, max_worker_keys: int = MAX_WORKER_KEYS) -> None:
         self._max_keys, self._max_worker_keys = max_keys, max_worker_keys
         self._of: dict[str, OrderedDict[Hashable, None]] = {}
+        """By worker."""
+        self._holders: dict[Hashable, str | _Holders] = {}
+        """By key, the worker that has it, or several."""
         self._num_keys = 0
+        self.beside: PrefixTable | None = None
+        """What all processes of this proxy were sent, if it has several."""
 
     def __len__(self) -> int:
         return self._num_keys
 
-    def cached_tokens(self, request: PlacementRequest, workers: Sequence[WorkerState]) -> list[int]:
-        """Tokens of the prompt that each of the workers may hold."""
-        keys, per_key, num_tokens, of = request.keys, request.key_tokens, request.num_tokens, self._of
-        if not keys:
-            return [0] * len(workers)
-        first, found = keys[0], []
-        for worker in workers:
-            held = of.get(worker.key)
-            if not held or first not in held:
-                found.append(0)
-                continue
-            least, most = 1, len(keys)
-            while least < most:
-                middle = (least + most + 1) // 2
-                if keys[middle - 1] in held:
-                    least = middle
+    def cached_tokens(self, request: PlacementRequest, workers: Workers) -> Column:
+        """Tokens of the prompt that each worker of the table may hold."""
+        table = workers.table
+        found: Column = np.zeros(len(table.states))
+        if self.beside is not None:
+            for at, num in self.beside.found(request.keys, table.rows):
+                found[at] = min(num * request.key_tokens, request.num_tokens)
+        for holders, tokens in self._sent(request):
+            if isinstance(holders, _Holders):
+                rows = holders.rows(table)
+                found[rows] = np.maximum(found[rows], tokens)
+            elif (row := table.rows.get(holders)) is not None:
+                found[row] = max(found[row], tokens)
+        for key, tokens in request.held.items():
+            row = table.rows.get(key)
+            if row is not None and tokens > found[row]:
+                found[row] = tokens
+        return found
+
+    def _sent(self, request: PlacementRequest) -> list[tuple[str | _Holders, int]]:
+        """Who was sent how many tokens of the prompt, the fewest first: a worker may be named more than once."""
+        keys, per_key, num_tokens, of = request.keys, request.key_tokens, request.num_tokens, self._holders
+        found: list[tuple[str | _Holders, int]] = []
+        at, end = 0, len(keys)
+        while at < end and (holders := of.get(keys[at])) is not None:
+            num = len(holders) if isinstance(holders, _Holders) else 1
+            last, beyond = at, end
+            while beyond - last > 1:
+                middle = (last + beyond) // 2
+                there = of.get(keys[middle])
+                if there is not None and (len(there) if isinstance(there, _Holders) else 1) == num:
+                    last = middle
                 else:
-                    most = middle - 1
-            found.append(min(least * per_key, num_tokens))
+                    beyond = middle
+            at = last + 1
+            found.append((holders, min(at * per_key, num_tokens)))
         return found
 
     def note(self, request: PlacementRequest, worker: WorkerState) -> None:
         """The worker is sent the prompt. Nothing is noted of one that was never looked up."""
         if request.chain is None:
             return
-        held = self._of.setdefault(worker.key, OrderedDict())
+        name = worker.key
+        held = self._of.setdefault(name, OrderedDict())
         before = len(held)
         for key in reversed(request.keys):
-            held[key] = None
-            held.move_to_end(key)
-        most = self._max_worker_keys
+            if key in held:
+                held.move_to_end(key)
+            else:
+                held[key] = None
+                self._add(key, name)
+        most = MAX_UNHEARD_KEYS if worker.publishes else self._max_worker_keys
         if worker.pool_tokens is not None:  # it has forgotten what does not fit
             most = min(most, worker.pool_tokens // request.key_tokens)
+        if self.beside is not None and not worker.publishes:
+            self.beside.note(request.keys, name, most)
         while len(held) > most:
-            held.popitem(last=False)
+            self._drop(held.popitem(last=False)[0], name)
         self._num_keys += len(held) - before
         while self._num_keys > self._max_keys:
             self._shrink()
 
     def _shrink(self) -> None:
         """Halve the share of the worker that has most."""
-        held = max(self._of.values(), key=len)
+        name = max(self._of, key=lambda each: len(self._of[each]))
+        held = self._of[name]
         num = (len(held) + 1) // 2
         for _ in range(num):
-            held.popitem(last=False)
+            self._drop(held.popitem(last=False)[0], name)
         self._num_keys -= num
 
     def forget(self, key: str) -> None:
-        self._num_keys -= len(self._of.pop(key, ()))
+        if self.beside is not None:
+            self.beside.forget(key)
+        held = self._of.pop(key, ())
+        for each in held:
+            self._drop(each, key)
+        self._num_keys -= len(held)
+
+    def _add(self, key: Hashable, worker: str) -> None:
+        there = self._holders.get(key)
+        if there is None:
+            self._holders[key] = worker
+        elif isinstance(there, _Holders):
+            there.add(worker)
+        else:
+            self._holders[key] = _Holders((there, worker))
+
+    def _drop(self, key: Hashable, worker: str) -> None:
+        there = self._holders[key]
+        if not isinstance(there, _Holders):
+            del self._holders[key]
+            return
+        there.discard(worker)
+        if len(there) == 1:
+            self._holders[key] = there.one
+
+
+class _Holders:
+    """Several workers, by their keys."""
+
+    __slots__ = ("_keys", "_rows", "_table")
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = set(keys)
+        self._table: Table | None = None
+        self._rows: Rows | None = None
+        """In that table: a beginning that all prompts have is held by all workers, and is looked up each time."""
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def one(self) -> str:
+        return next(iter(self._keys))
+
+    def add(self, key: str) -> None:
+        self._keys.add(key)
+        self._rows = None
+
+    def discard(self, key: str) -> None:
+        self._keys.discard(key)
+        self._rows = None
+
+    def rows(self, table: Table) -> Rows:
+        if self._rows is None or self._table is not table:
+            there = [row for key in self._keys if (row := table.rows.get(key)) is not None]
+            self._table, self._rows = table, np.array(there, np.intp)
+        return self._rows

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base import Pick, least, within
-from .consistent_hash import ConsistentHash
+from ..table import Workers
+from .base import Pick, Policy, least, within
+from .consistent_hash import rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,8 +17,9 @@ BOUND = 2.0
 """Times the mean load. More than for prompts: a session that moves computes all of its prompt again."""
 
 
-class Session(ConsistentHash):
+class Session(Policy):
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
+        found = Workers.of(workers)
         if not request.session:
-            return Pick(least(workers, turn))
-        return Pick(self.rendezvous(request.session.encode(), within(workers, BOUND, request.num_tokens)))
+            return Pick(least(found, turn))
+        return Pick(rendezvous(request.session.encode(), within(found, BOUND, request.num_tokens)))

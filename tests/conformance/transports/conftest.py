@@ -31,7 +31,7 @@ def make_side(entry: Entry) -> Iterator[Callable[[], Side]]:
     with contextlib.ExitStack() as stack:
 
         def make_one() -> Side:
-            side = Side(make())
+            side = Side(make(), entry.shorter)
             stack.callback(side.close)
             return side
 

@@ -26,6 +26,8 @@ class Entry:
     between_processes: bool = True
     native: bool = True
     """`submit` does its work outside Python."""
+    shorter: int = 1
+    """Divides the rounds of batches that are to be in flight when something happens to them."""
     needs_peer: bool = False
     """Bytes only land while the peer's process runs."""
     unusable: str = ""
@@ -47,6 +49,13 @@ def _cuda_double() -> Transport:
     return DoubleTransport()
 
 
+def _staged_tcp() -> Transport:
+    """The same memory through pinned slots over sockets."""
+    from tests.cuda.double import DoubleStaged
+
+    return DoubleStaged(TcpTransport())
+
+
 NO_COMPILER = "" if COMPILER else "no C++ compiler for the test double of the driver"
 ENTRIES = {
     entry.name: entry
@@ -59,5 +68,6 @@ ENTRIES = {
         Entry("ucx-tcp", lambda: lambda: UcxTransport(tls="tcp"), needs_peer=True),
         Entry("ucx-shm", lambda: lambda: UcxTransport(tls="shm")),
         Entry("mapped-cuda-double", lambda: _cuda_double, unusable=NO_COMPILER),
+        Entry("staged-tcp", lambda: _staged_tcp, shorter=16, needs_peer=True, unusable=NO_COMPILER),
     )
 }

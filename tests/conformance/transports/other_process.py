@@ -1,87 +1,19 @@
-"""A `Side` in a process of its own, told what to do by lines of JSON over pipes.
-
-The process is a fork of the tests' nursery. The pipes end with the test, so it ends with it too, however that ends.
-"""
+"""A `Side` in a process of its own."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import select
-import signal
-import sys
-import time
-from pathlib import Path
-from typing import Any
-
+from tests import other_process
 from tests.conformance.transports.entries import ENTRIES
-from tests.conformance.transports.side import PATIENCE_S, Side
-from tests.nursery import NURSERY
-
-_PROC = Path("/proc")
+from tests.conformance.transports.side import Side
 
 
-class OtherProcess:
-    """The test's handle: `call` a method of the other side, and stop, resume or kill its process."""
-
+class OtherProcess(other_process.OtherProcess):
     def __init__(self, entry_name: str) -> None:
-        stdin, self._stdin = os.pipe()
-        self._stdout, stdout = os.pipe()
-        self.process = NURSERY.fork(__name__, "serve", [entry_name], [stdin, stdout, 2])
-        os.close(stdin)
-        os.close(stdout)
-        self._answers = b""
-
-    def call(self, verb: str, *arguments: object) -> Any:
-        self.send(verb, *arguments)
-        return self.answer()
-
-    def send(self, verb: str, *arguments: object) -> None:
-        os.write(self._stdin, json.dumps([verb, *arguments]).encode() + b"\n")
-
-    def answer(self) -> Any:
-        deadline = time.monotonic() + 2 * PATIENCE_S
-        while b"\n" not in self._answers:
-            ready = select.select([self._stdout], [], [], deadline - time.monotonic())[0]
-            assert ready, "the other process does not answer"
-            got = os.read(self._stdout, 1 << 16)
-            assert got, f"the other process has ended with {self.process.wait(PATIENCE_S)}"
-            self._answers += got
-        line, _, self._answers = self._answers.partition(b"\n")
-        return json.loads(line)
-
-    def stop(self) -> None:
-        """Suspend it, and return when the kernel says that it is suspended."""
-        self.process.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + PATIENCE_S
-        while (_PROC / str(self.process.pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
-            assert time.monotonic() < deadline, "the other process does not stop"
-            time.sleep(0.001)
-
-    def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(PATIENCE_S)
-
-    def end(self) -> None:
-        with contextlib.suppress(OSError):
-            self.resume()
-        for pipe in (self._stdin, self._stdout):
-            os.close(pipe)
-        try:
-            self.process.wait(PATIENCE_S)
-        finally:
-            self.process.kill()
+        super().__init__(__name__, entry_name)
 
 
 def serve(arguments: list[str]) -> None:
-    """The other process: does what the lines say."""
     [entry_name] = arguments
-    side = Side(ENTRIES[entry_name].group()())
-    for line in sys.stdin:
-        verb, *arguments = json.loads(line)
-        print(json.dumps(getattr(side, verb)(*arguments)), flush=True)
+    side = Side(ENTRIES[entry_name].group()(), ENTRIES[entry_name].shorter)
+    other_process.answer_calls(side)
     side.close()

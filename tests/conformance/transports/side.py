@@ -32,8 +32,9 @@ SHORT_PASSES = 512
 class Side:
     """A transport, its buffers, and everything it has reported."""
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
+    def __init__(self, transport: Transport, shorter: int = 1) -> None:
+        """shorter: divides the rounds of long batches, for a transport that takes longer for each."""
+        self.transport, self._shorter = transport, shorter
         self.buffers: list[Buffer] = []
         self.happened: list[Occurrence] = []
         transport.open()
@@ -64,6 +65,7 @@ class Side:
         short: in short runs, no two of which are neighbours.
         """
         page, passes = (SHORT_NBYTES, SHORT_PASSES) if short else (32 << 10, LONG_PASSES)
+        passes //= self._shorter
         starts = np.arange(0, LONG_NBYTES, page, dtype=np.int64)
         if short:
             starts = np.concatenate([starts[::2], starts[1::2]])

@@ -8,8 +8,9 @@ from collections import Counter
 import pytest
 
 from pdlink_proxy.fleet import PlacementRequest, compare, count_tokens
-from pdlink_proxy.policies.prefix_index import PrefixIndex
+from pdlink_proxy.policies.prefix_index import MAX_UNHEARD_KEYS, PrefixIndex
 from pdlink_proxy.policies.registry import make_policy
+from pdlink_proxy.table import Workers
 from tests.proxy.policies.fleets import pool, request, worker
 
 
@@ -86,7 +87,7 @@ def test_a_prompt_that_continues_goes_where_its_beginning_is(name: str) -> None:
     policy, workers = make_policy(name), pool(0, 0, 0)
     policy.placed(request(1, 2, 3), workers[1])
     pick = policy.pick(request(1, 2, 3, 4, 5), workers, 0)
-    assert pick == (workers[1], 300)
+    assert pick[:2] == (workers[1], 300)
     assert policy.pick(request(1, 9), workers, 0).cached_tokens == 100
     assert policy.pick(request(9, 1), workers, 0).cached_tokens == 0
 
@@ -97,7 +98,7 @@ def test_cost_leaves_a_cached_prefix_when_waiting_takes_longer_than_computing() 
     workers[0].sent(250, 0.0)
     assert policy.pick(request(1, 2, 3), workers, 0).worker is workers[0]
     workers[0].sent(100, 0.0)
-    assert policy.pick(request(1, 2, 3), workers, 0) == (workers[1], 0)
+    assert policy.pick(request(1, 2, 3), workers, 0)[:2] == (workers[1], 0)
 
 
 def test_cost_gives_a_slow_worker_less() -> None:
@@ -140,9 +141,11 @@ def test_the_index_finds_the_longest_prefix_it_holds_and_stays_bounded(seed: int
             longest = 0
             while longest < len(wanted.keys) and wanted.keys[longest] in held:
                 longest += 1
-            assert index.cached_tokens(wanted, [other]) == [100 * longest]
+            assert index.cached_tokens(wanted, Workers.of([other])).tolist() == [100 * longest]
         if max_keys == 1000:
-            assert index.cached_tokens(wanted, [each]) == [wanted.num_tokens], "the newest is held whole"
+            assert index.cached_tokens(wanted, Workers.of([each])).tolist() == [wanted.num_tokens], (
+                "the newest is held whole"
+            )
 
 
 def keys_of(prompt: bytes, **more: str) -> list[object]:
@@ -165,3 +168,23 @@ def test_a_prompt_that_is_none_has_no_keys() -> None:
         assert keys_of(prompt) == []
         assert count_tokens(prompt) >= 1
     assert count_tokens(b"[5,6, 7]") == 3
+
+
+@pytest.mark.parametrize("name", ["prefix", "cost"])
+def test_what_a_worker_says_counts_more_than_what_was_sent_to_it(name: str) -> None:
+    policy, (quiet, speaking) = make_policy(name), pool(0, 0)
+    speaking.publishes = True
+    asked = request(1, 2, 3, held={speaking.key: 300})
+    assert policy.pick(asked, [quiet, speaking], 0)[:2] == (speaking, 300)
+    for key in range(1000, 1000 + 2 * MAX_UNHEARD_KEYS):  # so the first is long computed, and gone by its own account
+        policy.placed(request(key), speaking)
+    policy.placed(request(1, 2, 3), quiet)
+    assert policy.pick(request(1, 2, 3), [quiet, speaking], 0)[:2] == (quiet, 300)
+    assert policy.pick(request(1000), [quiet, speaking], 0).cached_tokens == 0
+
+
+def test_what_was_sent_to_a_worker_counts_until_it_can_have_said_so() -> None:
+    policy, (other, speaking) = make_policy("cost"), pool(0, 0)
+    speaking.publishes = True
+    policy.placed(request(1, 2, 3), speaking)
+    assert policy.pick(request(1, 2, 3), [other, speaking], 0)[:2] == (speaking, 300)

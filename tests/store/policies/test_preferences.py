@@ -120,3 +120,17 @@ def _hits(policy: Policy, *phases: list[Key]) -> list[int]:
             hits[index] += one in cache.resident
             cache.put(one)
     return hits
+
+
+def test_the_window_of_w_tinylfu_is_a_share_of_all_that_is_there_and_new_keys_in_it_stay() -> None:
+    policy = make_policy("w_tinylfu")
+    for number in range(100):
+        policy.insert(key(number), 1)
+    assert policy.evict(lambda _: True) is not None  # what came while nothing went is behind the window now
+    for number in range(100):
+        policy.touch(key(number))  # most of it is protected
+    for number in range(1000, 1005):  # fewer than the window takes
+        policy.insert(key(number), 1)
+    gone = {policy.evict(lambda _: True) for _ in range(35)}
+    assert None not in gone
+    assert not gone & {key(number) for number in range(1000, 1005)}

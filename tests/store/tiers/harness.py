@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import xxhash
 
+from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, seal, unseal
 from pdlink.store.tiers.base import Tier
 from pdlink.store.tiers.direct import PAGE_NBYTES
 from pdlink.store.tiers.disk import Disk
@@ -111,6 +113,32 @@ class MemoryTier:
         self.clear()
 
 
+class SealedDisk(Disk):
+    """With records that are sealed and checked, as a store does: the tier itself looks at their first page only."""
+
+    def put(self, key: bytes, record: memoryview) -> bool:
+        whole = np.empty(HEADER_NBYTES + len(record), np.uint8)
+        whole[HEADER_NBYTES:] = record
+        seal(whole, key, _shape(len(record)))
+        return super().put(key, whole.data)
+
+    def get(self, key: bytes, into: memoryview) -> int | None:
+        whole = np.empty(HEADER_NBYTES + len(into), np.uint8)
+        came = super().get(key, whole.data)
+        if came is None:
+            return None
+        nbytes = came - HEADER_NBYTES
+        if unseal(whole, key, _shape(nbytes), came) is not None:
+            self.remove(key)
+            return None
+        into[:nbytes] = whole[HEADER_NBYTES:came].data
+        return nbytes
+
+
+def _shape(nbytes: int) -> RecordShape:
+    return RecordShape("uint8", 1, (Group("latent", (0,), 1, 1, nbytes),))
+
+
 def _damage_memory(tier: Tier, _: Path, key: bytes, change: Callable[[bytes], bytes]) -> None:
     assert isinstance(tier, MemoryTier)
     tier.records[key] = change(tier.records[key])
@@ -133,7 +161,7 @@ def _damage_valkey(_: Tier, path: Path, key: bytes, change: Callable[[bytes], by
 
 
 def _open_objects(path: Path) -> Tier:
-    store = pytest.importorskip("obstore.store", reason="no obstore; pip install 'pdlink[objects]'")
+    store = pytest.importorskip("obstore.store", reason="no obstore; pip install 'pdlink[store]'")
     from pdlink.store.tiers.object_store import Objects
 
     return Objects(store.LocalStore(path), "model")
@@ -147,7 +175,9 @@ def _damage_objects(_: Tier, path: Path, key: bytes, change: Callable[[bytes], b
 def _damage_disk(tier: Tier, path: Path, key: bytes, change: Callable[[bytes], bytes]) -> None:
     """What a shorter one leaves is other bytes than before."""
     assert isinstance(tier, Disk)
-    place = unpack(tier._index[key])
+    rest = tier._index.get(key)
+    assert rest is not None
+    place = unpack(rest)
     with (path / "model/records").open("r+b") as file:
         file.seek(place.page * PAGE_NBYTES)
         stored = file.read(place.nbytes)
@@ -157,8 +187,8 @@ def _damage_disk(tier: Tier, path: Path, key: bytes, change: Callable[[bytes], b
 
 
 ENTRIES = [
-    Entry("disk", lambda path: Disk(path, "model", CAPACITY_NBYTES), _damage_disk),
-    Entry("disk of many segments", lambda path: Disk(path, "model", 64 << 20, 4 << 20), _damage_disk),
+    Entry("disk", lambda path: SealedDisk(path, "model", CAPACITY_NBYTES), _damage_disk),
+    Entry("disk of many segments", lambda path: SealedDisk(path, "model", 64 << 20, 4 << 20), _damage_disk),
     Entry("memory", lambda _: MemoryTier(), _damage_memory, persists=False),
     Entry("shared_dir", lambda path: SharedDir(path, "model"), _damage_shared_dir),
     Entry("shared_dir with a bound", lambda path: SharedDir(path, "model", CAPACITY_NBYTES), _damage_shared_dir),

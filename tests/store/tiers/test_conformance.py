@@ -67,6 +67,30 @@ def test_a_removed_record_is_a_miss(tier: Tier) -> None:
     assert read(tier, key(1)) == record(7)
 
 
+def test_a_removed_record_gives_its_room_back(tier: Tier) -> None:
+    """Also one that was there twice, and one that is removed twice."""
+    if not tier.capacity_nbytes:
+        pytest.skip("counts nothing: it has no bound of its own")
+    tier.put(key(1), record(1))
+    before_nbytes = tier.nbytes
+    tier.put(key(2), record(2))
+    tier.put(key(2), record(2))
+    assert tier.nbytes > before_nbytes
+    tier.remove(key(2))
+    tier.remove(key(2))
+    assert tier.nbytes == before_nbytes
+
+
+def test_keys_that_begin_alike_are_two_records(tier: Tier) -> None:
+    first, second = bytes(31) + b"1", bytes(31) + b"2"
+    tier.put(first, record(1))
+    assert tier.contains([first, second]) == [True, False]
+    assert read(tier, second) is None
+    tier.put(second, record(2))
+    assert read(tier, first) == record(1)
+    assert read(tier, second) == record(2)
+
+
 def test_a_cleared_tier_holds_nothing_and_can_be_used_again(tier: Tier) -> None:
     for number in range(5):
         tier.put(key(number), record(number))

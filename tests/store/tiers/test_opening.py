@@ -61,12 +61,13 @@ def test_a_tier_of_someone_elses_by_its_path() -> None:
     [
         ("", "limit file"),
         ("/mnt/shared", "limit file"),
-        ("ftp://bucket", "limit file"),
+        ("ftp://bucket", "got a URL of 'ftp'; limit file"),
         ("s3://bucket?nonsense=1&secret_access_key=hunter2", "limit what obstore takes"),
         ("s3://bucket?timeout_s=x", "timeout_s"),
         ("file://host/path", "file:///DIRECTORY"),
         ("file:///tmp?size=3", "file:///DIRECTORY"),
         ("file:///tmp?max_size=big", "max_size"),
+        ("file:///tmp?max_size=", "max_size"),
         ("file:///nowhere/at/all", "mount or create it"),
         ("redis://:hunter2@host?ttl_s=-1", "ttl_s"),
         ("redis://:hunter2@host?ttl_s=nan", "ttl_s"),
@@ -80,4 +81,5 @@ def test_a_tier_of_someone_elses_by_its_path() -> None:
 def test_a_tier_that_cannot_be_made_is_a_wrong_setting(url: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
         open_tier(url, "n")
+    assert str(error.value).startswith("tiers.remote_url: ")
     assert "hunter2" not in str(error.value)

@@ -15,7 +15,8 @@ from random import Random
 import pytest
 
 from pdlink.errors import ConfigError
-from pdlink.store.tiers.resp import Refused
+from pdlink.serve.ports import free_ports
+from pdlink.store.tiers.resp import Connection, Refused
 from pdlink.store.tiers.valkey import PART_NBYTES, Valkey
 
 from .harness import key, read, record
@@ -211,13 +212,8 @@ def test_a_user_who_may_only_read_reads(tmp_path: Path) -> None:
         reader.close()
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 def test_tcp_and_a_database_by_number() -> None:
-    port = _free_port()
+    port = free_ports(1)
     with server("--port", str(port)):
         one, other = (Valkey(f"valkey://127.0.0.1:{port}/{number}", "n") for number in (0, 3))
         assert one.put(key(1), record(1, BIG))
@@ -233,7 +229,7 @@ def test_tls_is_spoken_with_a_server_whose_certificate_is_known(tmp_path: Path) 
     request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
     extension = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(private), "-out", str(certificate)]
     subprocess.run(["openssl", *request.split(), *extension], check=True, capture_output=True, timeout=30)
-    port = _free_port()
+    port = free_ports(1)
     files = [
         "--tls-cert-file",
         str(certificate),
@@ -273,7 +269,7 @@ def test_tls_is_spoken_with_a_server_whose_certificate_is_known(tmp_path: Path) 
     ],
 )
 def test_a_wrong_url_is_a_wrong_setting_and_is_not_repeated(url: str) -> None:
-    with pytest.raises(ConfigError, match="remote_url") as error:
+    with pytest.raises(ConfigError, match=r"^tiers\.remote_url: ") as error:
         Valkey(url, "n")
     assert "hunter2" not in str(error.value)
 
@@ -351,6 +347,30 @@ LIES = {
     "keys without end": _endless(b"", b"*2\r\n$1\r\n7\r\n*1\r\n$1\r\nx\r\n"),
     "long texts": _endless(b"*60000\r\n", b"$16384\r\n" + bytes(16384) + b"\r\n"),
 }
+
+
+@pytest.mark.parametrize("null", [b"$-1\r\n", b"*-1\r\n"])
+def test_a_null_is_no_text_and_what_follows_it_is_heard(tmp_path: Path, null: bytes) -> None:
+    server = Liar(tmp_path, lambda connection: connection.sendall(null + b":7\r\n"))
+    connection = Connection(server.url.removeprefix("unix://"), 10.0)
+    try:
+        connection.send([b"ASK\r\n"])
+        assert connection.reply() is None
+        assert connection.reply() == 7
+    finally:
+        connection.close()
+        server.close()
+
+
+def test_a_server_that_answers_a_clear_with_something_else_has_failed(tmp_path: Path) -> None:
+    liar = Liar(tmp_path, lambda connection: connection.sendall(b"+OK\r\n"))
+    tier = Valkey(liar.url, "n", timeout_s=5.0)
+    try:
+        with pytest.raises(OSError, match="no answer to SCAN"):
+            tier.clear()
+    finally:
+        tier.close()
+        liar.close()
 
 
 @pytest.mark.timeout(60)

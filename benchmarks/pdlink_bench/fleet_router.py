@@ -1,0 +1,62 @@
+"""One router of a simulated fleet (`fleet.py`): the proxy's placement, queue and breakers, and what it knows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdlink_proxy.dialects import Health
+from pdlink_proxy.fleet import Fleet, WorkerState, compare
+from pdlink_proxy.placement import Placer
+from pdlink_proxy.queue import Queue
+from pdlink_proxy.side import Side
+from pdlink_proxy.steps import Leg
+from pdlink_proxy.worker import State, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MODEL = "m"
+_WELL = Health("ok", "", "", None, MODEL, None)
+
+
+class Router:
+    """Worker n of a leg has number n."""
+
+    def __init__(
+        self,
+        policies: tuple[str, str],
+        keys: tuple[Sequence[str], Sequence[str]],
+        *,
+        pool_tokens: int,
+        publish: bool,
+        number: int,
+        routers: int,
+    ) -> None:
+        """policies, keys: of prefill and of decode. number: of this router, of so many."""
+        self.placer = Placer(*policies, routers=routers, salt=1000 * number)
+        self.queue = Queue(1_000_000)
+        self._sides = {leg: Side() for leg in Leg}
+        for leg, of_leg in zip(Leg, keys, strict=True):
+            states = [WorkerState(key, pool_tokens=pool_tokens, publishes=publish) for key in of_leg]
+            self._sides[leg].replace(
+                [Worker(each.key, leg, state=State.OK, health=_WELL, work=each) for each in states]
+            )
+
+    def fleet(self, now_s: float) -> Fleet:
+        """Who may get requests now."""
+        prefill, decode = (self._sides[leg].usable(MODEL, now_s).pair for leg in Leg)
+        return Fleet(prefill, decode)
+
+    def worker(self, leg: Leg, number: int) -> Worker:
+        return self._sides[leg].workers[number]
+
+    def compare(self) -> None:
+        for leg in Leg:
+            compare(self._sides[leg].table.states)
+
+    def drains(self, leg: Leg, number: int, *, drains: bool) -> None:
+        """The worker takes no new requests, or takes them again."""
+        worker = self.worker(leg, number)
+        worker.listed_as_draining = drains
+        if worker.changed is not None:
+            worker.changed()

@@ -1,0 +1,272 @@
+"""`pdlink bench warm`: time to first token of a long prompt that was seen before, beside one that is new.
+
+Two workers of our own engine, each a process with its store. In a round the first one computes a new prompt, and gets
+it again from memory, then from its disk; the second one gets it from the memory of the first one; then a conversation
+goes on from that prompt, turn by turn. Blocks are not shared between requests, so a tier answers or nobody does. What
+each worker says of the sources of a prompt is checked, and so is that a repeated prompt has the same answer.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import random
+import sys
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pdlink.config import WorkerConfig
+from pdlink.errors import PdlinkError
+from pdlink.serve import up
+from pdlink.serve.checkpoint import write_checkpoint
+from pdlink.serve.ports import free_ports
+
+from . import harness, plot
+from .harness import Report, Table, positive
+from .http_load import BadAnswer, Streamed, stream
+from .measure import Measured, gb_per_s, spread, summarise
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Sequence
+
+    from rich.progress import Progress
+
+MODEL = "bench"
+CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
+HEADS, HEAD_DIM, DTYPE_NBYTES = 4, 64, 4
+COLD, MEMORY, DISK, PEER, TURN = "computed", "memory", "disk", "a peer", "next turn"
+MOST = {MEMORY: 0.03, TURN: 0.1}
+"""Of the time of a new prompt."""
+START_TIMEOUT_S = 120.0
+SETTLE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    tokens: int
+    """Of the first prompt of a conversation."""
+    turns: int
+    message_tokens: int
+    answer_tokens: int
+    rounds: int
+    layers: int
+    seed: int = 0
+
+    @property
+    def longest(self) -> int:
+        return self.tokens + self.turns * (self.message_tokens + self.answer_tokens) + self.answer_tokens
+
+    @property
+    def token_nbytes(self) -> int:
+        """Of KV."""
+        return self.layers * 2 * HEADS * HEAD_DIM * DTYPE_NBYTES
+
+
+class Engine:
+    """One worker, which serves requests alone."""
+
+    def __init__(self, name: str, model: Path, settings: Settings, **tiers: Any) -> None:
+        nbytes = settings.rounds * (settings.longest + 2 * CHUNK_TOKENS) * settings.token_nbytes
+        config = WorkerConfig.model_validate(
+            {
+                "role": "both",
+                "name": name,
+                "model": {"path": str(model), "name": MODEL, "max_tokens": settings.longest},
+                "cache": {"num_blocks": settings.longest // BLOCK_TOKENS + 8, "share_prefixes": False},
+                "engine": {"threads": 2, "max_batched_tokens": 2048},
+                "tiers": {
+                    "chunk_size": CHUNK_TOKENS,
+                    "max_local_cpu_size": max(0.25, 1.1 * nbytes / 2**30),
+                    "save_decode_cache": True,
+                    **tiers,
+                },
+                "summary_s": 0,
+            }
+        )
+        self.child = up.start(name, "both", config.model_dump(mode="json"))
+
+    @property
+    def url(self) -> str:
+        return str(self.child.facts["url"])
+
+    def ask(self, path: str, body: object = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=SETTLE_S) as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+        return found
+
+    def complete(self, prompt: list[int], answer_tokens: int, name: str) -> tuple[Streamed, dict[str, Any]]:
+        """Its answer, and where the worker had the KV of the prompt from."""
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": answer_tokens, "temperature": 0}
+        streamed = stream(self.url, {**body, "stream": True, "ignore_eos": True}, request_id=name)
+        (sourced,) = self.ask(f"/pdlink/sources?request={name}")["sources"]
+        return streamed, sourced
+
+    def until_known(self, prompt: list[int], place: str, tokens: int) -> None:
+        """Wait until so many tokens are found, all of them in this place."""
+        deadline_s = time.monotonic() + SETTLE_S
+        while (runs := self.ask("/pdlink/cache/lookup", {"prompt": prompt})["runs"]) != [
+            {"place": place, "tokens": tokens}
+        ]:
+            if time.monotonic() > deadline_s:
+                raise BadAnswer(f"{tokens} tokens are not in {place} after {SETTLE_S:.0f} s; there are {runs}")
+            time.sleep(0.05)
+
+
+def measure(settings: Settings, directory: Path, tick: Callable[[], None]) -> tuple[Measured, dict[str, list[Any]]]:
+    """Seconds to first token by where the KV came from, and what the worker said of each prompt."""
+    model = directory / "model"
+    write_checkpoint(
+        model,
+        num_layers=settings.layers,
+        max_tokens=settings.longest,
+        hidden=HEADS * HEAD_DIM,
+        heads=HEADS,
+        kv_heads=HEADS,
+        head_dim=HEAD_DIM,
+    )
+    port = free_ports(1)
+    disk = {"local_disk": str(directory / "disk"), "max_local_disk_size": 8.0, "peer_port": port}
+    engines = [Engine("first", model, settings, **disk)]
+    try:
+        engines[0].child.wait_ready(START_TIMEOUT_S)
+        engines.append(Engine("second", model, settings, peers=[f"tcp://127.0.0.1:{port}"]))
+        engines[1].child.wait_ready(START_TIMEOUT_S)
+        return _rounds(settings, engines[0], engines[1], tick)
+    finally:
+        up.stop([engine.child for engine in engines], 10.0)
+
+
+def _rounds(
+    settings: Settings, first: Engine, second: Engine, tick: Callable[[], None]
+) -> tuple[Measured, dict[str, list[Any]]]:
+    numbers = random.Random(settings.seed)
+    measured, sources = Measured(), dict[str, list[Any]]()
+    short = _tokens(numbers, 2 * CHUNK_TOKENS + 1)
+    for engine in (first, second):  # the first pass of a process makes its kernels
+        engine.complete(short, 2, "warm-up")
+
+    names = itertools.count()
+
+    def one(what: str, engine: Engine, prompt: list[int]) -> Streamed:
+        streamed, sourced = engine.complete(prompt, settings.answer_tokens, f"bench-{next(names)}")
+        measured.add(what, streamed.first_s)
+        sources.setdefault(what, []).append(sourced)
+        tick()
+        return streamed
+
+    for _ in range(settings.rounds):
+        prompt = _tokens(numbers, settings.tokens)
+        whole = len(prompt) // CHUNK_TOKENS * CHUNK_TOKENS
+        answer = one(COLD, first, prompt).text
+        first.until_known(prompt, "memory", whole)
+        for what, engine in ((MEMORY, first), (PEER, second), (DISK, first)):
+            if what == DISK:
+                first.ask("/pdlink/cache/move", {"prompt": prompt, "source": "memory", "destination": "disk"})
+                first.ask("/pdlink/cache/clear", {"everything": True, "places": ["memory"]})
+                first.until_known(prompt, "disk", whole)
+            if one(what, engine, prompt).text != answer:
+                raise BadAnswer(
+                    f"the answer to a prompt that came from {what} is another one than when it was computed"
+                )
+        for _ in range(settings.turns):
+            prompt = [*prompt, *answer.encode(), *_tokens(numbers, settings.message_tokens)]
+            answer = one(TURN, first, prompt).text
+    for what, found in sources.items():
+        _check(what, found)
+    return measured, sources
+
+
+def _check(what: str, sources: Sequence[dict[str, Any]]) -> None:
+    """Raise BadAnswer unless a prompt came from where it should have come from, but for its end."""
+    place = {COLD: "", MEMORY: "memory", DISK: "disk", TURN: "memory"}.get(what)
+    for one in sources:
+        loaded = one["loaded"] if place is None else one["places"].get(place, 0)
+        if (one["loaded"] == 0) is not (what == COLD) or loaded != one["loaded"]:
+            raise BadAnswer(f"{what}: the worker had the KV of a prompt from elsewhere: {one}")
+
+
+def _tokens(numbers: random.Random, count: int) -> list[int]:
+    return [numbers.randrange(33, 127) for _ in range(count)]
+
+
+def copy_s(nbytes: int) -> float:
+    """Seconds that one core copies so many bytes in."""
+    source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    began_s = time.perf_counter()
+    np.copyto(target, source)
+    return time.perf_counter() - began_s
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `pdlink bench warm`."""
+    parser.add_argument("--tokens", type=positive, default=32768, help="of a prompt; default %(default)s")
+    parser.add_argument("--turns", type=positive, default=4, help="that follow it; default %(default)s")
+    parser.add_argument("--message-tokens", type=positive, default=256, help="of a turn; default %(default)s")
+    parser.add_argument("--answer-tokens", type=positive, default=32, help="default %(default)s")
+    parser.add_argument("--rounds", type=positive, default=3, help="default %(default)s")
+    parser.add_argument("--layers", type=positive, default=2, help="of the model; default %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts; default %(default)s")
+    parser.add_argument("--directory", type=Path, default=Path(), metavar="DIR", help="on the disk to measure (.)")
+    harness.add_output_arguments(parser, draws=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 if a bar is missed, or something failed."""
+    try:
+        return harness.run("warm", args, _report)
+    except (BadAnswer, PdlinkError, OSError, http.client.HTTPException) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _report(args: argparse.Namespace, progress: Progress) -> Report:
+    settings = Settings(
+        args.tokens, args.turns, args.message_tokens, args.answer_tokens, args.rounds, args.layers, args.seed
+    )
+    task = progress.add_task("requests", total=settings.rounds * (4 + settings.turns))
+    with tempfile.TemporaryDirectory(prefix=".pdlink-bench-", dir=args.directory) as name:
+        measured, sources = measure(settings, Path(name), lambda: progress.advance(task))
+    nbytes = settings.tokens * settings.token_nbytes
+    floor_s = min(copy_s(nbytes) for _ in range(3))
+    what = (
+        f"{settings.tokens:,} tokens, {nbytes / 2**20:,.0f} MiB of KV (copied by one core in {floor_s * 1e3:.0f} ms, "
+        f"{gb_per_s(nbytes, floor_s):.1f} GB/s); a Llama of {settings.layers} layers, {HEADS} heads of {HEAD_DIM}, "
+        f"float32; {settings.turns} turns of {settings.answer_tokens} + {settings.message_tokens} tokens; "
+        f"{settings.rounds} rounds"
+    )
+    kept = {"settings": settings, "floor_s": floor_s, "measured": measured, "sources": sources}
+    report = Report(kept, [what], notes=what.replace("; ", "\n", 1))
+    _tell(report, measured, sources)
+    return report
+
+
+def _tell(report: Report, measured: Measured, sources: dict[str, list[Any]]) -> None:
+    table = Table(("prefix from", "TTFT ms", "to computed", "at most", "tokens loaded", "tokens computed"))
+    cold = summarise(measured.samples[COLD])
+    bars, ratios = [], []
+    for what, samples in measured.samples.items():
+        summary = summarise(samples)
+        ratio = summary.median / cold.median
+        met = ratio <= MOST.get(what, 1.0)
+        report.ok &= met
+        counts = [f"{np.median([one[name] for one in sources[what]]):,.0f}" for name in ("loaded", "computed")]
+        most = f"{MOST[what]:.2f}: {'met' if met else '[red]missed[/]'}" if what in MOST else ""
+        table.add(what, spread(summary, digits=0), f"{ratio:.4f}", most, *counts)
+        bars.append(plot.Bar.of(what, summary, lambda seconds: seconds * 1e3))
+        if what != COLD:
+            ratios.append(plot.Bar.of(what, summary, lambda seconds: seconds / cold.median))
+    report.shown.append(table)
+    report.panels = [
+        plot.Bars("time to first token", "ms", {"": bars}),
+        plot.Bars("to a prompt that is computed", "", {"": ratios}, {f"bar: {what}": MOST[what] for what in MOST}),
+    ]

@@ -1,0 +1,103 @@
+// Lists of token ids and block names, read from MessagePack without a Python object for each.
+// Source: the specification, https://github.com/msgpack/msgpack/blob/master/spec.md
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <stdexcept>
+#include <vector>
+
+#include "index/prefixes.h"
+
+namespace pdlink::index::msgpack {
+
+class Reader {
+  public:
+    explicit Reader(std::span<const std::uint8_t> data) : data_(data) {}
+
+    std::size_t array() {
+        const std::uint8_t tag = byte();
+        if ((tag & 0xF0) == 0x90) return checked(tag & 0x0F);
+        if (tag == 0xDC) return checked(number(2));
+        if (tag == 0xDD) return checked(number(4));
+        throw std::invalid_argument("MessagePack: expected an array");
+    }
+    // An integer as it is, negative ones as two's complement; of a byte string its last eight bytes.
+    std::uint64_t name() {
+        const std::uint8_t tag = byte();
+        if (tag < 0x80) return tag;
+        if (tag >= 0xE0) return static_cast<std::uint64_t>(static_cast<std::int8_t>(tag));
+        switch (tag) {
+            case 0xCC:
+                return number(1);
+            case 0xCD:
+                return number(2);
+            case 0xCE:
+                return number(4);
+            case 0xCF:
+                return number(8);
+            case 0xD0:
+                return static_cast<std::uint64_t>(static_cast<std::int8_t>(number(1)));
+            case 0xD1:
+                return static_cast<std::uint64_t>(static_cast<std::int16_t>(number(2)));
+            case 0xD2:
+                return static_cast<std::uint64_t>(static_cast<std::int32_t>(number(4)));
+            case 0xD3:
+                return number(8);
+            case 0xC4:
+                return tail(number(1));
+            case 0xC5:
+                return tail(number(2));
+            case 0xC6:
+                return tail(number(4));
+            default:
+                throw std::invalid_argument("MessagePack: expected an integer or bytes");
+        }
+    }
+
+  private:
+    std::uint8_t byte() {
+        if (data_.empty()) throw std::invalid_argument("MessagePack: the data end too early");
+        const std::uint8_t first = data_.front();
+        data_ = data_.subspan(1);
+        return first;
+    }
+    std::uint64_t number(std::size_t nbytes) {
+        std::uint64_t value = 0;
+        while (nbytes--) value = value << 8 | byte();
+        return value;
+    }
+    std::uint64_t tail(std::size_t nbytes) {
+        if (nbytes > data_.size()) throw std::invalid_argument("MessagePack: the data end too early");
+        data_ = data_.subspan(nbytes - std::min<std::size_t>(nbytes, 8));
+        return number(std::min<std::size_t>(nbytes, 8));
+    }
+    std::size_t checked(std::size_t length) const {  // each element takes a byte at least
+        if (length > data_.size()) throw std::invalid_argument("MessagePack: the data end too early");
+        return length;
+    }
+    std::span<const std::uint8_t> data_;
+};
+
+inline Id id(std::span<const std::uint8_t> data) { return Reader(data).name(); }
+
+inline std::vector<Id> ids(std::span<const std::uint8_t> data) {
+    Reader reader(data);
+    std::vector<Id> found(reader.array());
+    for (Id& each : found) each = reader.name();
+    return found;
+}
+
+inline std::vector<std::uint32_t> tokens(std::span<const std::uint8_t> data) {
+    Reader reader(data);
+    std::vector<std::uint32_t> found(reader.array());
+    for (std::uint32_t& each : found) {
+        const std::uint64_t token = reader.name();
+        if (token > UINT32_MAX) throw std::invalid_argument("token id: above 4294967295");
+        each = static_cast<std::uint32_t>(token);
+    }
+    return found;
+}
+
+}  // namespace pdlink::index::msgpack

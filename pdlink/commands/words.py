@@ -1,0 +1,94 @@
+"""What the command line says of itself."""
+
+from __future__ import annotations
+
+SETTINGS_HELP = """\
+settings come from the defaults, then --config FILE (YAML), then the environment
+(PDLINK_CACHE__NUM_BLOCKS=2048), then the flags here; --set reaches every setting:
+  --set cache.num_blocks=2048 --set transport.kind=ucx
+"""
+
+FLAGS: dict[str, tuple[str, str]] = {
+    "--host": ("host", "address to serve HTTP on (127.0.0.1)"),
+    "--port": ("port", "HTTP port; 0 takes a free one, which is printed (8000 for the proxy, else 0)"),
+    "--name": ("name", "name of this worker, unique in the deployment"),
+    "--model": (
+        "model.path",
+        "local directory or hub id of a transformers causal LM (a small random one)",
+    ),
+    "--transport": ("transport.kind", "auto, mapped, ucx or tcp (auto: the best that both sides have)"),
+    "--on-transfer-failure": (
+        "on_transfer_failure",
+        "what decode does without the KV: recompute or fail (recompute)",
+    ),
+}
+
+BENCHMARKS: dict[str, str] = {
+    "transfer": "push KV between two processes over every transport",
+    "overlap": "how much of a transfer hides behind prefill, on links of many speeds",
+    "serving": "time to first token through prefill and decode, beside other connectors",
+    "soak": "very many tiny transfers in a row, and what they leave behind",
+    "control": "what the control plane costs: latency, transfers per second, idle CPU",
+    "sharing": "many transfers at once over one link: who waits for whom",
+    "tune": "how short a run must be for packing it to pay over tcp",
+    "tiers": "records on disk beside bare reads and writes of the same size, and a restart",
+    "warm": "time to first token of a long prompt that was seen before, beside a new one",
+    "replay": "hit rates of eviction policies on a trace of requests, beside the best there can be",
+    "route": "routing policies of the proxy, in a simulated fleet",
+    "proxy": "CPU of a routed request, beside other routers",
+    "join": "what workers that register, and their beats, cost a proxy",
+    "observe": "CPU of a request with metrics, timeline and records, and without",
+    "figures": "all of them: a page of tables, and pictures, into one directory",
+}
+"""Modules of `pdlink_bench`, each with `add_arguments(parser)` and `run(args)`."""
+
+
+DESCRIPTIONS: dict[str, str] = {
+    "up": """\
+Start a proxy and its prefill and decode workers on this machine, print a URL and a curl line, and start again what
+ends, until Ctrl-C. Without --model a small model with random weights is made: no download, no GPU.
+
+  pdlink up                                  one prefill and one decode worker
+  pdlink up --prefill 2 --decode 3 --model DIR_OR_HUB_ID
+  pdlink up --engine vllm --model DIR_OR_HUB_ID
+""",
+    "prefill": """\
+Serve the prefill leg of requests: compute a prompt's KV and write it into the memory of the decode worker that the
+proxy names. Needs decode workers and a proxy.
+
+  pdlink prefill --port 8100 --set control_port=8500 --model DIR_OR_HUB_ID
+  pdlink prefill --config configs/prefill.yaml
+""",
+    "decode": """\
+Serve the decode leg of requests: receive a prompt's KV from a prefill worker, and make the tokens that follow. Needs
+prefill workers and a proxy; alone, it computes prompts itself.
+
+  pdlink decode --port 8200 --model DIR_OR_HUB_ID
+  pdlink decode --config configs/decode.yaml
+""",
+    "both": """\
+Serve either leg of requests, and whole ones. A proxy may list it on both sides.
+
+  pdlink both --port 8100 --model DIR_OR_HUB_ID
+""",
+    "proxy": """\
+Serve OpenAI's API, and send the two legs of each request to workers. It starts without them, and follows those that
+come and go. A page for people is at /pdlink/, its health at /health, /readyz and /livez.
+
+  pdlink proxy --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8200
+  pdlink proxy --config configs/proxy.yaml
+""",
+    "store": """\
+Keep the KV of prompts for all workers of this host, which find it by their setting tiers.store, and keep it when they
+end.
+
+  pdlink store --memory 16 --disk /var/tmp/kv --disk-size 200
+  pdlink prefill --set tiers.store=ipc:///tmp/pdlink-1000/store.sock
+""",
+    "check": """\
+Try every transport on this machine, and say why those that do not work do not. Then the facts of this machine.
+
+exit status: 0 the configured transport works (with auto: one of them), 1 it does not, 2 wrong usage or settings
+""",
+}
+"""What a command does, with examples; before its options."""

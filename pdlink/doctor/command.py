@@ -1,0 +1,194 @@
+"""`pdlink doctor [URL]`: looks, asks and measures; prints what is wrong, worst first."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pdlink.config import UpConfig, WorkerConfig, load, read_secrets
+from pdlink.doctor import deployment, machine
+from pdlink.doctor.deployment import Finding, speed_of, worst_first
+from pdlink.errors import ConfigError
+from pdlink.observe.fetch import CannotFetch, ask, base_url
+from pdlink.observe.plain import add_row, plain
+from pdlink.serve import check
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping
+
+DESCRIPTION = """\
+Look for what is wrong, and say what to do about it. Without URL: this machine, and the settings in --config. With
+the URL of a proxy: its workers, too, and one small real transfer between each prefill and each decode worker, which
+shakes hands, moves the KV of a random prompt and measures it.
+"""
+EPILOG = """\
+  pdlink doctor --config configs/prefill.yaml    before a start
+  pdlink doctor 127.0.0.1:8000                   of a deployment that runs
+  pdlink doctor 127.0.0.1:8000 --json            for a script, or for an issue
+
+exit status: 0 nothing found, 1 something is wrong, 2 wrong usage
+"""
+_MARKS = {"bad": Text("✗", "red"), "warn": Text("!", "yellow")}
+_PROBE_TIMEOUT_S = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", nargs="?", metavar="URL", help="of a proxy; http:// may be left out")
+    parser.add_argument("--config", metavar="FILE", help="settings of any role, to be looked at, too")
+    parser.add_argument("--key-file", metavar="FILE", help="with one of the proxy's api_keys")
+    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="of each pair's transfer (%(default)s)")
+    parser.add_argument("--pairs", type=int, default=64, metavar="N", help="most pairs to measure (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print all that was found as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    key = read_secrets(args.key_file, "--key-file")[0] if args.key_file else None
+    if args.tokens < 1 or args.pairs < 0:
+        raise ConfigError(f"--tokens, --pairs: got {args.tokens} and {args.pairs}; at least 1 and 0")
+    config = _worker_settings(args.config)
+    transports = check.probed(config)
+    findings = machine.of_transports(transports, config.transport.kind) + machine.of_machine(transports)
+    if args.config:
+        findings += machine.of_file(args.config, running=args.url is not None)
+    pairs: list[dict[str, Any]] = []
+    untried = 0
+    if args.url:
+        more, pairs, untried = _deployment(base_url(args.url), key, args.tokens, args.pairs)
+        findings += more
+    findings = worst_first(findings)
+    if args.json:
+        said = {"findings": list(map(msgspec.structs.asdict, findings)), "pairs": pairs, "pairs_not_tried": untried}
+        print(json.dumps({**said, "machine": check.machine(), "transports": _usable(transports)}, indent=2))
+    else:
+        _print(findings, pairs, untried, transports, args.url)
+    return 1 if findings else 0
+
+
+def _worker_settings(path: str | None) -> WorkerConfig:
+    """What says which transports count. A file that is wrong is a finding of its own."""
+    try:
+        found = machine.read_settings(path) if path else load(WorkerConfig)
+    except ConfigError:
+        return WorkerConfig()
+    if isinstance(found, UpConfig):
+        return found.prefill
+    return found if isinstance(found, WorkerConfig) else WorkerConfig()
+
+
+def _usable(transports: check.Transports) -> dict[str, dict[str, Any]]:
+    return {
+        one.name: {"usable": probe.ok, "reason": probe.reason, "facts": probe.facts}
+        for one, probe in transports.probes.items()
+    }
+
+
+def _deployment(
+    url: str, key: str | None, num_tokens: int, max_pairs: int
+) -> tuple[list[Finding], list[dict[str, Any]], int]:
+    """What is wrong with it, the pairs that were measured, and how many were not."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        health = _fetched(url, "/health", headers)
+    except CannotFetch as error:
+        text, _, remedy = str(error).partition("; ")
+        return [Finding("bad", "proxy", text, remedy or "start the proxy, or correct the URL")], [], 0
+    findings = deployment.of_proxy(health)
+    well = {
+        side: [worker for worker in health[side] if worker["state"] == "ok" and worker["health"]]
+        for side in ("prefill", "decode")
+    }
+    wanted = [(prefill, decode) for prefill in well["prefill"] for decode in well["decode"]]
+    probes: list[dict[str, Any]] = []
+    for prefill, decode in wanted[:max_pairs]:
+        asked = {"prefill": prefill["label"], "decode": decode["label"], "num_tokens": num_tokens}
+        try:
+            probes.append(_fetched(url, "/pdlink/probe", headers, asked))
+        except CannotFetch as error:
+            text = f"it does not measure pairs: {error}"
+            findings.append(Finding("warn", "proxy", text, "send a request, and look at X-Pdlink-KV"))
+            break
+    for probe in probes:
+        probe["gb_per_s"] = speed_of(probe)
+    findings += deployment.of_pairs(probes)
+    with contextlib.suppress(CannotFetch, KeyError):  # the page is off
+        findings += deployment.of_requests(_fetched(url, "/pdlink/state", headers)["errors"])
+    return findings, probes, len(wanted) - len(probes)
+
+
+def _fetched(url: str, path: str, headers: Mapping[str, str], body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """An answer in JSON. Raises CannotFetch with what to do."""
+    data = None if body is None else json.dumps(body).encode()
+    status, text = ask(url, path, {**headers, "Content-Type": "application/json"}, data, timeout_s=_PROBE_TIMEOUT_S)
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        raise CannotFetch(f"{url} answered {status} with something else; is it a pdlink proxy?") from None
+    if not isinstance(answer, dict):
+        raise CannotFetch(f"{url} answered {status} with something else; is it a pdlink proxy?")
+    if path == "/health" and status in (200, 503):  # 503: it lacks workers, which is to be told
+        if isinstance(answer.get("prefill"), list):
+            return answer
+        if set(answer) != {"status"}:
+            raise CannotFetch(f"{url} is no pdlink proxy; give the URL of the proxy, not of a worker")
+        status = 401
+    if status == 401:
+        raise CannotFetch(f"{url} asks for a key; give --key-file FILE with one of its api_keys")
+    if status != 200:
+        error = answer.get("error")
+        raise CannotFetch(f"{path} answered {status}: {error.get('message') if isinstance(error, dict) else text!r}")
+    return answer
+
+
+def _print(
+    findings: list[Finding],
+    pairs: list[dict[str, Any]],
+    untried: int,
+    transports: check.Transports,
+    url: str | None,
+) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    for each in findings:
+        console.print(Text.assemble(_MARKS[each.level], " ", plain(f"{each.about}: {each.text}", "bold")))
+        console.print(plain(f"    → {each.remedy}"))
+    if not findings:
+        console.print(Text.assemble(("✓", "green"), " nothing wrong was found"))
+    if pairs:
+        console.print()
+        console.print(_pairs_table(pairs))
+    if untried:
+        console.print(plain(f"{untried} pairs were not measured; raise --pairs"))
+    console.print()
+    usable = ", ".join(one.name for one, probe in transports.probes.items() if probe.ok) or "none"
+    console.print(plain(f"this machine: transports {usable} (details: `pdlink check`)"))
+    if not url:
+        console.print(plain("a running deployment: `pdlink doctor URL`, with its proxy's"))
+
+
+def _pairs_table(pairs: list[dict[str, Any]]) -> Table:
+    table = Table(title="pairs, by one small transfer each", title_justify="left")
+    for name in ("prefill", "decode", "KV", "lane", "MB", "GB/s", "exposed ms", "request ms"):
+        table.add_column(name, justify="left" if name in ("prefill", "decode", "KV", "lane") else "right")
+    for each in pairs:
+        moved = each["nbytes"] > 0
+        add_row(
+            table,
+            each["prefill"],
+            each["decode"],
+            each["error"] or each["kv"],
+            each["lane"] or "–",
+            f"{each['nbytes'] / 1e6:.1f}" if moved else "–",
+            f"{each['gb_per_s']:.2f}" if each["gb_per_s"] else "–",
+            f"{each['exposed_s'] * 1e3:.1f}" if moved else "–",
+            f"{each['took_s'] * 1e3:.0f}",
+            style="red" if each["error"] or not each["kv"].startswith(("transferred", "cached")) else "",
+        )
+    return table

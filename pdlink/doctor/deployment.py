@@ -1,0 +1,199 @@
+"""What is wrong with a deployment, and what to do: from its proxy's health and from one probe of each pair. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from pdlink.config import is_loopback
+from pdlink.errors import HandshakeRefused
+from pdlink.protocol import kv_path, reasons
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+SLOW_SHARE = 0.25
+"""A pair that moves KV at less than this share of the deployment's median is told of."""
+_MIN_NBYTES = 1 << 20
+"""Speeds of smaller transfers say more about the moment than about the link."""
+
+_FACTORS = HandshakeRefused.REMEDIES | {
+    "key": "each must be in the other's security.allow_file; add the line that `pdlink keygen` printed, and send the "
+    "worker SIGHUP",
+    "layout": "give both a KV cache that can be copied into the other's: dtype, heads, layers",
+    "name": "set a valid `name`",
+    "transport": "they have no lane in common; see `pdlink check` on both hosts, and `transport.kind`",
+    "transport.require": "transport.require demands a lane that was not had; see `pdlink check` on both hosts",
+    "version": "install the same pdlink on both",
+}
+"""Remedies by the property that differs; other properties are the model's."""
+_SAME_MODEL = "start both with the same model, revision and dtype"
+
+_STATES = {
+    "unknown": "it has never answered; start it, or correct its URL in the proxy's settings",
+    "draining": "it takes no new requests; start another one, or wait until it is back",
+    "failed": "read its log, and start it again",
+    "unreachable": "start it again, or correct its URL in the proxy's settings; `pdlink up` does so by itself",
+    "wrong role": "list it on its own side in the proxy's settings, or start it with the other role",
+    "invalid": "another program answers at this URL; correct it in the proxy's settings",
+    "refuses our key": "give the proxy's worker_key_file the secret of the worker's security.http_key_file",
+}
+_RECOMPUTED = {
+    "no_prefill": "no prefill worker is healthy; start one",
+    "peer_lost": "decode lost its prefill worker on the way; read that worker's log, and `pdlink explain ID`",
+    "not_connected": "decode cannot reach the prefill worker's control address; set control_host and advertise_host",
+    "deadline": "the KV came too late; raise timeouts.request_s, or add prefill workers",
+    "no_offer": "decode has no free blocks; raise cache.num_blocks, or add decode workers",
+}
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that is wrong."""
+
+    level: Literal["bad", "warn"]
+    """bad: requests fail, or gain nothing from prefill. warn: they may soon, or could be faster."""
+    about: str
+    """A worker, a pair, a setting or a part of the machine."""
+    text: str
+    remedy: str
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda each: each.level != "bad")
+
+
+def of_proxy(health: Mapping[str, Any]) -> list[Finding]:
+    """health: the body of the proxy's GET /health, with a key if it has some."""
+    found: list[Finding] = []
+    sides = {side: list(health.get(side, ())) for side in ("prefill", "decode")}
+    for side, workers in sides.items():
+        if not workers:
+            found.append(
+                Finding(
+                    "bad", "proxy", f"it lists no {side} worker", f"start it with --{side} URL, or {side} in its file"
+                )
+            )
+        for worker in workers:
+            found += _of_worker(worker)
+    found += _names_twice(sides)
+    for side in sides:
+        models = {worker["health"]["model"] for worker in sides[side] if worker.get("health")}
+        if len(models) > 1:
+            found.append(
+                Finding(
+                    "warn",
+                    f"{side} workers",
+                    f"they serve different models: {', '.join(sorted(models))}",
+                    "intended where one proxy routes several models; else start them with the same --model",
+                )
+            )
+    return found
+
+
+def _of_worker(worker: Mapping[str, Any]) -> list[Finding]:
+    label, state, url = worker["label"], worker["state"], worker["url"]
+    found = []
+    if state != "ok":
+        reason = f"{state}: {worker['reason']}" if worker.get("reason") and worker["reason"] != state else state
+        remedy = _STATES.get(state, "read its log")
+        found.append(Finding("warn" if state == "draining" else "bad", label, f"{url} is {reason}", remedy))
+    elif worker.get("fails"):
+        text = f"{url} answers GET /health, but its requests failed lately; the proxy leaves it alone for a while"
+        found.append(Finding("warn", label, text, "read its log"))
+    control = (worker.get("health") or {}).get("control") or ()
+    for address in (control,) if isinstance(control, str) else control:
+        host = urlsplit(address).hostname or ""
+        if is_loopback(host) and not is_loopback(urlsplit(url).hostname or ""):
+            text = f"{url} says that other workers reach it at {address.partition('?')[0]}, which is loopback"
+            found.append(
+                Finding("bad", label, text, "set control_host or advertise_host to an address that other hosts reach")
+            )
+    return found
+
+
+def _names_twice(sides: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Finding]:
+    urls: dict[str, set[str]] = {}
+    for workers in sides.values():
+        for worker in workers:
+            if (health := worker.get("health")) and health.get("name") and health.get("control"):
+                urls.setdefault(health["name"], set()).add(worker["url"])
+    return [
+        Finding(
+            "bad", name, f"{' and '.join(sorted(of))} have one name; each replaces the other's sessions", "set `name`"
+        )
+        for name, of in urls.items()
+        if len(of) > 1
+    ]
+
+
+def of_pairs(probes: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """probes: answers of POST /pdlink/probe."""
+    found = []
+    for probe in probes:
+        about = f"{probe['prefill']} → {probe['decode']}"
+        path, _, reason = probe["kv"].partition(";reason=")
+        if probe["error"]:
+            remedy = f"read the logs of both; its transfer id is {probe['transfer_id']}"
+            found.append(Finding("bad", about, f"a test transfer failed: {probe['error']}", remedy))
+        elif path == kv_path.RECOMPUTED and reason.startswith("refused"):
+            factor = probe["factor"] or reason.partition(":")[2]
+            values = f": {probe['local']} and {probe['remote']}" if probe["factor"] else ""
+            text = f"they do not fit together, {factor} differs{values}; decode computes every prompt again"
+            found.append(Finding("bad", about, text, _FACTORS.get(factor, _SAME_MODEL)))
+        elif path == kv_path.RECOMPUTED:
+            text = f"the KV did not cross: {reasons.in_words(reason)}"
+            found.append(Finding("bad", about, text, _RECOMPUTED.get(reason, "read the logs of both")))
+        elif path == kv_path.UNKNOWN:
+            text = "the answer is right, but decode does not say whether the KV crossed"
+            found.append(Finding("warn", about, text, "decode needs pdlink's connector: docs/vllm.md"))
+    return found + _slow(probes)
+
+
+def speed_of(probe: Mapping[str, Any]) -> float | None:
+    """GB/s while bytes were in flight."""
+    return probe["nbytes"] / probe["moving_s"] / 1e9 if probe["moving_s"] else None
+
+
+def _slow(probes: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    speeds = {
+        (probe["prefill"], probe["decode"]): speed
+        for probe in probes
+        if probe["nbytes"] >= _MIN_NBYTES and (speed := speed_of(probe)) is not None
+    }
+    if len(speeds) < 2:
+        return []
+    middle = statistics.median(speeds.values())
+    lanes = {(probe["prefill"], probe["decode"]): probe["lane"] for probe in probes}
+    return [
+        Finding(
+            "warn",
+            " → ".join(pair),
+            f"{speed:.2f} GB/s over {lanes[pair]}, the median of all pairs is {middle:.2f}",
+            "compare `pdlink check` on both hosts with that of a fast pair; `pdlink bench transfer` measures a host",
+        )
+        for pair, speed in speeds.items()
+        if speed < SLOW_SHARE * middle
+    ]
+
+
+def of_requests(errors: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """errors: those of the proxy's GET /pdlink/state: causes of the last five minutes."""
+    found = []
+    for each in errors:
+        kind, cause, newest = each["kind"], each["cause"], each["newest"]
+        if kind == "recomputed":
+            remedy = _RECOMPUTED.get(cause, f"`pdlink explain {newest}`")
+            text = f"{each['count']} requests computed their prompt on decode: {reasons.in_words(cause)}"
+            if cause not in _BY_CHOICE:
+                found.append(Finding("warn", "requests", text, remedy))
+        elif cause in ("failed", "broken"):
+            text = f"{each['count']} requests ended as {cause} in the last five minutes"
+            found.append(Finding("bad", "requests", text, f"`pdlink explain {newest}`"))
+    return found
+
+
+_BY_CHOICE = frozenset({"prompt_only_decode", "short_prompt", "cached_prompt", "decode_idle"})
+"""The proxy decided so: a transfer would not have paid, or the request cannot be split."""

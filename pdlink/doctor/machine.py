@@ -1,0 +1,200 @@
+"""What is wrong with this machine, and with settings as this machine sees them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from pdlink.config import ProxyConfig, StoreConfig, UpConfig, WorkerConfig, load, read_secrets
+from pdlink.doctor.deployment import Finding
+from pdlink.errors import ConfigError
+from pdlink.serve.keys import load_credentials
+
+if TYPE_CHECKING:
+    from pdlink.config import TiersConfig
+    from pdlink.serve.check import Transports
+
+Settings = WorkerConfig | ProxyConfig | StoreConfig | UpConfig
+
+_FEW_DESCRIPTORS = 4096
+_GIB = 2**30
+_KINDS: tuple[type[WorkerConfig] | type[ProxyConfig] | type[StoreConfig] | type[UpConfig], ...] = (
+    WorkerConfig,
+    ProxyConfig,
+    UpConfig,
+    StoreConfig,
+)
+
+
+def read_settings(path: str) -> Settings:
+    """A settings file of any role: of the role whose keys it uses most. Raises ConfigError as that role's command."""
+    try:
+        document = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        document = None  # `load` says why
+    keys = set(document) if isinstance(document, dict) else set()
+    # The proxy and `up` both have `prefill`: a list of URLs, or the settings of workers.
+    lists = isinstance(document, dict) and isinstance(document.get("prefill"), list)
+
+    def fits(kind: type[WorkerConfig] | type[ProxyConfig] | type[StoreConfig] | type[UpConfig]) -> tuple[int, bool]:
+        return len(keys & set(kind.model_fields)), (kind is ProxyConfig) == lists
+
+    return load(max(_KINDS, key=fits), path)  # type: ignore[type-var]
+
+
+def of_transports(transports: Transports, kind: str) -> list[Finding]:
+    """kind: `transport.kind` of the settings."""
+    if transports.first is not None:
+        return []
+    reasons = "; ".join(f"{one.name}: {transports.probes[one].reason}" for one in transports.wanted)
+    remedy = "set transport.kind to auto, or do what the reason says"
+    return [Finding("bad", "transport", f"transport.kind = {kind} cannot work here: {reasons}", remedy)]
+
+
+def of_machine(transports: Transports) -> list[Finding]:
+    """Limits of this machine that pdlink meets."""
+    found = []
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < _FEW_DESCRIPTORS:
+        text = f"a process may have {most} open files; each client and each peer takes some"
+        found.append(
+            Finding("warn", "open files", text, f"`ulimit -Hn {_FEW_DESCRIPTORS}` or more (systemd: LimitNOFILE)")
+        )
+    if os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband"):
+        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        if locked != resource.RLIM_INFINITY:
+            text = f"this machine has RDMA, and a process may lock only {locked // 1024} KiB"
+            found.append(Finding("bad", "lockable memory", text, "`ulimit -l unlimited` (systemd: LimitMEMLOCK)"))
+        if not any(one.kind == "ucx" and probe.ok for one, probe in transports.probes.items()):
+            reason = next((probe.reason for one, probe in transports.probes.items() if one.kind == "ucx"), "")
+            text = f"this machine has RDMA, and ucx, which would use it, does not work: {reason}"
+            found.append(Finding("warn", "RDMA", text, "pip install 'pdlink[ucx]'"))
+    return found
+
+
+def of_settings(settings: Settings, *, running: bool) -> list[Finding]:
+    """What looks wrong in valid settings. running: their processes may hold their ports already."""
+    if isinstance(settings, UpConfig):
+        parts: tuple[WorkerConfig | ProxyConfig | StoreConfig, ...] = (
+            settings.prefill,
+            settings.decode,
+            settings.proxy,
+        )
+        return [finding for part in parts for finding in of_settings(part, running=running)]
+    found = [] if running else _ports(settings)
+    if isinstance(settings, ProxyConfig):
+        files = {"api_key_file": settings.api_key_file, "worker_key_file": settings.worker_key_file}
+        found += _secrets({**files, "admin_key_file": settings.admin_key_file})
+        return found
+    found += _tiers(settings.tiers, settings.name or "worker")
+    if isinstance(settings, WorkerConfig):
+        security = settings.security
+        found += _secrets({"security.http_key_file": security.http_key_file})
+        try:
+            load_credentials(security)
+        except ConfigError as error:
+            found.append(_of_error(error))
+        if security.insecure and settings.reachable:
+            setting, host = next(iter(settings.reachable.items()))
+            text = f"{setting} = {host} lets other hosts in, without keys (security.insecure)"
+            remedy = "right on a private network only; else `pdlink keygen`, docs/security.md"
+            found.append(Finding("warn", "security", text, remedy))
+        if settings.reachable and security.http_key_file is None:
+            text = "everybody who reaches its HTTP port may use it, past the proxy"
+            remedy = "set security.http_key_file, and the proxy's worker_key_file to the same"
+            found.append(Finding("warn", "security", text, remedy))
+        if settings.on_transfer_failure == "fail" and settings.role != "prefill":
+            text = "on_transfer_failure = fail: each lost transfer is an error for a client"
+            found.append(Finding("warn", "on_transfer_failure", text, "recompute answers instead, later"))
+    return found
+
+
+def of_file(path: str, *, running: bool) -> list[Finding]:
+    """Of a settings file."""
+    try:
+        return of_settings(read_settings(path), running=running)
+    except ConfigError as error:
+        return [_of_error(error)]
+
+
+def _of_error(error: ConfigError) -> Finding:
+    text, _, remedy = str(error).partition("; ")
+    return Finding("bad", "settings", text, remedy or "correct it")
+
+
+def _secrets(files: dict[str, str | None]) -> list[Finding]:
+    found = []
+    for setting, path in files.items():
+        try:
+            if path is not None:
+                read_secrets(path, setting)
+        except ConfigError as error:
+            found.append(_of_error(error))
+    return found
+
+
+def _ports(settings: WorkerConfig | ProxyConfig | StoreConfig) -> list[Finding]:
+    wanted = {"port": (settings.host, settings.port)}
+    if isinstance(settings, WorkerConfig):
+        wanted["control_port"] = settings.control_host, settings.control_port
+    found = []
+    for setting, (host, port) in wanted.items():
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+        except OSError as error:
+            text = f"{setting}: {host}:{port} cannot be had: {error.strerror or error}"
+            found.append(
+                Finding("bad", "settings", text, "end the program that has it, or take another; 0 takes a free one")
+            )
+    return found
+
+
+def _tiers(tiers: TiersConfig, name: str) -> list[Finding]:
+    found = []
+    if (room := _available_nbytes()) is not None and tiers.max_local_cpu_size * _GIB > room:
+        text = f"tiers.max_local_cpu_size = {tiers.max_local_cpu_size:g} GiB, and {room / _GIB:.1f} GiB are free"
+        found.append(Finding("warn", "memory", text, "take less, or leave it as it is if others end first"))
+    size = tiers.max_local_disk_size
+    if tiers.local_disk is not None and size is not None:
+        path = Path(tiers.local_disk.replace("{name}", name))
+        there = next((each for each in (path, *path.parents) if each.exists()), Path("/"))
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            found.append(
+                Finding(
+                    "bad",
+                    "disk",
+                    f"tiers.local_disk: {there} is no directory that can be written",
+                    "name another directory",
+                )
+            )
+        else:
+            free = shutil.disk_usage(there).free + _used_nbytes(path)
+            if size * _GIB > free:
+                text = f"tiers.max_local_disk_size = {size:g} GiB, and {free / _GIB:.1f} GiB are free"
+                found.append(Finding("warn", "disk", text, "take less: a full disk makes each write a miss"))
+    return found
+
+
+def _used_nbytes(path: Path) -> int:
+    """What the tier has already, which counts as free."""
+    try:
+        return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    except OSError:
+        return 0
+
+
+def _available_nbytes() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None

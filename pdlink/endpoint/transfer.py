@@ -1,0 +1,138 @@
+"""`Transfer`: one end of one transfer. `Half`: all those that a worker sends, or receives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+from pdlink.endpoint.ended import Ended
+from pdlink.endpoint.signals import Signal
+from pdlink.errors import DeadlineExceeded, TransferFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from pdlink.config import TimeoutConfig
+    from pdlink.endpoint.clock import Clock
+    from pdlink.endpoint.sessions import Sessions
+    from pdlink.endpoint.verifying import Verifier
+    from pdlink.endpoint.work import Work
+    from pdlink.kv.groups import KVGroups, Tables
+    from pdlink.memory.blocks import BlockPool
+
+AnyTransfer = TypeVar("AnyTransfer", bound="Transfer")
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What both halves of an endpoint work with."""
+
+    groups: KVGroups
+    work: Work
+    clock: Clock
+    sessions: Sessions
+    verifier: Verifier | None
+    timeouts: TimeoutConfig
+    pool: BlockPool | None
+    """Counts the blocks of transfers; None leaves that to the caller."""
+
+
+class Half(Generic[AnyTransfer]):
+    """What the two halves of an endpoint, `Sender` and `Receiver`, have in common."""
+
+    def __init__(self, common: Common) -> None:
+        self.groups, self.pool, self.clock, self.lock = common.groups, common.pool, common.clock, common.work.lock
+        self.timeouts = common.timeouts
+        self.live: set[AnyTransfer] = set()
+        """Transfers that are not `released`."""
+        self._work, self._sessions, self._verifier = common.work, common.sessions, common.verifier
+        self._transfers: dict[str, AnyTransfer] = {}
+        """Transfers whose machine has not ended, by id."""
+        self._ended = Ended()
+
+
+class Transfer:
+    """One end of one transfer. Every method may be called from any thread; only `wait…` methods wait.
+
+    Leaving its `with` (or `async with`) block before it is done cancels it. That does not wait: the blocks stay held
+    until nothing can touch them any more, which `released` says.
+    """
+
+    error: TransferFailed | None = None
+    """Why it failed; None while it has not."""
+    done: Signal
+    """Set when the outcome is known: success, or `error`."""
+    released: Signal
+    """Set once, after `done`: nothing touches the blocks any more. A pool has the node's reference back by then."""
+    num_tokens = 0
+    """Tokens of the prompt whose KV it is; 0 while that is not known."""
+    _failure = ""
+    _held: Sequence[int] = ()
+    """Blocks that the pool counts for it."""
+
+    def __init__(self, half: Half[Any], transfer_id: str) -> None:
+        self.transfer_id = transfer_id
+        self.done, self.released = Signal(), Signal()
+        self._half = half
+
+    def cancel(self, reason: str = "aborted") -> None:
+        """End the transfer; the other side is told `reason`. Nothing happens if it is done already."""
+        raise NotImplementedError
+
+    # -- in the endpoint's thread ------------------------------------------------------------------------------------
+
+    def on_failed(self, reason: str) -> None:
+        """It will not succeed. At most once, before `on_end`."""
+        if not self.done.is_set():
+            self.error = TransferFailed(f"transfer {self.transfer_id}: {self._failure}: {reason}", reason)
+            self.done.set()
+
+    def on_end(self) -> None:
+        """Nothing touches the blocks any more. Exactly once."""
+        self._let_go()
+        self._half.live.discard(self)
+        self.released.set()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _hold(self, blocks: Tables) -> None:
+        """Take a reference to each of the blocks, until `on_end`."""
+        if self._half.pool is not None:
+            for table in blocks:
+                self._half.pool.share(table)
+                self._held = (*self._held, *table)
+
+    def _let_go(self) -> None:
+        """Give the references back. Two threads may be about to: a transfer ends while its blocks are withdrawn."""
+        with self._half.lock:
+            held, self._held = self._held, ()
+        if held and self._half.pool is not None:
+            self._half.pool.give_back(held)
+
+    def _wait(self, signal: Signal, timeout_s: float | None, what: str) -> None:
+        """Raises `error`, if there is one, and DeadlineExceeded after `timeout_s`."""
+        if not signal.wait(timeout_s):
+            raise DeadlineExceeded(f"transfer {self.transfer_id}: {what} within {timeout_s} s")
+        self._raise()
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.done.is_set():
+            self.cancel("aborted" if kind is None else f"aborted by {kind.__name__}")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)

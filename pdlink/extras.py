@@ -1,0 +1,42 @@
+"""Packages that pdlink works without, and the extra that brings each of them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from pdlink.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EXTRA_OF = {
+    "torch": "engine",
+    "transformers": "engine",
+    "tokenizers": "engine",
+    "safetensors": "engine",
+    "libucx": "ucx",
+    "obstore": "store",
+    "lz4": "store",
+    "zstandard": "store",
+    "matplotlib": "bench",
+    "opentelemetry": "otel",
+}
+"""Name that is imported to the extra of pyproject.toml."""
+
+
+@contextlib.contextmanager
+def needed() -> Iterator[None]:
+    """Within it, a missing package of an extra raises ConfigError, which names the extra, instead of ImportError."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA_OF:
+            raise
+        raise ConfigError(missing(package)) from error
+
+
+def missing(package: str) -> str:
+    """For a package in EXTRA_OF: what is wrong, and what to do."""
+    return f"{package}: not installed, and this needs it; pip install 'pdlink[{EXTRA_OF[package]}]'"

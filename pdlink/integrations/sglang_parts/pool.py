@@ -1,0 +1,114 @@
+"""SGLang's KV pool, as its `KVArgs` describe it, as a layout and buffers.
+
+An entry is one tensor of one layer: all of K, then all of V, or a latent for each layer. A page of an entry is dense,
+and what is inside is the same on both sides, because SGLang compares page size, dtype and layout of its servers. So a
+token is a slice of its page here, whatever it holds, and only whole pages travel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
+from pdlink.kv.layout import KVLayout, LayerLayout, Part
+from pdlink.memory.borrowed import BorrowedBuffer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdlink.memory.buffers import Buffer, HostBuffer
+
+
+def layout_of(
+    places: Sequence[tuple[int, int]],
+    lens: Sequence[int],
+    item_lens: Sequence[int],
+    layer_ids: Sequence[int],
+    page_tokens: int,
+    dtype: str,
+) -> tuple[KVLayout, list[int]]:
+    """The layout, and SGLang's number of each of its layers.
+
+    places: (region, offset in it) of each entry. lens, item_lens: bytes of an entry and of a page in it.
+    Raises UnsupportedSglang for entries that differ.
+    """
+    if not item_lens or len(set(item_lens)) != 1 or len({lens[i] // item_lens[i] for i in range(len(lens))}) != 1:
+        raise UnsupportedSglang(
+            f"KV pool: got entries with pages of {sorted(set(item_lens))} bytes; limit one size for all; models "
+            "whose K and V differ, or with an indexer, are not transferred yet"
+        )
+    item = item_lens[0]
+    if item % page_tokens:
+        raise UnsupportedSglang(f"KV pool: got pages of {item} bytes; limit a multiple of page_size ({page_tokens})")
+    token = item // page_tokens
+    # Where a layer is named once for K and V, they are two entries as far apart as there are layers.
+    parts_each, rest = divmod(len(places), len(layer_ids) or 1)
+    if parts_each not in (1, 2) or rest:
+        raise UnsupportedSglang(
+            f"KV pool: got {len(places)} entries for {len(layer_ids)} layers; limit one or two a layer; draft models "
+            "are not transferred yet"
+        )
+    entries: dict[int, list[Part]] = {}
+    for number, place in enumerate(places):
+        entries.setdefault(layer_ids[number % len(layer_ids)], []).append(Part(*place))
+    layers = tuple(LayerLayout(tuple(parts), item, token, token) for parts in entries.values())
+    return KVLayout(dtype, page_tokens, lens[0] // item, 1, token, layers), list(entries)
+
+
+def numbers_of(kv_args: Any, *, latent: bool) -> list[int]:
+    """SGLang's numbers of the layers; it does not give those of plain pools, whose entries are all K, then all V."""
+    if kv_args.kv_layer_ids:
+        return list(kv_args.kv_layer_ids)
+    num = len(kv_args.kv_data_ptrs) // (1 if latent else 2)
+    first = getattr(kv_args, "prefill_start_layer", 0)
+    return list(range(first, first + num))
+
+
+def buffers_of(
+    pointers: Sequence[int], lens: Sequence[int], owner: object, shared: Sequence[Buffer]
+) -> tuple[list[HostBuffer], list[tuple[int, int]]]:
+    """The memory of the entries, by region, and the place of each entry in it.
+
+    shared: memory that servers of this host can map. SGLang may have put K and V of a layer into one piece of it.
+    """
+    buffers: list[HostBuffer] = []
+    places = []
+    for pointer, nbytes in zip(pointers, lens, strict=True):
+        found: HostBuffer | None = next((one for one in shared if _holds(one, pointer, nbytes)), None)
+        buffer = found or BorrowedBuffer(pointer, nbytes, owner)
+        if buffer not in buffers:
+            buffers.append(buffer)
+        places.append((buffers.index(buffer), pointer - buffer.ptr))
+    return buffers, places
+
+
+def _holds(buffer: Buffer, pointer: int, nbytes: int) -> bool:
+    return buffer.ptr <= pointer and pointer + nbytes <= buffer.ptr + buffer.nbytes
+
+
+class Rows:
+    """SGLang's metadata buffers: a row for each request in each of them, in the host's memory."""
+
+    def __init__(self, kv_args: Any) -> None:
+        self._pointers: list[int] = list(kv_args.aux_data_ptrs)
+        self._nbytes: list[int] = list(kv_args.aux_item_lens)
+        self._num = [size // row for size, row in zip(kv_args.aux_data_lens, self._nbytes, strict=True)]
+
+    def read(self, row: int) -> tuple[bytes, ...]:
+        return tuple(ctypes.string_at(self._place(buffer, row), nbytes) for buffer, nbytes in enumerate(self._nbytes))
+
+    def write(self, row: int, data: Sequence[bytes]) -> None:
+        """Raises UnsupportedSglang for rows of other buffers than those here."""
+        if [len(one) for one in data] != self._nbytes:
+            raise UnsupportedSglang(
+                f"metadata buffers: got rows of {[len(one) for one in data]} bytes; limit {self._nbytes}; start both "
+                "servers with the same flags"
+            )
+        for buffer, one in enumerate(data):
+            ctypes.memmove(self._place(buffer, row), one, len(one))
+
+    def _place(self, buffer: int, row: int) -> int:
+        if not 0 <= row < self._num[buffer]:
+            raise UnsupportedSglang(f"metadata buffers: got row {row}; limit {self._num[buffer]} rows")
+        return self._pointers[buffer] + row * self._nbytes[buffer]

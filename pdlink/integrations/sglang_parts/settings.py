@@ -1,0 +1,54 @@
+"""What may stand in `--hicache-storage-backend-extra-config` beside SGLang's own keys; unknown keys are refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pdlink.config import TiersConfig
+from pdlink.config.section import no_use
+from pdlink.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_OF_SGLANG = ("backend_name", "module_path", "class_name", "allocator", "enable_storage_metrics")
+
+
+class StorageSettings(BaseModel):
+    """Of the store behind one SGLang server's HiCache."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    interface_v1: Literal[1, True]
+    """SGLang's key: 1 hands us the places of pages in the host pool, so that each is copied once."""
+    name: str = "sglang"
+    """Of this server, in the store's state and for {name} in `tiers.local_disk`."""
+    tiers: TiersConfig = TiersConfig()
+    """The store: a process (`tiers.store`), or one inside of the scheduler."""
+    num_kv_heads: int | None = Field(default=None, ge=1)
+    """KV heads of the model; None takes the model's config."""
+    untested_sglang: Literal["refuse", "accept"] = "refuse"
+    """What to do on an SGLang that is newer than those this was run with."""
+
+    @model_validator(mode="after")
+    def _ours(self) -> StorageSettings:
+        reason = "a record is a page of SGLang's, and SGLang says what is kept and loaded"
+        no_use(self.tiers, "tiers.", ("save_decode_cache", "load_if_faster", "chunk_size", "priority_limit"), reason)
+        if self.tiers.max_local_cpu_size == 0:
+            raise ValueError("tiers.max_local_cpu_size: got 0; limit more; raise it")
+        return self
+
+
+def read_storage(extra: Mapping[str, Any]) -> StorageSettings:
+    """Raises ConfigError naming every wrong key."""
+    ours = {key: value for key, value in extra.items() if key not in _OF_SGLANG}
+    try:
+        return StorageSettings.model_validate(ours)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(str(part) for part in problem['loc']) or 'settings'}: {problem['msg']}"
+            for problem in error.errors()
+        )
+        raise ConfigError(f"hicache-storage-backend-extra-config: {problems}") from None

@@ -1,0 +1,79 @@
+"""What the two managers of a request tell each other over SGLang's sockets, beside SGLang's own ABORT and its ACK."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdlink.errors import RemoteError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TAG = b"PDLINK/1"
+
+
+class BadMessage(RemoteError):
+    """A message that no pdlink of this version sends."""
+
+    code = "bad_message"
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Decode has pages for a room."""
+
+    room: int
+    transfer_id: str
+    host: str
+    port: int
+    """Where decode's manager listens."""
+    prefix_pages: int
+    """Of the prompt's first pages, which decode has cached."""
+    num_pages: int
+    """Behind them."""
+
+
+class Here(msgspec.Struct, frozen=True, tag="here"):
+    """Where the node of the prefill rank is."""
+
+    room: int
+    transfer_id: str
+    address: str
+
+
+class Status(msgspec.Struct, frozen=True, tag="status"):
+    """The end of a room on a prefill rank."""
+
+    room: int
+    transfer_id: str
+    status: int
+    rank: int
+    reason: str = ""
+    aux: tuple[bytes, ...] = ()
+    """With success: the request's row of each of SGLang's metadata buffers."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Nothing: SGLang registers every decode rank with every prefill rank, and pdlink's nodes do that themselves."""
+
+
+Message = Ask | Here | Status | Hello
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> list[bytes]:
+    return [TAG, msgspec.msgpack.encode(message)]
+
+
+def decode(frames: Sequence[bytes]) -> Message | None:
+    """None for messages that are not ours. Raises BadMessage."""
+    if not frames or not frames[0].startswith(b"PDLINK/"):
+        return None
+    if frames[0] != TAG or len(frames) != 2:
+        raise BadMessage(f"message: got {frames[0]!r} of {len(frames)} frames; limit {TAG!r} of 2; update pdlink")
+    try:
+        message: Message = _decoder.decode(frames[1])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadMessage(f"message: got {error}; limit a known one; update pdlink") from None
+    return message

@@ -1,0 +1,340 @@
+"""What vLLM's scheduler says about requests, turned into what the workers' stores are to find, load and keep.
+
+As `requests.py`, it only decides: the stores are in the workers. A prompt is looked up when vLLM first tries to
+schedule it. The answer comes back with the output of a step, and vLLM is told to ask again until then. It says how
+much of the prompt is in the memory of every rank's store, where it stays for a while; a request is parked for no
+longer than copying takes. What vLLM computes of a prompt is kept, step by step.
+
+A prompt that another server computes is looked up, too: what the store has of it is loaded first, and the rest is
+offered for then. With `keeps_answers` what a request has received and generated is kept at its end.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from pdlink.integrations.vllm_parts.requests import Scheduled
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """All that the KV of a prompt depends on, beside the model."""
+
+    request_id: str
+    tokens: bytes
+    """Native uint32."""
+    salt: str = ""
+    lora: str = ""
+    media: tuple[tuple[int, str], ...] = ()
+    """(First placeholder token, content hash), ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How much of this prompt is there? Bring it into memory from token `begin` on."""
+
+    request_id: str
+    turn: int
+    """Counts the looks of a request."""
+    begin: int
+    receives: bool = False
+    """What is not loaded comes from another server; else it is computed here."""
+
+
+class Chosen(NamedTuple):
+    """Why so much of a prompt is loaded. Counts tokens."""
+
+    reason: str
+    """Of `pdlink.store.worth.Choice`, as the estimates."""
+    found: int = 0
+    """The store has tokens before this one."""
+    load_s: float = 0.0
+    other_s: float = 0.0
+    places: tuple[tuple[str, int], ...] = ()
+    """Where those were that are loaded, in their order."""
+
+
+NOT_LOOKED = Chosen("not_found")
+"""Of a prompt that is shorter than a chunk, or in vLLM's blocks."""
+
+
+class Looked(NamedTuple):
+    """One rank's answer."""
+
+    request_id: str
+    turn: int
+    end: int | None
+    """Tokens before this one are in memory; None: not any more."""
+    chosen: Chosen = NOT_LOOKED
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Tokens [begin, end) are to be copied into the request's blocks; `blocks[0]` holds token 0."""
+
+    request_id: str
+    blocks: tuple[int, ...]
+    begin: int
+    end: int
+    receives: bool = False
+    """What follows comes from another server: there is an offer that waits for this load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """After this step, layer by layer in it, tokens [start, end) of a prompt are in its blocks."""
+
+    request_id: str
+    blocks: tuple[int, ...]
+    """All blocks so far if `first`, otherwise only the new ones."""
+    first: bool
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """A request has ended, and all tokens of `prompt`, its answer among them, are in its blocks."""
+
+    prompt: Prompt
+    blocks: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class StorePlan:
+    """What one step means for a store, in the order in which it is to be done."""
+
+    withdrawn: list[str] = field(default_factory=list)
+    """Preempted requests: their blocks are overwritten from this step on."""
+    parked: list[str] = field(default_factory=list)
+    """Requests that ended while they were loading: vLLM gets one report of each, which is the end of the load."""
+    reset: str = ""
+    """The weights have changed; names the change. What was stored before is not found any more."""
+    prompts: list[Prompt] = field(default_factory=list)
+    """Of requests that are named for the first time."""
+    drops: list[str] = field(default_factory=list)
+    """Requests that do not need what was found."""
+    looks: list[Look] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    keeps: list[Keep] = field(default_factory=list)
+    num_computed: int = 0
+    """Tokens of prompts that this step computes."""
+
+
+class _Phase(Enum):
+    NEW = auto()
+    ASKED = auto()
+    FOUND = auto()
+    LOADING = auto()
+    COMPUTING = auto()
+    """It has blocks, and what it lacks is computed."""
+
+
+@dataclass(slots=True)
+class _Request:
+    prompt: Prompt
+    num_tokens: int
+    receives: bool = False
+    """Another server computes the prompt."""
+    phase: _Phase = _Phase.NEW
+    named: bool = False
+    """The workers know its prompt."""
+    turn: int = 0
+    begin: int = 0
+    """What was asked for begins with this token."""
+    num_missing: int = 0
+    """Ranks that have not answered."""
+    end: int = 0
+    """What is found ends before this token, on all ranks that have answered."""
+    chosen: Chosen = NOT_LOOKED
+    """Of the rank that has found the least."""
+    computed: int = 0
+    """Tokens that vLLM had when it last asked."""
+    saving: bool = False
+    saved: bool = False
+    """A part of it was kept, before a preemption perhaps."""
+    stale: bool = False
+    """Tokens before a reset are in its blocks: nothing of it is kept until it is preempted."""
+
+
+class StoreBook:
+    """Every request of this server whose KV may come from a store, or go to it."""
+
+    def __init__(self, chunk_tokens: int, num_ranks: int = 1, *, keeps_answers: bool = False) -> None:
+        """keeps_answers: keep what requests have received and generated, too."""
+        self._chunk_tokens, self._num_ranks, self._keeps_answers = chunk_tokens, num_ranks, keeps_answers
+        self._requests: dict[str, _Request] = {}
+        self._plan = StorePlan()
+        """Of the next step."""
+
+    # -- what the scheduler tells ------------------------------------------------------------------------------------
+
+    def arrived(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        salt: str,
+        lora: str,
+        media: tuple[tuple[int, str], ...],
+        *,
+        receives: bool = False,
+    ) -> None:
+        """A new request. receives: another server computes its prompt.
+
+        Raises OverflowError for a token that no vocabulary has.
+        """
+        prompt = Prompt(request_id, array("I", tokens).tobytes(), salt, lora, media)
+        self._requests[request_id] = _Request(prompt, len(tokens), receives)
+
+    def missing(self, request_id: str, num_computed: int) -> int | None:
+        """How many tokens after the first `num_computed` come from the store. None: ask again in the next step."""
+        request = self._requests.get(request_id)
+        if request is None or request.phase in (_Phase.LOADING, _Phase.COMPUTING):
+            return 0
+        request.computed = num_computed
+        if num_computed >= self._whole(request.num_tokens - 1):
+            return 0
+        if request.phase is _Phase.NEW or (request.phase is _Phase.FOUND and num_computed < request.begin):
+            self._look(request, self._whole(num_computed))
+        if request.phase is _Phase.ASKED:
+            return None
+        return max(0, request.end - num_computed)
+
+    def allocated(self, request_id: str, blocks: Sequence[int], num_external: int) -> int:
+        """vLLM has reserved blocks; those after what it has computed are for `num_external` tokens from elsewhere.
+
+        How many of these the store loads: all, unless the others come from another server.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.phase is _Phase.LOADING:
+            return 0
+        found = request.end - request.computed if request.phase is _Phase.FOUND else 0
+        count = min(num_external, max(0, found))
+        if count:
+            end = request.computed + count
+            self._plan.loads.append(Load(request_id, tuple(blocks), request.computed, end, request.receives))
+            request.phase = _Phase.LOADING
+            return count
+        if request.phase in (_Phase.ASKED, _Phase.FOUND):
+            self._plan.drops.append(request_id)
+        request.phase = _Phase.COMPUTING
+        return 0
+
+    def chosen(self, request_id: str) -> Chosen:
+        """Why so much of this request is loaded."""
+        request = self._requests.get(request_id)
+        return request.chosen if request is not None else NOT_LOOKED
+
+    def step(self, scheduled: Iterable[Scheduled], preempted: Collection[str]) -> StorePlan:
+        """The plan of the step that vLLM has just put together."""
+        for request_id in preempted:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._withdraw(request)
+                request.phase, request.stale = _Phase.NEW, False
+        for part in scheduled:
+            self._save(part)
+        plan, self._plan = self._plan, StorePlan()
+        return plan
+
+    def is_loading(self, request_id: str) -> bool:
+        request = self._requests.get(request_id)
+        return request is not None and request.phase is _Phase.LOADING
+
+    def ended(self, request_id: str, tokens: Sequence[int] = (), blocks: Sequence[int] = ()) -> bool:
+        """A request has ended, however it did. True: its blocks are read until the workers report it.
+
+        tokens: of prompt and answer whose KV is in `blocks`, of a request whose answer is complete.
+        """
+        loading = self.is_loading(request_id)
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        if loading:
+            self._plan.parked.append(request_id)
+            return False
+        end = self._whole(len(tokens)) if self._keeps_answers and not request.stale else 0
+        if end > (0 if request.receives else self._whole(request.num_tokens)):
+            whole = replace(request.prompt, tokens=array("I", tokens[:end]).tobytes())
+            self._plan.keeps.append(Keep(whole, tuple(blocks), end))
+            return True
+        return request.saved
+
+    def reset(self, era: str) -> None:
+        """What was computed so far is of no use any more: the model's weights have changed. era: names the change."""
+        self._plan.reset = era
+        for request in self._requests.values():
+            if request.phase in (_Phase.ASKED, _Phase.FOUND):
+                request.phase = _Phase.NEW
+            request.stale = request.phase is not _Phase.NEW
+
+    # -- what the workers report -------------------------------------------------------------------------------------
+
+    def looked(self, answers: Iterable[Looked]) -> None:
+        for request_id, turn, end, chosen in answers:
+            request = self._requests.get(request_id)
+            if request is None or request.turn != turn:
+                continue
+            if end is None and request.phase is _Phase.FOUND:
+                request.phase = _Phase.NEW
+            if end is not None and request.phase is _Phase.ASKED:
+                if end < request.end:
+                    request.end, request.chosen = end, chosen
+                request.num_missing -= 1
+                if not request.num_missing:
+                    request.phase = _Phase.FOUND
+
+    def received(self, request_ids: Iterable[str]) -> None:
+        """These requests' KV has come or will not."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None and request.phase is _Phase.LOADING:
+                request.phase = _Phase.COMPUTING
+
+    # -- small things ------------------------------------------------------------------------------------------------
+
+    def _look(self, request: _Request, begin: int) -> None:
+        request.phase, request.begin, request.end = _Phase.ASKED, begin, request.num_tokens
+        request.turn += 1
+        request.num_missing = self._num_ranks
+        self._name(request)
+        self._plan.looks.append(Look(request.prompt.request_id, request.turn, begin, request.receives))
+
+    def _save(self, part: Scheduled) -> None:
+        request = self._requests.get(part.request_id)
+        if request is None:
+            return
+        self._plan.num_computed += max(0, min(part.start + part.count, request.num_tokens) - part.start)
+        if request.stale or request.receives:
+            return
+        end = min(part.start + part.count, self._whole(request.num_tokens))
+        if part.start >= end:
+            return
+        if part.whole and request.saving:  # preempted, and nobody said so
+            self._withdraw(request)
+        self._name(request)
+        blocks = cast("tuple[int, ...]", part.blocks)  # of the only group: a cache of several has no store
+        self._plan.saves.append(Save(part.request_id, blocks, part.whole, part.start, end))
+        request.saving = request.saved = True
+
+    def _withdraw(self, request: _Request) -> None:
+        if request.named:
+            self._plan.withdrawn.append(request.prompt.request_id)
+        request.saving = False
+
+    def _name(self, request: _Request) -> None:
+        if not request.named:
+            request.named = True
+            self._plan.prompts.append(request.prompt)
+
+    def _whole(self, num_tokens: int) -> int:
+        """Of so many tokens those in full chunks."""
+        return num_tokens // self._chunk_tokens * self._chunk_tokens

@@ -1,0 +1,268 @@
+"""`pdlink cache`: what a running worker or store keeps, seen and changed from a terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+from pdlink.config import read_secrets
+from pdlink.errors import ConfigError
+from pdlink.observe.fetch import CannotFetch, ask, base_url
+from pdlink.observe.plain import add_row, plain
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Mapping
+
+    from rich.console import RenderableType
+
+DESCRIPTION = "See and change what a running worker, or a store process, keeps of prompts it has computed."
+EPILOG = """\
+examples (URL is of a worker, not of the proxy; http:// may be left out):
+  pdlink cache stats 127.0.0.1:8100
+  pdlink cache lookup 127.0.0.1:8100 --prompt "You are a helpful assistant. ..."
+  pdlink cache pin 127.0.0.1:8100 --file system-prompt.txt --name system
+  pdlink cache move 127.0.0.1:8100 --tokens 1,15,88,4 --from memory --to disk
+  pdlink cache clear 127.0.0.1:8100 --everything --place disk
+
+exit status: 0 done, 1 the worker did not do it, 2 wrong usage
+"""
+_TIMEOUT_S = 60.0
+_MIB = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> list[str]:
+    """The actions."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+
+    def add(name: str, text: str, run: Callable[[argparse.Namespace], None], *, of_prompt: bool = False) -> Any:
+        action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        action.add_argument("url", metavar="URL", help="base URL of the worker")
+        action.add_argument("--key-file", metavar="FILE", help="the worker's security.http_key_file")
+        action.add_argument("--json", action="store_true", help="print what the worker answers")
+        if of_prompt:
+            _add_prompt(action, required=name != "clear")
+        action.set_defaults(run=run, action=name)
+        return action
+
+    add("stats", "what lies where, who keeps it, and which tiers answer", _stats)
+    add("lookup", "how much of a prompt is kept, and where", _lookup, of_prompt=True)
+    add("warm", "bring what is kept of a prompt into memory", _count, of_prompt=True)
+    pin = add("pin", "the same, and keep it there until `unpin`", _count, of_prompt=True)
+    pin.add_argument("--name", required=True, help="of the pin; several prompts may share one")
+    unpin = add("unpin", "take back all pins of a name", _count)
+    unpin.add_argument("--name", required=True, help="that they were pinned as")
+    move = add("move", "put what one place keeps of a prompt into another one", _count, of_prompt=True)
+    move.add_argument("--from", dest="source", required=True, metavar="PLACE", help="`stats` shows the places")
+    move.add_argument("--to", dest="destination", required=True, metavar="PLACE", help="where to: memory, disk, ...")
+    move.add_argument("--keep", action="store_true", help="keep it in the first place, too")
+    clear = add("clear", "forget a prompt, or everything", _count, of_prompt=True)
+    clear.add_argument("--everything", action="store_true", help="instead of a prompt")
+    clear.add_argument("--place", action="append", metavar="PLACE", help="only there; repeatable")
+    top = add("top", "stats and rates, again and again until Ctrl-C", _top)
+    top.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between looks (2)")
+    top.add_argument("--count", type=int, default=0, metavar="N", help="looks; 0 goes on (0)")
+    return list(actions.choices)
+
+
+def _add_prompt(action: argparse.ArgumentParser, *, required: bool) -> None:
+    prompt = action.add_mutually_exclusive_group(required=required)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt as text")
+    prompt.add_argument("--tokens", metavar="IDS", help="as token ids with commas between")
+    prompt.add_argument("--file", metavar="FILE", help="as text in a file; - is standard input")
+    prompt.add_argument("--messages", metavar="FILE", help="as the JSON list of chat messages in a file")
+    action.add_argument("--salt", default="", metavar="SALT", help="the cache_salt it was sent with")
+
+
+def _stats(args: argparse.Namespace) -> None:
+    state = _ask(args, "GET", "/pdlink/cache")
+    _show(args, state, Group(*_tables(state)))
+
+
+def _lookup(args: argparse.Namespace) -> None:
+    answer = _ask(args, "POST", "/pdlink/cache/lookup", _named(args))
+    summary = plain(f"{answer['tokens']} of {answer['prompt_tokens']} tokens are kept")
+    table = Table()
+    table.add_column("tokens", justify="right")
+    table.add_column("place")
+    begin = 0
+    for run in answer["runs"]:
+        add_row(table, f"{begin} to {begin + run['tokens'] - 1}", run["place"])
+        begin += run["tokens"]
+    _show(args, answer, Group(summary, table) if answer["runs"] else summary)
+
+
+def _count(args: argparse.Namespace) -> None:
+    """A verb that answers how much it did."""
+    body = _named(args) if hasattr(args, "salt") else {}
+    if args.action in ("pin", "unpin"):
+        body["name"] = args.name
+    elif args.action == "move":
+        body |= {"source": args.source, "destination": args.destination, "keep": args.keep}
+    elif args.action == "clear":
+        body |= {"everything": args.everything, "places": args.place}
+    answer = _ask(args, "POST", f"/pdlink/cache/{args.action}", body)
+    what, value = next(iter(answer.items()))
+    done = {
+        "warm": "are in memory",
+        "pin": f"are pinned as {getattr(args, 'name', '')}",
+        "unpin": "are not pinned any more",
+        "move": f"are in {getattr(args, 'destination', '')}",
+        "clear": "were in memory and are forgotten; tiers forget in the background",
+    }
+    _show(args, answer, plain(f"{value} {what} {done[args.action]}"))
+    if args.action == "clear" and not answer.get("durable", True):
+        raise CannotFetch(
+            f"{args.url} could not note the clear, or has lost its store: what tiers have not forgotten yet is found "
+            "again after a restart; make its tiers.state_dir writable, and clear again"
+        )
+
+
+def _top(args: argparse.Namespace) -> None:
+    if args.interval <= 0:
+        raise ConfigError(f"--interval: got {args.interval:g}; limit more than 0; give seconds")
+    before: Counter[str] = Counter()
+    before_s = looks = 0
+    console = Console()
+    with Live(console=console, auto_refresh=False) as live:
+        while not args.count or looks < args.count:
+            if looks:
+                time.sleep(args.interval)
+            state, now, now_s = _ask(args, "GET", "/pdlink/cache"), _counts(args), time.monotonic()
+            rates = {name: (now[name] - before[name]) / (now_s - before_s) for name in now} if looks else {}
+            live.update(Group(*_tables(state), _rates(rates)), refresh=True)
+            before, before_s, looks = now, now_s, looks + 1  # type: ignore[assignment]
+
+
+def _tables(state: Mapping[str, Any]) -> list[RenderableType]:
+    places = Table(title="places", title_justify="left")
+    for column in ("place", "MiB", "of", "records", "answers"):
+        places.add_column(column, justify="left" if column in ("place", "answers") else "right")
+    for place in state["places"]:
+        capacity = _mib(place["capacity_nbytes"]) if place["capacity_nbytes"] else "?"
+        records = "" if place["records"] is None else str(place["records"])
+        add_row(places, place["name"], _mib(place["nbytes"]), capacity, records, "yes" if place["answers"] else "NO")
+    kept = Table(title="kept in memory", title_justify="left")
+    for column in ("as", "by", "for", "records", "MiB", "age s", "ends in s"):
+        kept.add_column(column, justify="left" if column in ("as", "by", "for") else "right")
+    for kind in ("pins", "leases"):
+        for one in state[kind]:
+            times = ["" if one[name] is None else f"{one[name]:.1f}" for name in ("age_s", "ends_in_s")]
+            add_row(kept, kind[:-1], one["holder"], one["request"], str(one["records"]), _mib(one["nbytes"]), *times)
+    size = (
+        f", {state['chunk_tokens']} tokens and {_mib(state['record_nbytes'])} MiB each"
+        if "chunk_tokens" in state
+        else ""
+    )
+    line = plain(
+        f"pinned {_mib(state['pinned_nbytes'])} of {_mib(state['pin_quota_nbytes'])} MiB; "
+        f"{state['writing']} records are being written{size}{'; frozen' if state['frozen'] else ''}"
+    )
+    return [places, line, *([kept] if kept.row_count else [])]
+
+
+def _rates(rates: Mapping[str, float]) -> RenderableType:
+    table = Table(title="each second", title_justify="left")
+    table.add_column("what")
+    table.add_column("", justify="right")
+    for name, rate in sorted(rates.items()):
+        if rate:
+            add_row(table, name, f"{rate / _MIB:.1f} MiB" if "bytes" in name else f"{rate:.1f}")
+    return table if table.row_count else "nothing has changed since the last look"
+
+
+def _counts(args: argparse.Namespace) -> Counter[str]:
+    """Counters of the store and its tiers, by name and labels."""
+    text = _fetch(args, "/metrics").decode()
+    samples = re.findall(r"^pdlink_((?:store|tier)_\w+)_total(?:\{(.*)\})? (\S+)$", text, re.MULTILINE)
+    found: Counter[str] = Counter()
+    for name, labels, value in samples:
+        words = " ".join(re.findall(r'="([^"]*)"', labels))
+        found[f"{name.replace('_', ' ')}: {words}"] = int(float(value))
+    return found
+
+
+def _named(args: argparse.Namespace) -> dict[str, Any]:
+    """The prompt as the flags name it."""
+    body: dict[str, Any] = {"cache_salt": args.salt}
+    if args.prompt is not None:
+        body["prompt"] = args.prompt
+    elif args.tokens is not None:
+        try:
+            body["prompt"] = [int(token) for token in args.tokens.split(",")]
+        except ValueError:
+            raise ConfigError(f"--tokens: got {args.tokens[:100]!r}; limit numbers with commas between") from None
+    elif args.file is not None:
+        body["prompt"] = _text("--file", args.file)
+    elif args.messages is not None:
+        try:
+            body["messages"] = json.loads(_text("--messages", args.messages))
+        except ValueError as error:
+            raise ConfigError(f"--messages: {args.messages} is not JSON: {error}") from None
+    return body
+
+
+def _text(flag: str, path: str) -> str:
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{flag}: {path} is not text") from None
+
+
+def _show(args: argparse.Namespace, answer: object, table: RenderableType) -> None:
+    if args.json:
+        print(json.dumps(answer, indent=2))
+    else:
+        Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / _MIB:,.1f}"
+
+
+# --- HTTP
+
+
+def _ask(args: argparse.Namespace, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    text = _fetch(args, path, None if method == "GET" else json.dumps(body).encode())
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise CannotFetch(f"{args.url} answered with something else; is it a pdlink worker?")
+    return answer
+
+
+def _fetch(args: argparse.Namespace, path: str, body: bytes | None = None) -> bytes:
+    """Raises CannotFetch, or ConfigError where the worker takes the question for wrong."""
+    url = base_url(args.url)
+    key = read_secrets(args.key_file, "--key-file")[0] if args.key_file else ""
+    status, text = ask(url, path, {"X-Pdlink-Key": key}, body, timeout_s=_TIMEOUT_S)
+    if not 200 <= status < 300:
+        raise _refusal(url, status, text, with_key=bool(key))
+    return text
+
+
+def _refusal(url: str, status: int, text: bytes, *, with_key: bool) -> CannotFetch | ConfigError:
+    if status == 401:
+        other = "it has another key; --key-file must be" if with_key else "it asks for its key; give --key-file FILE,"
+        return CannotFetch(f"{url}: {other} its security.http_key_file")
+    if status == 404:
+        return CannotFetch(f"{url} keeps no KV: tiers.max_local_cpu_size is 0 there, or it is no pdlink worker")
+    try:
+        message = str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"answered {status}"
+    return (ConfigError if status < 500 else CannotFetch)(f"{url}: {message}")

@@ -1,0 +1,171 @@
+"""`pdlink top`: a deployment in a terminal, from the same state as the proxy's page."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pdlink.config import read_secrets
+from pdlink.observe.fetch import CannotFetch, ask, base_url
+from pdlink.observe.plain import add_row, plain
+
+if TYPE_CHECKING:
+    import argparse
+
+    from rich.console import RenderableType
+
+DESCRIPTION = "Show the workers, transfers and requests behind a proxy, again and again until Ctrl-C."
+EPILOG = """\
+a cell per layer of a transfer:  █ landed   ▓ in flight   ▒ written, waits for the link   ░ not computed yet
+
+exit status: 0 done, 1 the proxy did not answer, or with --once: something is wrong, 2 wrong usage
+"""
+_GLYPHS = str.maketrans({"l": "█", "f": "▓", "w": "▒", ".": "░"})
+_ROWS = 8
+_STYLES = {"ok": "green", "idle": "dim", "warn": "yellow", "bad": "red"}
+_MARKS = {"ok": "✓", "idle": "·", "warn": "!", "bad": "✗"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", nargs="?", default="127.0.0.1:8000", metavar="URL", help="of the proxy (%(default)s)")
+    parser.add_argument("--key-file", metavar="FILE", help="with one of the proxy's api_keys")
+    parser.add_argument("--once", action="store_true", help="one look; exit status 1 if something is wrong")
+    parser.add_argument("--json", action="store_true", help="one look, as the proxy answers it")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between looks (1)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    key = read_secrets(args.key_file, "--key-file")[0] if args.key_file else None
+    state = fetch_state(args.url, key)
+    if args.json:
+        print(json.dumps(state, indent=2))
+    elif args.once:
+        Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(picture(state))
+    else:
+        with Live(picture(state), screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(max(0.2, args.interval))
+                live.update(picture(fetch_state(args.url, key)), refresh=True)
+    return 0 if state["verdict"]["level"] in ("ok", "idle") else 1
+
+
+def fetch_state(url: str, key: str | None) -> dict[str, Any]:
+    """GET /pdlink/state of a proxy. Raises CannotFetch."""
+    url = base_url(url)
+    status, text = ask(url, "/pdlink/state", {} if key is None else {"Authorization": f"Bearer {key}"})
+    if status != 200:
+        remedy = "give --key-file FILE with one of its api_keys" if status == 401 else "is it a pdlink proxy?"
+        raise CannotFetch(f"{url} answered {status}; {remedy}")
+    try:
+        state = json.loads(text)
+        state["verdict"]["level"], state["workers"], state["live"], state["requests"], state["summary"]["kv"]
+    except (ValueError, KeyError, TypeError):
+        raise CannotFetch(f"{url} answered with something else; is it a pdlink proxy?") from None
+    return state  # type: ignore[no-any-return]
+
+
+def picture(state: dict[str, Any]) -> RenderableType:
+    """All of it."""
+    verdict, summary = state["verdict"], state["summary"]
+    head = plain(f"{_MARKS.get(verdict['level'], '?')} {verdict['text']}", _STYLES.get(verdict["level"], ""))
+    exposed = summary["exposed_share"]
+    figures = plain(
+        f"first token p50 {_ms(summary['ttft_p50_ms'])}, p95 {_ms(summary['ttft_p95_ms'])}   "
+        f"KV not hidden by prefill {'–' if exposed is None else f'{exposed:.1%}'}   "
+        f"running {state['running']}, queued {state['queued']}"
+    )
+    return Group(
+        head, figures, Text(), _workers(state), Text(), _pairs(state), Text(), _live(state), Text(), _requests(state)
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(
+            plain(name.removeprefix(">")), justify="right" if name.startswith(">") else "left", no_wrap=True
+        )
+    return table
+
+
+def _workers(state: dict[str, Any]) -> Table:
+    table = _table(
+        "workers", "worker", "state", ">legs", ">running", ">waits for KV", ">queued", ">blocks held", "reason"
+    )
+    for worker in state["workers"]:
+        counts, blocks = worker["requests"] or {}, worker["blocks"] or {}
+        held = f"{1 - blocks['free'] / blocks['total']:.0%}" if blocks.get("total") else "–"
+        numbers = [counts.get(key, "–") for key in ("running", "awaiting_kv", "waiting")]
+        style = "" if worker["state"] == "ok" else "red"
+        add_row(
+            table,
+            worker["label"],
+            worker["state"],
+            worker["in_flight"],
+            *numbers,
+            held,
+            worker["reason"],
+            style=style,
+        )
+    return table
+
+
+def _pairs(state: dict[str, Any]) -> Table:
+    decode = list(dict.fromkeys(pair["decode"] for pair in state["pairs"]))
+    table = _table("pairs", "", *decode)
+    for prefill in dict.fromkeys(pair["prefill"] for pair in state["pairs"]):
+        cells = {pair["decode"]: _pair(pair) for pair in state["pairs"] if pair["prefill"] == prefill}
+        add_row(table, prefill, *(cells.get(name, "") for name in decode))
+    return table
+
+
+def _pair(pair: dict[str, Any]) -> Text:
+    if pair["state"] == "refused":
+        return plain(f"✗ {pair['reason']}", "red")
+    if not pair["lane"]:
+        return plain(pair["state"], "dim")
+    speed = f" {pair['gb_per_s']:.1f} GB/s" if pair["gb_per_s"] else ""
+    return plain(pair["lane"] + speed)
+
+
+def _live(state: dict[str, Any]) -> Table:
+    table = _table(f"transfers now: {len(state['live'])}", "transfer", "from", "to", "lane", "layers", ">MB", ">age")
+    for each in state["live"][:_ROWS]:
+        strip, age = each["layers"].translate(_GLYPHS), _ms(each["age_s"] * 1000)
+        add_row(
+            table,
+            each["transfer_id"],
+            each["worker"],
+            each["peer"],
+            each["lane"],
+            strip,
+            f"{each['nbytes'] / 1e6:.1f}",
+            age,
+        )
+    return table
+
+
+def _requests(state: dict[str, Any]) -> Table:
+    table = _table(
+        "last requests", "request", "end", "KV", ">tokens", "prefill", "decode", ">queued", ">first token", ">all"
+    )
+    for each in state["requests"][:_ROWS]:
+        times = [_ms(None if each[name] is None else each[name] * 1000) for name in ("queued_s", "ttft_s", "total_s")]
+        legs = [each["prefill"] or "–", each["decode"] or "–"]
+        style = "" if each["outcome"] == "ok" else "red"
+        add_row(
+            table, each["request_id"], each["outcome"], each["kv"], each["prompt_tokens"], *legs, *times, style=style
+        )
+    return table
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f} ms" if value < 10 else f"{value:.0f} ms"

@@ -1,0 +1,191 @@
+"""`Questions`: asks stores of other nodes, and answers them, in a thread that owns the sockets.
+
+Nothing a peer sends is believed, and nothing waits for one but the thread that asks it, up to its deadline. A
+connection that ends fails the questions that are under way on it; the next question dials again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING
+
+from pdlink.endpoint.channel import Channel, Disconnected, QueueFull, Received
+from pdlink.endpoint.inflow import LOOK_S
+from pdlink.endpoint.work import Work
+from pdlink.errors import PdlinkError, ProtocolError
+from pdlink.events import MessageDropped, emit
+from pdlink.peers.messages import VERSION, Answer, Ask, Pull, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdlink.peers.messages import Body
+    from pdlink.protocol.auth import AllowList, Credentials
+
+log = logging.getLogger(__name__)
+
+_TURN_S = 0.005
+"""For which a turn reads frames, then commands get theirs."""
+
+
+class Questions:
+    """Thread-safe, but for `open` and `close`."""
+
+    def __init__(self, identity: str, answer: Callable[[Ask], Answer], pull: Callable[[Pull], None]) -> None:
+        """identity: of this life of the process. answer, pull: called in the thread; they must not wait."""
+        self._channel = Channel(identity)
+        self._work = Work()
+        self._answer, self._pull = answer, pull
+        self._numbers = count(1)
+        self._closed = True
+        self._thread: threading.Thread | None = None
+        # The thread's:
+        self._routes: dict[str, str] = {}
+        """Of dialed connections, by address."""
+        self._pending: dict[int, tuple[str, Future[Answer]]] = {}
+        """Route and answer of each question under way."""
+
+    def open(self, host: str, port: int, credentials: Credentials | None) -> int:
+        """Listen, and start the thread; returns the port. Raises ConfigError."""
+        bound = self._channel.bind(host, port, credentials)
+        self._work.open()
+        self._channel.watch(self._work.wake_fd)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="pdlink-peers", daemon=True)
+        self._thread.start()
+        return bound
+
+    def close(self) -> None:
+        """Fail all questions. Safe to call twice."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._work.call(self._end)
+            thread.join()
+            self._channel.close()
+            self._work.close()
+
+    def allow(self, allowed: AllowList) -> None:
+        """Replace the allow-list; frames of other keys are dropped from now on."""
+
+        def exchange() -> None:
+            if self._channel.credentials is not None:
+                self._channel.credentials = replace(self._channel.credentials, allowed=allowed)
+
+        self._work.call(exchange)
+
+    def ask(self, address: str, keys: Sequence[bytes], timeout_s: float) -> Answer:
+        """What the store at this address says of these keys. Raises OSError if it says nothing right in time."""
+        number, answer = next(self._numbers), Future[Answer]()
+        self._work.call(partial(self._send, address, Ask(number, tuple(keys)), answer))
+        try:
+            given = answer.result(0.0 if self._closed else timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"{address} did not answer within {timeout_s:.1f} s") from None
+        finally:
+            self._work.call(lambda: self._pending.pop(number, None) and None)
+        if given.version != VERSION:
+            raise ConnectionError(f"{address} speaks version {given.version}, this store {VERSION}")
+        if len(given.held) != len(keys):
+            raise ConnectionError(f"{address} answered {len(given.held)} of {len(keys)} keys")
+        return given
+
+    def tell(self, address: str, body: Pull) -> None:
+        """Send it, if the connection takes it."""
+        self._work.call(partial(self._send, address, body, None))
+
+    # --- The thread
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception:
+            log.exception("no questions are asked or answered any more")
+            self._end()
+
+    def _loop(self) -> None:
+        while not self._closed:
+            with self._work.lock:
+                self._work.asleep = not self._work.commands
+                wait_s = LOOK_S if self._work.asleep else 0.0
+            arrived, ready = self._channel.poll(wait_s)
+            self._work.asleep = False
+            if self._work.wake_fd in ready:
+                self._work.woken()
+            until_s = time.monotonic() + _TURN_S
+            for item in arrived:
+                match item:
+                    case Received():
+                        self._on_frame(item)
+                    case Disconnected():
+                        self._on_disconnected(item)
+                if time.monotonic() >= until_s:
+                    break
+            while self._work.commands:
+                self._work.commands.popleft()[0]()
+
+    def _end(self) -> None:
+        self._closed = True
+        for _, answer in self._pending.values():
+            _fail(answer, "this store is closed")
+
+    def _send(self, address: str, body: Ask | Pull, answer: Future[Answer] | None) -> None:
+        problem = "the connection is gone"
+        try:
+            route = self._routes.get(address)
+            if route is None:
+                route = self._routes[address] = self._channel.dial(address)
+            if self._channel.send(route, encode(body)):
+                if isinstance(body, Ask) and answer is not None:
+                    self._pending[body.number] = route, answer
+                return
+        except QueueFull:
+            problem = "it does not read"
+        except PdlinkError as error:
+            problem = str(error)
+        if answer is not None:
+            _fail(answer, f"{address}: {problem}")
+
+    def _on_frame(self, item: Received) -> None:
+        credentials = self._channel.credentials
+        if credentials is not None and item.public_key not in credentials.allowed:
+            emit(MessageDropped(reason="key"))
+            return
+        try:
+            body = decode(item.frame)
+        except ProtocolError:
+            emit(MessageDropped(reason="malformed"))
+            return
+        self._on_body(item.route, body)
+
+    def _on_body(self, route: str, body: Body) -> None:
+        match body:
+            case Ask():
+                with suppress(QueueFull):  # it asks, and does not read
+                    self._channel.send(route, encode(self._answer(body)))
+            case Pull():
+                self._pull(body)
+            case Answer(number=number):
+                asked, answer = self._pending.get(number, ("", Future[Answer]()))
+                if asked == route:  # nobody answers for another
+                    with suppress(InvalidStateError):
+                        answer.set_result(body)
+
+    def _on_disconnected(self, item: Disconnected) -> None:
+        self._channel.drop(item.route)
+        for address in [address for address, route in self._routes.items() if route == item.route]:
+            del self._routes[address]
+        for route, answer in self._pending.values():
+            if route == item.route:
+                _fail(answer, f"the connection ended: {item.reason}" if item.reason else "the connection ended")
+
+
+def _fail(answer: Future[Answer], problem: str) -> None:
+    with suppress(InvalidStateError):
+        answer.set_exception(ConnectionError(problem))

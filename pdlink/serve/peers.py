@@ -1,0 +1,35 @@
+"""The stores of other nodes that a store lends to and borrows from, by the settings of its process."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from pdlink.peers.link import PeerLink
+
+if TYPE_CHECKING:
+    from pdlink.config import StoreConfig, TimeoutConfig, WorkerConfig
+    from pdlink.protocol.auth import Credentials
+
+
+def make_link(
+    config: WorkerConfig | StoreConfig,
+    name: str,
+    credentials: Credentials | None,
+    *,
+    insecure: bool,
+    timeouts: TimeoutConfig | None = None,
+) -> PeerLink | None:
+    """Not open yet; None where the settings want none. name: of the process, which others may have, too."""
+    if not config.tiers.peers and config.tiers.peer_port is None:
+        return None
+    return PeerLink(
+        f"{name if credentials is None else credentials.keys.name}/store-{secrets.token_hex(4)}",
+        host=config.control_host,
+        port=config.tiers.peer_port or 0,
+        advertise_host=config.advertise_host,
+        transport=config.transport,
+        timeouts=timeouts,
+        credentials=credentials,
+        insecure=insecure,
+    )

@@ -1,0 +1,126 @@
+"""`Turning`: a worker takes another role without a restart: it drains what it does for the old one first.
+
+Memory stays registered, sessions with peers stay open, and nothing that runs is ended. While it drains, the worker
+reports `draining` and refuses new requests, so routers choose others; if it has not drained by the deadline it stays
+what it was. One turn at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import math
+import time
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import msgspec
+
+from pdlink.config import Role
+from pdlink.errors import Draining, InvalidApiKey, InvalidRequest, PeerNotAllowed, RoleNotTaken
+from pdlink.serve.http import json_response
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiohttp import web
+
+    from pdlink.serve.worker import Worker
+
+log = logging.getLogger(__name__)
+
+_MAX_BODY_NBYTES = 4096
+_LOOK_S = 0.02
+"""Between two looks at what is left to drain; transfers end without a word to this loop."""
+LONGEST_S = 3600.0
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /role."""
+
+    role: str
+    """To serve from now on: prefill, decode or both."""
+    epoch: str = ""
+    """The life of the worker that is meant, as its /health says; empty is any. Another one is refused."""
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_S)] = 60.0
+    """For which it may drain."""
+
+
+class Turning:
+    """Of one worker. Belongs to its asyncio loop."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.changed: Callable[[], None] = lambda: None
+        """Called when what the worker says of itself has changed."""
+
+    async def turn(self, body: bytes) -> dict[str, object]:
+        """Take the role that the body asks for; returns it, and how long that took.
+
+        Raises InvalidRequest, Draining while the worker ends, and RoleNotTaken if it turns already, is another life,
+        or has not drained in time.
+        """
+        asked, worker = _read(body), self._worker
+        epoch = worker.node.report().epoch
+        if asked.epoch and asked.epoch != epoch:
+            raise RoleNotTaken(f"epoch: got {asked.epoch}, this life of the worker is {epoch}; ask for its /health")
+        if worker.draining:
+            raise Draining("this worker is shutting down, and takes no other role")
+        began_s, before = time.monotonic(), worker.role
+        if not worker.begin_turn(_role(asked.role)):
+            raise RoleNotTaken(f"role: got {asked.role}; it takes the role {worker.turning} now; ask again later")
+        taken = False
+        try:
+            self.changed()
+            deadline_s = began_s + asked.deadline_s
+            while (left := worker.left_to_drain()) and time.monotonic() < deadline_s:  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_S)
+            if left:
+                raise RoleNotTaken(
+                    f"role: got {asked.role}; {left} after {asked.deadline_s:g} s; it stays {before}; ask again with "
+                    "a longer deadline_s"
+                )
+            taken = True
+        finally:  # also where the caller leaves
+            worker.end_turn(taken=taken)
+            self.changed()
+        log.warning("%s serves the role %s now, and not %s", worker.name, worker.role, before)
+        return {"role": worker.role, "was": before, "took_s": round(time.monotonic() - began_s, 3)}
+
+
+def add_role_route(app: web.Application, turning: Turning, keys: tuple[str, ...]) -> None:
+    """POST /role. keys: of operators; without any it answers 403."""
+    secrets = [key.encode() for key in keys]
+
+    async def role(request: web.Request) -> web.Response:
+        if not secrets:
+            raise PeerNotAllowed("set security.admin_key_file to change the role at run time")
+        words = request.headers.get("Authorization", "").split()
+        sent = words[1].encode(errors="surrogateescape") if len(words) == 2 and words[0].lower() == "bearer" else b""
+        matches = [hmac.compare_digest(sent, secret) for secret in secrets]  # all of them, also after a match
+        if not any(matches):
+            raise InvalidApiKey("send a key of security.admin_key_file as `Authorization: Bearer KEY`")
+        body = await request.content.read(_MAX_BODY_NBYTES + 1)
+        if len(body) > _MAX_BODY_NBYTES:
+            raise InvalidRequest(f"body: got more than {_MAX_BODY_NBYTES} bytes; limit that; send a role")
+        return json_response(await turning.turn(body))
+
+    app.router.add_post("/role", role)
+
+
+def _read(body: bytes) -> Turn:
+    try:
+        asked = msgspec.json.decode(body, type=Turn)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f'body: {error}; send {{"role": "decode", "deadline_s": 60}}') from None
+    if not math.isfinite(asked.deadline_s):
+        raise InvalidRequest(f"deadline_s: got {asked.deadline_s}; limit {LONGEST_S:.0f}; send seconds")
+    return asked
+
+
+def _role(text: str) -> Role:
+    for role in ROLES:
+        if role == text:
+            return role
+    raise InvalidRequest(f"role: got {text!r}; limit {', '.join(ROLES)}; send one of them")

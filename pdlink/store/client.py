@@ -1,0 +1,411 @@
+"""`RemoteStore`: the verbs of a store that is another process of this host, which is never in the way.
+
+Messages go over its Unix socket ([docs/store.md]); KV does not: the store's arena is mapped here, and callers copy
+from and into their slots themselves. One thread connects, reads answers, and connects again. A store that has gone or
+does not answer within `timeout_s` is a miss for every call at once, until it is back.
+
+Slots belong to one life of the store. What is read from them counts only if its `release` is answered, so a lost
+store's leases never stand. What is written goes to the arena that was mapped when the slots were reserved: another
+one is mapped only when no reservation is open.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pdlink.errors import InvalidRequest, ProtocolError
+from pdlink.memory.buffers import map_shared, touch
+from pdlink.store import wire
+from pdlink.store.catalog import WHOLE, Slot
+from pdlink.store.codec import make_codec
+from pdlink.store.interface import MEMORY, Forgotten, Found
+from pdlink.store.line import Line
+from pdlink.store.link import Link, RemoteFetch
+from pdlink.store.preimages import commits
+from pdlink.store.socket_path import peer_of, store_path
+from pdlink.store.turns import USUAL, Retention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pdlink.kv.hashing import Preimage
+    from pdlink.memory.buffers import Bytes
+    from pdlink.store.catalog import Share
+    from pdlink.store.interface import RecordChange
+    from pdlink.store.link import Answer
+    from pdlink.store.record import RecordShape
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 1.0
+"""Between attempts to connect."""
+_CONNECT_S = 5.0
+_TOUCH_NBYTES = 64 << 20
+"""At a time: 25 ms."""
+_MOVE_S, _CLEAR_S = 60.0, 10.0
+
+
+class RemoteStore:
+    """Implements `AnyStore`. `open` starts the thread; `close` ends it."""
+
+    def __init__(self, path: str, *, name: str, timeout_s: float = 1.0, setting: str = "tiers.store") -> None:
+        """path: as `store_path` takes it, of the store's socket. name: of this client, in the store's lists and logs.
+
+        timeout_s: longest wait for an answer, beside what the call itself may take. Raises ConfigError.
+        """
+        self.path = store_path(setting, path)
+        self.name, self.timeout_s = name[: wire.MAX_TEXT], timeout_s
+        self._token = os.urandom(16)
+        self._calls = itertools.count(1)
+        self._lock = threading.Lock()
+        # Guarded by `_lock`:
+        self._link: Link | None = None
+        """The present connection; None while there is none."""
+        self._writing: dict[int, Slot] = {}
+        """Reservations of the arena that is mapped, by serial."""
+        self._changed = threading.Condition(self._lock)
+        self._closing = False
+        self._incarnation = b""
+        self._array: Bytes | None = None
+        self._places: tuple[str, ...] = (MEMORY,)
+        self._frozen = False
+        self._warned: set[str] = set()
+        self._touched_nbytes = 0
+        """Of the arena, from its start, are in our page table, or in line for it. `_lock` guards it."""
+        self._thread = threading.Thread(target=self._run, name="pdlink-store-client", daemon=True)
+
+    def open(self) -> None:
+        """Connect; in the background, if that takes longer than `timeout_s`."""
+        self._toucher = Line("pdlink-store-touch")
+        self._thread.start()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._link is not None, self.timeout_s):
+                log.warning("the store at %s does not answer yet; everything is a miss until it does", self.path)
+
+    def close(self) -> None:
+        """Reservations that are open end with the process."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            link = self._link
+        if link is not None:
+            link.lose("closed here")
+        self._thread.join()
+        self._toucher.close(self.timeout_s)
+
+    @property
+    def connected(self) -> bool:
+        link = self._link
+        return link is not None and not link.lost
+
+    @property
+    def has_tiers(self) -> bool:
+        """A look-up waits for another process, at the least."""
+        return True
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """As of the last connection."""
+        return self._places
+
+    @property
+    def events(self) -> str:
+        link = self._link
+        return link.events if link is not None and not link.lost else ""
+
+    @property
+    def wants_sums(self) -> bool:
+        link = self._link
+        return link is not None and link.wants_sums
+
+    @property
+    def array(self) -> Bytes:
+        """The store's arena, mapped here. Slots of a lost store may lie elsewhere, and count for nothing."""
+        assert self._array is not None, "no slot was ever given out"
+        return self._array
+
+    @property
+    def frozen(self) -> bool:
+        return self._frozen
+
+    @frozen.setter
+    def frozen(self, on: bool) -> None:
+        self._frozen = on
+        if (link := self._link) is not None:
+            link.say(wire.Freeze(on))
+
+    # --- Reading
+
+    def lookup(self, keys: Sequence[bytes], timeout_s: float) -> Found:
+        asked = tuple(keys[: wire.MAX_KEYS])
+        answer = self._ask(lambda call: wire.Lookup(call, asked, timeout_s), wire.FoundAt, timeout_s)
+        places = answer.places[: len(asked)] if answer is not None else ()
+        return Found(asked[: len(places)], places)
+
+    def fetch(
+        self,
+        found: Found,
+        shape: RecordShape,
+        request: str,
+        holder: str = "engine",
+        retention: Retention = USUAL,
+        *,
+        checks: bool = False,
+    ) -> RemoteFetch:
+        """holder: the store names this client instead."""
+        link, call = self._link, next(self._calls)
+        fetch = RemoteFetch(link, call, found.keys, shape.nbytes)
+        if link is None:
+            fetch.finish()
+        else:
+            places = tuple(place if place < link.num_places else 0 for place in found.places)
+            asked = wire.Fetch(call, found.keys, places, shape, request[: wire.MAX_TEXT], retention, checks)
+            link.begin(fetch, asked)
+        return fetch
+
+    # --- Writing
+
+    def reserve(
+        self,
+        keys: Sequence[bytes],
+        shape: RecordShape,
+        holder: str = "engine",
+        share: Share = WHOLE,
+        retention: Retention = USUAL,
+    ) -> tuple[Slot, ...]:
+        """As `AnyStore.reserve`. A record that can never fit is a warning, and finds no room: the store's size is its
+        own affair."""
+        array = self._array
+        if array is not None and shape.nbytes > len(array):
+            self._warn_once(
+                f"a record takes {shape.nbytes} bytes, and the store at {self.path} has {len(array)}: nothing is "
+                "kept; raise its tiers.max_local_cpu_size, or lower chunk_size"
+            )
+            return ()
+        asked = tuple(keys[: wire.MAX_KEYS])
+        link, call = self._link, next(self._calls)
+        answer = None if link is None else link.ask(wire.Reserve(call, asked, shape, share, retention), wire.Reserved)
+        if answer is None:
+            return ()
+        slots = [Slot(serial, asked[index], offset, shape.nbytes) for index, serial, offset in answer.slots]
+        self._touch(answer.committed_nbytes)
+        with self._lock:
+            if self._link is not link:  # the next connection does not name them, so they end
+                return ()
+            self._writing.update((slot.serial, slot) for slot in slots)
+        return tuple(slots)
+
+    def commit(
+        self,
+        slots: Sequence[Slot],
+        shape: RecordShape,
+        preimages: Sequence[Preimage | None] = (),
+        *,
+        summed: bool = False,
+    ) -> None:
+        """In the shape that they were reserved in."""
+        link, serials = self._end_writing(slots)
+        if link is not None and serials:
+            known = zip(slots, preimages, strict=True) if link.events and preimages else ()
+            by_serial = {slot.serial: each for slot, each in known}
+            for message in commits(serials, by_serial, summed=summed):
+                link.say(message)
+
+    def abandon(self, slots: Iterable[Slot]) -> None:
+        link, serials = self._end_writing(slots)
+        if link is not None and serials:
+            link.say(wire.Abandon(serials))
+
+    # --- Operators
+
+    def pin(self, keys: Sequence[bytes], name: str) -> int:
+        if len(name) > wire.MAX_TEXT:
+            raise InvalidRequest(f"name: got {len(name)} characters; limit {wire.MAX_TEXT}; choose a shorter one")
+        return self._prefix(keys, lambda part, call: wire.Pin(call, part, name))
+
+    def unpin(self, name: str) -> int:
+        return self._count(lambda call: wire.Unpin(call, name)) if len(name) <= wire.MAX_TEXT else 0
+
+    def clear(self, keys: Sequence[bytes] | None = None, places: Sequence[str] | None = None) -> Forgotten:
+        if keys is None:
+            return self._clear(None, places)
+        begins = range(0, max(1, len(keys)), wire.MAX_KEYS)
+        done = [self._clear(tuple(keys[begin : begin + wire.MAX_KEYS]), places) for begin in begins]
+        return Forgotten(sum(part.records for part in done), all(part.durable for part in done))
+
+    def _clear(self, keys: tuple[bytes, ...] | None, places: Sequence[str] | None) -> Forgotten:
+        where = None if places is None else tuple(places)
+        answer = self._ask(lambda call: wire.Clear(call, keys, where), wire.Forgot, _CLEAR_S)
+        return Forgotten(0, durable=False) if answer is None else Forgotten(answer.records, answer.durable)
+
+    def move(self, keys: Sequence[bytes], shape: RecordShape, source: str, destination: str, *, copy: bool) -> int:
+        return self._prefix(keys, lambda part, call: wire.Move(call, part, shape, source, destination, copy), _MOVE_S)
+
+    def repack(self, keys: Sequence[bytes], shape: RecordShape, place: str, codec: str) -> int:
+        make_codec(codec, "method")
+        return self._prefix(keys, lambda part, call: wire.Repack(call, part, shape, place, codec), _MOVE_S)
+
+    def flush(self, timeout_s: float) -> bool:
+        return bool(self._count(lambda call: wire.Flush(call, timeout_s), timeout_s))
+
+    def health(self) -> dict[str, bool]:
+        """The store's own /health says more."""
+        return {"store": self.connected}
+
+    def gauges(self) -> dict[str, float]:
+        """None: they are the store's."""
+        return {}
+
+    def listen(self, changed: Callable[[RecordChange], None]) -> None:
+        """Nothing is told: what comes and goes is known in the store's process."""
+
+    def answering(self) -> dict[str, float]:
+        return {"store": float(self.connected)}
+
+    # --- Inside
+
+    def _ask(
+        self, make: Callable[[int], wire.Request], kind: type[Answer], may_take_s: float | None
+    ) -> Answer | None:
+        link = self._link
+        return None if link is None else link.ask(make(next(self._calls)), kind, may_take_s)
+
+    def _prefix(
+        self,
+        keys: Sequence[bytes],
+        make: Callable[[tuple[bytes, ...], int], wire.Request],
+        may_take_s: float | None = None,
+    ) -> int:
+        """How many leading keys are done, in as many messages as they take. What is cut short is the last."""
+        done = 0
+        for begin in range(0, len(keys), wire.MAX_KEYS):
+            part = tuple(keys[begin : begin + wire.MAX_KEYS])
+            count = self._count(partial(make, part), may_take_s)
+            done += count
+            if count < len(part):
+                break
+        return done
+
+    def _count(self, make: Callable[[int], wire.Request], may_take_s: float | None = None) -> int:
+        answer = self._ask(make, wire.Count, may_take_s)
+        return 0 if answer is None else answer.value
+
+    def _end_writing(self, slots: Iterable[Slot]) -> tuple[Link | None, tuple[int, ...]]:
+        """Nobody writes to them any more: the serials to tell. Without a connection, the next one ends them by not
+        naming them."""
+        with self._changed:
+            link = self._link
+            serials = tuple(slot.serial for slot in slots if self._writing.pop(slot.serial, None) is not None)
+            if not self._writing:
+                self._changed.notify_all()
+        return link, serials
+
+    def _touch(self, upto_nbytes: int) -> None:
+        """Map what the arena has grown by, before it is used, in a thread of its own."""
+        with self._lock:
+            array, begin = self._array, self._touched_nbytes
+            if array is None or upto_nbytes <= begin:
+                return
+            self._touched_nbytes = upto_nbytes
+        for at in range(begin, min(upto_nbytes, len(array)), _TOUCH_NBYTES):
+            self._toucher.put(partial(touch, array, at, min(upto_nbytes, len(array), at + _TOUCH_NBYTES)))
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning("%s", text)
+
+    # --- The thread
+
+    def _run(self) -> None:
+        pause_s, lost_s = _FIRST_PAUSE_S, time.monotonic()
+        while not self._closing:
+            try:
+                link = self._connect()
+            except (OSError, ProtocolError) as error:
+                if self._closing:
+                    break
+                self._warn_once(f"the store at {self.path}: {error}; everything is a miss until it answers")
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing, pause_s)
+                pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+                continue
+            if lost_s and self._warned:
+                log.warning("the store at %s answers after %.1f s", self.path, time.monotonic() - lost_s)
+            self._warned.clear()
+            reason = link.hear()
+            with self._changed:
+                self._link = None
+            link.close()
+            pause_s, lost_s = _FIRST_PAUSE_S, time.monotonic()
+            if not self._closing:
+                self._warn_once(f"the store at {self.path}: {reason}; everything is a miss until it answers")
+
+    def _connect(self) -> Link:
+        """A connection to a store whose arena is mapped. Raises OSError, ProtocolError."""
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            end.settimeout(_CONNECT_S)
+            end.connect(str(self.path))
+            _, uid = peer_of(end)
+            if uid not in (os.geteuid(), 0):
+                raise ProtocolError(f"user: got {uid}; limit {os.geteuid()}, this process's; run both as one user")
+            with self._lock:
+                named = tuple(self._writing)
+            end.sendall(wire.frame(wire.Hello(wire.VERSION, self._token, self.name, named)))
+            frames = wire.Frames(wire.REPLIES)
+            welcome, arena = _welcomed(end, frames)
+            try:
+                if welcome.version != wire.VERSION:
+                    raise ProtocolError(f"version: got {welcome.version}; limit {wire.VERSION}; install one version")
+                array = map_shared(arena, welcome.arena_nbytes) if welcome.incarnation != self._incarnation else None
+            finally:
+                os.close(arena)
+            with self._changed:
+                if array is not None:
+                    self._changed.wait_for(lambda: self._closing or not self._writing)
+                if self._closing:
+                    raise ProtocolError("closed here")
+                if array is not None:
+                    self._array, self._incarnation, self._touched_nbytes = array, welcome.incarnation, 0
+                    named = ()  # of the store's former life: this one gives the same numbers to others
+                # They never get fewer: what was found before this connection counts in them.
+                self._places = welcome.places + self._places[len(welcome.places) :]
+                self._frozen = welcome.frozen
+                link = self._link = Link(end, frames, self.timeout_s, welcome)
+                ended = tuple(serial for serial in named if serial not in self._writing)
+                self._changed.notify_all()
+        except BaseException:
+            end.close()
+            raise
+        if ended:
+            link.say(wire.Abandon(ended))
+        self._touch(welcome.committed_nbytes)
+        return link
+
+
+def _welcomed(end: socket.socket, frames: wire.Frames[wire.Reply]) -> tuple[wire.Welcome, int]:
+    """The store's answer to a hello, and the arena's descriptor, for the caller to close."""
+    descriptors: list[int] = []
+    try:
+        while True:
+            more, fds, _, _ = socket.recv_fds(end, 65536, 4)
+            descriptors += fds
+            if not more:
+                raise ProtocolError("welcome: got the end of the connection; limit one; look at the store's log")
+            for reply in frames.take(more):
+                if isinstance(reply, wire.Refused):
+                    raise ProtocolError(f"it refuses this client: {reply.reason}")
+                if not isinstance(reply, wire.Welcome) or len(descriptors) != 1:
+                    raise ProtocolError(f"welcome: got {type(reply).__name__}; limit Welcome; is it a store?")
+                return reply, descriptors.pop()
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)

@@ -1,0 +1,236 @@
+"""`AnyStore`: the verbs by which engines, `Cache` and workers reach a store, in this process or in another one.
+
+Each is one small message where the store is in another process. Payload is none of them: both sides map the arena,
+and callers read and write the bytes of the slots that they hold themselves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+
+from pdlink.store.catalog import WHOLE
+from pdlink.store.turns import USUAL, Retention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+    from concurrent.futures import Future
+
+    from pdlink.kv.hashing import Preimage
+    from pdlink.memory.buffers import Bytes
+    from pdlink.store.catalog import Share, Slot
+    from pdlink.store.record import RecordShape
+
+MEMORY = "memory"
+"""The arena, among the names of places."""
+
+
+class Found(NamedTuple):
+    """A prefix that the store has, chunk by chunk."""
+
+    keys: tuple[bytes, ...]
+    places: tuple[int, ...]
+    """Per key 0 for the arena, else 1 + the index of a tier."""
+
+
+class Forgotten(NamedTuple):
+    """What a clear did."""
+
+    records: int
+    """That were in the arena."""
+    durable: bool
+    """Whether the next process knows of it, if this one ends before its tiers have forgotten. False where that cannot
+    be noted (`tiers.state_dir`), and where no store answered."""
+
+
+class RecordChange(NamedTuple):
+    """A record has come to a place, or gone."""
+
+    place: str
+    is_there: bool
+    key: bytes
+    preimage: Preimage | None = None
+    """Of the key of a record that has come, if the store was told it."""
+
+
+class PlaceState(msgspec.Struct, frozen=True):
+    name: str
+    nbytes: int
+    """Of records in it."""
+    capacity_nbytes: int
+    """0 where others decide that."""
+    records: int | None
+    """None where the tier does not count them."""
+    answers: bool
+    """False for a tier that is left alone since it failed or stalled."""
+    forgets: bool = False
+    """Whether a tier may still have what was cleared. It is not found there any more."""
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What a lease, or the pins of one name, keep in memory."""
+
+    holder: str
+    request: str
+    """Or the name of the pins."""
+    records: int
+    nbytes: int
+    age_s: float | None
+    """None without a deadline: a pin, or a copy on its way into a tier."""
+    ends_in_s: float | None
+
+
+class StoreState(msgspec.Struct, frozen=True):
+    """For operators."""
+
+    places: list[PlaceState]
+    pinned_nbytes: int
+    pin_quota_nbytes: int
+    writing: int
+    """Reservations that nobody has committed or abandoned."""
+    frozen: bool
+    leases: list[Kept]
+    pins: list[Kept]
+
+
+class AnyFetch(Protocol):
+    """A prefix on its way into the arena, leased there until it is closed."""
+
+    @property
+    def done(self) -> Future[tuple[Slot, ...]]:
+        """The leading chunks that are in the arena, once no more will come. Set in any thread."""
+
+    def finish(self) -> None:
+        """Wait no longer for what is still on its way."""
+
+    @property
+    def unchecked(self) -> Collection[bytes]:
+        """Once it is done: keys of those chunks of which the reader compares the sums (`record.said_sums`)."""
+
+    def close(self, wrong: Sequence[Slot] = ()) -> bool:
+        """Give the leases back; whether all of them stood. If not, what was read counts for nothing.
+
+        wrong: slots whose sums are not those of what was read: their records are forgotten.
+        """
+
+
+class AnyStore(Protocol):
+    """Thread-safe. Nothing waits for room; only look-ups and `move` wait for tiers."""
+
+    frozen: bool
+    """While set nothing new is kept, and so nothing is evicted."""
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether a look-up may wait."""
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where records lie, by the index that `Found` gives: the arena and the tiers' names."""
+
+    @property
+    def events(self) -> str:
+        """Where another process publishes what is kept: ENDPOINT or ENDPOINT,REPLAY; empty if none does now."""
+
+    @property
+    def wants_sums(self) -> bool:
+        """Whether who fills a record may spare the store a pass over it by writing its sums (`record.said_sums`)."""
+
+    @property
+    def array(self) -> Bytes:
+        """The arena; a slot is `array[slot.offset :][: slot.nbytes]`."""
+
+    def open(self) -> None: ...
+
+    def close(self) -> None:
+        """Nobody may use slots any more."""
+
+    # --- Reading
+
+    def lookup(self, keys: Sequence[bytes], timeout_s: float) -> Found:
+        """The longest prefix of `keys` that is known. Waits `timeout_s` at most for the tiers."""
+
+    def fetch(
+        self,
+        found: Found,
+        shape: RecordShape,
+        request: str,
+        holder: str = "engine",
+        retention: Retention = USUAL,
+        *,
+        checks: bool = False,
+    ) -> AnyFetch:
+        """Bring the prefix into the arena and keep it there until the fetch is closed.
+
+        checks: the caller compares the sums of the chunks that are `unchecked` then; else the store has done it.
+        """
+
+    # --- Writing
+
+    def reserve(
+        self,
+        keys: Sequence[bytes],
+        shape: RecordShape,
+        holder: str = "engine",
+        share: Share = WHOLE,
+        retention: Retention = USUAL,
+    ) -> tuple[Slot, ...]:
+        """Slots for the records of those keys of which this share is not here yet, up to the first one without room.
+
+        Fill your share of each payload, then `commit` or `abandon` it. Raises CapacityExceeded if one can never fit.
+        """
+
+    def commit(
+        self,
+        slots: Sequence[Slot],
+        shape: RecordShape,
+        preimages: Sequence[Preimage | None] = (),
+        *,
+        summed: bool = False,
+    ) -> None:
+        """The shares are there: others can read records that have all of theirs, and the tiers get a copy.
+
+        preimages: of the slots' keys, for those who listen; the store does not keep them. Not checked here.
+        summed: the shares are whole records, with their sums in the header.
+        """
+
+    def abandon(self, slots: Iterable[Slot]) -> None:
+        """Nobody writes to the slots any more, and what is in them is of no use."""
+
+    # --- Operators
+
+    def pin(self, keys: Sequence[bytes], name: str) -> int:
+        """Keep what is in the arena of this prefix, within the quota, until `unpin`; how many records."""
+
+    def unpin(self, name: str) -> int: ...
+
+    def clear(self, keys: Sequence[bytes] | None = None, places: Sequence[str] | None = None) -> Forgotten:
+        """Forget these records, or all, in these places, or everywhere: hidden now, removed from tiers later."""
+
+    def move(self, keys: Sequence[bytes], shape: RecordShape, source: str, destination: str, *, copy: bool) -> int:
+        """Put the prefix of `keys` that `source` has into `destination`, too; how many records are there now."""
+
+    def repack(self, keys: Sequence[bytes], shape: RecordShape, place: str, codec: str) -> int:
+        """Pack the prefix of `keys` that a tier has by that codec (`make_codec`), in place; how many records.
+
+        Readers find a record or miss it meanwhile. Raises ConfigError for a codec that is not there.
+        """
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until every tier has been offered what was committed before; whether `timeout_s` was enough."""
+
+    def health(self) -> dict[str, bool]:
+        """By place: whether the arena's books are right, and whether a tier answers."""
+
+    def gauges(self) -> dict[str, float]:
+        """For metrics: bytes by kind."""
+
+    def listen(self, changed: Callable[[RecordChange], None]) -> None:
+        """Call `changed` for every record of memory and of the disk that is there, then for each that comes or goes.
+
+        In any thread, with no lock held, one after the other for each place; it should be quick.
+        """
+
+    def answering(self) -> dict[str, float]:
+        """For metrics: 1 for a tier that is asked, 0 for one that is left alone since it failed or stalled."""

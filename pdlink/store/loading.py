@@ -1,0 +1,173 @@
+"""`StoreLoad`: KV on its way from the store into the blocks of one request, layer by layer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pdlink.errors import DeadlineExceeded, TransferFailed
+from pdlink.events import KVCopied, emit
+from pdlink.store.record import holds, said_sums
+from pdlink.store.worth import COPY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdlink.kv.sources import TokenRange
+    from pdlink.memory.buffers import Bytes
+    from pdlink.store.blocks import Blocks
+    from pdlink.store.catalog import Slot
+    from pdlink.store.interface import AnyFetch
+    from pdlink.store.record import Sums
+    from pdlink.store.source import StoreSource
+
+
+class StoreLoad:
+    """KV on its way from the store into blocks. Implements `pdlink.kv.sources.Load`."""
+
+    def __init__(
+        self,
+        source: StoreSource,
+        fetch: AnyFetch,
+        first: int,
+        wanted: TokenRange,
+        blocks: Blocks,
+        landed: Callable[[int, int], None] | None,
+        places: tuple[int, ...],
+        began_s: float,
+    ) -> None:
+        """first: number of the first chunk of `fetch`. places: of its chunks; none if it was measured before."""
+        self._source, self._fetch, self._first = source, fetch, first
+        self._wanted, self._blocks, self._tell = wanted, blocks, landed
+        self._places, self.began_s = places, began_s
+        self.done: Future[int] = Future()
+        """Tokens before this one are in the blocks, for all layers; what was wanted from there on does not come.
+
+        Set in any thread, when nothing touches the blocks any more."""
+        self._landed = threading.Condition()
+        self._num_layers = 0
+        self._failed = False
+        self._cancelled = False
+        self._wrong: list[Slot] = []
+        source.pool.share(blocks.numbers)
+        fetch.done.add_done_callback(self._fetched)
+
+    def has_layer(self, layer: int) -> bool:
+        """Whether `layer` is in the blocks. The last one is when all of it counts: a lease may end meanwhile."""
+        if self._failed:
+            raise TransferFailed(f"the store has lost a part of tokens [{self._wanted.begin}, {self._wanted.end})")
+        return layer < self._num_layers
+
+    def wait_layer(self, layer: int, timeout_s: float | None = None) -> None:
+        with self._landed:
+            if not self._landed.wait_for(lambda: self._failed or layer < self._num_layers, timeout_s):
+                raise DeadlineExceeded(f"layer {layer} is not here after {timeout_s} s")
+        self.has_layer(layer)
+
+    def cancel(self, reason: str = "aborted") -> None:
+        self._cancelled = True
+        self._fetch.finish()
+
+    def _fetched(self, _: object) -> None:
+        fetched_s = time.monotonic()
+        if not self._source.copier.put(partial(self._copy, fetched_s)):
+            self._cancelled = True  # the source is closed: nothing is copied any more
+            self._copy(fetched_s)
+
+    def _copy(self, fetched_s: float) -> None:
+        """In the copier's thread, when all chunks are in the arena or will not come: since `fetched_s`."""
+        end = self._wanted.begin
+        try:
+            slots = self._fetch.done.result()
+            copied_end = self._copy_layers(slots)
+            self._measure(len(slots), fetched_s, time.monotonic())
+            if self._fetch.close(self._wrong) and copied_end > end:
+                self._land(len(self._source.layout.layers) - 1, copied_end)
+                end = copied_end
+        finally:
+            self._fetch.close()
+            self._source.give_back(self._blocks.numbers)
+            with self._landed:
+                self._failed = end < self._wanted.end
+                self._landed.notify_all()
+            self.done.set_result(end)
+
+    def _measure(self, came: int, fetched_s: float, now_s: float) -> None:
+        """came: chunks that were there at `fetched_s`, and are in the blocks `now_s`."""
+        if came:
+            nbytes = came * self._source.shape.payload_nbytes
+            emit(KVCopied(direction="load", nbytes=nbytes, took_s=now_s - fetched_s))
+        if self._cancelled:
+            return
+        if came:
+            self._source.speeds[COPY].measured(came * self._source.shape.nbytes, now_s - fetched_s, now_s)
+        self._source.brought(self._places, came, fetched_s - self.began_s)
+
+    def _copy_layers(self, slots: Sequence[Slot]) -> int:
+        """Copy these leading chunks, and compare the sums of those that nobody has; the end of what is in the blocks.
+
+        A chunk that is not what was put ends the prefix before the layer is said to be there.
+        """
+        source, wanted = self._source, self._wanted
+        chunks = range(wanted.begin // source.chunk_tokens, -(-wanted.end // source.chunk_tokens))
+        numbered = [(chunk, slot) for chunk, slot in enumerate(slots, self._first) if chunk in chunks]
+        numbered = self._until(numbered, [self._holds(*one) for one in numbered])
+        fuses = any(slot.key in self._fetch.unchecked for _, slot in numbered)
+        plan, end = None, wanted.begin
+        for layer in range(len(source.layout.layers)):
+            if self._cancelled or not numbered:
+                return wanted.begin
+            if plan is None:
+                end = min(wanted.end, (numbered[-1][0] + 1) * source.chunk_tokens)
+                plan = source.plan(source.from_record, numbered, self._blocks, wanted.begin, end)
+            sums = np.zeros((len(numbered), 2), np.uint64) if fuses else None
+            source.copy(plan, layer, loading=True, sums=sums)
+            if sums is not None:
+                right = [self._is_right(*one, layer, of_it) for one, of_it in zip(numbered, sums, strict=True)]
+                if not all(right):
+                    plan, numbered = None, self._until(numbered, right)
+                    end = max(wanted.begin, (numbered[-1][0] + 1) * source.chunk_tokens) if numbered else wanted.begin
+            if layer + 1 < len(source.layout.layers) and numbered:
+                self._land(layer, end)
+        return end
+
+    def _until(self, numbered: list[tuple[int, Slot]], right: list[bool]) -> list[tuple[int, Slot]]:
+        """Those before the first that is not right, which is noted."""
+        if all(right):
+            return numbered
+        first = right.index(False)
+        self._wrong.append(numbered[first][1])
+        return numbered[:first]
+
+    def _record(self, slot: Slot) -> Bytes:
+        return self._source.store.array[slot.offset : slot.offset + slot.nbytes]
+
+    def _is_whole(self, chunk: int) -> bool:
+        """Whether all of it is copied, so that copying can compare."""
+        chunk_tokens = self._source.chunk_tokens
+        return self._wanted.begin <= chunk * chunk_tokens and (chunk + 1) * chunk_tokens <= self._wanted.end
+
+    def _holds(self, chunk: int, slot: Slot) -> bool:
+        """False for a record that is wrong, where copying a part of it would not show that."""
+        if slot.key not in self._fetch.unchecked or self._is_whole(chunk):
+            return True
+        return holds(self._record(slot), self._source.shape)
+
+    def _is_right(self, chunk: int, slot: Slot, layer: int, sums: Sums) -> bool:
+        """Whether a layer that was copied with these sums is what was put."""
+        if slot.key not in self._fetch.unchecked or not self._is_whole(chunk):
+            return True
+        return np.array_equal(said_sums(self._record(slot), self._source.shape)[layer], sums)
+
+    def _land(self, layer: int, end: int) -> None:
+        if self._tell is not None:
+            self._tell(layer, end)
+        if end == self._wanted.end:
+            with self._landed:
+                self._num_layers = layer + 1
+                self._landed.notify_all()

@@ -1,0 +1,148 @@
+"""The store that the section `tiers` of settings describes: as a source of an engine's KV, or by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from pdlink.config import state_directory
+from pdlink.errors import ConfigError
+from pdlink.kv import hashing
+from pdlink.store.cleared import places_of
+from pdlink.store.client import RemoteStore
+from pdlink.store.codec import FP8
+from pdlink.store.interface import MEMORY
+from pdlink.store.policies.registry import make_policy
+from pdlink.store.record import shape_of
+from pdlink.store.source import StoreSource
+from pdlink.store.store import Store
+from pdlink.store.tiers.disk import Disk
+from pdlink.store.tiers.opening import ALL, open_tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdlink.config import TiersConfig
+    from pdlink.kv.layout import KVLayout
+    from pdlink.memory.buffers import HostBuffer
+    from pdlink.store.interface import AnyStore
+    from pdlink.store.source import BlockHolds
+    from pdlink.store.tiers.base import Tier
+
+_GIB = 1 << 30
+
+
+def open_source(
+    config: TiersConfig,
+    name: str,
+    layout: KVLayout,
+    buffers: Sequence[HostBuffer],
+    pool: BlockHolds,
+    *,
+    model: str,
+    revision: str,
+    token_unit: int = 1,
+    orders: Sequence[str] = ("PTH",),
+    heads: range | None = None,
+    num_heads: int | None = None,
+    released: Callable[[], None] = lambda: None,
+    peers: Sequence[Tier] = (),
+) -> StoreSource | None:
+    """None where the settings want no store. Close the source, then its store.
+
+    name: of the worker. model, revision: KV of equal ones may be shared. The rest: see `StoreSource`.
+    peers: tiers that are stores of other nodes.
+    Raises ConfigError, and OSError if there is not enough memory.
+    """
+    nbytes = int(config.max_local_cpu_size * _GIB)
+    if nbytes == 0:
+        return None
+    lossy = config.lossy or ""
+    if FP8 in config.codec.values() and not lossy:
+        raise ConfigError(
+            f"tiers.codec: got {FP8!r}, which changes the KV; limit it with tiers.lossy: {FP8}; set both, or use lz4"
+        )
+    shape = shape_of(layout, config.chunk_size // token_unit, num_heads, orders, lossy)
+    if config.store is None and shape.nbytes > nbytes:
+        raise ConfigError(
+            f"tiers.chunk_size: got {config.chunk_size} tokens, {shape.nbytes} bytes of this model; limit {nbytes} "
+            "bytes; lower it, or raise tiers.max_local_cpu_size"
+        )
+    namespace = hashing.namespace(
+        model=model, revision=revision, dtype=shape.dtype, layout=shape.text, chunk_tokens=config.chunk_size
+    )
+    store: AnyStore
+    if config.store is None:
+        store = make_store(config, name, namespace.hex()[:32], peers)
+    else:
+        store = RemoteStore(config.store, name=name, timeout_s=config.store_timeout_s)
+    source = StoreSource(
+        store,
+        layout,
+        buffers,
+        pool,
+        model=model,
+        revision=revision,
+        chunk_tokens=config.chunk_size,
+        token_unit=token_unit,
+        orders=orders,
+        heads=heads,
+        num_heads=num_heads,
+        lossy=lossy,
+        own_places=_own_places(config),
+        released=released,
+    )
+    store.open()
+    return source
+
+
+def _own_places(config: TiersConfig) -> list[str]:
+    """Of the store of one engine: where nobody else keeps anything."""
+    if config.store is not None:
+        return []
+    return [MEMORY] if config.local_disk is None else [MEMORY, Disk.name]
+
+
+def make_store(config: TiersConfig, name: str, namespace: str = ALL, peers: Sequence[Tier] = ()) -> Store:
+    """A store in this process, not yet open.
+
+    name: stands for {name} in `local_disk`. namespace: whose records the disk keeps together.
+    peers: tiers that are stores of other nodes.
+    Raises ConfigError.
+    """
+    nbytes = int(config.max_local_cpu_size * _GIB)
+    return Store(
+        nbytes,
+        make_policy(config.cache_policy),
+        _tiers(config, name, namespace, peers),
+        ingestion=config.ingestion,
+        pin_quota_nbytes=nbytes // 4 if config.max_pinned_size is None else int(config.max_pinned_size * _GIB),
+        codec=config.codec,
+        cleared=places_of(_local_disk(config, name), state_directory(config.state_dir)),
+        verify=config.verify,
+        ttl_s=float("inf") if config.ttl_s is None else config.ttl_s,
+        tenant_quota_nbytes=int((config.quota_per_salt or 0) * _GIB),
+        reserve_nbytes=int(config.reserve_local_cpu_size * _GIB),
+        lends=bool(config.peers) or config.peer_port is not None,
+    )
+
+
+def disk_directory(config: TiersConfig, name: str, namespace: str = ALL) -> Path | None:
+    """Of the records that `make_store` keeps on a disk; None without one."""
+    directory = _local_disk(config, name)
+    return directory / namespace if directory is not None else None
+
+
+def _local_disk(config: TiersConfig, name: str) -> Path | None:
+    return Path(config.local_disk.replace("{name}", quote(name, safe=""))) if config.local_disk is not None else None
+
+
+def _tiers(config: TiersConfig, name: str, namespace: str, peers: Sequence[Tier]) -> list[Tier]:
+    """Those below memory, in the order in which they are asked."""
+    tiers: list[Tier] = []
+    directory = _local_disk(config, name)
+    if directory is not None and config.max_local_disk_size is not None:
+        tiers.append(Disk(directory, namespace, int(config.max_local_disk_size * _GIB)))
+    urls = (config.remote_url,) if isinstance(config.remote_url, str) else config.remote_url or ()
+    return [*tiers, *peers, *map(open_tier, urls)]

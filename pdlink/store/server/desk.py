@@ -1,0 +1,258 @@
+"""`Desk`: what one client of a store process holds, and what each of its messages does.
+
+A client is one life of one process; its connections come and go. What it reads under a lease counts only if `release`
+is answered, so leases end with the connection. It may still write into a reservation then: that ends when the client
+connects again without naming it, or when its process has ended, which only the kernel can say. So do its pins.
+
+No socket, clock or thread is in here. A message is believed in nothing: a client can end, commit and release what it
+was given, and nothing else. (Its process has the arena mapped, and so can write anywhere: clients are of one user.)
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING
+
+from pdlink.errors import ConfigError, ProtocolError
+from pdlink.store import wire
+from pdlink.store.catalog import life_of
+from pdlink.store.interface import Found
+from pdlink.store.preimages import from_wire
+from pdlink.store.turns import MAX_PRIORITY, MAX_PRIORITY_S, MIN_PRIORITY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from concurrent.futures import Future
+
+    from pdlink.kv.hashing import Preimage
+    from pdlink.store.catalog import Slot
+    from pdlink.store.fetch import Fetch
+    from pdlink.store.record import RecordShape
+    from pdlink.store.store import Store
+    from pdlink.store.turns import Retention
+
+log = logging.getLogger(__name__)
+
+_MAX_FETCHES = 4096
+"""Of one client at a time; an engine has one for each running request."""
+_MAX_TENANT_CHARS = 64
+_MAX_PARTS = 4096
+"""Of a record; a model has fewer KV heads."""
+
+
+class Desk:
+    """For one thread, but for messages that `may_wait`: they touch nothing of it."""
+
+    def __init__(
+        self, store: Store, holder: str, tell: Callable[[wire.Reply], None], *, publishes: bool = False
+    ) -> None:
+        """holder: unique among clients. tell: takes the answers, in any thread, also when nobody hears them.
+
+        publishes: whether those who listen to the store want to know what keys are the hashes of.
+        """
+        self.holder, self.tell, self._publishes = holder, tell, publishes
+        self._store = store
+        self._writing: dict[int, tuple[Slot, RecordShape]] = {}
+        """By serial."""
+        self._fetches: dict[int, Fetch] = {}
+        """By the client's number."""
+        self._has_pinned = False
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether its process may still write into the arena."""
+        return bool(self._writing)
+
+    @property
+    def ends_with_process(self) -> bool:
+        """Whether it has what outlives its connection."""
+        return self.is_writing or self._has_pinned
+
+    def may_wait(self, message: wire.Request) -> bool:
+        """Whether `handle` waits for tiers, or for the disk that notes a clear."""
+        return isinstance(message, wire.Move | wire.Repack | wire.Flush) or (
+            isinstance(message, wire.Lookup | wire.Clear) and self._store.has_tiers
+        )
+
+    def handle(self, message: wire.Request) -> None:  # noqa: PLR0912 - one line for each message
+        """Do it, and tell the answer, now or later. Raises ProtocolError for what no client has reason to send."""
+        store = self._store
+        match message:
+            case wire.Lookup():
+                found = store.lookup(message.keys, message.timeout_s)
+                self.tell(wire.FoundAt(message.call, found.places))
+            case wire.Fetch():
+                self._fetch(message)
+            case wire.Release():
+                self._release(message)
+            case wire.Reserve():
+                self._reserve(message)
+            case wire.Commit():
+                self._commit(message)
+            case wire.Abandon():
+                store.abandon([slot for slot, _ in self._taken(message.serials)])
+            case wire.Pin():
+                self._has_pinned = True
+                self.tell(wire.Count(message.call, store.pin(message.keys, message.name, self.holder)))
+            case wire.Unpin():
+                self.tell(wire.Count(message.call, store.unpin(message.name)))
+            case wire.Clear():
+                self._check_places(message.places or ())
+                self.tell(wire.Forgot(message.call, *store.clear(message.keys, message.places)))
+            case wire.Move():
+                _check(message.shape)
+                self._check_places([message.source, message.destination])
+                copied = store.move(
+                    message.keys, message.shape, message.source, message.destination, copy=message.copy
+                )
+                self.tell(wire.Count(message.call, copied))
+            case wire.Repack():
+                self._repack(message)
+            case wire.Flush():
+                self.tell(wire.Count(message.call, int(store.flush(message.timeout_s))))
+            case wire.Freeze():
+                store.frozen = message.on
+            case wire.Ping():
+                self.tell(wire.Count(message.call, 1))
+            case wire.Hello():
+                raise ProtocolError("a second hello: got one; limit the first message; connect again")
+
+    def disconnected(self) -> None:
+        """Nobody hears the answer to a release any more."""
+        for fetch in self._fetches.values():
+            fetch.finish()
+            fetch.close()
+        self._fetches.clear()
+
+    def resumed(self, writing: Iterable[int]) -> None:
+        """The client is here again, and goes on with these reservations only."""
+        self._store.abandon([slot for slot, _ in self._taken(set(self._writing) - set(writing))])
+
+    def gone(self) -> None:
+        """Its process has ended, and touches nothing any more."""
+        self.disconnected()
+        self._store.holder_gone(self.holder)
+        self._writing.clear()
+        self._has_pinned = False
+
+    # --- Inside
+
+    def _fetch(self, message: wire.Fetch) -> None:
+        _check(message.shape)
+        if len(message.places) != len(message.keys) or max(message.places, default=0) >= len(self._store.places):
+            raise ProtocolError(f"places: got {message.places[:8]}...; limit what a look-up gave; look up again")
+        if message.call in self._fetches or len(self._fetches) >= _MAX_FETCHES:
+            raise ProtocolError(f"fetches: got {len(self._fetches) + 1}; limit {_MAX_FETCHES}; release some")
+        found = Found(message.keys, message.places)
+        retention = _checked(message.retention)
+        fetch = self._store.fetch(
+            found, message.shape, message.request, self.holder, retention, checks=message.checks
+        )
+        self._fetches[message.call] = fetch
+        fetch.done.add_done_callback(partial(self._fetched, message.call, fetch))
+
+    def _fetched(self, call: int, fetch: Fetch, done: Future[tuple[Slot, ...]]) -> None:
+        slots = done.result()
+        unchecked = tuple(index for index, slot in enumerate(slots) if slot.key in fetch.unchecked)
+        self.tell(wire.Fetched(call, tuple((slot.serial, slot.offset, slot.nbytes) for slot in slots), unchecked))
+
+    def _release(self, message: wire.Release) -> None:
+        fetch = self._fetches.pop(message.fetch, None)
+        stood = False
+        if fetch is not None:
+            wrong = set(message.wrong) if fetch.done.done() else set()
+            stood = fetch.close([slot for slot in fetch.done.result() if slot.serial in wrong] if wrong else ())
+        self.tell(wire.Count(message.call, int(stood)))
+
+    def _reserve(self, message: wire.Reserve) -> None:
+        """What never fits finds no room; the client has seen the arena's size."""
+        _check(message.shape)
+        nbytes, share = message.shape.nbytes, message.share
+        if not 0 <= share.begin < share.end <= share.total <= _MAX_PARTS:
+            raise ProtocolError(f"share: got {tuple(share)}; limit parts of at most {_MAX_PARTS}; correct it")
+        retention = _checked(message.retention)
+        slots: list[Slot] = []
+        if nbytes <= self._store.buffer.nbytes:
+            for slot in self._store.reserve(message.keys, message.shape, self.holder, share, retention):
+                if slot.nbytes == nbytes:
+                    slots.append(slot)
+                else:  # somebody has begun a record of this key in another shape
+                    self._store.abandon([slot])
+        self._writing.update((slot.serial, (slot, message.shape)) for slot in slots)
+        index_of = {key: index for index, key in enumerate(message.keys)}
+        reserved = tuple((index_of[slot.key], slot.serial, slot.offset) for slot in slots)
+        self.tell(wire.Reserved(message.call, reserved, self._store.buffer.committed_nbytes))
+
+    def _repack(self, message: wire.Repack) -> None:
+        _check(message.shape)
+        self._check_places([message.place])
+        try:
+            packed = self._store.repack(message.keys, message.shape, message.place, message.codec)
+        except ConfigError as error:  # the client has the codec's library, and this process has not
+            log.warning("%s", error)
+            packed = 0
+        self.tell(wire.Count(message.call, packed))
+
+    def _commit(self, message: wire.Commit) -> None:
+        """In the shapes that they were reserved in."""
+        known = self._known(message) if self._publishes else {}
+        by_shape: dict[RecordShape, list[Slot]] = {}
+        for slot, shape in self._taken(message.serials):
+            by_shape.setdefault(shape, []).append(slot)
+        for shape, slots in by_shape.items():
+            self._store.commit(slots, shape, [known.get(slot.serial) for slot in slots], summed=message.summed)
+
+    def _known(self, message: wire.Commit) -> dict[int, Preimage]:
+        """By serial. Raises ProtocolError for what is no preimage: routers would send prompts to KV of others."""
+        if message.known and len(message.known) != len(message.serials):
+            raise ProtocolError(f"known: got {len(message.known)}; limit one for each serial; correct it")
+        found = {}
+        for serial, said in zip(message.serials, message.known, strict=False):
+            if said is not None and serial in self._writing:
+                slot, shape = self._writing[serial]
+                known = from_wire(said, slot.key, shape)
+                if known is None:
+                    raise ProtocolError(f"known: got tokens of another key than {slot.key.hex()[:16]}; limit its own")
+                found[serial] = known
+        return found
+
+    def _taken(self, serials: Iterable[int]) -> list[tuple[Slot, RecordShape]]:
+        """Reservations of this client, which end now.
+
+        Raises ProtocolError for those of another life of the store: a number of it could mean another record here.
+        """
+        serials = list(serials)
+        if any(life_of(serial) != self._store.life for serial in serials):
+            raise ProtocolError(
+                "serials: got those of another life of the store; limit what this one gave; it was restarted, "
+                "reserve again"
+            )
+        return [self._writing.pop(serial) for serial in serials if serial in self._writing]
+
+    def _check_places(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._store.places:
+                raise ProtocolError(f"place: got {name!r}; limit {', '.join(self._store.places)}; use one of them")
+
+
+def _checked(retention: Retention) -> Retention:
+    """Raises ProtocolError for one that no request may ask for."""
+    right = MIN_PRIORITY <= retention.priority <= MAX_PRIORITY and 0 < retention.priority_s <= MAX_PRIORITY_S
+    if not right or not retention.ttl_s > 0 or len(retention.tenant) > _MAX_TENANT_CHARS:
+        raise ProtocolError(f"retention: got {retention!r:.200}; limit what `Retention` says; correct it")
+    return retention
+
+
+@lru_cache(256)
+def _check(shape: RecordShape) -> None:
+    """Raises ProtocolError for a shape of no record."""
+    sizes = [shape.chunk_tokens]
+    for group in shape.groups:
+        sizes += [len(group.layers), group.num_parts, group.num_heads, group.head_nbytes]
+    if not shape.groups or min(sizes) < 1:
+        raise ProtocolError(f"shape: got sizes {sizes}; limit 1 or more; describe what a chunk holds")
+    try:
+        shape.check()
+    except ConfigError as error:
+        raise ProtocolError(f"shape: {error}") from None

@@ -1,0 +1,292 @@
+"""`StagedTransport`: device memory over a transport of host memory, through pinned slots at both ends.
+
+For GPUs that cannot reach each other: other hosts without GPUDirect RDMA, memory that CUDA IPC does not share
+(`expandable_segments`), a build without kernels. A part of a layer is gathered into a slot, sent, and scattered by
+the receiver (`staging/stager.py`); the copies of one part run beside the sending of another. It costs one pass over
+PCIe at each end, slots of pinned memory, and for each part two messages each way beside the bytes.
+
+What the transport below cannot refuse, a peer can do: over `mapped` write to every slot, over `ucx` anywhere. Over
+`tcp` a peer writes to slots granted to it, and the owner places only what lies in blocks offered to it. The slots are
+made with the first peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ipaddress
+import threading
+from typing import TYPE_CHECKING, ClassVar, cast
+
+import msgspec
+
+from pdlink import _cuda
+from pdlink.cuda.buffers import PinnedBuffer
+from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Device
+from pdlink.errors import TransportFailure, TransportUnavailable
+from pdlink.transport.base import Occurrence, Probe, Site, Transport
+from pdlink.transport.edge import decoded, listening, numeric, require_numeric, translated
+from pdlink.transport.mapped import MappedTransport
+from pdlink.transport.staging.copies import kernels_if_any
+from pdlink.transport.staging.open_blocks import OpenBlocks
+from pdlink.transport.staging.slots import Slots
+from pdlink.transport.staging.stager import Stager
+from pdlink.transport.staging.wire import Invitation
+from pdlink.transport.tcp import TcpTransport
+from pdlink.transport.ucx import UcxTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdlink.capabilities import MemoryKind
+    from pdlink.config import TransportConfig
+    from pdlink.cuda.buffers import DeviceMemory
+    from pdlink.kv.groups import KVGroups
+    from pdlink.kv.layout import Piece
+    from pdlink.memory.buffers import AnyBuffer
+
+_CLOSE_GRACE_S = 1.0
+
+
+class StagedTransport(Transport):
+    """Peers that `below` reaches, to and from device memory. Lane "staged-" and the lane below."""
+
+    memory: tuple[MemoryKind, ...] = ("cuda",)
+    below_class: ClassVar[type[Transport]]
+
+    def __init__(
+        self,
+        below: Transport,
+        device_index: int = 0,
+        *,
+        host: str = "127.0.0.1",
+        advertise: str | None = None,
+        slot_nbytes: int = 4 << 20,
+        num_slots: int = 16,
+        library: str | None = None,
+        image: bytes | None = None,
+    ) -> None:
+        """below: not open; opened and closed here. host: address or name that the lane's own connections come to;
+        advertise: the one that peers are told, `host` if None. num_slots: for each direction.
+        """
+        self._below, self._host, self._advertise = below, host, advertise or host
+        self.reach = below.reach
+        self._device, self._library, self._image = Device(device_index, library), library, image
+        self._lock = threading.Lock()
+        """Of opening, registering, the first peer and closing."""
+        self._regions: list[tuple[int, int]] = []
+        self._buffers: list[AnyBuffer] = []
+        """Kept so that the memory stays."""
+        self._to_guard: KVGroups | None = None
+        self._stager: Stager | None = None
+        self._slots = Slots(self._device, slot_nbytes, num_slots)
+        self._told: tuple[str, int] = "", 0
+        """Address and port that peers are told."""
+        self._opened = contextlib.ExitStack()
+        """What is closed when the GPU is quiet."""
+        self._closed = False
+
+    @classmethod
+    def configured(cls, config: TransportConfig, site: Site) -> StagedTransport:
+        below = cls.below_class.configured(config, dataclasses.replace(site, memory="host"))
+        host = config.tcp.host or site.host
+        told = site.advertise_host if config.tcp.host in (None, "0.0.0.0", "::") else host
+        staging = config.staging
+        return cls(
+            below,
+            site.device_index,
+            host=host,
+            advertise=told,
+            slot_nbytes=staging.slot_nbytes,
+            num_slots=staging.num_slots,
+        )
+
+    @classmethod
+    def last_resort(cls) -> bool:
+        return cls.below_class.last_resort()
+
+    def probe(self) -> Probe:
+        """As in the contract: holds the GPU's context for a moment, and pins a page."""
+        below = self._below.probe()
+        if not below.ok:
+            return Probe(self.name, ok=False, reason=below.reason)
+        device = Device(self._device.index, self._library)
+        with contextlib.ExitStack() as made:
+            try:
+                device.open()
+                made.callback(device.close)
+                kernels = made.enter_context(kernels_if_any(device, self._image))
+                PinnedBuffer(device, 1).close()
+                facts = {"device": device.name, "driver": device.driver.version}
+            except (CudaUnavailable, CudaFailure, OSError) as error:
+                reason = f"{error.code}: {error}" if isinstance(error, CudaUnavailable | CudaFailure) else str(error)
+                return Probe(self.name, ok=False, reason=reason)
+        facts["copies by"] = "copy engine" if kernels is None else "copy engine and kernels"
+        facts["pins"] = f"{2 * self._slots.count * self._slots.nbytes >> 20} MiB"
+        return Probe(self.name, ok=True, facts={**facts, **below.facts})
+
+    def open(self) -> None:
+        """Also the one below; the slots are made with the first peer."""
+        with self._lock, contextlib.ExitStack() as made:
+            if self._closed:
+                raise TransportUnavailable(f"the {self.name} transport was closed; make a new one")
+            if self._stager is not None:
+                return
+            host, told = numeric(self._host, self.name), numeric(self._advertise, self.name)
+            if ipaddress.ip_address(told).is_unspecified:
+                raise TransportUnavailable(f"{self.name}: nobody can connect to {told}; set advertise_host")
+            self._below.open()
+            made.callback(self._below.close)
+            try:
+                self._device.open()
+                made.callback(self._device.close)
+                kernels = made.enter_context(kernels_if_any(self._device, self._image))
+                listen = made.enter_context(listening(host))
+                self._told = told, listen.getsockname()[1]
+                self._stager = Stager(self._device, kernels, self._slots, self._below, listen, self._regions)
+            except (CudaUnavailable, CudaFailure, OSError) as error:
+                raise TransportUnavailable(f"{self.name} does not work here: {error}") from error
+            self._on_loopback = ipaddress.ip_address(host).is_loopback
+            made.callback(self._slots.close)
+            self._opened = made.pop_all()
+
+    def register(self, buffer: AnyBuffer) -> int:
+        if buffer.kind != "cuda":
+            raise TransportUnavailable(f"buffer: got {buffer.kind} memory; {self.name} moves cuda memory only")
+        self._running()
+        with self._lock:
+            self._regions.append((cast("DeviceMemory", buffer).ptr, buffer.nbytes))
+            self._buffers.append(buffer)
+            return len(self._regions) - 1
+
+    def guard(self, groups: KVGroups) -> None:
+        self._to_guard = groups
+
+    def open_blocks(self, peer: str, blocks: Sequence[Sequence[int]]) -> None:
+        if self._stager is not None:
+            self._stager.open_blocks(peer, blocks)
+
+    def close_blocks(self, peer: str, blocks: Sequence[Sequence[int]]) -> None:
+        if self._stager is not None:
+            self._stager.close_blocks(peer, blocks)
+
+    def invite(self, peer: str) -> bytes:
+        stager = self._ready()
+        with translated(f"cannot invite peer {peer}"):
+            session, token = stager.invite(peer)
+            try:
+                below = self._below.invite(peer)
+            except BaseException:
+                stager.close_peer(peer)
+                raise
+        (host, port), slots = self._told, self._slots
+        regions = tuple(nbytes for _, nbytes in self._regions)
+        told = (host, port, session, token, regions, slots.first_nbytes, slots.nbytes, slots.count, below)
+        return msgspec.msgpack.encode(Invitation(*told))
+
+    def connect(self, peer: str, invitation: bytes) -> None:
+        there = decoded(invitation, Invitation, self.name)
+        require_numeric(there.host, self.name)
+        stager = self._ready()
+        if self._on_loopback and not ipaddress.ip_address(there.host).is_loopback:
+            raise TransportFailure(
+                f"peer {peer} is at {there.host}, and this side's data port is for this host only; "
+                "set transport.tcp.host to the address that others reach"
+            )
+        with translated(f"cannot connect to peer {peer}"):
+            self._below.connect(peer, there.below)
+            stager.connect(peer, there)
+
+    def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+        stager = self._running()
+        extents = stager.extents(peer)
+        try:
+            _cuda.RowQueue(pieces, [(0, nbytes) for _, nbytes in self._regions], extents)  # checks every run
+        except TypeError as error:
+            raise ValueError(f"pieces need 64-bit numbers and C-contiguous int64 runs [n, 3]: {error}") from error
+        return stager.submit(peer, pieces, timeout_s)
+
+    def poll(self) -> list[Occurrence]:
+        return [] if self._stager is None else self._stager.poll()
+
+    def fileno(self) -> int:
+        return self._running().fileno()
+
+    def lane(self, peer: str) -> str:
+        if self._stager is None or not self._stager.connected(peer):
+            return ""
+        below = self._below.lane(peer)
+        return f"staged-{below}" if below else ""
+
+    def computing(self, on: bool) -> None:
+        self._below.computing(on)
+
+    def close_peer(self, peer: str) -> None:
+        if self._stager is not None:
+            self._stager.close_peer(peer)
+
+    def close(self) -> None:
+        """As in the contract. Slots that the GPU may still use after the grace time are freed with the process."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if closed or self._stager is None:
+            return
+        if self._stager.close(_CLOSE_GRACE_S):
+            self._opened.close()
+        else:
+            self._below.close()
+            _KEPT.append(self._opened.pop_all())
+
+    def _running(self) -> Stager:
+        if self._stager is None or self._closed:
+            raise TransportFailure(f"the {self.name} transport is {'closed' if self._closed else 'not open'}")
+        return self._stager
+
+    def _ready(self) -> Stager:
+        """With slots. Raises TransportUnavailable without a buffer, TransportFailure without memory to pin."""
+        stager = self._running()
+        with self._lock:
+            if not self._regions:
+                raise TransportUnavailable("register a buffer before inviting a peer to it")
+            if not self._slots.made:
+                try:
+                    self._slots.make()
+                except (CudaFailure, OSError) as error:
+                    raise TransportFailure(f"{self.name}: no slots: {error}; lower transport.staging") from error
+                self._below.register(self._slots.buffer)
+                self._below.guard(self._slots.as_blocks())
+            if self._to_guard is not None:
+                stager.guard(OpenBlocks(self._to_guard))
+                self._to_guard = None
+        return stager
+
+
+_KEPT: list[contextlib.ExitStack] = []
+"""Until the process ends: the GPU may still use it."""
+
+
+class StagedMapped(StagedTransport):
+    """On one host, where CUDA IPC does not share the memory, or there are no kernels."""
+
+    name = "staged-mapped"
+    kind = "mapped"
+    trust = "pool"
+    below_class = MappedTransport
+
+
+class StagedUcx(StagedTransport):
+    """Between hosts with RDMA whose cards do not reach the GPU's memory."""
+
+    name = "staged-ucx"
+    kind = "ucx"
+    trust = "process"
+    below_class = UcxTransport
+
+
+class StagedTcp(StagedTransport):
+    """Between any hosts."""
+
+    name = "staged-tcp"
+    kind = "tcp"
+    trust = "blocks"
+    below_class = TcpTransport

@@ -1,0 +1,58 @@
+"""`Copies`: between device pages and pinned slots, both ways at once, by a kernel or by the copy engine."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import numpy as np
+
+from pdlink import _cuda
+from pdlink.cuda.driver import CudaFailure, CudaUnavailable
+from pdlink.kv.layout import Piece
+from pdlink.transport.gpu_launches import Launches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdlink.cuda import driver
+    from pdlink.cuda.driver import Device
+    from pdlink.cuda.kernels import Kernels
+
+Work = TypeVar("Work")
+
+ENGINE_RUN_NBYTES: Final = 256 << 10
+"""Runs of this mean length or longer go to the copy engine, which leaves the multiprocessors to the model; shorter
+ones to a kernel, because each run is a command of the engine's. Reasoned, not measured: no GPU was at hand."""
+
+_WORLD: Final = [(0, 2**63 - 1)]
+"""Every address as one region: the rows were checked before."""
+
+
+class Copies(Launches[Work]):
+    """One direction: a stream with launches in flight, used with the lock of its owner held."""
+
+    def __init__(self, device: Device, kernels: Kernels | None, wake: int, num_slots: int) -> None:
+        super().__init__(device, kernels, wake, num_slots)
+        self._has_kernels = kernels is not None
+
+    def begin(self, work: Work, rows: driver.Copies) -> None:
+        """Copy rows of source address, destination address, nbytes; `has_room` is true. Raises CudaFailure."""
+        if not self._has_kernels or int(rows[:, 2].sum()) >= ENGINE_RUN_NBYTES * len(rows):
+            self.copy(work, rows)
+        else:
+            self.put(work, _cuda.RowQueue([Piece(0, 0, 0, 0, np.ascontiguousarray(rows))], _WORLD, _WORLD), 2**62)
+
+
+@contextlib.contextmanager
+def kernels_if_any(device: Device, image: bytes | None) -> Iterator[Kernels | None]:
+    """The kernels on an open device; None in a build without them, or for a GPU older than they are."""
+    from pdlink.cuda.kernels import Kernels
+
+    try:
+        kernels = Kernels(device, image)
+    except (CudaUnavailable, CudaFailure):
+        yield None
+        return
+    with contextlib.closing(kernels):
+        yield kernels

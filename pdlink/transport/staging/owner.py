@@ -1,0 +1,131 @@
+"""The owning half of the staging lane: who may fill which slot, and what is in a filled one put into the pages.
+
+Used with the lock of the `Stager` held.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pdlink.errors import ProtocolError
+from pdlink.transport.staging import wire
+from pdlink.transport.staging.credit import Credit
+from pdlink.transport.staging.parts import starts
+from pdlink.transport.staging.peers import Incoming
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pdlink.cuda.driver import Copies as Rows
+    from pdlink.transport.base import Transport
+    from pdlink.transport.staging.copies import Copies
+    from pdlink.transport.staging.open_blocks import Ints, OpenBlocks
+    from pdlink.transport.staging.peers import Owning, Peer
+    from pdlink.transport.staging.slots import Slots
+
+
+class Owner:
+    guard: OpenBlocks | None = None
+    """What blocks are open to whom; without it all are to everybody invited."""
+
+    def __init__(
+        self,
+        copies: Copies[Incoming],
+        slots: Slots,
+        below: Transport,
+        regions: Sequence[tuple[int, int]],
+        peers: Mapping[str, Peer],
+        placed: Callable[[Peer], None],
+    ) -> None:
+        """regions: address and bytes of each device buffer. placed: a part of the peer's is in its pages."""
+        self.copies = copies
+        self._slots, self._below, self._regions, self._peers = slots, below, regions, peers
+        self._placed = placed
+        self._credit = Credit(slots.count)
+
+    def go_on(self) -> None:
+        """Answer for what is placed, and place more. Raises CudaFailure."""
+        for part in self.copies.take_ended():
+            self._answer(part)
+        self._scatter()
+        self.copies.ring_at_end()
+
+    def forget(self, peer: Peer) -> None:
+        """Nothing of the peer can be written to a slot any more."""
+        self._credit.forget(peer.name)
+        self._grant()
+
+    def places(self, peer: Peer, numbers: Ints) -> bool:
+        """Whether a part of the peer's is being placed, or waits for it, in one of these blocks."""
+        arrived = () if peer.owning is None else peer.owning.arrived
+        parts = [*arrived, *(one.work for one in self.copies.in_flight if one.work.peer is peer)]
+        return any(part.blocks is not None and np.isin(part.blocks, numbers).any() for part in parts)
+
+    def on_frame(self, peer: Peer, owning: Owning, frame: wire.Frame) -> None:
+        """What a writer says. Raises ProtocolError."""
+        if isinstance(frame, wire.Ask):
+            self._credit.ask(peer.name, frame.count)
+            self._grant()
+        elif isinstance(frame, wire.Staged):
+            if not self._credit.holds(peer.name, frame.slot) or frame.slot in owning.filled:
+                raise ProtocolError(f"slot {frame.slot} is not granted to it")
+            self._below.close_blocks(peer.name, [[frame.slot]])
+            rows, blocks = self._rows_in(peer, frame)
+            owning.filled.add(frame.slot)
+            owning.arrived.append(Incoming(peer, frame.part, frame.slot, rows, blocks))
+        else:
+            raise ProtocolError(f"a writer does not say {type(frame).__name__}")
+
+    def _grant(self) -> None:
+        given: dict[str, list[int]] = {}
+        for name, slot in self._credit.grants():
+            given.setdefault(name, []).append(slot)
+        for name, slots in given.items():
+            peer = self._peers[name]
+            self._below.open_blocks(name, [slots])
+            if peer.owning is not None and peer.owning.line is not None:
+                peer.owning.line.send(wire.Grant(tuple(slots)))
+
+    def _rows_in(self, peer: Peer, frame: wire.Staged) -> tuple[Rows, Ints | None]:
+        """The copies of a part, and the blocks that it touches. Raises ProtocolError for one that it may not."""
+        rows, blocks = [], []
+        for region, packed in frame.pieces:
+            if region >= len(self._regions) or len(packed) % 16:
+                raise ProtocolError(
+                    f"region: got {region} and {len(packed)} bytes of runs; limit {len(self._regions)}"
+                )
+            runs = np.frombuffer(packed, "<i8").reshape(-1, 2)
+            offsets, nbytes = runs[:, 0], runs[:, 1]
+            address, size = self._regions[region]
+            if ((offsets < 0) | (nbytes <= 0) | (nbytes > size) | (offsets > size - nbytes)).any():
+                raise ProtocolError(f"a run is outside region {region}; limit {size} bytes")
+            if self.guard is not None:
+                blocks.append(self.guard.require(peer.number, region, offsets, nbytes))
+            rows.append(np.stack([np.zeros_like(offsets), offsets + address, nbytes], axis=1).astype(np.int64))
+        whole = np.concatenate(rows) if rows else np.zeros((0, 3), np.int64)
+        if not 0 < len(whole) <= wire.MAX_ROWS or int(whole[:, 2].sum()) > self._slots.nbytes:
+            raise ProtocolError(
+                f"a part: got {len(whole)} runs; limit {wire.MAX_ROWS} and {self._slots.nbytes} bytes"
+            )
+        whole[:, 0] = self._slots.device_ptr(self._slots.count + frame.slot) + starts(whole[:, 2])
+        return whole, np.concatenate(blocks) if blocks else None
+
+    def _scatter(self) -> None:
+        """Raises CudaFailure."""
+        for peer in self._peers.values():
+            owning = peer.owning
+            while owning is not None and owning.arrived and self.copies.has_room:
+                part = owning.arrived.popleft()
+                self.copies.begin(part, part.rows)
+
+    def _answer(self, part: Incoming) -> None:
+        owning = part.peer.owning
+        assert owning is not None
+        owning.filled.discard(part.slot)
+        self._credit.give_back(part.peer.name, part.slot)
+        if owning.line is not None:
+            owning.line.send(wire.Placed(part.number))
+        self._placed(part.peer)
+        self._grant()

@@ -1,0 +1,102 @@
+"""What the staging lane knows of each peer, in both directions."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdlink.cuda.driver import Copies
+    from pdlink.transport.staging.line import Line
+    from pdlink.transport.staging.open_blocks import Ints
+    from pdlink.transport.staging.parts import Cutter, Part
+    from pdlink.transport.staging.wire import Invitation
+
+
+@dataclass(eq=False)
+class Batch:
+    ticket: int
+    cutter: Cutter
+    nbytes: int
+    submitted_s: float
+    deadline_s: float
+    num_open: int = 0
+    """Parts under way."""
+
+
+@dataclass(eq=False)
+class Outgoing:
+    """A part of a batch on its way: gathered, then put, then placed by its owner."""
+
+    peer: Peer
+    batch: Batch
+    number: int
+    part: Part
+    slot: int
+    """Ours, that it is gathered into."""
+    there: int
+    """The owner's."""
+
+
+@dataclass(eq=False)
+class Incoming:
+    """A part that has arrived in a slot of ours, to be placed."""
+
+    peer: Peer
+    number: int
+    slot: int
+    rows: Copies
+    blocks: Ints | None
+    """That it touches, if blocks are guarded."""
+
+
+@dataclass(eq=False)
+class Writing:
+    """We write to the peer."""
+
+    line: Line
+    there: Invitation
+    grants: deque[int] = field(default_factory=deque)
+    num_asked: int = 0
+    """Not granted yet."""
+    queue: deque[Batch] = field(default_factory=deque)
+    """Not cut in full."""
+    open: dict[int, Batch] = field(default_factory=dict)
+    """Not reported, by ticket."""
+    staged: dict[int, Outgoing] = field(default_factory=dict)
+    """The owner knows of them, and has not said that they are placed."""
+    num_slots: int = 0
+    """Of ours, that it has."""
+
+
+@dataclass(eq=False)
+class Owning:
+    """The peer writes to us."""
+
+    session: int
+    token: bytes
+    line: Line | None = None
+    dialed: bool = False
+    """The token has been used."""
+    arrived: deque[Incoming] = field(default_factory=deque)
+    """Not begun."""
+    filled: set[int] = field(default_factory=set)
+    """Slots of what has arrived."""
+
+
+@dataclass(eq=False)
+class Peer:
+    name: str
+    number: int
+    """Of those to whom blocks are open."""
+    writing: Writing | None = None
+    owning: Owning | None = None
+    failure: str = ""
+    closing: bool = False
+    closed_below: bool = False
+    """The transport below has reported its fence."""
+    give_up_s: float = 0.0
+    """Until when an owner is waited for that does not end the connection."""
+    unfinished: bool = False
+    """Work of the GPU whose end will not be reported."""

@@ -1,0 +1,166 @@
+"""The writing half of the staging lane: batches cut into parts, gathered, put, and known to be placed.
+
+Used with the lock of the `Stager` held, in any thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pdlink.errors import PdlinkError, ProtocolError
+from pdlink.kv.layout import Piece
+from pdlink.transport.base import Status
+from pdlink.transport.staging import wire
+from pdlink.transport.staging.parts import starts
+from pdlink.transport.staging.peers import Outgoing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdlink.cuda.driver import Copies as Rows
+    from pdlink.transport.base import BatchDone, Transport
+    from pdlink.transport.staging.copies import Copies
+    from pdlink.transport.staging.peers import Batch, Peer, Writing
+    from pdlink.transport.staging.slots import Slots
+
+
+class Writer:
+    def __init__(
+        self,
+        copies: Copies[Outgoing],
+        slots: Slots,
+        below: Transport,
+        regions: Sequence[tuple[int, int]],
+        done: Callable[[Peer, Batch, Status, str], None],
+        fail: Callable[[Peer, str, Status], None],
+    ) -> None:
+        """regions: address and bytes of each device buffer. done: reports a batch; fail: a peer."""
+        self.copies = copies
+        self._slots, self._below, self._regions = slots, below, regions
+        self._done, self._fail = done, fail
+        self._turns: deque[Peer] = deque()
+        """Peers with batches to cut."""
+        self._free = deque(range(slots.count))
+        self._most = max(1, slots.count // 2)
+        """Slots of ours that parts to one peer have: one that stands still does not keep them from the others."""
+        self._puts: dict[int, Outgoing] = {}
+        """By the ticket of the transport below."""
+        self._number = 0
+
+    def add(self, peer: Peer, writing: Writing, batch: Batch) -> None:
+        writing.queue.append(batch)
+        if peer not in self._turns:
+            self._turns.append(peer)
+
+    def go_on(self) -> None:
+        """Send what is gathered, ask for slots, gather more. Raises CudaFailure."""
+        for out in self.copies.take_ended():
+            self._put(out)
+        self._ask()
+        self._gather()
+        self.copies.ring_at_end()
+
+    def _ask(self) -> None:
+        """Ask owners for as many slots as the parts that wait will need, and no more than they give to one writer."""
+        for peer in self._turns:
+            writing = peer.writing
+            if writing is not None and not peer.failure and not peer.closing:
+                most = max(1, writing.there.num_slots // 2)
+                num_parts = sum(-(-batch.cutter.left_nbytes // self._part_nbytes(writing)) for batch in writing.queue)
+                missing = min(num_parts, most) - len(writing.grants) - writing.num_asked
+                if missing > 0:
+                    writing.num_asked += missing
+                    writing.line.send(wire.Ask(missing))
+
+    def _part_nbytes(self, writing: Writing) -> int:
+        return min(self._slots.nbytes, writing.there.slot_nbytes)
+
+    def _gather(self) -> None:
+        """Begin to gather a part for each peer in turn, as long as there is room. Raises CudaFailure."""
+        waiting: list[Peer] = []
+        while self._turns and self._free and self.copies.has_room:
+            peer = self._turns.popleft()
+            writing = peer.writing
+            if writing is None or peer.failure or peer.closing or not writing.queue:
+                continue
+            if not writing.grants or writing.num_slots >= self._most:
+                waiting.append(peer)
+                continue
+            batch = writing.queue[0]
+            part = batch.cutter.take(self._part_nbytes(writing), wire.MAX_ROWS)
+            if not batch.cutter.left_nbytes:
+                writing.queue.popleft()
+            self._number += 1
+            out = Outgoing(peer, batch, self._number, part, self._free.popleft(), writing.grants.popleft())
+            batch.num_open += 1
+            writing.num_slots += 1
+            self._turns.append(peer)
+            self.copies.begin(out, self._rows_out(out))
+        self._turns.extend(waiting)
+
+    def _rows_out(self, out: Outgoing) -> Rows:
+        rows = np.concatenate([runs for _, _, runs in out.part.pieces])
+        rows[:, 1] = self._slots.device_ptr(out.slot) + starts(rows[:, 2])
+        first = 0
+        for region, _, runs in out.part.pieces:
+            rows[first : first + len(runs), 0] += self._regions[region][0]
+            first += len(runs)
+        return rows
+
+    def _put(self, out: Outgoing) -> None:
+        """It is gathered: send the slot."""
+        peer, writing = out.peer, out.peer.writing
+        assert writing is not None
+        if peer.failure or peer.closing:
+            self._free_slot(out)
+            return
+        at = writing.there.first_slot_nbytes + out.there * writing.there.slot_nbytes
+        run = np.array([[self._slots.offset(out.slot), at, out.part.nbytes]], np.int64)
+        left_s = max(0.001, out.batch.deadline_s - time.monotonic())
+        try:
+            self._puts[self._below.submit(peer.name, [Piece(0, 0, 0, 0, run)], left_s)] = out
+        except (PdlinkError, ValueError) as error:
+            self._free_slot(out)
+            self._fail(peer, str(error), Status.PEER_FAILED)
+
+    def _free_slot(self, out: Outgoing) -> None:
+        assert out.peer.writing is not None
+        out.peer.writing.num_slots -= 1
+        self._free.append(out.slot)
+
+    def on_put(self, one: BatchDone) -> None:
+        """The transport below reports a slot."""
+        out = self._puts.pop(one.ticket, None)
+        if out is None:
+            return
+        self._free_slot(out)
+        writing = out.peer.writing
+        if one.status is not Status.OK:
+            self._fail(out.peer, one.detail or one.status.value, one.status)
+        elif not out.peer.failure and not out.peer.closing and writing is not None:
+            writing.staged[out.number] = out
+            runs = [(region, np.ascontiguousarray(runs[:, 1:])) for _, region, runs in out.part.pieces]
+            pieces = tuple((region, run.astype("<i8", copy=False).tobytes()) for region, run in runs)
+            writing.line.send(wire.Staged(out.number, out.there, pieces))
+
+    def on_frame(self, peer: Peer, writing: Writing, frame: wire.Frame) -> None:
+        """What an owner says. Raises ProtocolError."""
+        if isinstance(frame, wire.Grant):
+            limit = writing.there.num_slots
+            if any(slot >= limit for slot in frame.slots) or len(writing.grants) + len(frame.slots) > limit:
+                raise ProtocolError(f"grant: got slots {frame.slots[:8]} beside {len(writing.grants)}; limit {limit}")
+            writing.num_asked = max(0, writing.num_asked - len(frame.slots))
+            writing.grants.extend(frame.slots)
+        elif isinstance(frame, wire.Placed):
+            out = writing.staged.pop(frame.part, None)
+            if out is None:
+                raise ProtocolError(f"part {frame.part} is placed, and was not sent")
+            out.batch.num_open -= 1
+            if not out.batch.num_open and not out.batch.cutter.left_nbytes and out.batch.ticket in writing.open:
+                self._done(peer, out.batch, Status.OK, "")
+        else:
+            raise ProtocolError(f"an owner does not say {type(frame).__name__}")

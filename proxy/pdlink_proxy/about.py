@@ -1,0 +1,169 @@
+"""What a proxy tells about itself over HTTP: health, models, metrics, decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from pdlink import __version__
+from pdlink.observe.series import Numbers
+
+from .decisions import Decision, Told
+from .http_connection import HttpError
+from .openai import CHAT, COMPLETIONS, error_body
+from .steps import Leg
+from .upstream import Asking, describe
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .app import Router
+    from .worker import Worker
+
+_SERVING = ("ok", "degraded")
+
+_ABOUT = f"""This is the proxy of pdlink: it serves OpenAI's API from separate prefill and decode workers.
+
+POST {COMPLETIONS}
+POST {CHAT}
+POST /generate   with SGLang
+POST /v1/responses, /v1/messages, /v1/embeddings, /v1/rerank, /tokenize, ...  where a worker has them
+GET  /v1/models
+GET  /health     its workers, and which of them do not fit together
+GET  /readyz     200 if a request could be served now
+GET  /livez      200 while the proxy runs
+GET  /metrics    for Prometheus
+GET  /version
+GET  /pdlink/    a page that shows workers, transfers and requests
+GET  /decisions  why the last requests went where they went; ?request=ID for one of them
+"""
+
+
+class About:
+    """Routes of one proxy."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def add_routes(self, app: web.Application) -> None:
+        """GET of each, and last, what answers every other path and method."""
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/readyz", self.ready)
+        app.router.add_get("/livez", self.live)
+        app.router.add_get("/version", self.version)
+        app.router.add_get("/decisions", self.explain)
+        app.router.add_get("/", self.about)
+        app.router.add_get("/metrics", self.exposition)
+
+    async def models(self, request: web.Request) -> web.Response:
+        if not self._router.may_enter(request):
+            return self._router.no_entry()
+        data = [
+            {"id": model, "object": "model", "created": self._router.started, "owned_by": "pdlink"}
+            for model in self._router.pools.models()
+        ]
+        return _json(200, {"object": "list", "data": data})
+
+    async def health(self, request: web.Request) -> web.Response:
+        """GET /health: 200 if a request could be served now, from the last polls.
+
+        Without a key (load balancers) only the status is shown, no workers and addresses.
+        """
+        status, reason = self._router.standing()
+        http_status = 200 if status in _SERVING else 503
+        if not self._router.may_enter(request):
+            return _json(http_status, {"status": status})
+        beside = await self._router.beside()
+        running = self._router.num_running + sum(each.running for each in beside)
+        body: dict[str, Any] = {"status": status, "reason": reason, "active_requests": running}
+        for side in Leg:
+            body[side.value] = self._router.described(side, beside)
+        if self._router.discovery.sources:
+            body["sources"] = self._router.discovery.describe()
+        body["refused_pairs"] = [pair.describe() for pair in self._router.pools.refusals]
+        body["mismatched"] = [each.describe() for each in self._router.pools.mismatches]
+        # Tells which proxy answers: another one may listen on the same port.
+        body["proxy"] = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": self._router.started,
+            "version": __version__,
+        }
+        return _json(http_status, body)
+
+    async def ready(self, _: web.Request) -> web.Response:
+        """GET /readyz: the status of /health alone. For load balancers."""
+        status, _reason = self._router.standing()
+        return _json(200 if status in _SERVING else 503, {"status": status})
+
+    async def live(self, _: web.Request) -> web.Response:
+        """GET /livez: 200 while this process runs. A proxy without workers needs no restart."""
+        return _json(200, {"status": "ok"})
+
+    async def explain(self, request: web.Request) -> web.Response:
+        """GET /decisions: why the last requests, or that of `?request=ID`, went where they went."""
+        if not self._router.may_enter(request):
+            return self._router.no_entry()
+        request_id = request.query.get("request")
+        decisions = self._router.decisions.of(request_id)
+        if self._router.family is not None:
+            for found in await self._router.family.ask_all("decisions", request_id):
+                decisions += msgspec.convert(found, list[Decision])
+            decisions.sort(key=lambda each: each.at_s)
+        if request_id is None:
+            return _json(200, {"decisions": decisions})
+        return _json(200, {"decisions": decisions, "sources": await self._sources(request_id, decisions)})
+
+    async def _sources(self, request_id: str, decisions: Sequence[Decision]) -> list[dict[str, Any]]:
+        """What the workers that had this request say of its prompt's KV; of one that does not say, why."""
+        ask = self._router.dialect.sources
+        labels = {label for each in decisions for label in (each.prefill, each.decode) if label is not None}
+
+        async def of(worker: Worker) -> list[dict[str, Any]]:
+            assert ask is not None
+            try:
+                asking = Asking(self._router.shared.control, worker.url, self._router.config.connect_timeout_s)
+                found = await ask(asking, request_id)
+            except (HttpError, OSError, ValueError) as error:  # TimeoutError is an OSError
+                return [{"worker": worker.label, "error": describe(error)}]
+            return [{"worker": worker.label, **msgspec.structs.asdict(each)} for each in found]
+
+        asked = [worker for worker in self._router.pools.all if worker.label in labels] if ask is not None else []
+        told = self._router.decisions.told_of(request_id)
+        if self._router.family is not None:
+            for found in await self._router.family.ask_all("told", request_id):
+                told += msgspec.convert(found, list[Told])
+        said = [{"worker": each.worker, **msgspec.structs.asdict(each.said)} for each in told]
+        return list(itertools.chain(said, *await asyncio.gather(*map(of, asked))))
+
+    async def version(self, request: web.Request) -> web.Response:
+        return _json(200, {"version": __version__}) if self._router.may_enter(request) else self._router.no_entry()
+
+    async def about(self, _: web.Request) -> web.Response:
+        """GET /: a page for people."""
+        return web.Response(text=_ABOUT)
+
+    async def exposition(self, request: web.Request) -> web.Response:
+        if not self._router.may_enter(request):
+            return self._router.no_entry()
+        others = await self._router.family.ask_all("numbers") if self._router.family is not None else []
+        accept = request.headers.get("Accept", "")
+        body, content_type = self._router.metrics.exposition(accept, msgspec.convert(others, list[Numbers]))
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    async def nowhere(self, request: web.Request) -> web.Response:
+        """Every other path or method."""
+        message = f"no such route: {request.method} {request.path}"
+        body = error_body(message, kind="invalid_request_error", code="not_found")
+        return web.Response(status=404, body=body, content_type="application/json")
+
+
+def _json(status: int, value: Any) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")

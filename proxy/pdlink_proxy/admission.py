@@ -1,0 +1,245 @@
+"""The way of one request to its workers: asks the pools, pays from the retry budget, waits in the queue, and notes in
+the decision log what was decided. What is placed, and when, the flow says (`Place`)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pdlink.events import FallbackUsed, emit
+from pdlink.protocol import kv_path, reasons
+
+from .decisions import MAX_CONSIDERED, Considered, Decision
+from .placement import Queued, Refused
+from .queue import Waiting
+from .steps import Event, Leg, Place, Placed, Unplaced, Waits, Why
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .fleet import PlacementRequest, WorkerState
+    from .shared import Shared
+    from .table import Column
+    from .worker import Worker
+
+
+_score = itemgetter(1)
+
+
+class Admission:
+    """Of one request: finds the workers of each of its attempts."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        wanted: PlacementRequest,
+        *,
+        request_id: str,
+        tenant: str,
+        whole: bool,
+        happen: Callable[[Event], object],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """tenant: whose fair share it takes. whole: decode must serve it alone. happen: gets Placed or Unplaced after
+        a wait. failed: gets what was raised while it waited."""
+        self.wanted = wanted
+        self.chosen: dict[Leg, Worker] = {}
+        """Workers of the newest attempt."""
+        self.cached_tokens = 0
+        """Of the prompt, expected at the chosen prefill worker."""
+        self.decision: Decision | None = None
+        """The newest one about it."""
+        self.sampled = shared.sampled()
+        """Its candidates are noted, and it has a line in the decision log."""
+        self.recomputed: str | None = None
+        """Why the newest attempt has no prefill leg, as a KV path; None if it has one."""
+        self.started_s = self.placed_s = asyncio.get_running_loop().time()
+        """When it came, and when the newest attempt had its workers."""
+        self.placement_s = 0.0
+        """Spent on the choice."""
+        self._shared, self._request_id, self._tenant, self._whole = shared, request_id, tenant, whole
+        self._happen: Callable[[Event], object] = happen
+        self._failed: Callable[[Exception], None] = failed
+        self._loop = asyncio.get_running_loop()
+        self._waiting: Waiting | None = None
+        self.num_prompt_tokens = wanted.num_tokens
+        """Without what `place` counts with it later."""
+        self._num_behind = 0
+        self._action: Place | None = None
+        """Why workers are wanted now."""
+
+    def place(self, action: Place, num_behind: int = 0) -> Placed | Unplaced | Waits:
+        """Workers for a new attempt, or the request waits for them. num_behind: tokens of its answer that the client
+        has, which count with the prompt now."""
+        shared, wanted = self._shared, self.wanted
+        if more := num_behind - self._num_behind:
+            self._num_behind = num_behind
+            wanted.num_tokens += more
+            wanted.answer_tokens = max(1, wanted.answer_tokens - more)
+        self._action = action
+        first = action.why is Why.FIRST
+        if first:
+            self.num_prompt_tokens = wanted.num_tokens
+            shared.retries.earn()
+        elif action.why in (Why.RETRY, Why.RECOVER, Why.HEDGE) and not shared.retries.spend(self._loop.time()):
+            self.note("refused", "too many requests are tried again")
+            return Unplaced("too many requests are tried again")
+        if first and not shared.queue.passes(wanted.model):
+            empty = not shared.pools.usable(Leg.DECODE, wanted.model)
+            found: Placed | Unplaced | Queued = Queued("other requests wait", empty)
+        else:
+            found = self._try(action)
+        if not isinstance(found, Queued):
+            return found
+        if action.why is Why.HEDGE:
+            return self._no_hedge(found.reason)
+        config, now = shared.config, self._loop.time()
+        timeout_s = config.no_worker_timeout_s if found.empty else config.queue_timeout_s
+        if timeout_s == 0 or config.queue_size == 0:
+            self.note("refused", found.reason)
+            return Unplaced(found.reason)
+        since_s = self.started_s if first else now
+        self._waiting = Waiting(self._tenant, wanted.model, wanted.total_tokens, since_s, self, wanted.priority)
+        if not shared.queue.put(self._waiting):
+            self.note("refused", "the queue is full")
+            return Unplaced(f"queue_size: {config.queue_size} requests wait already; try again later", full=True)
+        self.note("waits", found.reason)
+        shared.serve_queue()
+        return Waits(f"{found.reason}; waited {timeout_s:g} s", now + timeout_s)
+
+    def place_now(self) -> bool:
+        """It waits, and may have workers if there are some. Whether it waits no more."""
+        if self._action is None:
+            raise RuntimeError("waits for no workers")
+        try:
+            found = self._try(self._action)
+            if isinstance(found, Queued):
+                return False
+            self._happen(found)
+        except Exception as error:  # noqa: BLE001 -- of any policy: its own request fails, the queue goes on
+            self._failed(error)
+        return True
+
+    def leave(self) -> None:
+        """It waits no more. Nothing if it did not."""
+        if self._waiting is not None:
+            self._shared.queue.remove(self._waiting)
+        self._happen = self._failed = _ignore  # of the request that has this: the collector would have to find both
+
+    def note(self, verdict: str, reason: str, prefill: Worker | None = None, decode: Worker | None = None) -> None:
+        """Keep a decision about it for `pdlink explain`."""
+        considered: dict[str, Considered] = {}
+        if verdict == "placed" and self.wanted.considered:
+            considered = {leg: _shown(*of) for leg, of in self.wanted.considered.items()}
+        self.decision = Decision(
+            self._request_id,
+            time.time(),
+            self._action.why.value if self._action else "",
+            verdict,
+            reason,
+            self.wanted.num_tokens,
+            self._loop.time() - self.started_s,
+            prefill.label if prefill else None,
+            decode.label if decode else None,
+            prefill.work.load if prefill else None,
+            decode.work.load if decode else None,
+            self.cached_tokens if prefill else 0,
+            considered,
+        )
+        self._shared.decisions.append(self.decision)
+
+    def _try(self, action: Place) -> Placed | Unplaced | Queued:
+        shared = self._shared
+        self.wanted.avoid = action.avoid
+        self.wanted.considered = {} if self.sampled else None
+        self.wanted.whole = self._whole
+        self.wanted.plain = self._whole and not shared.dialect.decode_computes
+        if self.wanted.plain and not shared.pools.lists_plain:
+            reason = f"n, echo with logprobs: got one of them; limit one answer with {shared.dialect.name} workers"
+            self.note("refused", reason)
+            return Unplaced(
+                f"{reason}, whose decode computes no prompts; send single requests, or list one under `both`",
+                unfit=True,
+            )
+        needs_prefill = not shared.may_decode_alone and not self._whole
+        full = action.why not in (Why.FIRST, Why.HEDGE)
+        began_s = time.monotonic()
+        choice = shared.pools.choose(self.wanted, needs_prefill=needs_prefill, full=full)
+        self.placement_s = time.monotonic() - began_s
+        if isinstance(choice, Queued):
+            return choice
+        if isinstance(choice, Refused):
+            self.note("refused", choice.reason)
+            return Unplaced(choice.reason, barred=True)
+        if action.why is Why.FIRST and shared.tokenizing is not None:
+            shared.tokenizing.placed(self.wanted)
+        if action.why is Why.HEDGE and (choice.prefill is None or choice.prefill.key in action.avoid):
+            return self._no_hedge("no other prefill worker")
+        prefill, decode, self.cached_tokens, refused, alone = choice
+        self.recomputed = None
+        if decode.plain:
+            self.recomputed = kv_path.recomputed(alone)
+        elif self._whole:
+            prefill = None
+            self.recomputed = kv_path.recomputed("prompt_only_decode")
+        elif refused is not None:
+            self.recomputed = kv_path.recomputed(reasons.refused_code(refused.factor))
+            self._count_fallback("decode_only", "no pair of workers fits together")
+        elif alone:
+            self.recomputed = kv_path.recomputed(alone)
+        elif prefill is None:
+            self.recomputed = kv_path.recomputed("no_prefill")
+            self._count_fallback("decode_only", "no healthy prefill worker")
+        elif action.alone or (prefill.key in action.avoid and shared.may_decode_alone):
+            prefill = None
+            self.recomputed = kv_path.recomputed("prefill_lost")
+            self._count_fallback("decode_only", "this request's prefill was lost")
+        if action.why is Why.RETRY:
+            self._count_fallback("retry", "a leg was lost")
+        if action.why is Why.RECOVER:
+            self._count_fallback("recovered", "decode was lost in the middle of a stream")
+        shared.metrics.attempts.inc(action.why.value)
+        self.chosen = {Leg.DECODE: decode} if prefill is None else {Leg.PREFILL: prefill, Leg.DECODE: decode}
+        if action.why is not Why.HEDGE:
+            self.placed_s = self._loop.time()
+        self.note("placed", self.recomputed or "", prefill, decode)
+        if prefill is None:
+            return Placed(None, decode.key)
+        overdue_s = self._overdue_s(prefill) if shared.config.hedge_factor else math.inf
+        return Placed(prefill.key, decode.key, bool(prefill.learned), overdue_s)
+
+    def _overdue_s(self, prefill: Worker) -> float:
+        """When prefill is overdue, from now on: by the pace that was measured of it; never without one."""
+        config, work = self._shared.config, prefill.work
+        if work.tokens_per_s is None:
+            return math.inf
+        ahead = work.load + self.wanted.num_tokens - self.cached_tokens
+        return max(config.hedge_after_s, config.hedge_factor * ahead / work.tokens_per_s)
+
+    def _no_hedge(self, reason: str) -> Unplaced:
+        self.note("refused", f"no second attempt: {reason}")
+        return Unplaced(reason)
+
+    def _count_fallback(self, kind: str, reason: str) -> None:
+        self._shared.metrics.fallbacks.inc(kind)
+        emit(FallbackUsed(kind=kind, reason=reason))
+
+
+def _ignore(_said: object) -> None:
+    pass
+
+
+def _shown(policy: str, workers: Sequence[WorkerState], scores: Sequence[float] | Column) -> Considered:
+    if len(workers) > MAX_CONSIDERED:
+        column = np.asarray(scores, np.float64)
+        best = np.argpartition(column, MAX_CONSIDERED)[:MAX_CONSIDERED]
+        scored = [(workers[int(index)].label, float(column[index])) for index in best]
+    else:
+        scored = [(worker.label, float(score)) for worker, score in zip(workers, scores, strict=True)]
+    scored.sort(key=_score)
+    return Considered(policy, scored, len(workers))

@@ -1,0 +1,208 @@
+"""A file with one line of JSON for each request: what was decided about it, and what came of it.
+
+The first fields are those of Mooncake's traces, so that a log is a trace: `timestamp` in ms, `input_length`,
+`output_length`, `hash_ids`. Lines are in the order in which requests end. They are written by a thread, some at a
+time, because a disk may be slow; what a full disk does not take is dropped, counted and said once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdlink.errors import ConfigError
+
+from .decisions import Considered  # noqa: TC001  (msgspec reads the annotation at run time)
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Mapping
+
+    from .decisions import Decision
+
+log = logging.getLogger("pdlink.proxy")
+
+FLUSH_S = 0.5
+MAX_PENDING_NBYTES = 32 * 2**20
+_HASH_NBYTES = 6
+"""Of a key: as a number it is exact in every JSON reader, and two of a million prompts are equal by chance once in
+300 such logs."""
+_PROMPT_TOKENS = re.compile(rb'"prompt_tokens": ?(\d{1,12})')
+_TOKEN_IDS = re.compile(rb'"token_ids":\[([0-9, ]+)\]')
+_ANSWER_TOKENS = re.compile(rb'"completion_tokens": ?(\d{1,12})')
+
+
+class LoggedLeg(msgspec.Struct, frozen=True, omit_defaults=True):
+    worker: str
+    """Its label."""
+    end: str
+    """served, cancelled, "let go", or how it failed."""
+    load: float | None = None
+    """Tokens that the worker had to do before."""
+    cached_tokens: int = 0
+    """Of the prompt, expected there."""
+    considered: Considered | None = None
+
+
+class LoggedAttempt(msgspec.Struct, frozen=True, omit_defaults=True):
+    why: str
+    transfer_id: str
+    after_s: float
+    """Since the request came."""
+    decode: LoggedLeg
+    prefill: LoggedLeg | None = None
+    reason: str = ""
+    """Why decode worked alone."""
+
+
+class Logged(msgspec.Struct, frozen=True):
+    """One line."""
+
+    timestamp: int
+    """Of the request's arrival, unix time in ms."""
+    input_length: int
+    """Tokens of the prompt: counted where the answer says so, else estimated."""
+    output_length: int
+    """Tokens of the answer: as its usage says, else its token ids, else events of the stream; 0 is not known."""
+    hash_ids: list[int]
+    """Names of the prompt's beginnings, each 512 tokens longer than the one before: equal names, equal beginnings."""
+    request_id: str
+    model: str
+    outcome: str
+    kv: str
+    """The way of its KV, as in X-Pdlink-KV."""
+    reason: str
+    """What was decided last."""
+    queued_s: float
+    prefill_s: float | None
+    ttft_s: float | None
+    total_s: float
+    attempts: list[LoggedAttempt]
+
+
+def logged_attempt(placed: Decision, transfer_id: str, ends: Mapping[str, str]) -> LoggedAttempt:
+    """placed: its decision. ends: by leg."""
+
+    def leg(name: str, label: str, load: float | None, cached_tokens: int = 0) -> LoggedLeg:
+        return LoggedLeg(label, ends.get(name, "not begun"), load, cached_tokens, placed.considered.get(name))
+
+    decode = leg("decode", placed.decode or "", placed.decode_load)
+    prefill = None
+    if placed.prefill is not None:
+        prefill = leg("prefill", placed.prefill, placed.prefill_load, placed.cached_tokens)
+    return LoggedAttempt(placed.why, transfer_id, placed.waited_s, decode, prefill, placed.reason)
+
+
+def hash_ids(keys: Iterable[Hashable]) -> list[int]:
+    """`PlacementRequest.keys` as numbers."""
+    return [int.from_bytes(_digest(key)) for key in keys]
+
+
+def _digest(key: Hashable) -> bytes:
+    if isinstance(key, bytes):
+        return key[:_HASH_NBYTES]  # it is a hash
+    return hashlib.blake2b(str(key).encode(), digest_size=_HASH_NBYTES).digest()
+
+
+def said_tokens(data: bytes) -> int:
+    """Tokens of an answer, as the usage in its last part says; 0 if there is none."""
+    found = _ANSWER_TOKENS.findall(data) if b'"completion_tokens":' in data else ()
+    return int(found[-1]) if found else 0
+
+
+class Tally:
+    """Counts the tokens of an answer that passes."""
+
+    __slots__ = ("_events", "_ids", "_said", "prompt_tokens")
+
+    def __init__(self) -> None:
+        self._events, self._ids, self._said = 0, 0, 0
+        self.prompt_tokens: int | None = None
+
+    def add(self, data: bytes) -> None:
+        """A part of the answer, which holds whole events."""
+        self._events += data.count(b'"choices":[{')
+        if b'"token_ids":[' in data:
+            self._ids += sum(found.count(b",") + 1 for found in _TOKEN_IDS.findall(data))
+        self.whole(data)
+
+    def whole(self, data: bytes) -> None:
+        """An answer in one piece."""
+        if b'"completion_tokens":' in data:
+            if found := _ANSWER_TOKENS.findall(data):
+                self._said = int(found[-1])
+            if found := _PROMPT_TOKENS.findall(data):
+                self.prompt_tokens = int(found[-1])
+
+    @property
+    def answer_tokens(self) -> int:
+        return self._said or self._ids or self._events
+
+
+class DecisionLog:
+    """Appends to a file. Several processes may append to the same one."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError for a file that cannot be written."""
+        self._path = path
+        self._pending: list[bytes] = []
+        self._nbytes = 0
+        self._failed = False
+        self.num_dropped = 0
+        try:
+            self._file = self._open()
+        except OSError as error:
+            raise ConfigError(f"decision_log: cannot write {path}: {error.strerror}; give another file") from None
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def add(self, line: Logged) -> None:
+        data = msgspec.json.encode(line) + b"\n"
+        if self._nbytes + len(data) > MAX_PENDING_NBYTES:
+            self.num_dropped += 1
+            return
+        self._pending.append(data)
+        self._nbytes += len(data)
+
+    def reopen(self) -> None:
+        """The file has been renamed: go on in a new one."""
+        try:
+            file = self._open()
+        except OSError as error:
+            log.error("decision_log: goes on in the old file: cannot open %s: %s", self._path, error.strerror)
+            return
+        os.close(self._file)
+        self._file = file
+
+    async def follow(self) -> None:
+        """Write what comes, until cancelled; then the rest."""
+        try:
+            while True:
+                await asyncio.sleep(FLUSH_S)
+                if self._pending:
+                    await asyncio.shield(asyncio.to_thread(self._write, self._take()))
+        finally:
+            self._write(self._take())
+            os.close(self._file)
+
+    def _take(self) -> list[bytes]:
+        taken, self._pending, self._nbytes = self._pending, [], 0
+        return taken
+
+    def _write(self, lines: list[bytes]) -> None:
+        data = b"".join(lines)
+        try:
+            while data:  # lines of other processes come between two writes, not into one
+                data = data[os.write(self._file, data) :]
+            self._failed = False
+        except OSError as error:
+            self.num_dropped += len(lines)
+            if not self._failed:
+                self._failed = True
+                log.error("decision_log: lines are dropped: %s: %s", self._path, error.strerror)

@@ -1,0 +1,236 @@
+"""SGLang servers in its P/D mode: both legs get the client's body and meet in a *room* at prefill's bootstrap server.
+
+Shapes: SGLang 0.5.23 (managers/io_struct.py, entrypoints/http_server.py). Its workers differ from vLLM's:
+
+A decode server computes no prompt, so there is no decode alone: what no pair can serve needs a plain server.
+
+A leg that was given up is aborted by its ids (`rid`, one for each prompt), at once; else the other one would wait for
+minutes (sglang#9726).
+
+Its own interface, /generate, is served in two legs, too: the same body to both. Log-probabilities of the prompt are
+made by prefill, and those of the answer by decode, so the client's answer waits for both.
+
+The first healthy answer of /health is its own warm-up: it generates a token, in P/D mode with a bootstrap host that
+means "no transfer" (FAKE_BOOTSTRAP_HOST). It takes at least a second and up to 20.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from pdlink.errors import WorkerKeyRefused
+
+from ..http_connection import HttpError
+from ..openai import CHAT, COMPLETIONS, GENERATE, sampling_of
+from ..rules import Rules
+from ..sse import rewritten
+from ..upstream import ask, post
+from .addresses import host_of
+from .base import Attempt, Dialect, Health, Known
+from .vllm import is_list, small_field
+
+if TYPE_CHECKING:
+    from ..http_client import HttpClient
+    from ..openai import Call
+    from ..upstream import Asking
+
+HEALTH_S = 25.0
+"""SGLang answers 503 after 20 s without a token."""
+ABORT_S = 2.0
+_MAX_ROOM = 2**63 - 1
+MAX_INFO_NBYTES = 2**20
+_LOST_STATUSES = frozenset({500, 502, 503, 504})
+_ROLES = {"prefill": "prefill", "decode": "decode", "null": "both"}
+_KEY_SETTING = "worker_key_file must hold the key that SGLang was given as --api-key"
+
+
+def _legs(call: Call, attempt: Attempt) -> tuple[bytes, bytes]:
+    room = int.from_bytes(blake2b(attempt.transfer_id.encode(), digest_size=8).digest(), "big") & _MAX_ROOM
+    rids = _rids(call, attempt.transfer_id)
+    host, port = host_of(attempt.prefill_url), attempt.link["bootstrap_port"]
+    fields: dict[str, Any] = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
+    if isinstance(rids, list):
+        num = len(rids)
+        rooms = [(room + i) & _MAX_ROOM for i in range(num)]
+        fields = {"bootstrap_host": [host] * num, "bootstrap_port": [port] * num, "bootstrap_room": rooms}
+    fields["rid"] = rids
+    both = {**call.fields, **fields}
+    alone = {name: raw for name, raw in both.items() if name not in ("stream", "stream_options")}
+    return msgspec.json.encode(alone), msgspec.json.encode(both)
+
+
+def _rids(call: Call, transfer_id: str) -> str | list[str]:
+    """The ids of its prompts at both servers: one, or a list for a batch, also of one prompt."""
+    if call.path == CHAT or not is_list(call.prompt):
+        return transfer_id
+    num = len(msgspec.json.decode(call.prompt, type=list[msgspec.Raw]))
+    return [f"{transfer_id}_{index}" for index in range(num)]
+
+
+def _whole(call: Call) -> bool:
+    """Several answers share one prompt, whose KV only one of them would get; log-probabilities of the prompt are made
+    where it is computed."""
+    answers = sampling_of(call).n if call.path == GENERATE else small_field(call, "n")
+    if answers is not None and answers != 1:
+        return True
+    return bool(small_field(call, "echo")) and small_field(call, "logprobs") is not None
+
+
+class _Publisher(msgspec.Struct):
+    """Of KV events; each data-parallel rank has its own ports."""
+
+    endpoint_host: str
+    endpoint_port_base: int
+    dp_size: int = 1
+    replay_endpoint_port_base: int | None = None
+
+    def said(self) -> tuple[str, ...]:
+        """As `kv_events.source` reads it."""
+        host, replay = self.endpoint_host, self.replay_endpoint_port_base
+        again = [f",tcp://{host}:{replay + rank}" if replay is not None else "" for rank in range(self.dp_size)]
+        return tuple(f"tcp://{host}:{self.endpoint_port_base + rank}{more}" for rank, more in enumerate(again))
+
+
+class _Info(msgspec.Struct):
+    disaggregation_mode: str = "null"
+    disaggregation_bootstrap_port: int = 8998
+    page_size: int | None = None
+    max_total_num_tokens: int | None = None
+    kv_events: _Publisher | None = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def _look(asking: Asking, known: Known) -> Health | str:
+    reply = await ask(replace(asking, timeout_s=max(HEALTH_S, asking.timeout_s)), "/health")
+    if reply.status == 503 and known.last is not None:
+        return msgspec.structs.replace(known.last, status="failed")
+    if reply.status != 200:
+        return f"GET /health answered {reply.status}"
+    if known.last is not None and known.well:
+        return known.last
+    models, info = await ask(asking, "/v1/models"), await ask(asking, "/server_info", MAX_INFO_NBYTES)
+    if 401 in (models.status, info.status):
+        raise WorkerKeyRefused(f"GET /v1/models answered {models.status}: {_KEY_SETTING}")
+    try:
+        names = [model.id for model in msgspec.json.decode(models.body, type=_Models).data]
+        said = msgspec.json.decode(info.body, type=_Info)
+    except (ValueError, RecursionError) as error:
+        return f"GET /v1/models or /server_info answered {models.status}, {info.status} with something else: {error}"
+    if not names:
+        return "GET /v1/models names no model"
+    blocks = said.max_total_num_tokens // said.page_size if said.max_total_num_tokens and said.page_size else None
+    return Health(
+        "ok",
+        urlsplit(asking.url).netloc,
+        str(int(known.last.epoch) + 1) if known.last else "1",
+        _ROLES.get(said.disaggregation_mode),
+        names[0],
+        None,
+        num_blocks=blocks,
+        block_tokens=said.page_size,
+        aliases=tuple(names[1:]),
+        kv_events=said.kv_events.said() if said.kv_events is not None else (),
+        link={"bootstrap_port": said.disaggregation_bootstrap_port},
+    )
+
+
+async def _abort(client: HttpClient, url: str, transfer_id: str, call: Call) -> None:
+    rids = _rids(call, transfer_id)
+    with suppress(HttpError, OSError, TimeoutError):
+        for rid in rids if isinstance(rids, list) else [rids]:
+            await post(client, f"{url}/abort_request", {"rid": rid}, timeout_s=ABORT_S)
+
+
+# ---- log-probabilities of /generate
+
+_OF_PROMPT = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+"""In `meta_info`: prefill's come before decode's, which computes none of the prompt. Source: SGLang's mini_lb.py."""
+_OF_PROMPT_MARK = b'"input_token_logprobs"'
+
+
+class _Generated(msgspec.Struct):
+    meta_info: dict[str, msgspec.Raw]
+    index: int = 0
+    """In its batch, of an event."""
+
+
+def _merged(prefill: _Generated, document: bytes) -> bytes:
+    """One object of decode, with what prefill computed of the prompt."""
+    try:
+        fields: dict[str, Any] = msgspec.json.decode(document, type=dict[str, msgspec.Raw])
+        said = msgspec.json.decode(fields["meta_info"], type=dict[str, msgspec.Raw])
+        for name in _OF_PROMPT:
+            if name in prefill.meta_info and name in said:
+                lists = [msgspec.json.decode(each[name], type=list[Any] | None) for each in (prefill.meta_info, said)]
+                said[name] = msgspec.Raw(msgspec.json.encode([*(lists[0] or ()), *(lists[1] or ())]))
+    except (KeyError, ValueError, RecursionError):
+        return document
+    return msgspec.json.encode({**fields, "meta_info": said})
+
+
+def _prefilled(answer: bytes) -> list[_Generated]:
+    try:
+        found = msgspec.json.decode(answer, type=_Generated | list[_Generated])
+    except (ValueError, RecursionError):
+        return []
+    return found if isinstance(found, list) else [found]
+
+
+def _merge_answer(prefill_answer: bytes, answer: bytes) -> bytes:
+    prefilled = _prefilled(prefill_answer)
+    if answer[:1] != b"[":
+        return _merged(prefilled[0], answer) if prefilled else answer
+    each = msgspec.json.decode(answer, type=list[msgspec.Raw])
+    if len(each) != len(prefilled):
+        return answer
+    return b"[" + b",".join(_merged(*pair) for pair in zip(prefilled, map(bytes, each), strict=True)) + b"]"
+
+
+def _merge_events(prefill_answer: bytes, events: bytes) -> bytes:
+    prefilled = _prefilled(prefill_answer)
+
+    def merged(document: bytes) -> bytes:
+        try:
+            index = msgspec.json.decode(document, type=_Generated).index
+        except (ValueError, RecursionError):
+            return document
+        return _merged(prefilled[index], document) if index < len(prefilled) else document
+
+    return rewritten(events, _OF_PROMPT_MARK, merged) if prefilled else events
+
+
+_RULES = Rules(untold=True, lost_statuses=_LOST_STATUSES, no_kv_status=500)
+_WITH_LOGPROBS = replace(_RULES, merge_answer=_merge_answer, merge_events=_merge_events, awaits_prefill=True)
+
+
+def _rules_of(call: Call) -> Rules | None:
+    wanted = call.path == GENERATE and bytes(call.fields.get("return_logprob", b"null")) not in (b"null", b"false")
+    return _WITH_LOGPROBS if wanted else None
+
+
+SGLANG = Dialect(
+    "sglang",
+    _legs,
+    _look,
+    _RULES,
+    rules_of=_rules_of,
+    paths=(COMPLETIONS, CHAT, GENERATE),
+    whole=_whole,
+    key_as_bearer=True,
+    key_setting=_KEY_SETTING,
+    decode_computes=False,
+    abort=_abort,
+)

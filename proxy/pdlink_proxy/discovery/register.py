@@ -1,0 +1,232 @@
+"""`register:tcp://HOST:PORT`: workers dial this proxy, say that they are there, and send their health in beats.
+
+Everything that has arrived is taken in before silence is judged, and silence counts only while this process is awake:
+a proxy that slept forgets nobody. The end of a connection is no proof of anything, so it makes the proxy ask at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pdlink.config import is_loopback
+from pdlink.endpoint.channel import Channel, Left, Received, Refused
+from pdlink.endpoint.clock import AwakeClock
+from pdlink.errors import ConfigError, InvalidRequest, ProtocolError
+from pdlink.protocol import presence
+from pdlink.protocol.auth import ControlAddress, is_worker_name, name_problem
+
+from ..dialects.own import read_health
+from ..pools import is_base_url
+from ..upstream import printable
+from .base import ROLES, SourceDown
+from .roll import Roll
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdlink.protocol.auth import AllowList, Credentials
+    from pdlink.protocol.presence import Beat
+
+    from ..dialects import Health
+    from ..membership import Members
+    from .roll import Life
+
+log = logging.getLogger("pdlink.proxy")
+
+TURN_S = 0.1
+"""Between two looks at the sockets: what a thousand beats a second cost less than if each of them woke the loop."""
+READ_S = 0.002
+"""A turn reads for so long, then whatever else waits in the loop has its turn."""
+EXPIRE_S = 0.2
+"""Between two looks for silence."""
+TELL_SHARE = 5.0
+"""Between two lists, in the time that one takes: of thousands that join at once each turn would bring another."""
+_LONGEST_GAP_S = 0.25
+"""Of a turn, that counts as time in which this process was awake."""
+_MAX_SHOWN = 8
+
+
+class Hearing(Protocol):
+    """What beats do (`beats.Beats`)."""
+
+    def heard(self, url: str, health: Health) -> None: ...
+    def heard_some(self) -> None: ...
+    def silent(self, url: str, why: str) -> None: ...
+    def suspect(self, url: str) -> None: ...
+    def well(self, url: str) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Who may join."""
+
+    hearing: Hearing
+    credentials: Credentials | None = None
+    """The keys of this proxy and of the workers that it lets in; None lets in everybody."""
+    insecure: bool = False
+    """Without keys, others than processes of this host may join."""
+    offset: int = 0
+    """Added to the port: the number of this process among those of one proxy."""
+
+
+class RegisterSource:
+    """Workers that have joined."""
+
+    def __init__(self, text: str, door: Door) -> None:
+        """text: `tcp://HOST:PORT`. Raises ConfigError for another one, and without keys for one that others reach."""
+        what = f"register:{text}"
+        place, _, port = text.rpartition(":")
+        host = place.removeprefix("tcp://")
+        if not place.startswith("tcp://") or not host or not port.isdecimal() or int(port) + door.offset >= 2**16:
+            raise ConfigError(f"discover: got {what}; limit register:tcp://HOST:PORT; write the address to listen at")
+        try:
+            ControlAddress.parse(f"tcp://{host}:1")
+        except InvalidRequest:
+            raise ConfigError(f"discover: got {what}; limit an IP address or a name as HOST; correct it") from None
+        if door.credentials is None and not door.insecure and not is_loopback(host.strip("[]")):
+            raise ConfigError(
+                f"discover: other hosts can reach {what}, and this proxy has no keys; make them with "
+                "`pdlink keygen NAME` and set key_file and allow_file, or write out insecure: true"
+            )
+        self._host, self._port = host, int(port) and int(port) + door.offset
+        self._hearing, self._credentials = door.hearing, door.credentials
+        self.roll = Roll()
+        self._clock = AwakeClock(_LONGEST_GAP_S)
+        self._channel: Channel | None = None
+        self._expire_s = 0.0
+        self._by_fd: dict[int, Life] = {}
+        """Whose connection it is."""
+        self._refused: dict[str, None] = {}
+        """Why beats were not taken in, the latest last; each is logged once."""
+        self.address = ""
+        """What workers name in `join.proxies`, for a host of this name; empty while nobody can join."""
+
+    def allow(self, allowed: AllowList) -> None:
+        """Replace the allow-list of the credentials; beats of other keys do not count from now on."""
+        if self._credentials is not None:
+            self._credentials = replace(self._credentials, allowed=allowed)
+            if self._channel is not None:
+                self._channel.credentials = self._credentials
+
+    async def follow(self, tell: Callable[[Members], None]) -> None:
+        channel = self._channel = Channel("pdlink-proxy", tells_who_left=True, calm=True)
+        try:
+            port = channel.bind(self._host, self._port, self._credentials)
+        except ConfigError as error:
+            raise SourceDown(str(error).replace("control_port", "register")) from None
+        key = self._credentials.keys.public if self._credentials is not None else ""
+        self.address = str(ControlAddress(self._host.strip("[]"), port, key))
+        try:
+            told_s = time.monotonic()
+            tell(self.roll.members())
+            while True:
+                await self._turn(channel)
+                if self.roll.changed and time.monotonic() >= told_s:
+                    self.roll.changed = False
+                    began_s = time.monotonic()
+                    tell(self.roll.members())
+                    told_s = time.monotonic() + TELL_SHARE * (time.monotonic() - began_s)
+                await asyncio.sleep(TURN_S)
+        finally:
+            self.address = ""
+            self._by_fd.clear()
+            channel.close()
+
+    async def _turn(self, channel: Channel) -> None:
+        self._clock.turn()
+        now_s, awake_s = self._clock.now_s(), self._clock.awake_s()
+        unread, heard = True, False
+        while unread:
+            arrivals, _ = channel.poll(0)
+            until_s = time.monotonic() + READ_S
+            unread = False
+            for arrival in arrivals:
+                match arrival:
+                    case Received():
+                        heard = True
+                        self._on_frame(arrival, now_s, awake_s)
+                    case Left(fd=fd):
+                        self._on_left(fd)
+                    case Refused(reason=reason, host=host):
+                        self._refuse(f"{host or 'somebody'}: {reason}")
+                    case _:
+                        pass
+                if time.monotonic() > until_s:
+                    unread = True
+                    break
+            if unread:
+                await asyncio.sleep(0)
+        if heard:
+            self._hearing.heard_some()
+        if now_s < self._expire_s:
+            return
+        self._expire_s = now_s + EXPIRE_S
+        for life in self.roll.expire(now_s=now_s, awake_s=awake_s, well=self._hearing.well):
+            log.warning("worker %s at %s sends no beats", life.name, life.url)
+            if self.roll.counts(life):
+                missed_s = presence.MISSED_BEATS * life.beat_s
+                self._hearing.silent(life.url, f"no beat within {missed_s:g} s")
+
+    def _on_frame(self, arrival: Received, now_s: float, awake_s: float) -> None:
+        """now_s, awake_s: when this turn began."""
+        credentials = self._credentials
+        if credentials is not None and arrival.public_key not in credentials.allowed:
+            return  # not any more
+        try:
+            beat = presence.decode(arrival.frame)
+        except ProtocolError as error:
+            self._refuse(str(error))
+            return
+        health = read_health(200, beat.health)
+        if isinstance(health, str):
+            self._refuse(health)
+            return
+        known = self._by_fd.get(arrival.fd)
+        if known is None or (known.name, known.epoch, known.url) != (health.name, health.epoch, beat.url):
+            problem = _problem(beat, health, credentials, arrival.public_key)
+            if problem is not None:
+                self._refuse(problem)
+                return
+        life = self.roll.beat(beat, health, now_s=now_s, awake_s=awake_s)
+        if life is None:
+            self._by_fd.pop(arrival.fd, None)
+            return
+        self._by_fd[arrival.fd] = life
+        if self.roll.counts(life):
+            self._hearing.heard(life.url, health)
+
+    def _on_left(self, fd: int) -> None:
+        life = self._by_fd.pop(fd, None)
+        if life is not None and self.roll.counts(life):
+            self._hearing.suspect(life.url)
+
+    def _refuse(self, why: str) -> None:
+        why = printable(why)
+        if why not in self._refused:
+            log.warning("register: a beat is not taken in: %s", why)
+        self._refused.pop(why, None)
+        self._refused[why] = None
+        while len(self._refused) > _MAX_SHOWN:
+            del self._refused[next(iter(self._refused))]
+
+    def describe(self) -> dict[str, Any]:
+        """For the proxy's GET /health."""
+        left_out = [text for text, _ in zip(self.roll.left_out(), range(_MAX_SHOWN), strict=False)]
+        return {"address": self.address, "left_out": left_out, "refused": list(self._refused)}
+
+
+def _problem(beat: Beat, health: Health, credentials: Credentials | None, public_key: str) -> str | None:
+    """Why this worker may not join."""
+    if not is_worker_name(health.name) or not health.epoch:
+        return f"name: got {health.name!r} of epoch {health.epoch!r}; limit a worker's name, and an epoch"
+    if not is_base_url(beat.url):
+        return f"{health.name}: url: got {beat.url!r}; limit http://HOST:PORT or https://HOST:PORT; set join.url"
+    if health.role not in ROLES:
+        return f"{health.name}: role: got {health.role!r}; limit {', '.join(ROLES)}"
+    if (differs := name_problem(credentials, public_key, health.name)) is not None:
+        return f"name: got {health.name!r} with the key of {differs[0]}; limit the name of its key"
+    return None

@@ -1,0 +1,293 @@
+"""The client's side of a proxied request, without aiohttp: a connection reads its head and body, and the request runs
+in the callbacks of sockets. No task, no future, no request object: aiohttp's took a sixth of a request's CPU.
+
+It serves the plain kind alone: POST of completions and chats, HTTP/1.1, a body of known length, nothing that
+changes how either is read. The first request of a connection that is anything else, or that is to be refused, goes to
+aiohttp with every byte, and the connection with it. So there is one place that reads what is unusual, and one that
+refuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from typing import TYPE_CHECKING, cast
+
+from aiohttp import web
+from aiohttp.tcp_helpers import tcp_keepalive, tcp_nodelay
+
+from .client_answer import ClientAnswer
+from .openai import CHAT, COMPLETIONS
+
+if TYPE_CHECKING:
+    from .app import Router
+    from .exchange import Exchange
+
+MAX_HEAD_NBYTES = 16 * 1024
+MAX_HELD_NBYTES = 1 << 20
+"""Of a body that comes in parts; aiohttp waits for longer ones."""
+SWEEP_S = 1.0
+"""Between two looks for connections that have been idle for too long."""
+
+MAX_START_NBYTES = 64
+"""Of the first line of a request, as far as it is looked for."""
+
+# A name is a token (RFC 9110 5.6.2), a value printable ASCII and tabs. All else is aiohttp's to judge.
+_LINE = rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([\t\x20-\x7e]*)\r\n"
+_LINES, _WHOLE = re.compile(_LINE), re.compile(rb"(?:%b)*\r\n" % _LINE)
+_NUMBER = re.compile(r"[0-9]{1,12}")
+_UNUSUAL = frozenset({"transfer-encoding", "expect", "upgrade", "content-encoding", "te", "trailer"})
+
+
+class Head(dict[str, str]):
+    """Of a request: each name once, in lower case."""
+
+    def getall(self, name: str, default: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """As of aiohttp's headers."""
+        value = self.get(name)
+        return default if value is None else (value,)
+
+
+def plain_head(data: bytes, start: int, end: int) -> Head | None:
+    """The headers in these bytes, which end with an empty line; None for any that are not plain."""
+    if end - start > MAX_HEAD_NBYTES or _WHOLE.fullmatch(data, start, end) is None:
+        return None
+    found = _LINES.findall(data, start, end)
+    head = Head([(name.decode("ascii").lower(), value.decode("ascii").rstrip()) for name, value in found])
+    if len(head) != len(found) or "host" not in head or not _UNUSUAL.isdisjoint(head):
+        return None
+    if _NUMBER.fullmatch(head.get("content-length", "")) is None:
+        return None
+    return head if head.get("connection", "").lower() in ("", "keep-alive", "close") else None
+
+
+class Front(asyncio.Protocol):
+    """One connection of a client. `ClientAnswer` writes to it."""
+
+    __slots__ = (
+        "_doors",
+        "_drained",
+        "_exchange",
+        "_held",
+        "_keeps",
+        "_paused",
+        "idle_since_s",
+        "transport",
+        "writing_paused",
+    )
+
+    def __init__(self, doors: Doors) -> None:
+        self._doors = doors
+        self.transport: asyncio.Transport | None = None
+        self.writing_paused = False
+        self.idle_since_s = doors.loop.time()
+        """Since its last request; while one runs, whenever it began."""
+        self._exchange: Exchange | None = None
+        self._held = b""
+        """What has come and is not a whole request, or waits for the one that runs."""
+        self._keeps = True
+        self._paused = False
+        self._drained: list[asyncio.Future[None]] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """A request runs."""
+        return self._exchange is not None
+
+    async def drain(self) -> None:
+        """Wait until the client has read what it was sent. Raises ConnectionError if it leaves."""
+        if self.transport is None:
+            raise ConnectionResetError("the client has left")
+        if self.writing_paused:
+            waiter = self._doors.loop.create_future()
+            self._drained = [*(self._drained or ()), waiter]
+            await waiter
+
+    def close(self) -> None:
+        """Now if it is idle, else after the request that runs."""
+        self._keeps = False
+        if self._exchange is None and self.transport is not None:
+            self.transport.close()
+
+    def break_off(self) -> None:
+        """End the request that runs, and the connection."""
+        if self._exchange is not None:
+            self._exchange.leave()
+        if self.transport is not None:
+            self.transport.close()
+
+    # ---- asyncio's
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)  # of which uvloop's are no subclass
+        tcp_keepalive(self.transport)
+        tcp_nodelay(self.transport, True)
+        self._doors.opened(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.transport = None
+        self._doors.closed(self)
+        if self._exchange is not None:
+            self._exchange.leave()
+        for waiter in self._drained or ():
+            if not waiter.done():
+                waiter.set_exception(ConnectionResetError("the client has left"))
+        self._drained = None
+
+    def pause_writing(self) -> None:
+        self.writing_paused = True
+
+    def resume_writing(self) -> None:
+        self.writing_paused = False
+        for waiter in self._drained or ():
+            if not waiter.done():
+                waiter.set_result(None)
+        self._drained = None
+
+    def data_received(self, data: bytes) -> None:
+        if self._exchange is not None:  # the next request waits for the end of this one
+            self._held += data
+            if not self._paused and self.transport is not None:
+                self._paused = True
+                self.transport.pause_reading()
+            return
+        if self._held:
+            data = self._held + data
+            self._held = b""
+        self._read(data)
+
+    # ---- requests
+
+    def _read(self, data: bytes) -> None:
+        """The next request begins with these bytes."""
+        line = data.find(b"\r\n", 0, MAX_START_NBYTES) + 2
+        path = self._doors.paths.get(data[:line])
+        end = data.find(b"\r\n\r\n", line - 2) + 4
+        head = plain_head(data, line, end) if path is not None and end >= 4 else None
+        if path is None or head is None:
+            self._hand_over(data)
+            return
+        nbytes = int(head["content-length"])
+        if end + nbytes > len(data):
+            if nbytes > MAX_HELD_NBYTES:
+                self._hand_over(data)
+            else:
+                self._held, self.idle_since_s = data, self._doors.loop.time()
+            return
+        keep = self._keeps and head.get("connection", "").lower() != "close"
+        client = ClientAnswer(self, keep=keep)
+        exchange = self._doors.router.taken(path, head, data[end : end + nbytes], client, self._ended)
+        if exchange is None:
+            self._hand_over(data)
+            return
+        self._exchange, self._held = exchange, data[end + nbytes :]
+        exchange.begin()
+
+    def _ended(self) -> None:
+        """The answer is written."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is None or self.transport is None:
+            return
+        if not (self._keeps and exchange.client.keeps):
+            self.transport.close()
+            return
+        self.idle_since_s = self._doors.loop.time()
+        if self._paused:
+            self._paused = False
+            self.transport.resume_reading()
+        if self._held:  # not from here: one request after the other would fill the stack
+            self._doors.loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        if self._exchange is None and self.transport is not None:
+            self.data_received(b"")
+
+    def _hand_over(self, data: bytes) -> None:
+        """aiohttp goes on with the connection, from these bytes."""
+        transport = self.transport
+        if transport is None:
+            return
+        self.transport, self._held = None, b""
+        self._doors.closed(self)
+        handler = self._doors.aiohttp()
+        transport.set_protocol(handler)
+        handler.connection_made(transport)
+        handler.data_received(data)
+
+    def look(self, now_s: float, keepalive_s: float, body_s: float) -> None:
+        """Close it if it has been idle for too long. A body that does not come is aiohttp's."""
+        if self._exchange is not None or self.transport is None:
+            return
+        if self._held and now_s - self.idle_since_s > body_s:
+            self._hand_over(self._held)
+        elif not self._held and now_s - self.idle_since_s > keepalive_s:
+            self.transport.close()
+
+
+class Doors(web.Server):
+    """Makes a `Front` for each connection; in front of aiohttp's server, and closed with it."""
+
+    def __init__(self, aiohttp: web.Server, router: Router, keepalive_s: float) -> None:
+        self.aiohttp, self.router = aiohttp, router
+        self.paths = {f"POST {path} HTTP/1.1\r\n".encode(): path for path in (COMPLETIONS, CHAT)}
+        """By the first line of a request that is served here."""
+        self.loop = asyncio.get_running_loop()
+        self._keepalive_s, self._body_s = keepalive_s, router.config.idle_timeout_s
+        self._fronts: set[Front] = set()
+        self._sweep: asyncio.TimerHandle | None = None
+        self._closing = False
+        self._quiet: asyncio.Event | None = None
+        """Set when the last request has ended, once they are waited for."""
+
+    def __call__(self) -> Front:  # type: ignore[override]
+        return Front(self)
+
+    def opened(self, front: Front) -> None:
+        self._fronts.add(front)
+        if self._sweep is None:
+            self._sweep = self.loop.call_later(SWEEP_S, self._look)
+        if self._closing:
+            front.close()
+
+    def closed(self, front: Front) -> None:
+        self._fronts.discard(front)
+        if self._quiet is not None and not any(front.busy for front in self._fronts):
+            self._quiet.set()
+
+    def pre_shutdown(self) -> None:
+        """aiohttp's name: no connection takes another request."""
+        self._closing = True
+        self.aiohttp.pre_shutdown()
+        for front in list(self._fronts):
+            front.close()
+
+    async def shutdown(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 -- aiohttp's
+        """Requests that run have so long to end."""
+        if any(front.busy for front in self._fronts):
+            self._quiet = asyncio.Event()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._quiet.wait()
+        for front in list(self._fronts):
+            front.break_off()
+        if self._sweep is not None:
+            self._sweep.cancel()
+        await self.aiohttp.shutdown(timeout)
+
+    def _look(self) -> None:
+        self._sweep, now_s = None, self.loop.time()
+        for front in list(self._fronts):
+            front.look(now_s, self._keepalive_s, self._body_s)
+        if self._fronts:
+            self._sweep = self.loop.call_later(SWEEP_S, self._look)
+
+
+class FrontRunner(web.AppRunner):
+    """aiohttp's, with `Doors` in front of it."""
+
+    async def _make_server(self) -> web.Server:
+        from .app import ROUTER
+
+        inner = await super()._make_server()
+        return Doors(inner, self.app[ROUTER], self._kwargs.get("keepalive_timeout", 75.0))

@@ -1,0 +1,243 @@
+"""HTTP/1.1 requests to workers over pooled connections.
+
+aiohttp's client took most of the proxy's CPU (see `pdlink bench proxy`); it serves browsing: cookies, redirects,
+compression, a stream object per body. None of that is wanted here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
+
+from .http_connection import Connection, NoConnection
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .http_connection import HttpError, Listener
+
+KEEPALIVE_S = 2.5
+"""Lifetime of an idle connection: shorter than the servers' (5 s for uvicorn and vLLM), or requests would go into
+closed connections."""
+_MAX_KNOWN = 10_000
+
+
+class _Address(NamedTuple):
+    scheme: str
+    host: str
+    port: int
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == (443 if self.scheme == "https" else 80) else f"{host}:{self.port}"
+
+
+class HttpClient:
+    """Connections to any number of workers. Use it as a context manager."""
+
+    def __init__(
+        self,
+        *,
+        connect_timeout_s: float,
+        max_connections: int = 0,
+        headers: Mapping[str, str] | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """max_connections: in use; 0 sets no limit. headers: of every request. tls: for https; None trusts the
+        system's authorities."""
+        self._connect_timeout_s, self._tls = connect_timeout_s, tls
+        self._limit = max_connections
+        self._headers = header_lines(
+            {"Accept-Encoding": "identity", "Content-Type": "application/json", **(headers or {})}
+        )
+        self._known: dict[tuple[str, str], tuple[_Address, bytes]] = {}
+        """By method and URL."""
+        self._idle: dict[_Address, deque[Connection]] = {}
+        self._sweep: asyncio.TimerHandle | None = None
+        self._running: set[Request] = set()
+        self._waiting: deque[Request] = deque()
+        """For one of the connections that are in use."""
+
+    async def __aenter__(self) -> HttpClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Ends running requests, too; each is lost to its listener."""
+        if self._sweep is not None:
+            self._sweep.cancel()
+        self._waiting.clear()
+        connecting = [request for request in self._running if request.stop()]
+        for idle in self._idle.values():
+            for connection in idle:
+                connection.abort()
+        self._idle.clear()
+        await asyncio.gather(*(request.connecting for request in connecting if request.connecting))
+        await asyncio.sleep(0)  # asyncio closes the sockets in its next turn
+
+    def start(
+        self,
+        method: str,
+        url: str,
+        listener: Listener,
+        body: bytes = b"",
+        lines: bytes = b"",
+    ) -> Request:
+        """Send a request, now if a connection is idle; tell the listener what comes. Loss is NoConnection,
+        Disconnected or BadAnswer. lines: more headers, of `header_lines`."""
+        address, begin = self._known.get((method, url)) or self._split(method, url)
+        head = b"%b%bContent-Length: %d\r\n\r\n" % (begin, lines, len(body))
+        request = Request(self, address, head, body, listener)
+        if self._limit and len(self._running) >= self._limit:
+            self._waiting.append(request)
+        else:
+            self._begin(request)
+        return request
+
+    def _split(self, method: str, url: str) -> tuple[_Address, bytes]:
+        """Where a request goes, and how it begins."""
+        at = url.index("/", url.index("://") + 3)
+        parts = urlsplit(url[:at])
+        address = _Address(parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+        begin = f"{method} {url[at:]} HTTP/1.1\r\nHost: {address.authority}\r\n".encode() + self._headers
+        if len(self._known) >= _MAX_KNOWN:  # stop calls have a transfer id in their path
+            self._known.clear()
+        self._known[method, url] = address, begin
+        return address, begin
+
+    def _begin(self, request: Request) -> None:
+        self._running.add(request)
+        idle = self._idle.get(request.address)
+        while idle:
+            connection = idle.pop()  # the newest: the others may end
+            if connection.usable:
+                connection.reused = True
+                request.sent_on(connection)
+                return
+        request.connecting = asyncio.get_running_loop().create_task(self._connect(request))
+
+    async def _connect(self, request: Request) -> None:
+        loop, address = asyncio.get_running_loop(), request.address
+        tls = None
+        if address.scheme == "https":
+            tls = self._tls = self._tls or ssl.create_default_context()
+        error = NoConnection("the proxy ends")
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await loop.create_connection(Connection, address.host, address.port, ssl=tls)
+            request.connecting = None
+            request.sent_on(connection)
+            return
+        except TimeoutError:
+            error = NoConnection(f"no connection within {self._connect_timeout_s:g} s")
+        except (OSError, ssl.CertificateError) as problem:
+            error = NoConnection(str(problem))
+            error.__cause__ = problem
+        except asyncio.CancelledError:
+            pass
+        if request in self._running:
+            self.finished(request, None)
+            request.lost(error)
+
+    def finished(self, request: Request, connection: Connection | None) -> None:
+        """The request needs its connection no more. For `Request`."""
+        self._running.discard(request)
+        if connection is not None and connection.usable:
+            self._keep(request.address, connection)
+        elif connection is not None:
+            connection.abort()
+        while self._waiting and len(self._running) < self._limit:
+            self._begin(self._waiting.popleft())
+
+    def forget(self, request: Request) -> None:
+        """It is not to be sent any more. For `Request`."""
+        if request in self._running:
+            self.finished(request, None)
+        elif request in self._waiting:
+            self._waiting.remove(request)
+
+    def _keep(self, address: _Address, connection: Connection) -> None:
+        loop = asyncio.get_running_loop()
+        connection.idle_since_s = loop.time()
+        idle = self._idle.get(address)
+        if idle is None:
+            idle = self._idle[address] = deque()
+        idle.append(connection)
+        if self._sweep is None:
+            self._sweep = loop.call_later(KEEPALIVE_S, self._drop_old)
+
+    def _drop_old(self) -> None:
+        loop, left = asyncio.get_running_loop(), 0
+        self._sweep = None
+        for idle in self._idle.values():
+            while idle and idle[0].idle_since_s <= loop.time() - KEEPALIVE_S:
+                idle.popleft().abort()
+            left += len(idle)
+        self._idle = {address: idle for address, idle in self._idle.items() if idle}
+        if left:
+            self._sweep = loop.call_later(KEEPALIVE_S / 4, self._drop_old)
+
+
+class Request:
+    """One request under way."""
+
+    __slots__ = ("_body", "_client", "_connection", "_head", "_listener", "address", "connecting")
+
+    def __init__(self, client: HttpClient, address: _Address, head: bytes, body: bytes, listener: Listener) -> None:
+        self._client, self._head, self._body = client, head, body
+        self._connection: Connection | None = None
+        self.address = address
+        self._listener: Listener | None = listener
+        """Until the connection has it: it has this request, and a cycle would wait for the collector."""
+        self.connecting: asyncio.Task[None] | None = None
+
+    def sent_on(self, connection: Connection) -> None:
+        """It has a connection."""
+        listener, self._listener = self._listener, None
+        assert listener is not None
+        self._connection = connection
+        connection.ask(self._head, self._body, listener, self._over)
+        self._head = self._body = b""
+
+    def lost(self, error: HttpError) -> None:
+        """It has no connection, and gets none."""
+        if self._listener is not None:
+            self._listener.on_lost(error)
+
+    def leave(self) -> None:
+        """The answer is not wanted: the listener hears no more, and the worker aborts. Nothing after its end."""
+        if self._connection is not None:
+            self._connection.leave()
+        else:
+            self._client.forget(self)
+            if self.connecting is not None:
+                self.connecting.cancel()
+
+    def pause(self) -> None:
+        """Read no more of the answer, until `resume`."""
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        if self._connection is not None:
+            self._connection.resume()
+
+    def stop(self) -> bool:
+        """Break it off: the listener hears of its loss soon. Whether it is connecting, which then ends."""
+        if self._connection is not None:
+            self._connection.abort()
+        elif self.connecting is not None:
+            self.connecting.cancel()
+        return self.connecting is not None
+
+    def _over(self) -> None:
+        connection, self._connection = self._connection, None
+        self._client.finished(self, connection)
+
+
+def header_lines(headers: Mapping[str, str]) -> bytes:
+    """As they are sent."""
+    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode("utf-8", "surrogateescape")

@@ -1,0 +1,259 @@
+"""One HTTP/1.1 connection to a worker: a request in one write, an answer told to its listener as it comes.
+
+No task and no queue lies between the socket and the listener: what one read of the socket brings is one call. The
+parser is llhttp, by httptools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol, cast
+
+import httptools
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_HEAD_NBYTES = 64 * 1024
+
+# A vanished host sends no reset, and a stream that only reads never notices: TCP keep-alive probes after 10 s of
+# silence, and gives up after three unanswered probes 3 s apart.
+_SOCKET_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+
+
+class HttpError(Exception):
+    """A request has no answer."""
+
+
+class NoConnection(HttpError):
+    """The connection was not made; its cause says why."""
+
+
+class Disconnected(HttpError):
+    """The worker closed the connection before the end of its answer."""
+
+    def __init__(self, cause: Exception | None, *, reused: bool, answered: bool) -> None:
+        super().__init__(str(cause) if cause else "the connection was closed")
+        self.stale = reused and not answered
+        """Nothing came on a pooled connection: most likely the worker closed it while it was idle."""
+
+
+class BadAnswer(HttpError):
+    """What the worker sent is no HTTP, or too much of it."""
+
+
+class Headers(Mapping[str, str]):
+    """Of an answer, as they came: names in any case, the first of a name. Decoded when they are asked for."""
+
+    __slots__ = ("_pairs",)
+
+    def __init__(self, pairs: list[tuple[bytes, bytes]]) -> None:
+        self._pairs = pairs
+
+    def __getitem__(self, name: str) -> str:
+        wanted = name.lower().encode("latin-1", "replace")
+        for found, value in self._pairs:
+            if found.lower() == wanted:
+                return value.decode("utf-8", "surrogateescape")
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name.decode("latin-1") for name, _ in self._pairs))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    @property
+    def content_type(self) -> str:
+        """Without parameters; empty if there is none."""
+        for name, value in self._pairs:
+            if name.lower() == b"content-type":
+                return value.partition(b";")[0].strip().lower().decode("latin-1")
+        return ""
+
+    @property
+    def framed(self) -> bool:
+        """Whether they say where the body ends; otherwise it ends with the connection."""
+        return "content-length" in self or self.get("transfer-encoding", "").lower().endswith("chunked")
+
+
+class Listener(Protocol):
+    """Hears one answer: its head, its body in parts, and then its end or its loss."""
+
+    def on_head(self, status: int, headers: Headers) -> None: ...
+
+    def on_data(self, data: bytes) -> None:
+        """At least a byte."""
+
+    def on_end(self) -> None: ...
+
+    def on_lost(self, error: HttpError) -> None: ...
+
+
+class Connection(asyncio.Protocol):
+    """One request at a time uses it."""
+
+    def __init__(self) -> None:
+        self.reused = False
+        self.idle_since_s = 0.0
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._listener: Listener | None = None
+        self._over: Callable[[], None] | None = None
+        self._parts: list[bytes] = []
+        """Of the body, from the present read. llhttp appends them."""
+        self.on_body = self._parts.append
+        self._status = 0
+        """Of the answer; 0 before its head."""
+        self._told = False
+        """The listener has the head."""
+        self._pairs: list[tuple[bytes, bytes]] = []
+        self._head_nbytes = 0
+        self._end: int | None = None
+        """How many of the parts were there when the answer ended."""
+        self._keep = True
+        """The worker keeps the connection."""
+        self._paused = False
+        self._lost = False
+
+    @property
+    def usable(self) -> bool:
+        """For one more request."""
+        return self._listener is None and self._keep and not self._lost
+
+    def ask(self, head: bytes, body: bytes, listener: Listener, over: Callable[[], None]) -> None:
+        """over: called when the connection is not needed any more, before the listener hears of the end."""
+        if self._transport is None:
+            raise RuntimeError("asks before it is connected")
+        if self._parser is None:
+            self._parser = httptools.HttpResponseParser(self)
+        self._listener, self._over = listener, over
+        self._status, self._told, self._head_nbytes, self._end = 0, False, 0, None
+        self._pairs = []
+        if len(body) < MAX_HEAD_NBYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
+
+    def leave(self) -> None:
+        """The listener hears no more, and the worker aborts."""
+        self._keep = False
+        self._finish()
+        self.abort()
+
+    def pause(self) -> None:
+        """Read no more of the answer, until `resume`."""
+        if not self._paused and self._transport is not None and not self._lost:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._paused and self._transport is not None and not self._lost:
+            self._paused = False
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _finish(self) -> Listener | None:
+        """The request is over: who is to hear it."""
+        listener, over = self._listener, self._over
+        self._listener = self._over = None
+        if over is not None:
+            over()
+        return listener
+
+    def _fail(self, error: HttpError) -> None:
+        self._keep = False
+        listener = self._finish()
+        self.abort()
+        if listener is not None:
+            listener.on_lost(error)
+
+    # ---- asyncio's
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # of which uvloop's are no subclass
+        made = transport.get_extra_info("socket")
+        if made is not None and made.family != socket.AF_UNIX:
+            for level, option, value in _SOCKET_OPTIONS:
+                made.setsockopt(level, option, value)
+
+    def data_received(self, data: bytes) -> None:
+        listener = self._listener
+        if listener is None or self._parser is None:  # nobody has asked
+            self._keep = False
+            self.abort()
+            return
+        error: BadAnswer | None = None
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as problem:
+            error = BadAnswer(f"its answer is not HTTP: {problem}")
+            self._keep = False
+        if not self._told:
+            self._head_nbytes += len(data)
+            if self._status:
+                self._told = True
+                listener.on_head(self._status, Headers(self._pairs))
+            elif self._head_nbytes > MAX_HEAD_NBYTES:
+                error = BadAnswer(f"the head of an answer of more than {MAX_HEAD_NBYTES} bytes")
+        parts, end = self._parts, self._end
+        if parts:
+            told = parts[0] if len(parts) == 1 and end != 0 else b"".join(parts[:end])
+            parts.clear()
+            if told and self._listener is listener:
+                listener.on_data(told)
+        if self._listener is not listener:  # it has left
+            return
+        if end is not None:
+            self.resume()
+            self._finish()
+            listener.on_end()
+        elif error is not None:
+            self._fail(error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost = True
+        if self._told and error is None and self._listener is not None and not Headers(self._pairs).framed:
+            listener = self._finish()
+            if listener is not None:
+                listener.on_end()
+        else:
+            self._fail(Disconnected(error, reused=self.reused, answered=self._head_nbytes > 0))
+
+    # ---- the parser's, and `on_body`
+
+    def on_message_begin(self) -> None:
+        if self._end is not None:  # more than was asked for, perhaps not a whole head yet
+            self._keep = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._status:  # else a trailer
+            self._pairs.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        status = self._parser.get_status_code()
+        if self._status:  # an answer that nobody asked for
+            self._keep = False
+        elif status < 200:  # "100 Continue" and its kin; the answer follows
+            self._pairs = []
+        else:
+            self._status = status
+
+    def on_message_complete(self) -> None:
+        if not self._status or self._end is not None:
+            return
+        assert self._parser is not None
+        self._keep = self._keep and self._parser.should_keep_alive()
+        self._end = len(self._parts)

@@ -1,0 +1,178 @@
+"""Token ids of texts, as far as earlier prompts tell, and whether it pays to ask for more. No I/O and no clock.
+
+A prompt that begins as an earlier one did begins with its tokens. How many of them its beginning has is estimated by
+bytes: a tokeniser does not say where in a prompt's JSON a token ends. An estimate is enough to compare workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+
+from pdlink.kv.hashing import chain, namespace
+
+from .fleet import BYTES_PER_TOKEN, KEY_TOKENS
+from .openai import CHAT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .fleet import PlacementRequest, Tokens
+    from .openai import Call
+
+CHUNK_NBYTES = BYTES_PER_TOKEN * KEY_TOKENS
+"""Of a prompt's JSON; shorter prompts are not worth a question."""
+MAX_TOKENS = 16_000_000
+"""Of all texts that are remembered: 64 MB."""
+ENOUGH = 0.8
+"""Share of a prompt whose tokens are known, from which on nothing waits for the rest: text that no earlier prompt had
+is computed nowhere. Source: llm-d's prefix store (min-prefix-overlap-ratio)."""
+
+_OF_CHAT = ("messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt") + (
+    "continue_final_message",
+    "add_special_tokens",
+)
+_OF_TEXT = ("prompt", "add_special_tokens")
+_MEDIA = (b'"image_url"', b'"input_audio"', b'"video_url"', b'"image_embeds"', b'"audio_url"', b'"image_pil"')
+"""Parts of a message that become tokens which do not say what is in them."""
+
+
+class Text(NamedTuple):
+    """A prompt whose tokens depend on no more than this."""
+
+    fields: Mapping[str, object]
+    keys: Sequence[bytes]
+    """Of its beginnings, each `CHUNK_NBYTES` longer than the one before."""
+
+    @property
+    def body(self) -> bytes:
+        """What `/tokenize` of an engine is asked, in JSON."""
+        return msgspec.json.encode(self.fields)
+
+
+def text_of(request: PlacementRequest, call: Call) -> Text | None:
+    """None for token ids, batches, prompts with media, and short ones."""
+    prompt, chat = request.prompt, call.path == CHAT
+    if len(prompt) < CHUNK_NBYTES or (not chat and prompt[:1] != b'"'):
+        return None
+    if chat and any(mark in prompt for mark in _MEDIA):
+        return None
+    fields = {name: call.fields[name] for name in (_OF_CHAT if chat else _OF_TEXT) if name in call.fields}
+    more = {name: bytes(raw) for name, raw in fields.items() if name not in ("messages", "prompt")}
+    salt = hashlib.blake2b(repr((chat, more)).encode(), digest_size=16).hexdigest()
+    seed = namespace(model=request.model, revision="", dtype="", chunk_tokens=KEY_TOKENS, salt=salt)
+    words = np.frombuffer(prompt, np.uint32, len(prompt) // 4)
+    return Text({"model": request.model, **fields}, chain(seed, words, KEY_TOKENS))
+
+
+class Known(NamedTuple):
+    ids: Tokens
+    share: float
+    """Of the prompt's bytes that these stand for."""
+
+
+class KnownTokens:
+    """Of the prompts that were tokenised last."""
+
+    def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
+        self._max_tokens = max_tokens
+        self._of: OrderedDict[int, _Prompt] = OrderedDict()
+        """By number, least recently used first."""
+        self._by_key: dict[bytes, tuple[int, int]] = {}
+        """Number of a prompt, and how many of its tokens this beginning has."""
+        self._num_tokens = self._next = 0
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return self._num_tokens
+
+    def find(self, text: Text, nbytes: int) -> Known | None:
+        """The tokens of the longest beginning that is known. nbytes: of the prompt."""
+        by_key, least, most = self._by_key, 0, len(text.keys)
+        while least < most:  # who has a key has all before it
+            middle = (least + most + 1) // 2
+            if text.keys[middle - 1] in by_key:
+                least = middle
+            else:
+                most = middle - 1
+        if not least:
+            return None
+        number, num = by_key[text.keys[least - 1]]
+        self._of.move_to_end(number)
+        prompt = self._of[number]
+        if least == len(text.keys) == len(prompt.keys) and nbytes == prompt.nbytes:
+            return Known(prompt.ids, 1.0)
+        return Known(prompt.ids[:num], least * CHUNK_NBYTES / nbytes)
+
+    def note(self, text: Text, nbytes: int, ids: Tokens) -> None:
+        """These are all tokens of a prompt of `nbytes`."""
+        number, self._next = self._next, self._next + 1
+        self._of[number] = _Prompt(ids, text.keys, nbytes)
+        self._num_tokens += len(ids)
+        for index, key in enumerate(text.keys):
+            before = self._by_key.get(key)
+            self._by_key[key] = number, len(ids) * (index + 1) * CHUNK_NBYTES // nbytes
+            if before is not None:
+                self._lose(before[0])
+        while self._num_tokens > self._max_tokens and len(self._of) > 1:
+            self._drop(next(iter(self._of)))
+
+    def _lose(self, number: int) -> None:
+        """One of its keys stands for a newer prompt now."""
+        prompt = self._of[number]
+        prompt.num_keys -= 1
+        if not prompt.num_keys:
+            self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        prompt = self._of.pop(number)
+        self._num_tokens -= len(prompt.ids)
+        for key in prompt.keys if prompt.num_keys else ():
+            if self._by_key[key][0] == number:
+                del self._by_key[key]
+
+
+class _Prompt:
+    __slots__ = ("ids", "keys", "nbytes", "num_keys")
+
+    def __init__(self, ids: Tokens, keys: Sequence[bytes], nbytes: int) -> None:
+        self.ids, self.keys, self.nbytes, self.num_keys = ids, keys, nbytes, len(keys)
+
+
+class Worth:
+    """Whether the tokens of a text save more time than they cost.
+
+    They cost what earlier questions cost for each byte. They save the share of the prompt that such prompts were
+    found to have somewhere, at the pace of prefill. So nothing is asked for prompts that the workers compute faster
+    than they tokenise, and little where prompts have nothing in common.
+    """
+
+    def __init__(self) -> None:
+        self.s_per_byte = 1e-6
+        """1 to 3 s a megabyte, measured with tokenisers of 32k to 150k entries."""
+        self.found_share = 0.5
+        """Of the prompts whose tokens were known, what the best worker had."""
+
+    def pays(self, nbytes: int, tokens_per_s: float | None) -> bool:
+        """tokens_per_s: of a prefill worker; None if none was measured."""
+        if tokens_per_s is None:
+            return True
+        saved_s = max(_LEAST_SHARE, self.found_share) * nbytes / BYTES_PER_TOKEN / tokens_per_s
+        return nbytes * self.s_per_byte < saved_s
+
+    def cost(self, nbytes: int, took_s: float) -> None:
+        """A question about so many bytes took so long."""
+        self.s_per_byte += _SMOOTH * (took_s / nbytes - self.s_per_byte)
+
+    def found(self, share: float) -> None:
+        """So much of a prompt the best worker had, by its tokens."""
+        self.found_share += _SMOOTH * (share - self.found_share)
+
+
+_SMOOTH = 0.1
+_LEAST_SHARE = 0.05
+"""Or nobody would notice that prompts have something in common again."""

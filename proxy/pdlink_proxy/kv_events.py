@@ -1,0 +1,277 @@
+"""Listens to the KV events of workers and of stores that several workers have, and asks again for missed ones.
+
+A publisher numbers its batches from 0 (vLLM's `ZmqEventPublisher`): frames are topic, number (8 bytes, big-endian),
+batch. Where it has a second socket for it, old batches can be asked for by number; it sends each with its number, and
+ends with -1. What cannot be had again makes all older knowledge of the publisher worthless, so it is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import re
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.asyncio
+
+from pdlink.errors import ConfigError
+
+from .kv_index import KVIndex, Publisher, events_in
+from .upstream import printable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+
+    from .fleet import PlacementRequest, WorkerState
+
+log = logging.getLogger("pdlink.proxy")
+
+MAX_BATCH_NBYTES = 64 << 20
+MAX_WAITING = 1000
+"""Batches that wait to be read; further ones are missed, and asked for again."""
+REPLAY_S = 5.0
+"""Longest silence of a publisher that was asked for old batches."""
+TURN_S = 0.002
+"""Events are read for so long, then whatever else waits in the loop has its turn."""
+_END = (-1).to_bytes(8, "big", signed=True)
+
+
+class Source(NamedTuple):
+    """Where events are published."""
+
+    endpoint: str
+    """Its PUB socket, as tcp://HOST:PORT."""
+    replay: str | None
+    """Its ROUTER socket, that sends old batches again."""
+    scope: str = ""
+    """Of a publisher that has KV of several models: what it calls the worker's; if empty, the model's name tells."""
+
+
+def source(text: str, url: str) -> Source:
+    """From a setting, or what a worker says: ENDPOINT, ENDPOINT,REPLAY or ENDPOINT,REPLAY,SCOPE. url: the worker's,
+    whose host is taken for one that binds all addresses. Raises ConfigError."""
+    endpoint, replay, scope, *more = (part.strip() for part in f"{text},,".split(",", 3))
+    if "".join(more).strip(","):
+        raise ConfigError(f"kv_events: got {printable(text)!r} for {url}; limit ENDPOINT,REPLAY,SCOPE; cut it")
+    return Source(_reached(endpoint, url), _reached(replay, url) if replay else None, scope)
+
+
+def _reached(endpoint: str, url: str) -> str:
+    scheme, _, rest = endpoint.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme == "tcp" and host and port.isdecimal() and 0 < int(port) < 2**16:
+        if host in ("*", "0.0.0.0", "[::]"):
+            host = re.sub(r":\d*$", "", urlsplit(url).netloc)
+        return f"tcp://{host}:{port}"
+    if scheme == "ipc" and rest:
+        return endpoint
+    raise ConfigError(
+        f"kv_events: got {printable(endpoint)!r} for {url}; limit tcp://HOST:PORT or ipc://PATH; write one of them"
+    )
+
+
+class _Told(NamedTuple):
+    """Where one worker says that its KV is told."""
+
+    key: str
+    said: tuple[str, ...]
+    listeners: tuple[tuple[Source, str], ...]
+    """Of `KVEvents._listening`."""
+
+
+class _Listening(NamedTuple):
+    """To one publisher, about one model."""
+
+    publisher: Publisher
+    task: asyncio.Task[None]
+    workers: set[str]
+    """URLs of those whose KV it is."""
+
+
+class KVEvents:
+    """What is known of the KV of all workers of one proxy, by their events."""
+
+    def __init__(self) -> None:
+        self.index = KVIndex()
+        self.sources: Mapping[str, Sequence[str]] = {}
+        """By base URL of a worker, where its events are published, as `source` reads it, if it does not say so."""
+        self._told: dict[str, _Told] = {}
+        """By URL."""
+        self._listening: dict[tuple[Source, str], _Listening] = {}
+        """By source and model."""
+        self._of: dict[Publisher, _Listening] = {}
+        self._numbers = itertools.count(1)
+
+    def heard(self, url: str, work: WorkerState, model: str, said: Sequence[str]) -> None:
+        """A worker is well; listen to this incarnation from now on. said: where it says that it publishes."""
+        said = tuple(self.sources.get(url) or said)
+        told = self._told.get(url)
+        if told is None or (told.key, told.said) != (work.key, said):
+            if told is not None and told.key != work.key:  # what its former life had counts no more
+                self._end(url)
+            told = _Told(work.key, said, _listeners(url, model, said))
+            self._end(url, but=told.listeners)
+            for each in told.listeners:
+                self._begin(*each).workers.add(url)
+            self._told[url] = told
+        work.publishes = bool(told.listeners)
+
+    def _begin(self, where: Source, model: str) -> _Listening:
+        listening = self._listening.get((where, model))
+        if listening is None:
+            publisher = Publisher(where.endpoint, next(self._numbers))
+            listener = Listener(self.index, publisher, where.replay, where.scope)
+            listening = _Listening(publisher, asyncio.create_task(listener.listen(model)), set())
+            self._listening[where, model] = self._of[publisher] = listening
+        return listening
+
+    def held(self, request: PlacementRequest, model: str) -> dict[str, int]:
+        """By key of a worker, tokens of the prompt whose KV it says it has. model: the workers', of which
+        `request.model` may be a LoRA or another name."""
+        found: dict[str, int] = {}
+        ids = request.known_ids if request.ids is None else request.ids
+        if not len(self.index) or ids is None:
+            return found
+        salt = (request.salt,) if request.salt else ()
+        for extra in [salt] if request.model == model else [(request.model, *salt), salt]:
+            for publisher, tokens in self.index.lookup(model, extra, ids).items():
+                listening = self._of.get(publisher)
+                for url in listening.workers if listening is not None else ():
+                    key = self._told[url].key
+                    found[key] = max(tokens, found.get(key, 0))
+            if found:
+                break
+        return found
+
+    def follow(self, sources: Mapping[str, Sequence[str]]) -> None:
+        """These are the workers: `sources`."""
+        self.sources = sources
+        for url in self._told.keys() - sources.keys():
+            self._end(url)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self.follow({})
+
+    def _end(self, url: str, but: Collection[tuple[Source, str]] = ()) -> None:
+        """Listen for this worker to those only."""
+        told = self._told.pop(url, None)
+        for each in told.listeners if told is not None else ():
+            if each in but:
+                continue
+            listening = self._listening[each]
+            listening.workers.discard(url)
+            if not listening.workers:
+                del self._listening[each], self._of[listening.publisher]
+                listening.task.cancel()
+
+
+def _listeners(url: str, model: str, said: Sequence[str]) -> tuple[tuple[Source, str], ...]:
+    try:
+        return tuple(dict.fromkeys((source(text, url), model) for text in said))
+    except ConfigError as error:
+        log.warning("%s", error)
+        return ()
+
+
+class Listener:
+    """One publisher's events, in order, into the index."""
+
+    def __init__(self, index: KVIndex, publisher: Publisher, replay: str | None, scope: str = "") -> None:
+        self._index, self.publisher, self.replay, self._scope = index, publisher, replay, scope
+        self._next = 0
+        """Number of the batch that is to come."""
+        self.gaps = 0
+        """Times that batches were missed for good."""
+        self._turn_s = 0.0
+        """When this turn began."""
+
+    async def listen(self, model: str) -> None:
+        """Until cancelled. Then nothing is known of the publisher any more."""
+        try:
+            with zmq.asyncio.Context.instance().socket(zmq.SUB) as socket:
+                socket.set_hwm(MAX_WAITING)
+                socket.linger = 0
+                socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_NBYTES)
+                socket.setsockopt(zmq.SUBSCRIBE, b"")
+                socket.connect(self.publisher.endpoint)
+                await self._ask_again(model)  # what was published before anybody listened
+                while True:
+                    frames = await socket.recv_multipart()
+                    await self._give_way()
+                    if len(frames) == 3 and len(frames[1]) == 8:
+                        await self._heard(model, int.from_bytes(frames[1], "big"), frames[2])
+        except zmq.ZMQError as error:  # an endpoint that it cannot dial, or no more sockets
+            log.warning("kv_events: cannot listen to %s: %s", self.publisher.endpoint, error)
+        finally:
+            self._index.forget(self.publisher)
+
+    async def _heard(self, model: str, number: int, batch: bytes) -> None:
+        if number < self._next:
+            if number != 0:
+                return  # heard before, by `_ask_again`
+            self._forget("it began anew")
+        elif number > self._next:
+            await self._ask_again(model)
+            if number < self._next:
+                return
+            if number > self._next:
+                self._forget(f"batches {self._next} to {number - 1} were missed")
+        await self._apply(model, number, batch)
+
+    async def _ask_again(self, model: str) -> None:
+        """Have all batches from the next one on that the publisher still keeps."""
+        if self.replay is None:
+            return
+        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_NBYTES)
+        try:
+            socket.connect(self.replay)
+            await socket.send_multipart((b"", self._next.to_bytes(8, "big")))
+            async for number, batch in _replies(socket):
+                await self._give_way()
+                if number > self._next:
+                    self._forget(f"it does not keep batches {self._next} to {number - 1} any more")
+                if number >= self._next:
+                    await self._apply(model, number, batch)
+        finally:
+            socket.close(linger=0)
+
+    async def _apply(self, model: str, number: int, batch: bytes) -> None:
+        self._next = number + 1
+        try:
+            for event in events_in(batch):
+                self._index.apply(self.publisher, model, event, self._scope)
+                await self._give_way()
+        except (ValueError, RecursionError) as error:
+            self._forget(f"batch {number} is not one: {error}")
+
+    async def _give_way(self) -> None:
+        """ZeroMQ's `recv` does not wait, and so lets nobody else run, where there is a message."""
+        now = asyncio.get_running_loop().time()
+        if now - self._turn_s > TURN_S:
+            await asyncio.sleep(0)
+            self._turn_s = asyncio.get_running_loop().time()
+
+    def _forget(self, why: str) -> None:
+        if self._next:
+            self.gaps += 1
+            log.info("KV events from %s: %s; what was known is dropped", self.publisher.endpoint, why)
+        self._index.forget(self.publisher)
+
+
+async def _replies(socket: zmq.asyncio.Socket) -> AsyncIterator[tuple[int, bytes]]:
+    with contextlib.suppress(TimeoutError):
+        while True:
+            async with asyncio.timeout(REPLAY_S):
+                frames = await socket.recv_multipart()
+            number, batch = (
+                frames[-2:] if len(frames) > 2 else (_END, b"")
+            )  # vLLM sends the topic, too, SGLang does not
+            if len(number) != 8 or number == _END:
+                return
+            yield int.from_bytes(number, "big"), batch

@@ -1,0 +1,205 @@
+"""Which worker has the KV of which prompt, by the events that the workers publish. No I/O.
+
+The events are those of vLLM 0.32 and SGLang 0.5.23 (`EventBatch` in MessagePack; maps, arrays in older SGLang):
+blocks stored, with their tokens and the block before them; blocks removed; everything cleared. Tokens name a prefix
+here, so workers whose blocks have other sizes and other names can be compared with one prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import msgspec
+
+from pdlink._index import Prefixes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .fleet import Tokens
+
+MAX_BLOCKS = 20_000_000
+"""Of all workers, per block size: about 1.1 GB (54 bytes each, measured with 10 million of 16 tokens)."""
+MAX_SIZES = 8
+"""Block sizes that are told apart; events about others are ignored."""
+
+_MEDIA = {None: 0, "GPU": 0, "CPU": 1, "CPU_PINNED": 1}  # the last one is SGLang's
+_DISK = 2
+_NULL = msgspec.Raw(b"\xc0")
+_WHOLE = (None, "full_attention", "mla_attention")
+"""Kinds of KV of which a prefix needs all blocks. Those of sliding windows and recurrent states say little."""
+
+
+class _Stored(msgspec.Struct, tag="BlockStored"):
+    block_hashes: msgspec.Raw
+    parent_block_hash: msgspec.Raw
+    token_ids: msgspec.Raw
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    """Stands in `extra_keys`, too."""
+    extra_keys: list[msgspec.Raw] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    model: str | None = None
+    scope: str | None = None
+    cache_salt: str | None = None
+    """Of SGLang, which has no `extra_keys`."""
+
+
+class _Removed(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: msgspec.Raw
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class _StoredArray(_Stored, tag="BlockStored", array_like=True):
+    pass
+
+
+class _RemovedArray(_Removed, tag="BlockRemoved", array_like=True):
+    pass
+
+
+class _ClearedArray(_Cleared, tag="AllBlocksCleared", array_like=True):
+    pass
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[msgspec.Raw]
+
+
+_Event: TypeAlias = _Stored | _Removed | _Cleared
+_decode_batch = msgspec.msgpack.Decoder(_Batch).decode
+_decode_map = msgspec.msgpack.Decoder(_Event).decode
+_decode_array = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray).decode
+
+
+class Publisher(NamedTuple):
+    """A source of events that is listened to, about one model."""
+
+    endpoint: str
+    number: int
+    """Of the listener: one that begins anew knows nothing."""
+
+
+def events_in(batch: bytes) -> list[msgspec.Raw]:
+    """Raises ValueError for other bytes."""
+    return _decode_batch(batch).events
+
+
+class KVIndex:
+    """Of all workers of one proxy. Not thread-safe."""
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        self._by_size: dict[int, Prefixes] = {}
+        self._holders: dict[Publisher, int] = {}
+        self._publishers: dict[int, Publisher] = {}
+        self._group: dict[Publisher, int | None] = {}
+        """By publisher, the group of layers that counts: the first that keeps whole prefixes."""
+
+    def __len__(self) -> int:
+        """Blocks, those of each worker counted."""
+        return sum(prefixes.num_blocks for prefixes in self._by_size.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(prefixes.nbytes for prefixes in self._by_size.values())
+
+    def apply(self, publisher: Publisher, model: str, raw: msgspec.Raw, scope: str = "") -> None:
+        """Note one event, if it is about this model. Raises ValueError for other bytes.
+
+        scope: what the publisher calls this model, for one that has KV of several; it says so of first blocks, and
+        blocks after one that is not known here are passed over.
+        """
+        is_array = memoryview(raw)[0] >> 4 == 0x9  # a MessagePack array of less than 16
+        event: _Event = (_decode_array if is_array else _decode_map)(raw)
+        if isinstance(event, _Stored):
+            if (event.scope == scope) if scope and event.scope else (event.model in (None, model)):
+                self._stored(publisher, model, event)
+        elif isinstance(event, _Cleared):
+            self.forget(publisher)
+        elif event.group_idx == self._group.get(publisher, event.group_idx):
+            for prefixes in self._by_size.values():
+                medium = _MEDIA.get(event.medium, _DISK)
+                prefixes.removed(self._holder(publisher), medium, bytes(event.block_hashes))
+
+    def forget(self, publisher: Publisher) -> None:
+        """It has nothing, or nobody knows what."""
+        holder = self._holders.pop(publisher, None)
+        self._group.pop(publisher, None)
+        if holder is not None:
+            del self._publishers[holder]
+            for prefixes in self._by_size.values():
+                prefixes.cleared(holder)
+            self._by_size = {size: prefixes for size, prefixes in self._by_size.items() if prefixes.num_blocks}
+
+    def lookup(self, model: str, extra: Sequence[str], tokens: Tokens) -> dict[Publisher, int]:
+        """By publisher, how many leading tokens it has; only those that have some. extra: name of a LoRA, salt."""
+        root = _root(model, extra)
+        found: dict[Publisher, int] = {}
+        for prefixes in self._by_size.values():
+            for holder, num_tokens in prefixes.lookup(root, tokens):
+                publisher = self._publishers[holder]
+                found[publisher] = max(num_tokens, found.get(publisher, 0))
+        return found
+
+    def _stored(self, publisher: Publisher, model: str, event: _Stored) -> None:
+        if event.kv_cache_spec_kind not in _WHOLE or event.block_size < 1:
+            return
+        if event.group_idx != self._group.setdefault(publisher, event.group_idx):
+            return
+        prefixes = self._by_size.get(event.block_size)
+        if prefixes is None:
+            if len(self._by_size) == MAX_SIZES:
+                return
+            prefixes = self._by_size[event.block_size] = Prefixes(event.block_size, self._max_blocks)
+        parent = None if event.parent_block_hash == _NULL else bytes(event.parent_block_hash)
+        usual = (_NULL, msgspec.Raw(msgspec.msgpack.encode([event.lora_name])))
+        extra = event.extra_keys or [_NULL]
+        if any(keys not in usual for keys in (extra if parent else extra[1:])):
+            return  # images and the like: their tokens do not say what is in them
+        first = msgspec.msgpack.decode(extra[0])
+        named = first if isinstance(first, list) else ()
+        if event.extra_keys is None:
+            named = [name for name in (event.lora_name, event.cache_salt) if name]
+        root = _root(model, named)
+        medium = _MEDIA.get(event.medium, _DISK)
+        holder = self._holder(publisher)
+        prefixes.stored(holder, medium, bytes(event.block_hashes), parent, root, _plain(event.token_ids))
+
+    def _holder(self, publisher: Publisher) -> int:
+        holder = self._holders.get(publisher)
+        if holder is None:
+            holder = next(number for number in itertools.count() if number not in self._publishers)
+            self._holders[publisher] = holder
+            self._publishers[holder] = publisher
+        return holder
+
+
+def _plain(token_ids: msgspec.Raw) -> bytes:
+    """Token ids, of which SGLang with EAGLE tells pairs: each token with the next one."""
+    data = bytes(token_ids)
+    if data[(at := _list_head(data)) : at + 1] != b"\x92":  # a list of two
+        return data
+    return msgspec.msgpack.encode([pair[0] for pair in msgspec.msgpack.decode(data, type=list[tuple[int, int]])])
+
+
+def _list_head(data: bytes) -> int:
+    """Bytes before the first item of a list in MessagePack."""
+    return {0xDC: 3, 0xDD: 5}.get(data[0] if data else 0, 1)
+
+
+def _root(model: str, extra: Sequence[object]) -> int:
+    """Stands for what the KV depends on besides the tokens. extra: as vLLM has it: name of a LoRA, salt."""
+    digest = hashlib.blake2b(repr((model, *extra)).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little") | 1

@@ -1,0 +1,238 @@
+"""Which workers there are: a list that replaces the one before, from settings, a watched file or an operator.
+
+A list is never a change to the one before, so a missed one does no harm. A worker that stays listed keeps its state
+and its requests; one that is listed as draining, or no more, gets no new request and finishes those it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+import msgspec
+import yaml
+
+from pdlink.errors import ConfigError
+
+from .steps import Leg
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdlink.config import ProxyConfig
+
+    from .dialects import Dialect
+    from .pools import Pools
+    from .worker import Worker
+
+log = logging.getLogger("pdlink.proxy")
+
+LOOK_S = 0.5
+"""Between two looks at a watched file."""
+MAX_WORKERS = 100_000
+_LIST_S = 0.05
+"""Until workers that were found to do more are listed: they come in numbers."""
+
+
+Role: TypeAlias = Literal["prefill", "decode", "both"]
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One worker."""
+
+    url: str
+    """Its base URL."""
+    drain: bool = False
+    """It gets no new requests."""
+    control: tuple[str, ...] = ()
+    """Control addresses, by rank, as in `ProxyConfig`."""
+    kv_events: tuple[str, ...] = ()
+    """Where it publishes its KV, as in `ProxyConfig`."""
+    cell: str = ""
+    """KV moves within a cell only, a rack or one RDMA network; without one it moves to and from every cell."""
+
+
+class Members(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All workers."""
+
+    prefill: tuple[Entry, ...] = ()
+    decode: tuple[Entry, ...] = ()
+    both: tuple[Entry, ...] = ()
+    """Plain servers: they serve requests by themselves."""
+
+    def of(self, side: Leg) -> tuple[Entry, ...]:
+        return self.prefill if side is Leg.PREFILL else self.decode
+
+    def with_entry(self, role: Role, entry: Entry) -> Members:
+        """The same with this worker, in place of one of its URL."""
+        entries: tuple[Entry, ...] = getattr(self, role)
+        kept = (each for each in entries if each.url.rstrip("/") != entry.url.rstrip("/"))
+        return msgspec.structs.replace(self, **{role: (*kept, entry)})
+
+    def without(self, url: str) -> Members:
+        """The same without the workers of this URL."""
+        kept = (
+            tuple(each for each in entries if each.url.rstrip("/") != url.rstrip("/"))
+            for entries in (self.prefill, self.decode, self.both)
+        )
+        return Members(*kept)
+
+
+def from_settings(config: ProxyConfig, dialect: Dialect) -> Members:
+    """The workers that the settings list. Raises ConfigError for addresses of others, or none of the dialect."""
+    control = {url.rstrip("/"): addresses for url, addresses in config.control.items()}
+    kv_events = {url.rstrip("/"): sources for url, sources in config.kv_events.items()}
+    cells = {url.rstrip("/"): cell for url, cell in config.cells.items()}
+    urls = {role: [url.rstrip("/") for url in getattr(config, role)] for role in get_args(Role)}
+    if unknown := control.keys() - {url for listed in urls.values() for url in listed}:
+        raise ConfigError(f"control: got {', '.join(sorted(unknown))}; limit workers of this proxy; list it there")
+    if unknown := cells.keys() - {url for listed in urls.values() for url in listed}:
+        raise ConfigError(f"cells: got {', '.join(sorted(unknown))}; limit workers of this proxy; list it there")
+    if unknown := kv_events.keys() - {url for listed in urls.values() for url in listed}:
+        raise ConfigError(f"kv_events: got {', '.join(sorted(unknown))}; limit workers of this proxy; list it there")
+    members = Members(
+        *(
+            tuple(
+                Entry(url, control=control.get(url, ()), kv_events=kv_events.get(url, ()), cell=cells.get(url, ""))
+                for url in urls[role]
+            )
+            for role in get_args(Role)
+        )
+    )
+    if config.workers_file is None:
+        _check_control(members, "control", dialect)
+    return members
+
+
+def _check_control(members: Members, what: str, dialect: Dialect) -> None:
+    for entry in (*members.prefill, *members.decode):
+        dialect.check_control(entry.control)
+    side = dialect.needs_control
+    if side is not None and (missing := [entry.url for entry in members.of(side) if not entry.control]):
+        raise ConfigError(f"{what}: no control for {', '.join(missing)}; give the addresses of its connector")
+
+
+def parse(document: Any, what: str, *, dialect: Dialect) -> Members:
+    """Workers as a file or an operator lists them: {"prefill": [...], "decode": [...], "both": [...]} of URLs or
+    entries.
+
+    Raises ConfigError, also for control addresses that are none of the dialect.
+    """
+    if not isinstance(document, dict):
+        raise ConfigError(
+            f"{what}: got {type(document).__name__}; limit a mapping of prefill, decode and both; write one"
+        )
+    plain = {
+        side: [{"url": each} if isinstance(each, str) else each for each in entries]
+        if isinstance(entries, list)
+        else entries
+        for side, entries in document.items()
+    }
+    try:
+        members = msgspec.convert(plain, Members)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise ConfigError(f"{what}: {error}") from None
+    if len(members.prefill) + len(members.decode) + len(members.both) > MAX_WORKERS:
+        raise ConfigError(f"{what}: got more than {MAX_WORKERS} workers; limit {MAX_WORKERS}; use several proxies")
+    _check_control(members, what, dialect)
+    return members
+
+
+@dataclass(slots=True)
+class Membership:
+    """Keeps the pools as the last list says, and one task per worker that watches it."""
+
+    pools: Pools
+    watch: Callable[[Worker], asyncio.Task[None]]
+    """Begins to watch a worker's health."""
+    dialect: Dialect
+    file: str | None = None
+    """Watched, and the only source then."""
+    found_by: str = ""
+    """The sources of `discovery`, where there are some."""
+    changed: Callable[[], None] = lambda: None
+    """Called after each list."""
+    members: Members = field(default_factory=Members)
+    _watching: dict[Worker, asyncio.Task[None]] = field(default_factory=dict)
+    _seen: tuple[int, int, int] | None = None
+    """Of the file that was read last."""
+    _listing: asyncio.TimerHandle | None = None
+    _kept: Path | None = None
+    _refused: str = ""
+    """Why the file could not be used; logged once."""
+
+    def replace(self, members: Members) -> None:
+        """From now on these are the workers. Raises ConfigError, and changes nothing then."""
+        self.pools.replace(members)
+        self.members = members
+        now = set(self.pools.all)
+        for worker in [worker for worker in self._watching if worker not in now]:
+            self._watching.pop(worker).cancel()
+        for worker in self.pools.all:
+            if worker not in self._watching:
+                self._watching[worker] = self.watch(worker)
+        self.changed()
+
+    def list_soon(self) -> None:
+        """The same workers once more: some can do more than was known."""
+        if self._listing is None:
+            self._listing = asyncio.get_running_loop().call_later(_LIST_S, self._list_again)
+
+    def close(self) -> None:
+        """List nothing any more."""
+        if self._listing is not None:
+            self._listing.cancel()
+
+    def _list_again(self) -> None:
+        self._listing = None
+        self.replace(self.members)
+
+    def keep(self, path: Path) -> None:
+        """Changes of operators are kept in this file, for the other processes of this proxy; take what is there."""
+        self._kept = path
+        self.read_kept()
+
+    def save(self) -> None:
+        """Keep the present list."""
+        assert self._kept is not None
+        new = self._kept.with_suffix(f".{os.getpid()}")
+        new.write_bytes(msgspec.json.encode(self.members))
+        new.replace(self._kept)
+
+    def read_kept(self) -> None:
+        """Take the list that another process has kept."""
+        if self._kept is not None and self._kept.exists():
+            self.replace(msgspec.json.decode(self._kept.read_bytes(), type=Members))
+
+    def read(self) -> None:
+        """Replace by what the file lists, if it has changed. A file that cannot be used changes nothing."""
+        if self.file is None:
+            return
+        try:
+            path = Path(self.file)
+            stat = path.stat()
+            seen = stat.st_mtime_ns, stat.st_size, stat.st_ino
+            if seen == self._seen:
+                return
+            document = yaml.safe_load(path.read_text(encoding="utf-8"))
+            members = parse(document, f"workers_file {path}", dialect=self.dialect)
+            self.replace(members)
+        except (OSError, ValueError, yaml.YAMLError, ConfigError, RecursionError) as error:
+            reason = " ".join(str(error).split())
+            if reason != self._refused:
+                self._refused = reason
+                log.error("workers are unchanged: %s", reason)
+            return
+        if self._seen is not None or self._refused:
+            log.warning("workers: %d prefill and %d decode, by %s", len(members.prefill), len(members.decode), path)
+        self._seen, self._refused = seen, ""
+
+    async def follow(self) -> None:
+        """Look at the file until cancelled."""
+        while True:
+            self.read()
+            await asyncio.sleep(LOOK_S)

@@ -1,0 +1,87 @@
+"""What workers say of themselves at GET /pdlink/state, asked only while somebody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdlink.observe.timeline import Ended  # noqa: TC001  msgspec reads the annotation
+
+from ..http_connection import HttpError
+from ..upstream import Asking, ask
+
+if TYPE_CHECKING:
+    from ..shared import Shared
+    from ..worker import Worker
+
+_FRESH_S = 0.8
+"""A report is not asked for again before."""
+_TIMEOUT_S = 1.0
+_MAX_AT_ONCE = 32
+
+
+class Live(msgspec.Struct, frozen=True):
+    """A transfer that goes on; see `pdlink.endpoint.live`."""
+
+    transfer_id: str
+    side: str
+    state: str
+    peer: str
+    lane: str
+    num_tokens: int
+    nbytes: int
+    age_s: float
+    layers: str
+
+
+class Session(msgspec.Struct, frozen=True):
+    peer: str
+    state: str
+    transport: str
+    lane: str
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A worker's answer. A worker that answers with something else has none."""
+
+    name: str
+    requests: dict[str, int] = {}
+    blocks: dict[str, int] = {}
+    peers: list[Session] = []
+    live: list[Live] = []
+    ended: list[Ended] = []
+    totals: dict[str, dict[str, float]] = {}
+
+
+class Reports:
+    """The newest report of each worker."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._asked_s = 0.0
+        self.at_s = 0.0
+        """Unix time of the newest reports: rates are differences between two of them."""
+        self._lock = asyncio.Lock()
+        self._found: dict[str, Report] = {}
+
+    async def now(self) -> dict[str, Report]:
+        """Reports by URL, at most `_FRESH_S` old; those that do not come in time are left out."""
+        async with self._lock:  # two people who look cost the workers as much as one
+            if time.monotonic() - self._asked_s >= _FRESH_S:
+                slots = asyncio.Semaphore(_MAX_AT_ONCE)
+                workers = {worker.url: worker for worker in self._shared.pools.all}
+                answers = await asyncio.gather(*(self._ask(worker, slots) for worker in workers.values()))
+                self._found = {url: answer for url, answer in zip(workers, answers, strict=True) if answer}
+                self._asked_s, self.at_s = time.monotonic(), time.time()
+            return self._found
+
+    async def _ask(self, worker: Worker, slots: asyncio.Semaphore) -> Report | None:
+        try:
+            async with slots:
+                reply = await ask(Asking(self._shared.control, worker.url, _TIMEOUT_S), "/pdlink/state")
+            return msgspec.json.decode(reply.body, type=Report) if reply.status == 200 else None
+        except (HttpError, OSError, ValueError, RecursionError):
+            return None

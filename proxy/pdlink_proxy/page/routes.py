@@ -1,0 +1,81 @@
+"""The page's files and its state over HTTP."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
+
+from ..steps import Leg
+from .view import view
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from ..app import Router
+
+    Handler = Callable[[web.Request], Awaitable[web.Response]]
+
+PREFIX = "/pdlink/"
+_FILES = Path(__file__).parent / "static"
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+_HEADERS = {
+    # Everything comes from this proxy, and nothing is written into the page as code.
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+
+
+def add_page(app: web.Application, router: Router) -> None:
+    """GET /pdlink/ with its files, which hold no data, and GET /pdlink/state, which wants a key like other routes."""
+
+    async def moved(_: web.Request) -> web.Response:
+        return web.Response(status=308, headers={"Location": "pdlink/"})  # relative: a prefix may stand before it
+
+    async def state(request: web.Request) -> web.Response:
+        if not router.may_enter(request):
+            return router.no_entry()
+        return web.Response(
+            body=msgspec.json.encode(await state_of(router)),
+            content_type="application/json",
+            headers={"Cache-Control": "no-store"},
+        )
+
+    app.router.add_get(PREFIX.rstrip("/"), moved)
+    app.router.add_get(PREFIX + "state", state)
+    for path in sorted(path for path in _FILES.rglob("*") if path.suffix in _TYPES):
+        name = path.relative_to(_FILES).as_posix()
+        app.router.add_get(PREFIX + ("" if name == "index.html" else name), _file(path))
+
+
+def _file(path: Path) -> Handler:
+    body, kind = path.read_bytes(), _TYPES[path.suffix]
+
+    async def send(_: web.Request) -> web.Response:
+        return web.Response(body=body, content_type=kind, charset="utf-8", headers=_HEADERS)
+
+    return send
+
+
+async def state_of(router: Router) -> dict[str, object]:
+    """See `view`."""
+    status, reason = router.standing()
+    reports = await router.reports.now()
+    pools, beside = router.pools, await router.beside(records=True)
+    return view(
+        now_s=time.time(),
+        status=status,
+        reason=reason,
+        workers=[{**worker, "side": side.value} for side in Leg for worker in router.described(side, beside)],
+        refused_pairs=[pair.describe() for pair in pools.refusals],
+        records=router.recorded(beside),
+        reports=reports,
+        reported_s=router.reports.at_s,
+        running=router.num_running + sum(each.running for each in beside),
+        queued=router.num_queued + sum(each.queued for each in beside),
+    )

@@ -1,0 +1,31 @@
+// A tree of plain objects, and `patch`, which changes a part of the page into it and keeps what is the same: the focus
+// stays where it is, and nothing flickers.
+export const el = (tag, props, ...children) => ({ tag, props, children: children.filter((c) => c != null).map((c) => (typeof c === "object" ? c : String(c))) });
+
+export function table(heads, rows) {
+  const head = (text) => (text.startsWith("n:") ? el("th", { class: "n", scope: "col" }, text.slice(2)) : el("th", { scope: "col" }, text));
+  const cell = (value) => (value === null || typeof value !== "object" ? el("td", {}, value ?? "") : el("td", { class: value.class ?? "" }, value.node ?? value.text ?? ""));
+  return el("table", {}, el("thead", {}, el("tr", {}, ...heads.map(head))), el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map(cell)))));
+}
+
+export function patch(parent, children) {
+  children.forEach((child, index) => {
+    const old = parent.childNodes[index];
+    if (typeof child === "string") {
+      if (old?.nodeType === Node.TEXT_NODE) { if (old.data !== child) old.data = child; } else put(parent, old, document.createTextNode(child));
+      return;
+    }
+    const node = old?.nodeName === child.tag.toUpperCase() ? old : put(parent, old, document.createElement(child.tag));
+    for (const [name, value] of Object.entries(child.props)) {
+      if (name.startsWith("on")) node[name] = value;
+      else if (node.getAttribute(name) !== value) node.setAttribute(name, value);
+    }
+    patch(node, child.children);
+  });
+  while (parent.childNodes.length > children.length) parent.lastChild.remove();
+}
+
+function put(parent, old, node) {
+  if (old) parent.replaceChild(node, old); else parent.appendChild(node);
+  return node;
+}

@@ -1,0 +1,248 @@
+"""What people see of a deployment, made of what the proxy and its workers know. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from pdlink.observe.timeline import Ended
+
+    from ..records import RequestRecord
+    from .reports import Report
+
+_WINDOW_S = 300.0
+"""Requests that the sentence and the figures are about."""
+_SHOWN_REQUESTS = 50
+_SHOWN_TRANSFERS = 20
+_SHOWN_IN_PAIRS = 32
+"""Workers of each side in the table of pairs."""
+_MANY_RECOMPUTED = 0.02
+_EXPOSED_SHARE = 0.25
+"""Of the time in which KV moved: from there on the link, and not prefill, makes requests wait."""
+_ENOUGH_TRANSFERS = 10
+"""Fewer say nothing of the link: the first ones shake hands and compile."""
+_NOTICED_SHARE = 0.05
+"""Of the time to the first token: what is less than that of a transfer no client notices."""
+
+
+def view(
+    *,
+    now_s: float,
+    status: str,
+    reason: str,
+    workers: Sequence[Mapping[str, Any]],
+    refused_pairs: Sequence[Mapping[str, Any]],
+    records: Sequence[RequestRecord],
+    reports: Mapping[str, Report],
+    reported_s: float,
+    running: int,
+    queued: int,
+) -> dict[str, Any]:
+    """The body of GET /pdlink/state.
+
+    now_s: unix time. workers: of `Worker.describe`, with `side`. records: oldest first. reports: by URL, made at
+    `reported_s`.
+    """
+    recent = [record for record in records if now_s - record.at_s <= _WINDOW_S]
+    ended = [(url, each) for url, report in reports.items() for each in report.ended if each.side == "sender"]
+    summary = _summary(recent, [each for _, each in ended])
+    names = {worker["url"]: _name(worker, reports) for worker in workers}
+    level, text = verdict(status, reason, workers, refused_pairs, recent, summary)
+    return {
+        "at_s": now_s,
+        "reported_s": reported_s,
+        "verdict": {"level": level, "text": text},
+        "running": running,
+        "queued": queued,
+        "summary": summary,
+        "workers": [_worker(worker, names[worker["url"]], reports.get(worker["url"])) for worker in workers],
+        "pairs": _pairs(workers, names, refused_pairs, reports),
+        "live": _live(reports),
+        "ended": [
+            {**msgspec.structs.asdict(each), "worker": names.get(url, url)}
+            for url, each in sorted(ended, key=lambda pair: pair[1].ended_s_ago)[:_SHOWN_TRANSFERS]
+        ],
+        "requests": [msgspec.structs.asdict(record) for record in list(records)[: -_SHOWN_REQUESTS - 1 : -1]],
+        "errors": _errors(recent),
+    }
+
+
+def verdict(
+    status: str,
+    reason: str,
+    workers: Sequence[Mapping[str, Any]],
+    refused_pairs: Sequence[Mapping[str, Any]],
+    recent: Sequence[RequestRecord],
+    summary: Mapping[str, Any],
+) -> tuple[str, str]:
+    """The one sentence: its level (`ok`, `warn`, `bad`, `idle`), what is wrong, and what to do. Worst first."""
+    if status not in ("ok", "degraded"):
+        return "bad", f"No request can be served: {reason or status}."
+    away = [worker for worker in workers if worker["state"] not in ("ok", "draining")]
+    failed = [record for record in recent if record.outcome in ("failed", "broken")]
+    if failed:
+        share = len(failed) / len(recent)
+        return "bad", f"{share:.0%} of {len(recent)} requests failed; see Causes, and ask `pdlink explain ID`."
+    if refused_pairs:
+        pair = refused_pairs[0]
+        return "warn", (
+            f"{len(refused_pairs)} pairs of workers do not fit together, first {pair['prefill']} and "
+            f"{pair['decode']}: {pair['factor']} differs. Answers are right, but decode computes prompts; start "
+            "both alike."
+        )
+    if away:
+        worker = away[0]
+        return "warn", (
+            f"{len(away)} of {len(workers)} workers are away, first {worker['label']}: "
+            f"{worker['reason'] or worker['state']}."
+        )
+    if not recent:
+        return "idle", "All workers are ready. No request in the last five minutes."
+    recomputed = summary["kv"].get("recomputed", 0)
+    if recomputed > _MANY_RECOMPUTED * len(recent):
+        why = Counter(_why(record.kv) for record in recent if record.kv.startswith("recomputed")).most_common(1)[0][0]
+        return "warn", (
+            f"{recomputed / len(recent):.0%} of {len(recent)} requests computed their prompt on decode, most of them "
+            f"for {why}. Answers are right, but prefill gains nothing there."
+        )
+    if _waits_for_the_link(summary):
+        return "warn", (
+            f"Requests wait for the link: {summary['exposed_share']:.0%} of the time in which KV moves comes after "
+            f"prefill ({summary['exposed_ms']:.1f} ms a transfer). Look at the lanes in Pairs."
+        )
+    return "ok", f"All is well: {len(recent)} requests in five minutes, KV of {_percent(summary)} was transferred."
+
+
+def _waits_for_the_link(summary: Mapping[str, Any]) -> bool:
+    """Much of a transfer comes after prefill, and a client would notice."""
+    if summary["transfers"] < _ENOUGH_TRANSFERS or summary["exposed_share"] <= _EXPOSED_SHARE:
+        return False
+    ttft_ms = summary["ttft_p50_ms"]
+    return ttft_ms is None or summary["exposed_ms"] > _NOTICED_SHARE * ttft_ms
+
+
+def _percent(summary: Mapping[str, Any]) -> str:
+    total = sum(summary["kv"].values())
+    return f"{summary['kv'].get('transferred', 0) / total:.0%}" if total else "none"
+
+
+def _summary(recent: Sequence[RequestRecord], ended: Sequence[Ended]) -> dict[str, Any]:
+    ttft = sorted(record.ttft_s for record in recent if record.ttft_s is not None)
+    moving = sum(each.moving_s for each in ended)
+    exposed = sum(each.exposed_s for each in ended)
+    return {
+        "requests": len(recent),
+        "ttft_p50_ms": quantile_ms(ttft, 0.5),
+        "ttft_p95_ms": quantile_ms(ttft, 0.95),
+        "queued_p95_ms": quantile_ms(sorted(record.queued_s for record in recent), 0.95),
+        "kv": dict(Counter(record.kv.partition(";")[0] for record in recent if record.outcome in ("ok", "broken"))),
+        "transfers": len(ended),
+        "exposed_ms": exposed / len(ended) * 1000 if ended else None,
+        "exposed_share": exposed / moving if moving else None,
+    }
+
+
+def quantile_ms(ordered: Sequence[float], share: float) -> float | None:
+    """Of seconds; None without any."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1000 if ordered else None
+
+
+def _why(kv: str) -> str:
+    """The reason in X-Pdlink-KV: `recomputed;reason=peer_lost`."""
+    return kv.partition("reason=")[2].partition(";")[0] or "no stated reason"
+
+
+def _name(worker: Mapping[str, Any], reports: Mapping[str, Report]) -> str:
+    report = reports.get(worker["url"])
+    return report.name if report else (worker["health"] or {}).get("name") or worker["label"]
+
+
+def _worker(worker: Mapping[str, Any], name: str, report: Report | None) -> dict[str, Any]:
+    health = worker["health"] or {}
+    return {
+        "label": worker["label"],
+        "side": worker["side"],
+        "name": name,
+        "url": worker["url"],
+        "state": worker["state"],
+        "reason": worker["reason"],
+        "in_flight": worker["in_flight"],
+        "model": health.get("model"),
+        "requests": report.requests if report else None,
+        "blocks": report.blocks if report else None,
+        "totals": report.totals if report else None,
+    }
+
+
+def _pairs(
+    workers: Sequence[Mapping[str, Any]],
+    names: Mapping[str, str],
+    refused: Iterable[Mapping[str, Any]],
+    reports: Mapping[str, Report],
+) -> list[dict[str, Any]]:
+    """Prefill × decode pairs: the lane and the speed of their last transfers, or why they do not fit. Of many workers
+    the first on each side: a table, and the time to make it, grow with the product."""
+    unfit = {(pair["prefill"], pair["decode"]): pair for pair in refused}
+    sides = {
+        side: [worker for worker in workers if worker["side"] == side][:_SHOWN_IN_PAIRS]
+        for side in ("prefill", "decode")
+    }
+    found = []
+    for prefill in sides["prefill"]:
+        report = reports.get(prefill["url"])
+        sessions = {each.peer: each for each in reversed(report.peers)} if report else {}
+        done: dict[str, list[Ended]] = {}
+        for each in report.ended if report else ():
+            if each.side == "sender":
+                done.setdefault(each.peer, []).append(each)
+        for decode in sides["decode"]:
+            name = names[decode["url"]]
+            session, sent = sessions.get(name), done.get(name, [])
+            moving = sum(each.moving_s for each in sent)
+            pair = unfit.get((names[prefill["url"]], name))
+            found.append(
+                {
+                    "prefill": prefill["label"],
+                    "decode": decode["label"],
+                    "state": "refused" if pair else session.state if session else "no session",
+                    "lane": session.lane or session.transport if session else "",
+                    "gb_per_s": sum(each.nbytes for each in sent) / moving / 1e9 if moving else None,
+                    "reason": f"{pair['factor']}: {pair['local']} and {pair['remote']}" if pair else "",
+                }
+            )
+    return found
+
+
+def _live(reports: Mapping[str, Report]) -> list[dict[str, Any]]:
+    """Transfers that go on, as their senders see them; the oldest first."""
+    found = [
+        {**msgspec.structs.asdict(each), "worker": report.name}
+        for report in reports.values()
+        for each in report.live
+        if each.side == "sender"
+    ]
+    return sorted(found, key=lambda each: -each["age_s"])[:_SHOWN_TRANSFERS]
+
+
+def _errors(recent: Sequence[RequestRecord]) -> list[dict[str, Any]]:
+    """Causes of what did not go the usual way, the most frequent first."""
+    causes: Counter[tuple[str, str]] = Counter()
+    newest: dict[tuple[str, str], str] = {}
+    for record in recent:
+        if record.outcome != "ok":
+            cause = ("request", record.outcome)
+        elif record.kv.startswith("recomputed"):
+            cause = ("recomputed", _why(record.kv))
+        else:
+            continue
+        causes[cause] += 1
+        newest[cause] = record.request_id
+    return [
+        {"kind": kind, "cause": cause, "count": count, "newest": newest[kind, cause]}
+        for (kind, cause), count in causes.most_common(20)
+    ]

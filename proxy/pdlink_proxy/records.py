@@ -1,0 +1,73 @@
+"""What became of each of the last requests, one small record a request."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+MAX_RECORDS = 1000
+
+
+class LegRecord(msgspec.Struct, frozen=True, gc=False):
+    """One leg of one attempt. Times count from the arrival of the request."""
+
+    transfer_id: str
+    """Of its attempt: the other leg of it has the same."""
+    leg: str
+    """prefill or decode."""
+    worker: str
+    """Its label."""
+    sent_s: float
+    answered_s: float | None
+    """When its answer began; None if it never did."""
+    ended_s: float | None
+    """None if it went on after the request."""
+    end: str
+    """served, cancelled, "let go", or how it failed; empty if it went on."""
+    span_id: str = ""
+    """Of its span, if the request is traced."""
+
+
+class RequestRecord(msgspec.Struct, frozen=True, gc=False):
+    """Made when a request has ended. Times are durations on the proxy's clock."""
+
+    request_id: str
+    at_s: float
+    """Unix time of its end."""
+    outcome: str
+    kv: str
+    """The way of its KV, as in X-Pdlink-KV."""
+    prompt_tokens: int
+    """Perhaps estimated."""
+    attempts: int
+    total_s: float
+    queued_s: float
+    """Until its last attempt had workers."""
+    prefill_s: float | None
+    """Until prefill had answered."""
+    decode_s: float | None
+    """Until decode had."""
+    ttft_s: float | None
+    """Until the first bytes left for the client; of an answer in one piece, until prefill's."""
+    transfer_id: str
+    """Of the attempt that the client hears of."""
+    prefill: str | None
+    """The worker's label."""
+    decode: str | None
+    legs: list[LegRecord] = []
+    """Of all attempts, in the order in which they were sent."""
+
+
+class Records(deque[RequestRecord]):
+    """The newest of them; older ones are dropped."""
+
+    num_ended = 0
+    """Also those that were dropped."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=MAX_RECORDS)
+
+    def append(self, record: RequestRecord) -> None:
+        self.num_ended += 1
+        super().append(record)

@@ -1,0 +1,287 @@
+"""POST /route: the decision alone, for edges that send both legs and stream from decode themselves.
+
+Above some thousand requests a second a proxy should not carry tokens. A decision counts in the load of its workers,
+as a request would, until the edge reports its end (DELETE /route/ID) or it expires.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from pdlink.config import read_secrets
+from pdlink.errors import ConfigError, InvalidRequest, NoWorker, Overloaded
+from pdlink.protocol import route_token
+
+from .access import key_of
+from .admission import Admission
+from .decision_log import Logged, hash_ids, logged_attempt
+from .dialects import Attempt
+from .openai import CHAT, COMPLETIONS, BadField, Call, error_body, parse, wanted
+from .steps import Leg, Place, Placed, Unplaced, Waits, Why
+
+if TYPE_CHECKING:
+    from .app import Router
+    from .fleet import PlacementRequest, WorkerState
+    from .steps import Event
+    from .worker import Worker
+
+PATH = "/route"
+MAX_RESERVED = 100_000
+"""Decisions that have not ended."""
+MAX_PREFIX = 65_536
+
+
+class _Digest(msgspec.Struct):
+    """What stands for a prompt that the edge keeps to itself."""
+
+    num_tokens: int | None = None
+    prefix: tuple[str, ...] = ()
+    """Names of its beginnings, each 512 tokens longer than the one before: equal names mean equal beginnings."""
+
+
+@dataclass(slots=True)
+class _Reserved:
+    admission: Admission
+    states: tuple[tuple[WorkerState, int], ...]
+    timer: asyncio.TimerHandle
+
+
+class Decider:
+    """The decisions of one proxy that have not ended."""
+
+    def __init__(self, router: Router) -> None:
+        """Raises ConfigError for a key file without keys, and where decode's leg follows news that only the proxy
+        gets."""
+        self._router = router
+        if router.dialect.arrivals is not None:
+            raise ConfigError(
+                f"route_s: got dialect {router.dialect.name}; limit dialects whose decode needs no news of the KV; "
+                "send these requests through the proxy"
+            )
+        file = router.config.route_key_file
+        self._secret = read_secrets(file, "route_key_file")[0].encode() if file is not None else None
+        self._reserved: dict[str, _Reserved] = {}
+
+    def add_routes(self, app: web.Application) -> None:
+        app.router.add_post(PATH, self.decide)
+        app.router.add_delete(PATH + "/{id}", self.report)
+
+    async def decide(self, request: web.Request) -> web.Response:
+        """200 with the workers, and what to change in the client's body for each of them."""
+        router = self._router
+        data = await router.admitted(request)
+        if isinstance(data, web.Response):
+            return data
+        if len(self._reserved) >= MAX_RESERVED:
+            retry_after_s = router.shared.queue.retry_after_s()
+            return _error(
+                429, f"{MAX_RESERVED} decisions are open; report their ends", Overloaded.code, retry_after_s
+            )
+        try:
+            call, asked = _read(data)
+        except (BadField, InvalidRequest) as error:
+            return _error(InvalidRequest.http_status, str(error), InvalidRequest.code)
+        if (refusal := await router.over_limit(request, asked.total_tokens)) is not None:
+            return refusal
+        request_id = router.leg_headers(request.headers)["X-Request-Id"]
+        placed, admission = await self._place(call, asked, request_id, key_of(request.headers))
+        if isinstance(placed, Unplaced):
+            code = InvalidRequest.code if placed.unfit else Overloaded.code if placed.full else NoWorker.code
+            status = 400 if placed.unfit else 429 if placed.full else 503
+            return _error(status, placed.message, code, None if placed.unfit else router.shared.queue.retry_after_s())
+        return web.Response(body=self._reserve(call, admission, placed), content_type="application/json")
+
+    async def report(self, request: web.Request) -> web.Response:
+        """DELETE /route/ID: the request of this decision has ended."""
+        router = self._router
+        if not router.may_enter(request):
+            return router.no_entry()
+        transfer_id = request.match_info["id"]
+        if self.ended(transfer_id):
+            return web.Response(status=204)
+        if router.family is not None and any(await router.family.ask_all("route_ended", transfer_id)):
+            return web.Response(status=204)
+        return _error(404, "no such decision; it has expired or ended", "not_found")
+
+    def ended(self, transfer_id: str) -> bool:
+        """The request of this decision has ended; False if it is not one of this process."""
+        if transfer_id not in self._reserved:
+            return False
+        self._free(transfer_id, served=True)
+        return True
+
+    async def _place(
+        self, call: Call, asked: PlacementRequest, request_id: str, tenant: str
+    ) -> tuple[Placed | Unplaced, Admission]:
+        shared, loop = self._router.shared, asyncio.get_running_loop()
+        later: asyncio.Future[Placed | Unplaced] = loop.create_future()
+
+        def happen(event: Event) -> None:
+            if isinstance(event, Placed | Unplaced) and not later.done():
+                later.set_result(event)
+
+        def failed(error: Exception) -> None:
+            if not later.done():
+                later.set_exception(error)
+
+        admission = Admission(
+            shared,
+            asked,
+            request_id=request_id,
+            tenant=tenant,
+            whole=shared.dialect.whole(call),
+            happen=happen,
+            failed=failed,
+        )
+        if shared.tokenizing is not None and shared.tokenizing.wanted(asked):
+            await shared.tokenizing.prepare(asked, call)
+        found = admission.place(Place(Why.FIRST, frozenset()))
+        if not isinstance(found, Waits):
+            return found, admission
+        try:
+            async with asyncio.timeout_at(found.until_s):
+                return await later, admission
+        except TimeoutError:
+            return Unplaced(found.message), admission
+        finally:
+            admission.leave()
+
+    def _reserve(self, call: Call, admission: Admission, placed: Placed) -> bytes:
+        router, shared, asked = self._router, self._router.shared, admission.wanted
+        prefill, decode = admission.chosen.get(Leg.PREFILL), admission.chosen[Leg.DECODE]
+        transfer_id, now = f"xfer-{secrets.token_hex(16)}", time.monotonic()
+        expires = math.ceil(time.time() + router.config.route_s)
+        answer: dict[str, Any] = {"transfer_id": transfer_id, "expires": expires, "kv": admission.recomputed}
+        load = [(decode, asked.total_tokens)]
+        signed = self._signed(transfer_id, expires, prefill)
+        to_decode: dict[str, Any] = {"url": decode.url, "label": decode.label, "headers": signed[1]}
+        answer["decode"] = {**to_decode, "set": {}, "remove": []}
+        if prefill is not None:
+            dialect = shared.dialect
+            attempt = Attempt(
+                transfer_id,
+                int(time.time()),
+                secrets.randbits(32),
+                prefill.address,
+                router.config.decode_ranks,
+                *(prefill.url, decode.url, prefill.control, decode.control, prefill.link),
+            )
+            bodies = dialect.legs(call, attempt)
+            more = dialect.headers(attempt) if dialect.headers is not None else ({}, {})
+            answer["prefill"] = {"url": prefill.url, "label": prefill.label, "headers": {**signed[0], **more[0]}}
+            answer["prefill"] |= _changes(call, bodies[0])
+            answer["decode"] = {**to_decode, "headers": {**signed[1], **more[1]}, **_changes(call, bodies[1])}
+            # Then decode's `kv_transfer_params` are those of prefill's answer.
+            answer["decode"]["after_prefill"] = dialect.rules.handover is not None and not placed.at_once
+            load.append((prefill, max(1, asked.num_tokens - admission.cached_tokens)))
+        states = tuple((shared.pools.sent(asked, worker, tokens, now), tokens) for worker, tokens in load)
+        timer = asyncio.get_running_loop().call_later(router.config.route_s, self._free, transfer_id)
+        self._reserved[transfer_id] = _Reserved(admission, states, timer)
+        return msgspec.json.encode(answer)
+
+    def _signed(
+        self, transfer_id: str, expires: int, prefill: Worker | None
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Headers of the prefill and the decode leg."""
+        if self._secret is None:
+            return {}, {}
+        source = prefill.address if prefill is not None else None
+        control = (
+            "" if source is None else source.control if isinstance(source.control, str) else ",".join(source.control)
+        )
+        peer = route_token.peer_of(source.name, control) if source is not None else ""
+        tokens = (
+            route_token.RouteToken("prefill", transfer_id, "", expires),
+            route_token.RouteToken("decode", transfer_id, peer, expires),
+        )
+        prefills, decodes = ({route_token.HEADER: token.signed(self._secret)} for token in tokens)
+        return prefills, decodes
+
+    def _free(self, transfer_id: str, *, served: bool = False) -> None:
+        reserved = self._reserved.pop(transfer_id)
+        reserved.timer.cancel()
+        for state, tokens in reserved.states:
+            state.finished(tokens, time.monotonic(), served=served)
+            self._router.shared.pools.tell_beside(state)
+        self._log_end(transfer_id, reserved, "reported" if served else "expired")
+        self._router.shared.serve_queue()
+
+    def _log_end(self, transfer_id: str, reserved: _Reserved, outcome: str) -> None:
+        """For `pdlink explain` and the decision log: its edge does not say what became of the legs."""
+        admission, shared = reserved.admission, self._router.shared
+        placed = admission.decision
+        admission.note("ended", f"route {outcome}")
+        if shared.decision_log is None or not admission.sampled or placed is None:
+            return
+        total_s = asyncio.get_running_loop().time() - admission.started_s
+        attempt = logged_attempt(placed, transfer_id, dict.fromkeys(("prefill", "decode"), outcome))
+        shared.decision_log.add(
+            Logged(
+                timestamp=int((time.time() - total_s) * 1000),
+                input_length=admission.wanted.num_tokens,
+                output_length=0,
+                hash_ids=hash_ids(admission.wanted.keys),
+                request_id=placed.request_id,
+                model=admission.wanted.model,
+                outcome=outcome,
+                kv=admission.recomputed or "unknown",
+                reason="",
+                queued_s=placed.waited_s,
+                prefill_s=None,
+                ttft_s=None,
+                total_s=total_s,
+                attempts=[attempt],
+            )
+        )
+
+    async def close(self, _app: web.Application) -> None:
+        """The proxy ends."""
+        for reserved in self._reserved.values():
+            reserved.timer.cancel()
+        self._reserved.clear()
+
+
+def _read(data: bytes) -> tuple[Call, PlacementRequest]:
+    """A client's request as it would be sent to the proxy; or one with a digest in place of its prompt."""
+    try:
+        digest = msgspec.json.decode(data, type=_Digest)
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRequest(
+            f"the body: {error}; send a request with model and prompt, messages or num_tokens"
+        ) from None
+    if digest.num_tokens is None:
+        call = parse(CHAT if "messages" in fields else COMPLETIONS, data)
+        return call, wanted(call, None)
+    if digest.num_tokens < 1 or len(digest.prefix) > MAX_PREFIX:
+        raise InvalidRequest(
+            f"num_tokens, prefix: got {digest.num_tokens}, {len(digest.prefix)} names; limit 1 token and "
+            f"{MAX_PREFIX} names; send the prompt's"
+        )
+    kept = {name: raw for name, raw in fields.items() if name not in ("num_tokens", "prefix")}
+    call = parse(COMPLETIONS, msgspec.json.encode({**kept, "prompt": ""}))
+    asked = wanted(call, None)
+    asked.num_tokens, asked.chain = digest.num_tokens, digest.prefix
+    return call, asked
+
+
+def _changes(call: Call, body: bytes) -> dict[str, Any]:
+    """What a leg's body has other than the client's: fields to set, and names to remove."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    changed = {name: raw for name, raw in fields.items() if bytes(raw) != bytes(call.fields.get(name, b""))}
+    return {"set": changed, "remove": sorted(call.fields.keys() - fields.keys())}
+
+
+def _error(status: int, message: str, code: str, retry_after_s: int | None = None) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else {}
+    body = error_body(message, kind=kind, code=code)
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)

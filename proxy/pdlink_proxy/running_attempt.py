@@ -1,0 +1,134 @@
+"""One attempt of a request at its workers: its transfer id, its legs, and how its KV came."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdlink.observe.spans import new_span_id
+from pdlink.protocol import kv_path
+
+from .decision_log import logged_attempt
+from .dialects import Attempt
+from .http_client import header_lines
+from .running_leg import RunningLeg
+from .steps import Leg
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .admission import Admission
+    from .decision_log import LoggedAttempt
+    from .openai import Call
+    from .running_leg import Hears
+    from .shared import Shared
+    from .spans import RequestTrace
+
+
+class RunningAttempt:
+    __slots__ = (
+        "_cached_tokens",
+        "_call",
+        "_decode_headers",
+        "_leg_headers",
+        "_lines",
+        "_seed",
+        "_shared",
+        "_wanted",
+        "chosen",
+        "decision",
+        "decode_spoke",
+        "kv",
+        "legs",
+        "number",
+        "trace",
+        "transfer_id",
+    )
+
+    def __init__(
+        self,
+        shared: Shared,
+        number: int,
+        admission: Admission,
+        call: Call,
+        leg_headers: Mapping[str, str],
+        seed: int,
+    ) -> None:
+        """admission: has just placed it. call: what the workers are asked. leg_headers: for both legs."""
+        self._shared, self.number, self._call = shared, number, call
+        self._leg_headers, self._lines, self._seed = leg_headers, header_lines(leg_headers), seed
+        self._wanted, self._cached_tokens = admission.wanted, admission.cached_tokens
+        self.chosen, self.decision = admission.chosen, admission.decision
+        self.transfer_id = f"xfer-{os.urandom(16).hex()}"
+        self.legs: dict[Leg, RunningLeg] = {}
+        self.kv = admission.recomputed
+        """How its KV came, once known."""
+        self.trace: RequestTrace | None = None
+        """Of its request, if it has one."""
+        self.decode_spoke = False
+        """Decode has sent its headers."""
+        self._decode_headers: Mapping[str, str] = {}
+        """Its dialect's, for a decode leg that follows prefill's."""
+
+    def start(self, hears: Hears, *, at_once: bool) -> None:
+        """Send both legs, or only prefill's if decode's follows it."""
+        prefill, decode = self.chosen.get(Leg.PREFILL), self.chosen[Leg.DECODE]
+        if prefill is None:
+            self._start(hears, Leg.DECODE, self._call.body)
+            return
+        shared = self._shared
+        dialect = shared.dialect
+        attempt = Attempt(
+            self.transfer_id,
+            int(time.time()),
+            self._seed,
+            prefill.address,
+            shared.config.decode_ranks,
+            *(prefill.url, decode.url, prefill.control, decode.control, prefill.link),
+        )
+        prefill_body, decode_body = dialect.legs(self._call, attempt)
+        to_prefill, self._decode_headers = dialect.headers(attempt) if dialect.headers is not None else ({}, {})
+        if (arrivals := shared.arrivals) is not None:
+            arrivals.expect(self.transfer_id, len(decode.control))
+        self._start(hears, Leg.PREFILL, prefill_body, to_prefill)
+        if at_once:
+            self._start(hears, Leg.DECODE, decode_body, self._decode_headers)
+
+    def start_decode(self, hears: Hears, params: bytes) -> None:
+        """Send decode's leg, after prefill's answer, with these `kv_transfer_params`."""
+        self._start(hears, Leg.DECODE, self._call.with_params(msgspec.Raw(params)), self._decode_headers)
+
+    def cancel(self, leg: Leg) -> None:
+        """Close the leg's connection; the worker aborts."""
+        running = self.legs[leg]
+        running.cancel()
+        if (abort := self._shared.dialect.abort) is not None:
+            self._shared.spawn(abort(self._shared.control, running.worker.url, self.transfer_id, self._call))
+
+    def logged(self) -> LoggedAttempt:
+        """For the decision log."""
+        assert self.decision is not None
+        ends = {leg.value: running.fate or "let go" for leg, running in self.legs.items()}
+        return logged_attempt(self.decision, self.transfer_id, ends)
+
+    def note_kv(self, headers: Mapping[str, str], body: bytes) -> None:
+        """Decode's answer, or the head of its stream, may say how the KV came."""
+        if self.kv is None:  # or there was no transfer
+            self.kv = kv_path.checked(self._shared.dialect.kv_path(headers, body))
+
+    def _start(self, hears: Hears, leg: Leg, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        shared, asked = self._shared, self._wanted
+        tokens = asked.total_tokens
+        if leg is Leg.PREFILL:
+            tokens = max(1, asked.num_tokens - self._cached_tokens)
+        streams = self._call.streaming and (leg is Leg.DECODE or shared.dialect.prefill_streams)
+        running = RunningLeg(shared, hears, self.number, leg, self.chosen[leg], self.transfer_id, streams=streams)
+        self.legs[leg] = running
+        if self.trace is not None:
+            running.span_id = new_span_id()
+            headers = {**(headers or {}), "traceparent": self.trace.below(running.span_id)}
+        lines = header_lines({**self._leg_headers, **headers}) if headers else self._lines
+        running.start(self._call.path, body, lines, asked, tokens)

@@ -1,0 +1,343 @@
+"""One leg of a request at its worker: its connection, and what it counts for there (load, breaker, connections)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from pdlink.logs import about
+
+from .http_connection import Headers
+from .records import LegRecord
+from .steps import Answered, Ended, Event, Leg, Lost
+from .upstream import describe, loss_of, tell_to_stop, too_long
+
+if TYPE_CHECKING:
+    from .dialects.arrivals import Arrivals
+    from .fleet import PlacementRequest
+    from .http_connection import HttpError
+    from .shared import Shared
+    from .worker import Worker
+
+LET_GO_S = 1.0
+"""A leg that is not needed any more may take this long to end by itself; then its connection is closed."""
+
+MIN_PACE_TOKENS = 512
+"""To compute for the pace of a leg to count: shorter ones measure the connection."""
+MIN_PACE_NBYTES = 2048
+"""The same of a stream."""
+
+log = logging.getLogger("pdlink.proxy")
+
+
+class Hears(Protocol):
+    """The request that a leg belongs to."""
+
+    def began(self, leg: RunningLeg, headers: Headers) -> None:
+        """A 2xx answer begins."""
+
+    def sent(self, leg: RunningLeg, data: bytes) -> None:
+        """Bytes of its event stream."""
+
+    def says(self, leg: RunningLeg, event: Event) -> None:
+        """Its end, whatever it is."""
+
+    def broke(self, leg: RunningLeg, error: Exception) -> None:
+        """It is cancelled, because one of these calls raised."""
+
+
+class _Nobody:
+    """Hears of a leg that has ended. So the leg does not hold its request, which holds the leg: the collector would
+    have to find them."""
+
+    def began(self, _leg: RunningLeg, _headers: Headers) -> None:
+        pass
+
+    def sent(self, _leg: RunningLeg, _data: bytes) -> None:
+        pass
+
+    def says(self, _leg: RunningLeg, _event: Event) -> None:
+        pass
+
+    def broke(self, _leg: RunningLeg, _error: Exception) -> None:
+        pass
+
+
+_NOBODY = _Nobody()
+
+
+class RunningLeg:
+    """Listens to one answer. Once it is over, or `cancel` was called, it tells no more."""
+
+    __slots__ = (
+        "_breaker",
+        "_call",
+        "_counted",
+        "_done",
+        "_hears",
+        "_ahead",
+        "_began_s",
+        "_nbytes",
+        "_num_tokens",
+        "_outlier",
+        "_over",
+        "_parts",
+        "_paused",
+        "_probe",
+        "_request",
+        "_settling",
+        "_shared",
+        "_status",
+        "_streams",
+        "_timer",
+        "_work",
+        "answered_s",
+        "attempt",
+        "ended_s",
+        "failed",
+        "fate",
+        "headers",
+        "leg",
+        "sent_s",
+        "span_id",
+        "transfer_id",
+        "url",
+        "worker",
+    )
+
+    def __init__(
+        self,
+        shared: Shared,
+        request: Hears,
+        attempt: int,
+        leg: Leg,
+        worker: Worker,
+        transfer_id: str,
+        *,
+        streams: bool,
+    ) -> None:
+        """streams: its answer is a stream of events, if its status is 2xx."""
+        self._shared = shared
+        self._hears: Hears = request
+        self.attempt, self.leg, self.worker, self.transfer_id = attempt, leg, worker, transfer_id
+        self._streams = streams
+        self.url = ""
+        self.headers = Headers([])
+        """Of its answer."""
+        self.failed = False
+        """By its worker's own fault."""
+        self.fate = ""
+        """How it ended, for people."""
+        self.sent_s = 0.0
+        self.answered_s: float | None = None
+        """When its answer began."""
+        self.ended_s: float | None = None
+        self.span_id = ""
+        """Of its span, if the request is traced."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._settling: asyncio.Task[None] | None = None
+        self._status = 0
+        self._parts: list[bytes] = []
+        self._nbytes = 0
+        self._began_s = 0.0
+        """When it left; of a stream of decode, when its answer began."""
+        self._paused = False
+        """Its client has kept it waiting."""
+        self._done = self._over = self._counted = False
+
+    def start(self, path: str, body: bytes, lines: bytes, request: PlacementRequest, tokens: int) -> None:
+        """lines: headers. tokens: that the worker has to do for it."""
+        worker, shared = self.worker, self._shared
+        self._num_tokens = tokens
+        now = time.monotonic()
+        self._work = shared.pools.sent(request, worker, tokens, now)
+        self._breaker = worker.breaker  # of the life of the worker that gets the leg
+        self._call = self._breaker.begin(now)
+        self._outlier, self._began_s, self.sent_s = worker.outlier, now, now
+        self._probe, self._ahead = self._outlier.out, self._work.load
+        if self._probe:
+            self._outlier.begin()
+        worker.in_flight += 1
+        self.url = worker.url + path
+        self._request = shared.clients[self.leg].start("POST", self.url, self, body, lines)
+
+    def cancel(self) -> None:
+        """Close its connection; the worker aborts."""
+        if not self._over:
+            self._request.leave()
+            self._end()
+
+    def let_go(self) -> None:
+        """It is not needed any more: close its connection unless it ends by itself in a moment."""
+        self.fate = self.fate or ("served" if self.leg is Leg.DECODE else "let go")  # decode's answer was whole
+        self._timer = asyncio.get_running_loop().call_later(LET_GO_S, self.cancel)
+
+    def pause(self) -> None:
+        """Hold the worker back: its bytes are not read."""
+        self._paused = True
+        self._request.pause()
+
+    def resume(self) -> None:
+        self._request.resume()
+
+    def blame(self) -> None:
+        """The worker is at fault for what came of it."""
+        if self.failed:
+            return
+        now = time.monotonic()
+        self.failed = True
+        self._breaker.end(self._call, now, failed=True)
+        self._outlier.end(now, probe=self._probe and not self._counted, failed=True)
+        self._counted = True
+        self.worker.judged()
+
+    def served(self, *, well: bool) -> None:
+        """The worker has nothing to do for it any more."""
+        if self._done:
+            return
+        self._done = True
+        now = time.monotonic()
+        if well:
+            self._breaker.end(self._call, now, failed=False)
+            says = self._streams or self._ahead >= MIN_PACE_TOKENS
+            self._outlier.end(now, probe=self._probe, failed=False, pace=self._pace(now) if says else None)
+            self._counted = True
+            self.fate = self.fate or "served"
+            if self.worker.on_trial:  # nothing else can change
+                self.worker.judged()
+        self._work.finished(self._num_tokens, now, served=well)
+        pools = self._shared.pools
+        if pools.load_table is not None:
+            pools.tell_beside(self._work)
+        self._shared.serve_queue()
+
+    def record(self, zero_s: float) -> LegRecord:
+        """What is known of it now. zero_s: its request's arrival."""
+        return LegRecord(
+            self.transfer_id,
+            self.leg.value,
+            self.worker.label,
+            self.sent_s - zero_s,
+            None if self.answered_s is None else self.answered_s - zero_s,
+            None if self.ended_s is None else self.ended_s - zero_s,
+            self.fate,
+            self.span_id,
+        )
+
+    def _pace(self, now: float) -> float | None:
+        """Seconds for a unit of its work: a token to compute, its queue included; of a stream of decode, a byte. None
+        where it says nothing about the worker."""
+        if self.leg is Leg.PREFILL:
+            return (now - self._began_s) / self._ahead if self._ahead >= MIN_PACE_TOKENS else None
+        if not self._streams or self._paused or self._nbytes < MIN_PACE_NBYTES:
+            return None
+        return (now - self._began_s) / self._nbytes
+
+    async def tell_to_stop(self, reason: str) -> bool:
+        """Tell its worker that the other leg failed. Whether the worker accepted; if not, its own deadline ends the
+        transfer."""
+        timeout_s = self._shared.config.connect_timeout_s
+        return await tell_to_stop(
+            self._shared.control, self.worker.url, self.transfer_id, reason, timeout_s=timeout_s
+        )
+
+    def _end(self) -> None:
+        self._over = True
+        self.ended_s = time.monotonic()
+        self.fate = self.fate or "cancelled"
+        self.worker.in_flight -= 1
+        if self._settling is not None:
+            self._settling.cancel()
+        if self._shared.arrivals is not None and self.leg is Leg.PREFILL:
+            self._shared.arrivals.forget(self.transfer_id)
+        self.served(well=False)
+        self._breaker.drop(self._call)
+        if not self._counted:
+            now = time.monotonic()
+            late = self._pace(now) if self.leg is Leg.PREFILL else None
+            self._outlier.drop(now, probe=self._probe, at_least=late)
+            if self.worker.on_trial:
+                self.worker.judged()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._hears = _NOBODY
+
+    def _finish(self, event: Event, *, well: bool) -> None:
+        """The worker's last word."""
+        if self._over:
+            return
+        if not well:
+            self.served(well=False)  # before another attempt is placed
+        self._hears.says(self, event)
+        if not self._over:
+            self.served(well=not self.failed)
+            self._end()
+
+    def _broke(self, error: Exception) -> None:
+        words = "transfer %s: its request failed unexpectedly"
+        log.error(words, self.transfer_id, exc_info=error, extra=about(transfer_id=self.transfer_id))
+        hears = self._hears
+        self.cancel()
+        hears.broke(self, error)
+
+    async def _settle(self, answered: Answered, arrivals: Arrivals) -> None:
+        """The answer counts when its KV has left the worker."""
+        await arrivals.wait(self.transfer_id)
+        self._settling = None
+        self._finish(answered, well=True)
+
+    # ---- the connection's
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._status, self.headers = status, headers
+        self.answered_s = time.monotonic()
+        if not 200 <= status < 300:
+            self._streams = False
+            return
+        if self.leg is Leg.DECODE:
+            self._began_s = self.answered_s
+        try:
+            self._hears.began(self, headers)
+        except Exception as error:  # noqa: BLE001 -- the connection serves other requests later
+            self._broke(error)
+
+    def on_data(self, data: bytes) -> None:
+        if self._streams:
+            self._nbytes += len(data)
+            try:
+                self._hears.sent(self, data)
+                if self.leg is Leg.PREFILL:  # it has nothing to do after its first token
+                    self.served(well=not self.failed)
+            except Exception as error:  # noqa: BLE001
+                self._broke(error)
+            return
+        self._parts.append(data)
+        self._nbytes += len(data)
+        most = self._shared.config.max_body_nbytes
+        if self._nbytes > most:
+            self._request.leave()
+            self.on_lost(too_long(most))
+
+    def on_end(self) -> None:
+        try:
+            if self._streams:
+                self._finish(Ended(self.attempt, self.leg), well=True)
+                return
+            body = b"".join(self._parts)
+            answered = Answered(self.attempt, self.leg, self._status, body, self.headers.content_type)
+            well = self._status < 300
+            if well and self.leg is Leg.PREFILL and self._shared.arrivals is not None:
+                self._settling = self._shared.spawn(self._settle(answered, self._shared.arrivals))
+            else:
+                self._finish(answered, well=well)
+        except Exception as error:  # noqa: BLE001
+            self._broke(error)
+
+    def on_lost(self, error: HttpError) -> None:
+        try:
+            lost = Lost(self.attempt, self.leg, loss_of(error), f"{self.url}: {describe(error)}")
+            self._finish(lost, well=False)
+        except Exception as problem:  # noqa: BLE001
+            self._broke(problem)

@@ -1,0 +1,112 @@
+"""What all requests of one proxy share: workers, connections, queue, books."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .flow import Limits
+from .retries import RetryBudget
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from typing import Any
+
+    from pdlink.config import ProxyConfig
+
+    from .decision_log import DecisionLog
+    from .decisions import Decisions
+    from .dialects import Dialect
+    from .dialects.arrivals import Arrivals
+    from .http_client import HttpClient
+    from .metrics import Metrics
+    from .pools import Pools
+    from .queue import Queue
+    from .records import Records
+    from .spans import Tracer
+    from .steps import Leg
+    from .tokenizing import Tokenizing
+
+log = logging.getLogger("pdlink.proxy")
+
+
+@dataclass(slots=True, eq=False)
+class Shared:
+    """Shared by all requests of one proxy."""
+
+    config: ProxyConfig
+    dialect: Dialect
+    pools: Pools
+    metrics: Metrics
+    clients: dict[Leg, HttpClient]
+    """One for each leg: if connections are bounded, decode legs that wait for KV must not hold the connections of
+    their prefill legs."""
+    control: HttpClient
+    """For health and stop, which must get through when all connections of the legs are in use."""
+    decisions: Decisions
+    records: Records
+    queue: Queue
+    """Requests that wait for workers; `Waiting.item` is their `Admission`."""
+    decision_log: DecisionLog | None = None
+    tracer: Tracer | None = None
+    arrivals: Arrivals | None = None
+    """Where the engine tells its proxy that KV has arrived."""
+    tokenizing: Tokenizing | None = None
+    """Where texts may be tokenised for placement."""
+    retries: RetryBudget = field(default_factory=RetryBudget)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    """Health watchers, and stop calls."""
+    limits: Limits = field(init=False)
+    _serving: bool = False
+
+    def __post_init__(self) -> None:
+        self.adopt(self.config)
+
+    def adopt(self, config: ProxyConfig) -> None:
+        """These are the settings from now on."""
+        self.config = config
+        self.queue.size, self.queue.weights = config.queue_size, config.shares
+        self.limits = Limits(
+            retries=config.retries,
+            first_byte_s=config.first_byte_timeout_s,
+            idle_s=config.idle_timeout_s,
+            request_s=config.request_timeout_s,
+            decode_alone=self.may_decode_alone,
+        )
+
+    @property
+    def may_decode_alone(self) -> bool:
+        """Decode may compute the prompt of a request that has no prefill leg, or has lost it."""
+        return self.config.on_no_prefill == "decode_only" and self.dialect.decode_computes
+
+    def sampled(self) -> bool:
+        """Whether the next request is one whose candidates are noted and that is logged."""
+        share = self.config.decision_share
+        return share == 1 or random.random() < share
+
+    def serve_queue(self) -> None:
+        """Something has changed for those who wait: place them soon."""
+        if len(self.queue) and not self._serving:
+            self._serving = True
+            asyncio.get_running_loop().call_soon(self._serve_queue)
+
+    def _serve_queue(self) -> None:
+        self._serving = False
+        loop = asyncio.get_running_loop()
+        while self.queue.serve(lambda waiting: waiting.item.place_now(), loop.time()):
+            pass
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run this in the background; cancelled when the proxy ends."""
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the proxy failed unexpectedly", exc_info=error)

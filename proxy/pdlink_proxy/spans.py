@@ -1,0 +1,128 @@
+"""Spans of a request, made from its record when it has ended: the request, its phases, and the legs of all attempts.
+
+The legs' workers get their leg's span as the parent of what they do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdlink.observe.spans import Span, context_for, new_span_id
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdlink.observe.otlp import SpanSender
+    from pdlink.observe.spans import TraceContext, Value
+
+    from .openai import Call
+    from .records import LegRecord, RequestRecord
+
+TRACE_HEADERS = ("traceparent", "tracestate")
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+"""Names of OpenTelemetry's conventions for generative AI."""
+_GOOD = ("ok", "client_left")
+
+
+class Tracer:
+    """Begins the traces of a proxy's requests."""
+
+    def __init__(self, sender: SpanSender, share: float) -> None:
+        self._sender, self._share = sender, share
+
+    def begin(self, headers: dict[str, str]) -> RequestTrace | None:
+        """None for a request that is not sampled. headers: for both legs; brought in line with that."""
+        context = context_for(headers.get("traceparent"), headers.get("tracestate"), self._share)
+        if not context.span_id:  # it begins here; what was said is no trace context
+            headers.pop("tracestate", None)
+            headers["traceparent"] = context.traceparent(new_span_id())
+        return RequestTrace(context, self._sender) if context.sampled else None
+
+
+class RequestTrace:
+    """The trace of one request."""
+
+    __slots__ = ("_context", "_sender", "_span_id")
+
+    def __init__(self, context: TraceContext, sender: SpanSender) -> None:
+        self._context, self._sender, self._span_id = context, sender, new_span_id()
+
+    def below(self, span_id: str) -> str:
+        """`traceparent` for a worker."""
+        return self._context.traceparent(span_id)
+
+    def ended(self, record: RequestRecord, call: Call) -> None:
+        """Make its spans and send them."""
+        came_s = record.at_s - record.total_s
+        operation = _OPERATIONS.get(call.path, call.path)
+        attributes: dict[str, Value] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.request.model": call.model,
+            "gen_ai.usage.input_tokens": record.prompt_tokens,
+            "pdlink.request_id": record.request_id,
+            "pdlink.outcome": record.outcome,
+            "pdlink.kv": record.kv,
+            "pdlink.attempts": record.attempts,
+            "pdlink.stream": call.streaming,
+        }
+        if record.ttft_s is not None:
+            attributes["pdlink.ttft_ms"] = record.ttft_s * 1e3
+        whole = Span(
+            name=f"{operation} {call.model}",
+            context=self._context,
+            span_id=self._span_id,
+            parent_id=self._context.span_id,
+            kind="server",
+            begin_s=came_s,
+            end_s=record.at_s,
+            attributes=attributes,
+            error="" if record.outcome in _GOOD else record.outcome,
+        )
+        self._sender.send([whole, *self._phases(record, came_s), *(self._leg(leg, record) for leg in record.legs)])
+
+    def _phases(self, record: RequestRecord, came_s: float) -> Sequence[Span]:
+        """From one that was reached to the next one."""
+        marks = {"queue": record.queued_s, "prefill": record.prefill_s, "transfer": record.decode_s}
+        if record.outcome == "ok":
+            marks["decode"] = record.total_s
+        found, last_s = [], 0.0
+        for name, until_s in marks.items():
+            if until_s is not None:
+                found.append(self._span(name, came_s + last_s, came_s + max(last_s, until_s)))
+                last_s = max(last_s, until_s)
+        return found
+
+    def _leg(self, leg: LegRecord, record: RequestRecord) -> Span:
+        came_s = record.at_s - record.total_s
+        attributes: dict[str, Value] = {
+            "pdlink.worker": leg.worker,
+            "pdlink.transfer_id": leg.transfer_id,
+            "pdlink.end": leg.end or "goes on",
+        }
+        if leg.answered_s is not None:
+            attributes["pdlink.answered_ms"] = (leg.answered_s - leg.sent_s) * 1e3
+        ended_s = record.total_s if leg.ended_s is None else leg.ended_s
+        return Span(
+            name=f"{leg.leg} leg",
+            context=self._context,
+            span_id=leg.span_id,
+            parent_id=self._span_id,
+            kind="client",
+            begin_s=came_s + leg.sent_s,
+            end_s=came_s + ended_s,
+            attributes=attributes,
+            error="" if leg.end in _GOOD_ENDS else leg.end,
+        )
+
+    def _span(self, name: str, begin_s: float, end_s: float) -> Span:
+        return Span(
+            name=name,
+            context=self._context,
+            span_id=new_span_id(),
+            parent_id=self._span_id,
+            begin_s=begin_s,
+            end_s=end_s,
+        )
+
+
+_GOOD_ENDS = ("", "served", "let go", "cancelled")

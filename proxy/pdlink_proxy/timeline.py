@@ -1,0 +1,95 @@
+"""GET /pdlink/timeline: what all workers and this proxy did lately, or with one request, as one trace."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
+
+from pdlink.observe.timeline import Dump, clock
+from pdlink.observe.trace import TRACE_HEADER, TRACE_TYPE, LegSpan, Request, laid, make
+
+from .http_connection import HttpError
+from .openai import error_body
+from .records import MAX_RECORDS
+from .upstream import Asking, ask
+
+if TYPE_CHECKING:
+    from pdlink.observe.perfetto import Value
+    from pdlink.observe.trace import Laid
+
+    from .app import Router
+    from .records import LegRecord, RequestRecord
+    from .worker import Worker
+
+PATH = "/pdlink/timeline"
+_TIMEOUT_S = 10.0
+_MAX_NBYTES = 64 * 2**20
+"""Of one worker's events: 64 transfers of a model with 100 layers in 30 chunks each are 30 MiB."""
+
+
+def add_timeline(app: web.Application, router: Router) -> None:
+    """With `?request=ID`, an X-Request-Id or X-Pdlink-Transfer, of that one alone."""
+
+    async def timeline(request: web.Request) -> web.Response:
+        if not router.may_enter(request):
+            return router.no_entry()
+        asked = request.query.get("request")
+        kept = router.recorded(await router.beside(records=True))
+        records = [each for each in kept if asked is None or asked in (each.request_id, *_transfers(each))]
+        only = None if asked is None else {asked, *(name for each in records for name in _transfers(each))}
+        both_sides = {worker.url: worker for worker in router.pools.all}
+        answers = await asyncio.gather(*(_ask(router, worker) for worker in both_sides.values()))
+        workers = [answer for answer in answers if not isinstance(answer, str)]
+        made = await asyncio.to_thread(make, workers, [_request(each) for each in records], only=only)
+        if only is not None and not made.num_transfers + made.num_requests:
+            got = (asked or "")[:80]
+            text = f"request: got {got!r}; limit the last {MAX_RECORDS} that have ended; give another id"
+            body = error_body(text, kind="invalid_request_error", code="not_found")
+            return web.Response(status=404, body=body, content_type="application/json")
+        missing = [answer for answer in answers if isinstance(answer, str)]
+        words = f"{made}; without {', '.join(missing)}" if missing else str(made)
+        return web.Response(body=made.data, content_type=TRACE_TYPE, headers={TRACE_HEADER: words})
+
+    app.router.add_get(PATH, timeline)
+
+
+async def _ask(router: Router, worker: Worker) -> Laid | str:
+    """Its label if it does not answer."""
+    began_s = time.monotonic()
+    try:
+        reply = await ask(Asking(router.shared.control, worker.url, _TIMEOUT_S), "/pdlink/events", _MAX_NBYTES)
+        answered_s = time.monotonic()
+        if reply.status != 200:
+            return worker.label
+        dump = await asyncio.to_thread(msgspec.json.decode, reply.body, type=Dump)
+    except (HttpError, OSError, ValueError, RecursionError):
+        return worker.label
+    return laid(msgspec.structs.replace(dump, name=f"{worker.label}: {worker.name}"), clock(), began_s, answered_s)
+
+
+def _transfers(record: RequestRecord) -> list[str]:
+    """Of all its attempts, each once."""
+    return list(dict.fromkeys((*(leg.transfer_id for leg in record.legs), record.transfer_id)))
+
+
+def _request(record: RequestRecord) -> Request:
+    began_s = time.monotonic() - (time.time() - record.at_s) - record.total_s
+    marks = {"queued": record.queued_s, "until prefill's first token": record.prefill_s}
+    marks |= {"until the client's first byte": record.ttft_s, "decode": record.total_s}
+    args: dict[str, Value] = {"outcome": record.outcome, "KV": record.kv, "prompt tokens": record.prompt_tokens}
+    args |= {"attempts": record.attempts, "prefill": record.prefill or "", "decode": record.decode or ""}
+    known = {name: after_s for name, after_s in marks.items() if after_s is not None}
+    legs = [_leg(record, leg) for leg in record.legs]
+    return Request(record.request_id, _transfers(record), began_s, known, args, legs)
+
+
+def _leg(record: RequestRecord, leg: LegRecord) -> LegSpan:
+    ended_s = record.total_s if leg.ended_s is None else leg.ended_s
+    args: dict[str, Value] = {"transfer": leg.transfer_id, "end": leg.end or "goes on"}
+    if leg.answered_s is not None:
+        args["ms until its answer began"] = (leg.answered_s - leg.sent_s) * 1e3
+    return LegSpan(leg.sent_s, max(leg.sent_s, ended_s), f"{leg.leg}, {leg.worker}: {leg.end or 'goes on'}", args)

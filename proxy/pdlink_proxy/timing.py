@@ -1,0 +1,42 @@
+"""Server-Timing: where the time of a request went, in ms.
+
+`queue` until the attempt had workers, of which `placement` chose them; `prefill` until its token; `transfer`, how
+long decode's first token came after it: the KV on its way, as far as it was waited for. `decode` is that token since
+the legs began. And all until now: `ttft` or `total`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .admission import Admission
+    from .flow import Flow
+
+HEADER = "Server-Timing"
+STAGES = ("queue", "placement", "prefill", "transfer")
+
+
+def stages(flow: Flow, admission: Admission) -> dict[str, float]:
+    """Seconds of each part of the way to the first token, as far as they are known."""
+    found = {"queue": admission.placed_s - admission.started_s, "placement": admission.placement_s}
+    prefill_s, decode_s = flow.prefill_spoke_s, flow.decode_spoke_s
+    if prefill_s is not None:
+        found["prefill"] = prefill_s - admission.placed_s
+        if decode_s is not None and decode_s >= prefill_s:
+            found["transfer"] = decode_s - prefill_s
+    return found
+
+
+def server_timing(flow: Flow, admission: Admission, last: str, now: float) -> str:
+    """The header's value. last: `ttft` or `total`."""
+    times = stages(flow, admission)
+    if flow.decode_spoke_s is not None:
+        times["decode"] = flow.decode_spoke_s - admission.placed_s
+    times[last] = now - admission.started_s
+    return ", ".join(f"{name};dur={s * 1000:.{3 if name == 'placement' else 1}f}" for name, s in times.items())
+
+
+def comment(value: str) -> bytes:
+    """The first line of a comment of server-sent events; another one ends it."""
+    return f": {HEADER}: {value}\n".encode()

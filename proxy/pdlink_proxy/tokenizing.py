@@ -1,0 +1,194 @@
+"""Token ids for prompts that come as text, so that placement can look them up in what workers say they have.
+
+Asked are the workers themselves (`/tokenize` of vLLM, SGLang and pdlink: the ids that they compute with, after the
+chat template), or a tokeniser of this process, in a thread. What is asked and what not:
+- nothing while no worker publishes KV events: texts are guessed by their bytes, and token ids guess no better;
+- nothing where there is one worker to choose from;
+- nothing of prompts below 2 KB, and nothing that costs more than it saves (`Worth`);
+- no request waits where most of its prompt is known, or for longer than `tokenize_wait_s`; its tokens are remembered
+  all the same, for the next turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from pdlink import extras
+from pdlink._index import words_of_json
+from pdlink.errors import ConfigError
+
+from .http_connection import HttpError
+from .known_tokens import CHUNK_NBYTES, ENOUGH, KnownTokens, Worth, text_of
+from .steps import Leg
+from .upstream import answer_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .fleet import PlacementRequest, Tokens
+    from .http_client import HttpClient
+    from .known_tokens import Text
+    from .metrics import Metrics
+    from .openai import Call
+    from .pools import Pools
+    from .worker import Worker
+
+log = logging.getLogger("pdlink.proxy")
+
+PATH = "/tokenize"
+ASK_S = 5.0
+"""Longest answer of a worker."""
+MAX_ASKED = 16
+"""Questions at once; further prompts are placed without."""
+MAX_ANSWER_NBYTES = 32 * 2**20
+_NO_ROUTE = frozenset({401, 403, 404, 405, 501})
+"""This worker need not be asked again."""
+
+
+class _Answer(msgspec.Struct):
+    tokens: msgspec.Raw
+
+
+class Tokenizing:
+    """Of one proxy. `close` it."""
+
+    def __init__(
+        self, pools: Pools, client: HttpClient, metrics: Metrics, own: Mapping[str, Any], wait_s: float
+    ) -> None:
+        """own: by model, what `opened` made, in place of the workers."""
+        self._pools, self._client, self._counted, self._wait_s = pools, client, metrics.tokenized, wait_s
+        self._own = own
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pdlink-tokens") if own else None
+        self.known, self.worth = KnownTokens(), Worth()
+        self._asked: dict[bytes, asyncio.Task[Tokens | None]] = {}
+        self._turn = itertools.count()
+
+    def wanted(self, request: PlacementRequest) -> bool:
+        """Whether tokens of this prompt may be of use."""
+        pools = self._pools
+        if not len(pools.kv_events.index) or len(request.prompt) < CHUNK_NBYTES or request.ids is not None:
+            return False
+        return len(pools.workers[Leg.PREFILL]) > 1 or len(pools.workers[Leg.DECODE]) > 1
+
+    async def prepare(self, request: PlacementRequest, call: Call) -> None:
+        """Set what is known of the prompt's token ids: `known_ids`, and a better `num_tokens`."""
+        text = text_of(request, call)
+        if text is None:
+            return
+        nbytes = len(request.prompt)
+        known = self.known.find(text, nbytes)
+        if known is None or known.share < 1 - CHUNK_NBYTES / nbytes:
+            asked = self._ask(request, text)
+            if known is None or known.share < ENOUGH:
+                found = await self._wait(asked) if asked is not None else None
+                self._counted.inc("asked" if found is not None else "late" if asked is not None else "not_asked")
+                if found is not None:
+                    request.known_ids, request.num_tokens = found, max(1, len(found))
+                    return
+        if known is not None:
+            self._counted.inc("known")
+            request.known_ids, request.num_tokens = known.ids, max(1, round(len(known.ids) / known.share))
+
+    def placed(self, request: PlacementRequest) -> None:
+        """By now it is known what the workers have of it."""
+        if request.known_ids is not None:
+            self.worth.found(max(request.held.values(), default=0) / request.num_tokens)
+
+    async def close(self) -> None:
+        for task in self._asked.values():
+            task.cancel()
+        await asyncio.gather(*self._asked.values(), return_exceptions=True)
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _wait(self, asked: asyncio.Task[Tokens | None]) -> Tokens | None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._wait_s):
+                return await asyncio.shield(asked)
+        return None
+
+    def _ask(self, request: PlacementRequest, text: Text) -> asyncio.Task[Tokens | None] | None:
+        """The answer about this prompt, which somebody else may have asked for; None if nobody is asked."""
+        name = text.keys[-1] + len(request.prompt).to_bytes(8, "little")
+        if (asked := self._asked.get(name)) is not None:
+            return asked
+        own = self._own.get(request.model) if request.prompt[:1] == b'"' else None  # a chat needs the template
+        worker = self._worker(request.model) if own is None else None
+        if len(self._asked) >= MAX_ASKED or (worker is None and own is None):
+            return None
+        if not self.worth.pays(len(request.prompt), self._pace(request.model)):
+            return None
+        asked = asyncio.get_running_loop().create_task(self._answer(request, text, worker))
+        self._asked[name] = asked
+        asked.add_done_callback(lambda _: self._asked.pop(name, None))
+        return asked
+
+    async def _answer(self, request: PlacementRequest, text: Text, worker: Worker | None) -> Tokens | None:
+        began_s, nbytes = time.monotonic(), len(request.prompt)
+        try:
+            found = await (self._of_worker(worker, text) if worker is not None else self._of_own(request))
+        except (HttpError, OSError, TimeoutError, ValueError, RecursionError) as error:
+            log.debug("tokens of a prompt of %d bytes: %s", nbytes, error)
+            found = None
+        self.worth.cost(nbytes, time.monotonic() - began_s)
+        if found is not None:
+            self.known.note(text, nbytes, found)
+        else:
+            self._counted.inc("failed")
+        return found
+
+    async def _of_worker(self, worker: Worker, text: Text) -> Tokens | None:
+        async with asyncio.timeout(ASK_S):
+            reply = await answer_of(self._client, "POST", worker.url + PATH, text.body, max_nbytes=MAX_ANSWER_NBYTES)
+        if reply.status in _NO_ROUTE:
+            worker.lacks.add(PATH)
+        if reply.status != 200:
+            return None
+        return _ids(bytes(msgspec.json.decode(reply.body, type=_Answer).tokens))
+
+    async def _of_own(self, request: PlacementRequest) -> Tokens:
+        tokenizer, text = self._own[request.model], msgspec.json.decode(request.prompt, type=str)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: np.array(tokenizer.encode(text).ids, np.uint32))
+
+    def _worker(self, model: str) -> Worker | None:
+        """Each in its turn: prefill's, which need the tokens anyway, then decode's."""
+        for side in (Leg.PREFILL, Leg.DECODE):
+            if found := [worker for worker in self._pools.usable(side, model) if PATH not in worker.lacks]:
+                return found[next(self._turn) % len(found)]
+        return None
+
+    def _pace(self, model: str) -> float | None:
+        """Tokens a second of a prefill worker; None if that was not measured."""
+        paces = [worker.work.tokens_per_s for worker in self._pools.usable(Leg.PREFILL, model)]
+        measured = [pace for pace in paces if pace is not None]
+        return sum(measured) / len(measured) if measured else None
+
+
+def _ids(tokens: bytes) -> Tokens:
+    return np.frombuffer(words_of_json(tokens), np.uint32)
+
+
+def opened(files: Mapping[str, str]) -> dict[str, Any]:
+    """By model, its tokeniser (`ProxyConfig.tokenizers`). Raises ConfigError for a file that is none."""
+    return {model: _opened(model, path) for model, path in files.items()}
+
+
+def _opened(model: str, path: str) -> Any:
+    with extras.needed():
+        from tokenizers import Tokenizer
+    try:
+        return Tokenizer.from_file(path)
+    except Exception as error:  # noqa: BLE001 -- the library raises plain ones
+        raise ConfigError(
+            f"tokenizers: got {path} for {model}: {error}; limit a file as tokenizer.json; name one"
+        ) from None

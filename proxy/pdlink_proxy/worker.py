@@ -1,0 +1,253 @@
+"""One worker: its last health, whether it may get requests, and how its legs fare.
+
+A worker is known by its URL. A leg's refused or broken connection takes it out at once, and the next good health,
+asked for *after* that, takes it back. So there is no list of banned workers to clear by hand, and a client's mistake
+never counts against a worker. The same URL with another epoch is another incarnation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdlink.breaker import Breaker
+from pdlink.events import PeerChanged, emit
+
+from .dialects import Health, PrefillAddress
+from .fleet import WorkerState
+from .outliers import Outlier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .steps import Leg
+
+log = logging.getLogger("pdlink.proxy")
+
+_SILENCES_UNTIL_UNREACHABLE = 2
+"""One late answer may be a busy host; one refused connection is enough."""
+
+QUIET_S = 10.0
+"""No warning about unreachable workers for this long after the proxy's start (workers may still load their models),
+and after a worker reports that it drains."""
+
+FAILURES = 5
+"""Legs of a worker that fail in a row, before it is left alone."""
+
+_MAX_REASON_CHARS = 400
+_MAX_NAME_CHARS = 256
+
+
+class State(enum.Enum):
+    UNKNOWN = "unknown"
+    """Has not answered yet."""
+    OK = "ok"
+    DRAINING = "draining"
+    """Reports that it finishes its requests and takes no others."""
+    FAILED = "failed"
+    """Reports that it cannot serve."""
+    UNREACHABLE = "unreachable"
+    WRONG_ROLE = "wrong role"
+    OTHER_ROLE = "other role"
+    """Serves the other leg now, and may come back."""
+    INVALID = "invalid"
+    """Its answer is not a worker's."""
+    BARRED = "refuses our key"
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """Everything known about one worker. Only the event loop's thread touches it."""
+
+    url: str
+    side: Leg
+    label: str = ""
+    """Its place in this proxy's list, "prefill-0"; clients see this, not the URL."""
+    control: tuple[str, ...] = ()
+    """Configured control addresses, by rank, if its health does not report them."""
+    listed_as_draining: bool = False
+    """It gets no new requests."""
+    state: State = State.UNKNOWN
+    reason: str = "has not answered yet"
+    health: Health | None = None
+    """The last valid one, kept while the worker is away: it names its model."""
+    heard_s: float | None = None
+    """time.monotonic of the last answer."""
+    in_flight: int = 0
+    """Our running legs."""
+    incarnations: int = 0
+    faults: int = 0
+    """Legs that found the worker gone."""
+    poke: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set it to ask for health now."""
+    beats: bool = False
+    """It sends its health unasked (`discovery/register.py`)."""
+    quiet_until_s: float = field(default_factory=lambda: time.monotonic() + QUIET_S)
+    """Until then its absence is expected."""
+    breaker: Breaker = field(default_factory=lambda: Breaker(math.inf, failures=FAILURES))
+    """Of its legs: it may answer GET /health and fail all the same."""
+    outlier: Outlier = field(default_factory=Outlier)
+    """How they fare beside those of its peers."""
+    on_trial: bool = False
+    """Its breaker or its outlier may keep requests away."""
+    changed: Callable[[], None] | None = None
+    """Called when it is another question whether, or for which model, it may get requests."""
+    cell: str = ""
+    plain: bool = False
+    """It computes prompts and answers by itself, and exchanges no KV."""
+    routes: frozenset[str] | None = None
+    """Paths that this incarnation lists in its /openapi.json, empty if it lists none; None until it is asked."""
+    lacks: set[str] = field(default_factory=set)
+    """Paths that it does not have, as was found by asking."""
+    learned: dict[str, Any] = field(default_factory=dict)
+    """What an answer of this incarnation said about it, for `Health.link`."""
+    work: WorkerState = field(default_factory=lambda: WorkerState(""))
+    """What this incarnation has to do."""
+    _silences: int = 0
+    _warned_s: float | None = None
+    """time.monotonic of the warning, until the worker is back."""
+
+    @property
+    def key(self) -> str:
+        """Names this incarnation: a restarted worker is another one."""
+        return f"{self.url}#{self.health.epoch if self.health else ''}"
+
+    @property
+    def name(self) -> str:
+        """For people: its reported name if that is printable, else its URL."""
+        said = self.health.name if self.health else ""
+        return said if said.isprintable() and 0 < len(said) <= _MAX_NAME_CHARS else self.url
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Its control addresses, without keys."""
+        said = self.control or (self.health and self.health.control) or ()
+        return tuple(address.partition("?")[0] for address in ((said,) if isinstance(said, str) else said))
+
+    @property
+    def address(self) -> PrefillAddress:
+        """Its name and control address for decode. Its health must be known."""
+        if self.health is None:
+            raise RuntimeError(f"{self.url} has not been heard")
+        control = self.control or self.health.control or ""
+        return PrefillAddress(self.health.name, control[0] if len(control) == 1 else control)
+
+    @property
+    def link(self) -> dict[str, Any]:
+        """What its dialect must know to reach its KV."""
+        return self.learned or (self.health.link if self.health else {})
+
+    def heard(self, health: Health | str, *, faults_when_asked: int) -> None:
+        """Take in its health, or the text why its answer is invalid."""
+        self.heard_s = time.monotonic()
+        self._silences = 0
+        if isinstance(health, str):
+            self._become(State.INVALID, health)
+            return
+        if self.health is None or self.health.epoch != health.epoch:
+            self.incarnations += 1
+            if self.incarnations > 1:
+                log.info("%s worker %s was restarted", self.side.value, self.url)
+            self.breaker, self.outlier = Breaker(math.inf, failures=FAILURES), Outlier()
+            self.learned, self.routes, self.lacks = {}, None, set()
+            self.judged()
+        known, self.health = self.health, health
+        if known is None or (known.model, known.aliases) != (health.model, health.aliases):
+            self._tell()
+        if health.role not in (self.side.value, "both", None) and self.side.value in health.roles:
+            self._become(State.OTHER_ROLE, f"its role is {health.role!r} now")
+        elif health.role not in (self.side.value, "both", None):
+            self._become(State.WRONG_ROLE, f"listed as a {self.side.value} worker, but its role is {health.role!r}")
+        elif health.status == "draining":
+            self.quiet_until_s = max(self.quiet_until_s, self.heard_s + QUIET_S)
+            self._become(State.DRAINING, "is draining")
+        elif health.status != "ok":
+            self._become(State.FAILED, f"reports status {health.status!r}")
+        elif self.faults == faults_when_asked:
+            self.quiet_until_s = min(self.quiet_until_s, self.heard_s)
+            self._become(State.OK, "")
+
+    def judged(self) -> None:
+        """A leg of it has ended, and its breaker and its outlier have heard of that."""
+        on_trial = self.outlier.out or self.breaker.keeps_away(0.0)
+        if on_trial is not self.on_trial:
+            self.on_trial = on_trial
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.changed is not None:
+            self.changed()
+
+    def silent(self, timeout_s: float) -> None:
+        """It did not answer GET /health in time."""
+        self._silences += 1
+        if self._silences >= _SILENCES_UNTIL_UNREACHABLE:
+            self._become(
+                State.UNREACHABLE, f"no answer to GET /health within {timeout_s:g} s, {self._silences} times"
+            )
+
+    def unreachable(self, reason: str) -> None:
+        """GET /health failed."""
+        self._become(State.UNREACHABLE, reason)
+
+    def fault(self, reason: str) -> None:
+        """A leg found it gone: ask for its health at once."""
+        self.faults += 1
+        self._become(State.UNREACHABLE, reason)
+        self.poke.set()
+
+    def barred(self, reason: str) -> None:
+        """It refuses this proxy's key, until the next health that it answers."""
+        self.heard_s = time.monotonic()
+        self._silences = 0
+        self._become(State.BARRED, reason)
+
+    def _become(self, state: State, reason: str) -> None:
+        reason = reason[:_MAX_REASON_CHARS]
+        changed = state is not self.state
+        self.state, self.reason = state, reason
+        if changed:
+            self._tell()
+            emit(PeerChanged(peer=self.url, state=state.value, reason=reason))
+        now, warned_s = time.monotonic(), self._warned_s
+        if state is State.OK:
+            self._warned_s = None
+            if changed:  # at the level of its loss
+                self._log(*((logging.INFO, "") if warned_s is None else (logging.WARNING, " again")))
+            return
+        quiet = state is State.UNREACHABLE and now < self.quiet_until_s
+        expected = quiet or state in (State.DRAINING, State.OTHER_ROLE)
+        if not expected and (changed or warned_s is None):
+            self._warned_s = now if warned_s is None else warned_s
+            self._log(logging.WARNING, f" ({reason})")
+        elif changed:
+            self._log(logging.INFO, f" ({reason})")
+
+    def _log(self, level: int, more: str) -> None:
+        log.log(level, "%s worker %s: %s%s", self.side.value, self.url, self.state.value, more)
+
+    def describe(self) -> dict[str, Any]:
+        """Its entry in the proxy's GET /health."""
+        now = time.monotonic()
+        health = msgspec.structs.asdict(self.health) if self.health else None
+        if health is not None and self.control:
+            health["control"] = self.control
+        return {
+            "label": self.label,
+            "url": self.url,
+            "state": self.state.value if not self.listed_as_draining else State.DRAINING.value,
+            "reason": self.reason,
+            "heard_s_ago": None if self.heard_s is None else round(now - self.heard_s, 3),
+            "in_flight": self.in_flight,
+            "fails": self.breaker.keeps_away(now),
+            "left_out": self.outlier.why,
+            "incarnations": self.incarnations,
+            "health": health,
+        }

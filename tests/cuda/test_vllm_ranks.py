@@ -1,0 +1,195 @@
+"""Ranks of vLLM whose KV cache is on a GPU: which lane they take, and bytes, on the test double of the driver.
+
+The tensors are said to be on a GPU; what they lie in is memory that the double takes for a GPU's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pdlink.cuda import driver
+from pdlink.cuda.buffers import DeviceMemory
+from pdlink.cuda.driver import Device
+from pdlink.errors import ConfigError
+from pdlink.integrations.vllm_parts import params, versions
+from pdlink.integrations.vllm_parts.layout import UnsupportedCache
+from pdlink.integrations.vllm_parts.memory import regions
+from pdlink.integrations.vllm_parts.rank import Rank
+from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled
+from pdlink.integrations.vllm_parts.settings import read
+from tests.cuda.double import Kv, Reached
+from tests.cuda.fake import Fake, fake
+from tests.node.conftest import WAIT_S
+
+LAYERS, BLOCKS, HEADS, TOKENS, SIZE = 3, 16, 2, 4, 8
+SHAPE = (BLOCKS, HEADS, TOKENS, 2 * SIZE)
+NAMES = [f"model.layers.{index}" for index in range(LAYERS)]
+PROMPT = list(range(14))
+ID = params.transfer_id("a", PROMPT)
+
+
+class GpuTensor:
+    """A view of one layer in an allocation of all, as vLLM makes it, that says that it is on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, kv: Kv, layer: int) -> None:
+        self._kv, self._layer = kv, layer
+        nbytes = int(np.prod(SHAPE)) * 4
+        self.seen = kv.array[layer * nbytes : (layer + 1) * nbytes].view(np.float32).reshape(SHAPE)
+        self.shape = SHAPE
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(one // 4 for one in self.seen.strides)
+
+    def element_size(self) -> int:
+        return 4
+
+    def data_ptr(self) -> int:
+        return int(self.seen.ctypes.data)
+
+    def untyped_storage(self) -> Any:
+        return SimpleNamespace(data_ptr=lambda: self._kv.ptr, nbytes=lambda: self._kv.nbytes)
+
+
+class Server:
+    def __init__(
+        self, name: str, device: Device, seed: int, extra: dict[str, Any], *, is_virtual: bool = False
+    ) -> None:
+        self.kv = Kv(device, LAYERS * int(np.prod(SHAPE)) * 4, seed, Reached)
+        if is_virtual:
+            fake().make_virtual(self.kv.ptr)
+        self.tensors = {name: GpuTensor(self.kv, index) for index, name in enumerate(NAMES)}
+        model = SimpleNamespace(
+            served_model_name="m",
+            revision=None,
+            hf_text_config=SimpleNamespace(to_dict=dict),
+        )
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
+            kv_transfer_config=SimpleNamespace(engine_id=name),
+            model_config=model,
+            compilation_config=SimpleNamespace(static_forward_context={}),
+        )
+        spec = SimpleNamespace(head_size=SIZE, dtype="torch.float32", block_size=TOKENS)
+        group = SimpleNamespace(kv_cache_spec=spec, layer_names=NAMES)
+        cache = SimpleNamespace(kv_cache_groups=[group], num_blocks=BLOCKS)
+        self.book = RequestBook(sends=True, receives=True, shares_prefixes=True)
+        self.rank = Rank(config, cache, read(extra))
+        self.over: set[str] = set()
+
+    def open(self) -> Server:
+        self.rank.open(self.tensors)  # type: ignore[arg-type]
+        return self
+
+    def step(self, parts: list[Scheduled] | None = None, *, hooks: bool = True) -> set[str]:
+        """What vLLM does in one step; what has ended. hooks: off in a full graph."""
+        plan = self.book.step(parts or [], frozenset())
+        self.rank.steps.begin(plan)
+        for name in NAMES if hooks and parts else ():
+            self.rank.steps.layer_saved(name)
+        self.rank.steps.end()
+        over, self.over = self.over, set()
+        results = self.rank.steps.results(over)
+        assert not results.failed, results.reasons
+        self.book.received(results.received, results.reasons)
+        self.book.sent(results.sent)
+        return results.received | results.sent
+
+    def close(self) -> None:
+        self.rank.close()
+        self.kv.close()
+
+
+@pytest.fixture
+def server(double: Fake, device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
+    monkeypatch.setattr(driver, "LIBRARY", double.path)
+    monkeypatch.setattr(DeviceMemory, "make_event", lambda _: Reached())
+    monkeypatch.setattr(versions, "content", lambda _: "digest")
+    with ExitStack() as made:
+
+        def make(name: str, seed: int, extra: dict[str, Any] | None = None, **more: Any) -> Server:
+            one = Server(name, device, seed, extra or {}, **more)
+            made.callback(one.close)
+            return one
+
+        yield make
+
+
+LANES = {
+    "mapped-cuda": {"transport": {"kind": "mapped"}},
+    "staged-tcp": {"transport": {"kind": "tcp", "staging": {"num_slots": 2}}},
+}
+
+
+@pytest.mark.parametrize("hooks", [True, False], ids=["piecewise graphs", "full graphs"])
+@pytest.mark.parametrize("lane", LANES)
+def test_a_prompt_crosses_between_two_gpus(server: Callable[..., Server], lane: str, hooks: bool) -> None:
+    prefill, decode = (server(name, seed, LANES[lane]).open() for seed, name in enumerate(("p", "d")))
+    [node] = prefill.rank._nodes
+    prefill.book.arrived("p", {"transfer_id": "a", "leg": "prefill"}, PROMPT)
+    control = {"control": node.address}
+    decode.book.arrived("d", {"transfer_id": "a", "leg": "decode", "prefill": control}, PROMPT)
+    count, parked = decode.book.missing("d", 0)
+    assert parked
+    assert count == len(PROMPT) - 1
+    src, dst = [3, 9, 1, 12], [4, 0, 15, 7]
+    decode.book.allocated("d", dst, count)
+    decode.step()
+    prefill.step([Scheduled("p", tuple(src), True, 0, len(PROMPT))], hooks=hooks)
+    prefill.over.add("p")
+    prefill.book.ended("p")
+    ended: set[str] = set()
+    deadline_s = time.monotonic() + WAIT_S
+    while ended != {"p", "d"}:
+        assert time.monotonic() < deadline_s, ended
+        ended |= prefill.step() | decode.step()
+        decode.rank.steps.pause(0.01)
+    for name in NAMES:
+        sent, got = (
+            one.tensors[name].seen[blocks].transpose(0, 2, 1, 3).reshape(-1, HEADS, 2 * SIZE)[: len(PROMPT) - 1]
+            for one, blocks in ((prefill, src), (decode, dst))
+        )
+        assert got.tobytes() == sent.tobytes(), name
+    assert [peer["lane"] for peer in node.report().peers] == [lane]
+
+
+def test_virtual_memory_is_moved_through_slots_and_the_log_says_why(
+    server: Callable[..., Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of expandable_segments and sleep mode: CUDA IPC does not share it, and UCX would leave its lane silently."""
+    one = server("p", 0, is_virtual=True).open()
+    [node] = one.rank._nodes
+    assert node.transports[0] == "staged-mapped"
+    assert "staged-tcp" in node.transports
+    assert not {"mapped-cuda", "ucx"} & {*node.transports}
+    assert "CUDA IPC does not share: virtual memory (expandable_segments" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"tiers": {"max_local_cpu_size": 1}}, "tiers: got a KV cache on a GPU"),
+        ({"transport": {"verify": "all"}}, "transport.verify: got 'all' for a KV cache on a GPU.*set it to off"),
+    ],
+    ids=["tiers", "verify"],
+)
+def test_what_host_memory_alone_can_have_is_refused_at_start(
+    server: Callable[..., Server], extra: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        server("p", 0, extra).open()
+
+
+def test_a_cache_on_two_devices_is_refused() -> None:
+    tensors = [SimpleNamespace(device=torch.device("cuda", index)) for index in range(2)]
+    with pytest.raises(UnsupportedCache, match="cuda:0, cuda:1; it must be on the CPU or one GPU"):
+        regions(tensors, [])  # type: ignore[arg-type]

@@ -1,0 +1,90 @@
+"""Findings about a deployment, from what its proxy says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdlink.doctor.deployment import Finding, of_pairs, of_proxy, of_requests, worst_first
+
+
+def worker(label: str, url: str, *, state: str = "ok", name: str = "", control: str = "tcp://10.0.0.1:1") -> Any:
+    health = {"name": name or label, "control": control, "model": "m"}
+    return {"label": label, "url": url, "state": state, "reason": "why", "fails": False, "health": health}
+
+
+def probe(decode: str, *, kv: str = "transferred", nbytes: int = 10**8, moving_s: float = 0.1, **more: str) -> Any:
+    fields = {"prefill": "prefill-0", "decode": decode, "kv": kv, "error": "", "factor": "", "transfer_id": "x"}
+    return {**fields, "lane": "tcp", "nbytes": nbytes, "moving_s": moving_s, **more}
+
+
+def test_a_healthy_deployment_has_no_findings() -> None:
+    health = {"prefill": [worker("p", "http://10.0.0.1:1")], "decode": [worker("d", "http://10.0.0.2:1")]}
+    assert of_proxy(health) == []
+    assert of_pairs([probe("decode-0"), probe("decode-1")]) == []
+
+
+def test_a_worker_that_others_are_told_to_find_at_loopback_is_found() -> None:
+    prefill = worker("p", "http://10.0.0.1:1", control="tcp://127.0.0.1:8500?key=abc")
+    [found] = of_proxy({"prefill": [prefill], "decode": [worker("d", "http://10.0.0.2:1")]})
+    assert found.level == "bad"
+    assert "tcp://127.0.0.1:8500, which is loopback" in found.text
+    assert "advertise_host" in found.remedy
+
+
+def test_two_workers_of_one_name_are_found() -> None:
+    both = [worker("p", "http://a:1", name="same"), worker("q", "http://b:1", name="same")]
+    [found] = of_proxy({"prefill": both, "decode": [worker("d", "http://c:1")]})
+    assert (found.about, found.remedy) == ("same", "set `name`")
+    one = worker("x", "http://a:1", name="same")
+    assert of_proxy({"prefill": [one], "decode": [one]}) == [], "a worker of both roles is on both sides"
+
+
+def test_a_side_without_workers_and_one_that_is_away_are_found() -> None:
+    found = of_proxy({"prefill": [], "decode": [worker("d", "http://c:1", state="refuses our key")]})
+    assert [each.about for each in found] == ["proxy", "d"]
+    assert "worker_key_file" in found[1].remedy
+
+
+def test_a_pair_much_slower_than_the_others_is_found_with_its_lane() -> None:
+    probes = [probe("decode-0"), probe("decode-1"), probe("decode-2", moving_s=1.0)]
+    [found] = of_pairs(probes)
+    assert found == Finding("warn", "prefill-0 → decode-2", found.text, found.remedy)
+    assert found.text == "0.10 GB/s over tcp, the median of all pairs is 1.00"
+    assert of_pairs([probe("decode-0", nbytes=1000), probe("decode-1", nbytes=1000, moving_s=9)]) == []
+
+
+@pytest.mark.parametrize(
+    ("kv", "more", "text", "remedy"),
+    [
+        ("recomputed;reason=refused:key", {}, "key differs", "security.allow_file"),
+        (
+            "recomputed;reason=refused:dtype",
+            {"factor": "dtype", "local": "a", "remote": "b"},
+            "a and b",
+            "same model",
+        ),
+        ("recomputed;reason=not_connected", {}, "did not cross", "advertise_host"),
+        ("unknown", {}, "does not say", "connector"),
+        ("unknown", {"error": "decode-0: 500, no"}, "decode-0: 500, no", "transfer id is x"),
+    ],
+)
+def test_a_pair_whose_kv_did_not_cross_is_found_with_the_remedy(
+    kv: str, more: dict[str, str], text: str, remedy: str
+) -> None:
+    [found] = of_pairs([probe("decode-0", kv=kv, nbytes=0, moving_s=0.0, **more)])
+    assert text in found.text
+    assert remedy in found.remedy
+
+
+def test_lost_requests_are_told_and_those_that_were_not_split_on_purpose_are_not() -> None:
+    def cause(kind: str, why: str) -> dict[str, object]:
+        return {"kind": kind, "cause": why, "count": 3, "newest": "req-1"}
+
+    found = of_requests(
+        [cause("recomputed", "short_prompt"), cause("recomputed", "peer_lost"), cause("request", "failed")]
+    )
+    assert [each.level for each in worst_first(found)] == ["bad", "warn"]
+    assert "pdlink explain req-1" in found[1].remedy
+    assert of_requests([cause("request", "client_left")]) == []

@@ -1,0 +1,69 @@
+"""vLLM on a GPU: prefill and decode share one by shares of its memory, and answer as one server without a connector.
+
+Needs vLLM's build for CUDA; a stage of `make gpu`. It has not run yet.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch  # noqa: E402
+
+from tests.e2e.vllm_servers import Pair, Server, place_of, prompt_of, save_model, until  # noqa: E402
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.gpu,
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+SHARE = ["--gpu-memory-utilization", "0.2", "--max-num-batched-tokens", "512", "--no-enable-prefix-caching"]
+LENGTHS = [1, 33, 513, 2000]
+LANES: dict[str, dict[str, Any]] = {
+    "mapped-cuda, piecewise graphs": {"kind": "mapped", "require": "mapped-cuda"},
+    "staged-tcp, eager": {"kind": "tcp", "require": "staged-tcp"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vllm-gpu")
+    save_model(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[int, list[int]]:
+    alone = Server("alone", folder / "model", folder / "alone.log", [*SHARE, "--enforce-eager"]).start()
+    try:
+        alone.wait_ready()
+        return {length: alone.complete(prompt_of(length, length)).tokens[0] for length in LENGTHS}
+    finally:
+        alone.kill()
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_tokens_are_those_of_one_server_on_the_gpu(folder: Path, expected: dict[int, list[int]], lane: str) -> None:
+    flags = [*SHARE, *(["--enforce-eager"] if "eager" in lane else [])]
+    place = place_of(folder, lane.partition(",")[0])
+    pair = Pair.of(
+        place,
+        prefill_flags=[*flags, "--block-size", "16"],
+        decode_flags=[*flags, "--block-size", "32"],
+        transport=LANES[lane],
+    )
+    try:
+        assert {length: pair.tokens(prompt_of(length, length))[0] for length in LENGTHS} == expected
+        assert pair.transferred() == sum(LENGTHS) - len(LENGTHS)
+        for server in (pair.prefill, pair.decode):
+            until(server.holds_nothing, f"{server.name} holds nothing")
+    finally:
+        pair.stop()

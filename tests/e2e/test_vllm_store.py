@@ -1,0 +1,108 @@
+"""Real vLLM servers that keep prompts in a store: the same tokens as from one server that computes them, always.
+
+Prefix caching is off, so what is not computed comes from the store. Run with `make test-vllm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.e2e.conftest import VLLM_CONCURRENT, Alone  # noqa: E402
+from tests.e2e.vllm_servers import Server, place_of, prompt_of, until  # noqa: E402
+
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.timeout(600)]
+
+CHUNK = 256
+FLAGS = ["--enforce-eager", "--no-enable-prefix-caching", "--max-num-batched-tokens", "512"]
+
+
+def tiers_of(place: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "chunk_size": CHUNK,
+        "load_if_faster": False,
+        "max_local_cpu_size": 0.5,
+        "local_disk": str(place / "disk-{name}"),
+        "max_local_disk_size": 1,
+        **more,
+    }
+
+
+def server_of(place: Path, name: str, flags: list[str], **tiers: Any) -> Server:
+    """One that computes, keeps and decodes; not started."""
+    connector = {
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",  # nothing of these tests may fail
+        "kv_connector_extra_config": {"name": name, "tiers": tiers_of(place, **tiers)},
+    }
+    return Server(name, place / "model", place / f"{name}.log", [*FLAGS, *flags], connector)
+
+
+def loaded(server: Server) -> float:
+    """Prompt tokens that came from the store so far, by vLLM's own account."""
+    return server.metric("vllm:external_prefix_cache_hits_total")
+
+
+@pytest.fixture(scope="module")
+def server(vllm_folder: Path, alone: Alone) -> Iterator[Server]:
+    server = server_of(place_of(vllm_folder, "store"), "solo", ["--block-size", "128"])
+    server.start().wait_ready()
+    yield server
+    server.kill()
+
+
+@pytest.mark.parametrize("length", [255, 257, 513, 2000, 4096])
+def test_a_prompt_that_was_computed_once_is_loaded(server: Server, alone: Alone, length: int) -> None:
+    prompt = prompt_of(length, length)
+    before = loaded(server)
+    assert server.complete(prompt).tokens == [alone[tuple(prompt)]]
+    assert loaded(server) == before
+    until(server.holds_nothing, "all of it is kept")
+    assert server.complete(prompt).tokens == [alone[tuple(prompt)]]
+    assert loaded(server) == before + (length - 1) // CHUNK * CHUNK
+
+
+def test_what_was_kept_outlives_sigkill(server: Server, alone: Alone) -> None:
+    prompt = prompt_of(4096, 4096)
+    assert server.complete(prompt).tokens == [alone[tuple(prompt)]]
+    written = "vllm:pdlink_tier_seconds_count", 'call="put"', 'outcome="done"'
+    until(lambda: server.metric(*written) >= 16, "the disk has it")
+    server.kill()
+    server.start().wait_ready()
+    assert server.complete(prompt).tokens == [alone[tuple(prompt)]]
+    assert loaded(server) == 3840
+
+
+def test_prompts_of_another_salt_are_computed(server: Server, alone: Alone) -> None:
+    prompt = prompt_of(2000, 2000)
+    server.complete(prompt)
+    until(server.holds_nothing, "all of it is kept")
+    before = loaded(server)
+    assert server.complete(prompt, cache_salt="another").tokens == [alone[tuple(prompt)]]
+    assert loaded(server) == before
+
+
+def test_sixteen_at_once_with_preemption_do_not_mix(vllm_folder: Path, alone: Alone) -> None:
+    """Blocks for the prompts, not for their answers; twice, so that half of them are loaded."""
+    place = place_of(vllm_folder, "store-tight")
+    tight = ["--max-model-len", "2048", "--block-size", "32", "--num-gpu-blocks-override", "72"]
+    tight += ["--no-scheduler-reserve-full-isl", "--long-prefill-token-threshold", "64"]
+    server = server_of(place, "tight", tight, chunk_size=64)
+    prompts = [prompt_of(count, count) for count in VLLM_CONCURRENT]
+    try:
+        server.start().wait_ready()
+        for _ in range(3):
+            with ThreadPoolExecutor(len(prompts)) as threads:
+                answers = list(threads.map(server.complete, prompts))
+            assert [answer.tokens for answer in answers] == [[alone[tuple(prompt)]] for prompt in prompts]
+        assert server.metric("vllm:num_preemptions_total") > 0, "there was room for all prompts"
+        assert loaded(server) > 0
+        until(server.holds_nothing, "the server holds nothing")
+    finally:
+        server.kill()

@@ -1,0 +1,63 @@
+"""Processes with parts of SGLang, for tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+START_S = 240.0
+ENVIRONMENT = {
+    **os.environ,
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_PLUGINS": "none",
+    "PYTHONPATH": f"{ROOT / 'tests/sglang_cpu'}:{ROOT}",
+}
+
+
+class Engine:
+    """A process with parts of SGLang (a module beside this one), told what to do by lines of JSON."""
+
+    def __init__(self, module: str, log: Path, **environment: str) -> None:
+        self._log = log.open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, ROOT / f"tests/integrations/{module}.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**ENVIRONMENT, **environment},
+        )
+
+    def send(self, verb: str, **arguments: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": verb, **arguments}).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def answer(self, timeout_s: float = START_S) -> Any:
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], timeout_s)[0], "the engine does not answer"
+        line = self.process.stdout.readline()
+        assert line, f"the engine ended with {self.process.wait(10)}: {Path(self._log.name).read_text()[-2000:]}"
+        answer = json.loads(line)
+        assert "error" not in (answer or {}), f"{answer}: {Path(self._log.name).read_text()[-2000:]}"
+        return answer
+
+    def __call__(self, verb: str, **arguments: object) -> Any:
+        self.send(verb, **arguments)
+        return self.answer()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+    def close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self.process.wait(60)
+        self._log.close()

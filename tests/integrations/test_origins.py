@@ -1,0 +1,55 @@
+"""Every token of a prompt has one source, and is told once."""
+
+from __future__ import annotations
+
+from pdlink.integrations.vllm_parts.origins import NO_TIERS, Origins
+from pdlink.integrations.vllm_parts.stats import Counts
+from pdlink.integrations.vllm_parts.store_book import Chosen
+
+CHOSEN = Chosen("faster", 512, 0.1, 0.4, (("memory", 256), ("disk", 256)))
+
+
+def test_the_tokens_of_a_prompt_have_one_source_each() -> None:
+    origins, counts = Origins(), Counts()
+    origins.asked("r", 128)
+    told = origins.admitted("r", 600, 471, 384, CHOSEN)
+    assert told is not None
+    assert (told.cached, told.loaded, told.received, told.computed) == (128, 384, 87, 1)
+    assert told.places == {"memory": 128, "disk": 256}, "vLLM had the first tokens itself"
+    assert origins.sources("r") == {"P2P": 87, "HOST": 128, "DISK": 256}
+    counts(told)
+    assert counts.take() == {
+        "pdlink_prompt_tokens_total|device": 128,
+        "pdlink_prompt_tokens_total|host": 128,
+        "pdlink_prompt_tokens_total|disk": 256,
+        "pdlink_prompt_tokens_total|prefill": 87,
+        "pdlink_prompt_tokens_total|computed": 1,
+        "pdlink_store_choices_total|faster": 1,
+    }
+
+
+def test_a_request_is_told_once_though_vllm_reserves_blocks_again() -> None:
+    origins = Origins()
+    assert origins.admitted("stranger", 600, 0, 0, NO_TIERS) is None
+    origins.asked("r", 0)
+    told = origins.admitted("r", 600, 512, 512, CHOSEN)
+    origins.asked("r", 512)
+    assert origins.admitted("r", 600, 0, 0, CHOSEN) is None
+    assert origins.ended("r") == told
+    assert origins.ended("r") is None
+
+
+def test_a_server_without_a_store_computes_what_it_has_not() -> None:
+    origins = Origins()
+    origins.asked("r", 32)
+    told = origins.admitted("r", 100, 0, 0, NO_TIERS)
+    assert told is not None
+    assert (told.cached, told.computed, told.reason) == (32, 68, "no_tiers")
+    assert origins.sources("r") == {}
+
+
+def test_vllm_has_no_name_for_a_tier_that_is_neither_memory_nor_disk() -> None:
+    origins = Origins()
+    origins.asked("r", 0)
+    origins.admitted("r", 600, 512, 512, Chosen("always", 512, places=(("disk-2", 256), ("valkey", 256))))
+    assert origins.sources("r") == {"DISK": 256, "EXTERNAL_UNSPECIFIED": 256}

@@ -1,0 +1,318 @@
+"""What the scheduler's half decides about the store, played through with plain numbers."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from pdlink.integrations.vllm_parts.requests import Offer, RequestBook, Scheduled, Stop
+from pdlink.integrations.vllm_parts.store_book import (
+    Chosen,
+    Keep,
+    Load,
+    Look,
+    Looked,
+    Prompt,
+    Save,
+    StoreBook,
+    StorePlan,
+)
+
+CHUNK = 16
+PROMPT = list(range(100, 150))
+"""Three whole chunks and a part of a fourth."""
+PREFILL = {"transfer_id": "a", "leg": "prefill"}
+
+
+def books(num_ranks: int = 1) -> tuple[RequestBook, StoreBook]:
+    """With one request, `r`, that has arrived."""
+    store = StoreBook(CHUNK, num_ranks)
+    store.arrived("r", PROMPT, "salt", "", ())
+    return RequestBook(sends=True, receives=True, shares_prefixes=True, store=store), store
+
+
+def found(end: int, *, computed: int = 0) -> tuple[RequestBook, StoreBook]:
+    """The same; it was looked up."""
+    book, store = books()
+    assert book.missing("r", computed) == (None, False)
+    book.step([])
+    store.looked([Looked("r", 1, end)])
+    return book, store
+
+
+def loading() -> tuple[RequestBook, StoreBook]:
+    book, store = found(48)
+    assert book.missing("r", 0) == (48, True)
+    book.allocated("r", [3, 4, 5, 6], 48)
+    assert book.step([]).store.loads == [Load("r", (3, 4, 5, 6), 0, 48)]
+    return book, store
+
+
+def test_a_prompt_is_looked_up_when_vllm_asks_and_vllm_asks_again_until_there_is_an_answer() -> None:
+    book, store = books()
+    assert book.missing("r", 0) == (None, False)
+    assert book.missing("r", 0) == (None, False)
+    plan = book.step([]).store
+    assert plan.prompts == [Prompt("r", array("I", PROMPT).tobytes(), "salt")]
+    assert plan.looks == [Look("r", 1, 0)]
+    assert not book.step([]).short, "it does not wait for blocks"
+    assert book.missing("r", 0) == (None, False)
+    store.looked([Looked("r", 1, 32), Looked("stranger", 1, 5)])
+    assert book.missing("r", 0) == (32, True)
+    assert book.missing("r", 24) == (8, True)
+
+
+@pytest.mark.parametrize(("tokens", "computed"), [(16, 0), (1, 0), (50, 48)])
+def test_a_prompt_that_the_store_cannot_shorten_is_not_looked_up(tokens: int, computed: int) -> None:
+    store = StoreBook(CHUNK)
+    store.arrived("r", PROMPT[:tokens], "", "", ())
+    assert store.missing("r", computed) == 0
+    assert store.step([], ()) == StorePlan()
+
+
+def test_all_ranks_must_have_what_is_loaded() -> None:
+    book, store = books(num_ranks=2)
+    book.missing("r", 0)
+    store.looked([Looked("r", 1, 48)])
+    assert book.missing("r", 0) == (None, False)
+    store.looked([Looked("r", 1, 16)])
+    assert book.missing("r", 0) == (16, True)
+
+
+def test_a_request_is_parked_once_and_what_the_load_did_not_bring_is_computed() -> None:
+    book, _ = loading()
+    book.received(["r"])
+    assert book.missing("r", 0) == (0, False), "a failed load is not tried again"
+    book.allocated("r", [3, 4, 5, 6], 0)
+    assert book.step([Scheduled("r", (3, 4, 5, 6), True, 47, 3)]).store.saves == [
+        Save("r", (3, 4, 5, 6), True, 47, 48)
+    ]
+
+
+def test_what_vllm_has_itself_is_neither_fetched_nor_loaded() -> None:
+    book, _ = found(48, computed=24)
+    assert book.missing("r", 24) == (24, True)
+    book.allocated("r", [1, 2, 3, 4], 24)
+    assert book.step([]).store.loads == [Load("r", (1, 2, 3, 4), 24, 48)]
+
+
+def test_a_prompt_whose_beginning_vllm_has_evicted_meanwhile_is_looked_up_again() -> None:
+    book, store = found(48, computed=24)
+    assert book.missing("r", 0) == (None, False)
+    assert book.step([]).store.looks == [Look("r", 2, 0)]
+    store.looked([Looked("r", 1, 48)])
+    assert book.missing("r", 0) == (None, False), "the answer to an older question"
+    store.looked([Looked("r", 2, 48)])
+    assert book.missing("r", 0) == (48, True)
+
+
+def test_what_waited_too_long_for_blocks_is_looked_up_again() -> None:
+    book, store = found(48)
+    store.looked([Looked("r", 1, None)])
+    assert book.missing("r", 0) == (None, False)
+    assert book.step([]).store.looks == [Look("r", 2, 0)]
+
+
+def test_what_was_found_and_is_not_loaded_is_let_go() -> None:
+    book, _ = found(48)
+    book.allocated("r", [1], 0)
+    assert book.step([]).store.drops == ["r"]
+    assert book.missing("r", 0) == (0, False)
+
+
+def test_computed_chunks_are_kept_and_generated_tokens_are_not() -> None:
+    book, _ = found(0)
+    book.allocated("r", [1, 2], 0)
+    parts = [
+        Scheduled("r", (7, 8), True, 0, 20),
+        Scheduled("r", (9,), False, 20, 20),
+        Scheduled("r", (), False, 40, 10),
+        Scheduled("r", (2,), False, 50, 1),
+    ]
+    assert [book.step([part]).store.saves for part in parts] == [
+        [Save("r", (7, 8), True, 0, 20)],
+        [Save("r", (9,), False, 20, 40)],
+        [Save("r", (), False, 40, 48)],
+        [],
+    ]
+
+
+def test_blocks_of_a_request_are_kept_after_its_end_if_some_of_it_was_saved() -> None:
+    book, _ = found(0)
+    assert not book.ended("r")
+    book, _ = found(0)
+    book.step([Scheduled("r", (1,), True, 0, 16)])
+    assert book.ended("r")
+
+
+def test_a_preempted_request_is_withdrawn_and_loaded_again() -> None:
+    book, _ = found(0)
+    book.step([Scheduled("r", (1, 2), True, 0, 32)])
+    assert book.step([], {"r", "stranger"}).store.withdrawn == ["r"]
+    assert book.missing("r", 0) == (None, False)
+    plan = book.step([]).store
+    assert (plan.prompts, plan.looks) == ([], [Look("r", 2, 0)])
+    assert book.ended("r"), "its first blocks are to be reported once, too"
+
+
+def test_a_request_that_was_preempted_without_a_word_is_withdrawn_before_it_is_kept_anew() -> None:
+    book, _ = found(0)
+    book.step([Scheduled("r", (1, 2), True, 0, 32)])
+    plan = book.step([Scheduled("r", (5,), True, 0, 16)]).store
+    assert plan.withdrawn == ["r"]
+    assert plan.saves == [Save("r", (5,), True, 0, 16)]
+
+
+def test_a_request_that_ends_while_it_loads_is_reported_by_the_load_alone() -> None:
+    """Two reports of one request end vLLM's engine (0.32: its blocks are freed by the first one)."""
+    book, store = books()
+    book.arrived("r", PREFILL, PROMPT)
+    book.missing("r", 0)
+    book.step([])
+    store.looked([Looked("r", 1, 48)])
+    book.allocated("r", [1, 2, 3, 4], book.missing("r", 0)[0] or 0)
+    book.step([])
+    assert not book.ended("r")
+    plan = book.step([])
+    assert plan.store.parked == ["r"]
+    assert plan.stops == [Stop("r", "aborted")], "the server that waits for it hears of it"
+    assert not book._sending
+
+
+def test_a_prompt_that_is_loaded_here_is_sent_from_its_first_token_on() -> None:
+    book, store = books()
+    book.arrived("r", PREFILL, PROMPT)
+    book.missing("r", 0)
+    book.step([])
+    store.looked([Looked("r", 1, 32)])
+    book.missing("r", 0)
+    book.allocated("r", [1, 2, 3, 4], 32)
+    book.step([])
+    book.received(["r"])
+    (chunk,) = book.step([Scheduled("r", (1, 2, 3, 4), True, 32, 18)]).chunks
+    assert (chunk.start, chunk.end) == (0, 50)
+
+
+def decode_leg(*, keeps_answers: bool = False) -> tuple[RequestBook, StoreBook]:
+    """With one request, `d`, whose prompt another server computes, and that vLLM has asked for once."""
+    store = StoreBook(CHUNK, keeps_answers=keeps_answers)
+    book = RequestBook(sends=True, receives=True, shares_prefixes=True, store=store)
+    there = {"control": "tcp://127.0.0.1:1"}
+    book.arrived("d", {"transfer_id": "a", "leg": "decode", "prefill": there}, PROMPT)
+    store.arrived("d", PROMPT, "", "", (), receives=book.comes_from_elsewhere("d"))
+    assert book.missing("d", 0) == (None, False)
+    assert book.step([]).store.looks == [Look("d", 1, 0, receives=True)]
+    return book, store
+
+
+def test_decode_loads_what_its_store_has_and_offers_for_the_rest_then() -> None:
+    book, store = decode_leg()
+    store.looked([Looked("d", 1, 32)])
+    assert book.missing("d", 0) == (49, True), "vLLM waits for both"
+    assert book.allocated("d", [3, 4, 5, 6], 49) == 32
+    plan = book.step([])
+    assert plan.store.loads == [Load("d", (3, 4, 5, 6), 0, 32, receives=True)]
+    assert plan.offers == [Offer("d", (3, 4, 5, 6), 0, 49, after_load=True)]
+    assert book.path("d") == ""
+    book.received(["d"])
+    assert book.path("d") == "transferred"
+    assert book.missing("d", 49) == (0, False)
+
+
+@pytest.mark.parametrize("end", [0, 16])
+def test_decode_offers_for_all_that_neither_vllm_nor_its_store_has(end: int) -> None:
+    """vLLM has found 24 tokens meanwhile: nothing of the store's is of use."""
+    book, store = decode_leg()
+    store.looked([Looked("d", 1, end)])
+    assert book.missing("d", 24) == (25, True)
+    assert book.allocated("d", [3, 4, 5, 6], 25) == 0
+    plan = book.step([])
+    assert (plan.store.loads, plan.store.drops) == ([], ["d"])
+    assert plan.offers == [Offer("d", (3, 4, 5, 6), 24, 49)]
+
+
+def test_what_was_found_earlier_is_not_loaded_over_what_vllm_has_by_now() -> None:
+    book, store = decode_leg()
+    store.looked([Looked("d", 1, 32)])
+    assert book.missing("d", 0) == (49, True)
+    assert book.missing("d", 48) == (1, True)
+    assert book.allocated("d", [3, 4, 5, 6], 1) == 0
+    assert book.step([]).offers == [Offer("d", (3, 4, 5, 6), 48, 49)]
+
+
+def test_decode_keeps_nothing_of_what_it_receives_unless_it_is_told_to() -> None:
+    for keeps_answers in (False, True):
+        book, store = decode_leg(keeps_answers=keeps_answers)
+        store.looked([Looked("d", 1, 0)])
+        book.missing("d", 0)
+        book.allocated("d", [3, 4, 5, 6], 49)
+        book.received(["d"])
+        parts = [
+            Scheduled("d", (3, 4, 5, 6), True, 49, 1),
+            *(Scheduled("d", (), False, at, 1) for at in range(50, 70)),
+        ]
+        assert not any(book.step([part]).store.saves for part in parts)
+        known = [*PROMPT, *range(20)]
+        assert book.ended("d", known, (3, 4, 5, 6, 7)) == keeps_answers
+        whole = Prompt("d", array("I", known[:64]).tobytes())
+        assert book.step([]).store.keeps == ([Keep(whole, (3, 4, 5, 6, 7), 64)] if keeps_answers else [])
+
+
+def test_of_an_answer_only_chunks_that_it_completes_are_kept() -> None:
+    for num_tokens, kept in ((63, False), (64, True)):
+        store = StoreBook(CHUNK, keeps_answers=True)
+        store.arrived("r", PROMPT, "salt", "", ())
+        assert store.ended("r", list(range(num_tokens)), (1, 2)) == kept
+        assert [keep.num_tokens for keep in store.step([], ()).keeps] == ([64] if kept else [])
+
+
+def test_nothing_is_kept_of_an_answer_that_began_before_a_reset() -> None:
+    book, store = found(0)
+    store._keeps_answers = True
+    book.allocated("r", [1, 2], 0)
+    store.reset("era")
+    assert not book.ended("r", list(range(100)), (1, 2))
+    assert book.step([]).store.keeps == []
+
+
+def test_the_rank_that_found_the_least_says_why() -> None:
+    book, store = books(num_ranks=2)
+    book.missing("r", 0)
+    store.looked([Looked("r", 1, 48, Chosen("faster")), Looked("r", 1, 16, Chosen("partly_faster"))])
+    assert store.chosen("r").reason == "partly_faster"
+
+
+def test_a_step_says_how_many_tokens_of_prompts_it_computes() -> None:
+    book, _ = found(0)
+    parts = [
+        Scheduled("r", (1,), True, 0, 20),
+        Scheduled("r", (), False, 45, 10),
+        Scheduled("stranger", (), True, 0, 9),
+    ]
+    assert book.step(parts).store.num_computed == 25
+    assert book.step([Scheduled("r", (), False, 50, 1)]).store.num_computed == 0
+
+
+def test_a_reset_forgets_what_was_found_but_not_loaded() -> None:
+    book, store = found(48)
+    store.reset("era")
+    assert book.missing("r", 0) == (None, False)
+    plan = book.step([]).store
+    assert plan.reset == "era"
+    assert plan.looks == [Look("r", 2, 0)]
+
+
+def test_nothing_is_kept_of_a_prompt_that_was_loaded_or_computed_before_a_reset() -> None:
+    book, store = loading()
+    store.reset("era")
+    book.received(["r"])
+    book.allocated("r", [3, 4, 5, 6], 0)
+    assert book.step([Scheduled("r", (3, 4, 5, 6), True, 48, 2)]).store.saves == []
+    book, store = books()
+    book.allocated("r", [3, 4], 0)
+    assert book.step([Scheduled("r", (3, 4), True, 0, 32)]).store.saves
+    store.reset("era")
+    assert book.step([Scheduled("r", (5,), False, 32, 16)]).store.saves == []
+    book.step([], {"r"})
+    assert book.step([Scheduled("r", (7, 8, 9), True, 0, 48)]).store.saves == [Save("r", (7, 8, 9), True, 0, 48)]

@@ -1,0 +1,170 @@
+"""Transfers of caches with several groups of layers: what each group keeps arrives, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import pytest
+
+import pdlink
+from pdlink.config import TransportConfig
+from pdlink.errors import InvalidRequest, TransferFailed
+from pdlink.kv.groups import KVGroups
+from pdlink.kv.layout import KVLayout, LayerLayout, Part
+from pdlink.memory.buffers import HostBuffer
+from tests.loopback import LoopbackHub, LoopbackTransport
+
+from .conftest import TIMEOUTS, WAIT_S
+
+NUM_BLOCKS, PAGE_NBYTES, LAYERS, STATE_NBYTES = 24, 64, 2, 50
+WINDOW, STEP, TOKENS = 5, 4, 22
+Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+
+def _group(region: int, head_nbytes: int, block_tokens: int, *, token_stride: int) -> KVLayout:
+    layers = tuple(
+        LayerLayout((Part(region, layer * NUM_BLOCKS * PAGE_NBYTES),), PAGE_NBYTES, token_stride, head_nbytes)
+        for layer in range(LAYERS)
+    )
+    return KVLayout("u8", block_tokens, NUM_BLOCKS, 1, head_nbytes, layers)
+
+
+def groups(block_tokens: int, *, overlaid: bool) -> KVGroups:
+    """Full attention, a window, a recurrent state; over each other as in vLLM, or in memory of their own."""
+    full = _group(0, 8, block_tokens, token_stride=8)
+    window = replace(_group(0 if overlaid else 1, 16, STEP, token_stride=16), window=WINDOW, window_step=STEP)
+    state = replace(_group(0 if overlaid else 2, STATE_NBYTES, 1000, token_stride=0), state=True)
+    return KVGroups((full, window, state))
+
+
+SRC = ((0, 1, 2, 3, 4, 5), (23, 23, 6, 7, 8, 9), (10,))
+"""From token 0 on. A window's first blocks are given up while a prompt is computed."""
+DST = ((11, 13, 12), (14, 15), (17,))
+"""Of what is needed: tokens 0, 16 and the last one."""
+
+
+def memory(node: pdlink.Node) -> list[HostBuffer]:
+    return cast("list[HostBuffer]", node.buffers)
+
+
+class Ends:
+    """A pair of nodes; the first one's pages are random."""
+
+    def __init__(self, transport: str, *, overlaid: bool = True) -> None:
+        hub = LoopbackHub()
+
+        def node(name: str, block_tokens: int) -> pdlink.Node:
+            """With checksums of all that is sent."""
+            kind = "auto" if transport == "loopback" else transport
+            return pdlink.Node(
+                name,
+                groups(block_tokens, overlaid=overlaid),
+                transport=TransportConfig(kind=kind, verify="all"),
+                transports=[LoopbackTransport(hub)] if transport == "loopback" else None,
+                timeouts=TIMEOUTS,
+            )
+
+        self.prefill, self.decode = node("prefill", 4), node("decode", 8)
+        rng = np.random.default_rng(1)
+        for buffer in memory(self.prefill):
+            buffer.array[:] = rng.integers(1, 255, buffer.nbytes, np.uint8)
+        for buffer in memory(self.decode):
+            buffer.array[:] = 0
+
+    def close(self) -> None:
+        self.prefill.close()
+        self.decode.close()
+
+    def rows(self, node: pdlink.Node, layer: int, table: tuple[int, ...], start: int) -> Bytes:
+        """What the layer has of the prompt from token `start` on, which is in the table's first block."""
+        layout = node.groups.layouts[node.groups.group_of[layer]]
+        pages: Bytes = node.pages(layer)
+        if layout.state:
+            return cast("Bytes", pages[table[0], 0, 0])
+        first = start // layout.block_tokens
+        return np.stack(
+            [
+                pages[table[token // layout.block_tokens - first], token % layout.block_tokens, 0]
+                for token in range(start, TOKENS)
+            ]
+        )
+
+
+@pytest.fixture(params=["loopback", "tcp", "ucx"])
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    ends = Ends(request.param)
+    yield ends
+    ends.close()
+
+
+def compute(outgoing: pdlink.Outgoing, chunks: tuple[int, ...] = (7, TOKENS)) -> None:
+    start = 0
+    for end in chunks:
+        for layer in range(3 * LAYERS):
+            outgoing.layer_ready(layer, start, end)
+        start = end
+    outgoing.finish(42)
+
+
+def test_every_group_sends_what_it_keeps_and_touches_nothing_else(ends: Ends) -> None:
+    before = [buffer.array.copy() for buffer in memory(ends.decode)]
+    outgoing = ends.prefill.send("t", SRC, TOKENS)
+    with ends.decode.receive("t", ends.prefill.address, DST, range(TOKENS)) as incoming:
+        compute(outgoing)
+        assert incoming.wait(WAIT_S) == 42
+    for layer in range(3 * LAYERS):
+        group, start = layer // LAYERS, (0, 16, TOKENS - 1)[layer // LAYERS]
+        mine = SRC[group][start // ends.prefill.groups.layouts[group].block_tokens :]
+        np.testing.assert_array_equal(
+            ends.rows(ends.decode, layer, DST[group], start), ends.rows(ends.prefill, layer, mine, start)
+        )
+    pages = memory(ends.decode)[0].array[: LAYERS * NUM_BLOCKS * PAGE_NBYTES].reshape(LAYERS, NUM_BLOCKS, PAGE_NBYTES)
+    was = before[0][: pages.size].reshape(pages.shape)
+    others = [block for block in range(NUM_BLOCKS) if not any(block in table for table in DST)]
+    np.testing.assert_array_equal(pages[:, others], was[:, others])
+    np.testing.assert_array_equal(pages[:, 17, STATE_NBYTES:], was[:, 17, STATE_NBYTES:])
+    needed = LAYERS * (TOKENS * 8 + (TOKENS - 16) * 16 + STATE_NBYTES)
+    assert outgoing.nbytes == needed == ends.decode.groups.nbytes(0, TOKENS)
+
+
+def test_groups_with_memory_of_their_own_are_guarded_apart() -> None:
+    ends = Ends("tcp", overlaid=False)
+    try:
+        outgoing = ends.prefill.send("t", SRC, TOKENS)
+        same = ((0, 1, 2), (0, 1), (0,))
+        incoming = ends.decode.receive("t", ends.prefill.address, same, range(TOKENS))
+        compute(outgoing)
+        assert incoming.wait(WAIT_S) == 42
+        for layer in range(3 * LAYERS):
+            group, start = layer // LAYERS, (0, 16, TOKENS - 1)[layer // LAYERS]
+            mine = SRC[group][start // ends.prefill.groups.layouts[group].block_tokens :]
+            np.testing.assert_array_equal(
+                ends.rows(ends.decode, layer, same[group], start), ends.rows(ends.prefill, layer, mine, start)
+            )
+    finally:
+        ends.close()
+
+
+def test_a_part_of_a_prompt_is_refused_where_a_group_does_not_keep_all(ends: Ends) -> None:
+    """The state is that of the whole prompt, and what a window has left behind is somebody else's by now."""
+    outgoing = ends.prefill.send("t", SRC, TOKENS)
+    tables = ends.decode.groups.part(((11, 13, 12), (0, 1, 2, 3, 14, 15), (17,)), 0, TOKENS - 1)
+    with ends.decode.receive("t", ends.prefill.address, tables, range(TOKENS - 1)) as incoming:
+        with pytest.raises(TransferFailed, match="windows and states are those of 22"):
+            incoming.wait(WAIT_S)
+        with pytest.raises(TransferFailed):
+            outgoing.wait(WAIT_S)
+
+
+def test_blocks_are_taken_by_group(ends: Ends) -> None:
+    for blocks, message in (
+        ((1, 2, 3), "got 3 items for 3 groups of layers"),
+        (DST[:2], "got 2 items for 3 groups"),
+        ((*DST[:2], (17, 18)), r"2 blocks of group 2; tokens \[21, 22\) take 1"),
+        ((DST[0], (14,), DST[2]), r"1 blocks of group 1; tokens \[16, 22\) take 2"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            ends.decode.receive(f"t-{message}", ends.prefill.address, blocks, range(TOKENS))

@@ -1,0 +1,182 @@
+"""An SGLang server as the proxy sees it, after the sources of SGLang 0.5.23: entrypoints/http_server.py,
+entrypoints/openai/{serving_completions,serving_chat}.py, managers/io_struct.py. No model: tokens are counted out; the
+log-probability of a prompt's token is minus its number, and 0 for those of the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from tests.proxy.fakes import DONE, Received
+
+FAKE_BOOTSTRAP_HOST = "2.2.2.2"
+
+
+@dataclass
+class FakeSglang:
+    """One server. Texts of a prefill server begin with "P"."""
+
+    mode: str = "null"
+    """disaggregation_mode: "prefill", "decode", or "null" of a plain server."""
+    bootstrap_port: int = 9123
+    fail_with: int | None = None
+    gate: asyncio.Event | None = None
+    """Waited for before the first byte of an answer."""
+    kv_events: dict[str, Any] | None = None
+    """The publisher that /server_info describes (runtime_context.describe_kv_events_publisher)."""
+    received: list[Received] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+    """Ids given to POST /abort_request."""
+    strange: list[str] = field(default_factory=list)
+    port: int = 0
+    _runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> FakeSglang:
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/server_info", self._info)
+        app.router.add_post("/abort_request", self._abort)
+        app.router.add_post("/v1/completions", self._generate)
+        app.router.add_post("/v1/chat/completions", self._generate)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_route("*", "/{path:.*}", self._nowhere)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "m"}]})
+
+    async def _info(self, _: web.Request) -> web.Response:
+        said = {"disaggregation_mode": self.mode, "disaggregation_bootstrap_port": self.bootstrap_port}
+        return web.json_response(
+            {
+                **said,
+                "page_size": 16,
+                "max_total_num_tokens": 16384,
+                "internal_states": [{}],
+                "kv_events": self.kv_events,
+            }
+        )
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self.aborts.append((await request.json())["rid"])
+        return web.Response()
+
+    async def _nowhere(self, request: web.Request) -> web.Response:
+        self.strange.append(f"{request.method} {request.path}")
+        return web.json_response({"detail": "Not Found"}, status=404)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        received = Received(request.path, request.headers, raw, msgspec.json.decode(raw))
+        self.received.append(received)
+        try:
+            response = await self._answer(request, received.body)
+        except (asyncio.CancelledError, ConnectionError):
+            received.aborted = True
+            raise
+        received.answered = True
+        return response
+
+    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.fail_with is not None:
+            return web.json_response(
+                {"object": "error", "message": "no", "code": self.fail_with}, status=self.fail_with
+            )
+        if request.path == "/generate":
+            return await self._native(request, body)
+        prompts = body.get("prompt", "")
+        num = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
+        if self.mode != "null" and (problem := _problem(body, num)):
+            self.strange.append(problem)
+            return web.json_response({"object": "error", "message": problem, "code": 500}, status=500)
+        limit = 1 if self.mode == "prefill" else body.get("max_tokens", 3)
+        chat, sign = "chat" in request.path, "P" if self.mode == "prefill" else ""
+        said = [f"{sign}{index}.{token} " for index in range(num) for token in range(limit)]
+        if not body.get("stream"):
+            choices = [
+                {"index": index, **_text("".join(said[index * limit : (index + 1) * limit]), chat, "message")}
+                for index in range(num)
+            ]
+            return web.json_response({"id": body.get("rid", "made"), "choices": choices})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for number, text in enumerate(said):
+            event = {"choices": [{"index": number // limit, **_text(text, chat, "delta")}]}
+            await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+        await response.write(DONE)
+        return response
+
+    async def _native(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        prompts = body.get("text") or body["input_ids"]
+        batch = isinstance(prompts, list) and not isinstance(prompts[0], int)
+        num = len(prompts) if batch else 1
+        problem = _problem(body, num) if self.mode != "null" else ""
+        if not problem and body.get("rid") is not None and isinstance(body["rid"], list) != batch:
+            problem = "rid is not as many as the prompts"
+        if problem:
+            self.strange.append(problem)
+            return web.json_response({"error": {"message": problem}}, status=400)
+        limit = 1 if self.mode == "prefill" else body.get("sampling_params", {}).get("max_new_tokens", 3)
+        sign = "P" if self.mode == "prefill" else ""
+
+        def said(index: int, tokens: int) -> dict[str, Any]:
+            info: dict[str, Any] = {"id": f"made-{index}", "completion_tokens": tokens, "prompt_tokens": 3}
+            if body.get("return_logprob"):
+                computed = [] if self.mode == "decode" else [[-float(at), at, None] for at in range(3)]
+                info |= {"input_token_logprobs": computed, "output_token_logprobs": [[0.0, 7, None]] * tokens}
+            text = "".join(f"{sign}{index}.{token} " for token in range(tokens))
+            return {"text": text, "output_ids": [7] * tokens, "meta_info": info}
+
+        if not body.get("stream"):
+            answers = [said(index, limit) for index in range(num)]
+            return web.json_response(answers if batch else answers[0])
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for token in range(limit):
+            for index in range(num):
+                event = {**said(index, token + 1), **({"index": index} if batch else {})}
+                await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+        await response.write(DONE)
+        return response
+
+
+def _text(text: str, chat: bool, what: str) -> dict[str, Any]:
+    return {what: {"role": "assistant", "content": text}} if chat else {"text": text}
+
+
+def _problem(body: dict[str, Any], num: int) -> str:
+    """Why these legs would not meet: a batch needs a list of each, a single prompt may have plain values."""
+    for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room"):
+        said = body.get(name)
+        if said is None:
+            return f"a P/D server was asked without {name}"
+        if isinstance(said, list) and len(said) != num:
+            return f"{name} has {len(said)} values for {num} prompts"
+    rooms = body["bootstrap_room"]
+    if len(set(rooms if isinstance(rooms, list) else [rooms])) != (num if isinstance(rooms, list) else 1):
+        return "one room for two prompts"
+    return ""

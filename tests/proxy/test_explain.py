@@ -1,0 +1,97 @@
+"""What an operator is told of one request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdlink.cli import main
+from pdlink.observe.explain import fetch_explanation
+from pdlink.observe.fetch import CannotFetch
+from tests.proxy.fake_vllm import FakeVllm
+from tests.proxy.fakes import FakeWorker, proxy_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+async def test_a_request_is_explained_from_its_placement_to_its_end(
+    prefill: FakeWorker, decodes: list[FakeWorker], capsys: pytest.CaptureFixture[str]
+) -> None:
+    decodes[0].fail_with, prefill.gate = 503, asyncio.Event()
+    decodes[1].gate = None
+    async with proxy_of([prefill], decodes) as proxy:
+        body = {"model": "m", "prompt": "hello", "stream": True}
+        headers = {"X-Request-Id": "one/two"}
+        async with proxy.client.post(f"{proxy.url}/v1/completions", json=body, headers=headers) as response:
+            assert response.status == 200
+            await response.read()
+        found = await asyncio.to_thread(fetch_explanation, proxy.url, "one/two")
+        assert [each["verdict"] for each in found.decisions] == ["placed", "failed", "placed", "ended"]
+        assert "decode leg on decode-0: 503" in found.decisions[1]["reason"]
+        assert found.decisions[-1]["reason"] == "ok, KV transferred"
+        assert {each["worker"] for each in found.sources} == {"prefill-0", "decode-0", "decode-1"}
+        assert all("404" in each["error"] for each in found.sources), "these workers have no such route"
+        assert await asyncio.to_thread(main, ["explain", "one/two", "--proxy", proxy.url]) == 0
+        shown = capsys.readouterr().out
+        assert "request one/two" in shown
+        assert "decode-1" in shown
+        assert await asyncio.to_thread(main, ["explain", "one/two", "--proxy", proxy.url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == found._asdict()
+        with pytest.raises(CannotFetch, match="knows no request 'other'"):
+            await asyncio.to_thread(fetch_explanation, proxy.url, "other")
+
+
+async def test_a_request_to_vllm_is_explained_by_what_its_answers_said() -> None:
+    """Prefill's answer is never a stream, so at least that leg is heard."""
+    said = {
+        **{"at_s": 1.5, "cached": 0, "loaded": 256, "places": {"disk": 256}, "received": 0, "computed": 44},
+        **{"found": 256, "reason": "faster", "load_s": 0.01, "other_s": 0.3},
+    }
+    servers = [FakeVllm("pdlink") for _ in range(2)]
+    for server, leg in zip(servers, ("prefill", "decode"), strict=True):
+        server.source = said | {"leg": leg}
+        await server.start()
+    try:
+        control = {servers[0].url: "tcp://127.0.0.1:4100"}
+        async with proxy_of([servers[0]], [servers[1]], dialect="vllm", control=control) as proxy:
+            body = {"model": "m", "prompt": [1, 2, 3]}
+            headers = {"X-Request-Id": "one"}
+            async with proxy.client.post(f"{proxy.url}/v1/completions", json=body, headers=headers) as response:
+                assert response.status == 200
+                assert "pdlink_source" not in await response.text()
+            found = await asyncio.to_thread(fetch_explanation, proxy.url, "one")
+    finally:
+        for server in servers:
+            await server.stop()
+    assert [(each["worker"], each["leg"]) for each in found.sources] == [
+        ("prefill-0", "prefill"),
+        ("decode-0", "decode"),
+    ]
+    assert all(each.items() >= said.items() for each in found.sources)
+
+
+async def test_a_proxy_with_keys_explains_to_those_who_have_one(
+    prefill: FakeWorker, decode: FakeWorker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    key.chmod(0o600)
+    async with proxy_of([prefill], [decode], api_keys=["secret"]) as proxy:
+        assert await asyncio.to_thread(main, ["explain", "x", "--proxy", proxy.url]) == 1
+        assert "--key-file" in capsys.readouterr().err
+        assert await asyncio.to_thread(main, ["explain", "x", "--proxy", proxy.url, "--key-file", str(key)]) == 1
+        assert "knows no request" in capsys.readouterr().err
+    assert await asyncio.to_thread(main, ["explain", "x", "--proxy", proxy.url]) == 1
+    assert "did not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:not-a-port", "a b", "127.0.0.1:1"])
+def test_a_url_that_nobody_answers_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "x", "--proxy", url]) == 1
+    error = capsys.readouterr().err
+    assert "did not answer" in error
+    assert "Traceback" not in error

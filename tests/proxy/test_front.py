@@ -1,0 +1,179 @@
+"""Requests that no aiohttp reads: they are answered as those that it does, and what is unusual goes to it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING
+
+import httptools
+import pytest
+
+from pdlink_proxy import front
+from pdlink_proxy.front import plain_head
+from tests.proxy.fakes import FakeWorker, proxy_of, until
+from tests.proxy.test_client_answer import connected, request
+
+if TYPE_CHECKING:
+    from pdlink_proxy.app import Router
+    from tests.proxy.fakes import Proxy
+
+ASKED = request(stream=False)
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+async def answer_of(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """One with a Content-Length."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    return int(head.split(b" ")[1]), await reader.readexactly(length)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Bodies of the requests that aiohttp did not read."""
+    from pdlink_proxy.app import Router
+
+    found, take = [], Router.taken
+
+    def taken(self: Router, path: str, said: front.Head, body: bytes, *more: object) -> object:
+        found.append(body)
+        return take(self, path, said, body, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Router, "taken", taken)
+    return found
+
+
+async def whole(proxy: Proxy, *parts: bytes) -> list[int]:
+    """The statuses of the answers to what is sent in these parts, each of which is read before the next comes."""
+    async with connected(proxy.url) as (reader, writer):
+        fronts = proxy.doors._fronts
+        await until(lambda: len(fronts) == 1, "the connection")
+        for part in parts[:-1]:
+            writer.write(part)
+            await until(lambda: all(one._held for one in fronts), "what is read, or handed over")
+        writer.write(parts[-1])
+        return [(await answer_of(reader))[0] for _ in range(b"".join(parts).count(b" HTTP/1.1\r\n"))]
+
+
+async def test_a_request_may_come_in_any_two_parts(
+    prefill: FakeWorker, decode: FakeWorker, taken: list[bytes]
+) -> None:
+    async with proxy_of([prefill], [decode]) as proxy:
+        for at in range(1, len(ASKED), 7):
+            assert await whole(proxy, ASKED[:at], ASKED[at:]) == [200], at
+    assert len(taken) > 3, "a body in parts is waited for"
+
+
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [
+        (ASKED.replace(b"Host", b"Transfer-Encoding: chunked\r\nHost"), 400),
+        (ASKED.replace(b"Content-Length", b"Content-Length : 1\r\nContent-Length"), 400),
+        (ASKED.replace(b"Content-Length", b"content-length: 3\r\nContent-Length"), 400),
+        (ASKED.replace(b"Host: x", b"Host: x\r\n folded"), 400),
+        (ASKED.replace(b"Content-Length: ", b"Content-Length: +"), 400),
+        (ASKED.replace(b"completions HTTP", b"completions?x=1 HTTP"), 200),
+        (ASKED.replace(b"Host: x", b"Host: x\r\nX-Name: \xc3\xa9"), 200),
+        (ASKED.replace(b"Host: x", b"Host: x\r\nX-Name: a\r\nX-Name: b"), 200),
+        (ASKED.replace(b'"model"', b'"mobel"'), 400),
+        (ASKED.replace(b'"m"', b'"n"'), 404),
+    ],
+)
+async def test_what_is_unusual_or_refused_goes_to_aiohttp(
+    prefill: FakeWorker, decode: FakeWorker, asked: bytes, status: int
+) -> None:
+    async with proxy_of([prefill], [decode]) as proxy:
+        assert await whole(proxy, asked) == [status]
+        assert not proxy.router._exchanges
+
+
+async def test_aiohttp_goes_on_with_a_connection_whose_requests_differ(
+    prefill: FakeWorker, decode: FakeWorker, taken: list[bytes]
+) -> None:
+    async with proxy_of([prefill], [decode]) as proxy:
+        assert await whole(proxy, ASKED + ASKED + HEALTH + ASKED) == [200] * 4
+        assert len(taken) == 2
+        assert await whole(proxy, HEALTH, ASKED) == [200, 200]
+    assert len(taken) == 2
+
+
+async def test_a_body_in_chunks_and_one_that_is_asked_for_are_served(prefill: FakeWorker, decode: FakeWorker) -> None:
+    head, _, body = ASKED.partition(b"\r\n\r\n")
+    start = head.split(b"\r\n")[0] + b"\r\nHost: x\r\n"
+    chunked = start + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    async with proxy_of([prefill], [decode]) as proxy:
+        assert await whole(proxy, chunked) == [200]
+        async with connected(proxy.url) as (reader, writer):
+            writer.write(head + b"\r\nExpect: 100-continue\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
+            writer.write(body)
+            assert (await answer_of(reader))[0] == 200
+
+
+async def test_a_client_that_leaves_takes_its_request_along(prefill: FakeWorker, decode: FakeWorker) -> None:
+    decode.silent = True
+    async with proxy_of([prefill], [decode]) as proxy:
+        async with connected(proxy.url) as (_, writer):
+            writer.write(request(stream=True))
+            await until(lambda: proxy.router.num_running == 1, "the request")
+        await until(lambda: proxy.router.num_running == 0, "its end")
+        assert proxy.counted("requests_total", outcome="client_left") == 1
+
+
+async def test_a_body_that_does_not_come_is_refused(
+    prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "SWEEP_S", 0.02)
+    async with proxy_of([prefill], [decode], idle_timeout_s=0.1) as proxy, connected(proxy.url) as (reader, writer):
+        writer.write(ASKED[:-1])
+        status, body = await answer_of(reader)
+    assert (status, b"the body did not arrive" in body) == (408, True)
+
+
+async def test_an_idle_connection_is_closed_and_a_used_one_is_not(
+    prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "SWEEP_S", 0.02)
+    async with proxy_of([prefill], [decode]) as proxy, connected(proxy.url) as (reader, writer):
+        writer.write(ASKED)
+        assert (await answer_of(reader))[0] == 200
+        (one,) = proxy.doors._fronts
+        one.idle_since_s -= 10_000
+        assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_head_that_is_taken_reads_as_llhttp_reads_it(seed: int) -> None:
+    rng = random.Random(seed)
+    lines = [
+        b"Host: x",
+        b"Content-Length: 12",
+        b"Connection: close",
+        b"X-A:b",
+        b"X-A: b",
+        b"Accept: */*\t ",
+        b"A b: c",
+    ]
+    lines += [b"X-Odd: \x01", b"X-Empty:", b" folded"]
+    lines += [b"x-long: " + b"v" * 300, b"Te: trailers", b"Host:", b": none"]
+    accepted = 0
+    for _ in range(3000):
+        head = b"\r\n".join(rng.sample(lines, rng.randrange(2, 6))) + b"\r\n\r\n"
+        if rng.random() < 0.3:
+            at = rng.randrange(len(head) - 4)
+            head = head[:at] + bytes([rng.randrange(256)]) + head[at + 1 :]
+        found = plain_head(head, 0, len(head))
+        if found is None:
+            continue
+        accepted += 1
+        pairs: list[tuple[str, str]] = []
+
+        class Heard:
+            def on_header(self, name: bytes, value: bytes) -> None:
+                pairs.append((name.decode().lower(), value.decode().rstrip()))  # noqa: B023
+
+        httptools.HttpRequestParser(Heard()).feed_data(b"POST / HTTP/1.1\r\n" + head)
+        assert dict(pairs) == found, head
+        assert len(pairs) == len(found)
+    assert accepted > 20

@@ -1,0 +1,252 @@
+"""Listening to a worker's KV events over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from pdlink.kv.hashing import Preimage
+from pdlink.observe.kv_ledger import Place
+from pdlink.observe.kv_publisher import KVPublisher
+from pdlink_proxy.fleet import PlacementRequest, WorkerState
+from pdlink_proxy.kv_events import KVEvents
+from tests.proxy.fakes import until
+from tests.proxy.test_kv_index import batch, stored
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+_END = (-1).to_bytes(8, "big", signed=True)
+
+
+class FakePublisher:
+    """As vLLM 0.32 publishes; `keeps` batches for those who ask again. A lost batch is one that is not `sent`."""
+
+    def __init__(self) -> None:
+        context = zmq.asyncio.Context.instance()
+        self._pub, self._router = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
+        self.endpoint = f"tcp://127.0.0.1:{self._pub.bind_to_random_port('tcp://127.0.0.1')}"
+        self.replay = f"tcp://127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
+        self.keeps: list[tuple[int, bytes]] = []
+        self.asked: list[int] = []
+        self.topic = True
+
+    async def subscribed(self) -> None:
+        assert (await self._pub.recv())[:1] == b"\x01"
+
+    async def publish(self, number: int, data: bytes, *, sent: bool = True) -> None:
+        self.keeps.append((number, data))
+        if sent:
+            await self._pub.send_multipart((b"kv", number.to_bytes(8, "big"), data))
+
+    async def answer(self) -> None:
+        while True:
+            name, _, first = await self._router.recv_multipart()
+            self.asked.append(int.from_bytes(first, "big"))
+            topic = (b"kv",) if self.topic else ()
+            for number, data in self.keeps:
+                if number >= self.asked[-1]:
+                    await self._router.send_multipart((name, b"", *topic, number.to_bytes(8, "big"), data))
+            await self._router.send_multipart((name, b"", *topic, _END, b""))
+
+    def close(self) -> None:
+        self._pub.close(linger=0)
+        self._router.close(linger=0)
+
+
+@pytest.fixture
+async def publisher() -> AsyncIterator[FakePublisher]:
+    made = FakePublisher()
+    answering = asyncio.create_task(made.answer())
+    yield made
+    answering.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await answering
+    made.close()
+
+
+async def has(events: KVEvents, tokens: int) -> None:
+    """Wait until the worker is known to have so much of the prompt 1 2 3 4."""
+    request, index, changed = PlacementRequest("m", 4, prompt=b"[1,2,3,4]"), events.index, asyncio.Event()
+
+    def then_set(change: Callable[..., None]) -> Callable[..., None]:
+        def changing(*args: object) -> None:
+            change(*args)
+            changed.set()
+
+        return changing
+
+    with mock.patch.multiple(index, apply=then_set(index.apply), forget=then_set(index.forget)):
+        async with asyncio.timeout(10):
+            while sum(events.held(request, "m").values()) != tokens:
+                changed.clear()
+                await changed.wait()
+
+
+FIRST, SECOND = batch(stored([1], None, [1, 2])), batch(stored([2], 1, [3, 4]))
+
+
+@pytest.mark.parametrize("topic", [True, False])
+async def test_what_was_published_before_anybody_listened_is_asked_for(publisher: FakePublisher, topic: bool) -> None:
+    publisher.topic = topic
+    await publisher.publish(0, FIRST)
+    await publisher.publish(1, SECOND)
+    events, work = KVEvents(), WorkerState("http://w#1")
+    events.heard("http://w", work, "m", [f"{publisher.endpoint},{publisher.replay}"])
+    assert work.publishes
+    await has(events, 4)
+    events.close()
+
+
+async def test_missed_batches_are_asked_for_again(publisher: FakePublisher) -> None:
+    events = KVEvents()
+    events.heard("http://w", WorkerState("http://w#1"), "m", [f"{publisher.endpoint}, {publisher.replay}"])
+    await publisher.subscribed()
+    await publisher.publish(0, FIRST, sent=False)
+    await publisher.publish(1, SECOND)
+    await has(events, 4)
+    assert publisher.asked[-1] == 0
+    events.close()
+
+
+async def test_what_is_known_is_dropped_when_missed_batches_are_gone(publisher: FakePublisher) -> None:
+    events = KVEvents()
+    events.heard("http://w", WorkerState("http://w#1"), "m", [publisher.endpoint])
+    await publisher.subscribed()
+    await publisher.publish(0, FIRST)
+    await has(events, 2)
+    await publisher.publish(2, batch(stored([9], None, [9, 9])))
+    await has(events, 0)
+    await publisher.publish(3, FIRST)
+    await has(events, 2)
+    await publisher.publish(4, b"nonsense")
+    await has(events, 0)
+    events.close()
+
+
+async def test_a_publisher_that_begins_anew_has_nothing(publisher: FakePublisher) -> None:
+    events = KVEvents()
+    events.heard("http://w", WorkerState("http://w#1"), "m", [publisher.endpoint])
+    await publisher.subscribed()
+    await publisher.publish(0, FIRST)
+    await publisher.publish(1, SECOND)
+    await has(events, 4)
+    await publisher.publish(0, FIRST)
+    await has(events, 2)
+    events.close()
+
+
+async def test_what_a_former_incarnation_had_is_forgotten(publisher: FakePublisher) -> None:
+    await publisher.publish(0, FIRST)
+    events = KVEvents()
+    events.follow({"http://w": [f"{publisher.endpoint},{publisher.replay}"]})
+    events.heard("http://w", WorkerState("http://w#1"), "m", [])
+    await has(events, 2)
+    publisher.keeps.clear()
+    events.heard("http://w", WorkerState("http://w#2"), "m", [])
+    await has(events, 0)
+    await publisher.subscribed()
+    events.close()
+
+
+async def test_what_our_own_workers_publish_is_understood() -> None:
+    ours = KVPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", topic="", buffer_steps=2, hwm=100, incarnation="1")
+    try:
+        place, events = Place(2, "CPU"), KVEvents()
+        ours.stored(place, b"a" * 32, Preimage(None, (1, 2)))
+        events.heard("http://w", WorkerState("http://w#1"), "m", [ours.address])
+        await has(events, 2)
+        ours.stored(place, b"b" * 32, Preimage(b"a" * 32, (3, 4)))
+        await has(events, 4)
+        ours.removed(place, b"b" * 32)
+        await has(events, 2)
+        events.close()
+    finally:
+        ours.close()
+
+
+async def test_events_of_a_worker_on_all_addresses_come_from_its_host() -> None:
+    ours = KVPublisher("tcp://127.0.0.9:0", "tcp://127.0.0.9:0", topic="", buffer_steps=2, hwm=100, incarnation="1")
+    try:
+        events = KVEvents()
+        ours.stored(Place(2, "CPU"), b"a" * 32, Preimage(None, (1, 2)))
+        said = ours.address.replace("127.0.0.9", "0.0.0.0", 1).replace("127.0.0.9", "*")
+        events.heard("http://127.0.0.9:80", WorkerState("http://127.0.0.9:80#1"), "m", [said])
+        await has(events, 2)
+        events.close()
+    finally:
+        ours.close()
+
+
+async def test_a_worker_on_both_sides_is_listened_to_once(publisher: FakePublisher) -> None:
+    await publisher.publish(0, FIRST)
+    events, said = KVEvents(), [f"{publisher.endpoint},{publisher.replay}"]
+    prefill, decode = WorkerState("http://w#1"), WorkerState("http://w#1")
+    events.heard("http://w", prefill, "m", said)
+    await has(events, 2)
+    for _ in range(3):
+        events.heard("http://w", decode, "m", said)
+        events.heard("http://w", prefill, "m", said)
+    await asyncio.sleep(0)
+    assert (prefill.publishes, decode.publishes, len(events.index)) == (True, True, 1)
+    assert publisher.asked == [0]
+    events.close()
+
+
+async def test_a_worker_that_publishes_elsewhere_from_now_on_is_listened_to_there(publisher: FakePublisher) -> None:
+    await publisher.publish(0, FIRST)
+    events, work = KVEvents(), WorkerState("http://w#1")
+    events.heard("http://w", work, "m", ["tcp://127.0.0.1:1"])
+    events.heard("http://w", work, "m", [f"{publisher.endpoint},{publisher.replay}"])
+    await has(events, 2)
+    events.heard("http://w", work, "m", [])
+    await has(events, 0)
+    assert not work.publishes
+    events.close()
+
+
+@pytest.mark.parametrize("said", ["nonsense", "tcp://nowhere", "tcp://127.0.0.1:1,tcp://", "inproc://x,", "", "\0"])
+async def test_a_place_where_nobody_can_publish_is_told_once_and_not_believed(
+    said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    events, work = KVEvents(), WorkerState("http://w#1")
+    for _ in range(3):
+        events.heard("http://w", work, "m", [said])
+        await asyncio.sleep(0)
+    assert not work.publishes
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "kv_events" in caplog.text
+    events.close()
+
+
+async def test_an_endpoint_that_zeromq_refuses_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    events = KVEvents()
+    events.heard("http://w", WorkerState("http://w#1"), "m", ["ipc:///" + "x" * 200])
+    ((_, task, _),) = events._listening.values()
+    await asyncio.wait_for(task, 10)
+    assert ["kv_events" in record.getMessage() for record in caplog.records] == [True]
+    events.close()
+
+
+async def test_other_requests_go_on_while_many_events_are_read() -> None:
+    ours = KVPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", topic="", buffer_steps=2, hwm=100, incarnation="1")
+    try:
+        events, applied, most = KVEvents(), 0, 0
+        for number in range(1, 20_001):  # each of a prompt of its own: an event each, all in one batch
+            ours.stored(Place(2, "CPU"), number.to_bytes(32, "big"), Preimage(None, (number, number)))
+        await until(lambda: not ours._ledger.has_news, "all to be told")
+        events.heard("http://w", WorkerState("http://w#1"), "m", [ours.address])
+        async with asyncio.timeout(20):
+            while applied < 20_000:
+                await asyncio.sleep(0)
+                most, applied = max(most, len(events.index) - applied), len(events.index)
+        assert most < 10_000
+        events.close()
+    finally:
+        ours.close()

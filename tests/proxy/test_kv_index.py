@@ -1,0 +1,271 @@
+"""Which worker has which prefix, by its events."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+
+from pdlink._index import Prefixes, words_of_json
+from pdlink_proxy.kv_index import MAX_SIZES, KVIndex, Publisher, events_in
+
+if TYPE_CHECKING:
+    from pdlink_proxy.fleet import Tokens
+
+ONE, TWO = Publisher("tcp://one:1", 1), Publisher("tcp://two:1", 2)
+GPU = {"medium": "GPU", "lora_id": None, "lora_name": None}
+
+
+def stored(
+    ids: list[int | bytes], parent: int | bytes | None, tokens: list[int], **more: object
+) -> dict[str, object]:
+    """An event of vLLM 0.32."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": ids,
+        "parent_block_hash": parent,
+        "token_ids": tokens,
+        "block_size": len(tokens) // len(ids),
+        **GPU,
+        **more,
+    }
+
+
+def removed(*ids: int | bytes, medium: str | None = "GPU") -> dict[str, object]:
+    return {"type": "BlockRemoved", "block_hashes": list(ids), "medium": medium}
+
+
+def batch(*events: object) -> bytes:
+    return msgspec.msgpack.encode([1.5, list(events), 0])
+
+
+def apply(index: KVIndex, publisher: Publisher, model: str, data: bytes) -> None:
+    for event in events_in(data):
+        index.apply(publisher, model, event)
+
+
+def ids(*tokens: int) -> Tokens:
+    return np.array(tokens, np.uint32)
+
+
+def test_a_prefix_is_found_at_each_worker_as_far_as_it_has_it() -> None:
+    index = KVIndex()
+    apply(index, ONE, "m", batch(stored([10, 11], None, [1, 2, 3, 4]), stored([12], 11, [5, 6])))
+    apply(index, TWO, "m", batch(stored([b"x" * 32], None, [1, 2])))
+    assert index.lookup("m", (), ids(1, 2, 3, 4, 5, 6, 7)) == {ONE: 6, TWO: 2}
+    assert index.lookup("m", (), ids(1, 2, 9, 9)) == {ONE: 2, TWO: 2}
+    assert index.lookup("m", (), ids(9, 2, 3, 4)) == {}
+    assert index.lookup("other", (), ids(1, 2, 3, 4)) == {}
+    apply(index, ONE, "m", batch(removed(11)))
+    assert index.lookup("m", (), ids(1, 2, 3, 4, 5, 6)) == {ONE: 2, TWO: 2}
+    index.forget(ONE)
+    assert index.lookup("m", (), ids(1, 2, 3, 4)) == {TWO: 2}
+    apply(index, TWO, "m", batch({"type": "AllBlocksCleared"}))
+    assert len(index) == 0
+
+
+def test_of_a_publisher_with_several_models_only_blocks_of_this_one_are_taken() -> None:
+    """It says of first blocks whose they are; what follows a block that was not taken is not taken either."""
+    index = KVIndex()
+    mine, other = {"model": "m", "scope": "a"}, {"model": "m", "scope": "b"}
+    both = batch(
+        stored([1], None, [1, 2], **mine),
+        stored([2], 1, [3, 4]),
+        stored([3], None, [5, 6], **other),
+        stored([4], 3, [7, 8]),
+    )
+    for event in events_in(both):
+        index.apply(ONE, "m", event, "a")
+        index.apply(TWO, "m", event)  # nobody said what it calls the model: its name tells
+    assert index.lookup("m", (), ids(1, 2, 3, 4)) == {ONE: 4, TWO: 4}
+    assert index.lookup("m", (), ids(5, 6, 7, 8)) == {TWO: 4}
+    apply(index, TWO, "n", batch(stored([9], None, [9, 9], **mine)))
+    assert index.lookup("n", (), ids(9, 9)) == {}
+
+
+def test_blocks_of_other_sizes_are_compared_with_one_prompt() -> None:
+    index = KVIndex()
+    apply(index, ONE, "m", batch(stored([1], None, [1, 2, 3])))
+    apply(index, TWO, "m", batch(stored([1, 2], None, [1, 2, 3, 4])))
+    assert index.lookup("m", (), ids(1, 2, 3, 4)) == {ONE: 3, TWO: 4}
+
+
+def test_events_of_older_sglang_are_arrays() -> None:
+    index = KVIndex()
+    apply(index, ONE, "m", batch(["BlockStored", [7, -9], None, [1, 2, 3, 4], 2, None, "GPU"]))
+    assert index.lookup("m", (), ids(1, 2, 3, 4)) == {ONE: 4}
+    apply(index, ONE, "m", batch(["BlockRemoved", [-9], "GPU"]))
+    assert index.lookup("m", (), ids(1, 2, 3, 4)) == {ONE: 2}
+    apply(index, ONE, "m", batch(["AllBlocksCleared"]))
+    assert len(index) == 0
+
+
+def test_a_block_in_two_media_is_there_until_both_have_dropped_it() -> None:
+    index = KVIndex()
+    apply(index, ONE, "m", batch(stored([1], None, [1, 2]), stored([1], None, [1, 2], medium="CPU"), removed(1)))
+    assert index.lookup("m", (), ids(1, 2)) == {ONE: 2}
+    apply(index, ONE, "m", batch(removed(1, medium="CPU")))
+    assert index.lookup("m", (), ids(1, 2)) == {}
+
+
+def test_blocks_after_an_unknown_one_are_not_noted() -> None:
+    index = KVIndex()
+    apply(index, ONE, "m", batch(stored([2], 1, [3, 4])))
+    assert len(index) == 0
+
+
+def test_salts_and_adapters_share_no_prefix_with_others() -> None:
+    index = KVIndex()
+    apply(index, ONE, "m", batch(stored([1, 2], None, [1, 2, 3, 4], extra_keys=[["salt"], None])))
+    adapted = {"lora_name": "a", "extra_keys": [["a"], ["a"]]}
+    apply(index, TWO, "m", batch(stored([1, 2], None, [1, 2, 3, 4], **adapted), stored([3], 2, [5, 6], **adapted)))
+    assert index.lookup("m", (), ids(1, 2, 3, 4)) == {}
+    assert index.lookup("m", ("salt",), ids(1, 2, 3, 4)) == {ONE: 4}
+    assert index.lookup("m", ("a",), ids(1, 2, 3, 4)) == {TWO: 4}
+
+
+def test_blocks_with_images_are_not_noted() -> None:
+    index = KVIndex()
+    apply(index, ONE, "m", batch(stored([1], None, [1, 2]), stored([2], 1, [3, 4], extra_keys=[[["image", 0]]])))
+    assert index.lookup("m", (), ids(1, 2, 3, 4)) == {ONE: 2}
+
+
+def test_of_several_groups_of_layers_the_first_with_whole_prefixes_counts() -> None:
+    index = KVIndex()
+    window = stored([1], None, [9, 9], group_idx=0, kv_cache_spec_kind="sliding_window")
+    whole = stored([1], None, [1, 2], group_idx=1, kv_cache_spec_kind="full_attention")
+    apply(index, ONE, "m", batch(window, whole, removed(1) | {"group_idx": 0}))
+    assert index.lookup("m", (), ids(1, 2)) == {ONE: 2}
+    assert index.lookup("m", (), ids(9, 9)) == {}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode([1.0, "events"]),
+        batch({"type": "Unheard"}),
+        batch(stored([1], None, [-1, 2])),
+        batch(stored([1], None, [1 << 32, 2])),
+        batch(stored(["name"], None, [1, 2])),  # type: ignore[list-item]
+        batch(stored([1], None, [1, 2]) | {"token_ids": {"1": 2}}),
+        batch(stored([1], None, [1, 2]) | {"parent_block_hash": 1.5}),
+        batch(stored([1], None, [1, 2]), ["BlockRemoved", 5, None]),
+    ],
+)
+def test_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 -- of msgspec or ours
+        apply(KVIndex(), ONE, "m", data)
+
+
+def test_more_blocks_than_the_limit_are_not_noted() -> None:
+    index = KVIndex(max_blocks=2)
+    apply(index, ONE, "m", batch(stored([1, 2, 3], None, [1, 2, 3])))
+    assert index.lookup("m", (), ids(1, 2, 3)) == {ONE: 2}
+
+
+def test_ids_are_read_from_json_as_a_parser_would() -> None:
+    for text in (b"[]", b" [ ] ", b"[0]", b"[1, 2,\n3]\t", b"[4294967295]"):
+        assert np.frombuffer(words_of_json(text), np.uint32).tolist() == msgspec.json.decode(text)
+    for text in (
+        b"",
+        b"[",
+        b"[1",
+        b"[1,",
+        b"[1,]",
+        b"[,1]",
+        b"[1 2]",
+        b"[-1]",
+        b"[1.5]",
+        b"[1]]",
+        b"[[1]]",
+        b'["1"]',
+    ):
+        with pytest.raises(ValueError, match="JSON"):
+            words_of_json(text)
+    with pytest.raises(ValueError, match="JSON"):
+        words_of_json(b"[4294967296]")
+
+
+class _Slow:
+    """The same by definition: which tokens each holder has, from the first on."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, dict[int, tuple[tuple[int, ...], set[int]]]] = {}
+
+    def stored(
+        self, holder: int, medium: int, ids: list[int], parent: int | None, tokens: list[int], size: int
+    ) -> None:
+        held = self.held.setdefault(holder, {})
+        if parent is not None and parent not in held:
+            return
+        before = held[parent][0] if parent is not None else ()
+        for at, name in enumerate(ids):
+            before += tuple(tokens[at * size : (at + 1) * size])
+            media = held[name][1] if name in held and held[name][0] == before else set()
+            held[name] = before, media | {medium}
+
+    def removed(self, holder: int, medium: int, ids: list[int]) -> None:
+        held = self.held.get(holder, {})
+        for name in ids:
+            if name in held:
+                held[name][1].discard(medium)
+                if not held[name][1]:
+                    del held[name]
+
+    def lookup(self, tokens: list[int], size: int) -> dict[int, int]:
+        found = {}
+        for holder, held in self.held.items():
+            prefixes = {prefix for prefix, _ in held.values()}
+            end = 0
+            while end + size <= len(tokens) and tuple(tokens[: end + size]) in prefixes:
+                end += size
+            if end:
+                found[holder] = end
+        return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_native_index_agrees_with_a_slow_one(seed: int) -> None:
+    rng = random.Random(seed)
+    size, pack = rng.choice([1, 2, 3, 4]), msgspec.msgpack.encode
+    fast, slow = Prefixes(size, 100_000), _Slow()
+    # A holder's name of a block is that of its prefix, as in the engines; so one name never means two prefixes.
+    names: dict[tuple[int, ...], int] = {}
+    for _ in range(400):
+        holder, medium = rng.randrange(5), rng.randrange(3)
+        tokens = [rng.randrange(2) for _ in range(size * rng.randrange(1, 6))]
+        blocks = [names.setdefault(tuple(tokens[:end]), len(names) + 1) for end in range(size, len(tokens) + 1, size)]
+        skip = rng.randrange(len(blocks))
+        parent = blocks[skip - 1] if skip else None
+        match rng.random():
+            case kind if kind < 0.6:
+                packed = None if parent is None else pack(parent)
+                fast.stored(holder, medium, pack(blocks[skip:]), packed, 8, pack(tokens[skip * size :]))
+                slow.stored(holder, medium, blocks[skip:], parent, tokens[skip * size :], size)
+            case kind if kind < 0.98:
+                gone = rng.sample(sorted(names.values()), min(len(names), 4))
+                fast.removed(holder, medium, pack(gone))
+                slow.removed(holder, medium, gone)
+            case _:
+                fast.cleared(holder)
+                slow.held.pop(holder, None)
+        wanted = [rng.randrange(2) for _ in range(size * 5)]
+        assert dict(fast.lookup(8, np.array(wanted, np.uint32))) == slow.lookup(wanted, size), f"seed {seed}"
+        assert fast.num_blocks == sum(map(len, slow.held.values()))
+
+
+def test_block_sizes_of_workers_that_are_gone_leave_room_for_others() -> None:
+    index = KVIndex()
+    for size in range(1, MAX_SIZES + 1):
+        apply(index, ONE, "m", batch(stored([1], None, [7] * size)))
+    apply(index, TWO, "m", batch(stored([1], None, [7] * (MAX_SIZES + 1))))
+    assert len(index) == MAX_SIZES
+    index.forget(ONE)
+    assert index.nbytes == 0
+    apply(index, TWO, "m", batch(stored([1], None, [7] * (MAX_SIZES + 1))))
+    assert index.lookup("m", (), ids(*[7] * 20)) == {TWO: MAX_SIZES + 1}

@@ -1,0 +1,156 @@
+"""SGLang's own interface, /generate, through the proxy: two legs, batches, log-probabilities, aborts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from pdlink_proxy.sse import payloads
+from tests.proxy.fake_sglang import FakeSglang
+from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@dataclass
+class Pair:
+    prefill: FakeSglang
+    decode: FakeSglang
+    proxy: Proxy
+    plain: FakeSglang | None = None
+
+    async def ask(self, **body: Any) -> tuple[int, Any]:
+        """The answer, or the events of a stream without [DONE]."""
+        async with self.proxy.client.post(self.proxy.url + "/generate", json=body) as response:
+            data = await response.read()
+        if not body.get("stream") or response.status != 200:
+            return response.status, msgspec.json.decode(data)
+        *events, done = [found for found in payloads(data) if found]
+        assert done == b"[DONE]"
+        return response.status, [msgspec.json.decode(event) for event in events]
+
+
+@contextlib.asynccontextmanager
+async def pair_of(*, plain: bool = False) -> AsyncIterator[Pair]:
+    servers = [FakeSglang("prefill"), FakeSglang("decode"), FakeSglang("null")]
+    prefill, decode, both = [await each.start() for each in servers]
+    listed: dict[str, Any] = {"both": [both.url]} if plain else {}
+    try:
+        async with proxy_of([prefill], [decode], dialect="sglang", **listed) as proxy:
+            yield Pair(prefill, decode, proxy, both)
+    finally:
+        for each in servers:
+            await each.stop()
+    assert [each.strange for each in servers] == [[], [], []]
+
+
+@pytest.mark.parametrize("prompt", [{"text": "hello"}, {"input_ids": [1, 2, 3]}], ids=["text", "ids"])
+async def test_both_legs_get_the_same_body_and_the_client_decodes_answer(prompt: dict[str, Any]) -> None:
+    async with pair_of() as pair:
+        status, answer = await pair.ask(**prompt, sampling_params={"max_new_tokens": 2}, odd={"a": 1})
+        assert (status, answer["text"], answer["output_ids"]) == (200, "0.0 0.1 ", [7, 7])
+        (one,), (other,) = pair.prefill.received, pair.decode.received
+        assert one.body == other.body
+        assert one.path == other.path == "/generate"
+        added = {"bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"}
+        assert one.body.keys() == {*prompt, "sampling_params", "odd", *added}
+
+
+async def test_a_stream_is_decodes() -> None:
+    async with pair_of() as pair:
+        status, events = await pair.ask(text="hello", stream=True)
+        assert status == 200
+        assert [event["text"] for event in events] == ["0.0 ", "0.0 0.1 ", "0.0 0.1 0.2 "]
+        assert "stream" not in pair.prefill.received[0].body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("texts", ["a", ["a"], ["a", "b", "c"]], ids=["one", "a batch of one", "three"])
+async def test_log_probabilities_of_the_prompt_are_prefills_and_the_others_decodes(texts: Any, stream: bool) -> None:
+    async with pair_of() as pair:
+        pair.prefill.gate = asyncio.Event()  # it answers after decode has said all
+        asked = asyncio.create_task(pair.ask(text=texts, return_logprob=True, logprob_start_len=0, stream=stream))
+        await until(lambda: any(got.answered for got in pair.decode.received), "decode's answer")
+        assert not asked.done()
+        pair.prefill.gate.set()
+        status, answers = await asked
+        assert status == 200
+        answers = answers if isinstance(answers, list) else [answers]
+        num = len(texts)
+        assert len(answers) == (3 * num if stream else num)
+        for answer in answers:
+            info = answer["meta_info"]
+            assert info["input_token_logprobs"] == [[0.0, 0, None], [-1.0, 1, None], [-2.0, 2, None]]
+            assert len(info["output_token_logprobs"]) == info["completion_tokens"]
+            assert "P" not in answer["text"]
+
+
+async def test_a_prefill_that_fails_leaves_no_answer_without_its_part() -> None:
+    async with pair_of() as pair:
+        pair.prefill.fail_with, pair.prefill.gate = 500, asyncio.Event()
+        asked = asyncio.create_task(pair.ask(text="a", return_logprob=True, stream=True))
+        await until(lambda: any(got.answered for got in pair.decode.received), "decode's answer")
+        pair.prefill.gate.set()
+        status, answer = await asked
+        assert (status, answer["error"]["code"]) == (502, "peer_lost")  # after a second attempt
+
+
+async def test_a_batch_has_a_room_and_an_id_for_each_prompt_and_each_is_aborted() -> None:
+    async with pair_of() as pair:
+        pair.prefill.gate = pair.decode.gate = asyncio.Event()
+        asked = asyncio.create_task(pair.ask(text=["a", "b", "c"]))
+        await until(lambda: bool(pair.prefill.received and pair.decode.received), "both legs")
+        body = pair.decode.received[0].body
+        assert len(set(body["bootstrap_room"])) == len(set(body["rid"])) == 3
+        asked.cancel()
+        for server in (pair.prefill, pair.decode):
+            await until(lambda server=server: sorted(server.aborts) == body["rid"], "the aborts")  # type: ignore[misc]
+
+
+async def test_a_leg_that_fails_aborts_the_other_at_once() -> None:
+    async with pair_of() as pair:
+        pair.decode.gate, pair.prefill.fail_with = asyncio.Event(), 400
+        status, _ = await pair.ask(text="a")
+        assert status == 400
+        await until(lambda: pair.decode.aborts == [pair.decode.received[0].body["rid"]], "the abort")
+        pair.decode.gate.set()
+
+
+async def test_what_a_pair_cannot_serve_goes_to_a_plain_server() -> None:
+    several = {"text": "a", "sampling_params": {"n": 2}}
+    async with pair_of() as pair:
+        status, answer = await pair.ask(**several)
+        assert (status, "one answer" in answer["error"]["message"]) == (400, True)
+    async with pair_of(plain=True) as pair:
+        assert pair.plain is not None
+        assert (await pair.ask(**several))[0] == 200
+        assert pair.plain.received[0].body == several
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [({}, "text"), ({"text": None}, "text"), ({"text": 1}, "text"), ({"input_ids": "x"}, "input_ids"), ([], None)],
+    ids=range(5),
+)
+async def test_a_body_without_a_prompt_is_refused(body: Any, param: str | None) -> None:
+    async with (
+        pair_of() as pair,
+        pair.proxy.client.post(pair.proxy.url + "/generate", json=body) as response,
+    ):
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == param
+        assert pair.prefill.received == []
+
+
+async def test_other_engines_have_no_such_route(prefill: FakeWorker, decode: FakeWorker) -> None:
+    async with (
+        proxy_of([prefill], [decode]) as proxy,
+        proxy.client.post(proxy.url + "/generate", json={"text": "a"}) as response,
+    ):
+        assert response.status == 404

@@ -1,0 +1,159 @@
+"""What placement knows of a leg's workers, in columns: always that of their states, and read without a loop."""
+
+from __future__ import annotations
+
+import random
+import sys
+from types import FrameType
+
+import numpy as np
+import pytest
+
+from pdlink_proxy.dialects import Health
+from pdlink_proxy.fleet import Fleet, PlacementRequest, WorkerState, compare
+from pdlink_proxy.placement import Placed, Placer
+from pdlink_proxy.policies.registry import POLICIES
+from pdlink_proxy.side import Side
+from pdlink_proxy.steps import Leg
+from pdlink_proxy.table import Table, Workers
+from pdlink_proxy.worker import FAILURES, State, Worker
+
+GROUPS = [("", ""), ("a", ""), ("a", "1"), ("b", "1"), ("b", "2")]
+
+
+def states(num: int) -> list[WorkerState]:
+    return [WorkerState(f"http://w{number}#1") for number in range(num)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_follow_their_states_through_whatever_happens(seed: int) -> None:
+    rng = random.Random(seed)
+    table = Table(states(6))
+    table.follow()
+    running: list[tuple[WorkerState, int]] = []
+    for turn in range(400):
+        row = rng.randrange(6)
+        state = table.states[row]
+        match rng.randrange(7):
+            case 0 | 1:
+                tokens = rng.randrange(1, 1000)
+                state.sent(tokens, turn)
+                running.append((state, tokens))
+            case 2 if running:
+                one, tokens = running.pop(rng.randrange(len(running)))
+                one.finished(tokens, turn + rng.random(), served=rng.random() < 0.9)
+            case 3:
+                state.heard(rng.randrange(5), rng.choice([None, rng.randrange(5000)]), rng.choice([None, 700]))
+            case 4:
+                state.heard_beside(rng.randrange(900), rng.randrange(3))
+            case 5:
+                compare(table.states)
+            case 6:
+                state.grouped(rng.choice(GROUPS))
+                if rng.random() < 0.3:
+                    table.put(row, WorkerState(f"http://w{row}#{turn}"))
+        fresh = Table(table.states)
+        for name in ("load", "slowness", "room", "names"):
+            assert np.array_equal(getattr(table, name), getattr(fresh, name)), name
+        assert table.rows == fresh.rows
+        assert table.groups_of(None) == {each.group for each in table.states}
+
+
+def brute(side: Side, model: str | None, now_s: float) -> list[Worker]:
+    """As the rules say, one worker after the other."""
+    well = [
+        worker
+        for worker in side.workers
+        if worker.state is State.OK and worker.health and worker.health.serves(model)
+        if not worker.listed_as_draining
+    ]
+    allowed = [worker for worker in well if worker.breaker.allows(now_s)]
+    found = allowed if 2 * len(allowed) >= len(well) else well
+    return [worker for worker in found if worker.outlier.allows(now_s)] or found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_those_that_may_get_requests_are_known_without_asking_each(seed: int) -> None:
+    rng, side = random.Random(seed), Side()
+    health = {model: Health("ok", "w", "1", None, model, None) for model in "mn"}
+    side.replace([Worker(f"http://w{number}", Leg.DECODE, plain=number % 4 == 0) for number in range(7)])
+    for turn in range(500):
+        worker = rng.choice(side.workers)
+        match rng.randrange(7):
+            case 0 | 1:
+                worker.heard(health[rng.choice("mmn")], faults_when_asked=worker.faults)
+            case 2:
+                worker.fault("gone")
+            case 3:
+                for _ in range(FAILURES):
+                    worker.breaker.end(worker.breaker.begin(turn), turn, failed=True)
+                worker.judged()
+            case 4:
+                worker.breaker.end(worker.breaker.begin(turn), turn, failed=False)
+                worker.judged()
+            case 5:
+                worker.outlier.leave_out(turn, "slow")
+                worker.judged()
+            case 6 if rng.random() < 0.1:
+                kept = rng.sample(side.workers, 6)
+                kept[0].listed_as_draining = not kept[0].listed_as_draining
+                side.replace([*kept, Worker(f"http://new{turn}", Leg.DECODE)])
+        for model in ("m", "n", None):
+            wanted = brute(side, model, turn)
+            usable = side.usable(model, turn)
+            assert side.usable_workers(model, turn) == wanted
+            assert list(usable.pair) == [worker.work for worker in wanted if not worker.plain]
+            assert list(usable.plain or ()) == [worker.work for worker in wanted if worker.plain]
+        known = {worker.health.model for worker in side.workers if worker.health}
+        assert side.models == sorted(known)
+        assert side.all_heard == (bool(known) and all(worker.health for worker in side.workers))
+
+
+def calls_of_a_decision(policy: str, num: int) -> int:
+    """Python functions that one placement among so many workers on each side calls."""
+    sides = []
+    for leg in Leg:
+        side = Side()
+        side.replace(
+            [
+                Worker(state.key, leg, state=State.OK, health=Health("ok", "", "", None, "m", None), work=state)
+                for state in states(num)
+            ]
+        )
+        sides.append(side)
+    placer, calls = Placer(policy, policy), 0
+
+    def count(_frame: FrameType, event: str, _arg: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    for number in range(20):
+        request = PlacementRequest("m", 2048, 100, session="s", chain=(0, number, number, number))
+        if number == 19:
+            sys.setprofile(count)
+        try:
+            prefill, decode = (side.usable("m", 0.0).pair for side in sides)
+            placed = placer.place(request, Fleet(prefill, decode))
+        finally:
+            sys.setprofile(None)
+        assert isinstance(placed, Placed)
+        assert placed.prefill is not None
+        placer.sent(request, "prefill", placed.prefill)
+        placed.prefill.sent(2048, 0.0)
+        placed.decode.sent(2148, 0.0)
+    return calls
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_decision_among_a_thousand_workers_takes_as_many_steps_as_one_among_thirty(policy: str) -> None:
+    assert calls_of_a_decision(policy, 1000) <= calls_of_a_decision(policy, 30) + 10
+
+
+def test_workers_are_a_sequence_of_those_that_fit() -> None:
+    table = Table(states(5))
+    some = Workers(table).without(["http://w1#1", "http://w4#1", "unknown"])
+    assert [each.key for each in some] == ["http://w0#1", "http://w2#1", "http://w3#1"]
+    assert (len(some), some[1], some[-1], some[1:]) == (3, table.states[2], table.states[3], table.states[2:4])
+    assert table.states[1] not in some
+    assert not some.without(each.key for each in some)
+    assert Workers(table)[4] is table.states[4]

@@ -1,0 +1,110 @@
+"""A disk that is full or fails costs a worker what is on it, and no answer."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from .tiered import CHUNK, WAIT_S, Computed, answers, computed_here, opened, prompt_of, store_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from pdlink.serve.worker import Worker
+
+PROMPTS = [prompt_of(4 * CHUNK + 5 + seed, seed) for seed in range(6)]
+TAILS = sum(len(prompt) - 4 * CHUNK for prompt in PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return computed_here(PROMPTS)
+
+
+def on_disk(folder: Path) -> dict[str, Any]:
+    return {"local_disk": str(folder / "kv"), "max_local_disk_size": 0.01}
+
+
+def answering(worker: Worker) -> float:
+    return store_of(worker).answering()["disk"]
+
+
+class Broken:
+    """Calls of the kernel that fail while a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, *names: str) -> None:
+        self.number, self.hits = number, 0
+        self.on = True
+        for name in names:
+            monkeypatch.setattr(os, name, self._failing(getattr(os, name)))
+
+    def _failing(self, right: Callable[..., int]) -> Callable[..., int]:
+        def call(*args: Any) -> int:
+            if not self.on:
+                return right(*args)
+            self.hits += 1
+            raise OSError(self.number, os.strerror(self.number))
+
+        return call
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
+def test_a_disk_that_takes_nothing_costs_no_answer(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]
+) -> None:
+    with opened(below=on_disk(tmp_path)) as worker:
+        store = store_of(worker)
+        disk = Broken(monkeypatch, number, "pwrite", "posix_fallocate")
+        assert answers(worker, PROMPTS, at_once=True) == expected
+        assert store.flush(WAIT_S)
+        assert disk.hits
+        assert answering(worker) == (number == errno.ENOSPC), "one that is full can be read"
+        store.clear(places=["memory"])
+        assert answers(worker, PROMPTS, at_once=True) == expected
+        assert worker.pool.num_held == 0
+        disk.on = False
+        store.clear(places=["memory"])
+        comes_back(worker, expected)
+    with opened(below=on_disk(tmp_path)) as worker:
+        computed = Computed(worker, monkeypatch)
+        assert answers(worker, PROMPTS, at_once=True) == expected
+        assert computed.take() == TAILS, "what it took since is there after a restart"
+
+
+def test_a_disk_that_cannot_be_read_costs_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]
+) -> None:
+    with opened(below=on_disk(tmp_path)) as worker:
+        store = store_of(worker)
+        assert answers(worker, PROMPTS, at_once=True) == expected
+        assert store.flush(WAIT_S)
+        store.clear(places=["memory"])
+        disk = Broken(monkeypatch, errno.EIO, "preadv")
+        assert answers(worker, PROMPTS, at_once=True) == expected
+        assert disk.hits
+        assert answering(worker) == 0
+        assert worker.pool.num_held == 0
+        disk.on = False
+        store.clear(places=["memory"])
+        comes_back(worker, expected)
+
+
+def comes_back(worker: Worker, expected: list[list[int]]) -> None:
+    """Until the disk has all of it, after the pause of its breaker."""
+    store, deadline_s = store_of(worker), time.monotonic() + WAIT_S
+    assert worker.source is not None
+    keys = [worker.source.prompt("", prompt).keys[:4] for prompt in PROMPTS]
+    while True:
+        assert answers(worker, PROMPTS, at_once=True) == expected
+        assert store.flush(WAIT_S)
+        store.clear(places=["memory"])
+        if all(store.lookup(these, WAIT_S).places == (1,) * 4 for these in keys):
+            break
+        assert time.monotonic() < deadline_s, "the disk has not come back"
+        time.sleep(0.1)
+    assert answering(worker) == 1

@@ -1,0 +1,33 @@
+"""The part of the arena that goes into huge pages next."""
+
+from __future__ import annotations
+
+from pdlink.store.gathering import STEP_NBYTES, Gathering
+
+
+def steps(gathering: Gathering, committed_nbytes: int, *answers: bool | None) -> list[int | None]:
+    """What is tried with these answers, and what would be next."""
+    tried = []
+    for answer in answers:
+        begin = gathering.next(committed_nbytes)
+        assert begin is not None
+        gathering.tried(begin, answer)
+        tried.append(begin)
+    return [*tried, gathering.next(committed_nbytes)]
+
+
+def test_only_memory_that_is_there_is_gathered_and_once() -> None:
+    gathering = Gathering()
+    assert gathering.next(STEP_NBYTES - 1) is None
+    assert steps(gathering, 2 * STEP_NBYTES, True, True) == [0, STEP_NBYTES, None]
+    assert steps(gathering, 3 * STEP_NBYTES, True) == [2 * STEP_NBYTES, None]
+
+
+def test_a_step_that_somebody_held_is_tried_again_after_the_others_and_not_for_ever() -> None:
+    gathering = Gathering()
+    assert steps(gathering, 2 * STEP_NBYTES, False, True, False, False) == [0, STEP_NBYTES, 0, 0, None]
+    assert steps(gathering, 3 * STEP_NBYTES, False, True) == [2 * STEP_NBYTES, 2 * STEP_NBYTES, None]
+
+
+def test_nothing_more_is_tried_on_a_kernel_that_cannot() -> None:
+    assert steps(Gathering(), 2 * STEP_NBYTES, None) == [0, None]

@@ -1,0 +1,207 @@
+"""The parts of the staging lane that decide: cutting, credit, whose blocks a run is in, who comes in. No GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import select
+import socket
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pytest
+
+from pdlink.errors import ProtocolError
+from pdlink.kv.groups import groups_of
+from pdlink.kv.layout import KVLayout, Piece, paged_layout
+from pdlink.transport.edge import listening
+from pdlink.transport.staging.credit import Credit
+from pdlink.transport.staging.door import MAX_WAITING, Door
+from pdlink.transport.staging.open_blocks import OpenBlocks
+from pdlink.transport.staging.parts import Cutter
+from pdlink.transport.staging.peers import Peer, Writing
+from pdlink.transport.staging.wire import Ask, Grant, Inflow, Invitation, Placed, packed
+from pdlink.transport.staging.writer import Writer
+
+if TYPE_CHECKING:
+    from pdlink.transport.staging.line import Line
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_parts_of_a_batch_are_its_bytes_in_order(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    pieces = [
+        Piece(region, 7, 2 - region, 11, rng.integers(0, 300, (int(rng.integers(0, 40)), 3), dtype=np.int64))
+        for region in range(3)
+    ]
+    expected = [
+        (one.src_region, src + 7 + i, one.dst_region, dst + 11 + i)
+        for one in pieces
+        for src, dst, nbytes in one.runs.tolist()
+        for i in range(nbytes)
+    ]
+    cutter, found = Cutter(pieces), []
+    most_nbytes, most_rows = int(rng.integers(1, 2000)), int(rng.integers(1, 12))
+    assert cutter.left_nbytes == len(expected)
+    while cutter.left_nbytes:
+        part = cutter.take(most_nbytes, most_rows)
+        assert 0 < part.nbytes <= most_nbytes
+        assert sum(len(runs) for _, _, runs in part.pieces) <= most_rows
+        for src_region, dst_region, runs in part.pieces:
+            for src, dst, nbytes in runs.tolist():
+                found += [(src_region, src + i, dst_region, dst + i) for i in range(nbytes)]
+    assert found == expected, f"seed {seed}"
+
+
+def test_writers_take_turns_and_nobody_has_more_than_half() -> None:
+    credit = Credit(8)
+    credit.ask("greedy", 100)
+    credit.ask("small", 2)
+    given = credit.grants()
+    assert [writer for writer, _ in given] == ["greedy", "small", "greedy", "small", "greedy", "greedy"]
+    assert len({slot for _, slot in given}) == 6
+    assert credit.grants() == []
+    credit.give_back("greedy", given[0][1])
+    assert [writer for writer, _ in credit.grants()] == ["greedy"]
+    credit.forget("greedy")
+    credit.ask("third", 8)
+    assert len(credit.grants()) == 4
+    assert not credit.holds("greedy", given[2][1])
+
+
+LAYOUTS = {
+    order: paged_layout(
+        dtype="float16",
+        itemsize=2,
+        num_layers=2,
+        num_blocks=5,
+        block_tokens=3,
+        num_heads=2,
+        head_dim=4,
+        order=order,
+    )
+    for order in ("LPBTH", "BLPTH", "LPHBT", "LBPTH")
+}
+
+
+def bytes_of(layout: KVLayout) -> dict[int, int]:
+    """Block of each byte of region 0."""
+    found = {}
+    for layer in layout.layers:
+        for part in layer.parts:
+            for block in range(layout.num_blocks):
+                for token in range(layout.block_tokens):
+                    for head in range(layout.num_heads):
+                        at = part.offset + block * layer.block_stride + token * layer.token_stride
+                        at += head * layer.head_stride
+                        found.update(dict.fromkeys(range(at, at + layout.head_nbytes), block))
+    return found
+
+
+@pytest.mark.parametrize("order", LAYOUTS)
+def test_a_run_is_let_through_exactly_if_all_its_bytes_are_in_open_blocks(order: str) -> None:
+    layout, rng = LAYOUTS[order], np.random.default_rng(3)
+    owner, size = bytes_of(layout), layout.extent(0)
+    guard = OpenBlocks(groups_of(layout))
+    guard.open(7, [[1, 2, 4]])
+    guard.open(8, [[2]])
+    open_to = {1: 7, 2: 8, 4: 7}
+    allowed = 0
+    for _ in range(400):
+        offset = int(rng.integers(0, size))
+        nbytes = int(rng.integers(1, min(64, size - offset) + 1))
+        blocks = {owner.get(at) for at in range(offset, offset + nbytes)}
+        fine = all(block is not None and open_to.get(block) == 7 for block in blocks)
+        allowed += fine
+        run = np.array([offset]), np.array([nbytes])
+        if fine:
+            assert {*guard.require(7, 0, *run).tolist()} == blocks, (offset, nbytes)
+        else:
+            with pytest.raises(ProtocolError, match="not in blocks that are offered"):
+                guard.require(7, 0, *run)
+    assert 20 < allowed < 380, "both happen"
+    assert guard.close(7, [[1, 2]]).tolist() == [1, 2]
+    first = next(at for at, block in owner.items() if block == 2)
+    assert guard.require(8, 0, np.array([first]), np.array([1])).tolist() == [2], "that of another peer stays open"
+
+
+def test_a_frame_is_read_whole_however_it_comes_and_not_if_it_is_too_long() -> None:
+    frames = packed(Ask(3)) + packed(Ask(4))
+    inflow, found = Inflow(64), []
+    for byte in frames:
+        inflow.add(bytes([byte]))
+        found.append(inflow.take())
+    assert [one for one in found if one] == [Ask(3), Ask(4)]
+    inflow.add((65).to_bytes(4, "big"))
+    with pytest.raises(ProtocolError, match="got 65 bytes; limit 64"):
+        inflow.take()
+    for garbage in (b"\x00\x00\x00\x01\xc1", b"\x00\x00\x00\x02\x92\x01"):
+        inflow = Inflow(64)
+        inflow.add(garbage)
+        with pytest.raises(ProtocolError, match="cannot be read"):
+            inflow.take()
+
+
+class NoDescriptor:
+    """A listening socket of a process whose descriptors are used up, until it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.real = listening("127.0.0.1")
+        self.used_up = True
+
+    def fileno(self) -> int:
+        return self.real.fileno()
+
+    def accept(self) -> Any:
+        if self.used_up:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self.real.accept()
+
+    def close(self) -> None:
+        self.real.close()
+
+
+def test_a_door_without_descriptors_is_deaf_for_a_while_instead_of_busy() -> None:
+    listen, epoll = NoDescriptor(), select.epoll()
+    door = Door(cast("socket.socket", listen), epoll, {})
+    with contextlib.closing(door), socket.create_connection(listen.real.getsockname()):
+        assert epoll.poll(5)
+        assert door.accept(listen.fileno())
+        assert epoll.poll(0) == [], "it would spin otherwise"
+        [until_s] = door.until_s
+        listen.used_up = False
+        door.expire(until_s)
+        [(fd, _)] = epoll.poll(5)
+        assert door.accept(fd)
+        [hello_s] = door.until_s
+        door.expire(hello_s)
+        assert door.until_s == [], "nobody may be silent for ever"
+
+
+def test_strangers_beyond_a_number_are_ended_at_once() -> None:
+    listen, epoll = listening("127.0.0.1"), select.epoll()
+    door = Door(listen, epoll, {})
+    fd = listen.fileno()
+    with contextlib.closing(door), contextlib.ExitStack() as made:
+        for _ in range(MAX_WAITING):
+            made.enter_context(socket.create_connection(listen.getsockname()))
+            assert door.accept(fd)
+        late = made.enter_context(socket.create_connection(listen.getsockname()))
+        late.settimeout(5)
+        assert door.accept(fd)
+        assert late.recv(1) == b""
+        assert len(door.until_s) == MAX_WAITING
+
+
+def test_an_owner_cannot_make_a_writer_keep_more_grants_than_it_has_slots() -> None:
+    there = Invitation("127.0.0.1", 1, 1, bytes(16), (64,), 0, 4096, 4, b"")
+    peer, writing = Peer("owner", 1), Writing(cast("Line", None), there)
+    writer = Writer.__new__(Writer)
+    writer.on_frame(peer, writing, Grant((0, 1, 2)))
+    with pytest.raises(ProtocolError, match=r"got slots \(3, 0\) beside 3; limit 4"):
+        writer.on_frame(peer, writing, Grant((3, 0)))
+    with pytest.raises(ProtocolError, match=r"got slots \(4,\)"):
+        writer.on_frame(peer, writing, Grant((4,)))
+    for frame in (Placed(9), Ask(1)):
+        with pytest.raises(ProtocolError):
+            writer.on_frame(peer, writing, frame)

@@ -1,0 +1,353 @@
+"""`make reference`: write the pages that say the same as the code: docs/settings.md, cli.md, errors.md,
+metrics.md and pdlink.1.
+
+They come from the settings' fields, the command line's parser, the tree of errors and the declarations of metrics;
+tests/test_reference.py fails when they are stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pdlink
+from pdlink.cli import whole_parser
+from pdlink.config import ProxyConfig, StoreConfig, UpConfig, WorkerConfig, settings_of
+from pdlink.errors import LocalError, PdlinkError, RemoteError
+from pdlink.integrations.vllm_parts.settings import ConnectorSettings
+from pdlink.integrations.vllm_parts.stats import declared
+from pdlink.observe.metrics import StoreProcessMetrics, WorkerMetrics
+from pdlink.protocol import reasons
+from pdlink_proxy.metrics import Metrics as ProxyMetrics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+
+    from pdlink.observe.series import Metric
+
+ROOT = Path(__file__).parents[1]
+MADE_BY = "<!-- Made by `make reference` from the code; change that. -->"
+
+# ---- settings
+
+_KINDS: dict[str, tuple[type[BaseModel], str]] = {
+    "Workers": (WorkerConfig, "`pdlink prefill`, `decode`, `both`; also `prefill.` and `decode.` of `pdlink up`"),
+    "The proxy": (ProxyConfig, "`pdlink proxy`; also `proxy.` of `pdlink up`"),
+    "A store process": (StoreConfig, "`pdlink store`; also `store.` of `pdlink up`"),
+    "A whole deployment": (UpConfig, "`pdlink up`; beside these it has the sections above"),
+    "vLLM's connector": (ConnectorSettings, "in `kv_connector_extra_config`, not from a file or the environment"),
+}
+_OF_OTHERS = ("prefill.", "decode.", "proxy.", "store.")
+
+
+def settings() -> str:
+    lines = [
+        "# Settings",
+        MADE_BY,
+        "",
+        "A value comes from its default, then a YAML file (`--config`), then the environment, then flags; later ones",
+        "win. A dot in a key is a level in YAML, and two underscores in the environment: `cache.num_blocks` is",
+        "`PDLINK_CACHE__NUM_BLOCKS`. `--set KEY=VALUE` reaches every setting; values are YAML. Unknown keys are",
+        "refused with the nearest valid name. `_s` is seconds, `_nbytes` bytes.",
+        "",
+    ]
+    lines += [f"[{title}](#{_anchor(title)})" + (" ·" if title != list(_KINDS)[-1] else "") for title in _KINDS]
+    for title, (kind, used_by) in _KINDS.items():
+        lines += ["", f"## {title}", used_by[0].upper() + used_by[1:] + ".", ""]
+        section = None
+        for key, field in settings_of(kind).items():
+            if kind is UpConfig and key.startswith(_OF_OTHERS):
+                continue
+            above = key.rpartition(".")[0].partition(".")[0]
+            if above != section:
+                section = above
+                lines += [*([""] if lines[-1] else []), *([f"### {title}: {section}", ""] if section else [])]
+                lines += ["| key | type | default | what |", "|---|---|---|---|"]
+            lines.append(f"| `{key}` | {_type(field)} | {_default(field)} | {_cell(field.description or '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _type(field: FieldInfo) -> str:
+    limits = []
+    for each in field.metadata:
+        for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤")):
+            if (limit := getattr(each, name, None)) is not None:
+                limits.append(f"{sign} {limit:g}")
+    return _cell(", ".join([_named(field.annotation), *limits]))
+
+
+def _named(kind: Any) -> str:
+    """A type, in words."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        limits = [f"> {each.gt:g}" for each in args[1:] if getattr(each, "gt", None) is not None]
+        inner = getattr(args[1], "metadata", []) if len(args) > 1 else []
+        limits += [f"> {each.gt:g}" for each in inner if getattr(each, "gt", None) is not None]
+        return " ".join([_named(args[0]), *limits])
+    if origin is typing.Literal:
+        return " or ".join(f"`{value}`" for value in args)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_named(each) for each in args if each is not type(None))
+    if origin in (tuple, list):
+        return f"list of {_named(args[0])}"
+    if origin is dict:
+        return f"mapping of {_named(args[0])} to {_named(args[1])}"
+    return {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}.get(
+        getattr(kind, "__name__", ""), getattr(kind, "__name__", str(kind))
+    )
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "(needed)"
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple | list):
+        return "`[]`" if not value else _cell(f"`[{', '.join(map(str, value))}]`")
+    if isinstance(value, float):
+        return f"`{value:g}`"
+    return _cell(f"`{value}`") if str(value) else "empty"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
+
+
+# ---- the command line
+
+
+def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[argparse.ArgumentParser, str]]:
+    """Every command with what its list says of it, in order; those with commands below come before them."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            texts = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            for name, command in action.choices.items():
+                yield command, texts.get(name, "")
+                yield from _commands(command)
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    """What is typed, and what it means; of all but --help."""
+    for action in parser._actions:
+        if action.help is argparse.SUPPRESS or isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
+            continue
+        value = action.metavar or (
+            "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
+        )
+        value = " ".join(value) if isinstance(value, tuple) else value
+        text = (action.help or "") % {**vars(action), "prog": parser.prog}
+        if not action.option_strings:
+            yield (f"[{value}]" if action.nargs in ("?", "*") else value), text
+        elif action.nargs == 0:
+            yield ", ".join(action.option_strings), text
+        else:
+            yield f"{', '.join(action.option_strings)} {value}", text
+
+
+def _paragraphs(text: str | None) -> list[tuple[bool, str]]:
+    """Paragraphs, and whether each is to be shown as it is: examples and tables are indented, or aligned."""
+    found = []
+    for part in re.split(r"\n\s*\n", (text or "").strip("\n")):
+        if part.strip():
+            verbatim = any(line.startswith("  ") or "   " in line.strip() for line in part.splitlines())
+            found.append((verbatim, part if verbatim else " ".join(part.split())))
+    return found
+
+
+def cli() -> str:
+    parser = whole_parser()
+    lines = ["# Command line", MADE_BY, ""]
+    for each, text in [(parser, ""), *_commands(parser)]:
+        lines += [f"## {each.prog}", ""]
+        if not each.description and text:
+            lines += [text[0].upper() + text[1:] + ".", ""]
+        for verbatim, words in _paragraphs(each.description):
+            lines += (
+                [*(f"    {line.removeprefix('  ')}" for line in words.splitlines()), ""] if verbatim else [words, ""]
+            )
+        below = [action for action in each._actions if isinstance(action, argparse._SubParsersAction)]
+        for action in below:
+            lines += ["| command | what |", "|---|---|"]
+            lines += [
+                f"| [`{name}`](#{_anchor(name)}) | {_cell(choice.help or '')} |"
+                for choice in action._choices_actions
+                for name in [f"{each.prog} {choice.dest}"]
+            ]
+            lines.append("")
+        options = list(_options(each))
+        if options:
+            lines += ["| option | what |", "|---|---|"]
+            lines += [f"| `{_cell(option)}` | {_cell(words)} |" for option, words in options]
+            lines.append("")
+        for verbatim, words in _paragraphs(each.epilog):
+            lines += (
+                [*(f"    {line.removeprefix('  ')}" for line in words.splitlines()), ""] if verbatim else [words, ""]
+            )
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def manual() -> str:
+    """For man(1)."""
+    parser = whole_parser()
+
+    def plain(text: str) -> str:
+        return re.sub(
+            r"^([.'])", r"\\&\1", text.replace("\\", "\\e").replace("-", "\\-").replace("`", ""), flags=re.M
+        )
+
+    lines = ['.\\" Made by `make reference` from the code; change that.']
+    lines += ['.TH PDLINK 1 "" "pdlink" "User Commands"', ".SH NAME"]
+    lines += [
+        "pdlink \\- " + plain((parser.description or "").rstrip(".")),
+        ".SH SYNOPSIS",
+        ".B pdlink",
+        ".I COMMAND",
+    ]
+    lines += ["[options]", ".SH COMMANDS"]
+    for each, text in _commands(parser):
+        lines += [f".SS {plain(each.prog)}"]
+        paragraphs = _paragraphs(each.description) or [(False, text)]
+        for verbatim, words in [*paragraphs, *_paragraphs(each.epilog)]:
+            lines += [".nf", plain(words), ".fi"] if verbatim else [plain(words), ".PP"]
+        for option, words in _options(each):
+            lines += [".TP", f".B {plain(option)}", plain(" ".join(words.split())) or "\\&"]
+    lines += [".SH ENVIRONMENT", ".TP", f".B {plain('PDLINK_KEY, PDLINK_SECTION__KEY')}"]
+    lines += [plain("Settings; see docs/settings.md. A file and flags are the other ways to give them.")]
+    lines += [".SH EXIT STATUS", plain("0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C")]
+    return "\n".join(lines) + "\n"
+
+
+# ---- errors
+
+
+def errors() -> str:
+    for package in ("pdlink", "pdlink_proxy"):
+        module = importlib.import_module(package)
+        for found in pkgutil.walk_packages(module.__path__, f"{package}."):
+            if ".integrations" not in found.name and not found.name.endswith("__main__"):
+                importlib.import_module(found.name)
+    lines = ["# Errors", MADE_BY, ""]
+    lines += [
+        'An error answer is `{"error": {"message", "type", "param", "code"}}`; its `code` is one of these, and the',
+        "same word is in metrics and logs. The message names what was wrong, both values and what to do.",
+        "`pdlink explain` with its `X-Request-Id` tells what happened to the request.",
+        "",
+        "| code | HTTP | try again? | at fault | meaning |",
+        "|---|---|---|---|---|",
+    ]
+    kinds: dict[str, type[PdlinkError]] = {}
+    for kind in _below(PdlinkError):
+        # Somebody else may have imported what is not walked above.
+        known = kind.__module__.startswith("pdlink") and ".integrations" not in kind.__module__
+        if known and kind not in (LocalError, RemoteError):
+            kinds.setdefault(kind.code, kind)
+    for code, kind in sorted(kinds.items()):
+        side = "a peer" if issubclass(kind, RemoteError) else "this side, or its caller"
+        meaning = _cell(inspect.getdoc(kind) or "")
+        lines.append(f"| `{code}` | {kind.http_status} | {'yes' if kind.retryable else 'no'} | {side} | {meaning} |")
+    lines += ["", "## Why a transfer failed", ""]
+    lines += ["The `reason` of a failed transfer, and of `X-Pdlink-KV: recomputed;reason=CODE`:", ""]
+    lines += ["| code | meaning |", "|---|---|"]
+    lines += [f"| `{code}` | {_cell(words)} |" for code, words in sorted(reasons.WORDS.items())]
+    lines += [
+        "| `refused:FACTOR` | the two workers do not fit together: FACTOR differs; `pdlink doctor` has both values |"
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _below(kind: type[PdlinkError]) -> Iterator[type[PdlinkError]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _below(each)
+
+
+# ---- metrics
+
+_PARTS = {
+    "The proxy": "pdlink_proxy_",
+    "Stores": ("pdlink_store_", "pdlink_tier_"),
+    "The link, and workers": "pdlink_",
+    "Every process": ("process_", "pdlink_build_info"),
+}
+"""Title to the beginnings of names, in the order of the page; a metric is in the last part that fits."""
+
+
+def metrics() -> str:
+    processes = {
+        "proxy": ProxyMetrics(),
+        "worker": WorkerMetrics(store=True),
+        "store": StoreProcessMetrics(),
+        "vLLM": declared()[0],
+    }
+    found: dict[str, tuple[Metric, list[str]]] = {}
+    for process, registry in processes.items():
+        for metric in registry.metrics:
+            found.setdefault(metric.name, (metric, []))[1].append(process)
+    parts: dict[str, list[str]] = {title: [] for title in _PARTS}
+    for name, (metric, named) in sorted(found.items()):
+        fits = [title for title, begins in _PARTS.items() if name.startswith(begins)]
+        title = fits[-1] if name.startswith(("process_", "pdlink_build")) else fits[0]
+        labels = "; ".join(
+            f"`{label}`" + (f": {', '.join(values)}" if values else "") for label, values in metric.known.items()
+        )
+        unit = metric.unit or ("" if metric.kind == "gauge" else "count")
+        parts[title].append(
+            f"| `{name}` | {metric.kind} | {unit} | {_cell(labels)} | {', '.join(named)} | {_cell(metric.text)} |"
+        )
+    lines = ["# Metrics", MADE_BY, ""]
+    lines += [
+        "What /metrics of proxies, workers and stores has ([who reads it how](monitoring.md)). A histogram has the",
+        "samples `_bucket`, `_sum` and `_count`. Labels with values have their series from the start.",
+        "In vLLM the names begin with `vllm:pdlink_`, and a server tells those of all its ranks together.",
+        "",
+        "To scrapers that ask for OpenMetrics, histograms of requests and transfers give exemplars: an id for",
+        "`pdlink explain`, and the trace id if the request's `traceparent` says that its trace is kept.",
+    ]
+    for title, rows in parts.items():
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| name | type | unit | labels | in | meaning |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += rows
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {
+    "docs/settings.md": settings,
+    "docs/cli.md": cli,
+    "docs/errors.md": errors,
+    "docs/metrics.md": metrics,
+    "docs/pdlink.1": manual,
+}
+
+
+def main() -> int:
+    for path, page in PAGES.items():
+        (ROOT / path).write_text(page())
+        print(f"{path}: pdlink {pdlink.__version__}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
