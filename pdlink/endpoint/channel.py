@@ -22,6 +22,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from pdlink import zmq_context
 from pdlink.endpoint.inflow import Inflow
 from pdlink.endpoint.polling import Poller
 from pdlink.errors import ConfigError, InvalidRequest, TransportFailure
@@ -425,7 +426,7 @@ class Channel:
             self._poller.close()
             self._poller = None
         if self._context is not None:
-            self._context.destroy(linger=0)  # also closes sockets of a `bind` that failed halfway
+            zmq_context.end(self._context)  # also closes sockets of a `bind` that failed halfway
             self._context = None
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from pdlink import zmq_context
 from pdlink.errors import ConfigError
 from pdlink.observe.kv_ledger import AllBlocksCleared, Event, EventBatch, Ledger, events_of
 
@@ -113,7 +114,7 @@ class KVPublisher:
         self._closing.set()
         os.eventfd_write(self._bell, 1)
         self._thread.join()
-        self._context.destroy(linger=_CLOSE_MS)
+        zmq_context.end(self._context, linger_ms=_CLOSE_MS)
         with self._lock:
             self._rung = True  # nobody writes to it again
             os.close(self._bell)

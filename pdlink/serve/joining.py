@@ -22,6 +22,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from pdlink import zmq_context
 from pdlink.errors import ConfigError, InvalidRequest
 from pdlink.protocol import presence
 from pdlink.protocol.auth import ControlAddress, check_dial
@@ -142,7 +143,7 @@ class Announcer:
             for proxy in self._proxies.values():
                 _close(proxy, _LEAVE_MS)
             self._proxies.clear()
-            await asyncio.to_thread(context.term)
+            await asyncio.to_thread(zmq_context.end, context, linger_ms=_LEAVE_MS)
 
     @property
     def num_connected(self) -> int:
