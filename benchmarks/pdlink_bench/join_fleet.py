@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import zmq
 from aiohttp import web
 
@@ -22,6 +23,8 @@ from pdlink.protocol.auth import ControlAddress, KeyPair, parse_key_file
 from pdlink.serve.process import raise_descriptor_limit
 
 _TURN_S = 0.01
+_RENEWED_BEATS = 10
+"""A worker's curves are others than before with one beat in so many: then a proxy reads all of it."""
 
 
 class Fleet:
@@ -39,22 +42,30 @@ class Fleet:
         self.num_probes = self.num_beats = 0
         self.port = 0
 
-    def health(self, number: int) -> bytes:
-        """As large as that of a worker, and another one each time."""
-        busy = random.randrange(1, 64)
+    def health(self, number: int, load: presence.Load | None = None) -> bytes:
+        """As large as that of a worker. load: told apart from it, if at all."""
+        curve = [0.0021, 1.3e-5, 2.1e-10 * (1 + self.num_beats // (_RENEWED_BEATS * self.count))]
         said = {
             **{"status": "ok", "reason": "", "name": f"{self._keys.name}/{number}", "epoch": f"{number:016x}"},
-            **{"role": "prefill" if number % 2 else "decode", "model": "a-model", "store": ""},
-            **{"control": f"tcp://10.0.0.1:{1024 + number}?key={self._keys.public}", "running": busy},
-            **{"waiting": busy % 7, "load_tokens": 1000 * busy, "free_blocks": 4096 - 32 * busy, "num_blocks": 4096},
-            **{
-                "block_tokens": 16,
-                "refused": [],
-                "kv_events": [],
-                "fingerprint": "3.0123456789abcdef.bfloat16.01234567",
-            },
+            **{"role": "prefill" if number % 2 else "decode", "roles": [], "model": "a-model", "store": ""},
+            **{"control": f"tcp://10.0.0.1:{1024 + number}?key={self._keys.public}", "num_blocks": 4096},
+            **{"block_tokens": 16, "refused": [], "kv_events": [], "curves": {"prefill": curve, "decode": curve}},
+            **{"fingerprint": "3.0123456789abcdef.bfloat16.01234567"},
+            **(msgspec.structs.asdict(load) if load is not None else {}),
         }
-        return json.dumps(said).encode()
+        return msgspec.json.encode(said)
+
+    def load(self) -> presence.Load:
+        """Another one each time, as of workers that have requests."""
+        busy = random.randrange(1, 64)
+        tokens = 1000 * busy
+        return presence.Load(busy, busy % 7, tokens, 4096 - 32 * busy, tokens, 512 * busy, time.monotonic(), 0.0)
+
+    def beat(self, number: int, port: int, age_s: float) -> presence.Beat:
+        """What the worker says now."""
+        url = f"http://127.0.0.1:{port}/w{number}"
+        body = self.health(number)
+        return presence.Beat(presence.VERSION, url, body, self._beat_s, age_s, load=self.load())
 
     def dial(self) -> None:
         """All at once."""
@@ -83,13 +94,7 @@ class Fleet:
                     continue
                 first = due_s == self._due_s[number] and self.num_beats < self.count
                 self._due_s[number] = now_s + self._beat_s * (random.random() if first else 1.0)
-                beat = presence.Beat(
-                    presence.VERSION,
-                    f"http://127.0.0.1:{self.port}/w{number}",
-                    self.health(number),
-                    self._beat_s,
-                    now_s - self._started_s,
-                )
+                beat = self.beat(number, self.port, now_s - self._started_s)
                 try:
                     self._sockets[number].send(presence.encode(beat), zmq.NOBLOCK)
                     self.num_beats += 1
@@ -102,7 +107,7 @@ class Fleet:
         number = int(request.match_info["number"])
         self.probed.add(number)
         self.num_probes += 1
-        return web.Response(body=self.health(number), content_type="application/json")
+        return web.Response(body=self.health(number, self.load()), content_type="application/json")
 
 
 async def _serve(fleet: Fleet) -> None:

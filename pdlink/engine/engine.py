@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdlink.engine.attention import Span
+from pdlink.engine.pace import Pace
 from pdlink.engine.request import TokenOutput
 from pdlink.engine.sampling import choose
 from pdlink.engine.scheduler import EarlyPass, Scheduler, Sequence
@@ -100,6 +101,7 @@ class Engine:
             max_running=config.max_running,
             namespace=self._namespace if share_prefixes else None,
         )
+        self.pace = Pace()
         self._sequences: dict[str, Sequence] = {}
         self._wakeup = threading.Condition()
         # Guarded by `_wakeup`:
@@ -302,6 +304,7 @@ class Engine:
         written: Callable[[int], None] | None = partial(self._kv.layer_written, spans=prompts) if prompts else None
         if follow is not None:
             written = partial(follow, prompts, [])
+        began_s = time.monotonic()
         try:
             logits = self._model.logits(self._cache, tokens, spans, rows, layer_written=written)
         except _LayerMissing:
@@ -320,6 +323,8 @@ class Engine:
             self._scheduler.computed(work.sequence, work.end)
         for sequence, row_logits in zip(sampling, logits, strict=True):
             self._sample(sequence, row_logits)
+        if follow is None:  # an early pass waits for others
+            self.pace.passed(batch, time.monotonic() - began_s)  # after the samples: on a GPU they end the pass
 
     def _run_early(self, sequence: Sequence) -> None:
         """Compute the second token of an answer from the first one, while the prompt's KV arrives."""

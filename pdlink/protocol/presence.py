@@ -1,7 +1,8 @@
 """What a worker tells the proxies that it has dialed: that it is there, and its health. One frame a beat.
 
 Nothing is sent back. The health is the body of the worker's GET /health without the list of its peers, so that each
-field has one meaning. Durations only: clocks of two hosts are not compared.
+field has one meaning. What changes with every request is apart, in `Load`: the rest is the same bytes from beat to
+beat, which a proxy compares and does not read again. Durations only: clocks of two hosts are not compared.
 """
 
 from __future__ import annotations
@@ -20,6 +21,23 @@ MISSED_BEATS = 3
 SHORTEST_BEAT_S, LONGEST_BEAT_S = 0.05, 60.0
 
 
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker has to do: fields of its GET /health, by the same names. Further fields go to the end."""
+
+    running: int
+    waiting: int
+    load_tokens: int | None
+    free_blocks: int
+    queue_tokens: int
+    """Of prompts, to be computed here."""
+    kv_used_tokens: int
+    """That requests hold."""
+    prefill_s: float = 0.0
+    """Seconds of forward passes that computed prompts, since the start."""
+    decode_s: float = 0.0
+    """The same of passes that made only further tokens of answers."""
+
+
 class Beat(msgspec.Struct, frozen=True, array_like=True):
     """A worker to a proxy. Further fields go to the end."""
 
@@ -27,7 +45,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
     url: Annotated[str, msgspec.Meta(max_length=2048)]
     """Base URL of its HTTP interface, as the proxy reaches it."""
     health: bytes
-    """The body of its GET /health, in JSON."""
+    """The body of its GET /health, in JSON; with `load` without the fields of that."""
     beat_s: Annotated[float, msgspec.Meta(ge=SHORTEST_BEAT_S, le=LONGEST_BEAT_S)]
     """Until the next beat."""
     age_s: Annotated[float, msgspec.Meta(ge=0)]
@@ -36,6 +54,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
     """KV moves within a cell only; empty is any."""
     leaves: bool = False
     """It ends now: no beat follows."""
+    load: Load | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

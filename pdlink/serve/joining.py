@@ -175,6 +175,7 @@ class Announcer:
             return
         _, said = health.health(self._worker)
         del said["peers"]  # long, and nothing that a router needs
+        load = msgspec.convert([said.pop(name) for name in presence.Load.__struct_fields__], presence.Load)
         beat = presence.Beat(
             presence.VERSION,
             self._url,
@@ -183,6 +184,7 @@ class Announcer:
             time.monotonic() - self._started_s,
             self._join.cell,
             leaves,
+            load,
         )
         frame = presence.encode(beat)
         for each in sockets:

@@ -45,7 +45,7 @@ from .page.reports import Reports
 from .page.routes import add_page
 from .passthrough import PassThrough
 from .placement import Alone, Placer
-from .pools import Pools, watch
+from .pools import Pools
 from .probe import add_probe
 from .queue import Queue
 from .records import Records, RequestRecord
@@ -58,6 +58,7 @@ from .summary import ProxySummary
 from .timeline import add_timeline
 from .tokenizing import Tokenizing, opened
 from .upstream import Asking, open_client
+from .watching import watch
 from .worker import State, Worker
 
 if TYPE_CHECKING:

@@ -13,6 +13,8 @@ from .worker import State
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdlink.protocol.presence import Load
+
     from .dialects import Health
     from .pools import Pools
 
@@ -38,6 +40,17 @@ class Beats:
                 continue
             worker.heard(health, faults_when_asked=worker.faults)
             self._pools.heard(worker)
+
+    def loaded(self, url: str, epoch: str, load: Load) -> None:
+        """The beat of the worker at this URL, of which only the load may have changed."""
+        for worker in self._pools.at(url):
+            worker.beats = True
+            known = worker.health
+            if known is None or known.epoch != epoch or worker.state not in _SETTLED:
+                worker.poke.set()
+                continue
+            worker.loaded(load)
+            self._pools.loaded(worker)
 
     def silent(self, url: str, why: str) -> None:
         """Its beats stay away: it gets no request until a probe succeeds."""

@@ -5,7 +5,6 @@ Their health is polled all the time. Placement (`placement.py`) sees those that 
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import re
@@ -13,12 +12,10 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
-from pdlink.errors import ConfigError, WorkerKeyRefused
+from pdlink.errors import ConfigError
 
 from .cells import Cells
-from .dialects import Known, look_at_plain
 from .fleet import Fleet, PlacementRequest, WorkerState, compare
-from .http_connection import HttpError
 from .kv_events import KVEvents, source
 from .load_table import LoadTable, name_of
 from .mismatches import mismatched
@@ -27,17 +24,15 @@ from .placement import Placed, Placer, Queued, Refused
 from .refusals import Refusals
 from .side import Side
 from .steps import Leg
-from .upstream import describe
 from .worker import State, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from .dialects import Dialect
+    from .dialects import Health
     from .membership import Entry, Members
     from .mismatches import Mismatch
     from .refusals import RefusedPair
-    from .upstream import Asking
 
 log = logging.getLogger("pdlink.proxy")
 
@@ -181,12 +176,19 @@ class Pools:
         if said is not None and said.roles and not worker.plain and worker.url not in self._turning:
             self._turning.add(worker.url)
             self.found_turning()
-        self.refusals.heard(worker, self.workers[worker.side.other])
+        self.refusals.heard(worker, self._sides[worker.side.other].workers)
         self._update(worker)
         if worker.state is State.OK and worker.health is not None:
             self.kv_events.heard(worker.url, worker.work, worker.health.model, worker.health.kv_events)
         if self._alone is not None and self.refusals.known(self._alone.prefill, self._alone.decode) is None:
             self._tell_alone(None)
+
+    def loaded(self, worker: Worker) -> None:
+        """A worker's health has been updated, of which only the load may be another one."""
+        said = worker.health
+        if said is not None:
+            self._weigh(worker.work, said)
+            self._compare_now_and_then()
 
     def barred(self, side: Leg) -> bool:
         """Whether some worker refuses this proxy's key."""
@@ -218,11 +220,18 @@ class Pools:
         work.grouped((worker.cell, said.fingerprint))
         if not worker.plain:
             self._groups.add(work.group)
-        free = said.free_blocks * said.block_tokens if said.free_blocks is not None and said.block_tokens else None
         work.pool_tokens = said.num_blocks * said.block_tokens if said.num_blocks and said.block_tokens else None
+        self._weigh(work, said)
+        self._compare_now_and_then()
+
+    @staticmethod
+    def _weigh(work: WorkerState, said: Health) -> None:
+        free = said.free_blocks * said.block_tokens if said.free_blocks is not None and said.block_tokens else None
         work.heard(
             work.requests if said.running is None else said.running + (said.waiting or 0), free, said.load_tokens
         )
+
+    def _compare_now_and_then(self) -> None:
         if time.monotonic() - self._compared_s > _COMPARE_S:
             self._compared_s = time.monotonic()
             self._groups = {each.work.group for each in self.all if each.health and not each.plain}
@@ -360,33 +369,3 @@ def is_base_url(text: str) -> bool:
     except ValueError:
         return False
     return bool(re.fullmatch(r"https?://[^\s?#]+", text) and host and port != 0)
-
-
-async def watch(
-    pools: Pools, worker: Worker, asking: Asking, dialect: Dialect, interval_s: float, heard: Callable[[], None]
-) -> None:
-    """Poll a worker's health, every interval and when poked, until cancelled; call `heard` after each look.
-
-    A worker whose beats come, and that is well, is asked when poked only.
-    """
-    while True:
-        worker.poke.clear()
-        faults = worker.faults
-        try:
-            known = Known(worker.health, worker.state is State.OK, worker.control, worker.side is Leg.PREFILL)
-            health = await (look_at_plain if worker.plain else dialect.look)(asking, known)
-            worker.heard(health, faults_when_asked=faults)
-            pools.heard(worker)
-        except WorkerKeyRefused as error:
-            worker.barred(str(error))
-        except TimeoutError:
-            worker.silent(asking.timeout_s)
-        except (HttpError, OSError, ValueError) as error:
-            worker.unreachable(f"GET /health: {describe(error)}")
-        heard()
-        try:
-            told = worker.beats and worker.state in (State.OK, State.DRAINING, State.OTHER_ROLE)
-            async with asyncio.timeout(None if told else interval_s):
-                await worker.poke.wait()
-        except TimeoutError:
-            continue

@@ -63,6 +63,12 @@ class Refusals:
 
     def __init__(self) -> None:
         self._pairs: dict[tuple[str, str], RefusedPair] = {}
+        self._of: dict[Worker, dict[tuple[str, str], None]] = {}
+        """Keys of a worker's pairs."""
+        self._said: dict[Worker, tuple[object, ...]] = {}
+        """What pairs follow from, of each worker's last health."""
+        self._refusing: dict[Worker, None] = {}
+        """Workers that refuse somebody."""
 
     def __iter__(self) -> Iterator[RefusedPair]:
         return iter(self._pairs.values())
@@ -71,26 +77,43 @@ class Refusals:
         return len(self._pairs)
 
     def heard(self, worker: Worker, others: Sequence[Worker]) -> None:
-        """Take in the refusals in a worker's new health. others: the workers of the other side."""
-        if not self._pairs and not (worker.health and worker.health.refused):
-            return
-        now = time.monotonic()
-        for other in others:
-            prefill, decode = (worker, other) if worker.side is Leg.PREFILL else (other, worker)
-            known = self._pairs.get(_key(prefill, decode))
-            found = _found(prefill, decode)
-            if found is not None:
-                factor, local, remote = map(printable, (found.factor, found.local, found.remote))
-                pair = RefusedPair(prefill, decode, factor, local, remote, now + FIRST_PAUSE_S)
-                if found.retry_s > 0:
-                    pair.until_s = now + min(found.retry_s, LONGEST_PAUSE_S)
-                elif known is not None:
-                    pair.until_s, pair.pause_s = known.until_s, known.pause_s
-                self._pairs[_key(prefill, decode)] = pair
-                if known is None or known.factor != pair.factor:
-                    _tell(pair)
-            elif known is not None and known.lives != (prefill.key, decode.key):
-                self._forget(known)
+        """Take in the refusals in a worker's new health. others: the workers of the other side.
+
+        All of them are looked at only when the worker refuses others than before.
+        """
+        looked_at: dict[Worker, None] = {}
+        for key in self._of.get(worker, ()):
+            pair = self._pairs[key]
+            looked_at[pair.decode if pair.prefill is worker else pair.prefill] = None
+        said = _said(worker)
+        if self._said.get(worker) != said:
+            self._said[worker] = said
+            self._refusing.pop(worker, None)
+            if worker.health is not None and worker.health.refused:
+                self._refusing[worker] = None
+                looked_at |= dict.fromkeys(others)
+            else:
+                looked_at |= {other: None for other in self._refusing if other.side is not worker.side}
+        for other in looked_at:
+            self._compare(worker, other)
+
+    def _compare(self, worker: Worker, other: Worker) -> None:
+        prefill, decode = (worker, other) if worker.side is Leg.PREFILL else (other, worker)
+        known = self._pairs.get(_key(prefill, decode))
+        found = _found(prefill, decode)
+        if found is not None:
+            now = time.monotonic()
+            factor, local, remote = map(printable, (found.factor, found.local, found.remote))
+            pair = RefusedPair(prefill, decode, factor, local, remote, now + FIRST_PAUSE_S)
+            if found.retry_s > 0:
+                pair.until_s = now + min(found.retry_s, LONGEST_PAUSE_S)
+            elif known is not None:
+                pair.until_s, pair.pause_s = known.until_s, known.pause_s
+            self._add(pair)
+            if known is None or known.factor != pair.factor:
+                _tell(pair)
+        elif known is not None and known.lives != (prefill.key, decode.key):
+            self._forget(known)
 
     def note(self, prefill: Worker, decode: Worker, factor: str) -> None:
         """A request found that decode refuses this prefill worker."""
@@ -99,7 +122,7 @@ class Refusals:
             until_s = time.monotonic() + FIRST_PAUSE_S
             lives = (prefill.key, decode.key)
             pair = RefusedPair(prefill, decode, factor, "", "", until_s, lives=lives)
-            self._pairs[_key(prefill, decode)] = pair
+            self._add(pair)
             _tell(pair)
 
     def fits(self, prefill: Worker, decode: Worker) -> None:
@@ -110,10 +133,28 @@ class Refusals:
 
     def forget(self, worker: Worker) -> None:
         """It is no worker of this proxy any more."""
-        self._pairs = {key: pair for key, pair in self._pairs.items() if worker not in (pair.prefill, pair.decode)}
+        for key in list(self._of.get(worker, ())):
+            self._remove(self._pairs[key])
+        self._said.pop(worker, None)
+        self._refusing.pop(worker, None)
+
+    def _add(self, pair: RefusedPair) -> None:
+        key = _key(pair.prefill, pair.decode)
+        self._pairs[key] = pair
+        for worker in (pair.prefill, pair.decode):
+            self._of.setdefault(worker, {})[key] = None
+
+    def _remove(self, pair: RefusedPair) -> None:
+        key = _key(pair.prefill, pair.decode)
+        del self._pairs[key]
+        for worker in (pair.prefill, pair.decode):
+            of_worker = self._of[worker]
+            del of_worker[key]
+            if not of_worker:
+                del self._of[worker]
 
     def _forget(self, pair: RefusedPair) -> None:
-        del self._pairs[_key(pair.prefill, pair.decode)]
+        self._remove(pair)
         log.warning("%s and %s no longer refuse each other", pair.prefill.name, pair.decode.name)
 
     def known(self, prefill: Worker, decode: Worker) -> RefusedPair | None:
@@ -137,6 +178,15 @@ class Refusals:
 
 def _key(prefill: Worker, decode: Worker) -> tuple[str, str]:
     return prefill.url, decode.url
+
+
+def _said(worker: Worker) -> tuple[object, ...]:
+    """All of a worker that `_found` looks at, and its life; not `retry_s`, which runs down."""
+    said = worker.health
+    if said is None:
+        return ()
+    refused = tuple((each.peer, each.address, each.factor, each.local, each.remote) for each in said.refused)
+    return said.epoch, said.name, worker.addresses, refused
 
 
 def _tell(pair: RefusedPair) -> None:

@@ -27,6 +27,8 @@ from .outliers import Outlier
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdlink.protocol.presence import Load
+
     from .steps import Leg
 
 log = logging.getLogger("pdlink.proxy")
@@ -173,6 +175,13 @@ class Worker:
         elif self.faults == faults_when_asked:
             self.quiet_until_s = min(self.quiet_until_s, self.heard_s)
             self._become(State.OK, "")
+
+    def loaded(self, load: Load) -> None:
+        """It is as it was, but for its load. Its health must be known."""
+        assert self.health is not None
+        self.heard_s = time.monotonic()
+        self._silences = 0
+        self.health = self.health.with_load(load)
 
     def judged(self) -> None:
         """A leg of it has ended, and its breaker and its outlier have heard of that."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from pdlink_proxy.dialects.base import Health, Refused
@@ -13,9 +14,10 @@ from pdlink_proxy.worker import Worker
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 HEADER = "X-Pdlink-KV"
+PDP = (Leg.PREFILL, Leg.PREFILL, Leg.DECODE)
 
 
 def entry(factor: str = "content", *, peer: str = "", address: str = "", retry_s: float = 3600.0) -> dict[str, Any]:
@@ -151,3 +153,45 @@ def test_no_worker_can_make_the_log_long(caplog: pytest.LogCaptureFixture) -> No
     (line,) = warnings_of(caplog)
     assert len(line) < 2000
     assert "\n" not in line
+
+
+def test_a_worker_that_says_what_it_said_before_makes_nobody_be_looked_at() -> None:
+    """Thousands of them say it each second, and each pair of a thousand would be a million looks."""
+
+    class Others(list[Worker]):
+        num_looks = 0
+
+        def __iter__(self) -> Iterator[Worker]:
+            Others.num_looks += 1
+            return super().__iter__()
+
+    refusals, said = Refusals(), Refused(peer="p", factor="content", retry_s=9.0)
+    prefill, bystander, decode = (Worker(f"http://{name}", leg) for name, leg in zip("pbd", PDP, strict=True))
+    for worker in (prefill, bystander):
+        worker.health = Health("ok", worker.url[-1], "e", "prefill", "m", f"tcp://{worker.url[-1]}:1")
+    decode.health = Health("ok", "d", "e", "decode", "m", "tcp://d:1", refused=(said,))
+    others = Others([prefill, bystander])
+    refusals.heard(decode, others)
+    refusals.heard(bystander, [decode])
+    assert ([pair.prefill for pair in refusals], Others.num_looks) == ([prefill], 1)
+    decode.health = msgspec.structs.replace(decode.health, refused=(msgspec.structs.replace(said, retry_s=3.0),))
+    refusals.heard(decode, others)
+    assert (len(refusals), Others.num_looks) == (1, 1)
+    decode.health = msgspec.structs.replace(decode.health, refused=())
+    refusals.heard(decode, others)
+    assert (len(refusals), Others.num_looks) == (0, 1)
+    decode.health = msgspec.structs.replace(decode.health, refused=(said,))
+    refusals.heard(decode, others)
+    refusals.forget(prefill)
+    assert (len(refusals), Others.num_looks) == (0, 2)
+
+
+def test_a_refused_worker_that_is_heard_last_makes_a_pair_all_the_same() -> None:
+    refusals = Refusals()
+    prefill, decode = Worker("http://p", Leg.PREFILL), Worker("http://d", Leg.DECODE)
+    decode.health = Health("ok", "d", "e", "decode", "m", "tcp://d:1", refused=(Refused(peer="p", factor="content"),))
+    refusals.heard(decode, [prefill])
+    assert len(refusals) == 0
+    prefill.health = Health("ok", "p", "e", "prefill", "m", "tcp://p:1")
+    refusals.heard(prefill, [decode])
+    assert len(refusals) == 1

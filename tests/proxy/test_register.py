@@ -12,6 +12,7 @@ import pytest
 
 from pdlink.config import ProxyConfig
 from pdlink.errors import ConfigError
+from pdlink.protocol.presence import Load
 from pdlink.serve.process import raise_descriptor_limit
 from pdlink_proxy.dialects import DIALECTS
 from pdlink_proxy.discovery.joined import source_of
@@ -74,6 +75,29 @@ async def test_workers_that_join_are_asked_once_and_then_known_by_their_beats(
             first.beat(prefill)
             await until(lambda n=running: workers[0].health.running == n, "the load")  # type: ignore[misc, union-attr]
         assert prefill.probed + decode.probed <= asked + 2  # two may have been under way
+
+
+async def test_a_beat_with_the_same_body_changes_the_load_and_one_with_another_body_all(prefill: FakeWorker) -> None:
+    def load(busy: int) -> Load:
+        return Load(busy, 2, 3, 4, 5, 6, 7.0, 8.0)
+
+    async with joined(health_interval_s=60) as (proxy, hall):
+        joiner = hall.new()
+        joiner.beat(prefill, load=load(1))
+        await until(lambda: len(usable(proxy)) == 1, "the worker")
+        (worker,) = proxy.router.pools.all
+        for busy in (7, 8):
+            joiner.beat(prefill, load=load(busy))
+            await until(lambda n=busy: worker.health.running == n, "the load")  # type: ignore[misc, union-attr]
+        said = worker.health
+        assert said is not None
+        assert (said.queue_tokens, said.kv_used_tokens, said.prefill_s, said.decode_s) == (5, 6, 7.0, 8.0)
+        assert worker.work.foreign == 10
+        prefill.status = "draining"
+        joiner.beat(prefill, load=load(9))
+        await until(lambda: worker.state is State.DRAINING, "the drain")
+        assert worker.health is not None
+        assert worker.health.running == 9
 
 
 async def test_keys_decide_who_joins_and_under_which_name(prefill: FakeWorker, decode: FakeWorker) -> None:
@@ -240,6 +264,9 @@ class Noted:
         self.lists: list[Members] = []
 
     def heard(self, _url: str, _health: Health) -> None:
+        self.num_heard += 1
+
+    def loaded(self, _url: str, _epoch: str, _load: Load) -> None:
         self.num_heard += 1
 
     def heard_some(self) -> None:

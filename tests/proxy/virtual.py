@@ -22,7 +22,7 @@ from unittest.mock import patch
 import msgspec
 
 from pdlink.config import ProxyConfig
-from pdlink_proxy import admission, exchange, pools, refusals, running_leg
+from pdlink_proxy import admission, exchange, pools, refusals, running_leg, watching
 from pdlink_proxy import worker as of_worker
 from pdlink_proxy.client_answer import ClientAnswer
 from pdlink_proxy.decisions import Decisions
@@ -329,7 +329,7 @@ class World:
     def _watch(self, worker: of_worker.Worker) -> asyncio.Task[None]:
         asking = Asking(cast("HttpClient", self), worker.url, self.config.connect_timeout_s)
         heard, interval_s = self.shared.serve_queue, self.config.health_interval_s
-        return self.shared.spawn(pools.watch(self.pools, worker, asking, self.dialect, interval_s, heard))
+        return self.shared.spawn(watching.watch(self.pools, worker, asking, self.dialect, interval_s, heard))
 
     async def _look(self, asking: Asking, _known: Known) -> Health | str:
         worker = self.workers[asking.url]

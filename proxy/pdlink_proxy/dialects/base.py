@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from pdlink.config import ProxyConfig
     from pdlink.observe.sources import Sourced
+    from pdlink.protocol.presence import Load
 
     from ..http_client import HttpClient
     from ..openai import Call
@@ -71,6 +72,15 @@ class Refused(msgspec.Struct, frozen=True):
     """Until the next try; 0 if it is due, or not this worker's to make."""
 
 
+class Curves(msgspec.Struct, frozen=True):
+    """What a worker has measured of its own forward passes (`pdlink.engine.pace`), in seconds; None: too few yet."""
+
+    prefill: tuple[float, float, float] | None = None
+    """A pass over n tokens of prompts behind c others takes [0] + [1] n + [2] n (c + n / 2)."""
+    decode: tuple[float, float, float] | None = None
+    """A pass over n answers with c tokens in all takes [0] + [1] n + [2] c."""
+
+
 class Health(msgspec.Struct, frozen=True):
     """A worker's health: the body of a pdlink worker's GET /health. None for values that it does not report."""
 
@@ -98,6 +108,29 @@ class Health(msgspec.Struct, frozen=True):
     """Legs that it can serve, if they may change while it runs; it serves `role` now."""
     link: dict[str, Any] = {}
     """What its dialect must know to reach its KV: names and ports, by the engine's own words."""
+    queue_tokens: int | None = None
+    """Of prompts, to be computed here."""
+    kv_used_tokens: int | None = None
+    """That requests hold."""
+    prefill_s: float | None = None
+    """Seconds of forward passes that computed prompts, since the start."""
+    decode_s: float | None = None
+    """The same of passes that made only further tokens of answers."""
+    curves: Curves | None = None
+
+    def with_load(self, load: Load) -> Health:
+        """The same with what a beat says of its load."""
+        return msgspec.structs.replace(
+            self,
+            running=load.running,
+            waiting=load.waiting,
+            load_tokens=load.load_tokens,
+            free_blocks=load.free_blocks,
+            queue_tokens=load.queue_tokens,
+            kv_used_tokens=load.kv_used_tokens,
+            prefill_s=load.prefill_s,
+            decode_s=load.decode_s,
+        )
 
     def serves(self, model: str | None) -> bool:
         """Whether it serves this model; None is any model."""

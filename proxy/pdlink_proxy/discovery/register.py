@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pdlink.config import is_loopback
 from pdlink.endpoint.channel import Channel, Left, Received, Refused
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdlink.protocol.auth import AllowList, Credentials
-    from pdlink.protocol.presence import Beat
+    from pdlink.protocol.presence import Beat, Load
 
     from ..dialects import Health
     from ..membership import Members
@@ -54,6 +54,7 @@ class Hearing(Protocol):
     """What beats do (`beats.Beats`)."""
 
     def heard(self, url: str, health: Health) -> None: ...
+    def loaded(self, url: str, epoch: str, load: Load) -> None: ...
     def heard_some(self) -> None: ...
     def silent(self, url: str, why: str) -> None: ...
     def suspect(self, url: str) -> None: ...
@@ -71,6 +72,17 @@ class Door:
     """Without keys, others than processes of this host may join."""
     offset: int = 0
     """Added to the port: the number of this process among those of one proxy."""
+
+
+class _Line(NamedTuple):
+    """A connection."""
+
+    life: Life
+    """Whose it is."""
+    body: bytes
+    """`Beat.health` of its last beat."""
+    health: Health
+    """The same, read."""
 
 
 class RegisterSource:
@@ -98,8 +110,8 @@ class RegisterSource:
         self._clock = AwakeClock(_LONGEST_GAP_S)
         self._channel: Channel | None = None
         self._expire_s = 0.0
-        self._by_fd: dict[int, Life] = {}
-        """Whose connection it is."""
+        self._lines: dict[int, _Line] = {}
+        """By descriptor."""
         self._refused: dict[str, None] = {}
         """Why beats were not taken in, the latest last; each is logged once."""
         self.address = ""
@@ -133,7 +145,7 @@ class RegisterSource:
                 await asyncio.sleep(TURN_S)
         finally:
             self.address = ""
-            self._by_fd.clear()
+            self._lines.clear()
             channel.close()
 
     async def _turn(self, channel: Channel) -> None:
@@ -181,28 +193,40 @@ class RegisterSource:
         except ProtocolError as error:
             self._refuse(str(error))
             return
-        health = read_health(200, beat.health)
-        if isinstance(health, str):
-            self._refuse(health)
-            return
-        known = self._by_fd.get(arrival.fd)
-        if known is None or (known.name, known.epoch, known.url) != (health.name, health.epoch, beat.url):
-            problem = _problem(beat, health, credentials, arrival.public_key)
-            if problem is not None:
-                self._refuse(problem)
+        line = self._lines.get(arrival.fd)
+        same = line is not None and line.body == beat.health and line.life.url == beat.url
+        if line is not None and same:
+            health = line.health
+        else:
+            read = read_health(200, beat.health)
+            if isinstance(read, str):
+                self._refuse(read)
                 return
+            health, known = read, line.life if line is not None else None
+            if known is None or (known.name, known.epoch, known.url) != (health.name, health.epoch, beat.url):
+                problem = _problem(beat, health, credentials, arrival.public_key)
+                if problem is not None:
+                    self._refuse(problem)
+                    return
         life = self.roll.beat(beat, health, now_s=now_s, awake_s=awake_s)
         if life is None:
-            self._by_fd.pop(arrival.fd, None)
+            self._lines.pop(arrival.fd, None)
             return
-        self._by_fd[arrival.fd] = life
-        if self.roll.counts(life):
+        if line is None or not same or line.life is not life:
+            self._lines[arrival.fd] = _Line(life, beat.health, health)
+        if not self.roll.counts(life):
+            return
+        if beat.load is None:
             self._hearing.heard(life.url, health)
+        elif same:
+            self._hearing.loaded(life.url, life.epoch, beat.load)
+        else:
+            self._hearing.heard(life.url, health.with_load(beat.load))
 
     def _on_left(self, fd: int) -> None:
-        life = self._by_fd.pop(fd, None)
-        if life is not None and self.roll.counts(life):
-            self._hearing.suspect(life.url)
+        line = self._lines.pop(fd, None)
+        if line is not None and self.roll.counts(line.life):
+            self._hearing.suspect(line.life.url)
 
     def _refuse(self, why: str) -> None:
         why = printable(why)
