@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BASE = {"errors", "config", "content", "events", "capabilities", "breaker", "extras", "logs"}
+BASE = {"errors", "config", "content", "events", "capabilities", "breaker", "extras", "logs", "zmq_context"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "capabilities": set(),
+    "zmq_context": set(),
     "breaker": set(),
     "extras": {"errors"},
     "logs": set(),
