@@ -89,7 +89,7 @@ class Admission:
         elif action.why in (Why.RETRY, Why.RECOVER, Why.HEDGE) and not shared.retries.spend(self._loop.time()):
             self.note("refused", "too many requests are tried again")
             return Unplaced("too many requests are tried again")
-        if first and not shared.queue.passes(wanted.model):
+        if first and not shared.queue.passes(wanted.model, self._loop.time()):
             empty = not shared.pools.usable(Leg.DECODE, wanted.model)
             found: Placed | Unplaced | Queued = Queued("other requests wait", empty)
         else:

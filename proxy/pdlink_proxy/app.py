@@ -152,6 +152,8 @@ class Router:
             contextlib.AsyncExitStack() as stack,
         ):
             queue = Queue(config.queue_size, config.shares)
+            if self.family is not None:
+                queue.accounts = self.family.accounts
             clients = {Leg.PREFILL: prefill, Leg.DECODE: decode}
             self._shared = shared = Shared(
                 config, self.dialect, self.pools, self.metrics, clients, control, self.decisions, self.records, queue

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from . import load_table, prefix_table
+from .accounts import SharedAccounts
 from .load_table import LoadTable
 from .prefix_table import PrefixTable
 from .steps import Leg
@@ -30,16 +31,17 @@ log = logging.getLogger("pdlink.proxy")
 
 ANSWER_S = 1.0
 MAX_NBYTES = 64 * 2**20
-LOAD_FILE, MEMBERS_FILE = "load", "members.json"
+LOAD_FILE, SHARES_FILE, MEMBERS_FILE = "load", "shares", "members.json"
 PREFIX_FILES = {leg.value: f"prefixes-{leg.value}" for leg in Leg}
 """By leg."""
 
 
 def make_tables(directory: Path, processes: int) -> None:
     """What the processes map; before they start."""
-    load_table.make(directory / LOAD_FILE, processes)
-    for name in PREFIX_FILES.values():
-        prefix_table.make(directory / name)
+    for name in (LOAD_FILE, SHARES_FILE):
+        load_table.make(directory / name, processes)
+    for prefixes in PREFIX_FILES.values():
+        prefix_table.make(directory / prefixes)
 
 
 def tell(directory: Path, number: int, question: str, argument: object) -> None:
@@ -68,6 +70,9 @@ class Family:
         self.place = place
         self.directory = Path(place.directory)
         self.load = LoadTable(self.directory / LOAD_FILE, place.number, place.processes)
+        self._shares = LoadTable(self.directory / SHARES_FILE, place.number, place.processes)
+        self.accounts = SharedAccounts(self._shares)
+        """Of the shares of the queue."""
         self.prefixes = {leg: PrefixTable(self.directory / name) for leg, name in PREFIX_FILES.items()}
         self.answers: Mapping[str, Answer] = {}
         """By question; gets its argument and returns what is encoded as MessagePack."""
@@ -83,6 +88,7 @@ class Family:
         if self._server is not None:
             self._server.close()
         self.load.close()
+        self._shares.close()
 
     def owner_of(self, name: str) -> int:
         """The process that keeps the books of this name; the same in all of them."""

@@ -1,7 +1,8 @@
 """What each process of one proxy has sent to each worker, in memory that all of them map.
 
 A process writes its own row and reads the others'. A row has a slot for each worker that the process has sent
-something to: the worker's name, tokens and requests that have not ended. A number that is read while it is written is
+something to: the worker's name, tokens and requests that have not ended (or for each share of the queue, its account:
+`accounts.py`). A number that is read while it is written is
 a little old; nothing else can go wrong, so there is no lock.
 """
 
@@ -13,6 +14,7 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 SLOTS = 16_384
@@ -70,14 +72,19 @@ class LoadTable:
         """By `name_of` a worker, tokens and requests that the other processes have there. Costs some us for each
         slot in use."""
         found: dict[int, tuple[int, int]] = {}
-        for base in self._others:
-            end = base + 1 + _WORDS * min(self._words[base], SLOTS)
-            words = self._words[base + 1 : end].tolist()
-            for name, tokens, requests in zip(words[::3], words[1::3], words[2::3], strict=True):
+        for row in self.rows():
+            for name, tokens, requests in row:
                 if requests > 0:
                     had = found.get(name, (0, 0))
                     found[name] = had[0] + tokens, had[1] + requests
         return found
+
+    def rows(self) -> Iterator[list[tuple[int, int, int]]]:
+        """Of each other process, its slots in use: a name and two numbers."""
+        for base in self._others:
+            end = base + 1 + _WORDS * min(self._words[base], SLOTS)
+            words = self._words[base + 1 : end].tolist()
+            yield list(zip(words[::3], words[1::3], words[2::3], strict=True))
 
     def close(self) -> None:
         self._words[self._base] = 0

@@ -1,8 +1,9 @@
 """Requests that wait for a worker: bounded, in fair shares, without starvation. No I/O and no clock.
 
 A *share* is all that one API key asks of one model. Shares that wait get tokens in proportion to their weights
-(start-time fair queueing, Goyal et al. 1996). Within a share a request of priority p stands as if it had come p times
-`PRIORITY_S` later: lower is earlier, as in vLLM, and the oldest request is first in the end.
+(start-time fair queueing, Goyal et al. 1996), also where each process of a proxy has its own queue (`accounts.py`).
+Within a share a request of priority p stands as if it had come p times `PRIORITY_S` later: lower is earlier, as in
+vLLM, and the oldest request is first in the end.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import itertools
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from .accounts import SLACK, Accounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -49,16 +52,15 @@ class Waiting:
 
 @dataclass(slots=True)
 class Queue:
-    """Everything that waits in one proxy."""
+    """Everything that waits in one process of a proxy."""
 
     size: int
     weights: Mapping[str, float] = field(default_factory=dict)
     """By API key or model; both count, and 1 for others."""
+    accounts: Accounts = field(default_factory=Accounts)
+    """What each share has had."""
     _heads: dict[tuple[str, str], list[tuple[float, int, Waiting]]] = field(default_factory=dict)
     """By share, its requests: a heap."""
-    _finish: dict[tuple[str, str], float] = field(default_factory=dict)
-    """By share, the virtual time at which it has had its due; the next one for those who wait."""
-    _virtual: float = 0.0
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _num: int = 0
     _pace_s: float = 0.0
@@ -68,22 +70,24 @@ class Queue:
     def __len__(self) -> int:
         return self._num
 
-    def passes(self, model: str) -> bool:
+    def passes(self, model: str, now: float) -> bool:
         """Whether a request of this model may try for workers before it waits: nobody waits, or the queue is full of
         requests of others."""
-        return not self._num or (self._num >= self.size and all(share[1] != model for share in self._heads))
+        if self._num and (self._num < self.size or any(share[1] == model for share in self._heads)):
+            return False
+        return not self.accounts.waits_elsewhere(model, now)
 
     def put(self, waiting: Waiting) -> bool:
         """Let a request wait; False if the queue is full."""
         if self._num >= self.size:
             return False
         if not self._num:
-            self._finish.clear()  # nobody waited: nobody has a claim
-            self._virtual, self._served_s = 0.0, None
+            self.accounts.clear()
+            self._served_s = None
         priority = max(-MAX_PRIORITY, min(MAX_PRIORITY, waiting.priority))
         entry = (waiting.since_s + priority * PRIORITY_S, next(self._numbers), waiting)
         if waiting.share not in self._heads:
-            self._finish[waiting.share] = max(self._virtual, self._finish.get(waiting.share, 0.0))
+            self.accounts.enter(waiting.share, self._weight(waiting.share))
         heap = self._heads.setdefault(waiting.share, [])
         if len(heap) > self.size:  # most of them have left
             heap[:] = [each for each in heap if each[2].queued]
@@ -104,6 +108,7 @@ class Queue:
             heapq.heappop(heap)
         if not heap:
             del self._heads[waiting.share]
+            self.accounts.leave(waiting.share)
 
     def serve(self, take: Callable[[Waiting], bool], now: float) -> bool:
         """Offer workers to those who wait, the most deserving first, until one takes; False if nobody did.
@@ -111,9 +116,10 @@ class Queue:
         take: whether there is a worker for this request, which then leaves the queue.
         """
         closed: set[str] = set()
-        for share in sorted(self._heads, key=self._finish.__getitem__):
+        self.accounts.look(now)
+        for share in sorted(self._heads, key=self.accounts.finish.__getitem__):
             waiting = self._heads[share][0][2]
-            if waiting.model in closed:
+            if waiting.model in closed or self.accounts.yields(share, SLACK * waiting.tokens / self._weight(share)):
                 continue
             if take(waiting):
                 self._serve(waiting, now)
@@ -129,20 +135,14 @@ class Queue:
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(self._num * self._pace_s)))
 
     def _serve(self, waiting: Waiting, now: float) -> None:
-        share, start = waiting.share, self._finish[waiting.share]
-        self._finish[share] = start + waiting.tokens / self._weight(share)
-        # Time goes on although each request may come under a new key: else the others would starve.
-        self._virtual = max(start, self._virtual + waiting.tokens / sum(map(self._weight, self._heads)))
+        share, weights = waiting.share, sum(map(self._weight, self._heads))
+        self.accounts.pay(share, waiting.tokens / self._weight(share), waiting.tokens, weights)
         if self._served_s is not None:
             self._pace_s += _SMOOTH * (now - self._served_s - self._pace_s) if self._pace_s else now - self._served_s
         self._served_s = now
         self.remove(waiting)
-        if len(self._finish) > 2 * self._num + _FEW_ACCOUNTS:
-            self._finish = {
-                share: finish
-                for share, finish in self._finish.items()
-                if finish > self._virtual or share in self._heads
-            }
+        if len(self.accounts.finish) > 2 * self._num + _FEW_ACCOUNTS:
+            self.accounts.tidy(self._heads.keys())
 
     def _weight(self, share: tuple[str, str]) -> float:
         tenant, model = share
