@@ -142,9 +142,12 @@ class Memory(Lane):
         self._prompts = 0
         arena_nbytes = 4 * count * (nbytes + HEADER_NBYTES)
         self._cache = Cache(layout, [self.memory], nbytes=arena_nbytes, chunk_tokens=CHUNK_TOKENS)
-        while self._cache._store.gauges()["committed"] < arena_nbytes:  # memory comes as it is needed
+        store = self._cache._store
+        store._buffer.commit(arena_nbytes)  # the keeper would take its time for this, and for the huge pages
+        store._buffer.gather(0, arena_nbytes)
+        while store.gauges()["committed"] < arena_nbytes:
             self._store()
-        while self._cache._store._gathering.next(arena_nbytes) is not None:  # and huge pages after it
+        while store._gathering.next(arena_nbytes) is not None:
             time.sleep(0.01)
 
     def put(self) -> None:
