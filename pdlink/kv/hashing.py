@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 KEY_NBYTES = 32
+ENDING_NBYTES = 8
+"""Of keys that an engine names itself: what all of a namespace end with."""
 
 SCHEMA = 1
 """Counted up when equal keys would no longer mean equal bytes."""
@@ -109,9 +111,15 @@ def chain(
 def named(seed: bytes, names: Iterable[str]) -> list[bytes]:
     """Keys of chunks that an engine names itself, by hashes that hold everything before the chunk.
 
-    seed: a namespace; the engine's names say nothing about model and layout.
+    seed: a namespace; the engine's names say nothing about model and layout. All keys end with `ending(seed)`.
     """
-    return [_keys.derive(_NAMED, seed + name.encode()) for name in names]
+    last = ending(seed)
+    return [_keys.derive(_NAMED, seed + name.encode())[: -len(last)] + last for name in names]
+
+
+def ending(seed: bytes) -> bytes:
+    """By which a store knows the keys of a namespace that `named` made. The other 192 bits tell them apart."""
+    return seed[:ENDING_NBYTES]
 
 
 def preimage(

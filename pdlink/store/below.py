@@ -13,7 +13,7 @@ import numpy as np
 from pdlink.store.guard import GuardedTier
 from pdlink.store.interface import PlaceState
 from pdlink.store.record import Miss, expiry, is_hashed, pack, seal, unseal
-from pdlink.store.tiers.base import ReadOnly
+from pdlink.store.tiers.base import ListingTier, ReadOnly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -217,6 +217,25 @@ class Below:
         """
         tiers = [tier for tier in self._in(places) if not isinstance(tier.tier, ReadOnly)]
         return self._cleared.add([tier.medium for tier in tiers], keys)
+
+    def keys_ending(self, ending: bytes, places: Sequence[str] | None) -> tuple[list[bytes], bool]:
+        """Keys in the tiers of these names, or in all, that end so; and whether all those tiers could say it.
+
+        Waits for the tiers, in this thread.
+        """
+        found, whole = list[bytes](), True
+        for tier in self._in(places):
+            if isinstance(tier.tier, ReadOnly):
+                continue
+            known: list[bytes] | None = None
+            if isinstance(tier.tier, ListingTier):
+                known = tier.call("list", partial(tier.tier.keys_ending, ending), None)
+            if known is None:
+                log.warning("tier %s does not say what it has: what is cleared may be found there again", tier.name)
+                whole = False
+            else:
+                found += known
+        return found, whole
 
     def doom(self, keys: Sequence[bytes] | None, places: Sequence[str] | None, clear: bytes) -> None:
         """Forget these records, or all, in the tiers of these names, or in all: hidden now, removed later.

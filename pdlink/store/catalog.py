@@ -328,6 +328,10 @@ class Catalog:
             found += 1
         return found
 
+    def keys_ending(self, ending: bytes) -> list[bytes]:
+        """Of all records, also of those that are being written."""
+        return [key for key in self._records if key.endswith(ending)]
+
     def expires_s(self, key: bytes) -> float:
         """When a record is found no more."""
         return self._records[key].expires_s if key in self._records else float("-inf")

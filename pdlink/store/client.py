@@ -233,16 +233,18 @@ class RemoteStore:
     def unpin(self, name: str) -> int:
         return self._count(lambda call: wire.Unpin(call, name)) if len(name) <= wire.MAX_TEXT else 0
 
-    def clear(self, keys: Sequence[bytes] | None = None, places: Sequence[str] | None = None) -> Forgotten:
+    def clear(
+        self, keys: Sequence[bytes] | None = None, places: Sequence[str] | None = None, *, ending: bytes = b""
+    ) -> Forgotten:
         if keys is None:
-            return self._clear(None, places)
+            return self._clear(None, places, ending)
         begins = range(0, max(1, len(keys)), wire.MAX_KEYS)
         done = [self._clear(tuple(keys[begin : begin + wire.MAX_KEYS]), places) for begin in begins]
         return Forgotten(sum(part.records for part in done), all(part.durable for part in done))
 
-    def _clear(self, keys: tuple[bytes, ...] | None, places: Sequence[str] | None) -> Forgotten:
+    def _clear(self, keys: tuple[bytes, ...] | None, places: Sequence[str] | None, ending: bytes = b"") -> Forgotten:
         where = None if places is None else tuple(places)
-        answer = self._ask(lambda call: wire.Clear(call, keys, where), wire.Forgot, _CLEAR_S)
+        answer = self._ask(lambda call: wire.Clear(call, keys, where, ending), wire.Forgot, _CLEAR_S)
         return Forgotten(0, durable=False) if answer is None else Forgotten(answer.records, answer.durable)
 
     def move(self, keys: Sequence[bytes], shape: RecordShape, source: str, destination: str, *, copy: bool) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_FORGET = ("remove", "clear", "settle")
+_FORGET = ("remove", "clear", "settle", "list")
 _READERS = 2
 """Threads that read from one tier; two keep a disk busy with records of a megabyte and more."""
 

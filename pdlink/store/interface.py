@@ -205,8 +205,13 @@ class AnyStore(Protocol):
 
     def unpin(self, name: str) -> int: ...
 
-    def clear(self, keys: Sequence[bytes] | None = None, places: Sequence[str] | None = None) -> Forgotten:
-        """Forget these records, or all, in these places, or everywhere: hidden now, removed from tiers later."""
+    def clear(
+        self, keys: Sequence[bytes] | None = None, places: Sequence[str] | None = None, *, ending: bytes = b""
+    ) -> Forgotten:
+        """Forget these records, or all, in these places, or everywhere: hidden now, removed from tiers later.
+
+        ending: instead of `keys`: those whose keys end so (`hashing.ending`). Waits for the tiers to say which.
+        """
 
     def move(self, keys: Sequence[bytes], shape: RecordShape, source: str, destination: str, *, copy: bool) -> int:
         """Put the prefix of `keys` that `source` has into `destination`, too; how many records are there now."""

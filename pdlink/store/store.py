@@ -447,15 +447,23 @@ class Store:
         with self._lock:
             return self._catalog.unpin(name)
 
-    def clear(self, keys: Sequence[bytes] | None = None, places: Sequence[str] | None = None) -> Forgotten:
-        """Forget these records, or all, in these places, or everywhere: hidden now, removed from tiers later."""
+    def clear(
+        self, keys: Sequence[bytes] | None = None, places: Sequence[str] | None = None, *, ending: bytes = b""
+    ) -> Forgotten:
+        """As `AnyStore.clear`."""
+        whole = True
+        if ending:
+            with self._lock:  # first: what goes below from now on is found here
+                here = self._catalog.keys_ending(ending)
+            there, whole = self._below.keys_ending(ending, places)
+            keys = list({*here, *there})
         removed, (clear, is_noted) = 0, self._below.note_clear(keys, places)
         with self._lock:
             if places is None or MEMORY in places:
                 removed = self._catalog.remove(keys)
             self._below.doom(keys, places, clear)
         self._changed()
-        return Forgotten(removed, is_noted)
+        return Forgotten(removed, is_noted and whole)
 
     def move(self, keys: Sequence[bytes], shape: RecordShape, source: str, destination: str, *, copy: bool) -> int:
         """Put the prefix of `keys` that `source` has into `destination`, too; how many records are there now.

@@ -18,7 +18,7 @@ from pdlink.store.catalog import Share  # noqa: TC001  (msgspec reads the annota
 from pdlink.store.record import RecordShape  # noqa: TC001
 from pdlink.store.turns import USUAL, Retention
 
-VERSION = 3
+VERSION = 4
 MAX_KEYS = 1 << 16
 """Of one message; a longer prefix is cut there."""
 MAX_TEXT = 256
@@ -139,6 +139,8 @@ class Clear(Message, frozen=True):
     call: int
     keys: Keys | None
     places: Annotated[tuple[Text, ...], Meta(max_length=64)] | None
+    ending: Annotated[bytes, Meta(max_length=KEY_NBYTES)] = b""
+    """Instead of keys: those that end so; empty for all."""
 
 
 class Move(Message, frozen=True):

@@ -158,10 +158,12 @@ FORMS = {
 RANKS = RankScheme((0, 1), (0, 1), (0, 1), False)
 
 
-def pages_of(host: Any, ranks: RankScheme = RANKS, store: str | None = None, heads: int = 2) -> HostPages:
+def pages_of(
+    host: Any, ranks: RankScheme = RANKS, store: str | None = None, heads: int = 2, model: str = "m"
+) -> HostPages:
     tiers = {"max_local_cpu_size": 0.01} if store is None else {"store": store}
     settings = read_storage({"interface_v1": 1, "tiers": tiers})
-    return HostPages(settings, ranks, host, model="m", revision="r", num_kv_heads=heads)
+    return HostPages(settings, ranks, host, model=model, revision="r", num_kv_heads=heads)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -186,6 +188,25 @@ def test_every_host_layout_gives_the_same_record(form: str) -> None:
     finally:
         pages.close()
         reader.close()
+
+
+def test_what_one_server_clears_is_its_own_model_in_a_store_of_several() -> None:
+    """Also what another server of its model has stored."""
+    plain = torch.zeros((2, LAYERS, PAGES * PAGE, 2, 8), dtype=torch.int16)
+    servers = [pages_of(pool("layer_first", plain), model=model) for model in ("m", "m", "n")]
+    try:
+        mine, twin, other = (server.kv.records for server in servers)
+        twin._store = other._store = mine._store
+        assert mine.set(["a"], [0]) == twin.set(["b"], [1]) == [True]
+        assert other.set(["a", "c"], [2, 3]) == [True, True]
+        servers[0].clear()
+        assert mine.known(["a", "b", "c"]) == twin.known(["a", "b", "c"]) == [False, False, False]
+        assert other.known(["a", "b", "c"]) == [True, False, True]
+        assert mine.set(["a"], [0]) == [True], "it can be stored again"
+        assert twin.num_known(["a"]) == 1
+    finally:
+        for server in servers:
+            server.close()
 
 
 def test_a_pool_without_a_layout_is_refused_with_those_that_have_one() -> None:

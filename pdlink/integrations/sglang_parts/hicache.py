@@ -135,8 +135,10 @@ class HostPages:
         return max(usable, default=0), own, sorted(usable)
 
     def clear(self) -> None:
+        """Forget the pages of this model, in the form of these pools; not what others keep in the same store."""
         if self._source is not None:
-            self._source.clear()
+            for records in {id(pool.records): pool.records for pool in (self.kv, *self.others.values())}.values():
+                records.clear()
 
     def close(self) -> None:
         source, self._source = self._source, None

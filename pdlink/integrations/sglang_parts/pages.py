@@ -40,6 +40,10 @@ class PageRecords:
     def _keys(self, hashes: Sequence[str]) -> list[bytes]:
         return hashing.named(self._namespace, hashes)
 
+    def clear(self) -> None:
+        """Forget the pages of this namespace, whoever stored them, and of no other. Waits for the tiers."""
+        self._store.clear(ending=hashing.ending(self._namespace))
+
     def num_known(self, hashes: Sequence[str]) -> int:
         """How many leading ones are in the store."""
         return len(self._store.lookup(self._keys(hashes), self._timeout_s).keys)

@@ -99,7 +99,9 @@ class Desk:
                 self.tell(wire.Count(message.call, store.unpin(message.name)))
             case wire.Clear():
                 self._check_places(message.places or ())
-                self.tell(wire.Forgot(message.call, *store.clear(message.keys, message.places)))
+                self.tell(
+                    wire.Forgot(message.call, *store.clear(message.keys, message.places, ending=message.ending))
+                )
             case wire.Move():
                 _check(message.shape)
                 self._check_places([message.source, message.destination])

@@ -63,6 +63,14 @@ class TellingTier(Protocol):
 
 
 @runtime_checkable
+class ListingTier(Protocol):
+    """What a tier has in addition that can say which records it has."""
+
+    def keys_ending(self, ending: bytes) -> list[bytes]:
+        """Keys of all records, of all writers, that end so. Costs a look at every key. Raises OSError."""
+
+
+@runtime_checkable
 class SettlingTier(Protocol):
     """What a tier has in addition whose removals the host may lose with its power."""
 

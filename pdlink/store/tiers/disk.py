@@ -226,6 +226,11 @@ class Disk:
                     else:
                         self._empty.append(segment)
 
+    def keys_ending(self, ending: bytes) -> list[bytes]:
+        """As `ListingTier.keys_ending`."""
+        with self._lock:
+            return [] if self._closed else [key for key in self._index if key.endswith(ending)]
+
     def settle(self) -> None:
         """As `SettlingTier.settle`."""
         with self._call() as may:

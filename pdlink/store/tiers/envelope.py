@@ -6,6 +6,8 @@ import struct
 
 import xxhash
 
+from pdlink.kv.hashing import KEY_NBYTES
+
 NBYTES = 64
 _FORMAT = struct.Struct("<8s32sQ16s")
 _MAGIC = b"pdlinkT1"
@@ -22,3 +24,12 @@ def opened(stored: bytes | bytearray, key: bytes) -> tuple[int, bytes] | None:
         return None
     magic, holder, nbytes, digest = _FORMAT.unpack(stored)
     return (nbytes, digest) if magic == _MAGIC and holder == key else None
+
+
+def key_of(name: str) -> bytes | None:
+    """Of a record that is named by its key in hexadecimal; None for another name."""
+    try:
+        key = bytes.fromhex(name)
+    except ValueError:
+        return None
+    return key if len(key) == KEY_NBYTES and key.hex() == name else None

@@ -20,7 +20,7 @@ import xxhash
 from pdlink.errors import ConfigError
 
 from .envelope import NBYTES as ENVELOPE_NBYTES
-from .envelope import envelope, opened
+from .envelope import envelope, key_of, opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -99,6 +99,13 @@ class Objects:
             if not self._closed:
                 for found in obstore.list(self._bucket, f"{self._namespace}/"):
                     obstore.delete(self._bucket, [meta["path"] for meta in found])
+
+    def keys_ending(self, ending: bytes) -> list[bytes]:
+        """As `ListingTier.keys_ending`."""
+        with self._answering():
+            pages = [] if self._closed else obstore.list(self._bucket, f"{self._namespace}/")
+            names = [meta["path"].rpartition("/")[2] for found in pages for meta in found]
+        return [key for name in names if (key := key_of(name)) is not None and key.endswith(ending)]
 
     def close(self) -> None:
         self._closed = True

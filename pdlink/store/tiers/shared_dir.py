@@ -22,7 +22,7 @@ import xxhash
 from pdlink.errors import ConfigError
 
 from .envelope import NBYTES as ENVELOPE_NBYTES
-from .envelope import envelope, opened
+from .envelope import envelope, key_of, opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -144,6 +144,15 @@ class SharedDir:
             for _, _, path in self._objects():
                 self._unlink(path)
             self._check_mount()
+
+    def keys_ending(self, ending: bytes) -> list[bytes]:
+        """As `ListingTier.keys_ending`."""
+        if self._closed:
+            return []
+        names = (path.parent.name + path.name for _, _, path in self._objects() if path.name.endswith(ending.hex()))
+        found = [key for key in map(key_of, names) if key is not None]
+        self._check_mount()
+        return found
 
     def close(self) -> None:
         self._closed = True

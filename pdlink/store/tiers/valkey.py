@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 import xxhash
 
 from .envelope import NBYTES as ENVELOPE_NBYTES
-from .envelope import envelope, opened
+from .envelope import envelope, key_of, opened
 from .resp import Lying, Refused, command, command_with
 from .resp_server import Server
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from .resp import Connection
 
@@ -106,13 +106,32 @@ class Valkey:
     def clear(self) -> None:
         """As `Tier.clear`. Raises TimeoutError after a minute; what is left can be cleared by another call."""
 
+        def unlink(names: list[bytes], connection: Connection) -> None:
+            connection.send([command(b"UNLINK", *names)])
+            connection.reply()
+
+        self._scan(b"*", unlink)
+
+    def keys_ending(self, ending: bytes) -> list[bytes]:
+        """As `ListingTier.keys_ending`. Raises TimeoutError after a minute."""
+        found: set[bytes] = set()  # the server may give a key twice
+
+        def add(names: list[bytes], _: Connection) -> None:
+            text = (name.removeprefix(self._prefix).decode("ascii", "replace") for name in names)
+            found.update(key for key in map(key_of, text) if key is not None)
+
+        self._scan(b"*" + ending.hex().encode(), add)
+        return list(found)
+
+    def _scan(self, pattern: bytes, each: Callable[[list[bytes], Connection], None]) -> None:
+        """Give `each` the names of ours that match, some at a time."""
+
         def step(cursor: bytes, connection: Connection) -> bytes:
-            connection.send([command(b"SCAN", cursor, b"MATCH", self._prefix + b"*", b"COUNT", b"1000")])
+            connection.send([command(b"SCAN", cursor, b"MATCH", self._prefix + pattern, b"COUNT", b"1000")])
             match connection.reply():
                 case [bytes(after), [*found]]:
                     if names := [name for name in found if isinstance(name, bytes) and name.startswith(self._prefix)]:
-                        connection.send([command(b"UNLINK", *names)])
-                        connection.reply()
+                        each(names, connection)
                     return after
             raise Lying("got no answer to SCAN")
 

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from pdlink.store.tiers.base import Tier
+from pdlink.store.tiers.base import ListingTier, Tier
 
 from .harness import ENTRIES, Entry, key, read, record
 
@@ -99,6 +99,19 @@ def test_a_cleared_tier_holds_nothing_and_can_be_used_again(tier: Tier) -> None:
     assert tier.nbytes == 0
     assert tier.put(key(1), record(1))
     assert read(tier, key(1)) == record(1)
+
+
+def test_a_tier_says_which_records_end_alike(tier: Tier) -> None:
+    """Those that are there, and none that was removed."""
+    if not isinstance(tier, ListingTier):
+        pytest.skip("cannot list")
+    ending, other = b"endings!", b"others.."
+    mine = [key(number)[:24] + ending for number in range(4)]
+    for number, each in enumerate([*mine, key(9)[:24] + other, key(10)]):
+        assert tier.put(each, record(number, 3 << 20 if number == 1 else 100))
+    tier.remove(mine[0])
+    assert sorted(tier.keys_ending(ending)) == sorted(mine[1:])
+    assert tier.keys_ending(b"nobody's") == []
 
 
 def test_a_tier_never_holds_more_than_its_capacity(tier: Tier) -> None:
