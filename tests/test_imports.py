@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": BASE
     | {"kv", "memory", "transport", "protocol", "node", "observe", "serve.keys", "store", "peers"},
     "pdlink_proxy": BASE
-    | {"kv.hashing", "observe", "protocol", "_index"}
+    | {"kv.hashing", "observe", "protocol", "_index", "_relay"}
     | {"endpoint.channel", "endpoint.clock"},  # where workers register
     "pdlink_bench": BASE
     | {

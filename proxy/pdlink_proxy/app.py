@@ -49,6 +49,7 @@ from .pools import Pools
 from .probe import add_probe
 from .queue import Queue
 from .records import Records, RequestRecord
+from .relaying import opened_relays
 from .reloading import WORKERS, taken
 from .routes_only import Decider
 from .shared import Shared
@@ -158,6 +159,9 @@ class Router:
             self._shared = shared = Shared(
                 config, self.dialect, self.pools, self.metrics, clients, control, self.decisions, self.records, queue
             )
+            if (relays := opened_relays()) is not None:
+                shared.relays = relays
+                stack.callback(relays.close)
             if self.dialect.arrivals is not None:
                 shared.arrivals = await stack.enter_async_context(self.dialect.arrivals(config))
             if config.tokenize_wait_s:

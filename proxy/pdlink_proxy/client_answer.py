@@ -118,7 +118,7 @@ class ClientAnswer:
         framing = "Transfer-Encoding: chunked\r\n" if self._chunked else ""
         self._keep = self._keep and self._chunked
         head = self._head(200, f"Content-Type: text/event-stream; charset=utf-8\r\n{framing}", headers)
-        self._send(head + (self._chunk(data) if data else b""))
+        self._send(head + (self.chunk(data) if data else b""))
 
     def write(self, data: bytes) -> None:
         """At least a byte."""
@@ -126,10 +126,28 @@ class ClientAnswer:
         if transport is not None:
             transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
+    def write_chunks(self, data: bytes) -> None:
+        """Bytes that are chunks already."""
+        self._send(data)
+
+    def chunk(self, data: bytes) -> bytes:
+        """As it is sent in a stream."""
+        return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+
+    def lend(self) -> int | None:
+        """The number of its socket, if chunks may be written to it now; 0 if they never may."""
+        transport = self._connection.transport
+        if transport is None or not self._chunked or transport.get_extra_info("ssl_object") is not None:
+            return 0
+        if transport.is_closing() or transport.get_write_buffer_size():
+            return None
+        made = transport.get_extra_info("socket")
+        return 0 if made is None else int(made.fileno())
+
     def end(self, data: bytes) -> None:
         """Last bytes, perhaps none."""
         self.ended = True
-        data = self._chunk(data) if data else b""
+        data = self.chunk(data) if data else b""
         self._send(data + b"0\r\n\r\n" if self._chunked else data)
 
     async def drain(self) -> None:
@@ -150,9 +168,6 @@ class ClientAnswer:
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         kept = "" if self._keep and self._chunked else f"Connection: {'keep-alive' if self._keep else 'close'}\r\n"
         return f"{line}{framing}{lines}{kept}Date: {rfc822_formatted_time()}\r\n\r\n".encode()
-
-    def _chunk(self, data: bytes) -> bytes:
-        return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
 
     def _send(self, data: bytes) -> None:
         transport = self._connection.transport

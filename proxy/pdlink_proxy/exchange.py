@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pdlink.errors import PdlinkError
 from pdlink.logs import about
@@ -134,6 +134,8 @@ class Exchange:
         """Of its stream, so far: about its tokens."""
         self._tail = b""
         """The last part of its answer."""
+        self._relays, self._lent = shared.relays, cast("int | None", None)
+        """Where its stream may pass natively, and its key there while it does."""
         self._exemplar = exemplar_of(headers)
         self._opened = False
         """A stream has begun."""
@@ -289,6 +291,8 @@ class Exchange:
     def happen(self, event: Event) -> None:
         """Report an event to the flow and do its actions."""
         flow, forward = self._flow, b""
+        if self._lent is not None and self._relays is not None:
+            self._relays.take_back(self._lent)
         for action in flow.on(event, self._loop.time()):
             match action:
                 # The usual ones first: each case that does not match costs its test.
@@ -343,6 +347,8 @@ class Exchange:
 
     def _tick(self) -> None:
         self._alarm, self._armed_s = None, math.inf
+        if self._lent is not None and self._relays is not None:
+            self._flow.heard(self._relays.heard_s(self._lent))
         if self._loop.time() < self._due_s():
             pass
         elif self._behind_since_s is not None:
@@ -418,9 +424,40 @@ class Exchange:
         """Bytes of its stream."""
         if self._opened and self._flow.passes(leg.attempt, leg.leg, data, self._loop.time()):
             self._count(data)
-            self.client.write(data)
+            if self._relays is None or not self._lend(leg, data):
+                self.client.write(data)
         else:
             self.happen(Chunk(leg.attempt, leg.leg, data))
+        if self.client.behind:
+            self._hold(leg)
+
+    def _lend(self, leg: RunningLeg, data: bytes) -> bool:
+        """Let the rest of a stream pass natively, from these events on; whether they are written."""
+        assert self._relays is not None
+        client = self.client.lend()
+        if not client:
+            if client == 0:
+                self._relays = None
+            return False
+        worker = leg.lend()
+        if worker is None:
+            return False
+        self._lent, unsent = self._relays.lend(worker, client, self.client.chunk(data), leg)
+        if self._lent is None:
+            self.client.write_chunks(unsent)
+            leg.give_back(b"")
+        return True
+
+    def passed(self, leg: RunningLeg, data: bytes) -> None:
+        """Events of its stream that the client was sent natively."""
+        self._flow.passed(data, self._loop.time())
+        self._count(data)
+
+    def returned(self, leg: RunningLeg, unsent: bytes, unread: bytes) -> None:
+        """Its stream is no more lent."""
+        self._lent = None
+        self.client.write_chunks(unsent)
+        leg.give_back(unread)
         if self.client.behind:
             self._hold(leg)
 

@@ -224,10 +224,19 @@ class Flow:
             or (self._recovery is not None and self._recovery.joins)
         ):
             return False
-        state.since_s = now
+        self.passed(data, now)
+        return True
+
+    def passed(self, data: bytes, now: float) -> None:
+        """Decode's events went to the client, as `passes` said they may."""
+        self._legs[Leg.DECODE].since_s = now
         if self._recovery is not None:
             self._recovery.sent(data)
-        return True
+
+    def heard(self, at_s: float) -> None:
+        """Decode sent something then, of which nothing else is told yet."""
+        if (state := self._legs.get(Leg.DECODE)) is not None:
+            state.since_s = max(state.since_s, at_s)
 
     # ---- events
 

@@ -225,6 +225,15 @@ class Request:
         if self._connection is not None:
             self._connection.resume()
 
+    def lend(self) -> int | None:
+        """See `Connection.lend`."""
+        return self._connection.lend() if self._connection is not None else None
+
+    def give_back(self, unread: bytes) -> None:
+        """See `Connection.give_back`."""
+        if self._connection is not None:
+            self._connection.give_back(unread)
+
     def stop(self) -> bool:
         """Break it off: the listener hears of its loss soon. Whether it is connecting, which then ends."""
         if self._connection is not None:

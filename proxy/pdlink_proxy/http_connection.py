@@ -121,6 +121,12 @@ class Connection(asyncio.Protocol):
         self._keep = True
         """The worker keeps the connection."""
         self._paused = False
+        self._chunked = self._in_chunk = False
+        """The body is chunked; what was read ends within a chunk."""
+        self._between = False
+        """It ends between two chunks."""
+        self._lent = False
+        """Somebody else reads the socket."""
         self._lost = False
 
     @property
@@ -137,6 +143,7 @@ class Connection(asyncio.Protocol):
         self._listener, self._over = listener, over
         self._status, self._told, self._head_nbytes, self._end = 0, False, 0, None
         self._pairs = []
+        self._chunked = self._in_chunk = self._between = self._lent = False
         if len(body) < MAX_HEAD_NBYTES:
             self._transport.write(head + body)
         else:
@@ -159,6 +166,30 @@ class Connection(asyncio.Protocol):
         if self._paused and self._transport is not None and not self._lost:
             self._paused = False
             self._transport.resume_reading()
+
+    def lend(self) -> int | None:
+        """The number of its socket, which the caller alone reads until `give_back`; None unless this is between two
+        chunks of an answer, of which the listener hears now, and the bytes on the socket are HTTP."""
+        transport = self._transport
+        if not self._between or self._end is not None or transport is None or transport.is_closing():
+            return None
+        made = transport.get_extra_info("socket")
+        if made is None or transport.get_extra_info("ssl_object") is not None:
+            self._between = False
+            return None
+        transport.pause_reading()
+        self._lent = True
+        return int(made.fileno())
+
+    def give_back(self, unread: bytes) -> None:
+        """Whole chunks have been read from its socket, and these bytes."""
+        if not self._lent or self._lost or self._transport is None or self._transport.is_closing():
+            return
+        self._lent = False
+        if not self._paused:
+            self._transport.resume_reading()
+        if unread:
+            self.data_received(unread)
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -208,6 +239,8 @@ class Connection(asyncio.Protocol):
             elif self._head_nbytes > MAX_HEAD_NBYTES:
                 error = BadAnswer(f"the head of an answer of more than {MAX_HEAD_NBYTES} bytes")
         parts, end = self._parts, self._end
+        # A part of the next chunk's size would end in a digit, or with \r.
+        self._between = self._chunked and not self._in_chunk and data.endswith(b"\r\n")
         if parts:
             told = parts[0] if len(parts) == 1 and end != 0 else b"".join(parts[:end])
             parts.clear()
@@ -250,6 +283,12 @@ class Connection(asyncio.Protocol):
             self._pairs = []
         else:
             self._status = status
+
+    def on_chunk_header(self) -> None:
+        self._chunked = self._in_chunk = True
+
+    def on_chunk_complete(self) -> None:
+        self._in_chunk = False
 
     def on_message_complete(self) -> None:
         if not self._status or self._end is not None:

@@ -41,6 +41,12 @@ class Hears(Protocol):
     def sent(self, leg: RunningLeg, data: bytes) -> None:
         """Bytes of its event stream."""
 
+    def passed(self, leg: RunningLeg, data: bytes) -> None:
+        """Events of its stream that the client was sent natively."""
+
+    def returned(self, leg: RunningLeg, unsent: bytes, unread: bytes) -> None:
+        """Its stream, which was lent, has come back: see `Relays`."""
+
     def says(self, leg: RunningLeg, event: Event) -> None:
         """Its end, whatever it is."""
 
@@ -56,6 +62,12 @@ class _Nobody:
         pass
 
     def sent(self, _leg: RunningLeg, _data: bytes) -> None:
+        pass
+
+    def passed(self, _leg: RunningLeg, _data: bytes) -> None:
+        pass
+
+    def returned(self, _leg: RunningLeg, _unsent: bytes, _unread: bytes) -> None:
         pass
 
     def says(self, _leg: RunningLeg, _event: Event) -> None:
@@ -181,6 +193,13 @@ class RunningLeg:
 
     def resume(self) -> None:
         self._request.resume()
+
+    def lend(self) -> int | None:
+        """Of its stream, see `Connection.lend`."""
+        return self._request.lend()
+
+    def give_back(self, unread: bytes) -> None:
+        self._request.give_back(unread)
 
     def blame(self) -> None:
         """The worker is at fault for what came of it."""
@@ -319,6 +338,21 @@ class RunningLeg:
         if self._nbytes > most:
             self._request.leave()
             self.on_lost(too_long(most))
+
+    def on_passed(self, data: bytes) -> None:
+        """The relay's."""
+        self._nbytes += len(data)
+        try:
+            self._hears.passed(self, data)
+        except Exception as error:  # noqa: BLE001
+            self._broke(error)
+
+    def on_returned(self, unsent: bytes, unread: bytes) -> None:
+        """The relay's."""
+        try:
+            self._hears.returned(self, unsent, unread)
+        except Exception as error:  # noqa: BLE001
+            self._broke(error)
 
     def on_end(self) -> None:
         try:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .pools import Pools
     from .queue import Queue
     from .records import Records
+    from .relaying import Relays
     from .spans import Tracer
     from .steps import Leg
     from .tokenizing import Tokenizing
@@ -60,6 +61,8 @@ class Shared:
     """Where the engine tells its proxy that KV has arrived."""
     tokenizing: Tokenizing | None = None
     """Where texts may be tokenised for placement."""
+    relays: Relays | None = None
+    """Pass streams natively, where that is built."""
     retries: RetryBudget = field(default_factory=RetryBudget)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     """Health watchers, and stop calls."""

@@ -1,0 +1,94 @@
+"""Streams that pass from their worker to their client natively, while there is nothing to decide (`csrc/relay`).
+
+An exchange lends a stream when an event of it passes unchanged. It has it back before it decides anything: for
+whatever the relay does not pass, and for every other event of the request. Python hears of the events that were sent
+some twenty at a time, for its books and for `Recovery`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from pdlink._relay import Relay, Report
+
+log = logging.getLogger("pdlink.proxy")
+
+
+class Lends(Protocol):
+    """Has a stream's worker."""
+
+    def on_passed(self, data: bytes) -> None:
+        """Whole events that the client was sent."""
+
+    def on_returned(self, unsent: bytes, unread: bytes) -> None:
+        """The stream is no more lent. unsent: the client must be sent these bytes of chunks first. unread: what came
+        from the worker since the last whole chunk that was passed."""
+
+
+class Relays:
+    """All lent streams of one process."""
+
+    def __init__(self, native: Relay) -> None:
+        self._native, self._loop = native, asyncio.get_running_loop()
+        self._lent: dict[int, Lends] = {}
+        self._reports: deque[Report] = deque()
+        """Of the present turn, not told yet."""
+        self._loop.add_reader(native.fd, self._turn)
+
+    def close(self) -> None:
+        """Nothing passes any more."""
+        self._loop.remove_reader(self._native.fd)
+
+    def __len__(self) -> int:
+        return len(self._lent)
+
+    def lend(self, worker: int, client: int, first: bytes, lends: Lends) -> tuple[int | None, bytes]:
+        """Sends the client `first`, and passes what the worker sends then, until `on_returned`. worker, client: their
+        sockets. first: chunks. Returns a key; or None, and what could not be sent of `first`."""
+        key, unsent = self._native.lend(worker, client, first)
+        if not key:
+            return None, unsent
+        self._lent[key] = lends
+        return key, b""
+
+    def take_back(self, key: int) -> None:
+        """It has returned, when this returns."""
+        for report in [each for each in self._reports if each[0] == key]:
+            self._reports.remove(report)
+            self._tell(report)
+        if key in self._lent:
+            self._tell(self._native.take(key))
+
+    def heard_s(self, key: int) -> float:
+        """When its worker was last heard, on the loop's clock; of one that is about to return, long ago."""
+        try:
+            return self._native.heard_s(key)
+        except IndexError:
+            return 0.0
+
+    def _turn(self) -> None:
+        self._reports.extend(self._native.turn())
+        while self._reports:
+            self._tell(self._reports.popleft())
+
+    def _tell(self, report: Report) -> None:
+        key, passed, over, unsent, unread = report
+        lends = self._lent.pop(key) if over else self._lent[key]
+        if passed:
+            lends.on_passed(passed)
+        if over:
+            lends.on_returned(unsent, unread)
+
+
+def opened_relays() -> Relays | None:
+    """None where the native module is not built, as on systems without epoll: events pass through Python there."""
+    try:
+        from pdlink._relay import Relay
+    except ImportError:
+        log.info("streams pass through Python: the native relay is not built here")
+        return None
+    return Relays(Relay())
