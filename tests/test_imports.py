@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -74,10 +75,17 @@ FILES = [
 ]
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.Import | ast.ImportFrom | ast.Attribute]:
+    """What the tests here look at; each file is parsed once."""
+    walked = ast.walk(ast.parse(path.read_text()))
+    return [node for node in walked if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute)]
+
+
 def imports(path: Path) -> set[str]:
     """Absolute names of everything a file imports, wherever in it."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -104,10 +112,7 @@ def test_only_config_reads_the_environment() -> None:
     readers = [
         str(path.relative_to(ROOT))
         for _, path in FILES
-        if any(
-            isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
-            for node in ast.walk(ast.parse(path.read_text()))
-        )
+        if any(isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in nodes_of(path))
     ]
     assert readers == ["pdlink/config/loading.py"]
 

@@ -602,7 +602,7 @@ def test_nobody_waits_for_a_prefix_of_somebody_else() -> None:
     assert worker.heard.tokens("r") == oracle(prompt, 8)
 
 
-@pytest.mark.parametrize("seed", range(10, 18))
+@pytest.mark.parametrize("seed", range(10, 14))
 def test_any_order_of_arrivals_failures_and_passes_gives_the_right_tokens(seed: int) -> None:
     """Requests with a given prefix of random length, which lands token by token and layer by layer, or fails."""
     rng = random.Random(seed)

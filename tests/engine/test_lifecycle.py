@@ -269,7 +269,7 @@ def test_numbers_that_are_none_end_the_request_and_are_not_shared(monkeypatch: p
     assert worker.heard.cached["good"] == 0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_schedule_ends_every_request_once_and_leaks_nothing(seed: int) -> None:
     """Random arrivals, aborts and news of KV at random steps. Recorder refuses wrong order and second ends."""
     rng = random.Random(seed)

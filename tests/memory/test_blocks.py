@@ -132,7 +132,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert mirror.names == self.names
 
 
-PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestPool = PoolMachine.TestCase
 
 

@@ -51,7 +51,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestAnyOrder = Machine.TestCase
-TestAnyOrder.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 
 
 @every_policy
