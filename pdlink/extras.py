@@ -21,6 +21,7 @@ EXTRA_OF = {
     "zstandard": "store",
     "matplotlib": "bench",
     "opentelemetry": "otel",
+    "ray": "ray",
 }
 """Name that is imported to the extra of pyproject.toml."""
 

@@ -31,6 +31,7 @@ PROGRAMS = "pdlink|make|curl|pip|python3?|vllm|docker|kubectl|systemctl|cp|/opt/
 
 NOT_RUN = {
     r"pdlink up\b": "serves until Ctrl-C: tests/e2e/test_up.py and tests/e2e/test_up_vllm.py",
+    r"(pdlink ray up|ray start)\b": "needs a Ray cluster: tests/e2e/test_ray.py",
     r"pdlink (prefill|decode|both|proxy)\b": "serves until Ctrl-C: tests/test_deploy.py and others",
     r"pdlink store\b": "serves until Ctrl-C: tests/e2e/test_store.py",
     r"pdlink chaos\b": "breaks a deployment for a minute: tests/e2e/test_chaos.py",

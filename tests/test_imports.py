@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serve": BASE
     | {"kv", "memory", "cuda", "transport", "protocol", "node", "engine", "store", "peers", "observe"}
     | {"pdlink_proxy"},
+    "launch": BASE | {"protocol", "serve"},
     "chaos": BASE | {"serve", "observe"},
     "doctor": BASE | {"serve", "observe", "protocol"},
     "integrations": BASE

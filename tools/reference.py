@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pdlink
 from pdlink.cli import whole_parser
-from pdlink.config import ProxyConfig, StoreConfig, UpConfig, WorkerConfig, settings_of
+from pdlink.config import ProxyConfig, RayUpConfig, StoreConfig, UpConfig, WorkerConfig, settings_of
 from pdlink.errors import LocalError, PdlinkError, RemoteError
 from pdlink.integrations.vllm_parts.settings import ConnectorSettings
 from pdlink.integrations.vllm_parts.stats import declared
@@ -46,6 +46,7 @@ _KINDS: dict[str, tuple[type[BaseModel], str]] = {
     "The proxy": (ProxyConfig, "`pdlink proxy`; also `proxy.` of `pdlink up`"),
     "A store process": (StoreConfig, "`pdlink store`; also `store.` of `pdlink up`"),
     "A whole deployment": (UpConfig, "`pdlink up`; beside these it has the sections above"),
+    "On a Ray cluster": (RayUpConfig, "`pdlink ray up`; beside these it has the settings of `pdlink up`"),
     "vLLM's connector": (ConnectorSettings, "in `kv_connector_extra_config`, not from a file or the environment"),
 }
 _OF_OTHERS = ("prefill.", "decode.", "proxy.", "store.")
@@ -67,7 +68,7 @@ def settings() -> str:
         lines += ["", f"## {title}", used_by[0].upper() + used_by[1:] + ".", ""]
         section = None
         for key, field in settings_of(kind).items():
-            if kind is UpConfig and key.startswith(_OF_OTHERS):
+            if kind is UpConfig and key.startswith(_OF_OTHERS) or kind is RayUpConfig and not key.startswith("ray."):
                 continue
             above = key.rpartition(".")[0].partition(".")[0]
             if above != section:

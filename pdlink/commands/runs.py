@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from pdlink import logs
 from pdlink.commands.words import FLAGS
-from pdlink.config import ProxyConfig, StoreConfig, UpConfig, WorkerConfig, load, parse_assignments, read_secrets
+from pdlink.config import (
+    ProxyConfig,
+    RayUpConfig,
+    StoreConfig,
+    UpConfig,
+    WorkerConfig,
+    load,
+    parse_assignments,
+    read_secrets,
+)
 from pdlink.errors import ConfigError, PdlinkError
 from pdlink.extras import needed
 
@@ -71,14 +80,30 @@ def silence_stdout() -> None:
 def up(args: argparse.Namespace) -> None:
     from pdlink.serve import up
 
-    flags = {"proxy.host": args.host, "proxy.port": args.port, "engine": args.engine}
-    flags |= {"num_prefill": args.prefill, "num_decode": args.decode, "share_store": args.store}
-    model, transport = getattr(args, "model.path"), getattr(args, "transport.kind")
-    flags |= {"model": model, "prefill.transport.kind": transport, "decode.transport.kind": transport}
-    config = load(UpConfig, args.config, flags=_given(flags) | _log_flags(args) | parse_assignments(args.set))
+    flags = _flags_of_up(args) | _given({"engine": args.engine, "share_store": args.store})
+    config = load(UpConfig, args.config, flags=flags | parse_assignments(args.set))
     _log_as(config.log, args)
     up.log.setLevel((config.log.level or "info").upper())  # a deployment that starts and changes is not silent
     up.up(config, mention)
+
+
+def ray_up(args: argparse.Namespace) -> None:
+    from pdlink.launch import ray_up
+
+    flags = _flags_of_up(args) | _given({"ray.address": args.address})
+    config = load(RayUpConfig, args.config, flags=flags | parse_assignments(args.set))
+    _log_as(config.log, args)
+    ray_up.log.setLevel((config.log.level or "info").upper())
+    ray_up.up(config, mention)
+
+
+def _flags_of_up(args: argparse.Namespace) -> dict[str, Any]:
+    """Those that every deployment of several processes has."""
+    flags = {"proxy.host": args.host, "proxy.port": args.port}
+    flags |= {"num_prefill": args.prefill, "num_decode": args.decode}
+    model, transport = getattr(args, "model.path"), getattr(args, "transport.kind")
+    flags |= {"model": model, "prefill.transport.kind": transport, "decode.transport.kind": transport}
+    return _given(flags) | _log_flags(args)
 
 
 def worker(args: argparse.Namespace) -> int | None:

@@ -1,0 +1,217 @@
+"""When a worker on a cluster counts as lost, and where it goes then: in virtual time, on a cluster of our own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from pdlink import __version__
+from pdlink.launch.placing import Node
+from pdlink.launch.post import LAUNCH_S, ActorDied, Plan, Post, State
+from pdlink.serve.keeper import ChildFailed
+
+PLAN = Plan("decode-0", "decode", {}, "ray.decode_resources", {"CPU": 1.0})
+READY = {"url": "http://10.0.0.1:1"}
+LOST_AFTER_S = 3.0
+
+
+@dataclass
+class Actor:
+    node: str
+    says: State | Exception | None = None
+    killed: bool = False
+
+
+@dataclass
+class FakeCluster:
+    """Places a group on the first node that it may use."""
+
+    names: list[str] = field(default_factory=lambda: ["a", "b"])
+    full: bool = False
+    groups: list[tuple[str, frozenset[str]]] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
+    actors: list[Actor] = field(default_factory=list)
+
+    def nodes(self) -> Sequence[Node]:
+        return [Node(name, {"CPU": 1.0}, {}) for name in self.names]
+
+    def reserve(self, plan: Plan, avoid: frozenset[str]) -> int:
+        self.groups.append((next(name for name in self.names if name not in avoid), avoid))
+        return len(self.groups) - 1
+
+    def is_placed(self, group: int) -> bool:
+        return not self.full
+
+    def launch(self, group: int, plan: Plan) -> Actor:
+        self.actors.append(Actor(self.groups[group][0]))
+        return self.actors[-1]
+
+    def hear(self, actor: Actor) -> State | None:
+        if isinstance(actor.says, Exception):
+            raise actor.says
+        return actor.says
+
+    def kill(self, actor: Actor) -> None:
+        actor.killed = True
+
+    def release(self, group: int) -> None:
+        self.released.append(group)
+
+
+class Stage:
+    """A post on that cluster, and its clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.cluster = FakeCluster()
+        self.post = Post(self.cluster, PLAN, LOST_AFTER_S, clock=lambda: self.now_s)
+
+    def pass_time(self, seconds: float, step_s: float = 0.5) -> None:
+        for _ in range(round(seconds / step_s)):
+            self.now_s += step_s
+            self.post.look()
+
+    def say(self, **fields: Any) -> None:
+        actor = self.cluster.actors[-1]
+        actor.says = dataclasses.replace(State(actor.node, version=__version__), **fields)
+
+    def become_ready(self) -> Actor:
+        self.pass_time(1.0)
+        self.say(facts=READY)
+        self.pass_time(0.5)
+        assert self.post.ready
+        return self.cluster.actors[-1]
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+def test_it_is_reserved_launched_and_ready_in_this_order(stage: Stage) -> None:
+    assert stage.post.doing == "waiting for 1 CPU"
+    stage.pass_time(1.0)
+    assert (len(stage.cluster.groups), len(stage.cluster.actors), stage.post.url) == (1, 1, "")
+    assert stage.post.doing == "starting an actor"
+    stage.say(doing="loading torch")
+    stage.pass_time(0.5)
+    assert (stage.post.doing, stage.post.ready) == ("loading torch", False)
+    stage.say(facts=READY)
+    stage.pass_time(0.5)
+    assert (stage.post.url, len(stage.cluster.actors)) == (READY["url"], 1)
+
+
+def test_it_waits_for_room_as_long_as_it_takes(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    stage.cluster.full = True
+    stage.pass_time(60.0)
+    assert (len(stage.cluster.groups), stage.cluster.actors) == (1, [])
+    assert [record.message for record in caplog.records] == ["decode-0 waits for a node with 1 CPU free"]
+
+
+def test_an_actor_that_died_is_replaced_at_once_in_the_same_place(stage: Stage) -> None:
+    first = stage.become_ready()
+    first.says = ActorDied("SIGKILL")
+    stage.pass_time(0.5)
+    assert (first.killed, stage.post.ready) == (True, False)
+    stage.pass_time(0.5)
+    assert (len(stage.cluster.actors), len(stage.cluster.groups), stage.cluster.released) == (2, 1, [])
+
+
+def test_a_silent_actor_is_replaced_on_another_node_after_its_time_and_not_before(stage: Stage) -> None:
+    first = stage.become_ready()
+    first.says = None
+    stage.pass_time(LOST_AFTER_S)
+    assert (stage.post.ready, first.killed) == (True, False)
+    stage.pass_time(1.5)
+    assert (first.killed, stage.cluster.released) == (True, [0])
+    assert stage.cluster.groups[1] == ("b", frozenset("a"))
+    assert stage.cluster.actors[-1].node == "b"
+
+
+def test_a_silent_actor_on_the_only_node_is_replaced_there(stage: Stage) -> None:
+    stage.cluster.names = ["a"]
+    stage.become_ready().says = None
+    stage.pass_time(LOST_AFTER_S + 1.5)
+    assert stage.cluster.groups[1:] == [("a", frozenset())]
+
+
+def test_a_node_is_suspected_for_a_minute(stage: Stage) -> None:
+    stage.become_ready().says = None
+    stage.pass_time(LOST_AFTER_S + 1.5)
+    stage.become_ready()
+    stage.pass_time(70.0)
+    stage.cluster.actors[-1].says = None
+    stage.pass_time(LOST_AFTER_S + 1.5)
+    assert stage.cluster.groups[2] == ("a", frozenset("b"))
+
+
+def test_a_new_actor_has_more_time_for_its_first_word(stage: Stage) -> None:
+    stage.pass_time(LAUNCH_S)
+    assert len(stage.cluster.actors) == 1
+    stage.pass_time(3.0)
+    assert (len(stage.cluster.actors), stage.cluster.released) == (2, [0])
+
+
+def test_failures_in_a_row_make_pauses_that_grow_and_a_steady_worker_ends_them(stage: Stage) -> None:
+    times_s = []
+    for _ in range(4):
+        stage.become_ready().says = ActorDied("again")
+        stage.pass_time(0.5)
+        lost_s, count = stage.now_s, len(stage.cluster.actors)
+        while len(stage.cluster.actors) == count:
+            stage.pass_time(0.5)
+        times_s.append(stage.now_s - lost_s)
+    assert times_s == [0.5, 0.5, 1.0, 2.0]
+    assert stage.post.num_failures == 4
+    stage.become_ready()
+    stage.pass_time(11.0)
+    assert stage.post.num_failures == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"failed": "model.path: no such directory"}, "decode-0: model.path: no such directory"),
+        (
+            {"version": "0.0.1"},
+            f"decode-0: got pdlink 0.0.1 on node a; limit {__version__}, as here; install the same",
+        ),
+    ],
+)
+def test_a_worker_that_cannot_run_where_it_never_ran_ends_the_start(
+    stage: Stage, fields: dict[str, str], said: str
+) -> None:
+    stage.pass_time(1.0)
+    stage.say(**fields)
+    with pytest.raises(ChildFailed, match=said.replace(".", r"\.")):
+        stage.pass_time(0.5)
+
+
+def test_actors_that_die_before_their_first_word_end_the_start_after_three(stage: Stage) -> None:
+    for _ in range(2):
+        while stage.post.actor is None:
+            stage.pass_time(0.5)
+        stage.cluster.actors[-1].says = ActorDied("No module named 'pdlink'")
+        stage.pass_time(0.5)
+    while stage.post.actor is None:
+        stage.pass_time(0.5)
+    stage.cluster.actors[-1].says = ActorDied("No module named 'pdlink'")
+    with pytest.raises(ChildFailed, match="No module named 'pdlink'"):
+        stage.pass_time(0.5)
+
+
+def test_a_worker_that_cannot_run_any_more_goes_to_another_node(stage: Stage) -> None:
+    stage.become_ready()
+    stage.say(failed="out of memory")
+    stage.pass_time(1.5)
+    assert stage.cluster.groups[1] == ("b", frozenset("a"))
+
+
+def test_its_end_gives_back_the_actor_and_the_room(stage: Stage) -> None:
+    actor = stage.become_ready()
+    stage.post.end()
+    assert (actor.killed, stage.cluster.released, stage.post.actor) == (True, [0], None)
