@@ -78,7 +78,7 @@ def _sample(transfers: int, sides: tuple[Node, Node]) -> Sample:
         len(os.listdir("/proc/self/fd")),
         int(fields["Threads"]),
         held,
-        max(side.take_longest_absence_s() for side in sides),
+        max(side.longest_absence_s() for side in sides),
     )
 
 

@@ -42,3 +42,32 @@ class AwakeClock:
 
     def turn(self) -> None:
         self._awake_s, self._turned_s = self.awake_s(), self.now_s()
+
+
+class RecentMaximum:
+    """The largest value of the last one to two periods. Reading changes nothing: two who watch see the same."""
+
+    def __init__(self, period_s: float = 60.0) -> None:
+        """period_s: at least as long as those who watch wait between two looks, so that each sees every peak."""
+        self._period_s = period_s
+        self._began_s = 0.0
+        self._before, self._now = 0.0, 0.0
+        """Largest of the last period, and of this one."""
+
+    def add(self, now_s: float, value: float) -> None:
+        """now_s: of a monotonic clock. value: 0 or more."""
+        if now_s - self._began_s >= self._period_s:
+            self._turn(now_s)
+        if value > self._now:
+            self._now = value
+
+    def read(self, now_s: float) -> float:
+        """0 where no value came lately. May be called from any thread."""
+        age_s = now_s - self._began_s
+        if age_s < self._period_s:
+            return max(self._before, self._now)
+        return self._now if age_s < 2 * self._period_s else 0.0
+
+    def _turn(self, now_s: float) -> None:
+        self._before = self._now if now_s - self._began_s < 2 * self._period_s else 0.0
+        self._now, self._began_s = 0.0, now_s

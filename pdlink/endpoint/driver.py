@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from pdlink.config import SharingConfig
 from pdlink.endpoint.blame import Blame
 from pdlink.endpoint.channel import Channel, Disconnected, Received, Refused
-from pdlink.endpoint.clock import AwakeClock
+from pdlink.endpoint.clock import AwakeClock, RecentMaximum
 from pdlink.endpoint.peer import Local, PeerState
 from pdlink.endpoint.receiver import Receiver
 from pdlink.endpoint.reports import Reports
@@ -131,8 +131,7 @@ class Endpoint:
         """Why the loop died; empty while it runs."""
         self.ticked_s = 0.0
         """Time of the loop's last turn (time.monotonic): the local data path is healthy while this moves."""
-        self.longest_absence_s = 0.0
-        """Longest time for which the loop was ready but could not run, since `take_longest_absence_s`."""
+        self._absences = RecentMaximum()
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -236,10 +235,9 @@ class Endpoint:
         """The transports that work, the preferred one first."""
         return list(self._transports.values())
 
-    def take_longest_absence_s(self) -> float:
-        """Return `longest_absence_s`, and reset it."""
-        absence_s, self.longest_absence_s = self.longest_absence_s, 0.0
-        return absence_s
+    def longest_absence_s(self) -> float:
+        """Longest time of the last one to two minutes for which the loop was ready but could not run."""
+        return self._absences.read(self.clock.now_s())
 
     def peers(self) -> list[Peer]:
         """Live sessions, for reports."""
@@ -299,7 +297,7 @@ class Endpoint:
             arrived, ready = self._channel.poll(wait_s)
             returned_s = self.clock.now_s()
             absence_s += max(0.0, returned_s - polled_s - wait_s)
-            self.longest_absence_s = max(self.longest_absence_s, absence_s)
+            self._absences.add(returned_s, absence_s)
             work.asleep = False
             if work.wake_fd in ready:
                 work.woken()

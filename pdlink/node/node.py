@@ -309,9 +309,9 @@ class Node:
         """Live transfers, up to so many of each direction, the oldest first."""
         return self.endpoint.sender.transfers(most) + self.endpoint.receiver.transfers(most)
 
-    def take_longest_absence_s(self) -> float:
-        """Longest time since the last call for which this node's loop could not go round."""
-        return self.endpoint.take_longest_absence_s()
+    def longest_absence_s(self) -> float:
+        """Longest time of the last one to two minutes for which this node's loop could not go round."""
+        return self.endpoint.longest_absence_s()
 
     @property
     def transports(self) -> list[str]:

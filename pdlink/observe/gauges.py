@@ -86,7 +86,7 @@ class LinkGauges:
         self._absence = add(
             Gauge(
                 "pdlink_endpoint_longest_absence_seconds",
-                "Longest time since the last scrape for which the endpoint's loop could not run.",
+                "Longest time of the last one to two minutes for which the endpoint's loop could not run.",
             )
         )
 

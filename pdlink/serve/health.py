@@ -84,7 +84,7 @@ def metrics_of(worker: Worker) -> WorkerMetrics:
 
     def update() -> None:
         report, pool = worker.node.report(), worker.pool
-        metrics.link.set(link_state(report, worker.node.take_longest_absence_s()))
+        metrics.link.set(link_state(report, worker.node.longest_absence_s()))
         metrics.engine.set(
             free=pool.num_free,
             held=pool.num_held,

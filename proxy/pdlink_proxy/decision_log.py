@@ -200,7 +200,9 @@ class DecisionLog:
         try:
             while data:  # lines of other processes come between two writes, not into one
                 data = data[os.write(self._file, data) :]
-            self._failed = False
+            if self._failed:
+                self._failed = False
+                log.error("decision_log: lines are written again: %s; %d were dropped", self._path, self.num_dropped)
         except OSError as error:
             self.num_dropped += len(lines)
             if not self._failed:

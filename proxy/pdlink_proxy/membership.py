@@ -228,7 +228,9 @@ class Membership:
                 log.error("workers are unchanged: %s", reason)
             return
         if self._seen is not None or self._refused:
-            log.warning("workers: %d prefill and %d decode, by %s", len(members.prefill), len(members.decode), path)
+            level = logging.ERROR if self._refused else logging.WARNING  # a recovery is as loud as its failure
+            words = "workers: %d prefill and %d decode, by %s"
+            log.log(level, words, len(members.prefill), len(members.decode), path)
         self._seen, self._refused = seen, ""
 
     async def follow(self) -> None:

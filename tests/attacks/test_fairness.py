@@ -70,7 +70,6 @@ def test_large_frames_of_one_session_do_not_starve_another(pair: Pair) -> None:
     with Stranger(pair).join() as stranger:
         stranger.say(messages.Expect("mine"))
         until(lambda: pair.sender_state("early") == 1, "it is in")
-        pair.prefill.endpoint.take_longest_absence_s()
         thread = flood(stranger, large_frame(stranger.name, stranger.epoch))
         for number in range(5):
             assert pair.transfer(f"meanwhile-{number}", SRC, DST, TOKENS) == ["ready 42", "released"]

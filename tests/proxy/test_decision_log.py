@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -133,6 +135,31 @@ async def test_a_full_disk_costs_lines_and_no_request(
                 while await dropped(proxy) < number:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
     assert caplog.text.count("lines are dropped") == 1
+
+
+def test_end_of_a_trouble_is_told_once_and_as_loudly_as_its_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = DecisionLog(str(tmp_path / "log"))
+    full, write = [True], os.write
+
+    def refuse(file: int, data: bytes) -> int:
+        if full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", refuse)
+    for _ in range(2):
+        log._write([b"lost\n"])
+    full[0] = False
+    for _ in range(2):
+        log._write([b"kept\n"])
+    told = [(each.levelname, each.getMessage()) for each in caplog.records]
+    assert [level for level, _ in told] == ["ERROR", "ERROR"]
+    assert "lines are dropped" in told[0][1]
+    assert "written again" in told[1][1]
+    assert "2 were dropped" in told[1][1]
+    assert (tmp_path / "log").read_text() == "kept\nkept\n"
 
 
 def test_a_file_that_cannot_be_written_is_a_wrong_setting(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ async def test_a_directory_lists_one_worker_a_file(tmp_path: Path) -> None:
         await until(lambda: seen.urls == ["http://c:1"], "the removal")
 
 
-async def test_a_file_that_breaks_keeps_what_it_listed(tmp_path: Path) -> None:
+async def test_a_file_that_breaks_keeps_what_it_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, "a", role="prefill", url="http://a:1")
     async with followed(FileSource(str(tmp_path), PDLINK, look_s=0.01)) as seen:
         await until(lambda: seen.urls == ["http://a:1"], "the worker")
@@ -89,6 +89,11 @@ async def test_a_file_that_breaks_keeps_what_it_listed(tmp_path: Path) -> None:
         (tmp_path / "bad.json").write_text('{"role": "king", "url": "http://k:1"}')
         write(tmp_path, "b", role="decode", url="http://b:1")
         await until(lambda: seen.urls == ["http://a:1", "http://b:1"], "the next worker")
+        write(tmp_path, "a", role="prefill", url="http://new:1")
+        await until(lambda: sorted(seen.urls) == ["http://b:1", "http://new:1"], "the repaired file")
+    about = [each for each in caplog.records if "a.json" in each.getMessage()]
+    assert ["is not used" in about[0].getMessage(), "is used again" in about[1].getMessage()] == [True, True]
+    assert [each.levelname for each in about] == ["WARNING", "WARNING"]
 
 
 async def test_a_list_that_vanishes_leaves_the_workers_and_is_stale(tmp_path: Path) -> None:
@@ -283,7 +288,7 @@ def test_a_worker_of_two_sources_is_one_and_drains_if_either_says_so() -> None:
     assert both.decode == one.decode
 
 
-async def test_a_source_that_flaps_costs_no_worker() -> None:
+async def test_a_source_that_flaps_costs_no_worker(caplog: pytest.LogCaptureFixture) -> None:
     class Flaps:
         turns = 0
 
@@ -296,6 +301,8 @@ async def test_a_source_that_flaps_costs_no_worker() -> None:
     async with followed(source) as seen:
         await until(lambda: source.turns >= 5, "some turns")
         assert {tuple(members.decode) for members in seen.lists} == {(Entry("http://a:1"),)}
+    told = [(each.levelname, each.getMessage().split(",")[0]) for each in caplog.records][:2]
+    assert [level for level, _ in told] == ["ERROR", "ERROR"], "a recovery is as loud as its failure"
 
 
 @pytest.mark.parametrize(

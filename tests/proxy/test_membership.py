@@ -150,6 +150,8 @@ async def test_a_watched_file_replaces_the_workers_and_a_broken_one_does_not(
             f"prefill: [{prefill.url}]\ndecode:\n- url: {decodes[1].url}\n- {{url: {decodes[0].url}, drain: true}}\n"
         )
         await decode_is(decodes[1])
+        (told,) = [each for each in caplog.records if "1 prefill and 2 decode" in each.getMessage()]
+        assert told.levelname == "ERROR", "a recovery is as loud as its failure"
         await proxy.stream()
         assert [len(worker.received) for worker in decodes] == [2, 1]
         assert (await asked(proxy, "PUT", {}))[0] == 409

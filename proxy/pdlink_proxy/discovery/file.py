@@ -71,7 +71,8 @@ class FileSource:
                 log.warning("%s is not used: %s", path, error)
             before = self._good.get(path.name)
             return before[1] if before is not None else None
-        self._bad.pop(path.name, None)
+        if self._bad.pop(path.name, None) is not None:
+            log.warning("%s is used again", path)
         return members
 
     def _read_one(self, path: Path) -> Members:

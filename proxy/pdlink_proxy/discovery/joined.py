@@ -113,7 +113,7 @@ class Discovery:
             nonlocal pause_s
             pause_s = self.pause_s
             if told.down:
-                log.warning("source %s answers again", name)
+                log.error("source %s answers again", name)
             told.members, told.heard_s, told.down = members, time.monotonic(), ""
             try:
                 self.replace(self.members())
