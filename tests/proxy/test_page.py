@@ -1,15 +1,9 @@
-"""The page for people: its sentence, its state, its files, and what a real browser makes of them."""
+"""The page for people: its sentence, its state and its files; a browser looks at it in `test_page_browser.py`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,11 +12,9 @@ import pytest
 from pdlink_proxy.page.reports import Report
 from pdlink_proxy.page.view import view
 from pdlink_proxy.records import RequestRecord
-from pdlink_proxy.worker import State
-from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
+from tests.proxy.fakes import FakeWorker, Proxy, proxy_of
 
 NOW_S = 1e9
-HOSTILE = "<img src=x>[red]"
 
 
 def worker(label: str, **more: Any) -> dict[str, Any]:
@@ -194,113 +186,3 @@ async def test_page_can_be_switched_off(prefill: FakeWorker, decode: FakeWorker)
         for path in ("", "state", "page.js"):
             async with proxy.client.get(f"{proxy.url}/pdlink/{path}") as response:
                 assert response.status == 404
-
-
-class _Cells(HTMLParser):
-    """Texts of the table cells and of the elements with an id."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.rows: list[list[str]] = []
-        self.verdict, self._in_cell, self._in_verdict = "", False, False
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "tr":
-            self.rows.append([])
-        if tag == "td":
-            self.rows[-1].append("")
-        self._in_cell = tag == "td" or (self._in_cell and tag in ("i", "button", "span"))
-        self._in_verdict = dict(attrs).get("id") == "verdict"
-
-    def handle_endtag(self, tag: str) -> None:
-        self._in_cell &= tag != "td"
-        self._in_verdict &= tag != "p"
-
-    def handle_data(self, data: str) -> None:
-        if self._in_cell:
-            self.rows[-1][-1] += data
-        if self._in_verdict:
-            self.verdict += data
-
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-
-
-async def browser(url: str, folder: Path, wanted: str = "--dump-dom") -> str:
-    """The page as a real browser has it after it was shown for some seconds."""
-    assert CHROMIUM is not None
-    flags = [
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={folder}",
-        "--window-size=1240,1700",
-    ]
-    command = [CHROMIUM, *flags, "--virtual-time-budget=4000", wanted, url]
-    home = {**os.environ, "HOME": str(folder)}
-    pipe, nowhere = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=nowhere, env=home)
-    try:
-        async with asyncio.timeout(50):
-            page, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return page.decode()
-
-
-@pytest.fixture
-async def fleet() -> AsyncIterator[tuple[list[FakeWorker], list[FakeWorker]]]:
-    async with AsyncExitStack() as stack:
-        found: dict[str, list[FakeWorker]] = {"prefill": [], "decode": []}
-        for role, number in (("prefill", 2), ("decode", 3)):
-            for _ in range(number):
-                one = await FakeWorker(role).start()
-                stack.push_async_callback(one.stop)
-                found[role].append(one)
-        yield found["prefill"], found["decode"]
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium to show the page in")
-async def test_browser_shows_what_the_state_says_also_with_a_dead_worker(
-    fleet: tuple[list[FakeWorker], list[FakeWorker]], tmp_path: Path
-) -> None:
-    prefill, decode = fleet
-    session = {"peer": HOSTILE, "state": "ready", "transport": "mapped", "lane": "mapped"}
-    decode[0].name = HOSTILE
-    live: dict[str, Any] = {
-        "transfer_id": "xfer-1",
-        "side": "sender",
-        "state": "writing",
-        "peer": HOSTILE,
-        "lane": "mapped",
-    }
-    live |= {"num_tokens": 9, "nbytes": 1_500_000, "age_s": 0.25, "layers": "llfw.."}
-    said = {"name": prefill[0].name, "blocks": {"free": 25, "total": 100}, "peers": [session], "live": [live]}
-    prefill[0].report = json.dumps({**said, "ended": [sent(peer=HOSTILE, reason="lease_expired")]}).encode()
-    async with proxy_of(prefill, decode, health_interval_s=0.1) as proxy:
-        for _ in range(20):
-            await asyncio.gather(*(proxy.stream(prompt="x") for _ in range(50)))
-        await decode[2].stop()
-        await until(lambda: proxy.router.pools.all[4].state is State.UNREACHABLE)
-        page = await browser(f"{proxy.url}/pdlink/", tmp_path)
-        state = await state_of(proxy)
-        assert len(proxy.router.records) == 1000
-        if folder := os.environ.get("SCREENSHOTS"):
-            await browser(f"{proxy.url}/pdlink/", tmp_path, f"--screenshot={folder}/page.png")
-    cells = _Cells(page)
-    assert cells.verdict == state["verdict"]["text"]
-    assert "1 of 5 workers are away, first decode-2" in cells.verdict
-    for one in state["workers"]:
-        assert [one["label"], one["name"], one["state"]] in [row[:3] for row in cells.rows]
-    assert ["prefill-0", "mapped 2.0 GB/s", "no session yet", "no session yet"] in cells.rows
-    (transfer,) = [row for row in cells.rows if row and row[0] == "xfer-1"]
-    assert transfer[1:6] == [prefill[0].name, HOSTILE, "mapped", "██▓▒░░", "1.5 MB"]
-    requests = [row for row in cells.rows if row and row[0].startswith("req-")]
-    assert len(requests) == 20
-    newest = state["requests"][0]
-    assert requests[0][1:5] == [newest["outcome"], newest["kv"], str(newest["prompt_tokens"]), newest["prefill"]]
-    assert any("lease_expired" in row for row in cells.rows)
-    assert "<img" not in page, "what others say is text"

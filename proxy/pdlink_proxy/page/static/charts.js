@@ -15,10 +15,15 @@ export function open(place, length) {
   };
   const text = colour("quiet");
   const axes = [{ stroke: text }, { stroke: text, size: 60 }];
-  const make = (title, names) => new uPlot({
-    title, width: 520, height: 200, axes,
-    series: [{}, ...names.map((label, index) => ({ label, stroke: colour(index ? "two" : "one"), width: 2, dash: index ? [6, 4] : [] }))],
-  }, [[], ...names.map(() => [])], place);
+  const make = (title, names) => {
+    const plot = new uPlot({
+      title, width: 520, height: 200, axes,
+      series: [{}, ...names.map((label, index) => ({ label, stroke: colour(index ? "two" : "one"), width: 2, dash: index ? [6, 4] : [] }))],
+    }, [[], ...names.map(() => [])], place);
+    plot.root.setAttribute("role", "img");  // its figures are in the text above
+    plot.root.setAttribute("aria-label", `${title}, over the last five minutes`);
+    return plot;
+  };
   const plots = [[make("time to the first token, ms", ["p50", "p95"]), [[], [], []]], [make("KV, GB/s over all lanes", ["GB/s"]), [[], []]]];
   const push = ([plot, data], ...values) => {
     data.forEach((column, index) => { column.push(values[index] ?? null); if (column.length > length) column.shift(); });

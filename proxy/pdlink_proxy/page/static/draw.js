@@ -2,10 +2,15 @@
 // stays where it is, and nothing flickers.
 export const el = (tag, props, ...children) => ({ tag, props, children: children.filter((c) => c != null).map((c) => (typeof c === "object" ? c : String(c))) });
 
-export function table(heads, rows) {
+// A table with a name for those who hear it. heads: "n:" before one of numbers. A cell is a text or {text or node, class,
+// head: of its row}.
+export function table(name, heads, rows) {
   const head = (text) => (text.startsWith("n:") ? el("th", { class: "n", scope: "col" }, text.slice(2)) : el("th", { scope: "col" }, text));
-  const cell = (value) => (value === null || typeof value !== "object" ? el("td", {}, value ?? "") : el("td", { class: value.class ?? "" }, value.node ?? value.text ?? ""));
-  return el("table", {}, el("thead", {}, el("tr", {}, ...heads.map(head))), el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map(cell)))));
+  const cell = (value) => {
+    if (value === null || typeof value !== "object") return el("td", {}, value ?? "");
+    return el(value.head ? "th" : "td", { class: value.class ?? "", ...(value.head ? { scope: "row" } : {}) }, value.node ?? value.text ?? "");
+  };
+  return el("table", { "aria-label": name }, el("thead", {}, el("tr", {}, ...heads.map(head))), el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map(cell)))));
 }
 
 export function patch(parent, children) {

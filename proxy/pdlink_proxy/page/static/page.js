@@ -18,6 +18,7 @@ async function ask(path) {
   const key = sessionStorage.getItem("pdlink-key");
   const answer = await fetch(path, { headers: key ? { Authorization: `Bearer ${key}` } : {}, cache: "no-store" });
   $("door").hidden = answer.status !== 401;
+  $("refused").textContent = answer.status === 401 && key ? "That is not one of this proxy's keys." : "";
   if (!answer.ok) throw new Error(answer.status === 401 ? "This proxy wants a key." : `The proxy answered ${answer.status}.`);
   return answer.json();
 }
@@ -53,38 +54,41 @@ function figures(state, speeds) {
     ["prompt tokens found", prompts ? percent(found / prompts) : "–"],
     ["running · queued", `${state.running} · ${state.queued}`],
   ];
-  patch($("figures"), cards.map(([name, value]) => el("div", {}, el("b", {}, value), name)));
+  patch($("figures"), cards.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
 }
 
 function workers(state) {
   const rows = state.workers.map((w) => [
-    w.label, w.name, { class: w.state === "ok" ? "ok" : "bad", text: w.state },
+    { head: true, text: w.label }, w.name, { class: w.state === "ok" ? "ok" : "bad", text: w.state },
     { class: "n", text: w.in_flight }, ...["running", "awaiting_kv", "waiting"].map((key) => ({ class: "n", text: w.requests?.[key] ?? "–" })),
     { class: "n", text: w.blocks?.total ? `${percent(1 - w.blocks.free / w.blocks.total)} of ${w.blocks.total}` : "–" }, { class: "long", text: w.reason },
   ]);
-  patch($("workers"), [table(["worker", "name", "state", "n:legs here", "n:running", "n:waits for KV", "n:queued", "n:blocks held", "reason"], rows)]);
+  patch($("workers"), [table("Workers", ["worker", "name", "state", "n:legs here", "n:running", "n:waits for KV", "n:queued", "n:blocks held", "reason"], rows)]);
 }
 
 function pairs(state) {
   const prefill = [...new Set(state.pairs.map((p) => p.prefill))], decode = [...new Set(state.pairs.map((p) => p.decode))];
   const at = new Map(state.pairs.map((p) => [`${p.prefill} ${p.decode}`, p]));
-  const rows = prefill.map((one) => [one, ...decode.map((other) => {
+  const rows = prefill.map((one) => [{ head: true, text: one }, ...decode.map((other) => {
     const p = at.get(`${one} ${other}`);
     if (p.state === "refused") return { class: "bad", text: `✗ ${p.reason}` };
     if (p.state === "no session") return { class: "quiet", text: "no session yet" };
     return { class: "ok", text: `${p.lane}${p.gb_per_s ? ` ${p.gb_per_s.toFixed(1)} GB/s` : ""}` };
   })]);
-  patch($("pairs"), [table(["", ...decode], rows)]);
+  patch($("pairs"), [table("Pairs", ["prefill", ...decode], rows)]);
 }
 
-const strip = (layers) => el("span", { class: "cells", role: "img", "aria-label": `${[...layers].filter((c) => c === "l").length} of ${layers.length} layers landed` },
-  ...[...layers].map((c) => el("i", { class: c === "." ? "" : c }, GLYPHS[c] ?? "?")));
+function strip(layers) {
+  const count = (state) => [...layers].filter((c) => c === state).length;
+  const words = [`${count("l")} of ${layers.length} layers landed`, ...(count("f") ? [`${count("f")} in flight`] : []), ...(count("w") ? [`${count("w")} waits for the link`] : [])];
+  return el("span", { class: "cells", role: "img", "aria-label": words.join(", ") }, ...[...layers].map((c) => el("i", { class: c === "." ? "" : c }, GLYPHS[c] ?? "?")));
+}
 
 function transfers(state) {
-  patch($("live"), state.live.length ? [table(["transfer", "from", "to", "lane", "layers", "n:KV", "n:age"], state.live.map((t) => [
+  patch($("live"), state.live.length ? [table("Transfers now", ["transfer", "from", "to", "lane", "layers", "n:KV", "n:age"], state.live.map((t) => [
     short(t.transfer_id), t.worker, t.peer || "–", t.lane || "–", { node: strip(t.layers) }, { class: "n", text: bytes(t.nbytes) }, { class: "n", text: seconds(t.age_s) }]))]
     : [el("p", { class: "quiet" }, "None at this moment.")]);
-  patch($("ended"), state.ended.length ? [table(["transfer", "from", "to", "lane", "n:KV", "n:moving", "n:GB/s", "n:not hidden", "end"], state.ended.slice(0, LONGEST / 2).map((t) => [
+  patch($("ended"), state.ended.length ? [table("Transfers that ended", ["transfer", "from", "to", "lane", "n:KV", "n:moving", "n:GB/s", "n:not hidden", "end"], state.ended.slice(0, LONGEST / 2).map((t) => [
     short(t.transfer_id), t.worker, t.peer, t.lane, { class: "n", text: bytes(t.nbytes) }, { class: "n", text: seconds(t.moving_s) },
     { class: "n", text: t.moving_s ? (t.nbytes / t.moving_s / 1e9).toFixed(2) : "–" }, { class: "n", text: seconds(t.exposed_s) },
     { class: t.reason ? "bad" : "ok", text: t.reason || t.state.toLowerCase() }]))] : [el("p", { class: "quiet" }, "None yet.")]);
@@ -111,7 +115,7 @@ function requests(state) {
     { class: r.outcome === "ok" ? "ok" : "bad", text: r.outcome }, { class: r.kv.startsWith("recomputed") ? "warn" : "", text: r.kv },
     { class: "n", text: r.prompt_tokens }, r.prefill ?? "–", r.decode ?? "–", { node: waterfall(r, longest) },
     { class: "n", text: seconds(r.ttft_s) }, { class: "n", text: seconds(r.total_s) }]);
-  const found = [table(["request", "end", "KV", "n:tokens", "prefill", "decode", "to the first token", "n:first token", "n:all"], rows)];
+  const found = [table("Requests", ["request", "end", "KV", "n:tokens", "prefill", "decode", "to the first token", "n:first token", "n:all"], rows)];
   if (!shown.length) found[0] = el("p", { class: "quiet" }, "None.");
   if (opened) found.push(el("pre", {}, story ?? "…"));
   patch($("requests"), found);
@@ -122,19 +126,26 @@ async function explain(r) {
   story = null;
   if (before) requests(before);
   if (!opened) return;
-  const found = (await ask(`../decisions?request=${encodeURIComponent(r.request_id)}`)).decisions;
+  let found = [];
+  try {
+    found = (await ask(`../decisions?request=${encodeURIComponent(r.request_id)}`)).decisions;
+  } catch (error) {
+    story = error.message;
+    if (before) requests(before);
+    return;
+  }
   story = [`request ${r.request_id}, transfer ${r.transfer_id || "none"}`, ...found.map((d) =>
     `${seconds(d.waited_s).padStart(9)}  ${d.verdict}${d.prefill ? `, prefill on ${d.prefill}` : ""}${d.decode ? `, decode on ${d.decode}` : ""}${d.reason ? `: ${d.reason}` : ""}`)].join("\n");
   if (before) requests(before);
 }
 
 function rest(state) {
-  patch($("errors"), state.errors.length ? [table(["what", "cause", "n:count", "newest"], state.errors.map((e) => [e.kind, e.cause, { class: "n", text: e.count }, e.newest]))]
+  patch($("errors"), state.errors.length ? [table("Causes", ["what", "cause", "n:count", "newest"], state.errors.map((e) => [e.kind, e.cause, { class: "n", text: e.count }, e.newest]))]
     : [el("p", { class: "quiet" }, "Nothing.")]);
   const tiers = labels(state, "tier_bytes"), kinds = labels(state, "store_records");
   const rows = [...tiers.map((name) => [name.replace("/", ": "), bytes(total(state, "tier_bytes", name))]),
     ...kinds.map((kind) => [`memory: ${kind}`, `${total(state, "store_records", kind)} records, ${bytes(total(state, "store_bytes", kind))}`])];
-  patch($("tiers"), rows.length ? [table(["tier", "since its start"], rows)] : [el("p", { class: "quiet" }, "Nothing stored yet.")]);
+  patch($("tiers"), rows.length ? [table("Tiers", ["tier", "since its start"], rows)] : [el("p", { class: "quiet" }, "Nothing stored yet.")]);
 }
 
 async function drawCharts(state, speeds) {
@@ -145,10 +156,14 @@ async function drawCharts(state, speeds) {
   if (charts) charts.add(state.at_s, state.summary.ttft_p50_ms, state.summary.ttft_p95_ms, sum(speeds.lanes.map(([, rate]) => rate)) / 1e9);
 }
 
+function judge(text, level) {
+  if ($("verdict").textContent !== text) $("verdict").textContent = text;  // what stays the same is not read out again
+  $("verdict").dataset.level = level;
+}
+
 function show(state) {
   const speeds = rates(state);
-  $("verdict").textContent = state.verdict.text;
-  $("verdict").dataset.level = state.verdict.level;
+  judge(state.verdict.text, state.verdict.level);
   $("age").textContent = new Date(state.at_s * 1000).toLocaleTimeString();
   figures(state, speeds); workers(state); pairs(state); transfers(state); before = state; requests(state); rest(state);
   drawCharts(state, speeds);
@@ -158,8 +173,7 @@ async function round() {
   try {
     if (!document.hidden) show(await ask("state"));
   } catch (error) {
-    $("verdict").textContent = error.message === "Failed to fetch" ? "The proxy does not answer." : error.message;
-    $("verdict").dataset.level = "bad";
+    judge(error.message === "Failed to fetch" ? "The proxy does not answer." : error.message, "bad");
   }
   setTimeout(round, 1000);
 }

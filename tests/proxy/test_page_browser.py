@@ -1,0 +1,315 @@
+"""The page in a real browser: what it shows, behind a prefix, with keys, in both schemes, by keyboard and by ear.
+
+SCREENSHOTS=FOLDER keeps the pictures that tests/e2e/test_page.py takes of a real deployment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from pdlink_proxy.worker import State
+from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
+
+pytest.importorskip("playwright")
+from playwright.async_api import Browser, Page, async_playwright, expect
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+HOSTILE = "<img src=x>[red]"
+PATIENCE_MS = 30_000
+TABS = 40
+"""More than the page has stops."""
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium to show the page in"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Browser]:
+    """One for all tests of this file; each opens a window of its own, without a past."""
+    home = {"HOME": str(tmp_path_factory.mktemp("home"))}
+    async with async_playwright() as playwright:
+        chromium = await playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], env=home
+        )
+        yield chromium
+        await chromium.close()
+
+
+@asynccontextmanager
+async def shown(browser: Browser, url: str, **more: Any) -> AsyncIterator[Page]:
+    """The page in a fresh window. No error in its code, and no request that nobody answers, is let pass."""
+    window = await browser.new_context(viewport={"width": 1240, "height": 1700}, **more)
+    troubles: list[str] = []
+    try:
+        page = await window.new_page()
+        page.set_default_timeout(PATIENCE_MS)
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("response", lambda got: troubles.append(got.url) if got.status == 404 else None)
+        await page.goto(url)
+        yield page
+        assert troubles == []
+    finally:
+        await window.close()
+
+
+async def verdict(page: Page, words: str) -> None:
+    """Wait until the sentence on top has these words."""
+    await expect(page.locator("#verdict")).to_contain_text(words, timeout=PATIENCE_MS)
+
+
+@asynccontextmanager
+async def fleet(num_prefill: int, num_decode: int) -> AsyncIterator[tuple[list[FakeWorker], list[FakeWorker]]]:
+    async with AsyncExitStack() as stack:
+        found: list[list[FakeWorker]] = []
+        for role, number in (("prefill", num_prefill), ("decode", num_decode)):
+            found.append([await FakeWorker(role).start() for _ in range(number)])
+            for one in found[-1]:
+                stack.push_async_callback(one.stop)
+        yield found[0], found[1]
+
+
+def reported(worker: FakeWorker, peer: str) -> bytes:
+    """A worker with one session, one live transfer in all four states and one that ended badly."""
+    session = {"peer": peer, "state": "ready", "transport": "mapped", "lane": "mapped"}
+    live = {"transfer_id": "xfer-1", "side": "sender", "state": "writing", "peer": peer, "lane": "mapped"}
+    live |= {"num_tokens": 9, "nbytes": 1_500_000, "age_s": 0.25, "layers": "llfw.."}
+    ended = {"transfer_id": "t", "side": "sender", "peer": peer, "lane": "mapped", "state": "FAILED"}
+    ended |= {"reason": "lease_expired", "nbytes": 4_000_000, "ended_s_ago": 1.0, "life_s": 1.0, "layers": 8}
+    ended |= {"moving_s": 0.002, "exposed_s": 0.0}
+    said = {"name": worker.name, "blocks": {"free": 25, "total": 100}, "peers": [session], "live": [live]}
+    return json.dumps({**said, "ended": [ended]}).encode()
+
+
+@asynccontextmanager
+async def small(browser: Browser, **more: Any) -> AsyncIterator[tuple[Page, Proxy]]:
+    """The page of a proxy that has served three requests."""
+    async with fleet(1, 1) as (prefill, decode):
+        prefill[0].report = reported(prefill[0], decode[0].name)
+        async with proxy_of(prefill, decode) as proxy:
+            for _ in range(3):
+                await proxy.stream(prompt="x")
+            async with shown(browser, f"{proxy.url}/pdlink/", **more) as page:
+                await verdict(page, "3 requests")
+                yield page, proxy
+
+
+async def state_of(proxy: Proxy) -> dict[str, Any]:
+    async with proxy.client.get(f"{proxy.url}/pdlink/state") as response:
+        found: dict[str, Any] = await response.json()
+        return found
+
+
+async def cells(page: Page) -> list[list[str]]:
+    """Of every row of every table."""
+    found: list[list[str]] = await page.evaluate(
+        "() => [...document.querySelectorAll('tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+    )
+    return found
+
+
+async def test_page_shows_what_the_state_says_also_with_a_dead_worker(browser: Browser) -> None:
+    async with fleet(2, 3) as (prefill, decode):
+        decode[0].name = HOSTILE
+        prefill[0].report = reported(prefill[0], HOSTILE)
+        async with proxy_of(prefill, decode, health_interval_s=0.1) as proxy:
+            for _ in range(20):
+                await asyncio.gather(*(proxy.stream(prompt="x") for _ in range(50)))
+            await decode[2].stop()
+            await until(lambda: proxy.router.pools.all[4].state is State.UNREACHABLE)
+            assert len(proxy.router.records) == 1000
+            async with shown(browser, f"{proxy.url}/pdlink/") as page:
+                await verdict(page, "1 of 5 workers are away, first decode-2")
+                rows, state = await cells(page), await state_of(proxy)
+                assert await page.locator("#verdict").text_content() == state["verdict"]["text"]
+                assert await page.locator("img").count() == 0, "what others say is text"
+    for one in state["workers"]:
+        assert [one["label"], one["name"], one["state"]] in [row[:3] for row in rows]
+    assert ["prefill-0", "mapped 2.0 GB/s", "no session yet", "no session yet"] in rows
+    (transfer,) = [row for row in rows if row[0] == "xfer-1"]
+    assert transfer[1:6] == [prefill[0].name, HOSTILE, "mapped", "██▓▒░░", "1.5 MB"]
+    requests = [row for row in rows if row[0].startswith("req-")]
+    assert len(requests) == 20
+    newest = state["requests"][0]
+    assert requests[0][1:5] == [newest["outcome"], newest["kv"], str(newest["prompt_tokens"]), newest["prefill"]]
+    assert any("lease_expired" in row for row in rows)
+
+
+@asynccontextmanager
+async def behind(prefix: str, url: str) -> AsyncIterator[str]:
+    """A reverse proxy that serves what is at the URL below a prefix, and nothing else; its own URL."""
+
+    async def hand_on(request: web.Request) -> web.Response:
+        target = url + request.path_qs.removeprefix(prefix)
+        async with client.request(request.method, target, allow_redirects=False) as got:
+            kept = {name: got.headers[name] for name in ("Content-Type", "Location") if name in got.headers}
+            return web.Response(status=got.status, body=await got.read(), headers=kept)
+
+    app = web.Application()
+    app.router.add_route("*", prefix + "/{rest:.*}", hand_on)
+    runner = web.AppRunner(app)
+    async with aiohttp.ClientSession() as client:
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}{prefix}"
+        finally:
+            await runner.cleanup()
+
+
+async def test_page_works_behind_a_prefix_also_without_the_last_slash(browser: Browser) -> None:
+    async with fleet(1, 1) as (prefill, decode), proxy_of(prefill, decode) as proxy:
+        await proxy.stream(prompt="x")
+        async with behind("/team/llm", proxy.url) as url, shown(browser, f"{url}/pdlink") as page:
+            await verdict(page, "1 requests")
+            assert page.url == f"{url}/pdlink/"
+            await page.locator("button.id").first.click()
+            await expect(page.locator("#requests pre")).to_contain_text("decode on decode-0")
+
+
+async def test_page_asks_for_a_key_and_keeps_it_for_its_window_only(browser: Browser) -> None:
+    async with fleet(1, 1) as (prefill, decode), proxy_of(prefill, decode, api_keys=["secret"]) as proxy:
+        async with shown(browser, f"{proxy.url}/pdlink/") as page:
+            await verdict(page, "This proxy wants a key")
+            key = page.get_by_label("This proxy wants a key")
+            await key.fill("wrong")
+            await key.press("Enter")
+            await expect(page.locator("#door")).to_contain_text("not one of this proxy's keys")
+            await key.fill("secret")
+            await key.press("Enter")
+            await verdict(page, "No request in the last five minutes")
+            await expect(page.locator("#door")).to_be_hidden()
+            await page.reload()
+            await verdict(page, "No request in the last five minutes")
+            assert "secret" not in page.url
+        async with shown(browser, f"{proxy.url}/pdlink/") as page:
+            await verdict(page, "This proxy wants a key")
+
+
+CONTRASTS = """() => {
+  const paint = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgb = (colour) => {
+    paint.clearRect(0, 0, 1, 1); paint.fillStyle = colour; paint.fillRect(0, 0, 1, 1);
+    return [...paint.getImageData(0, 0, 1, 1).data];
+  };
+  const light = (colour) => {
+    const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = colour.map((v) => linear(v / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = rgb(getComputedStyle(node).backgroundColor);
+      if (colour[3] === 255) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const found = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const own = [...node.childNodes].filter((c) => c.nodeType === Node.TEXT_NODE).map((c) => c.data.trim()).join("");
+    if (!own || !node.checkVisibility() || node.closest(".cells, option, noscript")) continue;
+    const [a, b] = [light(rgb(getComputedStyle(node).color)), light(behind(node))].sort((x, y) => y - x);
+    found.push([own, (a + 0.05) / (b + 0.05)]);
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_all_text_can_be_read_in_both_schemes(browser: Browser, scheme: str) -> None:
+    async with small(browser, color_scheme=scheme) as (page, _):
+        await expect(page.locator("#charts canvas, #requests button").first).to_be_visible()
+        back: str = await page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+        assert (back == "rgb(255, 255, 255)") is (scheme == "light")
+        found: list[tuple[str, float]] = await page.evaluate(CONTRASTS)
+    assert len(found) > 60
+    assert [each for each in found if each[1] < 4.5] == [], "WCAG 2, AA"
+
+
+FOCUSED = """() => {
+  const at = document.activeElement, style = getComputedStyle(at);
+  if (at === document.body) return null;
+  const box = at.getBoundingClientRect();
+  const seen = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2;
+  return { name: at.id || at.textContent, seen, y: box.y };
+}"""
+
+
+async def test_everything_is_reached_by_keyboard_in_order_and_the_focus_is_seen_and_stays(browser: Browser) -> None:
+    async with small(browser) as (page, proxy):
+        stops: list[dict[str, Any]] = []
+        for _ in range(TABS):
+            await page.keyboard.press("Tab")
+            at = await page.evaluate(FOCUSED)
+            if at is None or (stops and at["name"] == stops[0]["name"]):
+                break
+            stops.append(at)
+        assert all(stop["seen"] for stop in stops), stops
+        assert [stop["y"] for stop in stops] == sorted(stop["y"] for stop in stops), "as the page reads"
+        newest = proxy.router.records[-1].request_id
+        names = [stop["name"] for stop in stops]
+        assert names.index("filter") < [name.rstrip("…") in newest for name in names].index(True)
+        request = page.locator("#requests button").first
+        await request.focus()
+        await page.keyboard.press("Enter")
+        await expect(request).to_have_attribute("aria-expanded", "true")
+        await expect(page.locator("#requests pre")).to_contain_text(newest)
+        then = await page.locator("#age").text_content()
+        await expect(page.locator("#age")).not_to_have_text(then or "", timeout=PATIENCE_MS)
+        await expect(request).to_be_focused()
+        await page.keyboard.press("Space")
+        await expect(page.locator("#requests pre")).to_have_count(0)
+        await page.locator("#filter").focus()
+        await page.keyboard.press("ArrowDown")
+        await page.keyboard.press("ArrowDown")
+        await expect(page.locator("#requests")).to_contain_text("None.")
+
+
+async def test_a_screen_reader_finds_its_way_by_names_and_hears_the_sentence_once(browser: Browser) -> None:
+    async with small(browser) as (page, _):
+        tree = await page.locator("body").aria_snapshot()
+        heads: Sequence[str] = await page.get_by_role("heading").all_text_contents()
+        assert heads == [
+            "pdlink",
+            *("Workers", "Pairs", "Transfers now", "Requests", "Transfers that ended", "Causes", "Tiers"),
+        ]
+        for name in (*heads[1:], "Figures of five minutes"):
+            await expect(page.get_by_role("region", name=name, exact=True)).to_have_count(1)
+        for name in ("Workers", "Pairs", "Transfers now", "Requests", "Transfers that ended"):
+            await expect(page.get_by_role("table", name=name, exact=True)).to_have_count(1)
+        assert "- banner:" in tree
+        assert "- main:" in tree
+        await expect(page.get_by_role("status")).to_contain_text("3 requests")
+        await expect(
+            page.get_by_role("img", name="2 of 6 layers landed, 1 in flight, 1 waits for the link")
+        ).to_have_count(1)
+        await expect(page.get_by_role("img", name="queued").first).to_be_visible()
+        await expect(page.get_by_role("combobox", name="Show")).to_have_count(1)
+        await expect(page.get_by_role("rowheader", name="prefill-0").first).to_be_visible()
+        unnamed: int = await page.evaluate(
+            "() => [...document.querySelectorAll('button, select, input, canvas')].filter(each =>"
+            " !each.closest('[aria-label], label, [role=img]') && !each.textContent.trim()).length"
+        )
+        assert unnamed == 0
+        await page.evaluate(
+            "() => { window.said = 0; new MutationObserver((found) => { window.said += found.length; })"
+            ".observe(document.getElementById('verdict'), { childList: true, characterData: true, subtree: true }); }"
+        )
+        for _ in range(2):
+            then = await page.locator("#age").text_content()
+            await expect(page.locator("#age")).not_to_have_text(then or "", timeout=PATIENCE_MS)
+        assert await page.evaluate("() => window.said") == 0, "a sentence that stays is not read out each second"
