@@ -202,14 +202,18 @@ def explain(args: argparse.Namespace) -> None:
 
     from rich.console import Console
 
-    from pdlink.observe.explain import fetch_explanation, table_of
+    from pdlink.observe.explain import advice, fetch_explanation, table_of
+    from pdlink.observe.plain import plain
 
     key = read_secrets(args.key_file, "--key-file")[0] if args.key_file else None
     found = fetch_explanation(args.proxy, args.request, key=key)
     if args.json:
         print(json.dumps(found._asdict(), indent=2))
     else:
-        Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table_of(found))
+        console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+        console.print(table_of(found))
+        for sentence in advice(found):
+            console.print(plain(f"→ {sentence}"))
 
 
 def route(args: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ import msgspec
 
 from pdlink.config import is_loopback
 from pdlink.errors import HandshakeRefused
+from pdlink.observe.remedies import RECOMPUTED
 from pdlink.protocol import kv_path, reasons
 
 if TYPE_CHECKING:
@@ -40,13 +41,6 @@ _STATES = {
     "wrong role": "list it on its own side in the proxy's settings, or start it with the other role",
     "invalid": "another program answers at this URL; correct it in the proxy's settings",
     "refuses our key": "give the proxy's worker_key_file the secret of the worker's security.http_key_file",
-}
-_RECOMPUTED = {
-    "no_prefill": "no prefill worker is healthy; start one",
-    "peer_lost": "decode lost its prefill worker on the way; read that worker's log, and `pdlink explain ID`",
-    "not_connected": "decode cannot reach the prefill worker's control address; set control_host and advertise_host",
-    "deadline": "the KV came too late; raise timeouts.request_s, or add prefill workers",
-    "no_offer": "decode has no free blocks; raise cache.num_blocks, or add decode workers",
 }
 
 
@@ -145,7 +139,7 @@ def of_pairs(probes: Sequence[Mapping[str, Any]]) -> list[Finding]:
             found.append(Finding("bad", about, text, _FACTORS.get(factor, _SAME_MODEL)))
         elif path == kv_path.RECOMPUTED:
             text = f"the KV did not cross: {reasons.in_words(reason)}"
-            found.append(Finding("bad", about, text, _RECOMPUTED.get(reason, "read the logs of both")))
+            found.append(Finding("bad", about, text, RECOMPUTED.get(reason, "read the logs of both")))
         elif path == kv_path.UNKNOWN:
             text = "the answer is right, but decode does not say whether the KV crossed"
             found.append(Finding("warn", about, text, "decode needs pdlink's connector: docs/vllm.md"))
@@ -185,7 +179,7 @@ def of_requests(errors: Sequence[Mapping[str, Any]]) -> list[Finding]:
     for each in errors:
         kind, cause, newest = each["kind"], each["cause"], each["newest"]
         if kind == "recomputed":
-            remedy = _RECOMPUTED.get(cause, f"`pdlink explain {newest}`")
+            remedy = RECOMPUTED.get(cause, f"`pdlink explain {newest}`")
             text = f"{each['count']} requests computed their prompt on decode: {reasons.in_words(cause)}"
             if cause not in _BY_CHOICE:
                 found.append(Finding("warn", "requests", text, remedy))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.parse
 from typing import Any, NamedTuple
 
@@ -10,6 +11,10 @@ from rich.table import Table
 
 from pdlink.observe.fetch import CannotFetch, ask, base_url
 from pdlink.observe.plain import add_row, plain
+from pdlink.observe.remedies import RECOMPUTED
+
+_NOTICED_S = 0.1
+"""A shorter wait is not worth advice."""
 
 
 class Explained(NamedTuple):
@@ -19,6 +24,12 @@ class Explained(NamedTuple):
     """The proxy's, as `pdlink_proxy.decisions.Decision` has them."""
     sources: list[dict[str, Any]]
     """The workers', as `pdlink.observe.sources.Sourced` has them, with `worker`; or `worker` and `error`."""
+    record: dict[str, Any] | None = None
+    """As `pdlink_proxy.records.RequestRecord`; None of a request that goes on, or ended long ago."""
+    slower_than: float | None = None
+    """Share of the last requests whose first token came sooner."""
+    transfers: list[dict[str, Any]] = []
+    """Of both sides, as `pdlink.observe.timeline.Ended`, as far as the workers still know them."""
 
 
 def fetch_explanation(url: str, request_id: str, *, key: str | None = None) -> Explained:
@@ -34,7 +45,7 @@ def fetch_explanation(url: str, request_id: str, *, key: str | None = None) -> E
         raise CannotFetch(f"{url} answered {status}; {remedy}")
     try:
         answer = json.loads(text)
-        found = Explained(answer["decisions"], answer["sources"])
+        found = Explained(*(answer[name] for name in Explained._fields))
     except (ValueError, KeyError, TypeError):
         raise CannotFetch(f"{url} answered with something else; is it a pdlink proxy?") from None
     if not found.decisions:
@@ -67,9 +78,65 @@ def table_of(explained: Explained) -> Table:
             rows.append((decisions[-1]["waited_s"], "KV", *legs, "", f"the worker does not say: {each['error']}"))
         else:
             rows.append((max(0.0, each["at_s"] - came_s), "KV", *legs, str(each["cached"]), _sourced(each)))
+    if (record := explained.record) is not None:
+        rows += [_moved(record, each) for each in explained.transfers if each["side"] == "sender"]
+        if record["ttft_s"] is not None:
+            rows.append((record["ttft_s"], "first token", "", "", "", _until_first(record, explained.slower_than)))
     for after_s, *texts in sorted(rows, key=lambda row: row[0]):
         add_row(table, f"{after_s:.3f}", *texts)
     return table
+
+
+def advice(explained: Explained) -> list[str]:
+    """What to do about the request, if anything; sentences for a terminal."""
+    last, record = explained.decisions[-1], explained.record
+    if record is None:
+        if last["verdict"] == "ended":
+            return []
+        what = "It waits for a worker" if last["verdict"] == "waits" else "It goes on"
+        since_s = max(0.0, time.time() - last["at_s"])
+        return [f"{what}, since {since_s:.1f} s; `pdlink top` shows its transfer and its workers."]
+    found = []
+    path, _, reason = str(record["kv"]).partition(";reason=")
+    if path == "recomputed":
+        remedy = RECOMPUTED.get(reason) or "`pdlink doctor` tries this pair and says what is wrong"
+        found.append(f"Decode computed the prompt itself, for {reason or 'no stated reason'}: {remedy}.")
+    failed = {each["reason"] for each in explained.transfers if each["reason"]} - {"", reason}
+    found += [f"Its transfer ended with: {each}; docs/errors.md says what that means." for each in sorted(failed)]
+    ttft_s = record["ttft_s"]
+    if ttft_s and record["queued_s"] > ttft_s / 2 and record["queued_s"] > _NOTICED_S:
+        found.append(
+            "Most of the time to its first token it waited for workers: add some, or raise cache.num_blocks."
+        )
+    return found
+
+
+def _until_first(record: dict[str, Any], slower_than: float | None) -> str:
+    """What the time to the first token went into, on the proxy's clock."""
+    queued_s, ttft_s = record["queued_s"], record["ttft_s"]
+    parts = [f"{1000 * queued_s:,.1f} ms queued"]
+    if record["prefill_s"] is not None:
+        leg_s = min(record["prefill_s"], ttft_s) - queued_s
+        parts += [f"{1000 * leg_s:,.1f} ms in prefill's leg", f"{1000 * (ttft_s - queued_s - leg_s):,.1f} ms then"]
+    else:
+        parts.append(f"{1000 * (ttft_s - queued_s):,.1f} ms until decode answered")
+    later = f"; later than {slower_than:.0%} of the last requests" if slower_than is not None else ""
+    return f"{', '.join(parts)}{later}"
+
+
+def _moved(record: dict[str, Any], transfer: dict[str, Any]) -> tuple[float, str, str, str, str, str]:
+    """A row about one transfer. It has no time on the proxy's clock, so it stands where prefill's leg ended."""
+    legs = [
+        leg for leg in record["legs"] if leg["transfer_id"] == transfer["transfer_id"] and leg["leg"] == "prefill"
+    ]
+    ended_s = next((leg["ended_s"] for leg in legs if leg["ended_s"] is not None), record["total_s"])
+    words = f"{transfer['nbytes'] / 1e6:,.1f} MB over {transfer['lane'] or 'no lane'}, {transfer['layers']} layers"
+    if transfer["moving_s"]:
+        words += f", {transfer['nbytes'] / transfer['moving_s'] / 1e9:,.2f} GB/s while it moved"
+    words += f", {1000 * transfer['exposed_s']:,.1f} ms not hidden by prefill"
+    if transfer["reason"]:
+        words += f"; {transfer['state'].lower()}: {transfer['reason']}"
+    return (ended_s, "transfer", legs[0]["worker"] if legs else "", transfer["peer"], "", words)
 
 
 def _considered(leg: str, considered: dict[str, Any]) -> str:

@@ -119,7 +119,26 @@ class About:
             decisions.sort(key=lambda each: each.at_s)
         if request_id is None:
             return _json(200, {"decisions": decisions})
-        return _json(200, {"decisions": decisions, "sources": await self._sources(request_id, decisions)})
+        sources, course = await asyncio.gather(self._sources(request_id, decisions), self._course(request_id))
+        return _json(200, {"decisions": decisions, "sources": sources, **course})
+
+    async def _course(self, request_id: str) -> dict[str, Any]:
+        """How long a request that has ended took for what, among the last ones, and its transfers as far as workers
+        still know them."""
+        records = self._router.recorded(await self._router.beside(records=True))
+        record = next((each for each in reversed(records) if each.request_id == request_id), None)
+        if record is None:
+            return {"record": None, "slower_than": None, "transfers": []}
+        waits = [each.ttft_s for each in records if each.ttft_s is not None]
+        faster = sum(each < record.ttft_s for each in waits) if record.ttft_s is not None else 0
+        ids = {leg.transfer_id for leg in record.legs} | {record.transfer_id}
+        reports = (await self._router.reports.now()).values()
+        known = [msgspec.structs.asdict(each) for report in reports for each in report.ended]
+        return {
+            "record": record,
+            "slower_than": faster / len(waits) if record.ttft_s is not None else None,
+            "transfers": [each for each in known if each["transfer_id"] in ids],
+        }
 
     async def _sources(self, request_id: str, decisions: Sequence[Decision]) -> list[dict[str, Any]]:
         """What the workers that had this request say of its prompt's KV; of one that does not say, why."""

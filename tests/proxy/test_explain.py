@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from rich.console import Console
 
 from pdlink.cli import main
-from pdlink.observe.explain import fetch_explanation
+from pdlink.observe.explain import Explained, advice, fetch_explanation, table_of
 from pdlink.observe.fetch import CannotFetch
 from tests.proxy.fake_vllm import FakeVllm
 from tests.proxy.fakes import FakeWorker, proxy_of
@@ -39,10 +41,54 @@ async def test_a_request_is_explained_from_its_placement_to_its_end(
         shown = capsys.readouterr().out
         assert "request one/two" in shown
         assert "decode-1" in shown
+        assert "first token" in shown
         assert await asyncio.to_thread(main, ["explain", "one/two", "--proxy", proxy.url, "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == found._asdict()
         with pytest.raises(CannotFetch, match="knows no request 'other'"):
             await asyncio.to_thread(fetch_explanation, proxy.url, "other")
+
+
+DECISION = {"request_id": "r", "at_s": 5.0, "verdict": "ended", "reason": "", "why": "", "tokens": 7, "waited_s": 2.0}
+DECISION |= {"prefill": None, "decode": None, "prefill_load": None, "decode_load": None, "cached_tokens": 0}
+RECORD = {"queued_s": 0.01, "prefill_s": 0.4, "ttft_s": 0.412, "total_s": 2.0, "kv": "transferred"}
+RECORD |= {"legs": [{"transfer_id": "t", "leg": "prefill", "worker": "prefill-1", "ended_s": 0.41}]}
+MOVED = {"transfer_id": "t", "side": "sender", "peer": "decode-0", "lane": "mapped", "state": "DONE", "reason": ""}
+MOVED |= {"nbytes": 268_000_000, "layers": 32, "moving_s": 0.05, "exposed_s": 0.001}
+
+
+def told(**record: Any) -> Explained:
+    return Explained([DECISION], [], RECORD | record, 0.93, [MOVED])
+
+
+def test_explanation_shows_the_transfer_and_where_the_time_to_the_first_token_went() -> None:
+    console = Console(file=io.StringIO(), width=300)
+    console.print(table_of(told()))
+    assert isinstance(console.file, io.StringIO)
+    rows = [line for line in console.file.getvalue().splitlines() if line.startswith("│")]
+    assert [row.split("│")[2].strip() for row in rows] == ["transfer", "first token", "ended"]
+    assert "268.0 MB over mapped, 32 layers, 5.36 GB/s while it moved, 1.0 ms not hidden" in rows[0]
+    assert "10.0 ms queued, 390.0 ms in prefill's leg, 12.0 ms then; later than 93% of the last requests" in rows[1]
+    assert advice(told()) == []
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"kv": "recomputed;reason=no_offer"}, "raise cache.num_blocks"),
+        ({"kv": "recomputed;reason=refused:dtype"}, "`pdlink doctor`"),
+        ({"queued_s": 0.3}, "waited for workers"),
+    ],
+)
+def test_explanation_says_what_to_do(record: dict[str, Any], words: str) -> None:
+    (sentence,) = advice(told(**record))
+    assert words in sentence
+
+
+def test_request_that_goes_on_is_said_to() -> None:
+    (sentence,) = advice(Explained([DECISION | {"verdict": "placed"}], []))
+    assert "goes on" in sentence
+    (sentence,) = advice(Explained([DECISION | {"verdict": "waits"}], []))
+    assert "waits for a worker" in sentence
 
 
 async def test_a_request_to_vllm_is_explained_by_what_its_answers_said() -> None:
