@@ -296,7 +296,7 @@ def metrics() -> str:
         "proxy": ProxyMetrics(),
         "worker": WorkerMetrics(store=True),
         "store": StoreProcessMetrics(),
-        "vLLM": declared()[0],
+        "vLLM": declared(),
     }
     found: dict[str, tuple[Metric, list[str]]] = {}
     for process, registry in processes.items():

@@ -36,7 +36,7 @@ from pdlink.integrations.vllm_parts.rank import Rank
 from pdlink.integrations.vllm_parts.requests import NOTHING, RequestBook, Scheduled, StepPlan
 from pdlink.integrations.vllm_parts.store_book import StoreBook
 from pdlink.integrations.vllm_parts.worker import Results
-from pdlink.observe.series import Histogram
+from pdlink.observe.series import Gauge, Histogram
 from pdlink.observe.sources import sourced
 
 if TYPE_CHECKING:
@@ -309,7 +309,9 @@ class PDLinkMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
-        for metric in stats.declared()[0].metrics:
+        self._levels: dict[tuple[int, str], float] = {}
+        """Gauges by engine and key; they come as changes."""
+        for metric in stats.declared().metrics:
             words = {
                 "name": f"vllm:{metric.name}",
                 "documentation": metric.text,
@@ -317,6 +319,8 @@ class PDLinkMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             }
             if isinstance(metric, Histogram):
                 made = self._histogram_cls(**words, buckets=list(metric.buckets))
+            elif isinstance(metric, Gauge):
+                made = self._gauge_cls(**words, multiprocess_mode="sum")
             else:
                 made = self._counter_cls(**words)
             self._metrics[metric.name] = made
@@ -331,8 +335,11 @@ class PDLinkMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             if isinstance(value, list):
                 for number in value:
                     series.observe(number)
-            else:
+            elif name.endswith("_total"):
                 series.inc(value)
+            else:
+                level = self._levels[engine_idx, key] = self._levels.get((engine_idx, key), 0.0) + value
+                series.set(level)
 
 
 with contextlib.suppress(ValueError):  # registered by somebody else

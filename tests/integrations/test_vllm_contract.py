@@ -37,6 +37,7 @@ from pdlink.integrations.vllm_parts.layout import LayerView, UnsupportedCache, d
 from pdlink.integrations.vllm_parts.requests import NOTHING, Expect, Offer, StepPlan  # noqa: E402
 from pdlink.integrations.vllm_parts.stats import Counts  # noqa: E402
 from pdlink.integrations.vllm_parts.store_book import Look, Looked, Prompt, StorePlan  # noqa: E402
+from pdlink.observe.gauges import LinkState  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -96,6 +97,10 @@ def test_what_ranks_tell_the_scheduler_is_told_together() -> None:
     )
 
 
+def state(quarantined_blocks: int) -> LinkState:
+    return LinkState({}, {}, quarantined_blocks, {}, {}, 0, 0, (), (), 0.0)
+
+
 def test_statistics_of_ranks_add_up() -> None:
     one = {"pdlink_transfer_bytes_total|tcp": 10.0, "pdlink_push_seconds": [0.001]}
     other = {"pdlink_transfer_bytes_total|tcp": 5.0, "pdlink_push_seconds": [0.003], "pdlink_x_total": 1.0}
@@ -138,6 +143,32 @@ def test_what_a_rank_counts_is_on_the_servers_metrics_under_vllms_prefix() -> No
         f'vllm:pdlink_transfer_failures_total{{{at},reason="peer_lost",side="receiver"}} 0.0',
     ):
         assert f"\n{line}\n" in text
+
+
+def test_gauges_of_ranks_and_of_several_steps_add_up_on_the_servers_metrics() -> None:
+    ranks = [Counts() for _ in range(2)]
+    quarantined = [3, 4]
+    for index, rank in enumerate(ranks):
+        rank.look = lambda link, _, index=index: link.set(state(quarantined[index]))
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    config = SimpleNamespace(kv_transfer_config=None)
+    metrics = PDLinkConnector.build_prom_metrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"]})
+
+    def shown() -> str:
+        total = PDLinkStats(data=ranks[0].take()).aggregate(PDLinkStats(data=ranks[1].take()))
+        metrics.observe(pickle.loads(pickle.dumps(total.data)), 0)
+        (line,) = [
+            line
+            for line in generate_latest(registry).decode().splitlines()
+            if line.startswith("vllm:pdlink_quarantined_blocks{")
+        ]
+        return line.split()[-1]
+
+    assert shown() == "7.0"
+    quarantined[:] = [3, 0]
+    assert [shown(), shown()] == ["3.0", "3.0"]
+    assert "vllm:pdlink_endpoint_longest_absence_seconds" not in generate_latest(registry).decode()
 
 
 def test_the_fields_of_vllm_that_are_read_exist() -> None:

@@ -28,7 +28,10 @@ def _explain() -> RenderableType:
     said = dict.fromkeys(("request_id", "verdict", "reason", "why"), HOSTILE)
     decision = {**said, **legs, "tokens": 7, "at_s": 5.0, "waited_s": 0.1, "cached_tokens": 2}
     times = {"queued_s": 0.1, "prefill_s": 0.2, "ttft_s": 0.3, "total_s": 0.4, "legs": [], "kv": HOSTILE}
-    moved = {**dict.fromkeys(("transfer_id", "peer", "lane", "state", "reason"), HOSTILE), "side": "sender"}
+    moved: dict[str, Any] = {
+        **dict.fromkeys(("transfer_id", "peer", "lane", "state", "reason"), HOSTILE),
+        "side": "sender",
+    }
     moved |= {"nbytes": 1, "layers": 8, "moving_s": 0.1, "exposed_s": 0.1}
     sources = [{"worker": HOSTILE, "error": HOSTILE}]
     return explain.table_of(explain.Explained([decision], sources, times, 0.5, [moved]))

@@ -48,11 +48,26 @@ async def test_a_request_is_explained_from_its_placement_to_its_end(
             await asyncio.to_thread(fetch_explanation, proxy.url, "other")
 
 
-DECISION = {"request_id": "r", "at_s": 5.0, "verdict": "ended", "reason": "", "why": "", "tokens": 7, "waited_s": 2.0}
+DECISION: dict[str, Any] = {
+    "request_id": "r",
+    "at_s": 5.0,
+    "verdict": "ended",
+    "reason": "",
+    "why": "",
+    "tokens": 7,
+    "waited_s": 2.0,
+}
 DECISION |= {"prefill": None, "decode": None, "prefill_load": None, "decode_load": None, "cached_tokens": 0}
-RECORD = {"queued_s": 0.01, "prefill_s": 0.4, "ttft_s": 0.412, "total_s": 2.0, "kv": "transferred"}
+RECORD: dict[str, Any] = {"queued_s": 0.01, "prefill_s": 0.4, "ttft_s": 0.412, "total_s": 2.0, "kv": "transferred"}
 RECORD |= {"legs": [{"transfer_id": "t", "leg": "prefill", "worker": "prefill-1", "ended_s": 0.41}]}
-MOVED = {"transfer_id": "t", "side": "sender", "peer": "decode-0", "lane": "mapped", "state": "DONE", "reason": ""}
+MOVED: dict[str, Any] = {
+    "transfer_id": "t",
+    "side": "sender",
+    "peer": "decode-0",
+    "lane": "mapped",
+    "state": "DONE",
+    "reason": "",
+}
 MOVED |= {"nbytes": 268_000_000, "layers": 32, "moving_s": 0.05, "exposed_s": 0.001}
 
 

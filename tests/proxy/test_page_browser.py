@@ -85,13 +85,24 @@ async def fleet(num_prefill: int, num_decode: int) -> AsyncIterator[tuple[list[F
 
 def reported(worker: FakeWorker, peer: str) -> bytes:
     """A worker with one session, one live transfer in all four states and one that ended badly."""
-    session = {"peer": peer, "state": "ready", "transport": "mapped", "lane": "mapped"}
-    live = {"transfer_id": "xfer-1", "side": "sender", "state": "writing", "peer": peer, "lane": "mapped"}
+    session: dict[str, Any] = {"peer": peer, "state": "ready", "transport": "mapped", "lane": "mapped"}
+    live: dict[str, Any] = {
+        "transfer_id": "xfer-1",
+        "side": "sender",
+        "state": "writing",
+        "peer": peer,
+        "lane": "mapped",
+    }
     live |= {"num_tokens": 9, "nbytes": 1_500_000, "age_s": 0.25, "layers": "llfw.."}
-    ended = {"transfer_id": "t", "side": "sender", "peer": peer, "lane": "mapped", "state": "FAILED"}
+    ended: dict[str, Any] = {"transfer_id": "t", "side": "sender", "peer": peer, "lane": "mapped", "state": "FAILED"}
     ended |= {"reason": "lease_expired", "nbytes": 4_000_000, "ended_s_ago": 1.0, "life_s": 1.0, "layers": 8}
     ended |= {"moving_s": 0.002, "exposed_s": 0.0}
-    said = {"name": worker.name, "blocks": {"free": 25, "total": 100}, "peers": [session], "live": [live]}
+    said: dict[str, Any] = {
+        "name": worker.name,
+        "blocks": {"free": 25, "total": 100},
+        "peers": [session],
+        "live": [live],
+    }
     return json.dumps({**said, "ended": [ended]}).encode()
 
 

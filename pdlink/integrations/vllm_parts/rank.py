@@ -14,7 +14,7 @@ from pdlink.integrations.shared_allocation import SharedAllocation
 from pdlink.integrations.vllm_parts import versions
 from pdlink.integrations.vllm_parts.layout import CacheGroups, LayerView, describe, of_rank
 from pdlink.integrations.vllm_parts.memory import regions
-from pdlink.integrations.vllm_parts.stats import Counts
+from pdlink.integrations.vllm_parts.stats import Counts, link_state
 from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.store_half import StoreHalf, VllmBlocks
 from pdlink.integrations.vllm_parts.trace_file import TraceFile
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pdlink.integrations.vllm_parts.layout import CacheLayout
     from pdlink.integrations.vllm_parts.settings import ConnectorSettings
     from pdlink.memory.buffers import AnyBuffer, HostBuffer
+    from pdlink.observe.gauges import LinkGauges, StoreGauges
     from pdlink.protocol import auth
     from pdlink.store.source import StoreSource
 
@@ -108,6 +109,7 @@ class Rank:
             faster = self._settings.tiers.load_if_faster
             store = self._store = StoreHalf(source, caches[0], block_ratio=ratio, news=news, load_if_faster=faster)
         self.steps = Steps(news, half, store)
+        self.counts.look = self._look
 
     def _check_gpu(self) -> None:
         """Raises ConfigError for what host memory alone can have."""
@@ -176,6 +178,12 @@ class Rank:
             heads=heads,
             num_heads=num_heads,
         )
+
+    def _look(self, link: LinkGauges, kept: StoreGauges) -> None:
+        link.set(link_state(node.report() for node in self._nodes))
+        if self._store is not None:
+            store = self._store.source.store
+            kept.set(store.gauges(), store.answering())
 
     def close(self) -> None:
         """End every session. Safe to call twice."""

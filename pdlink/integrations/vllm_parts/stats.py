@@ -1,28 +1,76 @@
 """What happened in this process since somebody last asked: for vLLM's connector statistics.
 
 The declarations are those of every pdlink process (`pdlink.observe.metrics`), under vLLM's prefix. vLLM carries the
-numbers from its workers to its API server, whose histograms take single numbers only: so those are carried.
+numbers from its workers to its API server, whose histograms take single numbers only: so those are carried. Of gauges
+the changes are carried, which add up over ranks and steps as counters do.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter as Sum
+from typing import TYPE_CHECKING, NamedTuple
 
+from pdlink.observe.gauges import LinkGauges, LinkState, StoreGauges
 from pdlink.observe.metrics import Counting, PromptMetrics, StoreMetrics, TransferMetrics
-from pdlink.observe.series import Counter, Histogram, Registry
+from pdlink.observe.series import Counter, Gauge, Histogram, Registry
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
     from pdlink.events import Event
+    from pdlink.node.report import Report
+    from pdlink.observe.series import Metric
 
 Stats = dict[str, float | list[float]]
-"""What a counter has gained, or every number that a histogram was told; by `NAME|LABEL VALUE|LABEL VALUE`."""
+"""What a counter or gauge has gained, or every number that a histogram was told; by `NAME|VALUE|VALUE` of labels."""
+
+_OF_ONE = "pdlink_endpoint_longest_absence_seconds"
+"""A maximum, which does not add up over ranks."""
 
 
-def declared() -> tuple[Registry, Counting]:
-    """The metrics of a rank, or of the scheduler, which knows of prompts, and the listener that counts them."""
+class Declared(NamedTuple):
+    """The metrics of a rank, or of the scheduler, which knows of prompts."""
+
+    registry: Registry
+    counting: Counting
+    """The listener that counts them."""
+    link: LinkGauges
+    store: StoreGauges
+
+    @property
+    def metrics(self) -> list[Metric]:
+        """Those that vLLM shows."""
+        return [metric for metric in self.registry.metrics if metric.name != _OF_ONE]
+
+
+def declared() -> Declared:
     registry = Registry()
     parts = TransferMetrics(registry), StoreMetrics(registry), PromptMetrics(registry)
-    return registry, Counting(registry, *parts)
+    return Declared(registry, Counting(registry, *parts), LinkGauges(registry), StoreGauges(registry))
+
+
+def link_state(reports: Iterable[Report]) -> LinkState:
+    """Of all shards of a rank together."""
+    found = list(reports)
+    return LinkState(
+        sending=_sum(each.sending for each in found),
+        receiving=_sum(each.receiving for each in found),
+        quarantined_blocks=sum(each.quarantined_blocks for each in found),
+        push_nbytes=_sum(each.push_nbytes for each in found),
+        control_nbytes=_sum(each.control_nbytes for each in found),
+        live=sum(each.num_peers for each in found),
+        closing=sum(each.num_closing for each in found),
+        peers=[peer for each in found for peer in each.peers],
+        refused=[refused for each in found for refused in each.refused],
+        longest_absence_s=0.0,
+    )
+
+
+def _sum(parts: Iterable[Mapping[str, int]]) -> Sum[str]:
+    total: Sum[str] = Sum()
+    for part in parts:
+        total.update(part)
+    return total
 
 
 def split(key: str) -> tuple[str, tuple[str, ...]]:
@@ -47,6 +95,8 @@ def in_short(stats: Stats) -> dict[str, int | float]:
     shown: dict[str, int | float] = {}
     for key, value in sorted(stats.items()):
         name, labels = split(key.removeprefix("pdlink_"))
+        if not isinstance(value, list) and not name.endswith("_total"):
+            continue  # the change of a gauge
         of = f"[{','.join(labels)}]" if labels else ""
         if not isinstance(value, list):
             shown[name.removesuffix("_total") + of] = round(value, 6)
@@ -59,19 +109,26 @@ class Counts:
     """Pass the instance to `pdlink.events.listen`."""
 
     def __init__(self) -> None:
-        self._registry, self._count = declared()
-        for metric in self._registry.metrics:
+        self._declared = declared()
+        self._registry = self._declared.registry
+        self._told: dict[str, float] = {}
+        """Gauges as the sum of their changes has them."""
+        self.look: Callable[[LinkGauges, StoreGauges], None] | None = None
+        """Sets the gauges, before each `take`."""
+        for metric in self._declared.metrics:
             if isinstance(metric, Histogram):
                 metric.samples = {}
 
     def __call__(self, event: Event) -> None:
-        self._count(event)
+        self._declared.counting(event)
 
     def take(self) -> Stats:
         """What has happened since the last call; empty if nothing did."""
+        if self.look is not None:
+            self.look(self._declared.link, self._declared.store)
         found: Stats = {}
         with self._registry.lock:
-            for metric in self._registry.metrics:
+            for metric in self._declared.metrics:
                 if isinstance(metric, Histogram) and metric.samples:
                     found.update({"|".join((metric.name, *key)): told for key, told in metric.samples.items()})
                     metric.samples = {}
@@ -80,4 +137,12 @@ class Counts:
                         if numbers[0]:
                             found["|".join((metric.name, *key))] = numbers[0]
                             numbers[0] = 0.0
-        return found
+        return {**found, **self._changes()}
+
+    def _changes(self) -> dict[str, float]:
+        """Of gauges, since the last call."""
+        gauges = [metric for metric in self._declared.metrics if isinstance(metric, Gauge)]
+        now = {"|".join((gauge.name, *key)): value[0] for gauge in gauges for key, value in gauge.values.items()}
+        before, self._told = self._told, now
+        changed = {key: now.get(key, 0.0) - before.get(key, 0.0) for key in now.keys() | before.keys()}
+        return {key: change for key, change in changed.items() if change}
