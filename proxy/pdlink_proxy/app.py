@@ -43,7 +43,7 @@ from .metrics import Metrics
 from .openai import GENERATE, BadField, Call, error_body, parse, wanted
 from .page.reports import Reports
 from .page.routes import add_page
-from .passthrough import PassThrough
+from .passthrough import PATHS, PassThrough, own_headers
 from .placement import Alone, Placer
 from .pools import Pools
 from .probe import add_probe
@@ -270,6 +270,8 @@ class Router:
                 refusal.headers["X-Request-Id"] = headers["X-Request-Id"]
                 self.metrics.requests.inc("rejected")
                 return refusal
+        if call.path in PATHS:
+            headers = {**own_headers(self, request), **headers}
         client, over = ClientAnswer.of(request), asyncio.Event()
         exchange = Exchange(self.shared, client, call, headers, request.headers, over.set)
         with self.running(exchange):

@@ -58,11 +58,11 @@ _MAX_ID_CHARS = 128
 class ClientWords:
     """Of one request."""
 
-    __slots__ = ("_request_id",)
+    __slots__ = ("_named", "_request_id")
 
-    def __init__(self, request_id: str) -> None:
-        """Empty: no id is told."""
-        self._request_id = request_id
+    def __init__(self, request_id: str, *, named: bool = False) -> None:
+        """request_id: empty tells no id. named: events of its stream have names (`openai.LAST_EVENTS`)."""
+        self._request_id, self._named = request_id, named
 
     def failure(self, error: type[PdlinkError], summary: str) -> Respond:
         """An error of the deployment."""
@@ -109,7 +109,11 @@ class ClientWords:
 
     def end(self, summary: str, code: str) -> EndStream:
         """Of a stream that cannot go on."""
-        return EndStream(stream_error(self._with_id(summary), code=code))
+        return EndStream(stream_error(self._with_id(summary), code=code, named=self._named))
+
+    def as_end(self, answer: Respond) -> EndStream:
+        """The same error at the end of a stream."""
+        return EndStream(stream_error(message_of(answer.body), code=error_code(answer.body), named=self._named))
 
     def in_our_words(self, events: bytes) -> tuple[bytes, list[tuple[Loss | int, str]]]:
         """Decode's events with its errors rewritten for clients; and the reason and the worker's text of each."""
@@ -130,8 +134,3 @@ class ClientWords:
     def _with_id(self, summary: str) -> str:
         """A message with the request's id, under which the log has the details."""
         return f"{summary} (request {self._request_id[:_MAX_ID_CHARS]})" if self._request_id else summary
-
-
-def as_end(answer: Respond) -> EndStream:
-    """The same error at the end of a stream."""
-    return EndStream(stream_error(message_of(answer.body), code=error_code(answer.body)))

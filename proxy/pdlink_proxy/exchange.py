@@ -25,7 +25,7 @@ from .decision_log import Logged, Tally, hash_ids, said_tokens
 from .decisions import Told
 from .flow import Flow
 from .metrics import exemplar_of
-from .openai import error_body, wanted
+from .openai import LAST_EVENTS, error_body, wanted
 from .records import RequestRecord
 from .recovery import Recovery
 from .running_attempt import RunningAttempt
@@ -103,8 +103,9 @@ class Exchange:
         resumes, self._seed = shared.dialect.resumes, int.from_bytes(os.urandom(4))
         self._recovery: Recovery | None = None
         """Of a stream that may go on elsewhere."""
-        if call.streaming and shared.config.recover_streams and resumes is not None:
-            self._recovery = Recovery(call, resumes, shared.config.recover_streams, self._seed)
+        most = shared.config.recover_streams if call.streaming else 0
+        if most and resumes is not None and call.path in resumes.paths:
+            self._recovery = Recovery(call, resumes, most, self._seed)
         self._flow = Flow(
             shared.limits,
             self._started_s,
@@ -112,6 +113,7 @@ class Exchange:
             request_id=request_id,
             keyed=keyed,
             recovery=self._recovery,
+            last_events=LAST_EVENTS.get(call.path, ()),
         )
         self._attempts: dict[int, RunningAttempt] = {}
         self._attempt: RunningAttempt | None = None
@@ -134,7 +136,8 @@ class Exchange:
         """Of its stream, so far: about its tokens."""
         self._tail = b""
         """The last part of its answer."""
-        self._relays, self._lent = shared.relays, cast("int | None", None)
+        relays = shared.relays if call.path not in LAST_EVENTS else None  # it knows no named end
+        self._relays, self._lent = relays, cast("int | None", None)
         """Where its stream may pass natively, and its key there while it does."""
         self._exemplar = exemplar_of(headers)
         self._opened = False

@@ -31,7 +31,7 @@ from pdlink.errors import (
 )
 
 from .attempt import AttemptState, LegState
-from .client_words import BROKEN, ClientWords, as_end
+from .client_words import BROKEN, ClientWords
 from .openai import (
     error_code,
     excerpt,
@@ -43,6 +43,7 @@ from .rules import News, Reaction, Rules
 from .sse import (
     EventTooLong,
     has_error,
+    has_named,
     is_done,
     problem_of,
     until_error,
@@ -114,9 +115,11 @@ class Flow:
         request_id: str = "",
         keyed: bool = True,
         recovery: Recovery | None = None,
+        last_events: tuple[bytes, ...] = (),
     ) -> None:
         """request_id: for the client's errors, which do not name workers. keyed: the workers get the proxy's key, so
-        a 401 is the proxy's fault; otherwise they get the client's. recovery: of a stream that may go on."""
+        a 401 is the proxy's fault; otherwise they get the client's. recovery: of a stream that may go on.
+        last_events: of `openai.LAST_EVENTS`."""
         self.attempt = 0
         """The number of the attempt that the last event was about."""
         self.attempts = 0
@@ -132,7 +135,8 @@ class Flow:
         self.decode_spoke_s: float | None = None
         """Time of decode's first token, or of its answer, in this attempt."""
         self._limits, self._rules = limits, rules or Rules()
-        self._words, self._keyed = ClientWords(request_id), keyed
+        self._words, self._keyed = ClientWords(request_id, named=bool(last_events)), keyed
+        self._last_events = last_events
         self._request_deadline_s = now + limits.request_s
         self._waits: Waits | None = None
         """What it waits for, while it has no workers."""
@@ -222,6 +226,7 @@ class Flow:
             or not state.events.passes_tokens(data)
             or (self._rules.merges_events and Leg.PREFILL in self._legs)
             or (self._recovery is not None and self._recovery.joins)
+            or (self._last_events and has_named(data, self._last_events))
         ):
             return False
         self.passed(data, now)
@@ -315,7 +320,11 @@ class Flow:
                 return self._malformed(leg, str(error), b"", now, Loss.DIVERGED)
             if not forward:
                 return blames
-        if leg is Leg.DECODE and is_done(forward):
+        if leg is Leg.DECODE and self._last_events and has_named(forward, (b"error",)):
+            self._error_passed = True
+            detail = excerpt(forward)
+            blames = [*blames, Blame(self.attempt, Leg.DECODE, Loss.ERROR, detail, _THEN[Reaction.ANSWER])]
+        if leg is Leg.DECODE and self._is_last(forward):
             # Do not wait for the end of the HTTP body: a worker that dies now has lost nothing.
             return [*blames, Forward(forward), *self._finish_stream()]
         return [*blames, *self._to_client(forward)]
@@ -346,7 +355,7 @@ class Flow:
             state.ended_well = True
             return []
         rest = state.events.take_rest()
-        if leg is Leg.DECODE and state.spoke and is_done(rest):
+        if leg is Leg.DECODE and state.spoke and self._is_last(rest):
             # Only the blank line after the last event is missing; without it the client would not see the event.
             forward = rest.rstrip(b"\r\n") + b"\n\n"
             return [Forward(forward), *self._finish_stream()]
@@ -522,7 +531,7 @@ class Flow:
         actions = self._win() if self._other is not None else []
         actions += self._end_legs() if outcome is not Outcome.OK else self._let_go()
         if self._begun and isinstance(final, Respond):  # of an attempt to go on
-            final, outcome = as_end(final), Outcome.BROKEN
+            final, outcome = self._words.as_end(final), Outcome.BROKEN
         self.outcome = outcome
         return actions if final is None else [*actions, final]
 
@@ -589,6 +598,10 @@ class Flow:
         return [*actions, HedgeOver(self.attempt, lost)]
 
     # ---- facts
+
+    def _is_last(self, events: bytes) -> bool:
+        """Whether the stream ends with these whole events."""
+        return has_named(events, self._last_events) if self._last_events else is_done(events)
 
     def _awaited(self, attempt: int, leg: Leg) -> bool:
         """Whether an event of this leg is news; the rest is about its attempt then."""

@@ -16,7 +16,7 @@ import numpy as np
 from pdlink.kv.hashing import chain, namespace
 
 from .fleet import BYTES_PER_TOKEN, KEY_TOKENS
-from .openai import CHAT
+from .openai import CHAT, COMPLETIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,6 +57,8 @@ class Text(NamedTuple):
 def text_of(request: PlacementRequest, call: Call) -> Text | None:
     """None for token ids, batches, prompts with media, and short ones."""
     prompt, chat = request.prompt, call.path == CHAT
+    if call.path not in (COMPLETIONS, CHAT):
+        return None
     if len(prompt) < CHUNK_NBYTES or (not chat and prompt[:1] != b'"'):
         return None
     if chat and any(mark in prompt for mark in _MEDIA):

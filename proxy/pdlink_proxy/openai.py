@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+"""Anthropic's."""
 GENERATE = "/generate"
 """SGLang's own interface: its servers hold one model, so a request names none."""
 
@@ -28,8 +31,23 @@ GENERATE = "/generate"
 _INPUT_FIELDS = {
     COMPLETIONS: {"prompt": (b'"[', "a string or a list")},
     CHAT: {"messages": (b"[", "a list")},
+    RESPONSES: {"input": (b'"[', "a string or a list")},
+    MESSAGES: {"messages": (b"[", "a list")},
     GENERATE: {"text": (b'"[', "a string or a list"), "input_ids": (b"[", "a list")},
 }
+
+# What stands before the input in the prompt.
+_FIRST_FIELDS = {RESPONSES: "instructions", MESSAGES: "system"}
+_LIMITS = {COMPLETIONS: ("max_tokens",), CHAT: ("max_completion_tokens", "max_tokens")} | {
+    RESPONSES: ("max_output_tokens",),
+    MESSAGES: ("max_tokens",),
+}
+
+LAST_EVENTS = {
+    RESPONSES: (b"response.completed", b"response.incomplete", b"response.failed", b"error"),
+    MESSAGES: (b"message_stop", b"error"),
+}
+"""Names of the events of which one ends a stream; streams of the other routes end with [DONE]."""
 
 KV_PARAMS = "kv_transfer_params"
 _MAX_MESSAGE_CHARS = 2000
@@ -59,7 +77,9 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     @property
     def prompt(self) -> bytes:
         """What it begins with, in JSON: text, token ids, messages, or a list of prompts."""
-        return next(bytes(raw) for name in _INPUT_FIELDS[self.path] if (raw := self.fields.get(name)) is not None)
+        found = next(bytes(raw) for name in _INPUT_FIELDS[self.path] if (raw := self.fields.get(name)) is not None)
+        first = self.fields.get(_FIRST_FIELDS.get(self.path, ""))
+        return found if first is None else bytes(first) + found
 
     def extended(self, more: Mapping[str, object], *, seed: int | None = None) -> Call:
         """The same request with these fields; seed: if they hold one."""
@@ -111,7 +131,9 @@ def wanted(call: Call, session: str | None) -> PlacementRequest:
     if call.path == GENERATE:
         limit = sampling_of(call).max_new_tokens
     else:
-        limit = _said(call, "max_completion_tokens", int) or _said(call, "max_tokens", int)
+        limit = next((said for name in _LIMITS[call.path] if (said := _said(call, name, int))), None)
+        if limit is None:
+            limit = _said(call, _LIMITS[call.path][-1], int)  # perhaps 0
     return PlacementRequest(
         call.model,
         count_tokens(prompt),
@@ -206,6 +228,10 @@ def is_rejection(document: bytes) -> bool:
 
 class _Answer(msgspec.Struct):
     choices: list[msgspec.Raw] | None = None
+    output: list[msgspec.Raw] | None = None
+    """Of `RESPONSES`."""
+    content: list[msgspec.Raw] | None = None
+    """Of `MESSAGES`."""
     meta_info: dict[str, msgspec.Raw] | None = None
     """Of `GENERATE`; a batch is answered with a list of such objects."""
 
@@ -219,7 +245,7 @@ def problem_of_answer(content_type: str, body: bytes) -> str:
     except (ValueError, RecursionError):
         found = []
     if isinstance(found, _Answer):
-        well = found.choices is not None or found.meta_info is not None
+        well = any(part is not None for part in (found.choices, found.output, found.content, found.meta_info))
     else:
         well = bool(found) and all(each.meta_info is not None for each in found)
     return "" if well else "the answer is not a JSON object with choices"
@@ -230,8 +256,12 @@ def excerpt(body: bytes) -> str:
     return ascii(body[:_MAX_EXCERPT_NBYTES].decode(errors="replace"))
 
 
-def stream_error(message: str, *, code: str) -> bytes:
-    """The event that ends a broken stream; without it a client takes half an answer for complete."""
+def stream_error(message: str, *, code: str, named: bool = False) -> bytes:
+    """The event that ends a broken stream; without it a client takes half an answer for complete. named: of a route
+    whose events have names (`LAST_EVENTS`)."""
+    if named:
+        error = {"type": "api_error", "message": message[:_MAX_MESSAGE_CHARS], "code": code}
+        return b"event: error\ndata: " + msgspec.json.encode({"type": "error", "error": error}) + b"\n\n"
     return b"data: " + error_body(message, kind="stream_error", code=code) + b"\n\n" + DONE
 
 

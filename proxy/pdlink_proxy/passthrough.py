@@ -19,7 +19,7 @@ from pdlink.errors import NoWorker, Overloaded, PeerLost
 from .access import clean, key_of
 from .fleet import PlacementRequest, count_tokens
 from .http_connection import HttpError
-from .openai import error_body
+from .openai import MESSAGES, RESPONSES, error_body
 from .queue import Waiting
 from .steps import Leg, Loss, Outcome
 from .upstream import Asking, ask, loss_of, streamed
@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     from .upstream import Streamed
     from .worker import Worker
 
-GENERATING = ("/v1/responses", "/v1/messages")
-"""A worker that computes no prompts cannot serve these."""
 PATHS = (
-    *GENERATING,
+    *(RESPONSES, MESSAGES),  # where the dialect does not serve them in two legs
     *("/v1/messages/count_tokens", "/v1/embeddings", "/embeddings", "/pooling", "/classify", "/v1/classify"),
     *("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"),
     *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
@@ -73,6 +71,8 @@ class PassThrough:
 
     def add_routes(self, app: web.Application) -> None:
         for path in PATHS:
+            if path in self._router.dialect.paths:
+                continue
             app.router.add_post(path, self.handle)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -85,10 +85,8 @@ class PassThrough:
                 outcome = Outcome.UNAVAILABLE if body.status == 503 else Outcome.REJECTED
                 answer: web.StreamResponse = body
             else:
-                names = _OWN_HEADERS if router.api_keys else (*_OWN_HEADERS, "x-api-key")  # else it is ours, to check
-                more = {name: said for name in names if (said := clean(request.headers.get(name)))}
                 with router.running(_Running()):
-                    answer, outcome = await self._pass(request, body, {**more, **headers})
+                    answer, outcome = await self._pass(request, body, {**own_headers(router, request), **headers})
         except asyncio.CancelledError:
             outcome = Outcome.CLIENT_LEFT
             raise
@@ -167,21 +165,14 @@ class PassThrough:
         pools = self._router.pools
         for side in (Leg.DECODE, Leg.PREFILL):
             while found := [
-                worker
-                for worker in pools.usable(side, model)
-                if worker.url not in tried and self._may_have(worker, path)
+                worker for worker in pools.usable(side, model) if worker.url not in tried and _may_have(worker, path)
             ]:
                 worker = pools.pick(wanted, found)
                 if worker.routes is None:
                     worker.routes = await self._routes_of(worker)
-                if self._may_have(worker, path):
+                if _may_have(worker, path):
                     return worker
         return None
-
-    def _may_have(self, worker: Worker, path: str) -> bool:
-        if path in worker.lacks or (worker.routes and path not in worker.routes):
-            return False
-        return path not in GENERATING or worker.plain or self._router.dialect.decode_computes
 
     async def _routes_of(self, worker: Worker) -> frozenset[str]:
         """What its /openapi.json lists; empty if it has none."""
@@ -251,6 +242,12 @@ class PassThrough:
                 await said
         except (ConnectionError, TimeoutError):
             raise _ClientLost from None
+
+
+def own_headers(router: Router, request: web.Request) -> dict[str, str]:
+    """Of a client's headers, those that mean something to the servers of these routes."""
+    names = _OWN_HEADERS if router.api_keys else (*_OWN_HEADERS, "x-api-key")  # else it is ours, to check
+    return {name: said for name in names if (said := clean(request.headers.get(name)))}
 
 
 class _Waits:
@@ -328,6 +325,10 @@ def _counted(shared: Shared, worker: Worker, wanted: PlacementRequest) -> Iterat
             breaker.end(call, now, failed=count.failure)
             worker.judged()
         shared.serve_queue()
+
+
+def _may_have(worker: Worker, path: str) -> bool:
+    return path not in worker.lacks and (not worker.routes or path in worker.routes)
 
 
 def _named(body: bytes) -> _Named:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from .openai import CHAT, COMPLETIONS
 from .sse import payloads, rewritten
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class Resumes:
     """What to ask of each stream, with a seed for clients that gave none."""
     behind: Callable[[Call, Sequence[int]], Call] | None = None
     """Asks for the rest, behind these tokens; None: the whole answer is made again."""
+    paths: tuple[str, ...] = (COMPLETIONS, CHAT)
+    """Of requests whose streams may go on."""
 
 
 class _Choice(msgspec.Struct):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 DONE = b"data: [DONE]\n\n"
 
@@ -102,6 +102,12 @@ def is_done(data: bytes) -> bool:
     return data[-16:].rstrip().endswith(b"[DONE]")
 
 
+def has_named(data: bytes, names: Iterable[bytes]) -> bool:
+    """Whether whole events have one of these names."""
+    # Generated text cannot match: a JSON line has no line ends in it.
+    return any(data.startswith(mark) or b"\n" + mark in data for mark in (b"event: " + name for name in names))
+
+
 def before_done(data: bytes, comment: bytes) -> bytes:
     """Insert a comment before [DONE], if the events end with it."""
     if not is_done(data):
@@ -144,7 +150,8 @@ def rewritten(data: bytes, mark: bytes, rewrite: Callable[[bytes], bytes]) -> by
         if mark in event:
             payload = _payload(event)
             if (new := rewrite(payload)) != payload:
-                event = b"data: " + new + b"\n\n" if new else b""
+                named = b"".join(line + b"\n" for line in event.splitlines() if line.startswith(b"event:"))
+                event = named + b"data: " + new + b"\n\n" if new else b""
         out += event
     return out + data[start:]
 

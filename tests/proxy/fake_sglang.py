@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from tests.proxy.fakes import DONE, Received
+from tests.proxy.fakes import DONE, Received, abort
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 
@@ -27,6 +27,10 @@ class FakeSglang:
     fail_with: int | None = None
     gate: asyncio.Event | None = None
     """Waited for before the first byte of an answer."""
+    break_at: int | None = None
+    """Close the connection in place of this event of a stream."""
+    words: str = ""
+    """It adds these to each token, as a server that computes something else."""
     kv_events: dict[str, Any] | None = None
     """The publisher that /server_info describes (runtime_context.describe_kv_events_publisher)."""
     received: list[Received] = field(default_factory=list)
@@ -48,6 +52,8 @@ class FakeSglang:
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
+        app.router.add_post("/v1/responses", self._generate)
+        app.router.add_post("/v1/messages", self._generate)
         app.router.add_post("/generate", self._generate)
         app.router.add_route("*", "/{path:.*}", self._nowhere)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -113,9 +119,11 @@ class FakeSglang:
         if self.mode != "null" and (problem := _problem(body, num)):
             self.strange.append(problem)
             return web.json_response({"object": "error", "message": problem, "code": 500}, status=500)
+        if request.path in ("/v1/responses", "/v1/messages"):
+            return await self._named(request, body)
         limit = 1 if self.mode == "prefill" else body.get("max_tokens", 3)
         chat, sign = "chat" in request.path, "P" if self.mode == "prefill" else ""
-        said = [f"{sign}{index}.{token} " for index in range(num) for token in range(limit)]
+        said = [f"{sign}{index}.{token} {self.words}" for index in range(num) for token in range(limit)]
         if not body.get("stream"):
             choices = [
                 {"index": index, **_text("".join(said[index * limit : (index + 1) * limit]), chat, "message")}
@@ -125,9 +133,23 @@ class FakeSglang:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for number, text in enumerate(said):
+            if number == self.break_at:
+                abort(request)
             event = {"choices": [{"index": number // limit, **_text(text, chat, "delta")}]}
             await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
         await response.write(DONE)
+        return response
+
+    async def _named(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        messages, text = request.path == "/v1/messages", "P" if self.mode == "prefill" else "0.0 "
+        said = {"content": [{"type": "text", "text": text}]} if messages else {"output": [{"text": text}]}
+        if not body.get("stream"):
+            return web.json_response({"id": body.get("request_id", "made"), **said})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for name in ("message_start", "message_stop") if messages else ("response.created", "response.completed"):
+            data = msgspec.json.encode({"type": name, **said})
+            await response.write(f"event: {name}\ndata: ".encode() + data + b"\n\n")
         return response
 
     async def _native(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

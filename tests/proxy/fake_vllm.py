@@ -65,6 +65,8 @@ class FakeVllm:
     """What decode's PDLinkConnector says of a request with a transfer."""
     source: dict[str, Any] = field(default_factory=dict)
     """What it says of where its KV came from."""
+    has_named: bool = True
+    """It has the routes whose streams have named events (`NamedAnswer`)."""
     keeps_no_kv: bool = False
     """NixlConnector had nothing to hand out."""
     received: list[Received] = field(default_factory=list)
@@ -84,6 +86,9 @@ class FakeVllm:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
+        if self.has_named:
+            app.router.add_post("/v1/responses", self._generate)
+            app.router.add_post("/v1/messages", self._generate)
         if self.connector == "mooncake":
             app.router.add_get("/query", self._query)
         app.router.add_route("*", "/{path:.*}", self._nowhere)
@@ -147,7 +152,8 @@ class FakeVllm:
         if missing := [name for name in _needs(self.connector, params) if name not in params]:
             self.strange.append(f"{self.connector} without {missing[0]}")
             return _error(500, "Internal server error")
-        answer = _Answer(self, request, body)
+        named = request.path in ("/v1/responses", "/v1/messages")
+        answer = NamedAnswer(self, request, body) if named else Answer(self, request, body)
         if self.told is not None and "disagg_spec" in params:
             await self.told(params["disagg_spec"])
         if not body.get("stream"):
@@ -162,16 +168,15 @@ class FakeVllm:
             if token == self.break_at:
                 abort(request)
             if token == self.error_at:
-                error = {"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}
-                await response.write(b"data: " + msgspec.json.encode(error) + b"\n\n" + DONE)
+                await response.write(answer.failure())
                 return response
             for event in answer.events(token):
                 await response.write(event)
-        await response.write(answer.closing() + DONE)
+        await response.write(answer.closing())
         return response
 
 
-class _Answer:
+class Answer:
     def __init__(self, server: FakeVllm, request: web.Request, body: dict[str, Any]) -> None:
         self.chat = "chat" in request.path
         params = body.get("kv_transfer_params") or {}
@@ -182,7 +187,7 @@ class _Answer:
         limit = (
             body.get("max_completion_tokens", body.get("max_tokens", 3)) if self.chat else body.get("max_tokens", 3)
         )
-        self.limit: int = limit
+        self.limit: int = body.get("max_output_tokens", limit)
         prompts = _prompts(body)
         self.num_prompt_tokens = sum(map(len, prompts))
         self.num_choices = body.get("n", 1) * len(prompts)
@@ -213,6 +218,12 @@ class _Answer:
             said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
             logprobs = {"token_logprobs": [-0.5] * self.limit} if self.logprobs else None
             choices.append({"index": index, **said, "logprobs": logprobs, "finish_reason": "length"})
+        kind = "chat.completion" if self.chat else "text_completion"
+        return msgspec.json.encode(
+            {**self.head, "object": kind, "choices": choices, "usage": self.usage(), **self.handed()}
+        )
+
+    def handed(self) -> dict[str, Any]:
         handed: dict[str, Any] | None
         handed = HELD if self.is_prefill and self.server.connector == "nixl" and not self.server.keeps_no_kv else None
         if self.is_prefill and self.server.connector in ("push", "moriio"):
@@ -221,10 +232,7 @@ class _Answer:
             handed = {"pdlink_kv": self.server.kv_path}
         if self.server.source and (self.is_prefill or self.is_decode):
             handed = {**(handed or {}), "pdlink_source": self.server.source}
-        kind = "chat.completion" if self.chat else "text_completion"
-        return msgspec.json.encode(
-            {**self.head, "object": kind, "choices": choices, "usage": self.usage(), "kv_transfer_params": handed}
-        )
+        return {"kv_transfer_params": handed}
 
     def opening(self) -> list[bytes]:
         """Chat begins with the role, once per choice."""
@@ -245,11 +253,73 @@ class _Answer:
 
     def closing(self) -> bytes:
         if not self.include_usage:
-            return b""
-        return b"data: " + msgspec.json.encode({**self.head, "choices": [], "usage": self.usage()}) + b"\n\n"
+            return DONE
+        return b"data: " + msgspec.json.encode({**self.head, "choices": [], "usage": self.usage()}) + b"\n\n" + DONE
+
+    def failure(self) -> bytes:
+        error = {"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}
+        return b"data: " + msgspec.json.encode(error) + b"\n\n" + DONE
 
     def _event(self, choice: dict[str, Any]) -> bytes:
         return b"data: " + msgspec.json.encode({**self.head, "choices": [choice]}) + b"\n\n"
+
+
+class NamedAnswer(Answer):
+    """Of /v1/responses and /v1/messages (entrypoints/openai/responses, entrypoints/anthropic)."""
+
+    def __init__(self, server: FakeVllm, request: web.Request, body: dict[str, Any]) -> None:
+        super().__init__(server, request, body)
+        self.messages = request.path == "/v1/messages"
+        self.name = ("msg_" if self.messages else "resp_") + request.headers.get("X-Request-Id", "made-here")
+
+    def usage(self) -> dict[str, Any]:
+        cached = self.server.cached_tokens or 0
+        if self.messages:
+            read = {"cache_read_input_tokens": cached} if self.server.cached_tokens is not None else {}
+            return {"input_tokens": self.num_prompt_tokens - cached, "output_tokens": self.limit, **read}
+        details = {"cached_tokens": cached, "input_tokens_per_turn": []}
+        return {
+            "input_tokens": self.num_prompt_tokens,
+            "input_tokens_details": details,
+            "output_tokens": self.limit,
+            "total_tokens": self.num_prompt_tokens + self.limit,
+        }
+
+    def document(self, *, whole: bool) -> dict[str, Any]:
+        text = "".join(self.text(0, token) for token in range(self.limit)) if whole else ""
+        said: dict[str, Any]
+        if self.messages:
+            said = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": text}]}
+        else:
+            content = [{"type": "output_text", "text": text}]
+            said = {"object": "response", "output": [{"type": "message", "content": content}], "error": None}
+        return {"id": self.name, "model": self.head["model"], **said, "usage": self.usage()}
+
+    def whole(self) -> bytes:
+        return msgspec.json.encode({**self.document(whole=True), **self.handed()})
+
+    def opening(self) -> list[bytes]:
+        if self.messages:
+            return [_named("message_start", message=self.document(whole=False))]
+        return [_named("response.created", response=self.document(whole=False))]
+
+    def events(self, token: int) -> list[bytes]:
+        text = self.text(0, token)
+        if self.messages:
+            return [_named("content_block_delta", index=0, delta={"type": "text_delta", "text": text})]
+        return [_named("response.output_text.delta", delta=text)]
+
+    def closing(self) -> bytes:
+        if self.messages:
+            return _named("message_delta", delta={}, usage=self.usage()) + _named("message_stop")
+        return _named("response.completed", response={**self.document(whole=True), **self.handed()})
+
+    def failure(self) -> bytes:
+        return _named("error", error={"type": "internal_error", "message": "Internal server error"})
+
+
+def _named(name: str, **fields: Any) -> bytes:
+    return f"event: {name}\ndata: ".encode() + msgspec.json.encode({"type": name, **fields}) + b"\n\n"
 
 
 _HANDED = {
@@ -273,6 +343,8 @@ def _needs(connector: str, params: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _prompts(body: dict[str, Any]) -> list[Any]:
+    if "input" in body:
+        return [body["input"]]
     if "messages" in body:
         return ["".join(message["content"] for message in body["messages"])]
     prompt = body["prompt"]
@@ -287,6 +359,9 @@ def _problem(body: dict[str, Any]) -> str:
         return f"min_tokens must be less than or equal to max_tokens={limit}"
     if body.get("stream_options") and not body.get("stream"):
         return "Stream options can only be defined when `stream=True`."
+    thinking, params = body.get("thinking") or {}, body.get("kv_transfer_params") or {}
+    if thinking and thinking["budget_tokens"] >= body.get("max_tokens", 1) and not params.get("do_remote_decode"):
+        return "thinking.budget_tokens must be less than max_tokens"
     if body.get("temperature", 1) < 0:
         return "temperature must be non-negative"
     return ""

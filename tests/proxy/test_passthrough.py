@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
+from pdlink_proxy.dialects import DIALECTS
+from pdlink_proxy.openai import MESSAGES, RESPONSES
 from pdlink_proxy.passthrough import PATHS
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import FAILURES
-from tests.proxy.fake_sglang import FakeSglang
 from tests.proxy.fake_vllm import FakeVllm
 from tests.proxy.fakes import FakeWorker, proxy_of, until
 
@@ -70,7 +71,7 @@ async def fleet(*workers: Full) -> AsyncIterator[list[Full]]:
             await worker.stop()
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [path for path in PATHS if path not in DIALECTS["vllm-nixl"].paths])
 async def test_a_route_goes_to_a_worker_that_has_it_as_it_is(path: str) -> None:
     body = b'{"model":"m" , "input" :"x", "odd": 1.50}'
     headers = {
@@ -185,7 +186,7 @@ async def test_a_stream_passes_verbatim_as_it_comes() -> None:
     async with (
         fleet(worker),
         proxy_of([], [worker], dialect="vllm-nixl") as proxy,
-        proxy.client.post(proxy.url + "/v1/messages", json=body) as response,
+        proxy.client.post(proxy.url + "/pooling", json=body) as response,
     ):
         assert await response.content.readexactly(len(events[0])) == events[0]
         assert worker.then is not None
@@ -197,7 +198,7 @@ async def test_a_stream_passes_verbatim_as_it_comes() -> None:
 async def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
     worker = Full(stream=[b"data: {}\n\n", b"never"], breaks=True)
     async with fleet(worker), proxy_of([], [worker], dialect="vllm-nixl") as proxy:
-        async with proxy.client.post(proxy.url + "/v1/responses", json={"model": "m"}) as response:
+        async with proxy.client.post(proxy.url + "/pooling", json={"model": "m"}) as response:
             data = await response.read()
         assert data.startswith(b"data: {}\n\nevent: error\n")
         assert b"the worker was lost (reset)" in data
@@ -207,7 +208,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
 async def test_a_client_that_leaves_ends_the_workers_request() -> None:
     worker = Full(stream=[b"data: {}\n\n", b"never"], then=asyncio.Event())
     async with fleet(worker), proxy_of([], [worker], dialect="vllm-nixl") as proxy:
-        async with proxy.client.post(proxy.url + "/v1/messages", json={"model": "m"}) as response:
+        async with proxy.client.post(proxy.url + "/pooling", json={"model": "m"}) as response:
             await response.content.readany()
         await until(lambda: proxy.router.pools.all[0].in_flight == 0)
         assert proxy.router.pools.all[0].work.requests == 0
@@ -217,7 +218,7 @@ async def test_a_client_that_reads_nothing_ends_its_request_and_blames_no_worker
     worker = Full(stream=[bytes(2**22)] * 8)
     config: dict[str, Any] = {"dialect": "vllm-nixl", "idle_timeout_s": 0.3}
     async with fleet(worker), proxy_of([], [worker], **config) as proxy:
-        async with proxy.client.post(proxy.url + "/v1/messages", json={"model": "m"}):
+        async with proxy.client.post(proxy.url + "/pooling", json={"model": "m"}):
             await until(lambda: proxy.counted("requests_total", outcome="client_left") == 1)
         assert proxy.counted("leg_failures_total", leg="decode", reason="timeout") == 0
         assert proxy.router.pools.all[0].in_flight == 0
@@ -257,33 +258,32 @@ async def test_a_lost_worker_is_replaced_and_an_error_of_one_shows_no_words_of_i
             assert str(other.port) not in await response.text()
 
 
-async def test_keys_of_clients_count_also_as_x_api_key() -> None:
+@pytest.mark.parametrize("path", [MESSAGES, "/v1/messages/count_tokens"])
+async def test_keys_of_clients_count_also_as_x_api_key(path: str) -> None:
+    def got(worker: Full) -> Mapping[str, str]:
+        return worker.received[-1].headers if path == MESSAGES else worker.got[-1][2]
+
+    body = {"model": "m", "messages": [], "max_tokens": 1}
     async with fleet(Full()) as (worker,), proxy_of([], [worker], dialect="vllm-nixl", api_keys=["k"]) as proxy:
         for headers, status in (({}, 401), ({"x-api-key": "no"}, 401), ({"x-api-key": "k"}, 200)):
-            async with proxy.client.post(
-                proxy.url + "/v1/messages", json={"model": "m"}, headers=headers
-            ) as response:
+            async with proxy.client.post(proxy.url + path, json=body, headers=headers) as response:
                 assert response.status == status
-        ((_, _, got),) = worker.got
-        assert "x-api-key" not in got, "it is the proxy's key"
+        assert "x-api-key" not in got(worker), "it is the proxy's key"
     async with fleet(Full()) as (worker,), proxy_of([], [worker], dialect="vllm-nixl") as proxy:
-        await proxy.client.post(proxy.url + "/v1/messages", json={"model": "m"}, headers={"x-api-key": "theirs"})
-        ((_, _, got),) = worker.got
-        assert got["x-api-key"] == "theirs"
+        sent = {"x-api-key": "theirs", "anthropic-version": "v"}
+        await proxy.client.post(proxy.url + path, json=body, headers=sent)
+        assert {name: got(worker)[name] for name in sent} == sent
 
 
-async def test_a_worker_that_computes_no_prompts_gets_nothing_to_generate() -> None:
-    prefill, decode = await FakeSglang("prefill").start(), await FakeSglang("decode").start()
-    try:
-        async with (
-            proxy_of([prefill], [decode], dialect="sglang") as proxy,
-            proxy.client.post(proxy.url + "/v1/messages", json={"model": "m"}) as response,
-        ):
-            assert response.status == 404
-        assert not any("messages" in asked for asked in (*prefill.strange, *decode.strange))
-    finally:
-        await prefill.stop()
-        await decode.stop()
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+async def test_a_plain_server_beside_pairs_that_lack_a_route_gets_it(path: str) -> None:
+    """pdlink's own engine has neither of them."""
+    async with (
+        fleet(Full(has_named=False)) as (plain,),
+        proxy_of([], [], both=[plain.url]) as proxy,
+        proxy.client.post(proxy.url + path, data=b'{"model": "m"}') as response,
+    ):
+        assert (response.status, await response.json()) == (200, {"path": path, "worker": plain.port})
 
 
 async def test_an_id_that_names_servers_is_not_passed_on(prefill: FakeWorker, decode: FakeWorker) -> None:

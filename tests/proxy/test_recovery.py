@@ -13,6 +13,7 @@ from pdlink_proxy.openai import CHAT, COMPLETIONS, parse
 from pdlink_proxy.recovery import Diverged, Recovery
 from pdlink_proxy.retries import RetryBudget
 
+from .fake_sglang import FakeSglang
 from .fake_vllm import FakeVllm
 from .fakes import DONE, FakeWorker, proxy_of, until
 
@@ -201,6 +202,30 @@ def test_an_answer_in_other_words_is_not_joined() -> None:
     recovery.go_on()
     with pytest.raises(Diverged):
         recovery.join(b'data: {"id":"b","choices":[{"index":0,"text":"ax"}]}\n\n')
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_a_greedy_stream_of_sglang_is_made_again_in_another_room(path: str) -> None:
+    prefill, bad, good = [await FakeSglang(mode).start() for mode in ("prefill", "decode", "decode")]
+    fields: dict[str, Any] = {"stream": True, "temperature": 0, "max_tokens": 5}
+    async with proxy_of([prefill], [bad, good], dialect="sglang") as proxy:
+        said = []
+        for lost_at in (None, 1, 3, 4):
+            bad.break_at = lost_at
+            for _ in range(2):
+                async with proxy.post(path, **fields) as response:
+                    said.append(_texts(chunks(await response.read())))
+        assert said == [{0: "0.0 0.1 0.2 0.3 0.4 "}] * 8
+        recovered = proxy.counted("fallbacks_total", kind="recovered")
+        assert recovered >= 1
+        rooms = [each.body["bootstrap_room"] for each in prefill.received]
+        assert len(set(rooms)) == len(rooms) == 8 + recovered
+        bad.break_at, good.break_at = 2, 2
+        async with proxy.post(path, **{**fields, "temperature": 0.5, "seed": 1}) as response:
+            assert "drawn at random" in chunks(await response.read())[-1]["error"]["message"]
+    for server in (prefill, bad, good):
+        assert server.strange == []
+        await server.stop()
 
 
 async def test_words_that_differ_from_those_of_a_dead_worker_blame_nobody(vllms: list[FakeVllm]) -> None:

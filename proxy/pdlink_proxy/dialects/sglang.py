@@ -27,13 +27,14 @@ import msgspec
 from pdlink.errors import WorkerKeyRefused
 
 from ..http_connection import HttpError
-from ..openai import CHAT, COMPLETIONS, GENERATE, sampling_of
+from ..openai import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, sampling_of
+from ..recovery import Resumes
 from ..rules import Rules
 from ..sse import rewritten
 from ..upstream import ask, post
 from .addresses import host_of
 from .base import Attempt, Dialect, Health, Known
-from .vllm import is_list, small_field
+from .vllm import answers_in_turns, is_list, small_field, unless_greedy
 
 if TYPE_CHECKING:
     from ..http_client import HttpClient
@@ -59,15 +60,19 @@ def _legs(call: Call, attempt: Attempt) -> tuple[bytes, bytes]:
         num = len(rids)
         rooms = [(room + i) & _MAX_ROOM for i in range(num)]
         fields = {"bootstrap_host": [host] * num, "bootstrap_port": [port] * num, "bootstrap_room": rooms}
-    fields["rid"] = rids
+    fields["request_id" if call.path == RESPONSES else "rid"] = rids
     both = {**call.fields, **fields}
     alone = {name: raw for name, raw in both.items() if name not in ("stream", "stream_options")}
+    if call.path == RESPONSES:
+        alone["store"] = False
     return msgspec.json.encode(alone), msgspec.json.encode(both)
 
 
 def _rids(call: Call, transfer_id: str) -> str | list[str]:
     """The ids of its prompts at both servers: one, or a list for a batch, also of one prompt."""
-    if call.path == CHAT or not is_list(call.prompt):
+    if call.path == RESPONSES:
+        return f"resp_{transfer_id}"  # the client is told this one
+    if call.path not in (COMPLETIONS, GENERATE) or not is_list(call.prompt):
         return transfer_id
     num = len(msgspec.json.decode(call.prompt, type=list[msgspec.Raw]))
     return [f"{transfer_id}_{index}" for index in range(num)]
@@ -76,6 +81,8 @@ def _rids(call: Call, transfer_id: str) -> str | list[str]:
 def _whole(call: Call) -> bool:
     """Several answers share one prompt, whose KV only one of them would get; log-probabilities of the prompt are made
     where it is computed."""
+    if call.path == RESPONSES and answers_in_turns(call):
+        return True
     answers = sampling_of(call).n if call.path == GENERATE else small_field(call, "n")
     if answers is not None and answers != 1:
         return True
@@ -227,8 +234,9 @@ SGLANG = Dialect(
     _look,
     _RULES,
     rules_of=_rules_of,
-    paths=(COMPLETIONS, CHAT, GENERATE),
+    paths=(COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE),
     whole=_whole,
+    resumes=Resumes(unless_greedy),
     key_as_bearer=True,
     key_setting=_KEY_SETTING,
     decode_computes=False,

@@ -29,7 +29,7 @@ import msgspec
 from pdlink.errors import WorkerKeyRefused
 from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the annotation at run time)
 
-from ..openai import CHAT, KV_PARAMS
+from ..openai import CHAT, COMPLETIONS, KV_PARAMS, MESSAGES, RESPONSES
 from ..recovery import Resumes
 from ..rules import Rules
 from ..sse import rewritten
@@ -52,6 +52,7 @@ NOT_FOR_PREFILL = frozenset(
         *("max_tokens", "max_completion_tokens", "min_tokens"),  # vLLM answers 400 to more min_tokens than max_tokens
         *("n", "best_of", "stream", "stream_options"),
         *("logprobs", "top_logprobs", "echo", "return_token_ids"),  # not needed: nobody reads this answer
+        *("background", "include", "max_output_tokens", "store"),  # of RESPONSES
         "seed",  # with a prompt computed in chunks it kills the engine on CPUs (docs/gotchas.md)
     )
 )
@@ -77,28 +78,36 @@ _GRAMMARS = frozenset(("response_format", "structured_outputs"))
 """A completion's prompt does not depend on these, and compiling them delays the request."""
 
 
-def prefill_body(call: Call, params: object, without: frozenset[str], **more: object) -> bytes:
+_LIMITS = {COMPLETIONS: "max_tokens", CHAT: "max_completion_tokens"} | {
+    RESPONSES: "max_output_tokens",
+    MESSAGES: "max_tokens",
+}
+
+
+def prefill_body(call: Call, params: Mapping[str, object], without: frozenset[str], **more: object) -> bytes:
     """The same prompt, one token, in one piece."""
     fields: dict[str, Any] = {name: raw for name, raw in call.fields.items() if name not in without}
-    limit = "max_completion_tokens" if call.path == CHAT else "max_tokens"
-    return msgspec.json.encode({**fields, **more, limit: 1, KV_PARAMS: params})
+    if call.path == RESPONSES:
+        more["store"] = False
+    if call.path == MESSAGES:  # else vLLM refuses a budget of thinking that is above the one token
+        params = {**params, "do_remote_decode": True}
+    return msgspec.json.encode({**fields, **more, _LIMITS[call.path]: 1, KV_PARAMS: params})
 
 
 def _legs(call: Call, attempt: Attempt) -> tuple[bytes, bytes]:
     transfer: dict[str, Any] = {"transfer_id": attempt.transfer_id}
     ranks = {"decode_ranks": attempt.decode_ranks} if attempt.decode_ranks is not None else {}
-    without = _SAMPLING if call.path == CHAT else _SAMPLING | _GRAMMARS
+    without = _SAMPLING | _GRAMMARS if call.path == COMPLETIONS else _SAMPLING
+    to_prefill = {**transfer, "leg": "prefill", "num_prompts": num_prompts(call), **ranks}
     return (
-        prefill_body(
-            call, {**transfer, "leg": "prefill", "num_prompts": num_prompts(call), **ranks}, without, temperature=0
-        ),
+        prefill_body(call, to_prefill, without, temperature=0),
         call.with_params({**transfer, "leg": "decode", "prefill": attempt.prefill}),
     )
 
 
 def num_prompts(call: Call) -> int:
     """Number of prompts in this request, so that prefill knows when all have arrived."""
-    prompt = b"" if call.path == CHAT else bytes(call.fields["prompt"])
+    prompt = bytes(call.fields["prompt"]) if call.path == COMPLETIONS else b""
     return len(msgspec.json.decode(prompt, type=list[msgspec.Raw])) if is_list(prompt) else 1
 
 
@@ -125,6 +134,8 @@ def needs_all_of_it(call: Call) -> bool:
     is asked for nothing else; beams make requests of their own; a truncated prompt may be cut differently for a leg
     with another `max_tokens`; embeddings have no token ids to know them by.
     """
+    if call.path == RESPONSES and answers_in_turns(call):
+        return True
     if small_field(call, "prompt_logprobs") is not None or small_field(call, "max_tokens") == 0:
         return True
     if small_field(call, "echo") and small_field(call, "logprobs") is not None:
@@ -134,6 +145,23 @@ def needs_all_of_it(call: Call) -> bool:
         or small_field(call, "truncate_prompt_tokens") is not None
         or bytes(call.fields.get("prompt_embeds", b"null")) != b"null"
     )
+
+
+class _Tool(msgspec.Struct):
+    type: str = ""
+
+
+def answers_in_turns(call: Call) -> bool:
+    """Of RESPONSES: whether it depends on what its server keeps or does between turns, or is cut to its length."""
+    if small_field(call, "background") or bytes(call.fields.get("truncation", b"null")) == b'"auto"':
+        return True
+    if bytes(call.fields.get("previous_response_id", b"null")) != b"null":
+        return True
+    try:
+        tools = msgspec.json.decode(call.fields.get("tools", b"null"), type=list[_Tool] | None)
+    except (ValueError, RecursionError):
+        return False  # the worker refuses it
+    return any(tool.type != "function" for tool in tools or ())
 
 
 def for_one_reader(call: Call) -> bool:
@@ -163,6 +191,10 @@ class _Details(msgspec.Struct):
 
 class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    """Of RESPONSES."""
+    cache_read_input_tokens: int | None = None
+    """Of MESSAGES."""
 
 
 class _Answer(msgspec.Struct):
@@ -171,11 +203,14 @@ class _Answer(msgspec.Struct):
     @property
     def cached_tokens(self) -> int:
         """0 if missing: vLLM leaves out empty details."""
-        details = self.usage and self.usage.prompt_tokens_details
-        return (details and details.cached_tokens) or 0
+        if self.usage is None:
+            return 0
+        details = self.usage.prompt_tokens_details or self.usage.input_tokens_details
+        return (details and details.cached_tokens) or self.usage.cache_read_input_tokens or 0
 
 
 _CACHED_MARK, _PARAMS_MARK = b'"prompt_tokens_details":{', b'"kv_transfer_params":{'
+_MARKS = (_CACHED_MARK, b'"input_tokens_details":{', b'"cache_read_input_tokens":')
 """Found as fields only: quotes in generated text are escaped, and vLLM writes no spaces here."""
 
 
@@ -196,7 +231,23 @@ def _merged_object(prefill_answer: bytes, document: bytes) -> bytes:
     if usage and isinstance(details := usage.get("prompt_tokens_details"), dict):
         details["cached_tokens"] = said.cached_tokens
         fields["usage"] = {**usage, "prompt_tokens_details": details if prefill_answer else None}
+    elif usage:
+        fields["usage"] = _with_cached(usage, said.cached_tokens)
+    for name in ("response", "message"):  # of an event of RESPONSES, of MESSAGES
+        if (inner := bytes(fields.get(name, b"")))[:1] == b"{":
+            fields[name] = msgspec.Raw(_merged_object(prefill_answer, inner))
     return msgspec.json.encode(fields)
+
+
+def _with_cached(usage: dict[str, Any], cached_tokens: int) -> dict[str, Any]:
+    """The usage of RESPONSES or MESSAGES. Of a message the tokens that are cached are not in `input_tokens`."""
+    if isinstance(details := usage.get("input_tokens_details"), dict):
+        return {**usage, "input_tokens_details": {**details, "cached_tokens": cached_tokens}}
+    read = usage.get("cache_read_input_tokens")
+    if not isinstance(read, int) or not isinstance(usage.get("input_tokens"), int):
+        return usage
+    total = usage["input_tokens"] + read
+    return {**usage, "input_tokens": max(0, total - cached_tokens), "cache_read_input_tokens": cached_tokens}
 
 
 class _Params(msgspec.Struct):
@@ -230,14 +281,15 @@ def _params(body: bytes) -> _Params | None:
 
 
 def _merge_answer(prefill_answer: bytes, answer: bytes) -> bytes:
-    if _CACHED_MARK in answer or _PARAMS_MARK in answer:
+    if _PARAMS_MARK in answer or any(mark in answer for mark in _MARKS):
         return _merged_object(prefill_answer, answer)
     return answer
 
 
 def _merge_events(prefill_answer: bytes, events: bytes) -> bytes:
-    if _CACHED_MARK in events:
-        return rewritten(events, _CACHED_MARK, lambda document: _merged_object(prefill_answer, document))
+    for mark in _MARKS:
+        if mark in events:
+            return rewritten(events, mark, lambda document: _merged_object(prefill_answer, document))
     return events
 
 
@@ -275,8 +327,9 @@ async def look(asking: Asking, known: Known) -> Health | str:
     return Health("ok", name, epoch, None, names[0], None, aliases=tuple(names[1:]))
 
 
-def _refusal(call: Call) -> str:
-    """vLLM's generators of random numbers depend on all that was drawn before in one process."""
+def unless_greedy(call: Call) -> str:
+    """Why another server would answer something else: the random numbers of vLLM and SGLang depend on all that was
+    drawn before in one process."""
     greedy = small_field(call, "temperature") == 0
     return "" if greedy else "its tokens are drawn at random; send temperature 0 for streams that go on elsewhere"
 
@@ -292,8 +345,9 @@ VLLM = Dialect(
         merge_answer=_merge_answer,
         merge_events=_merge_events,
     ),
+    paths=(COMPLETIONS, CHAT, RESPONSES, MESSAGES),
     whole=needs_all_of_it,
-    resumes=Resumes(_refusal),
+    resumes=Resumes(unless_greedy),
     kv_path=_kv_path,
     told=_told,
     key_as_bearer=True,
