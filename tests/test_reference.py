@@ -62,3 +62,9 @@ def test_bash_completes_a_command(tmp_path: Path) -> None:
     )
     found = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.split() == ["doctor"], found.stderr
+
+
+def test_every_setting_says_what_it_is() -> None:
+    rows = [line for line in (ROOT / "docs/settings.md").read_text().splitlines() if line.startswith("| `")]
+    assert len(rows) > 250
+    assert [row for row in rows if not row.strip("|").split("|")[-1].strip()] == []

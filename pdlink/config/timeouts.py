@@ -48,5 +48,8 @@ class PatientTimeouts(TimeoutConfig):
     """
 
     peer_s: Seconds = 10.0
+    """A peer that has not been heard for this long is lost."""
     connect_s: Seconds = 10.0
+    """Handshake, from the first message to the data connection."""
     lease_s: Seconds = 30.0
+    """How long a promise about memory holds without a sign of life from the other side."""

@@ -32,6 +32,7 @@ class ConnectorSettings(BaseModel):
     """Unique in the deployment; None takes the engine id that vLLM makes. Data-parallel ranks after the first add
     `/dp1` and so on, shards their number."""
     control_host: str = "127.0.0.1"
+    """Address that other servers dial, and that the tcp transport listens on."""
     control_port: Port = 0
     """ZeroMQ. Shard s (rank s, unless `shards` says otherwise) listens on `control_port` + s; the proxy tells it to
     decode servers, so prefill servers need it. 0 takes free ones."""
