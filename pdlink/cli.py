@@ -13,6 +13,7 @@ from pdlink.commands import runs
 from pdlink.commands.parser import Parser
 from pdlink.commands.words import BENCHMARKS, DESCRIPTIONS, FLAGS, SETTINGS_HELP
 from pdlink.config.proxy import DialectName
+from pdlink.config.up import ENGINES
 from pdlink.errors import ConfigError, PdlinkError
 from pdlink.extras import needed
 
@@ -111,7 +112,7 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
         const=True,
         help="one store process that all workers share, instead of one in each",
     )
-    up.add_argument("--engine", choices=["builtin", "vllm"], help="what the workers run (builtin)")
+    up.add_argument("--engine", choices=["builtin", *ENGINES], help="what the workers run (builtin)")
     ray = commands.add_parser("ray", help="a deployment whose workers run on a Ray cluster")
     ray.set_defaults(run=lambda _: _no_command(ray))
     _add_log_behind(ray)

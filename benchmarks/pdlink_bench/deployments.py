@@ -11,17 +11,23 @@ import urllib.request
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pdlink.config import ProxyConfig, VllmConfig, WorkerConfig
+from pdlink.config import ProxyConfig, SglangServersConfig, VllmConfig, WorkerConfig
 from pdlink.errors import PdlinkError
-from pdlink.serve import up, vllm
+from pdlink.serve import sglang, up, vllm
+from pdlink.serve.servers import Server
 
-from . import resting
+from . import resting, sglang_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
 CPU_ARGS = ("--enforce-eager", "--max-num-batched-tokens", "8192", "--block-size", "128")
+SGLANG_CPU_ARGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none", "--disable-overlap-schedule", "--skip-server-warmup", "--page-size", "16"),
+    *("--max-total-tokens", "32768", "--chunked-prefill-size", "8192", "--watchdog-timeout", "600"),
+)
 CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -52,9 +58,10 @@ class Options:
     """Tokens of the longest prompt and its answer."""
     model: str | None = None
     """None writes one."""
-    vllm: str | None = None
-    vllm_args: tuple[str, ...] | None = None
-    """None is CPU_ARGS."""
+    executable: str | None = None
+    """The command of another engine; None looks for it."""
+    args: tuple[str, ...] | None = None
+    """Of another engine's servers; None is those for CPUs."""
     dtype: str = "bfloat16"
     rest: bool = False
     """Whether threads of vLLM and NIXL that spin while they wait are to sleep (`resting.py`)."""
@@ -65,7 +72,7 @@ class Deployment:
     """One system. Its servers and its proxy are children of this process, each in a group of its own."""
 
     name: str
-    children: list[up.Child | vllm.Server] = field(default_factory=list)
+    children: list[up.Child | Server] = field(default_factory=list)
     model: str = MODEL
 
     @property
@@ -105,9 +112,7 @@ def launch(names: Sequence[str], options: Options, into: list[Deployment]) -> No
         for name in names:
             deployment = Deployment(name)
             into.append(deployment)
-            settings = (
-                _start_vllm(deployment, options) if options.engine == "vllm" else _start_own(deployment, options)
-            )
+            settings = _START[options.engine](deployment, options)
             for child in deployment.children:
                 child.wait_ready(START_TIMEOUT_S)
             urls = {child.role: [child.facts["url"]] for child in deployment.children}
@@ -123,7 +128,7 @@ def launch(names: Sequence[str], options: Options, into: list[Deployment]) -> No
 
 def _start_vllm(deployment: Deployment, options: Options) -> dict[str, Any]:
     model = options.model or _checkpoint(options.directory / "model")
-    args = options.vllm_args if options.vllm_args is not None else CPU_ARGS
+    args = options.args if options.args is not None else CPU_ARGS
     config = VllmConfig(
         connector=deployment.name,  # type: ignore[arg-type]  # the command line offers no other
         model_name=MODEL,
@@ -132,17 +137,17 @@ def _start_vllm(deployment: Deployment, options: Options) -> dict[str, Any]:
         control_port=0,
         args=("--dtype", options.dtype, "--max-model-len", str(max(8192, options.longest)), *args),
         environment={
-            **(CPU_ENVIRONMENT if options.vllm_args is None else {}),
+            **(CPU_ENVIRONMENT if options.args is None else {}),
             **(resting.environment(options.directory) if options.rest else {}),
         },
-        transfer_config={"kv_buffer_device": "cpu"} if options.vllm_args is None else {},
+        transfer_config={"kv_buffer_device": "cpu"} if options.args is None else {},
         connector_config={"timeouts": PATIENT} if deployment.name == "pdlink" else NIXL_PATIENT,
         on_transfer_failure="fail",  # a request that went another way must not be counted
     )
     log_dir = options.log_dir / deployment.name
     log_dir.mkdir(parents=True, exist_ok=True)
-    plans = vllm.plan(config, 1, 1, executable=vllm.find_executable(options.vllm), model=model)
-    deployment.children.extend(vllm.Server(plan, log_dir) for plan in plans)
+    plans = vllm.plan(config, 1, 1, executable=vllm.find_executable(options.executable), model=model)
+    deployment.children.extend(Server(plan, log_dir) for plan in plans)
     return vllm.proxy_settings(config, plans)
 
 
@@ -163,6 +168,33 @@ def _start_own(deployment: Deployment, options: Options) -> dict[str, Any]:
         )
         deployment.children.append(up.start(role, role, config.model_dump(mode="json")))
     return {}
+
+
+def _start_sglang(deployment: Deployment, options: Options) -> dict[str, Any]:
+    model = options.model or _checkpoint(options.directory / "model")
+    on_cpu = options.args is None
+    own = sglang_cpu.environment() if on_cpu else {}
+    config = SglangServersConfig(
+        backend=deployment.name,  # type: ignore[arg-type]  # the command line offers no other
+        model_name=MODEL,
+        prefill_port=0,
+        decode_port=0,
+        bootstrap_port=0,
+        args=("--dtype", options.dtype, "--context-length", str(max(8192, options.longest) + 64))
+        + ("--disable-radix-cache",)
+        + (SGLANG_CPU_ARGS if options.args is None else options.args),
+        decode_args=("--disaggregation-decode-retraction-backup", "cpu_tensor") if on_cpu else (),
+        environment=(resting.environment(options.directory, own) if options.rest else own)
+        | {f"PDLINK_TIMEOUTS__{name.upper()}": str(seconds) for name, seconds in PATIENT.items()},
+    )
+    log_dir = options.log_dir / deployment.name
+    log_dir.mkdir(parents=True, exist_ok=True)
+    plans = sglang.plan(config, 1, 1, executable=sglang.find_executable(options.executable), model=model)
+    deployment.children.extend(Server(plan, log_dir) for plan in plans)
+    return sglang.proxy_settings(plans)
+
+
+_START = {"vllm": _start_vllm, "sglang": _start_sglang, "builtin": _start_own}
 
 
 def _checkpoint(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""A vLLM plugin for servers that share few cores: spinning threads sleep instead.
+"""A plugin of vLLM and SGLang for servers that share few cores: spinning threads sleep instead.
 
 Prefill and decode are meant for separate machines. On one machine with few cores spinning threads take the cores of
 computing ones, so a benchmark would measure the kernel's scheduler. Two kinds are known (vLLM 0.32, nixl 1.5.1):
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from pdlink.config import environment_with
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 FEW_CORES = 8
@@ -29,7 +30,9 @@ def rest():
     def __init__(self, is_reader, context, notify_address, busy_loop_s=0.0):
         shipped(self, is_reader, context, notify_address, busy_loop_s=0.001)
     SpinCondition.__init__ = __init__
+    rest_nixl()
 
+def rest_nixl():
     try:
         from nixl import _bindings
     except ImportError:
@@ -40,6 +43,12 @@ def rest():
     _bindings.nixlAgentConfig = RestingConfig
 """
 
+_ENTRY_POINTS = """[vllm.general_plugins]
+resting = pdlink_resting:rest
+[sglang.srt.plugins]
+resting = pdlink_resting:rest_nixl
+"""
+
 
 def plugin(folder: Path) -> Path:
     """Writes the plugin below `folder`; what is returned goes on PYTHONPATH, and must stay while servers start."""
@@ -48,12 +57,12 @@ def plugin(folder: Path) -> Path:
     about.mkdir(parents=True, exist_ok=True)
     (home / "pdlink_resting.py").write_text(_PLUGIN, encoding="utf-8")
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: pdlink-resting\nVersion: 1\n", encoding="utf-8")
-    (about / "entry_points.txt").write_text("[vllm.general_plugins]\nresting = pdlink_resting:rest\n", "utf-8")
+    (about / "entry_points.txt").write_text(_ENTRY_POINTS, "utf-8")
     return home
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """What makes a vLLM server rest that otherwise has this process's environment: `plugin` before its path."""
+def environment(folder: Path, others: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What makes a server rest that otherwise has this process's environment and `others`."""
     home = plugin(folder)
-    before = environment_with({}).get("PYTHONPATH")
-    return {"PYTHONPATH": f"{home}{os.pathsep}{before}" if before else str(home)}
+    before = environment_with(others or {}).get("PYTHONPATH")
+    return {**(others or {}), "PYTHONPATH": f"{home}{os.pathsep}{before}" if before else str(home)}

@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress
 
-SYSTEMS = {"vllm": ("pdlink", "nixl", "nixl-push"), "builtin": ("pdlink",)}
+SYSTEMS = {
+    "vllm": ("pdlink", "nixl", "nixl-push"),
+    "sglang": ("pdlink", "nixl"),
+    "builtin": ("pdlink",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +180,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--system",
         action="append",
         choices=SYSTEMS["vllm"],
-        help="repeat for several; default pdlink and, with vLLM, nixl. Each is two servers, and all are in memory",
+        help="repeat for several; default pdlink and, with vLLM or SGLang, nixl. Each is two servers in memory",
     )
     parser.add_argument(
         "--model", metavar="DIR", help="default: a Llama of 16 layers, hidden size 512, written on the spot"
     )
-    parser.add_argument("--vllm", metavar="FILE", help="the `vllm` command, if it is in another environment")
-    parser.add_argument(
-        "--vllm-arg", action="append", metavar="ARG", help="of `vllm serve`, instead of those for CPUs; repeatable"
-    )
+    for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        parser.add_argument(f"--{engine}", metavar="FILE", help=f"the `{engine}` command, if {name} is elsewhere")
+        parser.add_argument(
+            f"--{engine}-arg", action="append", metavar="ARG", help="of its servers, not those for CPUs; repeatable"
+        )
     parser.add_argument("--dtype", default="bfloat16", help="default %(default)s")
     parser.add_argument(
         "--tokens", type=positive, nargs="+", default=list(how.lengths), metavar="N", help="prompt lengths"
@@ -202,7 +207,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let vLLM's and NIXL's threads sleep where they would spin, in all systems alike; the default with "
         f"fewer than {resting.FEW_CORES} cores, which they would take from the threads that compute",
     )
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the output of vLLM's servers here")
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the output of the servers here")
     harness.add_output_arguments(parser, draws=True)
 
 
@@ -225,15 +230,18 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
         rounds=args.rounds,
         parallel=args.parallel,
         batch=args.batch,
-        rest=args.rest and args.engine == "vllm",
+        rest=args.rest and args.engine != "builtin",
     )
-    names = tuple(args.system or ("pdlink", "nixl")) if args.engine == "vllm" else ("pdlink",)
+    names = tuple(args.system or SYSTEMS[args.engine][:2])
+    if strange := set(names) - set(SYSTEMS[args.engine]):
+        raise SystemFailed(f"--system: got {min(strange)}; limit {', '.join(SYSTEMS[args.engine])} of {args.engine}")
+    more = getattr(args, f"{args.engine}_arg", None)
     longest = settings.lengths[-1] + settings.answer_tokens
     deployments: list[Deployment] = []
     with tempfile.TemporaryDirectory(prefix="pdlink-bench-") as directory:
         options = Options(
-            args.engine, Path(directory), args.log_dir or Path(directory), longest, model=args.model, vllm=args.vllm,
-            vllm_args=tuple(args.vllm_arg) if args.vllm_arg else None, dtype=args.dtype,
+            args.engine, Path(directory), args.log_dir or Path(directory), longest, model=args.model,
+            executable=getattr(args, args.engine, None), args=tuple(more) if more else None, dtype=args.dtype,
             rest=settings.rest,
         )  # fmt: skip
         try:

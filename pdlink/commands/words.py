@@ -50,7 +50,7 @@ ends, until Ctrl-C. Without --model a small model with random weights is made: n
 
   pdlink up                                  one prefill and one decode worker
   pdlink up --prefill 2 --decode 3 --model DIR_OR_HUB_ID
-  pdlink up --engine vllm --model DIR_OR_HUB_ID
+  pdlink up --engine vllm --model DIR_OR_HUB_ID         or --engine sglang
 """,
     "ray up": """\
 Start prefill and decode workers on the nodes of a Ray cluster, each as a process that an actor keeps, and beside this

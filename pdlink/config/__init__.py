@@ -28,6 +28,7 @@ from pdlink.config.ray import RayUpConfig
 from pdlink.config.section import Port, Role, Seconds, Section, is_loopback
 from pdlink.config.security import SecurityConfig, check_private, read_private, read_secrets
 from pdlink.config.sglang import SglangConfig
+from pdlink.config.sglang_servers import SglangServersConfig
 from pdlink.config.store import StoreConfig
 from pdlink.config.tiers import TiersConfig
 from pdlink.config.timeouts import PatientTimeouts, TimeoutConfig
@@ -53,6 +54,7 @@ __all__ = [
     "Section",
     "SecurityConfig",
     "SglangConfig",
+    "SglangServersConfig",
     "SharingConfig",
     "StoreConfig",
     "TiersConfig",

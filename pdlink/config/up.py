@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from pdlink.config.log import LogConfig
 from pdlink.config.proxy import ProxyConfig
 from pdlink.config.section import Section, no_use
+from pdlink.config.sglang_servers import SglangServersConfig
 from pdlink.config.store import StoreConfig
 from pdlink.config.tiers import of_a_store
 from pdlink.config.tracing import TracingConfig
@@ -16,18 +17,23 @@ from pdlink.config.vllm import VllmConfig
 from pdlink.config.worker import WorkerConfig
 
 SIDES = ("prefill", "decode")
+ENGINES = ("vllm", "sglang")
+"""Others than our own, each with a section of its name."""
 
 
 class UpConfig(Section):
     """`pdlink up`: a whole deployment on this machine."""
 
-    engine: Literal["builtin", "vllm"] = "builtin"
-    """What the workers run: pdlink's own engine as `prefill` and `decode` say, or vLLM as `vllm` says."""
+    engine: Literal["builtin", "vllm", "sglang"] = "builtin"
+    """What the workers run: pdlink's own engine as `prefill` and `decode` say, vLLM as `vllm` says, or SGLang as
+    `sglang` says."""
     model: str | None = None
     """Local directory or hub id of the model of every worker, in place of `prefill.model.path` and
-    `decode.model.path`, or of `vllm.model`."""
+    `decode.model.path`, or of `vllm.model` or `sglang.model`."""
     vllm: VllmConfig = VllmConfig()
     """vLLM's servers."""
+    sglang: SglangServersConfig = SglangServersConfig()
+    """SGLang's servers."""
     proxy: ProxyConfig = ProxyConfig()
     """The proxy. Which workers there are, and what they run, is not asked here: `pdlink up` knows."""
     prefill: WorkerConfig = WorkerConfig(role="prefill")
@@ -41,7 +47,7 @@ class UpConfig(Section):
     """That process."""
     tracing: TracingConfig = TracingConfig()
     """Spans of all processes, where `proxy.tracing`, `prefill.tracing` or `decode.tracing` say nothing else; with
-    engine: vllm, of the proxy. vLLM has --otlp-traces-endpoint for its own, in `vllm.args`."""
+    another engine, of the proxy: vLLM and SGLang have --otlp-traces-endpoint for their own, in `args`."""
     log: LogConfig = LogConfig()
     """Lines on standard error, of all processes, where `proxy.log`, `prefill.log`, `decode.log` or `store.log` say
     nothing else."""
@@ -53,6 +59,13 @@ class UpConfig(Section):
     """A process that has ended is started again until it runs; so many failures in a row end the whole deployment.
     None tries for ever, at most 30 s apart."""
 
+    @property
+    def servers(self) -> VllmConfig | SglangServersConfig | None:
+        """The section of another engine; None for our own."""
+        if self.engine == "vllm":
+            return self.vllm
+        return self.sglang if self.engine == "sglang" else None
+
     @model_validator(mode="before")
     @classmethod
     def _handed_down(cls, data: Any) -> Any:
@@ -62,7 +75,7 @@ class UpConfig(Section):
             return data
         sides = {side: {"role": side, **data[side]} for side in SIDES if isinstance(data.get(side), dict)}
         data, model = {**data, **sides}, data.get("model")
-        ours = ("proxy",) if data.get("engine") == "vllm" else ("proxy", *SIDES)
+        ours = ("proxy",) if data.get("engine") in ENGINES else ("proxy", *SIDES)
         kept = ("store",) if data.get("share_store") else ()
         for name, parts in (("tracing", ours), ("log", (*ours, *kept))):
             for part in parts if data.get(name) is not None else ():
@@ -71,8 +84,9 @@ class UpConfig(Section):
                     data[part] = {name: data[name], **below}
         if model is None:
             return data
-        if data.get("engine") == "vllm":
-            return {**data, "vllm": _with_model(data.get("vllm", {}), "model", "vllm.", model)}
+        engine = data.get("engine")
+        if engine in ENGINES:
+            return {**data, engine: _with_model(data.get(engine, {}), "model", f"{engine}.", model)}
         for side in SIDES:
             worker = data.get(side, {"role": side})
             if isinstance(worker, dict):
@@ -82,15 +96,18 @@ class UpConfig(Section):
 
     @model_validator(mode="after")
     def _used(self) -> UpConfig:
-        if self.engine == "vllm":
-            for side in SIDES:
-                no_use(self, "", (side,), "is of engine: builtin, and engine is vllm, whose servers `vllm` describes")
-        else:
-            no_use(self, "", ("vllm",), "is of engine: vllm, and engine is builtin")
+        for engine in ENGINES:
+            if engine != self.engine:
+                no_use(self, "", (engine,), f"is of engine: {engine}, and engine is {self.engine}")
+        if self.servers is not None:
+            reason = f"is of engine: builtin, and engine is {self.engine}, whose servers `{self.engine}` describes"
+            no_use(self, "", SIDES, reason)
         if not self.share_store:
             no_use(self, "", ("store",), "is of share_store, which is off")
-        elif self.engine == "vllm":
-            raise ValueError("share_store: is of engine: builtin, and engine is vllm; start `pdlink store` beside it")
+        elif self.servers is not None:
+            raise ValueError(
+                f"share_store: is of engine: builtin, and engine is {self.engine}; start `pdlink store` beside it"
+            )
         else:
             for side in SIDES:
                 tiers, reason = getattr(self, side).tiers, "is of a worker's own store, and share_store is on"

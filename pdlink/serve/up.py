@@ -1,10 +1,10 @@
 """`pdlink up`: prefill workers, decode workers and a proxy as child processes of this one.
 
 Each child gets its settings through a socket and reports on it when it is ready. The child ends when the socket ends,
-so none outlives this process, even after SIGKILL. (vLLM's servers: `serve/vllm.py`.) A dead worker is restarted on
-the same ports (`serve/keeper.py`), and nothing else: its peers recognise the new epoch. This process binds the ports
-first and keeps them bound, without listening: a taken port shows before any model is loaded, and no other process
-gets one while its worker is away.
+so none outlives this process, even after SIGKILL. (Servers of other engines: `serve/engines.py`.) A dead worker is
+restarted on the same ports (`serve/keeper.py`), and nothing else: its peers recognise the new epoch. This process
+binds the ports first and keeps them bound, without listening: a taken port shows before any model is loaded, and no
+other process gets one while its worker is away.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdlink.serve import engines
 from pdlink.serve.keeper import ChildFailed, Keeper, how_it_ended, log
 from pdlink.serve.process import bind
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from pdlink.config import UpConfig, WorkerConfig
-    from pdlink.serve.vllm import Server
+    from pdlink.serve.servers import Server
 
 __all__ = ["START_TIMEOUT_S", "Child", "ChildFailed", "log", "start", "stop", "up"]
 
@@ -197,9 +196,10 @@ def up(config: UpConfig, say: Callable[[str], None]) -> None:
             proxy_port = _hold(held, config.proxy.host, config.proxy.port, "proxy.port")
             settings = {**config.proxy.model_dump(mode="json"), "port": proxy_port}
             timeout_s = START_TIMEOUT_S
-            if config.engine == "vllm":
-                timeout_s = config.vllm.start_timeout_s
-                settings |= _start_vllm(config, workers, held)
+            servers = config.servers
+            if servers is not None:
+                timeout_s = servers.start_timeout_s
+                settings |= engines.start(config, servers, workers, held, _hold)
             else:
                 _start_own(config, stores, workers, held)
             _await_all([*stores, *workers], timeout_s)
@@ -307,36 +307,12 @@ def _start_own(
     workers.extend(start(label, side, settings) for label, side, settings in plans)
 
 
-def _start_vllm(config: UpConfig, children: list[Child | Server], held: contextlib.ExitStack) -> dict[str, Any]:
-    """Start vLLM's servers; returns the proxy's settings for them. held: closed after they end."""
-    from pdlink.serve import vllm
-
-    executable = vllm.find_executable(config.vllm.executable)
-    directory = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="pdlink-vllm-")))
-    model = config.vllm.model
-    if model is None:
-        from pdlink.serve.checkpoint import write_checkpoint
-
-        log.info("writing a small model")
-        model = str(directory / "model")
-        write_checkpoint(Path(model))
-    log_dir = Path(config.vllm.log_dir or directory)
-    log_dir.mkdir(parents=True, exist_ok=True)
-    plans = vllm.plan(config.vllm, config.num_prefill, config.num_decode, executable=executable, model=model)
-    with contextlib.ExitStack() as tried:  # vLLM finds a taken port after it has loaded the model
-        for plan in plans:
-            port = int(plan.url.rsplit(":", 1)[1])
-            _hold(tried, config.vllm.host, port, f"vllm.{plan.role}_port")
-    log.info("vLLM's own output: %s/*.log", log_dir)
-    children.extend(vllm.Server(plan, log_dir) for plan in plans)  # one by one, so that a failure ends earlier ones
-    return vllm.proxy_settings(config.vllm, plans)
-
-
 def _picture(config: UpConfig, children: list[Child | Server], took_s: float) -> str:
     """All children with their addresses, and a line to try it with."""
     proxy = children[-1].facts["url"]
-    if config.engine == "vllm":
-        model, how = config.vllm.model_name, f"vLLM with {config.vllm.connector}'s connector"
+    servers = config.servers
+    if servers is not None:
+        model, how = servers.model_name, engines.describe(servers)
     else:
         facts = children[0].facts
         model, how = facts["model"], f"KV over {' or '.join(facts['transports'])}"
@@ -344,7 +320,7 @@ def _picture(config: UpConfig, children: list[Child | Server], took_s: float) ->
     for child in children:
         control = child.facts.get("control", "")
         lines.append(f"  {child.label:<12}{child.facts['url']:<28}{control and 'control ' + control}")
-    if config.model is None and config.engine != "vllm":
+    if config.model is None and servers is None:
         lines += ["", "The model has random weights, so its text is noise; what counts is that its KV crosses."]
     body = json.dumps({"model": model, "prompt": "The KV cache crosses over", "max_tokens": 32, "stream": True})
     lines += [

@@ -27,9 +27,10 @@ from pdlink.config import ProxyConfig, RayUpConfig, StoreConfig, UpConfig, Worke
 from pdlink.config.proxy import OF_JOINING
 from pdlink.config.store import OF_PEERS
 from pdlink.config.tiers import OF_A_WORKER
+from pdlink.config.up import ENGINES
 from pdlink.engine import places
 from pdlink.launch import ray_up
-from pdlink.serve import check, checkpoint, roles, up, vllm
+from pdlink.serve import check, checkpoint, engines, roles, sglang, up, vllm
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,6 +60,8 @@ VALUES: dict[str, Any] = {
     "transport.sharing.peer_window_nbytes": 8 * 2**20,
     "request_timeout_s": 2000.0,
     "vllm.prefill_ranks": 3,
+    "sglang.prefill_ranks": 3,
+    "sglang.environment": {"A": "b"},
     "vllm.transfer_config": {"kv_buffer_device": "cpu"},
     "vllm.environment": {"A": "b"},
     "vllm.connector_config": {"a": 1},
@@ -209,6 +212,10 @@ class Started:
             self.children.append((label, role, plain(settings)))
             return SimpleNamespace(label=label, role=role, facts={"url": f"http://{label}"})
 
+        def program(name: str, _: str, configured: str | None) -> str:
+            self.executable.append(configured)
+            return configured or name
+
         def server(plan: Any, log_dir: Path) -> Any:
             self.servers.append((asdict(plan), log_dir))
             return SimpleNamespace(label=plan.label, role=plan.role, facts={"url": plan.url})
@@ -219,10 +226,6 @@ class Started:
                 raise up._Stopped
             return None
 
-        def executable(configured: str | None) -> str:
-            self.executable.append(configured)
-            return configured or "vllm"
-
         monkeypatch.setattr(up, "start", start)
         monkeypatch.setattr(up, "stop", lambda *_: None)
         monkeypatch.setattr(up, "Keeper", keeper)
@@ -230,9 +233,10 @@ class Started:
         monkeypatch.setattr(up, "_await_all", lambda _, timeout_s: self.waited_s.append(timeout_s))
         monkeypatch.setattr("signal.signal", lambda *_: None)
         monkeypatch.setattr(places, "find_model", lambda _: False)
-        monkeypatch.setattr(vllm, "Server", server)
-        monkeypatch.setattr(vllm, "find_executable", executable)
-        monkeypatch.setattr(vllm, "free_ports", lambda _: 40000)
+        monkeypatch.setattr(engines, "Server", server)
+        for engine in (vllm, sglang):
+            monkeypatch.setattr(engine, "find_program", program)
+            monkeypatch.setattr(engine, "free_ports", lambda _: 40000)
         monkeypatch.setattr(up, "_hold", lambda _, host, port, setting: port)
         monkeypatch.setattr(checkpoint, "write_checkpoint", lambda *_: None)
         monkeypatch.setattr("tempfile.TemporaryDirectory", lambda **_: contextlib.nullcontext("/tmp/pdlink"))
@@ -281,7 +285,7 @@ def test_every_setting_arrives_at_a_role(
 
 
 @WAYS
-@pytest.mark.parametrize("engine", ["builtin", "vllm"])
+@pytest.mark.parametrize("engine", ["builtin", *ENGINES])
 def test_every_setting_of_up_arrives_at_its_processes(
     engine: str, way: Way, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,17 +307,18 @@ def test_every_setting_of_up_arrives_at_its_processes(
         side, _, below = dotted.partition(".")
         if side in ("prefill", "decode", "proxy", "store"):
             found = started.of_role(side)
-            assert found or (engine, dotted) == ("vllm", "prefill.role"), dotted  # which it is anyway
+            assert found or engine in ENGINES and dotted == "prefill.role", dotted  # which it is anyway
             assert all(at(settings, below) == plain(value) for settings in found), dotted
         else:
             assert started.described() != usual.described(), f"{dotted} = {value!r} changes nothing"
     made = {f"proxy.{name}" for name in ("prefill", "decode", "dialect", "control", "decode_ranks", "notify")}
-    if engine == "vllm":
-        others = {dotted for dotted in settings_of(UpConfig) if dotted.startswith(("prefill.", "decode."))}
+    strange = tuple(f"{other}." for other in ENGINES if other != engine)
+    if engine in ENGINES:
+        others = {dotted for dotted in settings_of(UpConfig) if dotted.startswith(("prefill.", "decode.", *strange))}
         others -= {"prefill.role"}  # it is the role it has anyway
         others |= {"share_store"} | {dotted for dotted in settings_of(UpConfig) if dotted.startswith("store.")}
     else:
-        others = {dotted for dotted in settings_of(UpConfig) if dotted.startswith("vllm.")}
+        others = {dotted for dotted in settings_of(UpConfig) if dotted.startswith(strange)}
         others |= {f"store.tiers.{name}" for name in OF_A_WORKER}
         others |= {"decode.role", "prefill.cache.memory_fraction", "decode.cache.memory_fraction"}
     assert set(refused) == made | others
@@ -340,7 +345,11 @@ def test_every_setting_of_ray_up_arrives_or_is_refused(
         assert arrived == []
     made = {f"proxy.{name}" for name in ("prefill", "decode", "dialect", "control", "decode_ranks", "notify")}
     made |= {f"proxy.{name}" for name in (*OF_JOINING, "worker_key_file", "processes")}
-    made |= {dotted for dotted in settings_of(RayUpConfig) if dotted.startswith(("vllm.", "store."))}
+    made |= {
+        dotted
+        for dotted in settings_of(RayUpConfig)
+        if dotted.startswith((*(f"{engine}." for engine in ENGINES), "store."))
+    }
     for side in ("prefill", "decode"):
         made |= {f"{side}.{name}" for name in ("host", "control_host", "advertise_host", "cache.memory_fraction")}
         made |= {f"{side}.security.{name}" for name in ("key_file", "allow_file", "http_key_file", "insecure")}

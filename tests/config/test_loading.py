@@ -114,8 +114,9 @@ def test_a_near_miss_in_the_environment_is_refused(kind: Any, name: str, near: s
         (
             UpConfig,
             {"engine.max_batched_tokens": 512},
-            "engine: takes one value and must be 'builtin' or 'vllm', got a section with max_batched_tokens; did you "
-            "mean 'prefill.engine.max_batched_tokens' or 'decode.engine.max_batched_tokens'?",
+            "engine: takes one value and must be 'builtin', 'vllm' or 'sglang', got a section with "
+            "max_batched_tokens; did you mean 'prefill.engine.max_batched_tokens' or "
+            "'decode.engine.max_batched_tokens'?",
         ),
     ],
 )

@@ -21,6 +21,7 @@ pytest.importorskip("vllm")
 
 from pdlink.config import ProxyConfig, VllmConfig
 from pdlink.serve import up, vllm
+from pdlink.serve.servers import Server
 from pdlink_bench import resting
 
 from .deployment import Answer, request, until
@@ -34,7 +35,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 @dataclass
 class Pair:
     connector: str
-    servers: list[vllm.Server]
+    servers: list[Server]
     proxy: up.Child
 
     def url(self, role: str) -> str:
@@ -95,9 +96,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     )
     executable = vllm.find_executable(None)
     plans = vllm.plan(config, 1, 1, executable=executable, model=str(folder / "model"))
-    children: list[vllm.Server | up.Child] = []
+    children: list[Server | up.Child] = []
     try:
-        servers = [vllm.Server(plan, folder) for plan in plans]
+        servers = [Server(plan, folder) for plan in plans]
         children += servers
         for server in servers:
             server.wait_ready(READY_S)

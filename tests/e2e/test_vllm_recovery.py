@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 from pdlink.config import ProxyConfig, VllmConfig
 from pdlink.serve import up, vllm
 from pdlink.serve.ports import free_ports
+from pdlink.serve.servers import Server
 from pdlink_bench import resting
 from pdlink_proxy.fleet import PlacementRequest, WorkerState
 from pdlink_proxy.kv_events import KVEvents
@@ -34,7 +35,7 @@ BLOCK_TOKENS = 32
 
 @dataclass
 class Fleet:
-    servers: dict[str, vllm.Server]
+    servers: dict[str, Server]
     """By label."""
     proxy: str
     events: tuple[str, str]
@@ -81,9 +82,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         control_port=0,
     )
     plans = vllm.plan(config, 1, 2, executable=vllm.find_executable(None), model=str(folder / "model"))
-    children: list[vllm.Server | up.Child] = []
+    children: list[Server | up.Child] = []
     try:
-        servers = [vllm.Server(plan, folder) for plan in plans]
+        servers = [Server(plan, folder) for plan in plans]
         children += servers
         for server in servers:
             server.wait_ready(READY_S)

@@ -14,16 +14,17 @@ from pdlink.config import ProxyConfig, UpConfig, VllmConfig, load
 from pdlink.errors import ConfigError
 from pdlink.integrations.vllm_parts import settings
 from pdlink.serve import vllm
+from pdlink.serve.servers import EngineMissing, Plan, Server, ServerFailed
 from pdlink.serve.up import stop
 from tests.proxy.fake_vllm import command
 
 
-def plans(num_prefill: int = 1, num_decode: int = 1, **settings: Any) -> list[vllm.Plan]:
+def plans(num_prefill: int = 1, num_decode: int = 1, **settings: Any) -> list[Plan]:
     config = VllmConfig.model_validate(settings)
     return vllm.plan(config, num_prefill, num_decode, executable="/bin/vllm", model="/m")
 
 
-def transfer(plan: vllm.Plan) -> dict[str, Any]:
+def transfer(plan: Plan) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(plan.command[plan.command.index("--kv-transfer-config") + 1])
     return found
 
@@ -90,9 +91,9 @@ def test_a_missing_vllm_is_named_with_the_command_that_installs_it(
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(vllm.VllmMissing, match="make vllm"):
+    with pytest.raises(EngineMissing, match="make vllm"):
         vllm.find_executable(None)
-    with pytest.raises(vllm.VllmMissing, match=r"vllm.executable: got /nowhere/vllm"):
+    with pytest.raises(EngineMissing, match=r"vllm.executable: got /nowhere/vllm"):
         vllm.find_executable("/nowhere/vllm")
     made = tmp_path / ".venv-vllm" / "bin"
     made.mkdir(parents=True)
@@ -161,9 +162,9 @@ def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> N
     executable = command(tmp_path, fails="ValueError: no such layout")
     config = VllmConfig(prefill_port=0, decode_port=0, control_port=0)
     made = vllm.plan(config, 1, 1, executable=str(executable), model="/m")
-    server = vllm.Server(made[0], tmp_path)
+    server = Server(made[0], tmp_path)
     try:
-        with pytest.raises(vllm.ServerFailed, match="(?s)prefill-0 ended before it was ready.*no such layout"):
+        with pytest.raises(ServerFailed, match="(?s)prefill-0 ended before it was ready.*no such layout"):
             server.wait_ready(30)
     finally:
         stop([server], 1)
@@ -172,7 +173,7 @@ def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> N
 def test_a_killed_server_comes_back_on_its_ports(tmp_path: Path) -> None:
     config = VllmConfig(prefill_port=0, decode_port=0, control_port=0, environment={"SOME_THING": "here"})
     made = vllm.plan(config, 1, 1, executable=str(command(tmp_path)), model="/m")
-    server = vllm.Server(made[0], tmp_path)
+    server = Server(made[0], tmp_path)
     try:
         server.wait_ready(30)
         assert "SOME_THING=here" in Path(f"/proc/{server.process.pid}/environ").read_text().split("\0")
