@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from pdlink.kv.layout import RunArray as Runs
     from pdlink.memory.buffers import Bytes
-    from pdlink.store.catalog import Slot
     from pdlink.store.record import Sums
+    from pdlink.store.slots import Slot
 
 PART_NBYTES = 8 << 20
 _RUN_NBYTES = 32 << 10

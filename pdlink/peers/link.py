@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from pdlink.config import TimeoutConfig, TransportConfig
     from pdlink.protocol.auth import AllowList, Credentials
-    from pdlink.store.catalog import Lease
+    from pdlink.store.slots import Lease
     from pdlink.store.store import Store
 
 log = logging.getLogger(__name__)

@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from pdlink.kv.layout import KVLayout
     from pdlink.memory.buffers import HostBuffer
     from pdlink.store.blocks import RecordPlan
-    from pdlink.store.catalog import Slot
     from pdlink.store.handle import Chunk
     from pdlink.store.interface import AnyFetch, Forgotten
+    from pdlink.store.slots import Slot
     from pdlink.store.span import Span, Tokens
     from pdlink.store.tiers.base import Tier
     from pdlink.store.turns import Retention

@@ -18,133 +18,24 @@ other: they get a shorter prefix. There is no clock, lock or memory in it either
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
+from pdlink.store.deadlines import Deadlines
 from pdlink.store.extents import Extents
+from pdlink.store.kept import Hold, Record, Writing, check
+from pdlink.store.pins import Pins
+from pdlink.store.slots import LIFE_BITS, WHOLE, Change, Lease, Slot
 from pdlink.store.turns import DEFAULT_PRIORITY, USUAL, Retention, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pdlink.store.policies.base import Policy
+    from pdlink.store.slots import Held, Serial, Share
 
-Serial = int
-"""Names one reservation or lease for ever, also among those of other lives of the store (`life_of`)."""
-
-_LIFE_BITS = 32
-"""Of a serial, from its lowest bit on: which one of that life."""
-MAX_LIFE = 1 << 30
-
-_STALE_DEADLINES = 64
-"""Entries of records that are gone, beside some for each that is there, before they are sorted out."""
 _MAX_WASTE = 4
 """Eviction for one record stops after that many times its bytes: records not in turn keep the free ones apart."""
-
-
-def life_of(serial: Serial) -> int:
-    """Of which life of the store it is."""
-    return serial >> _LIFE_BITS
-
-
-class Share(NamedTuple):
-    """What one holder writes of a record: parts [begin, end) of `total` equal ones."""
-
-    begin: int = 0
-    end: int = 1
-    total: int = 1
-
-    @property
-    def parts(self) -> int:
-        """A bit for each."""
-        return (1 << self.end) - (1 << self.begin)
-
-
-WHOLE = Share()
-
-
-class Slot(NamedTuple):
-    serial: Serial
-    """Of its reservation; in a lease the record's first one. A key that is dropped and stored again has another."""
-    key: bytes
-    offset: int
-    """Bytes from the start of the arena."""
-    nbytes: int
-
-
-class Lease(NamedTuple):
-    """Records that stay where they are until the lease ends."""
-
-    serial: Serial
-    slots: tuple[Slot, ...]
-
-
-class Held(NamedTuple):
-    """What a lease, or the pins of one name, keep."""
-
-    holder: str
-    request: str
-    """Or the name of the pins."""
-    records: int
-    nbytes: int
-    deadline_s: float
-
-
-class Change(NamedTuple):
-    kind: Literal["stored", "evicted", "removed"]
-    key: bytes
-    nbytes: int
-
-
-@dataclass(slots=True, eq=False)
-class _Record:
-    slot: Slot
-    total: int
-    """Parts that shares are counted in."""
-    free: int
-    """A bit for each part that no share has: neither reserved nor committed."""
-    missing: int
-    """A bit for each part that is not committed; 0 when readable."""
-    retention: Retention
-    expires_s: float
-    """When it is found no more."""
-    lapses_s: float
-    """When it has the default priority again."""
-    writers: int = 0
-    listed: bool = True
-    """Whether its key leads to it."""
-    resident: bool = False
-    """Whether the policy knows it: from the first commit on, so that one that nobody completes goes in its turn."""
-    leaving: bool = False
-    """It is evicted as soon as nobody has a lease of it; it is being written elsewhere."""
-    leases: int = 0
-    pins: int = 0
-
-
-class _Writing(NamedTuple):
-    """A reservation."""
-
-    slot: Slot
-    record: _Record
-    parts: int
-    holder: str
-
-
-@dataclass(slots=True, eq=False)
-class _Hold:
-    """What a lease or the pins of one name keep."""
-
-    records: dict[Serial, _Record] = field(default_factory=dict)
-    """By the serial of their slots."""
-    holder: str = ""
-    request: str = ""
-    deadline_s: float = float("inf")
-
-    def held(self, request: str) -> Held:
-        nbytes = sum(record.slot.nbytes for record in self.records.values())
-        return Held(self.holder, request, len(self.records), nbytes, self.deadline_s)
 
 
 class Catalog:
@@ -160,19 +51,16 @@ class Catalog:
         """
         self.life = life
         self._turns = Turns(policy, quota_nbytes=tenant_quota_nbytes)
-        self._deadlines: list[tuple[float, Serial, bytes]] = []
-        """A heap: when to look at a record again. Some may be gone."""
-        self._pin_quota_nbytes = pin_quota_nbytes
         self._extents = Extents()
-        self._records: dict[bytes, _Record] = {}
-        self._writing: dict[Serial, _Writing] = {}
+        self._records: dict[bytes, Record] = {}
+        self._deadlines = Deadlines(self._records)
+        self._writing: dict[Serial, Writing] = {}
         """All reservations, also of keys that were removed meanwhile."""
-        self._leases: dict[Serial, _Hold] = {}
-        self._pins: dict[tuple[str, str], _Hold] = {}
-        """By holder and name."""
+        self._leases: dict[Serial, Hold] = {}
+        self._pins = Pins(pin_quota_nbytes)
         self._leaving_nbytes = 0
         """Of records that are leaving."""
-        self._serials = count((life << _LIFE_BITS) + 1)
+        self._serials = count((life << LIFE_BITS) + 1)
         self._changes: list[Change] = []
 
     @property
@@ -186,8 +74,7 @@ class Catalog:
 
     @property
     def pinned_nbytes(self) -> int:
-        pinned = {record.slot for hold in self._pins.values() for record in hold.records.values()}
-        return sum(slot.nbytes for slot in pinned)
+        return self._pins.nbytes
 
     @property
     def num_leases(self) -> int:
@@ -210,7 +97,7 @@ class Catalog:
         return [hold.held(hold.request) for hold in self._leases.values()]
 
     def pins(self) -> list[Held]:
-        return [hold.held(name) for (_, name), hold in self._pins.items()]
+        return self._pins.held()
 
     def grow(self, capacity_nbytes: int) -> None:
         """The arena has so many bytes now. Raises ValueError for less than before."""
@@ -251,10 +138,10 @@ class Catalog:
                     break
                 self._turns.used_nbytes[retention.tenant] += nbytes
                 slot = Slot(next(self._serials), key, offset, nbytes)
-                record = self._records[key] = _Record(
+                record = self._records[key] = Record(
                     slot, share.total, every, every, retention, now_s + retention.ttl_s, float("inf")
                 )
-                self._look_at(record.expires_s, record)
+                self._deadlines.add(record.expires_s, record)
                 self._raise(record, retention, now_s)
             elif share.total == record.total and not share.parts & ~record.free:
                 slot = record.slot._replace(serial=next(self._serials))
@@ -264,7 +151,7 @@ class Catalog:
                 continue
             record.free &= ~share.parts
             record.writers += 1
-            self._writing[slot.serial] = _Writing(slot, record, share.parts, holder)
+            self._writing[slot.serial] = Writing(slot, record, share.parts, holder)
             slots.append(slot)
         return tuple(slots)
 
@@ -293,7 +180,7 @@ class Catalog:
             record.missing &= ~writing.parts
             if expires_s < record.expires_s:
                 record.expires_s = expires_s
-                self._look_at(expires_s, record)
+                self._deadlines.add(expires_s, record)
             if record.listed and not record.resident:
                 record.resident = True
                 self._turns.insert(slot.key, slot.nbytes, record.retention)
@@ -348,7 +235,7 @@ class Catalog:
             record.leases += 1
             self._turns.touch(record.slot.key)
         if held:
-            self._leases[lease.serial] = _Hold(held, holder, request, deadline_s)
+            self._leases[lease.serial] = Hold(held, holder, request, deadline_s)
         return lease
 
     def release(self, lease: Lease) -> bool:
@@ -362,22 +249,19 @@ class Catalog:
 
     def expire(self, now_s: float) -> int:
         """End the leases whose deadline is over; how many. Forget records, and priorities, whose time is over."""
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, serial, key = heappop(self._deadlines)
-            record = self._records.get(key)
-            if record is not None and record.slot.serial == serial:
-                if record.expires_s <= now_s:
-                    self._forget(record)
-                elif record.lapses_s <= now_s:
-                    record.lapses_s = float("inf")
-                    self._set_priority(record, DEFAULT_PRIORITY)
+        for record in self._deadlines.due(now_s):
+            if record.expires_s <= now_s:
+                self._forget(record)
+            elif record.lapses_s <= now_s:
+                record.lapses_s = float("inf")
+                self._set_priority(record, DEFAULT_PRIORITY)
         return self._end_leases([serial for serial, hold in self._leases.items() if hold.deadline_s <= now_s])
 
     def holder_gone(self, holder: str) -> None:
         """The holder has ended and touches nothing any more. So its reservations, leases and pins end."""
         self.abandon([writing.slot for writing in self._writing.values() if writing.holder == holder])
         self._end_leases([serial for serial, hold in self._leases.items() if hold.holder == holder])
-        self._end_pins([pins for pins in self._pins if pins[0] == holder])
+        self._pins.end(holder=holder)
 
     # --- Keeping and dropping
 
@@ -386,31 +270,16 @@ class Catalog:
 
         Until `unpin(name)`, or the end of the holder's life.
         """
-        hold = self._pins.get((holder, name), _Hold(holder=holder))
-        pinned_nbytes = self.pinned_nbytes
-        pinned = 0
-        for key in keys[: self.lookup(keys)]:
-            record = self._records[key]
-            if record.slot.serial not in hold.records:
-                pinned_nbytes += 0 if record.pins else record.slot.nbytes
-                if pinned_nbytes > self._pin_quota_nbytes:
-                    break
-                record.pins += 1
-                hold.records[record.slot.serial] = record
-            pinned += 1
-        if hold.records:
-            self._pins[holder, name] = hold
-        return pinned
+        return self._pins.add([self._records[key] for key in keys[: self.lookup(keys)]], name, holder)
 
     def unpin(self, name: str) -> int:
         """Take back the pins of that name, whoever made them; of how many records."""
-        return self._end_pins([pins for pins in self._pins if pins[1] == name])
+        return self._pins.end(name=name)
 
     def remove(self, keys: Iterable[bytes] | None = None) -> int:
         """Forget these keys, or all, pinned ones included; how many were known. Readers and writers finish first."""
-        known = [
-            self._records[key] for key in (list(self._records) if keys is None else keys) if key in self._records
-        ]
+        named = list(self._records) if keys is None else keys
+        known = [self._records[key] for key in named if key in self._records]
         for record in known:
             self._forget(record)
         return len(known)
@@ -440,25 +309,14 @@ class Catalog:
         leased = [record for hold in self._leases.values() for record in hold.records.values()]
         writing = [writing.record for writing in self._writing.values()]
         records = {id(record): record for record in (*self._records.values(), *writing, *leased)}
-        taken = sorted((record.slot.offset, record.slot.nbytes) for record in records.values())
-        for (offset, nbytes), (following, _) in zip(taken, taken[1:], strict=False):
-            assert offset + nbytes <= following, "two records share bytes"
         assert self._extents.num_taken == len(records), "a slot is taken for no record"
         assert len(self._turns) == sum(record.resident for record in self._records.values())
         used = Counter[str]()
         for record in records.values():
             used[record.retention.tenant] += record.slot.nbytes
         assert used == self._turns.used_nbytes
-        for record in records.values():
-            assert record.leases == leased.count(record)
-            assert record.pins == sum(record.slot.serial in hold.records for hold in self._pins.values())
-            assert record.writers == writing.count(record)
-            assert record.resident or record.writers or record.leases, "a record is kept for nothing"
-            assert not record.leaving or record.leases or record.pins
-            assert record.missing or not record.free
-            reserved = [entry.parts for entry in self._writing.values() if entry.record is record]
-            assert sum(reserved) == record.missing & ~record.free, "shares overlap"
-        assert self.pinned_nbytes <= self._pin_quota_nbytes
+        check(list(records.values()), leased, list(self._writing.values()))
+        self._pins.check(records.values())
         leaving = [record.slot.nbytes for record in self._records.values() if record.leaving]
         assert self._leaving_nbytes == sum(leaving)
 
@@ -481,41 +339,31 @@ class Catalog:
             self._evicted(record)
         return offset
 
-    def _evicted(self, record: _Record) -> None:
+    def _evicted(self, record: Record) -> None:
         self._unlist(record)
         if not record.missing:
             self._changes.append(Change("evicted", record.slot.key, record.slot.nbytes))
         self._free_if_unused(record)
 
-    def _raise(self, record: _Record, retention: Retention, now_s: float) -> None:
+    def _raise(self, record: Record, retention: Retention, now_s: float) -> None:
         """Give it that priority, for as long as it lasts if that is more than the default."""
         self._set_priority(record, retention.priority)
         if retention.priority > DEFAULT_PRIORITY:
             record.lapses_s = now_s + retention.priority_s
-            self._look_at(record.lapses_s, record)
+            self._deadlines.add(record.lapses_s, record)
 
-    def _set_priority(self, record: _Record, priority: int) -> None:
+    def _set_priority(self, record: Record, priority: int) -> None:
         if priority != record.retention.priority:
             record.retention = record.retention._replace(priority=priority)
             if record.resident:
                 self._turns.remove(record.slot.key)
                 self._turns.insert(record.slot.key, record.slot.nbytes, record.retention)
 
-    def _look_at(self, at_s: float, record: _Record) -> None:
-        """Have `expire` look at a record."""
-        if at_s == float("inf"):
-            return
-        heappush(self._deadlines, (at_s, record.slot.serial, record.slot.key))
-        if len(self._deadlines) > _STALE_DEADLINES + 3 * len(self._records):
-            alive = {(known.slot.serial, key) for key, known in self._records.items()}
-            self._deadlines = [entry for entry in self._deadlines if entry[1:] in alive]
-            heapify(self._deadlines)
-
     def _may_evict(self, key: bytes) -> bool:
         record = self._records[key]
         return not record.leases and not record.pins and not record.writers
 
-    def _forget(self, record: _Record) -> None:
+    def _forget(self, record: Record) -> None:
         """It is not wanted any more. Somebody may still read or write it."""
         self._unlist(record)
         if record.resident:
@@ -524,34 +372,25 @@ class Catalog:
             self._changes.append(Change("removed", record.slot.key, record.slot.nbytes))
         self._free_if_unused(record)
 
-    def _unlist(self, record: _Record) -> None:
+    def _unlist(self, record: Record) -> None:
         if record.listed:
             record.listed = False
             del self._records[record.slot.key]
         self._stays(record)
-        if record.pins:
-            record.pins = 0
-            for hold in self._pins.values():
-                hold.records.pop(record.slot.serial, None)
+        self._pins.drop(record)
 
-    def _stays(self, record: _Record) -> None:
+    def _stays(self, record: Record) -> None:
         """It is not leaving any more: it stays, or has gone."""
         if record.leaving:
             record.leaving = False
             self._leaving_nbytes -= record.slot.nbytes
-
-    def _end_pins(self, names: Iterable[tuple[str, str]]) -> int:
-        records = [record for name in names for record in self._pins.pop(name).records.values()]
-        for record in records:
-            record.pins -= 1
-        return len({record.slot.serial for record in records})
 
     def _end_leases(self, serials: Sequence[Serial]) -> int:
         for serial in serials:
             self._let_go(self._leases.pop(serial))
         return len(serials)
 
-    def _let_go(self, hold: _Hold) -> None:
+    def _let_go(self, hold: Hold) -> None:
         for record in hold.records.values():
             record.leases -= 1
             if record.leaving and record.listed and not record.leases:
@@ -564,7 +403,7 @@ class Catalog:
             else:
                 self._free_if_unused(record)
 
-    def _free_if_unused(self, record: _Record) -> None:
+    def _free_if_unused(self, record: Record) -> None:
         if not record.listed and not record.writers and not record.leases:
             self._extents.give_back(record.slot.offset)
             self._turns.give_back(record.retention.tenant, record.slot.nbytes)

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 from pdlink.errors import InvalidRequest, ProtocolError
 from pdlink.memory.buffers import map_shared, touch
 from pdlink.store import wire
-from pdlink.store.catalog import WHOLE, Slot
 from pdlink.store.codec import make_codec
 from pdlink.store.interface import MEMORY, Forgotten, Found
 from pdlink.store.line import Line
 from pdlink.store.link import Link, RemoteFetch
 from pdlink.store.preimages import commits
+from pdlink.store.slots import WHOLE, Slot
 from pdlink.store.socket_path import peer_of, store_path
 from pdlink.store.turns import USUAL, Retention
 
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
     from pdlink.kv.hashing import Preimage
     from pdlink.memory.buffers import Bytes
-    from pdlink.store.catalog import Share
     from pdlink.store.interface import RecordChange
     from pdlink.store.link import Answer
     from pdlink.store.record import RecordShape
+    from pdlink.store.slots import Share
 
 log = logging.getLogger(__name__)
 

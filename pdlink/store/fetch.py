@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.store.catalog import Lease, Slot
     from pdlink.store.record import RecordShape
+    from pdlink.store.slots import Lease, Slot
 
 
 @dataclass(eq=False)

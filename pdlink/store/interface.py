@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
-from pdlink.store.catalog import WHOLE
+from pdlink.store.slots import WHOLE
 from pdlink.store.turns import USUAL, Retention
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from pdlink.kv.hashing import Preimage
     from pdlink.memory.buffers import Bytes
-    from pdlink.store.catalog import Share, Slot
     from pdlink.store.record import RecordShape
+    from pdlink.store.slots import Share, Slot
 
 MEMORY = "memory"
 """The arena, among the names of places."""

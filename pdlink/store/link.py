@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pdlink.errors import ProtocolError
 from pdlink.store import wire
-from pdlink.store.catalog import Slot
+from pdlink.store.slots import Slot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

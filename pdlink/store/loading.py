@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from pdlink.kv.sources import TokenRange
     from pdlink.memory.buffers import Bytes
     from pdlink.store.blocks import Blocks
-    from pdlink.store.catalog import Slot
     from pdlink.store.interface import AnyFetch
     from pdlink.store.record import Sums
+    from pdlink.store.slots import Slot
     from pdlink.store.source import StoreSource
 
 

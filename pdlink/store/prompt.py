@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from pdlink.kv import hashing
     from pdlink.store.blocks import RecordPlan
-    from pdlink.store.catalog import Slot
     from pdlink.store.interface import AnyFetch, Found
     from pdlink.store.record import Sums
+    from pdlink.store.slots import Slot
     from pdlink.store.source import StoreSource
     from pdlink.store.turns import Retention
     from pdlink.store.worth import Choice, Speed

@@ -19,10 +19,10 @@ from pdlink.errors import ConfigError
 from pdlink.kv import hashing
 from pdlink.kv.plan import Plan, bind, template
 from pdlink.store.blocks import RecordPlan
-from pdlink.store.catalog import WHOLE, Share
 from pdlink.store.line import Line
 from pdlink.store.prompt import StoredPrompt
 from pdlink.store.record import SUM_LINE_NBYTES, layer_ranges, shape_of
+from pdlink.store.slots import WHOLE, Share
 from pdlink.store.turns import USUAL, tenant_of
 from pdlink.store.worth import HALF_LIFE_S, Speed
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from pdlink.kv.plan import Template
     from pdlink.memory.buffers import HostBuffer
     from pdlink.store.blocks import Blocks
-    from pdlink.store.catalog import Slot
     from pdlink.store.interface import AnyStore
     from pdlink.store.record import Sums
+    from pdlink.store.slots import Slot
     from pdlink.store.turns import Retention
 
 _CLOSE_S = 10.0

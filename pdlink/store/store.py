@@ -28,7 +28,7 @@ from pdlink.errors import CapacityExceeded, ConfigError
 from pdlink.events import Announcer, PrefixFound, RecordsChanged, WriteDropped, emit
 from pdlink.memory.buffers import Buffer, Bytes
 from pdlink.store.below import Below, Question
-from pdlink.store.catalog import MAX_LIFE, WHOLE, Catalog, Lease, Share, Slot
+from pdlink.store.catalog import Catalog
 from pdlink.store.cleared import Cleared
 from pdlink.store.codec import make_codec
 from pdlink.store.extents import whole_pages
@@ -38,6 +38,7 @@ from pdlink.store.ingestion import make_ingestion
 from pdlink.store.interface import MEMORY, Forgotten, Found, Kept, PlaceState, RecordChange, StoreState
 from pdlink.store.line import Line
 from pdlink.store.record import seal, unseal
+from pdlink.store.slots import MAX_LIFE, WHOLE, Lease, Share, Slot
 from pdlink.store.tiers.base import ReadOnly, TellingTier
 from pdlink.store.turns import USUAL, Retention
 
@@ -47,9 +48,9 @@ if TYPE_CHECKING:
 
     from pdlink.kv.hashing import Preimage
     from pdlink.store.below import Brought
-    from pdlink.store.catalog import Change, Held
     from pdlink.store.policies.base import Policy
     from pdlink.store.record import RecordShape
+    from pdlink.store.slots import Change, Held
     from pdlink.store.tiers.base import Tier
 
 log = logging.getLogger(__name__)

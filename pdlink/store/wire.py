@@ -14,8 +14,8 @@ from msgspec import Meta
 
 from pdlink.errors import ProtocolError
 from pdlink.kv.hashing import KEY_NBYTES
-from pdlink.store.catalog import Share  # noqa: TC001  (msgspec reads the annotation at run time)
 from pdlink.store.record import RecordShape  # noqa: TC001
+from pdlink.store.slots import Share  # noqa: TC001  (msgspec reads the annotation at run time)
 from pdlink.store.turns import USUAL, Retention
 
 VERSION = 4

@@ -21,11 +21,11 @@ from pdlink.integrations.vllm_parts.store_book import StoreBook
 from pdlink.integrations.vllm_parts.store_half import StoreHalf, VllmBlocks
 from pdlink.integrations.vllm_parts.worker import Results, WorkerHalf
 from pdlink.memory.buffers import Buffer
-from pdlink.store.catalog import Slot
 from pdlink.store.fetch import Fetch
 from pdlink.store.interface import MEMORY, AnyFetch, AnyStore
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.prompt import StoredPrompt
+from pdlink.store.slots import Slot
 from pdlink.store.source import StoreSource
 from pdlink.store.store import Store
 from pdlink.store.tiers.base import Tier

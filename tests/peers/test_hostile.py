@@ -18,7 +18,7 @@ from pdlink.events import Event, TransferEnded, listen
 from pdlink.peers.link import PeerLink
 from pdlink.peers.messages import MAX_KEYS, VERSION, Answer, Ask, Pull, encode
 from pdlink.protocol.auth import AllowList, Credentials, KeyPair
-from pdlink.store.catalog import Lease
+from pdlink.store.slots import Lease
 from pdlink.store.store import Store
 
 from .store_node import WAIT_S, StoreNode, key

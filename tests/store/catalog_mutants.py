@@ -212,11 +212,11 @@ def _quota_never_given_back(right: Any) -> Callable[..., Any]:
 
 def _no_quota(right: Any) -> Callable[..., Any]:
     def pin(self: Any, keys: Any, name: str) -> Any:
-        quota, self._pin_quota_nbytes = self._pin_quota_nbytes, 1 << 60
+        quota, self._pins._quota_nbytes = self._pins._quota_nbytes, 1 << 60
         try:
             return right(self, keys, name)
         finally:
-            self._pin_quota_nbytes = quota
+            self._pins._quota_nbytes = quota
 
     return pin
 

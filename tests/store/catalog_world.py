@@ -10,9 +10,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from pdlink.store.catalog import WHOLE, Catalog, Lease, Share, Slot
+from pdlink.store.catalog import Catalog
 from pdlink.store.extents import ALIGNMENT_NBYTES
 from pdlink.store.policies.registry import make_policy
+from pdlink.store.slots import WHOLE, Lease, Share, Slot
 from pdlink.store.turns import Retention
 from tests.model.dice import Dice
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from pdlink.errors import ProtocolError
 from pdlink.store import wire
-from pdlink.store.catalog import Share
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.record import HEADER_NBYTES
 from pdlink.store.server.desk import Desk
+from pdlink.store.slots import Share
 from pdlink.store.store import Store
 from tests.model.dice import Dice
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdlink.store.catalog import WHOLE, Catalog, Share
+from pdlink.store.catalog import Catalog
 from pdlink.store.extents import ALIGNMENT_NBYTES
 from pdlink.store.policies.registry import POLICIES, make_policy
+from pdlink.store.slots import WHOLE, Share
 from pdlink.store.turns import Retention
 
 from .catalog_mutants import MUTANTS

@@ -18,11 +18,11 @@ import pytest
 from pdlink.errors import ConfigError
 from pdlink.store import client as client_module
 from pdlink.store import wire
-from pdlink.store.catalog import Share, Slot
 from pdlink.store.interface import MEMORY, Found
 from pdlink.store.link import Link
 from pdlink.store.record import Group, RecordShape
 from pdlink.store.server.listener import Listener
+from pdlink.store.slots import Share, Slot
 from pdlink.store.turns import Retention
 
 from .process import client, everything_is_free, process, served, until

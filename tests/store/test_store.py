@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from pdlink.errors import CapacityExceeded, ConfigError
-from pdlink.store.catalog import Lease, Share, Slot
 from pdlink.store.fetch import Fetch
 from pdlink.store.interface import MEMORY
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, unseal
+from pdlink.store.slots import Lease, Share, Slot
 from pdlink.store.store import Store
 from pdlink.store.turns import Retention
 

@@ -14,15 +14,15 @@ from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.kv import hashing
 from pdlink.memory.blocks import BlockPool
 from pdlink.store.blocks import Blocks
-from pdlink.store.catalog import WHOLE
 from pdlink.store.opening import open_source
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
+from pdlink.store.slots import WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.integrations.sglang_parts.settings import StorageSettings
-    from pdlink.store.catalog import Slot
+    from pdlink.store.slots import Slot
     from pdlink.store.source import StoreSource
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from pdlink.kv import hashing
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.store.catalog import Share, Slot
     from pdlink.store.interface import AnyStore
     from pdlink.store.record import RecordShape
+    from pdlink.store.slots import Share, Slot
 
 
 class CopyPages(Protocol):

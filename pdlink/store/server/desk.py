@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from pdlink.errors import ConfigError, ProtocolError
 from pdlink.store import wire
-from pdlink.store.catalog import life_of
 from pdlink.store.interface import Found
 from pdlink.store.preimages import from_wire
+from pdlink.store.slots import life_of
 from pdlink.store.turns import MAX_PRIORITY, MAX_PRIORITY_S, MIN_PRIORITY
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from pdlink.kv.hashing import Preimage
-    from pdlink.store.catalog import Slot
     from pdlink.store.fetch import Fetch
     from pdlink.store.record import RecordShape
+    from pdlink.store.slots import Slot
     from pdlink.store.store import Store
     from pdlink.store.turns import Retention
 

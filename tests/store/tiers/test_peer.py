@@ -14,8 +14,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from pdlink.store.catalog import Slot
 from pdlink.store.record import HEADER_NBYTES, Miss, unseal
+from pdlink.store.slots import Slot
 from tests.peers.store_node import StoreNode, content
 from tests.peers.store_node import key as numbered
 

@@ -1,0 +1,78 @@
+"""`Record`, `Writing`, `Hold`: what a catalog remembers of a record, of a reservation, of a lease or a pin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdlink.store.slots import Held
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdlink.store.slots import Serial, Slot
+    from pdlink.store.turns import Retention
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    slot: Slot
+    total: int
+    """Parts that shares are counted in."""
+    free: int
+    """A bit for each part that no share has: neither reserved nor committed."""
+    missing: int
+    """A bit for each part that is not committed; 0 when readable."""
+    retention: Retention
+    expires_s: float
+    """When it is found no more."""
+    lapses_s: float
+    """When it has the default priority again."""
+    writers: int = 0
+    listed: bool = True
+    """Whether its key leads to it."""
+    resident: bool = False
+    """Whether the policy knows it: from the first commit on, so that one that nobody completes goes in its turn."""
+    leaving: bool = False
+    """It is evicted as soon as nobody has a lease of it; it is being written elsewhere."""
+    leases: int = 0
+    pins: int = 0
+
+
+class Writing(NamedTuple):
+    """A reservation."""
+
+    slot: Slot
+    record: Record
+    parts: int
+    holder: str
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """What a lease or the pins of one name keep."""
+
+    records: dict[Serial, Record] = field(default_factory=dict)
+    """By the serial of their slots."""
+    holder: str = ""
+    request: str = ""
+    deadline_s: float = float("inf")
+
+    def held(self, request: str) -> Held:
+        nbytes = sum(record.slot.nbytes for record in self.records.values())
+        return Held(self.holder, request, len(self.records), nbytes, self.deadline_s)
+
+
+def check(records: Sequence[Record], leased: Sequence[Record], writing: Sequence[Writing]) -> None:
+    """Raise AssertionError at the first broken invariant. leased: once for each lease."""
+    taken = sorted((record.slot.offset, record.slot.nbytes) for record in records)
+    for (offset, nbytes), (following, _) in zip(taken, taken[1:], strict=False):
+        assert offset + nbytes <= following, "two records share bytes"
+    for record in records:
+        reserved = [entry.parts for entry in writing if entry.record is record]
+        assert record.leases == leased.count(record)
+        assert record.writers == len(reserved)
+        assert record.resident or record.writers or record.leases, "a record is kept for nothing"
+        assert not record.leaving or record.leases or record.pins
+        assert record.missing or not record.free
+        assert sum(reserved) == record.missing & ~record.free, "shares overlap"
