@@ -14,7 +14,6 @@ import fcntl
 import logging
 import os
 import threading
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -27,42 +26,17 @@ from pdlink.store.policies.clock import Clock
 from .direct import PAGE_NBYTES, DirectFile
 from .entries import Entries
 from .journal import ENTRY_NBYTES, Journal, Place, journals, pack, unpack
+from .others import Others
+from .segments import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from .journal import EntryArray
-
 log = logging.getLogger(__name__)
 
 SEGMENT_NBYTES = 256 << 20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@dataclass(slots=True, eq=False)
-class _Segment:
-    index: int
-    end_page: int = 0
-    """Where the next record goes, from the segment's start."""
-    num_entries: int = 0
-    """In its region of the journal."""
-    loaded: EntryArray | None = None
-    """What the journal had of it."""
-    new: list[bytes] = field(default_factory=list)
-    """Keys of the records put here since. Some may be gone, of both."""
-    writers: int = 0
-    epoch: int = 0
-    """Counts how often it was emptied."""
-
-    @property
-    def name(self) -> bytes:
-        """What the policy knows it by."""
-        return self.index.to_bytes(4, "little")
-
-    @property
-    def keys(self) -> list[bytes]:
-        return [*([] if self.loaded is None else self.loaded["key"].tolist()), *self.new]
 
 
 class Disk:
@@ -102,7 +76,7 @@ class Disk:
                 stack.callback(self._file.close)
                 self._journal = Journal(directory / "journal", segment_nbytes)
                 stack.callback(self._journal.close)
-                self._others = [path.parent for path in journals(root) if path.parent != directory]
+                self._others = Others(path.parent for path in journals(root) if path.parent != directory)
                 self._load()
             except BlockingIOError:
                 raise ConfigError(
@@ -131,12 +105,12 @@ class Disk:
         if os.fstat(self._file.fd).st_size > self._max_segments * segment_nbytes:
             os.ftruncate(self._file.fd, self._max_segments * segment_nbytes)
         num_segments = os.fstat(self._file.fd).st_size // segment_nbytes
-        self._remove_others(num_segments)
-        self._segments: list[_Segment] = []
+        self._make_room_for(num_segments)
+        self._segments: list[Segment] = []
         loaded = self._journal.load(num_segments)
         for index, found in enumerate(loaded.segments):
             rows = loaded.rows[found.begin : found.end]
-            self._segments.append(_Segment(index, found.end_page, found.num_entries, rows))
+            self._segments.append(Segment(index, found.end_page, found.num_entries, rows))
         self._index = Entries(loaded.rows)
         num_pages = sum(found.num_pages for found in loaded.segments)
         self._unstruck.update(self._index.superseded)  # could not be struck out, or of a damaged journal
@@ -265,7 +239,7 @@ class Disk:
 
     # --- Under the lock
 
-    def _segment_with(self, pages: int) -> _Segment | None:
+    def _segment_with(self, pages: int) -> Segment | None:
         """One with so much room at its end. Raises OSError."""
         active = self._active
         if active is not None and active.end_page + pages > self._segment_pages:
@@ -275,12 +249,12 @@ class Disk:
             active = self._active = self._empty.pop() if self._empty else self._grown() or self._reclaimed()
         return active
 
-    def _grown(self) -> _Segment | None:
+    def _grown(self) -> Segment | None:
         """A new one; None at the capacity, or if the file system is full."""
         index = len(self._segments)
         if index >= self._max_segments:
             return None
-        self._remove_others(index + 1)
+        self._make_room_for(index + 1)
         try:
             self._file.grow((index + 1) * self._segment_pages * PAGE_NBYTES)
         except OSError as error:
@@ -288,16 +262,15 @@ class Disk:
                 raise
             return None
         self._journal.forget(index)
-        self._segments.append(_Segment(index))
+        self._segments.append(Segment(index))
         return self._segments[-1]
 
-    def _remove_others(self, num_segments: int) -> None:
-        """Remove other namespaces until so many segments fit beside the rest."""
+    def _make_room_for(self, num_segments: int) -> None:
+        """Beside other namespaces."""
         own_nbytes = PAGE_NBYTES + num_segments * self._segment_pages * (PAGE_NBYTES + ENTRY_NBYTES)
-        while self._others and own_nbytes + sum(map(_held_nbytes, self._others)) > self.capacity_nbytes:
-            _remove_unused(self._others.pop(0))
+        self._others.shrink(self.capacity_nbytes - own_nbytes)
 
-    def _reclaimed(self) -> _Segment | None:
+    def _reclaimed(self) -> Segment | None:
         """One that nobody writes to, without its records."""
         name = self._policy.evict(lambda name: not self._segments[int.from_bytes(name, "little")].writers)
         if name is None:
@@ -310,7 +283,7 @@ class Disk:
             raise
         return segment
 
-    def _reset(self, segment: _Segment) -> None:
+    def _reset(self, segment: Segment) -> None:
         """Forget its records."""
         self._journal.forget(segment.index)
         for key in segment.keys:
@@ -324,7 +297,7 @@ class Disk:
         segment.end_page = 0
         segment.epoch += 1
 
-    def _list(self, segment: _Segment, key: bytes, place: Place) -> bool:
+    def _list(self, segment: Segment, key: bytes, place: Place) -> bool:
         """The record is here from now on."""
         if key not in self._index:
             rest = pack(place.page, place.nbytes, segment.num_entries, place.digest)
@@ -352,7 +325,7 @@ class Disk:
         self._announcer.note(RecordChange(self.name, False, key))
         self.nbytes -= _num_pages(place.nbytes) * PAGE_NBYTES
 
-    def _segment_of(self, place: Place) -> _Segment:
+    def _segment_of(self, place: Place) -> Segment:
         return self._segments[place.page // self._segment_pages]
 
     # --- Without it
@@ -388,23 +361,3 @@ def _digest(key: bytes, record: memoryview) -> bytes:
 
 def _num_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE_NBYTES)
-
-
-def _held_nbytes(directory: Path) -> int:
-    with contextlib.suppress(OSError):
-        return sum(path.stat().st_blocks * 512 for path in directory.iterdir())
-    return 0
-
-
-def _remove_unused(directory: Path) -> None:
-    """The files of a tier that no process has open."""
-    with contextlib.suppress(OSError):  # a process has it, or it went meanwhile
-        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for name in ("records", "preimages"):  # the second is of a store process that tells what it has
-                (directory / name).unlink(missing_ok=True)
-            (directory / "journal").unlink()
-            directory.rmdir()
-        finally:
-            os.close(lock)
