@@ -64,3 +64,14 @@ def test_every_requirement_works_is_refused_or_is_missing() -> None:
         assert said, rules
         if state == "works":
             assert re.search(r"`[\w/]*test_\w+\.py`|`pdlink bench \w+`", said), f"{rules}: no test shows it"
+
+
+def test_the_readme_has_a_row_for_each_requirement_and_names_what_is_refused() -> None:
+    text = (ROOT / "README.md").read_text().split("### What LMCache, HiCache and AIBrix offer")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| R")]
+    assert [name for name, *_ in rows] == [f"R{number}" for number in range(1, len(RULES) + 1)]
+    refused = {rules[0].partition(".")[0] for rules, state, _ in rows_of_requirements() if state == "refused"}
+    works = {rules[0].partition(".")[0] for rules, state, _ in rows_of_requirements() if state == "works"}
+    for name, _, does, does_not in rows:
+        assert does_not != "–" or name.removeprefix("R") not in refused, name
+        assert (does != "–") == (name.removeprefix("R") in works), name
