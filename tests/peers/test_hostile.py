@@ -72,6 +72,7 @@ def test_an_owner_that_lies_is_a_miss_and_not_asked_for_that_record_again(lie: s
     ends.callback(asker.close)
     assert asker.read(0) == 0
     if lie not in ("absence", "length"):
+        assert asker.store.flush(WAIT_S), "the tier's thread notes it"
         assert not asker.store.lookup([key(0)], WAIT_S).keys, "what is damaged there is not pulled again"
     assert asker.put(*range(8)) == 8, "no slot is lost"
     owner.until_idle()
