@@ -20,6 +20,7 @@ EXTRA_OF = {
     "lz4": "store",
     "zstandard": "store",
     "matplotlib": "bench",
+    "redis": "bench",
     "opentelemetry": "otel",
     "ray": "ray",
 }

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pdlink.memory.buffers import Bytes
     from pdlink.store.record import Sums
     from pdlink.store.slots import Slot
+    from pdlink.store.tiers.base import Tier
 
 PART_NBYTES = 8 << 20
 _RUN_NBYTES = 32 << 10
@@ -209,7 +210,7 @@ class Tiered(Lane):
     gathers = True
 
     def __init__(self, path: Path, capacity_nbytes: int, segment_nbytes: int) -> None:
-        self.disk = Disk(path, "bench", capacity_nbytes, segment_nbytes)
+        self.disk: Tier = Disk(path, "bench", capacity_nbytes, segment_nbytes)
         self._round = 0
 
     def put(self) -> None:

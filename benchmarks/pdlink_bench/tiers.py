@@ -2,8 +2,8 @@
 
 Lanes take turns; in its turn each puts its records and reads them again. The bare ones keep no books and hash
 nothing: memcpy and non-temporal stores by one core; one unbuffered call for each record, or parts of 8 MiB by two
-threads, as our disk tier reads, in a preallocated file that was written before. Then a disk tier with a million
-entries opens.
+threads, as our disk tier reads, in a preallocated file that was written before. Our tier on a Valkey or Redis server
+has redis-py beside it. Then a long prompt is looked up, and a disk tier with a million entries opens.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from pdlink.store.tiers.direct import PAGE_NBYTES
 from pdlink.store.tiers.disk import SEGMENT_NBYTES, Disk
 from pdlink.store.tiers.journal import Journal, pack
 
-from . import harness, plot, tier_peers
+from . import harness, plot, tier_lookup, tier_peers, tier_valkey
 from .harness import Report, Table, in_turns, positive
 from .measure import Measured, gb_per_s
 from .tier_lanes import PART_NBYTES, Bare, Copied, Remote, Tiered, memory_lanes
@@ -27,7 +28,7 @@ from .workers import WorkerFailed
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from rich.progress import Progress
 
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 SIZES_KIB = (128, 1024, 4096, 32768)
 MOST_CPU_S_PER_GB, MOST_RESTART_S = 0.15, 1.0
-LEAST = 0.9
+MOST_LOOKUP_S = 0.003
+LEAST = {"memory": {"put": 0.9, "get": 0.9}, "disk": {"put": 0.9, "get": 0.9}, "valkey": {"get": 3.0}}
 """Of the bare lane, in the same turns."""
 LEAST_AHEAD = 1.2
 """Of ours, what the best peer takes of CPU."""
@@ -44,7 +46,8 @@ BAR_NBYTES = 32 << 20
 NUM_SEGMENTS = 3
 _PAGES_PER_ENTRY = 64
 """Of the records in the restart, which has no bytes of theirs."""
-_BARE = {"memory": "memcpy", "disk": "bare"}
+_BARE = {"memory": "memcpy", "disk": "bare", "valkey": "redis-py"}
+_LOOKUP = "lookup"
 
 Found = dict[int, dict[str, Measured]]
 """By bytes of a record, then by lane."""
@@ -107,7 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=positive, default=7, help="default %(default)s")
     parser.add_argument("--turn", type=positive, default=128, metavar="MIB", help="moved in each turn (%(default)s)")
     parser.add_argument("--entries", type=positive, default=1_000_000, help="of the restart (%(default)s)")
-    parser.add_argument("--places", nargs="+", choices=_BARE, default=tuple(_BARE), help="what to measure (all)")
+    parser.add_argument(
+        "--places", nargs="+", choices=[*_BARE, _LOOKUP], default=[*_BARE, _LOOKUP], help="what to measure (all)"
+    )
     parser.add_argument(
         "--peers", nargs="+", choices=[*tier_peers.MEMORY, *tier_peers.DISK], default=(), metavar="NAME",
         help=f"other stores in the same turns: {', '.join([*tier_peers.MEMORY, *tier_peers.DISK])}",
@@ -124,11 +129,15 @@ def run(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace, progress: Progress) -> Report:
     kept: dict[str, Any] = {}
     report = Report(kept)
-    with tempfile.TemporaryDirectory(prefix=".pdlink-bench-", dir=args.directory) as name:
+    with tempfile.TemporaryDirectory(prefix=".pdlink-bench-", dir=args.directory) as name, ExitStack() as opened:
         directory = Path(name)
-        for place in args.places:
-            lanes: dict[str, Lane] = memory_lanes() if place == "memory" else _disk_lanes(directory)
-            ours = tier_peers.MEMORY if place == "memory" else tier_peers.DISK
+        for place in [place for place in args.places if place != _LOOKUP]:
+            ours = {"memory": tier_peers.MEMORY, "disk": tier_peers.DISK}.get(place, {})
+            try:
+                lanes: dict[str, Lane] = opened.enter_context(_lanes(place, directory))
+            except WorkerFailed as error:
+                report.shown.append(f"{place} is left out: {error}")
+                continue
             for peer in [peer for peer in args.peers if peer in ours]:
                 folder = str(directory / peer.replace(" ", "-"))
                 try:
@@ -147,10 +156,23 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
                     lane.close()
             kept[place] = found
             _tell(report, args, place, found, {name: lane.checks for name, lane in lanes.items()})
+        if _LOOKUP in args.places:
+            kept["lookup_cpu_s"] = tier_lookup.cpu_s(args.rounds)
+            _tell_lookup(report, kept["lookup_cpu_s"])
         if "disk" in args.places:
             kept["restart_s"], kept["restart_cpu_s"] = restart_s(directory, args.entries)
             _tell_restart(report, args, kept["restart_s"], kept["restart_cpu_s"])
     return report
+
+
+@contextmanager
+def _lanes(place: str, directory: Path) -> Iterator[dict[str, Lane]]:
+    """Raises WorkerFailed where a place's program or library is not installed."""
+    if place == "valkey":
+        with closing(tier_valkey.Server(directory)) as server:
+            yield tier_valkey.lanes(server)
+    else:
+        yield memory_lanes() if place == "memory" else _disk_lanes(directory)
 
 
 def _disk_lanes(directory: Path) -> dict[str, Lane]:
@@ -205,16 +227,16 @@ def _tell(report: Report, args: argparse.Namespace, place: str, found: Found, ch
 def _judge(report: Report, args: argparse.Namespace, place: str, lanes: dict[str, Measured]) -> None:
     """The bars of one place, whose lane of ours has its name."""
     turn_nbytes = max(1, (args.turn << 20) // BAR_NBYTES) * BAR_NBYTES
-    for what in ("put", "get") if lanes else ():
+    for what, least in LEAST[place].items() if lanes else ():
         ratio = lanes[_BARE[place]].share(what, lanes[place], what) or 0.0
         per_gb = lanes[place].median(f"{what} CPU") / turn_nbytes * 1e9
         if place == "disk":
             per_gb += _sums_cpu_s(lanes, what) / turn_nbytes * 1e9
-        met = ratio >= LEAST and (place != "disk" or per_gb <= MOST_CPU_S_PER_GB)
+        met = ratio >= least and (place != "disk" or per_gb <= MOST_CPU_S_PER_GB)
         report.ok &= met
         cpu = f"; {per_gb:.3f} CPU s/GB with the sums, at most {MOST_CPU_S_PER_GB}" if place == "disk" else ""
         report.shown.append(
-            f"{place}, {what} of {BAR_NBYTES >> 20} MiB: {ratio:.2f} of {_BARE[place]}, at least {LEAST}{cpu}: "
+            f"{place}, {what} of {BAR_NBYTES >> 20} MiB: {ratio:.2f} of {_BARE[place]}, at least {least}{cpu}: "
             + _word(met)
         )
         peers = {
@@ -237,6 +259,15 @@ def _sums_cpu_s(lanes: dict[str, Measured], what: str) -> float:
     plain, summed = lanes["disk, copied"], lanes["disk, copied, checked"]
     ratio = summed.share(f"{what} CPU", plain, f"{what} CPU") or 1.0
     return max(0.0, ratio - 1) * plain.median(f"{what} CPU")
+
+
+def _tell_lookup(report: Report, cpu_s: Mapping[str, float]) -> None:
+    for form, took_s in cpu_s.items():
+        report.ok &= took_s <= MOST_LOOKUP_S
+        report.shown.append(
+            f"look-up of {tier_lookup.NUM_TOKENS:,} tokens ({form}): {took_s * 1e3:.2f} ms of CPU, at most "
+            f"{MOST_LOOKUP_S * 1e3:.0f}: {_word(took_s <= MOST_LOOKUP_S)}"
+        )
 
 
 def _tell_restart(report: Report, args: argparse.Namespace, took_s: float, cpu_s: float) -> None:

@@ -26,6 +26,8 @@ def test_every_lane_has_figures_and_nothing_is_left_on_the_disk(tmp_path: Path) 
     disks = {"bare", "bare, parts", "bare, 4 KiB pages", "disk", "disk, copied", "disk, copied, checked"}
     assert set(found["disk"]["65536"]) == disks
     assert set(found["memory"]["65536"]) == {"memcpy", "non-temporal", "memory", "peer, mapped", "peer, tcp"}
+    assert set(found["lookup_cpu_s"]) == {"array", "list"}
+    assert all(took_s > 0 for took_s in found["lookup_cpu_s"].values())
     for place in ("disk", "memory"):
         for name, lane in found[place]["65536"].items():
             measured = ("get", "get CPU") if name.startswith("peer") else ("put", "put CPU", "get", "get CPU")
@@ -52,3 +54,11 @@ def test_a_lane_that_gives_other_bytes_back_ends_the_run(
     monkeypatch.setattr(tier_lanes.Tiered, "get", lambda _: None)
     assert main(["bench", "tiers", "--directory", str(tmp_path), *WORDS]) == 1
     assert "disk: other bytes were read than written" in capsys.readouterr().err
+
+
+def test_a_server_or_client_that_is_not_installed_is_left_out_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert main(["bench", "tiers", "--directory", str(tmp_path), "--places", "valkey", *WORDS]) == 0
+    assert "valkey is left out: no valkey-server" in capsys.readouterr().out

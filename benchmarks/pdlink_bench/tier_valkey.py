@@ -1,0 +1,85 @@
+"""Our tier on a Valkey or Redis server beside the client that everybody has, redis-py (extra `bench`), in turns."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+from pdlink.extras import missing
+from pdlink.store.tiers.valkey import Valkey
+
+from .tier_lanes import Lane, Tiered
+from .workers import WorkerFailed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_START_S = 20.0
+
+
+class Server:
+    """A server of this run, which keeps nothing on disk, on a Unix socket."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises WorkerFailed where no server is installed."""
+        program = shutil.which("valkey-server") or shutil.which("redis-server")
+        if program is None:
+            raise WorkerFailed("no valkey-server or redis-server here; apt-get install valkey-server")
+        self.path = str((directory / "valkey").absolute())
+        options = ["--port", "0", "--unixsocket", self.path, "--save", "", "--dir", str(directory)]
+        self._process = subprocess.Popen([program, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert self._process.stdout is not None
+        if not any(b"ready to accept" in line.lower() for line in self._process.stdout):
+            raise WorkerFailed("the server did not start")
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(_START_S)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+class RedisPy(Lane):
+    """SET of a record, and GET with a copy to where it is wanted."""
+
+    def __init__(self, path: str) -> None:
+        """Raises WorkerFailed where redis-py is not installed."""
+        try:
+            redis: Any = importlib.import_module("redis")
+        except ImportError as error:
+            raise WorkerFailed(missing("redis")) from error
+        self._client = redis.Redis(unix_socket_path=path)
+
+    def put(self) -> None:
+        for number, record in enumerate(self._views(0)):
+            self._client.set(f"record {number}", record)
+
+    def get(self) -> None:
+        for number, room in enumerate(self._views(1)):
+            room[:] = self._client.get(f"record {number}")
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class Served(Tiered):
+    """Our tier, which compares a checksum of what it gives back."""
+
+    checks = True
+    gathers = False
+
+    def __init__(self, path: str) -> None:
+        self.disk = Valkey(f"unix://{path}", "bench", timeout_s=60.0)
+        self._round = 0
+
+    def put(self) -> None:
+        for number in range(self.count if self._round else 0):  # the server's memory is for one round
+            self.disk.remove(self._key(number))
+        super().put()
+
+
+def lanes(server: Server) -> dict[str, Lane]:
+    """Raises WorkerFailed."""
+    return {"redis-py": RedisPy(server.path), "valkey": Served(server.path)}
