@@ -55,8 +55,8 @@ def test_every_verb_does_what_it_does_in_one_process(tmp_path: Path) -> None:
         assert put(mine, KEYS[:1]) == 1
         assert mine.move(KEYS[:1], SHAPE, MEMORY, "disk", copy=False) == 1
         assert mine.lookup(KEYS[:1], WAIT_S).places == (1,)
-        assert put(mine, KEYS[:2]) == 1
-        assert mine.clear(ending=KEYS[0][-8:]) == (0, True), "it is on the disk alone"
+        assert put(mine, KEYS[:2]) == 2
+        assert mine.clear(ending=KEYS[0][-8:]) == (1, True), "in memory, and on the disk, too"
         assert other.lookup(KEYS[:1], WAIT_S).keys == ()
         assert other.lookup(KEYS[1:2], WAIT_S).keys == (KEYS[1],)
         slots = mine.reserve([os.urandom(32)], SHAPE)
