@@ -52,6 +52,8 @@ _ROUTERS = {
 OURS = "pdlink"
 UNOBSERVED = "pdlink, unobserved"
 """For `pdlink bench observe`."""
+FLOOR = "bare Python"
+"""What two legs cost a router that decides nothing: `proxy_floor.py`."""
 NGINX = "nginx, one leg"
 """What passing bytes costs without knowing what they are: it sends each request to decode alone."""
 
@@ -117,14 +119,14 @@ def run(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace, progress: Progress) -> Report:
     cores = sorted(os.sched_getaffinity(0))
     mine = cores[1:] or cores
-    task = progress.add_task("start", total=1 + args.rounds * (len(_ROUTERS) + 2))
+    task = progress.add_task("start", total=1 + args.rounds * (len(_ROUTERS) + 3))
     os.sched_setaffinity(0, mine)
     try:
         with ExitStack() as stack:
             workers = {role: stack.enter_context(Stub(role)).url for role in ("prefill", "decode")}
             routers = [
                 stack.enter_context(Router(name, args.routers, workers, cores[0]))
-                for name in (OURS, *_ROUTERS, NGINX)
+                for name in (OURS, FLOOR, *_ROUTERS, NGINX)
             ]
             for router in routers:
                 router.wait()
@@ -221,6 +223,8 @@ class Router(Process):
             module = "pdlink" if name == OURS else "pdlink_bench.unobserved"
             command = [sys.executable, "-m", module, "proxy", "--port", str(self.port)]
             command += [f"--{role}={url}" for role, url in workers.items()]
+        elif name == FLOOR:
+            command = [sys.executable, "-m", "pdlink_bench.proxy_floor", str(self.port), *workers.values()]
         else:
             command = [python, *_ROUTERS[name].format(**workers).split(), "--port", str(self.port)]
             command += ["--prometheus-port", str(metrics_port)]
@@ -246,7 +250,7 @@ class Router(Process):
                     return
             except OSError:
                 time.sleep(0.1)
-        wheel = {OURS: "", NGINX: "; is nginx installed?"}.get(
+        wheel = {OURS: "", FLOOR: "", NGINX: "; is nginx installed?"}.get(
             self.name, f"; is the wheel installed? pip install {self.name}"
         )
         self.measured.problem, self.measured.failed = f"does not serve{wheel}", self.name == OURS

@@ -247,7 +247,7 @@ def run_proxy(
     gc.collect()
     gc.freeze()  # modules live as long as the process
     gc.set_threshold(20_000, 20, 20)  # a request leaves a few cycles; the default looks at them after ten requests
-    with asyncio.Runner(loop_factory=_fast_loop()) as runner:
+    with asyncio.Runner(loop_factory=fast_loop()) as runner:
         serving = serve(
             app,
             bound,
@@ -262,7 +262,7 @@ def run_proxy(
         runner.run(serving)
 
 
-def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop's where it is installed."""
     try:
         import uvloop

@@ -319,7 +319,7 @@ class Router:
             request_id = f"req-{os.urandom(16).hex()}"
         headers = {"X-Request-Id": request_id}
         for name in TRACE_HEADERS:  # or each worker would begin its own trace
-            if value := clean(",".join(said.getall(name, ()))):
+            if name in said and (value := clean(",".join(said.getall(name, ())))):
                 headers[name] = value
         authorization = clean(said.get("authorization"))
         if authorization and "Authorization" not in self._worker_headers:

@@ -328,7 +328,7 @@ class Exchange:
                     self._hedge_over(won, lost)
         if forward:
             self._forward(forward)
-        if flow.over:
+        if flow.outcome is not None:
             self._end()
         elif isinstance(event, _BRING_DEADLINES) and flow.deadline_s < self._armed_s:
             self._arm()

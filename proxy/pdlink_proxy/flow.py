@@ -165,9 +165,11 @@ class Flow:
     @property
     def deadline_s(self) -> float:
         """Time of the next Tick, on the clock of `now`; infinite when over."""
-        if self.over:
+        if self.outcome is not None:
             return math.inf
-        deadline_s = min(self._request_deadline_s, self._waits.until_s if self._waits else math.inf)
+        deadline_s = self._request_deadline_s
+        if self._waits is not None:
+            deadline_s = min(deadline_s, self._waits.until_s)
         for leg, state in self._legs.items():
             deadline_s = min(deadline_s, self._deadline_of(leg, state))
         if self._other is not None:
@@ -177,7 +179,7 @@ class Flow:
 
     def on(self, event: Event, now: float) -> list[Action]:
         """The actions for `event`, in order."""
-        if self.over:
+        if self.outcome is not None:
             return []
         match event:
             case Chunk(attempt=attempt, leg=leg):

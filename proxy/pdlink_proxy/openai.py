@@ -53,6 +53,10 @@ KV_PARAMS = "kv_transfer_params"
 _MAX_MESSAGE_CHARS = 2000
 
 
+# A decoder is made once: each call of `msgspec.json.decode` with such a type works it out anew.
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
 class BadField(InvalidRequest):
     """An invalid request body, or one invalid field of it."""
 
@@ -101,7 +105,7 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
     """Raises BadField unless it is a JSON object with the fields that every request needs. model: of a request to
     `GENERATE` that names none."""
     try:
-        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        fields = _FIELDS.decode(data)
     except msgspec.ValidationError:
         raise BadField("the body must be a JSON object") from None
     except (ValueError, RecursionError) as error:
@@ -109,15 +113,16 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
     model = _field(fields, "model", str, "a string") or (model if path == GENERATE else None)
     if model is None:
         raise BadField("field 'model' is required", "model")
-    inputs = {name: raw for name in _INPUT_FIELDS[path] if (raw := fields.get(name)) is not None}
+    known = _INPUT_FIELDS[path]
+    inputs = {name: fields[name] for name in known if name in fields}
     if path == GENERATE:
         inputs = {name: raw for name, raw in inputs.items() if bytes(raw) != b"null"}
     if len(inputs) != 1:
-        names = " or ".join(map(repr, _INPUT_FIELDS[path]))
-        raise BadField(f"field {names} is required", next(iter(_INPUT_FIELDS[path])))
+        names = " or ".join(map(repr, known))
+        raise BadField(f"field {names} is required", next(iter(known)))
     for name, raw in inputs.items():
-        first_bytes, wanted = _INPUT_FIELDS[path][name]
-        if bytes(raw)[0] not in first_bytes:
+        first_bytes, wanted = known[name]
+        if memoryview(raw)[0] not in first_bytes:  # no copy of a long prompt
             raise BadField(f"field {name!r} must be {wanted}", name)
     streaming = _field(fields, "stream", bool, "a boolean") or False
     seed = _field(fields, "seed", int, "an integer")
@@ -139,9 +144,9 @@ def wanted(call: Call, session: str | None) -> PlacementRequest:
         count_tokens(prompt),
         UNKNOWN_ANSWER_TOKENS if limit is None else max(0, limit),
         prompt,
-        _said(call, "cache_salt", str) or "",
-        session or _said(call, "user", str) or "",
-        _said(call, "priority", int) or 0,
+        (_said(call, "cache_salt", str) or "") if "cache_salt" in call.fields else "",
+        session or (_said(call, "user", str) or "" if "user" in call.fields else ""),
+        (_said(call, "priority", int) or 0) if "priority" in call.fields else 0,
     )
 
 
@@ -236,12 +241,15 @@ class _Answer(msgspec.Struct):
     """Of `GENERATE`; a batch is answered with a list of such objects."""
 
 
+_ANSWER = msgspec.json.Decoder(_Answer | list[_Answer])
+
+
 def problem_of_answer(content_type: str, body: bytes) -> str:
     """Why an answer with status 200 is invalid; empty if it is valid."""
     if content_type != "application/json":
         return "the answer's type is not application/json"
     try:
-        found = msgspec.json.decode(body, type=_Answer | list[_Answer])
+        found = _ANSWER.decode(body)
     except (ValueError, RecursionError):
         found = []
     if isinstance(found, _Answer):

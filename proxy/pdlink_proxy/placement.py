@@ -71,6 +71,8 @@ class Alone(NamedTuple):
 
 
 _NEVER = Alone()
+_FEW = 16
+"""Workers that a loop looks through sooner than numpy."""
 
 
 class Placer:
@@ -183,7 +185,10 @@ def _others(workers: Workers, avoid: Set[str]) -> Workers:
 
 
 def _with_room(workers: Workers, need: int) -> Workers:
-    return workers.only(workers.table.room >= need)
+    room = workers.table.room
+    if workers.fit is None and len(room) <= _FEW and min(room.tolist()) >= need:
+        return workers
+    return workers.only(room >= need)
 
 
 def _not_refused(decodes: Workers, prefills: Workers, refused: Set[tuple[str, str]]) -> Workers:

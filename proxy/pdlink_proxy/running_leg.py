@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .shared import Shared
     from .worker import Worker
 
+_NO_HEADERS = Headers([])
+
 LET_GO_S = 1.0
 """A leg that is not needed any more may take this long to end by itself; then its connection is closed."""
 
@@ -136,7 +138,7 @@ class RunningLeg:
         self.attempt, self.leg, self.worker, self.transfer_id = attempt, leg, worker, transfer_id
         self._streams = streams
         self.url = ""
-        self.headers = Headers([])
+        self.headers = _NO_HEADERS
         """Of its answer."""
         self.failed = False
         """By its worker's own fault."""

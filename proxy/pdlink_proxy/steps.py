@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import TypeAlias
+from operator import attrgetter
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
 
-class Leg(enum.Enum):
-    __hash__ = object.__hash__  # members are single objects; Enum's own is in Python, and every request asks for it
+class Word(enum.Enum):
+    """Enum's own hash and value are written in Python, and each request asks for them some thirty times."""
 
+    __hash__ = object.__hash__  # members are single objects
+    if not TYPE_CHECKING:
+        value = property(attrgetter("_value_"))
+
+
+class Leg(Word):
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -20,7 +27,7 @@ class Leg(enum.Enum):
         return Leg.DECODE if self is Leg.PREFILL else Leg.PREFILL
 
 
-class Loss(enum.Enum):
+class Loss(Word):
     """How a leg ends without an answer."""
 
     CONNECT = "connect"
@@ -129,7 +136,7 @@ Event: TypeAlias = (
 )
 
 
-class Why(enum.Enum):
+class Why(Word):
     """The reason of an attempt."""
 
     FIRST = "first"
@@ -247,7 +254,7 @@ Action: TypeAlias = (
 )
 
 
-class Outcome(enum.Enum):
+class Outcome(Word):
     """How a request ended, for the client and the metrics."""
 
     OK = "ok"

@@ -140,7 +140,7 @@ class Workers(Sequence["WorkerState"]):
 
     def only(self, mask: Mask) -> Workers:
         """Those of them that this column marks, too."""
-        if self.fit is None and mask.all():
+        if self.fit is None and np.logical_and.reduce(mask):  # `all` itself is written in Python
             return self
         return Workers(self.table, mask if self.fit is None else mask & self.fit)
 

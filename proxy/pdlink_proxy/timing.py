@@ -34,7 +34,7 @@ def server_timing(flow: Flow, admission: Admission, last: str, now: float) -> st
     if flow.decode_spoke_s is not None:
         times["decode"] = flow.decode_spoke_s - admission.placed_s
     times[last] = now - admission.started_s
-    return ", ".join(f"{name};dur={s * 1000:.{3 if name == 'placement' else 1}f}" for name, s in times.items())
+    return ", ".join([f"{name};dur={s * 1000:.{3 if name == 'placement' else 1}f}" for name, s in times.items()])
 
 
 def comment(value: str) -> bytes:
