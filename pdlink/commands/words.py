@@ -35,6 +35,7 @@ BENCHMARKS: dict[str, str] = {
     "warm": "time to first token of a long prompt that was seen before, beside a new one",
     "replay": "hit rates of eviction policies on a trace of requests, beside the best there can be",
     "route": "routing policies of the proxy, in a simulated fleet",
+    "index": "memory of the proxy's index of KV events, and one look-up in it",
     "proxy": "CPU of a routed request, beside other routers",
     "join": "what workers that register, and their beats, cost a proxy",
     "observe": "CPU of a request with metrics, timeline and records, and without",
