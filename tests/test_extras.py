@@ -113,6 +113,12 @@ def test_built_in_engine_without_torch_is_one_line_that_names_the_extra() -> Non
     assert "Traceback" not in result.stderr
 
 
+def test_completion_knows_every_benchmark_without_torch() -> None:
+    result = command("completion bash")
+    assert result.returncode == 0, result.stderr
+    assert "_pdlink_bench_warm" in result.stdout
+
+
 def test_check_works_without_torch_and_without_ucx() -> None:
     result = command("check")
     assert result.returncode in {0, 1}, result.stderr

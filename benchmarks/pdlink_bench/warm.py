@@ -25,7 +25,6 @@ import numpy as np
 from pdlink.config import WorkerConfig
 from pdlink.errors import PdlinkError
 from pdlink.serve import up
-from pdlink.serve.checkpoint import write_checkpoint
 from pdlink.serve.ports import free_ports
 
 from . import harness, plot
@@ -124,6 +123,8 @@ class Engine:
 
 def measure(settings: Settings, directory: Path, tick: Callable[[], None]) -> tuple[Measured, dict[str, list[Any]]]:
     """Seconds to first token by where the KV came from, and what the worker said of each prompt."""
+    from pdlink.serve.checkpoint import write_checkpoint  # imports torch, and a list of options needs none
+
     model = directory / "model"
     write_checkpoint(
         model,
