@@ -5,14 +5,19 @@ records, decisions), and one from which all of this is taken out (`unobserved.py
 deployments of the built-in engine, whose workers have metrics and a timeline. A third turn watches the first one
 meanwhile: every second all /metrics are scraped as OpenMetrics and the page's state is asked for. That is a price per
 second, not per request. CPU of deployments is that of all threads, by the kernel's account in ns.
+
+The verdict is about whole deployments: the median over the turns of observed CPU divided by unobserved CPU, with the
+interval that holds the true median with 95 %. It is undecided while that interval holds the bar.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -34,11 +39,14 @@ from .proxy import LOADS, OURS, UNOBSERVED, Router, Stub
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     from rich.progress import Progress
 
 PARTS = ("proxy", "prefill", "decode")
 _CLIENTS, _TOKENS = 4, 8
+MOST_SHARE = 0.02
+"""Of the CPU of a request."""
 _OPEN_METRICS = "application/openmetrics-text;version=1.0.0"
 
 
@@ -145,7 +153,41 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
         tables[
             1
         ].title = f"{args.rounds} turns of {args.count} requests each, {_CLIENTS} at once: 64 tokens, then {_TOKENS}"
-    return Report(found, [f"load {os.getloadavg()[0]:.1f}", *tables], problems=proxies)
+    parts: list[str | Table] = [f"load {os.getloadavg()[0]:.1f}", *tables]
+    if "deployments" in found:
+        pairs = zip(deployments["observed"].samples["all"], deployments["unobserved"].samples["all"], strict=True)
+        parts.append(verdict([ours / base for ours, base in pairs]))
+    return Report(found, parts, problems=proxies)
+
+
+def verdict(ratios: Sequence[float]) -> str:
+    """ratios: CPU with observing divided by that without, of each turn."""
+    ordered = sorted(ratios)
+    rank = _rank(len(ordered))
+    costs = f"observing costs {statistics.median(ordered) - 1:.1%} of the CPU of a request"
+    if rank is None:
+        return f"{costs}; at most {MOST_SHARE:.0%}: undecided, {len(ordered)} turns are too few: --rounds 6 or more"
+    low, high = ordered[rank] - 1, ordered[-1 - rank] - 1
+    end = (
+        "met"
+        if high <= MOST_SHARE
+        else "not met"
+        if low > MOST_SHARE
+        else "undecided, more --rounds on an idle machine"
+    )
+    return f"{costs} ({low:.1%} to {high:.1%} with 95 %, of {len(ordered)} turns); at most {MOST_SHARE:.0%}: {end}"
+
+
+def _rank(count: int) -> int | None:
+    """The largest k so that the true median lies between the k-th smallest and the k-th largest of so many samples
+    (counted from 0) with 95 % at least; None where all of them are too few. Exact, by the binomial distribution."""
+    found, outside = None, 0.0
+    for rank in range(count // 2):
+        outside += 2 * math.comb(count, rank) / 2**count
+        if outside > 0.05:
+            break
+        found = rank
+    return found
 
 
 def _table(head: str, found: dict[str, Measured], rows: list[str], names: tuple[str, ...], factor: float) -> Table:
