@@ -52,7 +52,7 @@ def register() -> None:
     def get_kv_class(original: Callable[..., Any], backend: Any, kind: Any) -> Any:
         if backend is not member or kind is utils.KVClassType.KVARGS:
             return original(backend, kind)
-        from pdlink.integrations.sglang_parts.transfer import classes
+        from pdlink.integrations.sglang_parts.requests import classes
 
         return classes()[kind.name]
 

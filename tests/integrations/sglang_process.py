@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-START_S = 240.0
+START_S = 280.0
 ENVIRONMENT = {
     **os.environ,
     "SGLANG_USE_CPU_ENGINE": "1",

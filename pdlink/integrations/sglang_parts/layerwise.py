@@ -8,7 +8,7 @@ it are pushed by chunk.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -37,10 +37,22 @@ class Layerwise:
         """(Room, pages of it that this pass completes), from the first layer on."""
         self._told = False
 
+    _current: ClassVar[Layerwise | None] = None
+    """SGLang's hooks cannot be taken out: they call this one, and a server has one prefill rank a process."""
+    _hooked: ClassVar[bool] = False
+
     def install(self) -> None:
-        HookRegistry.register(_RUN_BATCH, self.around_batch, HookType.AROUND)
-        HookRegistry.register(_FORWARD, self.around_forward, HookType.AROUND)
-        HookRegistry.apply_hooks()
+        Layerwise._current = self
+        if not Layerwise._hooked:
+            Layerwise._hooked = True
+            HookRegistry.register(_RUN_BATCH, _through(Layerwise.around_batch), HookType.AROUND)
+            HookRegistry.register(_FORWARD, _through(Layerwise.around_forward), HookType.AROUND)
+            HookRegistry.apply_hooks()
+
+    def remove(self) -> None:
+        """From now on layers are not reported."""
+        if Layerwise._current is self:
+            Layerwise._current = None
 
     def around_batch(self, original: Hooked, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not batch.forward_mode.is_extend():
@@ -93,3 +105,13 @@ class Layerwise:
         pages = (slots[:num] // page).tolist()
         self._manager.sending.extend(sender.bootstrap_room, first, pages)
         return sender.bootstrap_room, first + num
+
+
+def _through(hook: Hooked) -> Hooked:
+    """The hook of whatever rank this process has now."""
+
+    def call(original: Hooked, *args: Any, **kwargs: Any) -> Any:
+        current = Layerwise._current
+        return original(*args, **kwargs) if current is None else hook(current, original, *args, **kwargs)
+
+    return call

@@ -11,6 +11,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
+from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, LayerLayout, Part
 from pdlink.memory.borrowed import BorrowedBuffer
 
@@ -27,21 +28,18 @@ def layout_of(
     layer_ids: Sequence[int],
     page_tokens: int,
     dtype: str,
-) -> tuple[KVLayout, list[int]]:
-    """The layout, and SGLang's number of each of its layers.
+) -> tuple[KVGroups, list[int]]:
+    """The layouts, and SGLang's number of each layer. K and V of one width are one group; of other widths, two.
 
     places: (region, offset in it) of each entry. lens, item_lens: bytes of an entry and of a page in it.
-    Raises UnsupportedSglang for entries that differ.
+    Raises UnsupportedSglang for entries that fit no model.
     """
-    if not item_lens or len(set(item_lens)) != 1 or len({lens[i] // item_lens[i] for i in range(len(lens))}) != 1:
+    sizes = sorted(set(item_lens))
+    if not sizes or len({lens[i] // item_lens[i] for i in range(len(lens))}) != 1 or sizes[0] % page_tokens:
         raise UnsupportedSglang(
-            f"KV pool: got entries with pages of {sorted(set(item_lens))} bytes; limit one size for all; models "
-            "whose K and V differ, or with an indexer, are not transferred yet"
+            f"KV pool: got entries with pages of {sizes} bytes; limit equally many pages in all, of a multiple of "
+            f"page_size ({page_tokens})"
         )
-    item = item_lens[0]
-    if item % page_tokens:
-        raise UnsupportedSglang(f"KV pool: got pages of {item} bytes; limit a multiple of page_size ({page_tokens})")
-    token = item // page_tokens
     # Where a layer is named once for K and V, they are two entries as far apart as there are layers.
     parts_each, rest = divmod(len(places), len(layer_ids) or 1)
     if parts_each not in (1, 2) or rest:
@@ -49,11 +47,37 @@ def layout_of(
             f"KV pool: got {len(places)} entries for {len(layer_ids)} layers; limit one or two a layer; draft models "
             "are not transferred yet"
         )
-    entries: dict[int, list[Part]] = {}
-    for number, place in enumerate(places):
-        entries.setdefault(layer_ids[number % len(layer_ids)], []).append(Part(*place))
-    layers = tuple(LayerLayout(tuple(parts), item, token, token) for parts in entries.values())
-    return KVLayout(dtype, page_tokens, lens[0] // item, 1, token, layers), list(entries)
+    order = list(dict.fromkeys(layer_ids))
+    groups = []
+    for item in dict.fromkeys(item_lens):
+        entries: dict[int, list[Part]] = {}
+        for number, place in enumerate(places):
+            if item_lens[number] == item:
+                entries.setdefault(layer_ids[number % len(layer_ids)], []).append(Part(*place))
+        if list(entries) != order or len({len(parts) for parts in entries.values()}) != 1:
+            raise UnsupportedSglang(
+                f"KV pool: got pages of {item} bytes in layers {list(entries)}; limit the same in all of {order}; "
+                "models whose layers differ are not transferred yet"
+            )
+        token = item // page_tokens
+        layers = tuple(LayerLayout(tuple(parts), item, token, token) for parts in entries.values())
+        groups.append(KVLayout(dtype, page_tokens, lens[0] // item_lens[0], 1, token, layers))
+    return KVGroups(tuple(groups)), order
+
+
+def state_of(
+    pointers: Sequence[int], lens: Sequence[int], item_lens: Sequence[int], owner: object, shared: Sequence[Buffer]
+) -> tuple[KVGroups, list[HostBuffer]]:
+    """What a model keeps beside its KV, as tensors of places of some bytes: a group for each size of them."""
+    buffers, places = buffers_of(pointers, lens, owner, shared)
+    groups = []
+    for item in dict.fromkeys(item_lens):
+        mine = [number for number in range(len(item_lens)) if item_lens[number] == item]
+        layers = tuple(LayerLayout((Part(*places[number]),), item, item, item) for number in mine)
+        groups.append(KVLayout("uint8", 1, min(lens[number] // item for number in mine), 1, item, layers))
+    if not groups:
+        raise UnsupportedSglang("KV pool: got a kind of states without tensors; limit one or more")
+    return KVGroups(tuple(groups)), buffers
 
 
 def numbers_of(kv_args: Any, *, latent: bool) -> list[int]:

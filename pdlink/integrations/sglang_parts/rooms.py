@@ -2,6 +2,9 @@
 
 SGLang counts pages; both sides have whole pages of one size, so a transfer's tokens are pages times their size. A
 room's pages begin behind the prefix that decode has cached, and arrive from the scheduler in chunks, front to back.
+What a model keeps beside its KV (the last pages of sliding windows, states of recurrent layers) travels in transfers
+of its own, once the prompt is computed. A prefill rank may serve several decode ranks in one room, and a decode rank
+may be served by several of prefill.
 """
 
 from __future__ import annotations
@@ -10,237 +13,349 @@ import threading
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pdlink.errors import PdlinkError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from pdlink.integrations.sglang_parts.ends import End
     from pdlink.node.node import Incoming, Outgoing
-    from pdlink.node.port import EnginePort
+
+KV = -1
+"""Number of the part that has the pages of the KV; states count from 0."""
+
+
+def part_id(transfer_id: str, number: int) -> str:
+    """The id of one part's transfer."""
+    return transfer_id if number == KV else f"{transfer_id}-{number}"
+
+
+@dataclass(eq=False)
+class _Part:
+    """One transfer on its way out."""
+
+    number: int
+    end: End
+    transfer_id: str
+    prefix: int
+    """Units (pages, or places of a state) that are not sent."""
+    num: int
+    """Units behind them."""
+    outgoing: Outgoing
+    published: int = 0
+    """Units that the transfer knows."""
+    written: list[int] = field(default_factory=list)
+    """Per layer: units before this one are reported."""
 
 
 @dataclass(eq=False)
 class _Sent:
-    transfer_id: str
-    prefix_pages: int
-    num_pages: int
-    """Behind the prefix."""
-    outgoing: Outgoing | None
-    """None where decode has all of the prompt."""
-    published: int = 0
-    """Pages that the transfer knows."""
-    written: list[int] = field(default_factory=list)
-    """Per layer: pages before this one are reported."""
+    """A room on its way out."""
+
+    parts: dict[str, list[_Part]] = field(default_factory=dict)
+    """By the id that decode made up: one for each decode rank. Empty lists where nothing has to travel."""
+    ended: bool = False
+    """The last chunk is given."""
+    concluded: bool = False
+
+    @property
+    def all_parts(self) -> list[_Part]:
+        return [part for parts in list(self.parts.values()) for part in parts]
 
 
 class PrefillRooms:
     """Pages on their way out. Every method may be called from any thread; the chunks of a room from one."""
 
-    def __init__(
-        self,
-        port: EnginePort,
-        page_tokens: int,
-        concluded: Callable[[int, str, str], None],
-        drained: Callable[[int], None],
-    ) -> None:
-        """concluded(room, transfer id, error): the receiver has everything, or why it never will.
-        drained(room): no push of this room reads or writes anything any more. Both are called in the node's thread
-        and must not wait."""
-        self._port, self._page_tokens, self._num_layers = port, page_tokens, port.node.groups.num_layers
+    def __init__(self, concluded: Callable[[int, str, str], None], drained: Callable[[int], None]) -> None:
+        """concluded(room, transfer id of its first receiver, error): all receivers have everything, or why one never
+        will. drained(room): no push of this room reads or writes anything any more. Both are called in a node's
+        thread, or in that of a chunk, and must not wait."""
         self._concluded, self._drained = concluded, drained
         self._lock = threading.Lock()
         self._rooms: dict[int, _Sent] = {}
         self._busy: Counter[int] = Counter()
         """Transfers of a room that may still read or write pages; more than one where a room is used again."""
 
-    def asked(self, room: int, transfer_id: str, prefix_pages: int, num_pages: int) -> bool:
-        """Decode wants this many pages behind a prefix of so many. False if it has asked for the room already.
+    def asked(self, room: int, transfer_id: str, prefix_pages: int, ends: Mapping[int, tuple[End, int]]) -> bool:
+        """Decode has room. False if it has asked by this id already.
 
-        Raises PdlinkError where the node refuses.
+        prefix_pages: of the prompt, which it has. ends: by part that has to travel, where from, and how many pages
+        behind the prefix, or places of a state. Raises PdlinkError where a node refuses.
         """
-        sent = _Sent(transfer_id, prefix_pages, num_pages, None, written=[0] * self._num_layers)
         with self._lock:
-            if room in self._rooms:
+            sent = self._rooms.setdefault(room, _Sent())
+            if transfer_id in sent.parts:
                 return False
-            if num_pages:
-                tokens = (prefix_pages + num_pages) * self._page_tokens
-                sent.outgoing = self._port.send(transfer_id, transfer_id, tokens)
-                self._busy[room] += 1
-            self._rooms[room] = sent
-        outgoing = sent.outgoing
-        if outgoing is not None:
-            outgoing.done.then(lambda: self._concluded(room, transfer_id, _reason(outgoing)))
-            outgoing.released.then(lambda: self._released(room))
+            made = sent.parts[transfer_id] = []
+            try:
+                for number, (end, num) in ends.items():
+                    prefix = prefix_pages if number == KV else 0
+                    name = part_id(transfer_id, number)
+                    outgoing = end.port.send(name, name, (prefix + num) * end.unit)
+                    made.append(_Part(number, end, name, prefix, num, outgoing, written=[0] * len(end.layers)))
+            except PdlinkError:
+                for part in made:
+                    part.end.port.ended(part.transfer_id, "refused")
+                del sent.parts[transfer_id]
+                raise
+            self._busy[room] += len(made)
+        for part in made:
+            part.outgoing.done.then(lambda: self._look(room, sent))
+            part.outgoing.released.then(lambda: self._released(room))
         return True
+
+    def num_receivers(self, room: int) -> int:
+        """Decode ranks that have asked for the room."""
+        sent = self._rooms.get(room)
+        return len(sent.parts) if sent is not None else 0
 
     def extend(self, room: int, first_page: int, pages: Sequence[int]) -> None:
         """Pages [first_page, ...) behind the prefix will be in these of the pool."""
-        sent = self._rooms.get(room)
-        if sent is None or sent.outgoing is None:
-            return
-        fresh = [int(page) for page in pages[max(0, sent.published - first_page) :]]
-        if sent.published == 0:
-            # What decode has cached is never read: any number stands for it.
-            table = [0] * sent.prefix_pages + fresh
-            self._port.admitted(sent.transfer_id, table, sent.prefix_pages * self._page_tokens)
-        else:
-            self._port.extended(sent.transfer_id, fresh)
-        sent.published += len(fresh)
+        for part in self._kv(room):
+            _extend(part, first_page, pages)
 
     def written(self, room: int, layer: int, end_page: int) -> None:
         """Pages before `end_page` are written in one layer."""
-        sent = self._rooms.get(room)
-        if sent is None or sent.outgoing is None:
-            return
-        begin, end = sent.written[layer], min(end_page, sent.published)
-        if begin < end:
-            sent.written[layer] = end
-            tokens = [(sent.prefix_pages + page) * self._page_tokens for page in (begin, end)]
-            self._port.layer_written(layer, [(sent.transfer_id, tokens[0], tokens[1])])
+        for part in self._kv(room):
+            _written(part, layer, end_page)
 
-    def chunk(self, room: int, first_page: int, pages: Sequence[int], *, last: bool) -> bool:
-        """A chunk is computed in all layers. Returns whether that ends a room of which nothing is to be sent."""
+    def chunk(
+        self,
+        room: int,
+        first_page: int,
+        pages: Sequence[int],
+        *,
+        last: bool,
+        states: Sequence[Sequence[int] | None] | None = None,
+    ) -> None:
+        """A chunk is computed in all layers. states: with the last one, where what is beside the KV is.
+
+        A state with another number of places than decode has ends the room with an error.
+        """
         sent = self._rooms.get(room)
         if sent is None:
-            return False
-        if sent.outgoing is None:
-            return last
-        self.extend(room, first_page, pages)
-        for layer in range(self._num_layers):
-            self.written(room, layer, first_page + len(pages))
+            return
+        for part in sent.all_parts:
+            if part.number == KV:
+                _extend(part, first_page, pages)
+                end = first_page + len(pages)
+            elif last:
+                places = states[part.number] if states is not None and part.number < len(states) else None
+                indices = [] if places is None else list(places)
+                if len(indices) != part.num:
+                    part.end.port.ended(part.transfer_id, f"state {part.number}: {len(indices)} for {part.num}")
+                    continue
+                _extend(part, 0, indices)
+                end = part.num
+            else:
+                continue
+            for layer in range(len(part.end.layers)):
+                _written(part, layer, end)
+            if last:
+                part.end.port.finished(part.transfer_id)
         if last:
-            self._port.finished(sent.transfer_id)
-        return False
+            sent.ended = True
+            self._look(room, sent)
 
-    def transfer_id(self, room: int) -> str:
-        """Empty for a room that decode has not asked for."""
+    def transfer_ids(self, room: int) -> tuple[str, ...]:
+        """Of each decode rank that has asked."""
         sent = self._rooms.get(room)
-        return sent.transfer_id if sent is not None else ""
+        return tuple(sent.parts) if sent is not None else ()
 
     def is_drained(self, room: int) -> bool:
         """No push of the room is on its way, and none will be."""
         return not self._busy[room]
 
     def end(self, room: int, reason: str = "") -> None:
-        """SGLang has done with the room. reason: why, if its transfer is not to go on. Its pages may be used again:
+        """SGLang has done with the room. reason: why, if its transfers are not to go on. Its pages may be used again:
         what a push still reads of them reaches pages only that decode keeps until it is quiet."""
         with self._lock:
             sent = self._rooms.pop(room, None)
-        if sent is not None:
-            self._port.ended(sent.transfer_id, reason)
+        for part in sent.all_parts if sent is not None else ():
+            part.end.port.ended(part.transfer_id, reason)
+
+    def _kv(self, room: int) -> list[_Part]:
+        sent = self._rooms.get(room)
+        return [part for part in sent.all_parts if part.number == KV] if sent is not None else []
+
+    def _look(self, room: int, sent: _Sent) -> None:
+        """Whether that was the last thing to wait for."""
+        with self._lock:
+            parts = sent.all_parts
+            reasons = [_reason(part.outgoing) for part in parts if part.outgoing.done.is_set()]
+            error = next(filter(None, reasons), "")
+            if sent.concluded or not (error or (sent.ended and len(reasons) == len(parts))):
+                return
+            sent.concluded = True
+            first = next(iter(sent.parts), "")
+        self._concluded(room, first, error)
 
     def _released(self, room: int) -> None:
         with self._lock:
             self._busy[room] -= 1
-            if not self._busy[room]:
+            drained = not self._busy[room]
+            if drained:
                 del self._busy[room]
-        self._drained(room)
+        if drained:
+            self._drained(room)
+
+
+def _extend(part: _Part, first: int, places: Sequence[int]) -> None:
+    fresh = [int(place) for place in places[max(0, part.published - first) :]]
+    groups = part.end.num_groups
+    if part.published == 0:
+        # What decode has cached is never read: any number stands for it.
+        table = [0] * part.prefix + fresh
+        part.end.port.admitted(part.transfer_id, [table] * groups, part.prefix * part.end.unit)
+    elif fresh:
+        part.end.port.extended(part.transfer_id, [fresh] * groups)
+    part.published += len(fresh)
+
+
+def _written(part: _Part, layer: int, end: int) -> None:
+    begin, until = part.written[layer], min(end, part.published)
+    if begin < until:
+        part.written[layer] = until
+        first, last = ((part.prefix + place) * part.end.unit for place in (begin, until))
+        for number in part.end.layers[layer]:
+            part.end.port.layer_written(number, [(part.transfer_id, first, last)])
 
 
 @dataclass(eq=False)
 class _Received:
-    transfer_id: str
+    """What one prefill rank sends for a room."""
+
     prefix_pages: int
-    pages: tuple[int, ...]
+    places: dict[int, tuple[int, ...]]
+    """By part, where it is to land; parts of nothing are left out."""
     aux_row: int
-    incoming: Incoming | None = None
+    incoming: dict[int, Incoming] = field(default_factory=dict)
+    ports: list[tuple[End, str]] = field(default_factory=list)
     answered: bool = False
     stopped: bool = False
+
+    @property
+    def arrived(self) -> bool:
+        there = list(self.incoming.values())
+        return len(there) == len(self.places) and all(one.done.is_set() and one.error is None for one in there)
 
 
 class DecodeRooms:
     """Pages on their way in. Every method may be called from any thread."""
 
-    def __init__(self, port: EnginePort, page_tokens: int, failed: Callable[[int, str], None]) -> None:
-        """failed(room, reason): called in the node's thread; must not wait."""
-        self._port, self._page_tokens, self._failed = port, page_tokens, failed
+    def __init__(self, failed: Callable[[int, str], None]) -> None:
+        """failed(room, reason): called in a node's thread; must not wait."""
+        self._failed = failed
         self._lock = threading.Lock()
-        self._rooms: dict[int, _Received] = {}
+        self._rooms: dict[int, dict[str, _Received]] = {}
+        """By room, and by the id of what one prefill rank sends for it."""
 
-    def open(self, room: int, prefix_pages: int, pages: Sequence[int], aux_row: int) -> str:
-        """Pages of the pool for what is missing behind the prefix; the id of the transfer."""
-        received = _Received(uuid.uuid4().hex, prefix_pages, tuple(int(page) for page in pages), aux_row)
-        with self._lock:
-            self._rooms[room] = received
-        return received.transfer_id
+    def open(
+        self,
+        room: int,
+        prefix_pages: int,
+        pages: Sequence[int],
+        aux_row: int,
+        states: Sequence[Sequence[int] | None] = (),
+        *,
+        dummy: bool = False,
+    ) -> str:
+        """Pages of the pool for what is missing behind the prefix, places for states; the id for one prefill rank.
 
-    def sender_is_at(self, room: int, transfer_id: str, address: str) -> None:
-        """Let the node at `address` write. Late news of an earlier request in the room counts for nothing."""
+        Called again for the next rank that serves the room. dummy: one that sends nothing.
+        """
+        places = {KV: tuple(map(int, pages))}
+        places |= {number: tuple(map(int, one)) for number, one in enumerate(states) if one is not None}
+        received = _Received(
+            prefix_pages, {number: one for number, one in places.items() if one}, aux_row, answered=dummy
+        )
+        transfer_id = uuid.uuid4().hex
         with self._lock:
-            received = self._rooms.get(room)
-            if received is None or received.stopped or received.transfer_id != transfer_id or received.incoming:
+            self._rooms.setdefault(room, {})[transfer_id] = received
+        return transfer_id
+
+    def sender_is_at(self, room: int, transfer_id: str, senders: Mapping[int, tuple[End, str]]) -> None:
+        """Let the nodes at these addresses write, by part. Late news of an earlier request counts for nothing."""
+        reason, signals = "", []
+        with self._lock:
+            received = self._of(room, transfer_id)
+            if received is None or received.stopped or received.answered:
                 return
             received.answered = True
-            if not received.pages:
-                return
-            table = [0] * received.prefix_pages + list(received.pages)
             try:
-                incoming = received.incoming = self._port.receive(
-                    transfer_id, transfer_id, address, len(table) * self._page_tokens, by_layer=False
-                )
-                self._port.admitted(transfer_id, table, received.prefix_pages * self._page_tokens)
-            except PdlinkError as error:
+                for number, places in received.places.items():
+                    end, address = senders[number]
+                    signals.append(_receive(received, number, end, part_id(transfer_id, number), address, places))
+            except (PdlinkError, KeyError) as error:
                 received.stopped = True
-                reason = str(error)
-            else:
-                reason = ""
+                reason = str(error) if isinstance(error, PdlinkError) else f"prefill sends no part {error}"
+        for incoming in signals:
+            incoming.done.then(partial(self._done, room, transfer_id, incoming))
         if reason:
+            for end, name in received.ports:
+                end.port.ended(name, "refused")
             self._failed(room, reason)
-        else:
-            incoming.done.then(lambda: self._done(room, transfer_id, incoming))
 
     def when_done(self, room: int, transfer_id: str, call: Callable[[], None]) -> None:
-        """Call when the outcome of the room's transfer is known here, too; never for another request's news."""
+        """Call when the outcome of what this rank sends is known here, too; never for another request's news."""
         with self._lock:
-            received = self._rooms.get(room)
-            incoming = received.incoming if received is not None and received.transfer_id == transfer_id else None
-            mine = received is not None and received.transfer_id == transfer_id
-        if incoming is not None:
-            incoming.done.then(call)
-        elif mine:
+            received = self._of(room, transfer_id)
+            waited = list(received.incoming.values()) if received is not None else []
+        if received is None:
+            return
+        left = Counter(left=len(waited))
+
+        def one_more() -> None:
+            with self._lock:
+                left["left"] -= 1
+                last = left["left"] == 0
+            if last:
+                call()
+
+        for incoming in waited:
+            incoming.done.then(one_more)
+        if not waited:
             call()
 
     def landed(self, room: int, transfer_id: str, place_aux: Callable[[int], None]) -> bool:
-        """All is here: write the row by `place_aux(row)`. False if it is not, or is not wanted any more."""
+        """All of one rank is here: write the row by `place_aux(row)`. False if it is not, or is not wanted."""
         with self._lock:
-            received = self._rooms.get(room)
-            if received is None or received.stopped or received.transfer_id != transfer_id:
-                return False
-            incoming = received.incoming
-            if received.pages and (incoming is None or not incoming.done.is_set() or incoming.error is not None):
+            received = self._of(room, transfer_id)
+            if received is None or received.stopped or not received.arrived:
                 return False
             place_aux(received.aux_row)
             return True
 
     def is_answered(self, room: int) -> bool:
-        """Whether prefill has said where its node is; True for a room that is not open."""
-        received = self._rooms.get(room)
-        return received is None or received.answered
+        """Whether every prefill rank has said where its node is; True for a room that is not open."""
+        return all(received.answered for received in self._all(room))
 
-    def is_of(self, room: int, transfer_id: str) -> bool:
-        received = self._rooms.get(room)
-        return received is not None and received.transfer_id == transfer_id
+    def which(self, room: int, transfer_ids: Sequence[str]) -> str:
+        """Which of these ids is one of the room's; empty for none."""
+        with self._lock:
+            here = self._rooms.get(room, {})
+            return next((one for one in transfer_ids if one in here), "")
 
     def stop(self, room: int, reason: str) -> None:
         """SGLang does not want it any more. Its pages are its own again when `is_quiet`."""
         with self._lock:
-            received = self._rooms.get(room)
-            if received is None or received.stopped:
-                return
-            received.stopped = True
-        self._port.ended(received.transfer_id, reason)
+            stopped = [one for one in self._rooms.get(room, {}).values() if not one.stopped]
+            for received in stopped:
+                received.stopped = True
+        for received in stopped:
+            for end, name in received.ports:
+                end.port.ended(name, reason)
 
     def is_quiet(self, room: int) -> bool:
         """Nothing writes to the room's pages, and nothing ever will."""
-        with self._lock:
-            received = self._rooms.get(room)
-            if received is None:
-                return True
-            if received.incoming is None:
-                return received.stopped or not received.pages
-            return received.incoming.released.is_set()
+        return all(
+            (received.stopped or not received.places or len(received.incoming) == len(received.places))
+            and all(incoming.released.is_set() for incoming in list(received.incoming.values()))
+            for received in self._all(room)
+        )
 
     def forget(self, room: int) -> None:
         """The room is closed, and its pages are SGLang's."""
@@ -248,14 +363,32 @@ class DecodeRooms:
         with self._lock:
             self._rooms.pop(room, None)
 
+    def _all(self, room: int) -> list[_Received]:
+        with self._lock:
+            return list(self._rooms.get(room, {}).values())
+
+    def _of(self, room: int, transfer_id: str) -> _Received | None:
+        return self._rooms.get(room, {}).get(transfer_id)
+
     def _done(self, room: int, transfer_id: str, incoming: Incoming) -> None:
         if incoming.error is None:
             return
         with self._lock:
-            received = self._rooms.get(room)
-            mine = received is not None and received.transfer_id == transfer_id and not received.stopped
+            received = self._of(room, transfer_id)
+            mine = received is not None and not received.stopped
         if mine:
             self._failed(room, incoming.error.reason)
+
+
+def _receive(received: _Received, number: int, end: End, name: str, address: str, places: Sequence[int]) -> Incoming:
+    prefix = received.prefix_pages if number == KV else 0
+    table = [0] * prefix + list(places)
+    incoming = received.incoming[number] = end.port.receive(
+        name, name, address, len(table) * end.unit, by_layer=False
+    )
+    received.ports.append((end, name))
+    end.port.admitted(name, [table] * end.num_groups, prefix * end.unit)
+    return incoming
 
 
 def _reason(outgoing: Outgoing) -> str:

@@ -1,4 +1,4 @@
-"""SGLang's manager, sender, receiver and bootstrap server for `--disaggregation-transfer-backend pdlink`.
+"""SGLang's manager for `--disaggregation-transfer-backend pdlink`; sender and receiver are in `requests.py`.
 
 SGLang's own classes keep what is SGLang's: bootstrap over HTTP, which rank belongs to which, room states, heartbeats,
 ABORT and its acknowledgement. KV travels from node to node (`rooms.py`); the row of metadata goes with the news that
@@ -16,9 +16,7 @@ all of it has landed, so decode can see neither before the KV.
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -27,31 +25,30 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
     ABORT_TAG,
     AbortNotification,
-    CommonKVBootstrapServer,
     CommonKVManager,
-    CommonKVReceiver,
-    CommonKVSender,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from pdlink.config import SglangConfig, load
 from pdlink.errors import PdlinkError
-from pdlink.integrations.sglang_parts import pool, versions, wire
-from pdlink.integrations.sglang_parts.allocation import ALLOCATION
+from pdlink.integrations.sglang_parts import opening, pool, versions, wire
+from pdlink.integrations.sglang_parts.ends import Cut, shared_heads
 from pdlink.integrations.sglang_parts.layerwise import Layerwise
-from pdlink.integrations.sglang_parts.rooms import DecodeRooms, PrefillRooms
+from pdlink.integrations.sglang_parts.rooms import KV, DecodeRooms, PrefillRooms
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
-from pdlink.node.node import Node
-from pdlink.node.port import EnginePort
-from pdlink.serve.keys import load_credentials
 from pdlink.store.line import Line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdlink.integrations.sglang_parts.ends import End
+
 log = logging.getLogger(__name__)
 
 _MAX_REFUSED = 4096
+_LOOK_MS = 200
+"""Of the listener, for `teardown`."""
+_STOP_S = 5.0
 
 
 class _Peer:
@@ -59,7 +56,7 @@ class _Peer:
 
     def __init__(self, ask: wire.Ask) -> None:
         self.endpoint, self.dst_port = ask.host, ask.port
-        self.is_dummy, self.required_dst_info_num = False, 1
+        self.is_dummy, self.required_dst_info_num = ask.dummy, ask.receivers
 
 
 class _Outstanding:
@@ -79,25 +76,23 @@ class _Outstanding:
 
 
 class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not installed where types are checked
-    """One per scheduler rank. Opens its node in the constructor; both end with the process."""
+    """One per scheduler rank. Opens its node in the constructor; `teardown`, or the process, ends it."""
 
     supports_deferred_decode_kv_release = True
+    supports_role_switch = True
     reports_transfer_latency = True
 
     def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         """Raises UnsupportedSglang, ConfigError, OSError: the server does not start."""
         settings = load(SglangConfig)
         versions.check(sglang.__version__, accept_newer=settings.untested_sglang == "accept")
-        _check(args, server_args)
+        opening.check(args, server_args)
         self.rows = pool.Rows(args)
-        buffers, places = pool.buffers_of(args.kv_data_ptrs, args.kv_data_lens, args, ALLOCATION.buffers)
-        sizes = args.kv_data_lens, args.kv_item_lens, pool.numbers_of(args, latent=bool(is_mla_backend))
-        layout, self.layer_ids = pool.layout_of(places, *sizes, args.page_size, args.kv_cache_dtype_str)
         # The node is there before SGLang tells others about this rank.
-        self.node = _open_node(settings, args, layout, buffers, server_args, mode.value)
-        port = EnginePort(self.node)
-        self.sending = PrefillRooms(port, args.page_size, self._sent, self._drained)
-        self.receiving = DecodeRooms(port, args.page_size, self._lost)
+        self.ends, self.layer_ids = opening.open_ends(settings, args, server_args, mode.value, latent=is_mla_backend)
+        self.node = self.ends.own.port.node
+        self.sending = PrefillRooms(self._sent, self._drained)
+        self.receiving = DecodeRooms(self._lost)
         self._teller = Line("pdlink-sglang-tell")
         self._aux: dict[int, tuple[bytes, ...]] = {}
         self._refused: OrderedDict[int, str] = OrderedDict()
@@ -106,12 +101,35 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         super().__init__(args, mode, server_args, is_mla_backend)
         self.enable_staging = False
         self._staging_outstanding = _Outstanding(self.sending)
+        self._heartbeat: threading.Thread | None = None
+        self._layerwise: Layerwise | None = None
         if mode == DisaggregationMode.DECODE:
-            self._start_heartbeat_checker_thread()
+            self._heartbeat = self._start_heartbeat_checker_thread()
         elif settings.layerwise:
-            Layerwise(self).install()
-        threading.Thread(target=self._listen, name="pdlink-sglang", daemon=True).start()
+            self._layerwise = Layerwise(self)
+            self._layerwise.install()
+        self._stopped = threading.Event()
+        self._listener = threading.Thread(target=self._listen, name="pdlink-sglang", daemon=True)
+        self._listener.start()
         log.info("pdlink: %s listens on %s, KV over %s", self.node.name, self.node.address, self.node.transports)
+
+    def teardown(self) -> None:
+        """The server takes the other role: end every thread, socket and node. SGLang has ended its requests."""
+        if self._layerwise is not None:
+            self._layerwise.remove()
+        if self._heartbeat is not None:
+            self._heartbeat_shutdown.set()
+        self._stopped.set()
+        self._listener.join(_STOP_S)
+        self._teller.close(_STOP_S)
+        self.ends.close()
+        with self._socket_lock:
+            for socket in (*self._socket_cache.values(), *self._monitor_cache.values()):
+                socket.close(linger=0)
+            self._socket_cache.clear()
+            self._monitor_cache.clear()
+        self.server_socket.close(linger=0)
+        self._zmq_ctx.destroy(linger=0)
 
     # --- Called by SGLang's sender and receiver
 
@@ -131,8 +149,21 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         device_kv_indices: Any = None,
     ) -> list[bytes]:
         prefix_pages = (decode_prefix_len or 0) // self.kv_args.page_size
-        transfer_id = self.receiving.open(bootstrap_room, prefix_pages, kv_indices, aux_index or 0)
-        ask = wire.Ask(bootstrap_room, transfer_id, self.local_ip, self.rank_port, prefix_pages, len(kv_indices))
+        pages, states = ((), ()) if is_dummy else (kv_indices, state_indices or ())
+        transfer_id = self.receiving.open(bootstrap_room, prefix_pages, pages, aux_index or 0, states, dummy=is_dummy)
+        ask = wire.Ask(
+            bootstrap_room,
+            transfer_id,
+            self.local_ip,
+            self.rank_port,
+            prefix_pages,
+            len(pages),
+            tuple(len(one) if one is not None else 0 for one in states),
+            (self.attn_tp_rank, self.attn_tp_size),
+            self.pp_size,
+            required_dst_info_num,
+            bool(is_dummy),
+        )
         return wire.encode(ask)
 
     def add_transfer_request(
@@ -142,6 +173,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         index_slice: slice,
         is_last_chunk: bool,
         aux_index: int | None = None,
+        state_indices: Any = None,
         **_: Any,
     ) -> None:
         """In the scheduler's thread. Does not wait: one native call for each layer."""
@@ -149,8 +181,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
             return
         if is_last_chunk and aux_index is not None:
             self._aux[room] = self.rows.read(aux_index)
-        if self.sending.chunk(room, index_slice.start, kv_indices, last=is_last_chunk):
-            self._tell(lambda: self._conclude(room, self.sending.transfer_id(room), ""))
+        self.sending.chunk(room, index_slice.start, kv_indices, last=is_last_chunk, states=state_indices)
 
     def stop_room(self, room: int, reason: str) -> None:
         """Nothing of it is wanted any more, on this side."""
@@ -165,7 +196,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
 
     def refuse(self, room: int, reason: str) -> None:
         """Decode will ask for a room whose request has ended here: let it hear so then."""
-        if not self.sending.transfer_id(room):
+        if not self.sending.transfer_ids(room):
             self._refused[room] = reason
             if len(self._refused) > _MAX_REFUSED:
                 self._refused.popitem(last=False)
@@ -181,7 +212,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
                 for key in [key for key in self.connection_pool if key.startswith(f"{address}_")]:
                     del self.connection_pool[key]
 
-    # --- From the node's thread
+    # --- From a node's thread
 
     def _sent(self, room: int, transfer_id: str, error: str) -> None:
         self._tell(lambda: self._conclude(room, transfer_id, error))
@@ -201,7 +232,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
     def _conclude(self, room: int, transfer_id: str, error: str) -> None:
         """Decode hears first: as soon as the status is set here, SGLang may clear the room and use its row again."""
         status = self.request_status.get(room)
-        if status is None or self.sending.transfer_id(room) != transfer_id:
+        if status is None or transfer_id not in self.sending.transfer_ids(room):
             return  # SGLang has cleared the room, or another request has it
         if status == KVPoll.Failed:
             error = error or "its request has failed"
@@ -215,23 +246,28 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         self.update_status(room, status)
 
     def _fail_here(self, room: int, reason: str) -> None:
-        if room in self.request_status:
+        status = self.request_status.get(room)
+        if status is None:
+            return
+        if status != KVPoll.Failed:  # else it has a reason: what follows from an abort comes here, too
             self.record_failure(room, f"pdlink: {reason}")
             self.update_status(room, KVPoll.Failed)
-            self.forget_route(room)
+        self.forget_route(room)
 
     def _encode_kv_status_message(
         self, *, bootstrap_room: int, status: Any, failure_reason: str | None
     ) -> list[bytes]:
         aux = self._aux.pop(bootstrap_room, ()) if status == KVPoll.Success else ()
-        transfer_id, rank = self.sending.transfer_id(bootstrap_room), self._prefill_unique_rank()
-        news = wire.Status(bootstrap_room, transfer_id, int(status), rank, failure_reason or "", aux)
+        transfer_ids, rank = self.sending.transfer_ids(bootstrap_room), self._prefill_unique_rank()
+        news = wire.Status(bootstrap_room, transfer_ids, int(status), rank, failure_reason or "", aux)
         return wire.encode(news)
 
     # --- In the listener's thread
 
     def _listen(self) -> None:
-        while True:
+        while not self._stopped.is_set():
+            if not self.server_socket.poll(_LOOK_MS):
+                continue
             frames = self.server_socket.recv_multipart()
             try:
                 self._take(frames)
@@ -246,44 +282,84 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
             if isinstance(message, wire.Ask):
                 self._asked(message)
             elif isinstance(message, wire.Here):
-                self.receiving.sender_is_at(message.room, message.transfer_id, message.address)
+                self._answered(message)
             elif isinstance(message, wire.Status):
                 self._ended(message)
 
     def _asked(self, ask: wire.Ask) -> None:
-        peer, refused = _Peer(ask), self._refused.pop(ask.room, "")
+        peer, refused = _Peer(ask), self._refused.get(ask.room, "")
+        addresses: dict[int, str] = {}
         try:
-            if not refused and not self.sending.asked(ask.room, ask.transfer_id, ask.prefix_pages, ask.num_pages):
-                return
+            if not refused:
+                cut, ends = self._ends_for(ask)
+                if not self.sending.asked(ask.room, ask.transfer_id, ask.prefix_pages, ends):
+                    return
+                addresses = {number: end.port.node.address for number, (end, _) in ends.items()}
         except PdlinkError as error:
             refused = str(error)
             self.update_status(ask.room, KVPoll.Bootstrapping)
             self.record_failure(ask.room, f"pdlink: {error}")
             self.update_status(ask.room, KVPoll.Failed)
         if refused:
-            news = wire.Status(ask.room, ask.transfer_id, KVPoll.Failed, self._prefill_unique_rank(), refused)
+            ids = (ask.transfer_id,)
+            news = wire.Status(ask.room, ids, KVPoll.Failed, self._prefill_unique_rank(), refused)
             self._send_to(peer, wire.encode(news))
             return
-        self.transfer_infos[ask.room] = {ask.transfer_id: peer}
+        self.transfer_infos.setdefault(ask.room, {})[ask.transfer_id] = peer
         self.req_to_decode_prefix_len[ask.room] = ask.prefix_pages * self.kv_args.page_size
-        self._send_to(peer, wire.encode(wire.Here(ask.room, ask.transfer_id, self.node.address)))
-        self.update_status(ask.room, KVPoll.WaitingForInput)
+        if not ask.dummy:
+            self._send_to(peer, wire.encode(wire.Here(ask.room, ask.transfer_id, addresses, cut.heads, cut.layers)))
+        if self.sending.num_receivers(ask.room) >= ask.receivers:
+            self.update_status(ask.room, KVPoll.WaitingForInput)
+
+    def _ends_for(self, ask: wire.Ask) -> tuple[Cut, dict[int, tuple[End, int]]]:
+        """What goes to a decode rank, and from where. Raises UnsupportedSglang, and what Node does."""
+        rank = opening.rank_of(self, ask.tp)
+        heads = shared_heads(rank, ask.tp)
+        if any(ask.states) and (ask.tp[1] != self.attn_tp_size or ask.num_stages != self.pp_size):
+            raise UnsupportedSglang(
+                f"ranks: got {ask.tp[1]} of decode in {ask.num_stages} stages for {self.attn_tp_size} in "
+                f"{self.pp_size}; limit equal numbers for a model with states beside its KV "
+                f"({opening.names_of(self.kv_args)}); choose another --tp-size or --pp-size"
+            )
+        cut = Cut(heads, tuple(self.layer_ids))
+        if ask.dummy:
+            return cut, {}
+        ends = {KV: (self.ends.kv(cut, rank), ask.num_pages)} if ask.num_pages else {}
+        return cut, ends | {number: (self.ends.state(number), num) for number, num in enumerate(ask.states) if num}
+
+    def _answered(self, here: wire.Here) -> None:
+        try:
+            cut = Cut(here.heads, here.layers)
+            rank = opening.rank_of(self, None) if here.heads is not None else None
+            ends = {
+                number: (self.ends.kv(cut, rank) if number == KV else self.ends.state(number), address)
+                for number, address in here.addresses.items()
+            }
+        except PdlinkError as error:
+            self.receiving.stop(here.room, "refused")
+            self._fail_here(here.room, str(error))
+            return
+        self.receiving.sender_is_at(here.room, here.transfer_id, ends)
 
     def _ended(self, news: wire.Status) -> None:
         """Where it is Success, decode's own node may hear a moment later that all is here."""
-        if news.status == KVPoll.Success:
-            self.receiving.when_done(news.room, news.transfer_id, lambda: self._tell(lambda: self._landed(news)))
-        elif self.receiving.is_of(news.room, news.transfer_id):
+        mine = self.receiving.which(news.room, news.transfer_ids)
+        if mine and news.status == KVPoll.Success:
+            self.receiving.when_done(news.room, mine, lambda: self._tell(lambda: self._landed(news, mine)))
+        elif mine:
             self._apply(news)
 
-    def _landed(self, news: wire.Status) -> None:
+    def _landed(self, news: wire.Status, mine: str) -> None:
         try:
-            if self.receiving.landed(news.room, news.transfer_id, lambda row: self.rows.write(row, news.aux)):
+            if self.receiving.landed(news.room, mine, lambda row: self.rows.write(row, news.aux)):
                 self._apply(news)
         except UnsupportedSglang as error:
             self._fail_here(news.room, str(error))
 
     def _apply(self, news: wire.Status) -> None:
+        if self.request_status.get(news.room) == KVPoll.Failed:
+            return  # the first reason stays
         self.apply_prefill_status(
             bootstrap_room=news.room, status=news.status, prefill_rank=news.rank, failure_reason=news.reason or None
         )
@@ -307,105 +383,3 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
 
         place = NetworkAddress(peer.endpoint, peer.dst_port)
         self._send_multipart_locked(place.to_tcp(), frames, is_ipv6=place.is_ipv6)
-
-
-class PDLinkKVSender(CommonKVSender):  # type: ignore[misc]
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.kv_mgr.opened(self.bootstrap_room)
-
-    def abort(self) -> None:
-        super().abort()
-        self.kv_mgr.refuse(self.bootstrap_room, "aborted")
-        self.kv_mgr.stop_room(self.bootstrap_room, "aborted")
-
-    def clear(self) -> None:
-        super().clear()
-        self.kv_mgr.stop_room(self.bootstrap_room, "" if self.conclude_state == KVPoll.Success else "request_ended")
-
-
-class PDLinkKVReceiver(CommonKVReceiver):  # type: ignore[misc]
-    def init(self, prefill_dp_rank: int) -> None:
-        super().init(prefill_dp_rank)
-        infos = getattr(self, "bootstrap_infos", None)
-        if self.conclude_state is None and (infos is None or len(infos) != 1 or self.required_dst_info_num != 1):
-            self._refuse(
-                f"ranks: got {len(infos or ())} of prefill for one of decode, {self.required_dst_info_num} of decode "
-                "for one of prefill; limit one each; start both servers with equal --tp-size, --pp-size and CP"
-            )
-
-    def _poll(self) -> Any:
-        """SGLang's sockets do not say that nobody listens any more: a manager that does not answer is gone."""
-        if self.conclude_state is None and self.init_time is not None:
-            unanswered = not self.kv_mgr.receiving.is_answered(self.bootstrap_room)
-            if unanswered and time.time() - self.init_time > self.kv_mgr.answer_s:
-                self._refuse(f"no answer of prefill at {self.bootstrap_addr} within {self.kv_mgr.answer_s} s")
-                self.kv_mgr.forget_route(self.bootstrap_room)
-        return super()._poll()
-
-    def _refuse(self, reason: str) -> None:
-        self.kv_mgr.record_failure(self.bootstrap_room, f"pdlink: {reason}")
-        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-        self.conclude_state = KVPoll.Failed
-
-    def _send_abort_notification(self, *, force_arm: bool = False) -> None:
-        super()._send_abort_notification(force_arm=force_arm)
-        self.kv_mgr.stop_room(self.bootstrap_room, "aborted")
-
-    def _clear(self) -> None:
-        super()._clear()
-        self.kv_mgr.receiving.forget(self.bootstrap_room)
-
-
-class PDLinkKVBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
-    """SGLang's."""
-
-
-def _check(args: Any, server_args: Any) -> None:
-    if server_args.device != "cpu":
-        raise UnsupportedSglang(
-            f"device: got {server_args.device}; limit cpu; KV of that device is not moved for SGLang yet"
-        )
-    if getattr(args, "num_draft_entries", 0):
-        raise UnsupportedSglang("draft model: got one; limit none; its KV is not transferred yet; leave it out")
-    if any(args.state_types):
-        raise UnsupportedSglang(
-            f"KV pool: got states of {[str(kind) for kind in args.state_types]} beside the KV; limit models of full "
-            "attention; serve this one without --disaggregation-mode"
-        )
-
-
-def _open_node(settings: SglangConfig, args: Any, layout: Any, buffers: Any, server_args: Any, mode: str) -> Node:
-    rank = args.engine_rank
-    key_file = settings.security.key_file
-    if key_file is not None:
-        key_file = key_file.replace("{rank}", str(rank))
-    security = settings.security.model_copy(update={"key_file": key_file})
-    credentials = load_credentials(security)
-    name = f"sglang-{mode}-{os.getpid()}" if credentials is None else credentials.keys.name
-    return Node(
-        f"{name}/{rank}",
-        layout,
-        buffers,
-        host=settings.control_host,
-        port=settings.control_port + rank if settings.control_port else 0,
-        advertise_host=settings.advertise_host,
-        model=str(server_args.served_model_name or server_args.model_path),
-        revision=f"sglang {versions.precision(server_args)} {args.kv_layout} {len(layout.layers)}",
-        content=versions.content(server_args),
-        transport=settings.transport,
-        timeouts=settings.timeouts,
-        credentials=credentials,
-        insecure=settings.security.insecure,
-        on_death=lambda: log.error("pdlink: the node has died; requests fail until the server is restarted"),
-    )
-
-
-def classes() -> dict[str, Callable[..., Any]]:
-    """By the names of SGLang's `KVClassType`."""
-    return {
-        "MANAGER": PDLinkKVManager,
-        "SENDER": PDLinkKVSender,
-        "RECEIVER": PDLinkKVReceiver,
-        "BOOTSTRAP_SERVER": PDLinkKVBootstrapServer,
-    }

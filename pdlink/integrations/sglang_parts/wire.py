@@ -11,7 +11,7 @@ from pdlink.errors import RemoteError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-TAG = b"PDLINK/1"
+TAG = b"PDLINK/2"
 
 
 class BadMessage(RemoteError):
@@ -32,21 +32,37 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """Of the prompt's first pages, which decode has cached."""
     num_pages: int
     """Behind them."""
+    states: tuple[int, ...] = ()
+    """Places for each kind of state that the model keeps beside its KV."""
+    tp: tuple[int, int] = (0, 1)
+    """Decode's rank among those that share the heads, and their number."""
+    num_stages: int = 1
+    """Pipeline stages of decode."""
+    receivers: int = 1
+    """Decode ranks that this prefill rank serves in the room."""
+    dummy: bool = False
+    """It gets everything from another prefill rank, which has the same."""
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):
-    """Where the node of the prefill rank is."""
+    """Where the nodes of the prefill rank are."""
 
     room: int
     transfer_id: str
-    address: str
+    addresses: dict[int, str]
+    """By part: -1 is the KV, states count from 0."""
+    heads: tuple[int, int] | None
+    """First KV head of those that come from here, and how many; None: all that decode has."""
+    layers: tuple[int, ...]
+    """SGLang's numbers of the layers that come from here."""
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):
     """The end of a room on a prefill rank."""
 
     room: int
-    transfer_id: str
+    transfer_ids: tuple[str, ...]
+    """Of each decode rank that this rank serves in the room."""
     status: int
     rank: int
     reason: str = ""

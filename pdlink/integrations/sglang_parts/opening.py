@@ -1,0 +1,104 @@
+"""The nodes of one SGLang rank, from what SGLang says of its pools."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from pdlink.integrations.sglang_parts import pool, versions
+from pdlink.integrations.sglang_parts.allocation import ALLOCATION
+from pdlink.integrations.sglang_parts.ends import Ends, Rank
+from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
+from pdlink.node.node import Node
+from pdlink.serve.keys import load_credentials
+
+if TYPE_CHECKING:
+    from pdlink.config import SglangConfig
+    from pdlink.kv.groups import KVGroups
+    from pdlink.memory.buffers import HostBuffer
+
+log = logging.getLogger(__name__)
+
+CARRIED_STATES = ("mamba", "swa", "dsa", "swa_ring", "block_scale", "block_scale_swa", "request_row")
+"""SGLang's `StateType`s whose places are the same on both sides, one for one."""
+
+
+def check(args: Any, server_args: Any) -> None:
+    """Raises UnsupportedSglang for what is not carried, by name."""
+    if server_args.device != "cpu":
+        raise UnsupportedSglang(
+            f"device: got {server_args.device}; limit cpu; KV of that device is not moved for SGLang yet"
+        )
+    if getattr(args, "num_draft_entries", 0):
+        raise UnsupportedSglang("draft model: got one; limit none; its KV is not transferred yet; leave it out")
+    strange = [name for name in names_of(args).split(", ") if name and name not in CARRIED_STATES]
+    if strange:
+        raise UnsupportedSglang(
+            f"KV pool: got states {', '.join(strange)} beside the KV; limit {', '.join(CARRIED_STATES)}; serve this "
+            "model without --disaggregation-mode"
+        )
+
+
+def names_of(args: Any) -> str:
+    """Of SGLang's kinds of states."""
+    return ", ".join(str(getattr(kind, "value", kind)) for kind in args.state_types)
+
+
+def rank_of(manager: Any, other: tuple[int, int] | None) -> Rank:
+    """This process among those that share the model's heads. The model's config is read where the other server has
+    another number of ranks (other), or for a cut (None)."""
+    tp = (manager.attn_tp_rank, manager.attn_tp_size)
+    if manager.is_mla_backend or (other is not None and other[1] == tp[1]):
+        return Rank(tp, 0)
+    return Rank(tp, int(manager.server_args.get_model_config().get_total_num_kv_heads()))
+
+
+def open_ends(
+    settings: SglangConfig, args: Any, server_args: Any, mode: str, *, latent: bool
+) -> tuple[Ends, list[int]]:
+    """The ends, of which the one for equal servers is open, and SGLang's numbers of the layers.
+
+    Raises UnsupportedSglang, ConfigError, OSError.
+    """
+    buffers, places = pool.buffers_of(args.kv_data_ptrs, args.kv_data_lens, args, ALLOCATION.buffers)
+    sizes = args.kv_data_lens, args.kv_item_lens, pool.numbers_of(args, latent=latent)
+    groups, layer_ids = pool.layout_of(places, *sizes, args.page_size, args.kv_cache_dtype_str)
+    described = [
+        pool.state_of(*entry, args, ALLOCATION.buffers)
+        for entry in zip(args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
+    ]
+    rank = args.engine_rank
+    key_file = settings.security.key_file
+    if key_file is not None:
+        key_file = key_file.replace("{rank}", str(rank))
+    security = settings.security.model_copy(update={"key_file": key_file})
+    credentials = load_credentials(security)
+    name = f"sglang-{mode}-{os.getpid()}" if credentials is None else credentials.keys.name
+    revision = f"sglang {versions.precision(server_args)} {args.kv_layout}"
+
+    def node(layout: KVGroups, memory: list[HostBuffer], suffix: str, meaning: str, port: int) -> Node:
+        return Node(
+            f"{name}/{rank}{suffix}",
+            layout,
+            memory,
+            host=settings.control_host,
+            port=port,
+            advertise_host=settings.advertise_host,
+            model=str(server_args.served_model_name or server_args.model_path),
+            revision=f"{revision} {meaning}",
+            content=versions.content(server_args),
+            transport=settings.transport,
+            timeouts=settings.timeouts,
+            credentials=credentials,
+            insecure=settings.security.insecure,
+            on_death=lambda: log.error("pdlink: the node has died; requests fail until the server is restarted"),
+        )
+
+    def opened(layout: KVGroups, suffix: str, meaning: str) -> Node:
+        if suffix.startswith("/s"):
+            return node(layout, described[int(suffix[2:])][1], suffix, meaning, 0)
+        port = settings.control_port + rank if settings.control_port and not suffix else 0
+        return node(layout, buffers, suffix, meaning, port)
+
+    return Ends(groups, layer_ids, [one for one, _ in described], opened), layer_ids
