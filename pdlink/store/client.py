@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import socket
 import threading
 import time
 from functools import partial
@@ -24,12 +23,13 @@ from pdlink.errors import InvalidRequest, ProtocolError
 from pdlink.memory.buffers import map_shared, touch
 from pdlink.store import wire
 from pdlink.store.codec import make_codec
+from pdlink.store.greeting import greet
 from pdlink.store.interface import MEMORY, Forgotten, Found
 from pdlink.store.line import Line
 from pdlink.store.link import Link, RemoteFetch
 from pdlink.store.preimages import commits
 from pdlink.store.slots import WHOLE, Slot
-from pdlink.store.socket_path import peer_of, store_path
+from pdlink.store.socket_path import store_path
 from pdlink.store.turns import USUAL, Retention
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 1.0
 """Between attempts to connect."""
-_CONNECT_S = 5.0
 _TOUCH_NBYTES = 64 << 20
 """At a time: 25 ms."""
 _MOVE_S, _CLEAR_S = 60.0, 10.0
@@ -352,21 +351,11 @@ class RemoteStore:
 
     def _connect(self) -> Link:
         """A connection to a store whose arena is mapped. Raises OSError, ProtocolError."""
-        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with self._lock:
+            named = tuple(self._writing)
+        end, frames, welcome, arena = greet(self.path, wire.Hello(wire.VERSION, self._token, self.name, named))
         try:
-            end.settimeout(_CONNECT_S)
-            end.connect(str(self.path))
-            _, uid = peer_of(end)
-            if uid not in (os.geteuid(), 0):
-                raise ProtocolError(f"user: got {uid}; limit {os.geteuid()}, this process's; run both as one user")
-            with self._lock:
-                named = tuple(self._writing)
-            end.sendall(wire.frame(wire.Hello(wire.VERSION, self._token, self.name, named)))
-            frames = wire.Frames(wire.REPLIES)
-            welcome, arena = _welcomed(end, frames)
             try:
-                if welcome.version != wire.VERSION:
-                    raise ProtocolError(f"version: got {welcome.version}; limit {wire.VERSION}; install one version")
                 array = map_shared(arena, welcome.arena_nbytes) if welcome.incarnation != self._incarnation else None
             finally:
                 os.close(arena)
@@ -391,23 +380,3 @@ class RemoteStore:
             link.say(wire.Abandon(ended))
         self._touch(welcome.committed_nbytes)
         return link
-
-
-def _welcomed(end: socket.socket, frames: wire.Frames[wire.Reply]) -> tuple[wire.Welcome, int]:
-    """The store's answer to a hello, and the arena's descriptor, for the caller to close."""
-    descriptors: list[int] = []
-    try:
-        while True:
-            more, fds, _, _ = socket.recv_fds(end, 65536, 4)
-            descriptors += fds
-            if not more:
-                raise ProtocolError("welcome: got the end of the connection; limit one; look at the store's log")
-            for reply in frames.take(more):
-                if isinstance(reply, wire.Refused):
-                    raise ProtocolError(f"it refuses this client: {reply.reason}")
-                if not isinstance(reply, wire.Welcome) or len(descriptors) != 1:
-                    raise ProtocolError(f"welcome: got {type(reply).__name__}; limit Welcome; is it a store?")
-                return reply, descriptors.pop()
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)

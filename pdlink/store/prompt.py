@@ -48,8 +48,6 @@ class _Pass:
     blocks: Blocks
     begin: int
     end: int
-    num_clears: int
-    """Of the source, when it began."""
     slots: list[tuple[int, Slot]] = field(default_factory=list)
     """By chunk. They and the plan come from the copier, at the first layer."""
     plan: RecordPlan | None = None
@@ -192,7 +190,7 @@ class StoredPrompt:
         block_tokens = self.source.layout.block_tokens
         mine = tuple(blocks[begin // block_tokens : -(-last // block_tokens)])
         self.source.pool.share(mine)
-        return _Pass(Blocks(mine, begin), begin, end, self.source.num_clears)
+        return _Pass(Blocks(mine, begin), begin, end)
 
     # --- The copier's thread
 
@@ -209,8 +207,7 @@ class StoredPrompt:
             self._filling[index_of[slot.key]] = _Filling(slot, chunk_tokens * layers, no_sums)
         if self._summed is None:
             self._summed = source.fuses and source.store.wants_sums
-        if part.num_clears == source.num_clears:  # else the store may have forgotten all before these were reserved
-            part.slots = [(chunk, self._filling[chunk].slot) for chunk in chunks if chunk in self._filling]
+        part.slots = [(chunk, self._filling[chunk].slot) for chunk in chunks if chunk in self._filling]
 
     def _copy_layer(self, part: _Pass, layer: int) -> None:
         source = self.source

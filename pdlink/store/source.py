@@ -106,7 +106,6 @@ class StoreSource:
         self.speeds: defaultdict[int, Speed] = defaultdict(partial(Speed, HALF_LIFE_S))
         """Seconds for bytes, by place. Measured by the copier."""
         self._released = released
-        self.num_clears = 0
 
     def prompt(
         self,
@@ -151,11 +150,6 @@ class StoreSource:
         """Forget what lies where nobody else keeps anything. May wait for a disk."""
         if self._own_places:
             self.store.clear(places=self._own_places)
-
-    def clear(self) -> None:
-        """Forget all that the store has, and keep nothing of passes that have begun. In the engine's thread."""
-        self.num_clears += 1
-        self.store.clear()
 
     def close(self) -> None:
         """After the engine has ended: finish what is in line."""

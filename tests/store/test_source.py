@@ -275,11 +275,8 @@ def test_blocks_are_held_until_the_copy_has_been_made() -> None:
         assert made.pool.num_held == 0
 
 
-@pytest.mark.parametrize("cleared", [False, True])
-def test_an_engine_does_not_wait_for_slots_and_keeps_nothing_from_before_a_clear(
-    cleared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A store in another process may answer late, so that it is asked for slots after it has forgotten all."""
+def test_an_engine_does_not_wait_for_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store in another process may answer late."""
     with opened() as store, engine(store) as made:
         prompt, blocks = made.source.prompt("p", PROMPT), made.blocks(1)
         asked, answer, reserve = threading.Event(), threading.Event(), store.reserve
@@ -294,17 +291,14 @@ def test_an_engine_does_not_wait_for_slots_and_keeps_nothing_from_before_a_clear
         wait_for(asked)
         made.pool.give_back(blocks)
         assert made.pool.num_held == 5 + 5, "both passes hold the blocks of their whole chunks"
-        if cleared:
-            made.source.clear()
         answer.set()
         prompt.close()
         made.settle()
         assert made.pool.num_held == 0
-        assert found(made) == (0 if cleared else 40)
-        if not cleared:
-            mine = made.blocks(2)
-            assert load(made, mine)[1].done.result(WAIT_S) == 40
-            check(made, mine, 0, 40)
+        assert found(made) == 40
+        mine = made.blocks(2)
+        assert load(made, mine)[1].done.result(WAIT_S) == 40
+        check(made, mine, 0, 40)
 
 
 def test_a_withdrawn_prompt_gives_back_the_blocks_of_all_its_passes() -> None:
