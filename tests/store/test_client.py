@@ -205,7 +205,10 @@ def test_a_reservation_outlives_its_connection_but_not_a_call_that_nobody_heard(
                 del mine._writing[serial]
         assert mine._link is not None
         mine._link.lose("test")
-        until(lambda: store._catalog.num_reservations == 2, "it connects again and names those it has")
+        until(
+            lambda: mine.connected and store._catalog.num_reservations == 2,
+            "it connects again and names those it has",
+        )
         for slot in kept:
             mine.array[slot.offset + 4096 : slot.offset + SHAPE.nbytes] = memoryview(content(slot.key))
         mine.commit(kept, SHAPE)
