@@ -220,6 +220,14 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
 
         _fill(doctor, doctor_command)
 
+    plan = commands.add_parser("plan", help="how many prefill and decode workers a traffic needs")
+    _add_log_behind(plan)
+    if whole or "plan" in argv:
+        from pdlink.commands import plan as plan_command
+
+        _fill(plan, plan_command)
+        plan.set_defaults(run=plan_command.run)
+
     keygen = commands.add_parser(
         "keygen",
         help="a key pair for one worker",

@@ -11,11 +11,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BASE = {"errors", "config", "content", "events", "capabilities", "breaker", "extras", "logs", "zmq_context"}
+BASE = {
+    "errors",
+    "compiled",
+    "config",
+    "content",
+    "events",
+    "capabilities",
+    "breaker",
+    "extras",
+    "logs",
+    "zmq_context",
+}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "capabilities": set(),
+    "compiled": set(),
     "zmq_context": set(),
     "breaker": set(),
     "extras": {"errors"},
@@ -40,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"kv", "memory", "cuda", "transport", "protocol", "node", "engine", "store", "peers", "observe"}
     | {"pdlink_proxy"},
     "launch": BASE | {"protocol", "serve"},
+    "plan": BASE | {"observe"},
     "chaos": BASE | {"serve", "observe"},
     "doctor": BASE | {"serve", "observe", "protocol"},
     "integrations": BASE
@@ -60,6 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "serve",
         "store",
         "peers",
+        "plan",
         "pdlink_proxy",
     }
     | {"_copy", "_cuda", "_ucx", "_tcp", "pdlink_proxy"},

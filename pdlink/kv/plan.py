@@ -21,17 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 
+from pdlink.compiled import compiled
 from pdlink.errors import LayoutMismatch
 from pdlink.kv.layout import MAX_OFFSET, KVLayout, LayerLayout, Part, Piece
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pdlink.kv.layout import RunArray
 
 IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -41,9 +39,6 @@ Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 _piece = tuple.__new__
 """`_piece(Piece, fields)` takes half the time of `Piece(*fields)`, and every layer of a request makes some."""
-
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,20 +249,7 @@ def _needed(side: str, layout: KVLayout, blocks: BlockIds, start: int, end: int)
     return needed
 
 
-def _compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Compile with numba on first use, without the GIL, keeping the machine code on disk where that is possible.
-
-    numba looks for a place in NUMBA_CACHE_DIR, beside this file and in the user's cache folder, and refuses to
-    decorate where none is writable (0.68: RuntimeError "no locator available"): then every process compiles anew.
-    """
-    try:
-        compiled: Callable[_Args, _Result] = numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:
-        compiled = numba.njit(nogil=True)(function)
-    return compiled
-
-
-@_compiled
+@compiled
 def _first_missing(blocks: IntArray, num_blocks: int) -> int:
     """Index of the first block that does not exist; -1 if all do."""
     for index in range(len(blocks)):
@@ -276,7 +258,7 @@ def _first_missing(blocks: IntArray, num_blocks: int) -> int:
     return -1
 
 
-@_compiled
+@compiled
 def _box(axes: Table, tokens: int, run: int) -> tuple[int, int, int, int]:
     """Counts of the three axes that remain for a span of `tokens` (1: absorbed), and the length of its runs."""
     counts = [1, 1, 1]
@@ -291,7 +273,7 @@ def _box(axes: Table, tokens: int, run: int) -> tuple[int, int, int, int]:
     return counts[0], counts[1], counts[2], run
 
 
-@_compiled
+@compiled
 def _expand(spans: Table, axes: Table, head_nbytes: int) -> Table:
     """[n, 3]: the runs of `spans`, neighbours joined."""
     bound = 0
@@ -320,7 +302,7 @@ def _expand(spans: Table, axes: Table, head_nbytes: int) -> Table:
     return runs[:count]
 
 
-@_compiled
+@compiled
 def _runs(
     src_blocks: IntArray,
     dst_blocks: IntArray,

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba.core import caching
 
+from pdlink.compiled import compiled
 from pdlink.errors import LayoutMismatch
 from pdlink.kv import plan as plan_module
 from pdlink.kv.layout import MAX_OFFSET, KVLayout, LayerLayout, Part, paged_layout
@@ -460,4 +461,4 @@ def test_no_place_for_compiled_code_is_no_error(monkeypatch: pytest.MonkeyPatch)
     def double(value: int) -> int:
         return 2 * value
 
-    assert plan_module._compiled(double)(21) == 42
+    assert compiled(double)(21) == 42

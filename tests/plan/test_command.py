@@ -1,0 +1,167 @@
+"""`pdlink plan` as people type it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from pdlink.cli import main
+from pdlink.errors import ConfigError
+from pdlink.plan.aiconfigurator import read_aiconfigurator
+from pdlink.plan.curves import Curves
+from pdlink.plan.fitting import errors, fit_decode, fit_prefill
+from pdlink.plan.hits import cached_tokens
+from pdlink.plan.traffic import read_trace
+
+FEW = ["--requests", "400"]
+CHAT = ["plan", "--prompt", "50:1000,99:8000", "--answer", "50:100,99:400", *FEW]
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    assert main([*CHAT, *words]) in (0, 1)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_split_comes_first_with_its_rate_and_what_limits_it(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = said(capsys, "--workers", "8", "--rate", "20")
+    assert "of 8 workers:" in lines[0]
+    assert "what limits it is" in lines[0]
+    assert any(line.startswith("For the 20.0 requests/s") for line in lines)
+    assert any("*" in line for line in lines)
+
+
+def test_a_link_slower_than_prefill_is_the_first_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "--workers", "4", "--link", "1.25")[0].startswith("P/D loses here: the link takes")
+    assert not said(capsys, "--workers", "4", "--link", "25")[0].startswith("P/D loses")
+
+
+def test_a_promise_that_nobody_can_keep_says_why_and_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CHAT, "--workers", "4", "--ttft", "0.02"]) == 1
+    assert "of the prompts take longer to compute with nobody before them" in capsys.readouterr().out
+    assert main([*CHAT, "--workers", "4", "--per-token", "0.001"]) == 1
+    assert "a decode step of one sequence takes" in capsys.readouterr().out
+
+
+def test_json_has_every_split_and_goes_alone_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CHAT, "--workers", "6", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [split["num_prefill"] for split in found["splits"]] == [1, 2, 3, 4, 5]
+    assert found["best"]["per_s"] == max(split["per_s"] for split in found["splits"])
+    assert found["curves"]["schema_version"] == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan"],
+        ["plan", "none.jsonl"],
+        [*CHAT, "--curves", "none.json"],
+        [*CHAT, "--cache-tokens", "1000"],
+        ["plan", "none.jsonl", "--prompt", "50:10", "--answer", "50:10"],
+    ],
+)
+def test_what_cannot_be_planned_ends_with_2_and_a_sentence(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("pdlink: ")
+    assert "limit" in error or "name a file" in error
+
+
+def test_prompts_that_begin_alike_are_found_in_a_cache_that_is_large_enough(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    row = '{"timestamp": %d, "input_length": 1200, "output_length": 9, "hash_ids": [1, 2, %d]}\n'
+    path.write_text(row % (0, 3) + row % (1, 4) + row % (2, 3))
+    traffic = read_trace(path)
+    assert cached_tokens(traffic, 10_000).tolist() == [0, 1024, 1199]
+    assert cached_tokens(traffic, 1536).tolist() == [0, 1024, 1024]
+
+
+def test_a_fit_finds_the_curves_that_times_were_made_by() -> None:
+    curves = Curves()
+    prefill = [(m, h, curves.prefill_s(m, h)) for m in (16, 100, 500, 2000) for h in (0, 1000)]
+    decode = [(b, b * c, curves.decode_step_s(b, b * c)) for b in (1, 4, 16) for c in (100, 2000)]
+    found = fit_prefill(prefill) | fit_decode(decode)
+    assert found == {name: pytest.approx(getattr(curves, name)) for name in found}
+    assert errors([1.1, 1.0], [1.0, 1.0]) == pytest.approx((0.05, 0.1))
+
+
+def test_a_fit_has_no_negative_cost() -> None:
+    found = fit_decode([(1, 100, 0.010), (4, 400, 0.009), (16, 100 * 16, 0.008), (16, 3200, 0.009)])
+    assert min(found.values()) >= 0
+    assert found["step_s"] == pytest.approx(0.009, rel=0.1)
+
+
+HEAD = "isl,osl,prefix,tpot,(p)bs,(p)seq/s/worker,(p)parallel,(d)bs,(d)parallel\n"
+
+
+def test_curves_come_from_files_of_aiconfigurator(tmp_path: Path) -> None:
+    paths = []
+    for isl in (1000, 4000, 8000):
+        paths.append(tmp_path / f"{isl}.csv")
+        per_s = 1 / (0.005 + 1e-4 * isl)
+        rows = [
+            f"{isl},500,0,{6 + 0.05 * batch + 4e-5 * batch * (isl + 250)},1,{per_s},tp1,{batch},tp4"
+            for batch in (16, 64, 128)
+        ]
+        paths[-1].write_text(HEAD + "\n".join(rows) + f"\n{isl},500,0,99,1,9,tp2,8,tp8\n")
+    curves = read_aiconfigurator(paths)
+    assert curves.prompt_s == pytest.approx(0.005, rel=0.01)
+    assert curves.token_s == pytest.approx(1e-4, rel=0.01)
+    assert curves.step_s == pytest.approx(0.006)
+    assert curves.sequence_s == pytest.approx(5e-5)
+    assert curves.context_s == pytest.approx(4e-8)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,b\n1,2\n", HEAD + "1000,500,0,x,1,1,tp1,1,tp1\n", HEAD + "1,1,0,1,1,0,a,1,a\n"]
+)
+def test_a_file_that_aiconfigurator_did_not_write_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "pareto.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"curves: got .*pareto\.csv"):
+        read_aiconfigurator([path])
+
+
+class Proxy(BaseHTTPRequestHandler):
+    """Answers 50 requests between two looks at its metrics."""
+
+    looks = 0
+
+    def do_GET(self) -> None:
+        if self.path == "/metrics":
+            num = 50 * Proxy.looks
+            Proxy.looks += 1
+            body = (
+                f'pdlink_proxy_requests_total{{outcome="ok"}} {num}\n'
+                f'pdlink_proxy_requests_total{{outcome="failed"}} {9 * num}\n'
+                f'pdlink_proxy_time_to_first_token_seconds_sum{{first_leg="prefill"}} {num * 0.08}\n'
+                f'pdlink_proxy_time_to_first_token_seconds_count{{first_leg="prefill"}} {num}\n'
+            )
+        else:
+            body = json.dumps({"prefill": [{"state": "ok"}] * 3, "decode": [{"state": "ok"}, {"state": "draining"}]})
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_live_fleet_gives_rate_and_workers_and_its_times_stand_beside_the_prediction(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Proxy.looks = 0
+    with HTTPServer(("127.0.0.1", 0), Proxy) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        lines = said(capsys, "--live", f"127.0.0.1:{server.server_port}", "--live-s", "0.5")
+        server.shutdown()
+        thread.join()
+    assert "of 4 workers:" in lines[0]
+    assert any(line.startswith("Now: 3P1D at 100.0 requests/s") for line in lines)
+    assert any(line.startswith("Mean time to first token: 80.0 ms at the proxy") for line in lines)
