@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from pdlink.config.section import Seconds, Section
 
@@ -26,6 +26,9 @@ class TimeoutConfig(Section):
     so that two full workers that hold what the other waits for do not stand still; decode falls back."""
     request_s: Seconds = 600.0
     """One request on one worker."""
+    idle_s: float = Field(default=600.0, ge=0)
+    """A session in which nothing was received for so long is closed by the side that dialed it, with its connections;
+    the next request opens another one. 0 keeps all."""
     drain_s: Seconds = 10.0
     """How long a worker that was told to stop lets running requests finish."""
 
@@ -36,6 +39,10 @@ class TimeoutConfig(Section):
         for (name, value), (later, limit) in zip(table, table[1:], strict=False):
             if value >= limit:
                 raise ValueError(f"timeouts.{name} = {value} s must be below timeouts.{later} = {limit} s")
+        if 0 < self.idle_s < self.peer_s:
+            raise ValueError(
+                f"timeouts.idle_s = {self.idle_s} s must be 0, or at least timeouts.peer_s = {self.peer_s} s"
+            )
         return self
 
 

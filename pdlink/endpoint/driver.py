@@ -21,10 +21,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pdlink.config import SharingConfig
+from pdlink.endpoint import liveness
 from pdlink.endpoint.blame import Blame
 from pdlink.endpoint.channel import Channel, Disconnected, Received, Refused
 from pdlink.endpoint.clock import AwakeClock, RecentMaximum
-from pdlink.endpoint.peer import Local, PeerState
+from pdlink.endpoint.peer import Local
 from pdlink.endpoint.receiver import Receiver
 from pdlink.endpoint.reports import Reports
 from pdlink.endpoint.sender import Sender
@@ -34,7 +35,7 @@ from pdlink.endpoint.transfer import Common
 from pdlink.endpoint.verifying import Verifier
 from pdlink.endpoint.work import Work
 from pdlink.errors import ConfigError, PdlinkError
-from pdlink.protocol import auth, messages
+from pdlink.protocol import auth
 from pdlink.protocol.handshake import fingerprint
 
 if TYPE_CHECKING:
@@ -369,17 +370,7 @@ class Endpoint:
     def _tick(self, now: float) -> None:
         awake_s = self.clock.awake_s()
         for peer in self.peers():
-            if peer.state is PeerState.CONNECTING:
-                if awake_s - peer.since_s > self._timeouts.connect_s:
-                    self.sessions.lose(peer, f"no answer to the handshake within {self._timeouts.connect_s} s")
-                elif peer.dialed and peer.opened and now - peer.beat_s >= self._timeouts.heartbeat_s:
-                    peer.beat_s = now
-                    self.sessions.post(peer, messages.Heartbeat())  # shows a lost invitation by the gap before it
-            elif awake_s - peer.heard_s > self._timeouts.peer_s:
-                self.sessions.lose(peer, f"silent for {self._timeouts.peer_s} s")
-            elif now - peer.beat_s >= self._timeouts.heartbeat_s:
-                peer.beat_s = now
-                self.sessions.send(peer, messages.Heartbeat())
+            liveness.tick(self.sessions, peer, self._timeouts, now_s=now, awake_s=awake_s)
         self._settle()
         self.sender.tick(awake_s)
         self.receiver.tick(awake_s)

@@ -58,6 +58,8 @@ class Peer:
     since_s: float
     heard_s: float
     """When the last frame came; renews the leases of this peer. Both times are `Clock.awake_s`."""
+    idle_since_s: float | None = None
+    """`Clock.awake_s` since which it has no transfer; None while it has, and on the side that was dialed."""
     beat_s: float = 0.0
     """When we last sent a heartbeat."""
     address: str = ""

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
-from pdlink.endpoint import data_path
+from pdlink.endpoint import data_path, liveness
 from pdlink.endpoint.data_path import DataPath
 from pdlink.endpoint.driver import Endpoint
 from pdlink.endpoint.early import Early, EarlyInterest
@@ -51,6 +51,13 @@ def _free_at_stop(right: Any) -> Callable[..., Any]:
         return actions
 
     return _stop
+
+
+def _idle_with_transfers(_right: Any) -> Callable[..., Any]:
+    def idle_for_s(peer: Peer, awake_s: float) -> float:
+        return awake_s - peer.since_s if peer.dialed else 0.0
+
+    return idle_for_s
 
 
 def _quiet_at_stop(right: Any) -> Callable[..., Any]:
@@ -346,6 +353,7 @@ _PLANTED: tuple[tuple[Any, ...], ...] = (
     ("failed data connection ignored", "faulty", (Reports, "on_occurrence", _ignore_failed_peers)),
     ("lost peer not told to the sender", "faulty", (Sender, "on_peer_lost", _nothing)),
     ("lost peer not told to the receiver", "faulty", (Receiver, "on_peer_lost", _nothing)),
+    ("sessions with transfers are idle", "gentle", (liveness, "idle_for_s", _idle_with_transfers)),
     ("silence is not death", "faulty", (Endpoint, "_tick", _no_silence)),
     ("never fenced when quiet does not come", "faulty", (Receiving, "tick", _empty)),
     ("decode gives back at failure", "faulty", (Incoming, "on_failed", _hold_given_back_too)),

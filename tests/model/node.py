@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pdlink.serve.stream import Stream
     from tests.loopback import Flight, LoopbackHub
 
-TIMEOUTS = TimeoutConfig(heartbeat_s=1.0, peer_s=4.0, connect_s=5.0, lease_s=8.0, request_s=40.0)
+TIMEOUTS = TimeoutConfig(heartbeat_s=1.0, peer_s=4.0, connect_s=5.0, lease_s=8.0, request_s=40.0, idle_s=4.0)
 BATCH_TIMEOUT_S = 6.0
 SHARING = SharingConfig(window_nbytes=200, peer_window_nbytes=160, part_nbytes=64)
 """A layer of all tokens is 144 bytes: it is cut, and a transfer has to wait for itself."""

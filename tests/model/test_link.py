@@ -43,7 +43,7 @@ def test_schedules_reach_what_they_are_to_reach() -> None:
     worlds = [play(*random_schedule(seed)) for seed in range(200)]
     counts = sum((world.counts for world in worlds), start=worlds[0].counts.copy())
     seen = {name for name, count in counts.items() if count}
-    ends = {"sender DONE", "sender FAILED", "receiver READY", "receiver FAILED", "sessions lost"}
+    ends = {"sender DONE", "sender FAILED", "receiver READY", "receiver FAILED", "sessions lost", "sessions idle"}
     assert ends <= seen
     assert {move for moves in PROFILES.values() for move in moves} <= seen
     assert counts["receiver READY"] > len(worlds)

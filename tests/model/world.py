@@ -112,7 +112,9 @@ class World:
             self._num_dropped += event.reason in ("old_session", "repeated")
         elif isinstance(event, PeerChanged) and event.state == "lost":
             self.counts["sessions lost"] += 1
-            if self.profile == "gentle" and event.reason != "shutdown" and not event.reason.endswith(": shutdown"):
+            self.counts["sessions idle"] += event.reason.startswith("idle for ")
+            meant = event.reason == "shutdown" or event.reason.endswith(": shutdown") or "idle for " in event.reason
+            if self.profile == "gentle" and not meant:
                 raise Violation(f"nothing went wrong, but {event.peer} was lost: {event.reason}")
 
     def act(self, node: Node, what: Callable[[], object]) -> None:
