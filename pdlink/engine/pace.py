@@ -78,6 +78,11 @@ class Pace:
             sizes = [(work.end - work.start, work.start) for work in batch]
             self._prefill.add(sum(n for n, _ in sizes), sum(n * (start + n / 2) for n, start in sizes), seconds)
 
+    def prefill_of(self, tokens: int) -> float:
+        """Seconds for so many tokens of prompts, without what attention adds; 0 until there is a curve."""
+        known = self._prefill.get()
+        return known[0] + known[1] * tokens if known is not None and tokens else 0.0
+
     def curves(self) -> dict[str, object] | None:
         """For /health: three coefficients of `prefill` and of `decode`, in seconds; None for those not known yet."""
         prefill, decode = self._prefill.get(), self._decode.get()

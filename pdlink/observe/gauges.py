@@ -123,6 +123,12 @@ class EngineGauges:
                 "Tokens of prompts that are still to be computed here: scale prefill workers by their mean.",
             )
         )
+        self._queue_seconds = add(
+            Gauge(
+                "pdlink_prefill_queue_seconds",
+                "The same in seconds, by what this worker has measured of its passes; 0 until it has.",
+            )
+        )
         self._kv_used = add(
             Gauge(
                 "pdlink_decode_kv_used_ratio",
@@ -132,11 +138,21 @@ class EngineGauges:
         )
 
     def set(
-        self, *, free: int, held: int, capacity: int, requests: Mapping[str, int], role: str, queue_tokens: int
+        self,
+        *,
+        free: int,
+        held: int,
+        capacity: int,
+        requests: Mapping[str, int],
+        role: str,
+        queue_tokens: int,
+        queue_s: float,
     ) -> None:
-        """requests: by state. role: that is served now. queue_tokens: of prompts, not computed yet."""
+        """requests: by state. role: that is served now. queue_tokens: of prompts, not computed yet; queue_s: they
+        will take."""
         self._role.replace({role: 1})
         self._queue_tokens.set(queue_tokens)
+        self._queue_seconds.set(queue_s)
         self._kv_used.set(held / capacity if capacity and role != "prefill" else 0.0)
         self._blocks.replace({"free": free, "held": held})
         self._capacity.set(capacity)

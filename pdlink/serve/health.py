@@ -84,6 +84,7 @@ def metrics_of(worker: Worker) -> WorkerMetrics:
 
     def update() -> None:
         report, pool = worker.node.report(), worker.pool
+        queue_tokens = worker.engine.tokens_to_compute if worker.role != "decode" else 0
         metrics.link.set(link_state(report, worker.node.longest_absence_s()))
         metrics.engine.set(
             free=pool.num_free,
@@ -95,7 +96,8 @@ def metrics_of(worker: Worker) -> WorkerMetrics:
                 "waiting": worker.engine.num_waiting,
             },
             role=worker.role,
-            queue_tokens=worker.engine.tokens_to_compute if worker.role != "decode" else 0,
+            queue_tokens=queue_tokens,
+            queue_s=worker.engine.pace.prefill_of(queue_tokens),
         )
         if metrics.sizes is not None and store is not None:
             metrics.sizes.set(store.gauges(), store.answering())

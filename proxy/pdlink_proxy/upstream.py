@@ -70,10 +70,18 @@ async def post(client: HttpClient, url: str, body: object, *, timeout_s: float) 
         return await answer_of(client, "POST", url, msgspec.json.encode(body), max_nbytes=MAX_REPLY_NBYTES)
 
 
-async def answer_of(client: HttpClient, method: str, url: str, body: bytes = b"", *, max_nbytes: int) -> Reply:
-    """A whole answer. Raises HttpError, and BadAnswer for a longer one."""
+async def answer_of(
+    client: HttpClient,
+    method: str,
+    url: str,
+    body: bytes = b"",
+    *,
+    max_nbytes: int,
+    headers: Mapping[str, str] | None = None,
+) -> Reply:
+    """A whole answer. headers: more than the client's own. Raises HttpError, and BadAnswer for a longer one."""
     whole = _Whole(max_nbytes)
-    request = client.start(method, url, whole, body)
+    request = client.start(method, url, whole, body, header_lines(headers or {}))
     try:
         return await whole.reply
     finally:

@@ -67,7 +67,7 @@ async def state_of(router: Router) -> dict[str, object]:
     status, reason = router.standing()
     reports = await router.reports.now()
     pools, beside = router.pools, await router.beside(records=True)
-    return view(
+    shown = view(
         now_s=time.time(),
         status=status,
         reason=reason,
@@ -79,3 +79,4 @@ async def state_of(router: Router) -> dict[str, object]:
         running=router.num_running + sum(each.running for each in beside),
         queued=router.num_queued + sum(each.queued for each in beside),
     )
+    return {**shown, "roles": router.role_loop.describe()} if router.role_loop is not None else shown
