@@ -103,7 +103,7 @@ for document in documents:
 def test_three_kubernetes_versions_take_every_object_and_no_misspelt_one() -> None:
     if not (TOOLS / "kubernetes-validate").exists():
         pytest.skip("no schemas of Kubernetes: make helm")
-    ours = {"ServiceMonitor", "LeaderWorkerSet"}  # definitions of others, whose schemas are not there
+    ours = {"ServiceMonitor", "LeaderWorkerSet", "ScaledObject"}  # definitions of others, whose schemas are not there
     once = {
         json.dumps(each, sort_keys=True)
         for name in DEPLOYMENTS
@@ -169,6 +169,71 @@ def test_a_pod_is_killed_later_than_its_drain_ends(name: str) -> None:
             assert int(wait_s) >= before + drain_s, "the others of a group end while its leader drains"
             drain_s = 0
         assert spec["terminationGracePeriodSeconds"] > int(wait_s) + math.ceil(drain_s)
+
+
+def test_seconds_before_sigterm_are_as_set_and_the_grace_period_follows_them() -> None:
+    group = {"role": "prefill", "kind": "LeaderWorkerSet", "groupSize": 2, "args": ["--x"], "groupArgs": ["--y"]}
+    values = {
+        "proxy": {"preStopS": 11, "settings": {"drain_s": 13}},
+        "poolDefaults": {"preStopS": 17, "drainS": 19},
+        "pools": {"prefill": group, "decode": {"role": "decode", "preStopS": 23}},
+    }
+    result = helm(values=values)
+    assert result.returncode == 0, result.stderr
+    found = {}
+    for each in yaml.safe_load_all(result.stdout):
+        name = each["metadata"]["name"] if each else ""
+        if each and each["kind"] == "Deployment":
+            found[name] = each["spec"]["template"]["spec"]
+        elif each and each["kind"] == "LeaderWorkerSet":
+            template = each["spec"]["leaderWorkerTemplate"]
+            found[f"{name} leader"] = template["leaderTemplate"]["spec"]
+            found[f"{name} other"] = template["workerTemplate"]["spec"]
+    waits = {
+        name: (
+            int(spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1]),
+            spec["terminationGracePeriodSeconds"],
+        )
+        for name, spec in found.items()
+    }
+    assert waits == {
+        "pdlink-proxy": (11, 11 + 13 + 10),
+        "pdlink-decode": (23, 23 + 19 + 10),
+        "pdlink-prefill leader": (17, 17 + 19 + 10),
+        "pdlink-prefill other": (17 + 19, 17 + 19 + 10),
+    }
+
+
+def test_autoscalers_read_gauges_that_workers_have_and_own_the_number_alone() -> None:
+    metrics = (ROOT / "docs/metrics.md").read_text()
+    hpa = of("autoscaling", "HorizontalPodAutoscaler")["pdlink-prefill"]["spec"]
+    pods = hpa["metrics"][0]["pods"]
+    assert (pods["metric"]["name"], pods["target"]["averageValue"]) == ("pdlink_prefill_queue_seconds", "1000m")
+    keda = of("autoscaling", "ScaledObject")["pdlink-decode"]["spec"]
+    said = keda["triggers"][0]["metadata"]
+    assert said["query"] == 'sum(pdlink_decode_kv_used_ratio{namespace="ns",pdlink_pool="decode"})'
+    assert (said["threshold"], keda["triggers"][0]["metricType"]) == ("0.6", "AverageValue")
+    assert all(f"`{name}`" in metrics for name in (pods["metric"]["name"], "pdlink_decode_kv_used_ratio"))
+    for spec in (hpa, keda):
+        target = spec["scaleTargetRef"]
+        owned = of("autoscaling", target["kind"])[target["name"]]
+        assert owned["apiVersion"] == target["apiVersion"]
+        assert "replicas" not in owned["spec"]
+    for name in set(DEPLOYMENTS) - {"autoscaling"}:
+        assert not of(name, "HorizontalPodAutoscaler") | of(name, "ScaledObject"), "off by default"
+
+
+def test_a_proxy_with_a_certificate_serves_probes_and_scrapers_by_it() -> None:
+    said = settings("autoscaling", "pdlink-proxy")
+    assert (said["tls_cert"], said["tls_key"]) == ("/etc/pdlink/tls/tls.crt", "/etc/pdlink/tls/tls.key")
+    spec = of("autoscaling", "Deployment")["pdlink-proxy"]["spec"]["template"]["spec"]
+    [container] = spec["containers"]
+    assert {container[probe]["httpGet"]["scheme"] for probe in ("livenessProbe", "readinessProbe")} == {"HTTPS"}
+    assert {each["name"]: each["mountPath"] for each in container["volumeMounts"]}["tls"] == "/etc/pdlink/tls"
+    assert {each["name"]: each for each in spec["volumes"]}["tls"]["secret"]["secretName"] == "pdlink-tls"
+    monitor = of("autoscaling", "ServiceMonitor")
+    assert monitor["pdlink-proxy"]["spec"]["endpoints"][0]["scheme"] == "https"
+    assert "scheme" not in monitor["pdlink-worker"]["spec"]["endpoints"][0]
 
 
 @every_deployment
@@ -322,6 +387,22 @@ def test_a_settings_change_makes_new_pods_and_a_new_chart_version_does_not() -> 
         ({"keys": {"secret": "k"}}, "pools.decode.kind: got Deployment"),
         ({"networkPolicy": {"enabled": False}}, "networkPolicy.enabled: got false without keys.secret"),
         ({"pools": {"decode": None}}, "pools: got the roles prefill"),
+        ({"pools": {"prefill": {"autoscaling": {"kind": "hpa"}}}}, "pools.prefill.replicas: got 2"),
+        (
+            {"pools": {"decode": {"replicas": None, "autoscaling": {"kind": "keda"}}}},
+            "pools.decode.autoscaling.prometheus: got none",
+        ),
+        (
+            {"pools": {"decode": {"replicas": None, "autoscaling": {"kind": "hpa", "min": 3, "max": 2}}}},
+            "pools.decode.autoscaling.min: got 3",
+        ),
+        (
+            {
+                "proxy": {"settings": {"roles": {"mode": "on"}}},
+                "pools": {"decode": {"replicas": None, "autoscaling": {"kind": "hpa"}}},
+            },
+            "pools.decode.autoscaling.kind: got hpa with roles.mode: on",
+        ),
         (
             {"discovery": "register", "keys": {"secret": "k"}, "poolDefaults": {"kind": "StatefulSet"}},
             "keys.proxyPublicKey: got none",

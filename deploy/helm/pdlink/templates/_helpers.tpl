@@ -72,6 +72,10 @@ all pods of all groups and before they are ready, so ours has another. Root, nam
 {{- if $values.httpKey.secret }}{{ $_ := set $all "worker_key_file" "/etc/pdlink/http/key" }}{{ end }}
 {{- if $values.proxy.apiKeys.secret }}{{ $_ := set $all "api_key_file" "/etc/pdlink/api/keys" }}{{ end }}
 {{- if $values.proxy.adminKeys.secret }}{{ $_ := set $all "admin_key_file" "/etc/pdlink/admin/keys" }}{{ end }}
+{{- if $values.proxy.tls.secret }}
+{{- $_ := set $all "tls_cert" "/etc/pdlink/tls/tls.crt" }}
+{{- $_ := set $all "tls_key" "/etc/pdlink/tls/tls.key" }}
+{{- end }}
 {{- if eq $values.discovery "register" }}
 {{- $_ := set $all "discover" (list (printf "register:tcp://0.0.0.0:%d" (int $values.proxy.registerPort))) }}
 {{- if $values.keys.secret }}
@@ -115,7 +119,7 @@ is 0440: pdlink refuses keys that every user can read. */}}
 {{- $mounts = append $mounts (dict "name" "allowed" "mountPath" "/etc/pdlink/allowed" "readOnly" true) }}
 {{- end }}
 {{- $more := dict "http" $values.httpKey.secret "role" $values.roleKeys.secret }}
-{{- if .proxy }}{{ $more = dict "http" $values.httpKey.secret "api" $values.proxy.apiKeys.secret "admin" $values.proxy.adminKeys.secret }}{{ end }}
+{{- if .proxy }}{{ $more = dict "http" $values.httpKey.secret "api" $values.proxy.apiKeys.secret "admin" $values.proxy.adminKeys.secret "tls" $values.proxy.tls.secret }}{{ end }}
 {{- range $name, $secret := $more }}
 {{- if $secret }}
 {{- $volumes = append $volumes (dict "name" $name "secret" (dict "secretName" $secret "defaultMode" 288)) }}
