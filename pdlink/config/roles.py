@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pdlink.config.section import Seconds, Section, no_use
+from pdlink.config.section import Seconds, Section
 
 
 class RolesConfig(Section):
@@ -40,9 +40,6 @@ class RolesConfig(Section):
     def _complete(self) -> RolesConfig:
         if self.mode == "on" and self.admin_key_file is None:
             raise ValueError("roles.admin_key_file: missing, and roles.mode: on turns workers with its key")
-        if self.mode == "off":
-            names = (name for name in type(self).model_fields if name != "mode")
-            no_use(self, "roles.", names, "is of no use with roles.mode: off")
         if self.drain_s >= self.horizon_s:
             raise ValueError(f"roles.drain_s = {self.drain_s} s must be below roles.horizon_s = {self.horizon_s} s")
         return self

@@ -114,8 +114,6 @@ async def test_only_workers_that_serve_one_role_and_answer_are_seen(
 def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"roles\.admin_key_file: missing"):
         RolesConfig(mode="on")
-    with pytest.raises(ValueError, match=r"roles\.margin: is of no use with roles\.mode: off"):
-        RolesConfig(margin=0.2)
     with pytest.raises(ValueError, match=r"roles\.drain_s = 700"):
         RolesConfig(mode="dry_run", drain_s=700.0)
     with pytest.raises(ValueError, match="roles: is for dialect: pdlink"):
