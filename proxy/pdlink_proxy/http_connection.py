@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_HEAD_NBYTES = 64 * 1024
+_CHUNK_END = b""
+"""Among the parts of a body, after those of each chunk: a call of Python for each would be a third of its cost."""
 
 # A vanished host sends no reset, and a stream that only reads never notices: TCP keep-alive probes after 10 s of
 # silence, and gives up after three unanswered probes 3 s apart.
@@ -110,6 +113,7 @@ class Connection(asyncio.Protocol):
         self._parts: list[bytes] = []
         """Of the body, from the present read. llhttp appends them."""
         self.on_body = self._parts.append
+        self.on_chunk_complete = partial(self._parts.append, _CHUNK_END)
         self._status = 0
         """Of the answer; 0 before its head."""
         self._told = False
@@ -121,10 +125,8 @@ class Connection(asyncio.Protocol):
         self._keep = True
         """The worker keeps the connection."""
         self._paused = False
-        self._chunked = self._in_chunk = False
-        """The body is chunked; what was read ends within a chunk."""
         self._between = False
-        """It ends between two chunks."""
+        """What was read ends between two chunks."""
         self._lent = False
         """Somebody else reads the socket."""
         self._lost = False
@@ -143,7 +145,7 @@ class Connection(asyncio.Protocol):
         self._listener, self._over = listener, over
         self._status, self._told, self._head_nbytes, self._end = 0, False, 0, None
         self._pairs = []
-        self._chunked = self._in_chunk = self._between = self._lent = False
+        self._between = self._lent = False
         if len(body) < MAX_HEAD_NBYTES:
             self._transport.write(head + body)
         else:
@@ -239,10 +241,13 @@ class Connection(asyncio.Protocol):
             elif self._head_nbytes > MAX_HEAD_NBYTES:
                 error = BadAnswer(f"the head of an answer of more than {MAX_HEAD_NBYTES} bytes")
         parts, end = self._parts, self._end
-        # A part of the next chunk's size would end in a digit, or with \r.
-        self._between = self._chunked and not self._in_chunk and data.endswith(b"\r\n")
+        self._between = False
         if parts:
-            told = parts[0] if len(parts) == 1 and end != 0 else b"".join(parts[:end])
+            # Within a chunk its bytes are the last part. A line with the size of the next one is no part, and has a
+            # digit before its end.
+            self._between = parts[-1] is _CHUNK_END and data.endswith(b"\n\r\n")
+            one = end != 0 and (len(parts) == 1 or (len(parts) == 2 and parts[1] is _CHUNK_END))
+            told = parts[0] if one else b"".join(parts[:end])
             parts.clear()
             if told and self._listener is listener:
                 listener.on_data(told)
@@ -283,12 +288,6 @@ class Connection(asyncio.Protocol):
             self._pairs = []
         else:
             self._status = status
-
-    def on_chunk_header(self) -> None:
-        self._chunked = self._in_chunk = True
-
-    def on_chunk_complete(self) -> None:
-        self._in_chunk = False
 
     def on_message_complete(self) -> None:
         if not self._status or self._end is not None:
