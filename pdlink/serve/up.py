@@ -13,12 +13,14 @@ import contextlib
 import ipaddress
 import json
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdlink.serve import engines
@@ -330,8 +332,13 @@ def _picture(config: UpConfig, children: list[Child | Server], took_s: float) ->
         "",
         "see where the KV goes, and where the time to the first token goes:",
         f"  {proxy}/pdlink/          in a browser",
-        f"  pdlink top {proxy}       in a terminal",
+        f"  {_command()} top {proxy}       in a terminal",
         "",
         "Ctrl-C stops everything.",
     ]
     return "\n".join(lines)
+
+
+def _command() -> str:
+    """What to type for pdlink; with its folder where that is not on the PATH, as after `make up`."""
+    return "pdlink" if shutil.which("pdlink") else str(Path(sys.executable).with_name("pdlink"))

@@ -7,8 +7,10 @@ import json
 import logging
 import socket
 import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,3 +220,11 @@ def test_the_proxy_is_stopped_before_the_workers_it_needs(monkeypatch: pytest.Mo
     monkeypatch.setattr(up, "stop", lambda children, _: stopped.append([child.label for child in children]))
     up.up(UpConfig.model_validate({"proxy": {"port": 0}}), lambda _: None)
     assert stopped == [["proxy"], ["prefill-0", "decode-0"], []], "and then the store, of which there is none here"
+
+
+def test_what_to_type_next_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make up` puts nothing on the PATH."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert Path(up._command()) == Path(sys.executable).with_name("pdlink")
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/pdlink")
+    assert up._command() == "pdlink"
