@@ -34,6 +34,7 @@ BENCHMARKS: dict[str, str] = {
     "tiers": "records on disk beside bare reads and writes of the same size, and a restart",
     "warm": "time to first token of a long prompt that was seen before, beside a new one",
     "replay": "hit rates of eviction policies on a trace of requests, beside the best there can be",
+    "curves": "how long a server takes for prompts and decode steps, as a file for `pdlink plan`",
     "route": "routing policies of the proxy, in a simulated fleet",
     "index": "memory of the proxy's index of KV events, and one look-up in it",
     "proxy": "CPU of a routed request, beside other routers",

@@ -1,0 +1,174 @@
+"""What `pdlink plan` does: reads, simulates, prints. Imported when the command runs: numba takes a second to load."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from pdlink.commands.plan import MOST_WORKERS
+from pdlink.config import read_secrets
+from pdlink.errors import ConfigError
+from pdlink.plan.aiconfigurator import read_aiconfigurator
+from pdlink.plan.curves import Curves, read_curves
+from pdlink.plan.hits import cached_tokens
+from pdlink.plan.report import Plan, sentences
+from pdlink.plan.sweep import NEIGHBOURS, Promise, best, bottleneck, demand_of, fewest_workers, sweep
+from pdlink.plan.traffic import from_quantiles, read_trace
+from pdlink_bench import plot
+from pdlink_bench.harness import Table
+
+if TYPE_CHECKING:
+    import argparse
+
+    from pdlink.plan.sweep import Demand, Split
+    from pdlink.plan.traffic import Traffic
+
+FULL_SWEEP = 64
+"""Workers; of a larger fleet some splits around the closed form's are tried."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 if no split keeps the promise."""
+    plot.check_can_plot(args.plot)
+    curves, traffic = _curves(args), _traffic(args)
+    live = None
+    if args.live:
+        from pdlink.plan.live import watch
+
+        key = read_secrets(args.key_file, "--key-file")[0] if args.key_file else None
+        live = watch(args.live, key, args.live_s)
+    cached = cached_tokens(traffic, args.cache_tokens) if args.cache_tokens else None
+    promise = Promise(args.ttft, args.per_token, args.share)
+    asked = demand_of(traffic, curves, promise, cached, num=args.requests, as_traced=args.as_traced, seed=args.seed)
+    per_s = args.rate or (live.per_s if live else 0.0) or (traffic.per_s if args.trace else 0.0)
+    fewest = fewest_workers(asked, per_s, MOST_WORKERS) if per_s else None
+    workers = args.workers or (live.workers if live else 0) or max(2, fewest or 0)
+    splits = _splits(asked, workers)
+    limit = bottleneck(asked, best(splits))
+    plan = Plan(traffic.name, asked, asked.closed_form(), splits, limit, per_s, fewest)
+    lines = sentences(plan)
+    if live is not None:
+        lines += live.compared(asked)
+    if args.json:
+        text = json.dumps(_kept(plan, lines), indent=1) + "\n"
+        if str(args.json) == "-":
+            print(text, end="")
+        else:
+            args.json.write_text(text, encoding="utf-8")
+    if str(args.json) != "-":
+        _show(plan, lines)
+    if args.plot:
+        plot.write(args.plot, _panels(plan), f"pdlink plan: {traffic.name}", "\n".join(lines))
+    return 0 if plan.best.per_s else 1
+
+
+def _curves(args: argparse.Namespace) -> Curves:
+    paths = args.curves or []
+    if any(path.suffix == ".csv" for path in paths):
+        curves = read_aiconfigurator(paths)
+    elif len(paths) > 1:
+        raise ConfigError(f"curves: got {len(paths)} files; limit 1, or several .csv of aiconfigurator; name one")
+    else:
+        curves = read_curves(paths[0]) if paths else Curves()
+    given = {"link_nbytes_per_s": args.link and args.link * 1e9, "kv_nbytes_per_token": args.kv_bytes}
+    return curves.model_copy(update={name: value for name, value in given.items() if value})
+
+
+def _traffic(args: argparse.Namespace) -> Traffic:
+    if args.trace is not None:
+        if args.prompt or args.answer:
+            raise ConfigError("prompt, answer: got them beside a trace; limit one of both; leave one out")
+        return read_trace(args.trace)
+    if not (args.prompt and args.answer):
+        raise ConfigError("trace: got none; limit a TRACE, or both --prompt and --answer; name one")
+    if args.cache_tokens:
+        raise ConfigError("cache-tokens: got percentiles of lengths; limit a trace with `hash_ids`; leave it out")
+    return from_quantiles(args.prompt, args.answer, args.requests, args.seed)
+
+
+def _splits(asked: Demand, workers: int) -> list[Split]:
+    if workers <= FULL_SWEEP:
+        return sweep(asked, workers)
+    middle, span = asked.closed_form().split(workers)[0], workers // 8
+    step = max(1, span // FULL_SWEEP * 4)
+    return sweep(asked, workers, range(max(1, middle - span), min(workers, middle + span), step))
+
+
+def _near(plan: Plan) -> list[Split]:
+    at = plan.splits.index(plan.best)
+    return plan.splits[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1]
+
+
+_HEADS = (
+    "split",
+    "requests/s",
+    "TTFT s\np50 / p90 / p99",
+    "ms per token\np50 / p90 / p99",
+    "prefill\nbusy",
+    "decode\nbusy",
+    "batch",
+    "missed first",
+)
+
+
+def _show(plan: Plan, lines: list[str]) -> None:
+    console = Console(soft_wrap=True)
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+    if plan.best.per_s:
+        table = Table(_HEADS, "at the highest rate that keeps the promise: the best split and its neighbours")
+        for split in _near(plan):
+            mark = "*" if split is plan.best else ""
+            table.add(
+                f"{split.name}{mark}",
+                f"{split.per_s:.1f}",
+                " / ".join(f"{each:.2f}" for each in split.ttft_s),
+                " / ".join(f"{each * 1e3:.1f}" for each in split.per_token_s),
+                f"{split.prefill_busy:.0%}",
+                f"{split.decode_busy:.0%}",
+                f"{split.batch:.0f}",
+                split.limit,
+            )
+        Console(width=None if console.is_terminal else 140).print(table.for_terminal())
+    console.print(f"curves: {plan.asked.curves.source}", highlight=False, markup=False)
+
+
+def _kept(plan: Plan, lines: list[str]) -> dict[str, Any]:
+    form = asdict(plan.form)
+    form["decode_per_s"] = form["decode_per_s"] if form["decode_per_s"] < float("inf") else None
+    return {
+        "said": lines,
+        "traffic": plan.name,
+        "requests": len(plan.asked.prompt),
+        "promise": asdict(plan.asked.promise),
+        "curves": plan.asked.curves.model_dump(),
+        "closed_form": {**form, "num_prefill": plan.form.num_prefill(plan.workers), "loses": plan.form.link_loses},
+        "workers": plan.workers,
+        "best": asdict(plan.best) if plan.best.per_s else None,
+        "usable": plan.usable,
+        "limit": plan.limit,
+        "splits": [asdict(split) for split in plan.splits],
+        "rate": plan.per_s or None,
+        "fewest_workers": plan.fewest,
+    }
+
+
+def _panels(plan: Plan) -> list[plot.Panel]:
+    prefill = [float(split.num_prefill) for split in plan.splits]
+    bound = [plan.form.rate(split.num_prefill, split.num_decode) for split in plan.splits]
+    rates = [
+        plot.Line("keeps the promise", prefill, [split.per_s for split in plan.splits]),
+        plot.Line("closed form, without waiting", prefill, bound, dashed=True),
+    ]
+    busy = [
+        plot.Line("prefill", prefill, [split.prefill_busy for split in plan.splits]),
+        plot.Line("decode", prefill, [split.decode_busy for split in plan.splits]),
+    ]
+    label = f"prefill workers of {plan.workers}"
+    return [
+        plot.Lines("highest rate of each split", label, "requests/s", rates),
+        plot.Lines("share of the time that workers are busy, at that rate", label, "share", busy),
+    ]

@@ -1,0 +1,78 @@
+"""`pdlink bench curves` against a server that answers like one: a file comes of it that `pdlink plan` reads."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdlink.cli import main
+from pdlink.plan.curves import read_curves
+
+
+class Server(BaseHTTPRequestHandler):
+    asked: list[dict[str, Any]] = []
+    tokens = 0
+    """Of each streamed answer; 0 for as many as are asked for."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        Server.asked.append(body)
+        self.send_response(200)
+        self.end_headers()
+        if not body["stream"]:
+            self.wfile.write(b'{"choices": [{"text": "a"}]}')
+            return
+        for _ in range(Server.tokens or body["max_tokens"]):
+            self.wfile.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+            self.wfile.flush()
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Server.asked, Server.tokens = [], 0
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+SHORT = ["--tokens", "16", "32", "64", "--batch", "1", "3", "--rounds", "1", "--steps", "8"]
+
+
+def test_a_server_is_measured_and_the_file_is_read_by_plan(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "curves.json"
+    words = ["bench", "curves", url, "--model", "m", "--curves", str(path), *SHORT]
+    assert main([*words, "--kv-bytes", "1024", "--link", "2.5"]) == 0
+    curves = read_curves(path)
+    assert (curves.kv_nbytes_per_token, curves.link_nbytes_per_s) == (1024, 2.5e9)
+    assert curves.source.startswith("pdlink bench curves of m")
+    lengths = [len(body["prompt"]) for body in Server.asked if not body["stream"] and body["max_tokens"] == 1]
+    assert {16, 32, 64, 128} <= set(lengths)
+    assert sum(body["stream"] for body in Server.asked) == 2 * (1 + 3)
+    assert "error of the fit" in capsys.readouterr().out
+    plan = ["plan", "--prompt", "50:100", "--answer", "50:20", "--requests", "50", "--workers", "2"]
+    assert main([*plan, "--curves", str(path)]) in (0, 1)
+
+
+def test_a_server_whose_answers_are_too_short_is_an_error(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Server.tokens = 2
+    assert main(["bench", "curves", url, *SHORT]) == 1
+    assert "set --steps to more" in capsys.readouterr().out
+
+
+def test_one_length_of_prompts_says_nothing_of_a_token(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "curves", url, "--tokens", "16"]) == 2
+    assert "two lengths at least" in capsys.readouterr().err
