@@ -29,6 +29,7 @@ class Nodes:
 
         # Actors are nice otherwise, and on a busy machine they hardly begin.
         os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
+        os.environ["RAY_raylet_start_wait_time_s"] = "180"  # noqa: SIM112
         common = {"object_store_memory": _STORE_NBYTES, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **common})
         self._nodes: dict[str, Any] = {}
