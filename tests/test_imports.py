@@ -56,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chaos": BASE | {"serve", "observe"},
     "doctor": BASE | {"serve", "observe", "protocol"},
     "integrations": BASE
-    | {"kv", "memory", "transport", "protocol", "node", "observe", "serve.keys", "store", "peers"},
+    | {"kv", "memory", "transport", "protocol", "node", "observe", "serve.keys", "serve.ports", "store", "peers"},
     "pdlink_proxy": BASE
     | {"kv.hashing", "observe", "protocol", "_index", "_relay"}
     | {"endpoint.channel", "endpoint.clock"},  # where workers register
