@@ -10,7 +10,7 @@ from pdlink_bench.harness import positive, positive_float
 DESCRIPTION = """\
 How many prefill and decode workers a traffic needs, before anything is bought: the ratio in closed form, then every
 split of so many workers in a simulation, with the highest rate at which the promise is kept. docs/plan.md says what
-is modelled, and how far measured fleets were from it.
+is modelled, and what is not.
 
   pdlink plan trace.jsonl --workers 24 --ttft 2 --per-token 0.02
   pdlink plan trace.csv --curves curves.json --rate 40

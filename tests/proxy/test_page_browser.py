@@ -1,7 +1,4 @@
-"""The page in a real browser: what it shows, behind a prefix, with keys, in both schemes, by keyboard and by ear.
-
-SCREENSHOTS=FOLDER keeps the pictures that tests/e2e/test_page.py takes of a real deployment.
-"""
+"""The page in a real browser: what it shows, behind a prefix, with keys, in both schemes, by keyboard and by ear."""
 
 from __future__ import annotations
 
