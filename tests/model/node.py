@@ -45,7 +45,9 @@ if TYPE_CHECKING:
     from pdlink.serve.stream import Stream
     from tests.loopback import Flight, LoopbackHub
 
-TIMEOUTS = TimeoutConfig(heartbeat_s=1.0, peer_s=4.0, connect_s=5.0, lease_s=8.0, request_s=40.0, idle_s=4.0)
+TIMEOUTS = TimeoutConfig(heartbeat_s=1.0, peer_s=4.0, connect_s=5.0, lease_s=8.0, request_s=40.0, idle_s=0.0)
+IDLE_S = 4.0
+"""Where idle sessions are closed; not everywhere, for that also mends what else nobody would mend."""
 BATCH_TIMEOUT_S = 6.0
 SHARING = SharingConfig(window_nbytes=200, peer_window_nbytes=160, part_nbytes=64)
 """A layer of all tokens is 144 bytes: it is cut, and a transfer has to wait for itself."""
@@ -302,8 +304,10 @@ class Node:
         roomy: bool,
         jumps: bool,
         hybrid: bool,
+        idle: bool,
     ) -> None:
         """roomy: never short of blocks, if it prefills. jumps: whether its deadlines run on while it stands still.
+        idle: whether it closes idle sessions.
 
         hybrid: with groups of layers that do not keep all tokens.
         """
@@ -330,7 +334,7 @@ class Node:
             name,
             Identity(VERSION, "model", "main", 1, self.layout, "host", other_layouts=self.groups.layouts[1:]),
             [self.transport],
-            TIMEOUTS,
+            TIMEOUTS.model_copy(update={"idle_s": IDLE_S if idle else 0.0}),
             batch_timeout_s=BATCH_TIMEOUT_S,
             sharing=SHARING,
             channel=self.port,

@@ -78,6 +78,7 @@ class World:
         """
         dice = Dice(shape)
         self.profile, self.hybrid = profile, bool(shape % 2)
+        self.idle = bool(shape // 2 % 2)
         self.hub = LoopbackHub(hold=True)
         self.network = Network()
         self.tracked: list[Tracked] = []
@@ -313,6 +314,7 @@ class World:
             roomy=roomy,
             jumps=jumps,
             hybrid=self.hybrid,
+            idle=self.idle,
         )
 
     def _resume(self, node: Node) -> None:
