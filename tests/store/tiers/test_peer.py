@@ -24,6 +24,7 @@ from . import test_conformance
 NOT_OF_A_PEER = {
     "test_a_record_stays_as_it_was_put_first": "nothing is put into a peer: see test_nothing_is_put_into_a_peer",
     "test_a_removed_record_gives_its_room_back": "it has no room of its own: nbytes and capacity are 0",
+    "test_a_tier_says_which_records_end_alike": "others keep what they have, so nobody asks what a peer could clear",
     "test_a_tier_never_holds_more_than_its_capacity": "it has no room of its own: nbytes and capacity are 0",
     "test_a_cleared_tier_holds_nothing_and_can_be_used_again": "others keep what they have: see "
     "test_a_peer_that_is_cleared_keeps_what_it_has",
