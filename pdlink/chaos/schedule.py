@@ -71,7 +71,7 @@ def schedule(
 ) -> tuple[Fault, ...]:
     """The faults of one run, by time: one in every `every_s`, at a random moment of it.
 
-    workers: labels in a fixed order. kinds: what may happen; each keeps its share. Those that go on
+    workers: labels in a fixed order. kinds: what may happen; each keeps its share. Faults that go on
     for the whole run are not in it.
     """
     chance = random.Random(f"schedule/{seed}")

@@ -98,7 +98,7 @@ def ray_up(args: argparse.Namespace) -> None:
 
 
 def _flags_of_up(args: argparse.Namespace) -> dict[str, Any]:
-    """Those that every deployment of several processes has."""
+    """The flags that every deployment of several processes has."""
     flags = {"proxy.host": args.host, "proxy.port": args.port}
     flags |= {"num_prefill": args.prefill, "num_decode": args.decode}
     model, transport = getattr(args, "model.path"), getattr(args, "transport.kind")

@@ -71,8 +71,8 @@ class ProxyConfig(Section):
     decode: tuple[str, ...] = ()
     """Base URLs of the decode workers."""
     both: tuple[str, ...] = ()
-    """Base URLs of plain servers of any engine: they serve requests by themselves, those that no pair can serve and
-    those that begin sooner there."""
+    """Base URLs of plain servers of any engine: they serve whole requests: what no pair can serve, and
+    what begins sooner there."""
     workers_file: str | None = None
     """YAML or JSON with the lists `prefill`, `decode` and `both`, of URLs or of mappings with url, drain, control,
     kv_events, cell. It is watched: what it lists replaces what it listed before. In place of those settings."""

@@ -1,4 +1,4 @@
-"""`Transfer`: one end of one transfer. `Half`: all those that a worker sends, or receives."""
+"""`Transfer`: one end of one transfer. `Half`: all that a worker sends, or receives."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _bands(layout: KVLayout) -> list[_Band]:
 
 
 def _joined(bands: Iterable[_Band], num_blocks: int) -> list[_Band]:
-    """Bands side by side, or with bytes in common, made one. Raises LayoutMismatch for those that interleave."""
+    """Bands side by side, or with bytes in common, made one. Raises LayoutMismatch for bands that interleave."""
     joined: list[list[int]] = []
     for region, begin, stride, extent in sorted(bands):
         if joined:

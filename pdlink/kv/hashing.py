@@ -45,7 +45,7 @@ class Origin(NamedTuple):
 
     @property
     def scope(self) -> str:
-        """Names what KV of this model's prompts may be shared, whoever's they are."""
+        """Names what KV of this model's prompts may be shared by all users."""
         return self._replace(lora="", salt="").namespace.hex()[:32]
 
 
@@ -56,7 +56,7 @@ class Preimage(NamedTuple):
     """The key before; None for the first chunk of a prompt, whose parent is a namespace."""
     tokens: Sequence[int]
     extra: tuple[str, ...] = ()
-    """LoRA and salt of that namespace, those that there are."""
+    """LoRA and salt of that namespace, where it has them."""
     origin: Origin | None = None
     """Of that namespace, for those who keep KV of several models."""
 

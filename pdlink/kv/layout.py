@@ -81,7 +81,7 @@ class KVLayout:
     window: int = 0
     """Tokens that a token attends to, itself included (a sliding window); 0 stands for all before it."""
     window_step: int = 1
-    """Windows are transferred from a multiple of so many tokens on: whoever reserves blocks shares them whole."""
+    """Windows are transferred from a multiple of so many tokens on: blocks are reserved and shared whole."""
     state: bool = False
     """A block holds no tokens but a recurrent state: all that is known after the last of its tokens. `block_tokens`
     says which block that is; `token_stride` is 0, because one token's worth is the whole state."""
@@ -92,7 +92,7 @@ class KVLayout:
         return not (self.window or self.state)
 
     def needed(self, start: int, end: int) -> tuple[int, int]:
-        """Of tokens [start, end) those that a model needs in these layers to go on with token `end`."""
+        """Of tokens [start, end) the ones that a model needs in these layers to go on with token `end`."""
         if self.state:
             return max(start, end - 1), end
         if self.window:

@@ -89,7 +89,7 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 class Buffer:
     """A shared, page-aligned block of host memory.
 
-    Whoever creates it closes it, after the transports it is registered with. The views handed out keep the mapping
+    Its creator closes it, after the transports it is registered with. The views handed out keep the mapping
     alive; `close()` drops our own reference and the descriptor.
     """
 

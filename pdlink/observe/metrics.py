@@ -177,7 +177,7 @@ class EngineMetrics:
     """Requests of the built-in engine."""
 
     def __init__(self, registry: Registry, roles: tuple[str, ...] = ()) -> None:
-        """roles: those that this worker has."""
+        """roles: of this worker."""
         add = registry.add
         self.requests = add(
             Counter(

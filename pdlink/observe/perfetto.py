@@ -19,14 +19,14 @@ _CHRONOLOGICAL, _EXPLICIT = 2, 3
 
 
 class Flow(NamedTuple):
-    """Arrows between slices: from those that send a number to the one that takes it."""
+    """Arrows between slices: from the slices that send a number to the one that takes it."""
 
     sends: Sequence[int] = ()
     takes: Sequence[int] = ()
 
 
 class Trace:
-    """Written track by track. Slices of one track must nest: see `Lanes` for those that overlap."""
+    """Written track by track. Slices of one track must nest: see `Lanes` for slices that overlap."""
 
     def __init__(self, zero_s: float) -> None:
         """zero_s: nothing happens before it."""

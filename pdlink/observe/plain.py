@@ -17,5 +17,5 @@ def plain(words: object, style: str = "") -> Text:
 
 
 def add_row(table: Table, *cells: object, style: str = "") -> None:
-    """`Table.add_row` that takes every cell as `plain`, but for those that are a Text already."""
+    """`Table.add_row` that takes every cell as `plain`, but for cells that are a Text already."""
     table.add_row(*(cell if isinstance(cell, Text) else plain(cell) for cell in cells), style=style)

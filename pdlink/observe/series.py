@@ -115,7 +115,7 @@ class Gauge(Metric):
         self.series(*labels)[0] = float(number)
 
     def replace(self, values: Mapping[_Key, float]) -> None:
-        """All series at once; those that are not named end."""
+        """All series at once; a series that is not named ends."""
         found: dict[tuple[str, ...], list[float]] = {}
         for key, value in values.items():
             found[(key,) if isinstance(key, str) else key] = [float(value)]

@@ -66,7 +66,7 @@ class PeerLink:
         insecure: bool = False,
         timeout_s: float = 5.0,
     ) -> None:
-        """name: of this store among those that meet. port: of questions, 0 for a free one; records take others.
+        """name: of this store among the stores that meet. port: of questions, 0 for a free one; records take others.
 
         timeout_s: of an answer, and of a record. The rest as in `Node`.
         """

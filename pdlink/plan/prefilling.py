@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @compiled
 def begin(speeds: Speeds, jobs: Any, prefills: Any, worker: int, now_s: float) -> Any:
-    """Seconds of its next pass; or of those that its first prompt fills alone, but for the last of them. Infinite
+    """Seconds of its next pass; or of the passes that its first prompt fills alone, but for the last. Infinite
     without any prompt."""
     job = prefills[worker].head
     if job < 0:

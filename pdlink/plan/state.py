@@ -41,7 +41,7 @@ DECODE = np.dtype(
         ("room", "i8"),  # tokens
         ("load", "i8"),  # tokens of prompts and answers
         ("slots", "i8"),  # requests that have blocks
-        ("head", "i8"),  # of those that wait for a slot
+        ("head", "i8"),  # of the requests that wait for a slot
         ("tail", "i8"),
         ("num", "i8"),  # sequences that run
         ("tokens", "i8"),  # of KV that a step reads

@@ -52,7 +52,7 @@ class Receiving:
         per_layer: bool = False,
         verify: messages.Verify = "off",
     ) -> list[Action]:
-        """The request's blocks are reserved: offer those that hold the missing tokens [start, end), by group."""
+        """The request's blocks are reserved: offer the blocks that hold the missing tokens [start, end), by group."""
         if self.state is not ReceiverState.EXPECTED:
             return []
         self.offered = messages.Offer(self.transfer_id, start, end, blocks, self._num_layers, per_layer, verify)

@@ -27,7 +27,7 @@ class Transports(NamedTuple):
     """What was found about each transport."""
 
     wanted: tuple[type[Transport], ...]
-    """Those that count: of the settings, and for where the KV is (`engine.device`); the preferred one first."""
+    """What counts: of the settings, and for where the KV is (`engine.device`); the preferred one first."""
     made: dict[type[Transport], Transport]
     """All there are; not open."""
     probes: dict[type[Transport], Probe]

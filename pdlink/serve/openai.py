@@ -312,7 +312,7 @@ class Answer:
         self._num_prompt_tokens = num_prompt_tokens
         self._token_ids: list[int] | None = [] if request.return_token_ids else None
         self.num_tokens = len(request.output_token_ids)
-        """Of the answer, with those that the client had before."""
+        """Of the answer, with the tokens that the client had before."""
         self.num_cached_tokens = 0
         self._text: list[str] = []
         self._finish_reason: str | None = None

@@ -216,7 +216,7 @@ class Catalog:
         return found
 
     def keys_ending(self, ending: bytes) -> list[bytes]:
-        """Of all records, also of those that are being written."""
+        """Of all records, also while they are written."""
         return [key for key in self._records if key.endswith(ending)]
 
     def expires_s(self, key: bytes) -> float:
@@ -273,7 +273,7 @@ class Catalog:
         return self._pins.add([self._records[key] for key in keys[: self.lookup(keys)]], name, holder)
 
     def unpin(self, name: str) -> int:
-        """Take back the pins of that name, whoever made them; of how many records."""
+        """Take back all pins of that name; of how many records."""
         return self._pins.end(name=name)
 
     def remove(self, keys: Iterable[bytes] | None = None) -> int:

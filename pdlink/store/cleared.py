@@ -2,7 +2,7 @@
 
 A tier may be away when its records are cleared. It is asked again until it has forgotten them; the file is what makes
 that true for the next process, too. A row is written before `clear` is answered, and deleted when the tier has
-forgotten the record. Stores that keep KV on one medium share its rows: whoever removes a record first is right.
+forgotten the record. Stores that keep KV on one medium share its rows: the first one that removes a record is right.
 """
 
 from __future__ import annotations

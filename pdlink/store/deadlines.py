@@ -20,7 +20,7 @@ class Deadlines:
     """Costs a push of a heap for each record with a deadline."""
 
     def __init__(self, records: Mapping[bytes, Record]) -> None:
-        """records: those that are there, by key."""
+        """records: all that are there, by key."""
         self._records = records
         self._heap: list[tuple[float, Serial, bytes]] = []
         """Some may be of records that are gone."""

@@ -60,7 +60,7 @@ class GuardedTier:
         """Cleared records, or `EVERYTHING`, until the tier has dropped them: they are not found meanwhile. With the
         clear that named them last. `_lock` guards changes."""
         self._asking, self._moving, self._forgetting = (Breaker(deadline_s) for _ in range(3))
-        """Of look-ups, of calls that move records, and of those that remove them. A tier that fails at one of the
+        """Of look-ups, of calls that move records, and of calls that remove them. A tier that fails at one of the
         first two is left alone; one that only removes nothing is read."""
         self._clock = clock
         self._lock = threading.Lock()

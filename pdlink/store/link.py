@@ -45,7 +45,7 @@ class Link:
         # Guarded by `_lock`:
         self._waiting: dict[int, Future[wire.Reply | None]] = {}
         self._fetches: dict[int, RemoteFetch] = {}
-        """Those that no answer has come for."""
+        """Questions that no answer has come for."""
         self.lost = ""
         """Why; empty while it is not. Read without `_lock`, too."""
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

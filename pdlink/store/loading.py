@@ -109,7 +109,7 @@ class StoreLoad:
         self._source.brought(self._places, came, fetched_s - self.began_s)
 
     def _copy_layers(self, slots: Sequence[Slot]) -> int:
-        """Copy these leading chunks, and compare the sums of those that nobody has; the end of what is in the blocks.
+        """Copy these leading chunks, and compare the sums of chunks nobody has; the end of what is in the blocks.
 
         A chunk that is not what was put ends the prefix before the layer is said to be there.
         """

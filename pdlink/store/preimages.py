@@ -76,7 +76,7 @@ def commits(
 
 
 def from_wire(said: wire.Known, key: bytes, shape: RecordShape) -> Preimage | None:
-    """None for what is none of this key. Cost: one hash of the tokens."""
+    """None for a preimage of another key. Cost: one hash of the tokens."""
     if not said.tokens or len(said.tokens) % 4:
         return None
     tokens = array("I", said.tokens)
@@ -182,7 +182,7 @@ def _packed(key: bytes, known: Preimage) -> bytes:
 
 
 def _entries(data: bytes) -> Iterator[tuple[bytes, Preimage]]:
-    """Up to the first that is none: what a crash cut."""
+    """Up to the first entry that is cut, as by a crash."""
     at = len(_MAGIC)
     while data[: len(_MAGIC)] == _MAGIC and at + _LENGTH.size <= len(data):
         (nbytes,) = _LENGTH.unpack_from(data, at)

@@ -278,7 +278,7 @@ def unseal(
 
     A payload that is packed is unpacked in place; one that was changed by that (fp8) is sealed anew.
     nbytes: of the record as it came, if `record` is longer.
-    verified: the bytes are those that were put, or the caller sees to that: the payload is not read.
+    verified: the bytes are the ones that were put, or the caller sees to that: the payload is not read.
     """
     came = len(record) if nbytes is None else nbytes
     if came < _PREFIX.size or len(record) < shape.nbytes:

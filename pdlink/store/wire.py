@@ -140,7 +140,7 @@ class Clear(Message, frozen=True):
     keys: Keys | None
     places: Annotated[tuple[Text, ...], Meta(max_length=64)] | None
     ending: Annotated[bytes, Meta(max_length=KEY_NBYTES)] = b""
-    """Instead of keys: those that end so; empty for all."""
+    """Instead of keys: how they end; empty for all."""
 
 
 class Move(Message, frozen=True):

@@ -94,7 +94,7 @@ class Choice(NamedTuple):
     """How much of a found prefix to load."""
 
     end: int
-    """Load tokens before this one, beside those that are in the engine's blocks."""
+    """Load tokens before this one, beside the tokens that are in the engine's blocks."""
     reason: Reason
     load_s: float = 0.0
     other_s: float = 0.0
@@ -112,7 +112,7 @@ def choose(
 ) -> Choice:
     """cached: leading tokens that are in the engine's blocks. places: of each chunk that was found (`Found`).
 
-    loading: seconds for bytes of each place, and under COPY for those that any of them takes on the way into blocks.
+    loading: seconds for bytes of each place, and under COPY for the bytes of all of them on the way into blocks.
     other: seconds for tokens that are not loaded.
     """
     found = len(places) * chunk_tokens

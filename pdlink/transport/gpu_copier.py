@@ -2,7 +2,7 @@
 
 It is what `csrc/copy/copier.h` is for host memory, with two differences. A copy is not done when the call returns: a
 launch is *in flight* until the event behind it is reached, and a kernel cannot be called off. And the data moves by
-itself, so the thread has time to be Python. Whoever submits launches at once while a slot is free: one native call
+itself, so the thread has time to be Python. `submit` launches at once while a slot is free: one native call
 (csrc/cuda/puts.h), no change of threads. What is left is launched by the thread when a slot has become free.
 
 Order. A batch is cut into slices, a launch each: one slice unless a batch is larger than any layer. The gate of the

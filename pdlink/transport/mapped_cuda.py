@@ -4,7 +4,7 @@ The two may share a GPU or have one each with peer access (NVLink, PCIe). The in
 the registered device buffers, the writer maps them once, and every batch is one kernel launch, whatever its number of
 runs: a layer of scattered pages costs what one copy does, and the owner's CPU and streams take no part.
 
-What orders a write: `submit` means that the source bytes are there. Whoever makes them on a stream submits after its
+What orders a write: `submit` means that the source bytes are there. Who makes them on a stream submits after their
 event is reached (`pdlink.node.layer_order`), so this transport needs to know no stream but its own. What orders a
 read: `BatchDone` follows the event behind the kernel, whose stores are visible to every kernel launched after it.
 

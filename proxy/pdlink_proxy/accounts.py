@@ -105,7 +105,7 @@ class SharedAccounts(Accounts):
         self._looked_s = float("-inf")
         self._now = 0.0
         self._weights: dict[Share, float] = {}
-        """Of those that wait here."""
+        """Of the requests that wait here."""
 
     def clear(self) -> None:
         if any(each.waits for each in self._theirs.values()):

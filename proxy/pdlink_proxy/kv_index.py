@@ -144,7 +144,7 @@ class KVIndex:
             self._by_size = {size: prefixes for size, prefixes in self._by_size.items() if prefixes.num_blocks}
 
     def lookup(self, model: str, extra: Sequence[str], tokens: Tokens) -> dict[Publisher, int]:
-        """By publisher, how many leading tokens it has; only those that have some. extra: name of a LoRA, salt."""
+        """By publisher, how many leading tokens it has; none of them 0. extra: name of a LoRA, salt."""
         root = _root(model, extra)
         found: dict[Publisher, int] = {}
         for prefixes in self._by_size.values():

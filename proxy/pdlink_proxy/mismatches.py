@@ -51,7 +51,7 @@ class Mismatch(NamedTuple):
 
 
 def mismatched(prefills: Iterable[Worker], decodes: Iterable[Worker]) -> list[Mismatch]:
-    """Kinds that do not fit, of healthy workers that say what their KV is; those that fit nobody come first."""
+    """Kinds that do not fit, of healthy workers that say what their KV is; kinds that fit nobody come first."""
     ours, theirs = _kinds(prefills), _kinds(decodes)
     pairs = [(one, other) for one in ours for other in theirs if one.model == other.model and _near(one, other)]
     fit = {kind for pair in pairs if pair[0].fingerprint == pair[1].fingerprint for kind in pair}

@@ -245,7 +245,7 @@ class PassThrough:
 
 
 def own_headers(router: Router, request: web.Request) -> dict[str, str]:
-    """Of a client's headers, those that mean something to the servers of these routes."""
+    """The headers of a client that mean something to the servers of these routes."""
     names = _OWN_HEADERS if router.api_keys else (*_OWN_HEADERS, "x-api-key")  # else it is ours, to check
     return {name: said for name in names if (said := clean(request.headers.get(name)))}
 

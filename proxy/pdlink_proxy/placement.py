@@ -149,7 +149,7 @@ class Placer:
         return Placed(None, worker, alone="plain_sooner") if sooner else None
 
     def one_of(self, request: PlacementRequest, workers: Sequence[WorkerState]) -> WorkerState:
-        """A worker for a request that it serves whole, of those that can."""
+        """A worker for a request that it serves whole, of the workers that can."""
         self._turn += 1
         return self._pick(self.decode, request, workers, self._turn).worker
 
@@ -192,7 +192,7 @@ def _with_room(workers: Workers, need: int) -> Workers:
 
 
 def _not_refused(decodes: Workers, prefills: Workers, refused: Set[tuple[str, str]]) -> Workers:
-    """Those that exchange KV with some prefill worker."""
+    """Workers that exchange KV with some prefill worker."""
     by_decode: dict[str, set[str]] = {}
     for one, to in refused:
         by_decode.setdefault(to, set()).add(one)

@@ -1,6 +1,6 @@
 """The prefill and the decode workers of one proxy, and the choice among them.
 
-Their health is polled all the time. Placement (`placement.py`) sees those that may get requests.
+Their health is polled all the time. Placement (`placement.py`) sees the workers that may get requests.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Pools:
         """Why decode works alone although prefill is healthy; logged once."""
 
     def replace(self, members: Members) -> None:
-        """These are the workers from now on; those that were here before keep their state.
+        """These are the workers from now on; known ones keep their state.
 
         Raises ConfigError for an invalid or repeated URL, and changes nothing then.
         """

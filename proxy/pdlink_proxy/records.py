@@ -63,7 +63,7 @@ class Records(deque[RequestRecord]):
     """The newest of them; older ones are dropped."""
 
     num_ended = 0
-    """Also those that were dropped."""
+    """Also of dropped records."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=MAX_RECORDS)

@@ -237,7 +237,7 @@ class Recovery:
                     fields = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
                     self._head = {name: value for name, value in fields.items() if name not in _NOT_HEAD}
             except (ValueError, RecursionError):
-                self._strange = "an event that is none"
+                self._strange = "an event that cannot be read"
                 continue
             self._counted = self._counted or not event.choices
             for choice in event.choices:

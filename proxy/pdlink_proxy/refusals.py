@@ -132,7 +132,7 @@ class Refusals:
             self._forget(known)
 
     def forget(self, worker: Worker) -> None:
-        """It is no worker of this proxy any more."""
+        """This proxy does not use the worker any more."""
         for key in list(self._of.get(worker, ())):
             self._remove(self._pairs[key])
         self._said.pop(worker, None)

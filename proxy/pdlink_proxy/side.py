@@ -18,9 +18,9 @@ class Usable(NamedTuple):
     """Workers that may get requests of one model now."""
 
     pair: Workers
-    """Those that work in pairs."""
+    """Workers that work in pairs."""
     plain: Workers | None
-    """Those that serve requests by themselves; None if there are none."""
+    """Workers that serve requests by themselves; None if there are none."""
     model: str | None
     """As the first of them calls it."""
 

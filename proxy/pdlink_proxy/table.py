@@ -98,7 +98,7 @@ class Table:
 
 
 class Workers(Sequence["WorkerState"]):
-    """Those of a table that `fit`, in its order; all, if that is None."""
+    """The workers of a table that `fit`, in its order; all, if that is None."""
 
     __slots__ = ("_num", "_rows", "fit", "table")
 
@@ -145,7 +145,7 @@ class Workers(Sequence["WorkerState"]):
         return Workers(self.table, mask if self.fit is None else mask & self.fit)
 
     def without(self, keys: Iterable[str]) -> Workers:
-        """Those that have none of these keys."""
+        """Workers that have none of these keys."""
         rows = [row for key in keys if (row := self.table.rows.get(key)) is not None]
         if not rows:
             return self

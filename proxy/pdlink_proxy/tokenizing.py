@@ -179,7 +179,7 @@ def _ids(tokens: bytes) -> Tokens:
 
 
 def opened(files: Mapping[str, str]) -> dict[str, Any]:
-    """By model, its tokeniser (`ProxyConfig.tokenizers`). Raises ConfigError for a file that is none."""
+    """By model, its tokeniser (`ProxyConfig.tokenizers`). Raises ConfigError for a file without one."""
     return {model: _opened(model, path) for model, path in files.items()}
 
 

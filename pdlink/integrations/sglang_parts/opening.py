@@ -46,8 +46,8 @@ def names_of(args: Any) -> str:
 
 
 def rank_of(manager: Any, other: tuple[int, int] | None) -> Rank:
-    """This process among those that share the model's heads. The model's config is read where the other server has
-    another number of ranks (other), or for a cut (None)."""
+    """This process among the ranks that share the model's heads. The model's config is read where the other server
+    has another number of ranks (other), or for a cut (None)."""
     tp = (manager.attn_tp_rank, manager.attn_tp_size)
     if manager.is_mla_backend or (other is not None and other[1] == tp[1]):
         return Rank(tp, 0)

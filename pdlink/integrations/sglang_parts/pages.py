@@ -41,7 +41,7 @@ class PageRecords:
         return hashing.named(self._namespace, hashes)
 
     def clear(self) -> None:
-        """Forget the pages of this namespace, whoever stored them, and of no other. Waits for the tiers."""
+        """Forget the pages of this namespace, from any server, and of no other. Waits for the tiers."""
         self._store.clear(ending=hashing.ending(self._namespace))
 
     def num_known(self, hashes: Sequence[str]) -> int:

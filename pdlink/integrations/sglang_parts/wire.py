@@ -35,7 +35,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     states: tuple[int, ...] = ()
     """Places for each kind of state that the model keeps beside its KV."""
     tp: tuple[int, int] = (0, 1)
-    """Decode's rank among those that share the heads, and their number."""
+    """Decode's rank among the ranks that share the heads, and their number."""
     num_stages: int = 1
     """Pipeline stages of decode."""
     receivers: int = 1
@@ -52,7 +52,7 @@ class Here(msgspec.Struct, frozen=True, tag="here"):
     addresses: dict[int, str]
     """By part: -1 is the KV, states count from 0."""
     heads: tuple[int, int] | None
-    """First KV head of those that come from here, and how many; None: all that decode has."""
+    """First KV head that comes from here, and how many; None: all that decode has."""
     layers: tuple[int, ...]
     """SGLang's numbers of the layers that come from here."""
 

@@ -39,7 +39,7 @@ class Declared(NamedTuple):
 
     @property
     def metrics(self) -> list[Metric]:
-        """Those that vLLM shows."""
+        """The metrics that vLLM shows."""
         return [metric for metric in self.registry.metrics if metric.name != _OF_ONE]
 
 

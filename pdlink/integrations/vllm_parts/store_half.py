@@ -170,7 +170,7 @@ class StoreHalf:
     def results(self, over: Collection[str]) -> Results:
         """What has ended. over: requests that vLLM has finished since the last call.
 
-        `sent` are those whose blocks are not read any more, of those that something was kept of.
+        `sent` are those whose blocks are not read any more, of the requests that something was kept of.
         """
         for request_id in over if self._prompts else ():
             if self._prompts.pop(request_id, None) is not None:

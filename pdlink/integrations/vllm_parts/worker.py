@@ -106,7 +106,7 @@ class WorkerHalf:
         """Requests whose last chunk is among them."""
         self._unsaved: set[str] = set()
         self._offers: dict[str, Offer] = {}
-        """Those that wait for a load of the store's. vLLM's thread only."""
+        """Requests that wait for a load of the store's. vLLM's thread only."""
         self.short_of_blocks = False
         """Whether requests waited for blocks in the last step."""
 

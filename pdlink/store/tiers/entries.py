@@ -1,4 +1,4 @@
-"""`Entries`: which records a disk tier has: the journal's as they were read, and those that came since.
+"""`Entries`: which records a disk tier has: the journal's as they were read, and what came since.
 
 A restart must not make Python objects of each entry. Entries stay as they are in the journal (64 bytes), found by a
 sorted array of 8 bytes for each: a mix of its key, and its row.

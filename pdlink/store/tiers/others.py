@@ -18,7 +18,7 @@ class Others:
         self._directories = list(directories)
 
     def shrink(self, most_nbytes: int) -> None:
-        """Remove some until all hold so much at most. Those that a process has open stay, and are not tried again."""
+        """Remove some until all hold so much at most. One that a process has open stays, and is not tried again."""
         while self._directories and sum(map(_held_nbytes, self._directories)) > most_nbytes:
             _remove_unused(self._directories.pop(0))
 

@@ -36,7 +36,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 
 
 def source_of(text: str, dialect: Dialect, door: Door | None = None) -> Source:
-    """The source that one entry of `discover` names. door: of those that join. Raises ConfigError."""
+    """The source that one entry of `discover` names. door: where workers join. Raises ConfigError."""
     kind, _, rest = text.partition(":")
     if kind == "file" and rest:
         return FileSource(rest, dialect)
@@ -96,7 +96,7 @@ class Discovery:
         static: Members,
         door: Door | None = None,
     ) -> Discovery:
-        """texts: `ProxyConfig.discover`. door: of those that join. Raises ConfigError."""
+        """texts: `ProxyConfig.discover`. door: where workers join. Raises ConfigError."""
         return cls({text: _Told(source_of(text, dialect, door)) for text in texts}, replace, static)
 
     def allow(self, allowed: AllowList) -> None:

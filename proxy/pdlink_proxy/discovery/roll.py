@@ -143,7 +143,7 @@ class Roll:
         return known is not None and known.leader is life and life.name not in self._held
 
     def members(self) -> Members:
-        """Those that count; of several at one URL the one with the highest rank."""
+        """The workers that count; of several at one URL the one with the highest rank."""
         found: dict[str, Life] = {}
         for known in self._names.values():
             life = known.leader

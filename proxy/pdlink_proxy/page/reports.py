@@ -68,7 +68,7 @@ class Reports:
         self._found: dict[str, Report] = {}
 
     async def now(self) -> dict[str, Report]:
-        """Reports by URL, at most `_FRESH_S` old; those that do not come in time are left out."""
+        """Reports by URL, at most `_FRESH_S` old; late ones are left out."""
         async with self._lock:  # two people who look cost the workers as much as one
             if time.monotonic() - self._asked_s >= _FRESH_S:
                 slots = asyncio.Semaphore(_MAX_AT_ONCE)

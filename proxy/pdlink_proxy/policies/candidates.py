@@ -33,7 +33,7 @@ class Candidates:
         self._salt, self._affine = mixed(salt + 1), affine
 
     def of(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Sequence[WorkerState]:
-        """Those that the policy may choose from; never empty."""
+        """What the policy may choose from; never empty."""
         num = len(workers)
         if num <= NUM_BY_CHANCE:
             return workers

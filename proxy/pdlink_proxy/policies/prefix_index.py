@@ -26,8 +26,8 @@ class PrefixIndex:
     """The keys sent to each worker, the least recent forgotten first.
 
     Keys are noted suffix first, so the beginning of a prompt is always newer than what follows it: a worker that has
-    a key has all before it. So the workers that have a key are some of those that have the key before it, and as many
-    of them are the same ones: along a prompt only the keys count after which there are fewer.
+    a key has all before it. So the workers that have a key are some of the ones with the key before it, and as
+    many of them are the same ones: along a prompt only the keys count after which there are fewer.
     """
 
     def __init__(self, max_keys: int = MAX_KEYS, max_worker_keys: int = MAX_WORKER_KEYS) -> None:

@@ -3,7 +3,7 @@
 Prefill: what came in, which is the share of time that went into computing prompts and what the queue has grown by.
 The queue as such says how long there were too few workers: to weigh it turns workers for what is over soon, and back.
 Decode: the share of the KV that requests hold or, if that is more, the share of the batch at which a token takes as
-long as promised; requests that wait for room count like those that have it, up to as many.
+long as promised; requests that wait for room count like requests that have it, up to as many.
 
 All is of a window, so that one long prompt moves nobody. A promise that a single request cannot keep is not looked
 at: more workers would not mend it.

@@ -127,7 +127,7 @@ class RoleLoop:
         )
 
     def turns_beside(self, decisions: Sequence[Decision]) -> list[Made]:
-        """Those that a request with these decisions lived through, as workers drain before a turn ends."""
+        """The turns that a request with these decisions lived through, as workers drain before a turn ends."""
         if not decisions:
             return []
         first_s, last_s = decisions[0].at_s, decisions[-1].at_s
