@@ -17,7 +17,7 @@ from pdlink.config import ProxyConfig, WorkerConfig
 from pdlink.serve.up import Child, start, stop
 
 READY_S = 90.0
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 TIMEOUTS = {"heartbeat_s": 0.2, "peer_s": 2.5, "connect_s": 5.0, "lease_s": 8.0, "request_s": 60.0, "drain_s": 3.0}
 
