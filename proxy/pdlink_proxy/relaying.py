@@ -33,15 +33,20 @@ class Relays:
     """All lent streams of one process."""
 
     def __init__(self, native: Relay) -> None:
-        self._native, self._loop = native, asyncio.get_running_loop()
+        self._native: Relay | None = native
+        """None when closed: CPython 3.12 and later complain at exit of native objects that are still there."""
+        self._loop = asyncio.get_running_loop()
         self._lent: dict[int, Lends] = {}
         self._reports: deque[Report] = deque()
         """Of the present turn, not told yet."""
         self._loop.add_reader(native.fd, self._turn)
 
     def close(self) -> None:
-        """Nothing passes any more."""
-        self._loop.remove_reader(self._native.fd)
+        """Nothing passes any more; streams that are lent do not return."""
+        if self._native is not None:
+            self._loop.remove_reader(self._native.fd)
+            self._lent.clear()
+            self._native = None
 
     def __len__(self) -> int:
         return len(self._lent)
@@ -49,6 +54,8 @@ class Relays:
     def lend(self, worker: int, client: int, first: bytes, lends: Lends) -> tuple[int | None, bytes]:
         """Sends the client `first`, and passes what the worker sends then, until `on_returned`. worker, client: their
         sockets. first: chunks. Returns a key; or None, and what could not be sent of `first`."""
+        if self._native is None:
+            return None, first
         key, unsent = self._native.lend(worker, client, first)
         if not key:
             return None, unsent
@@ -60,18 +67,19 @@ class Relays:
         for report in [each for each in self._reports if each[0] == key]:
             self._reports.remove(report)
             self._tell(report)
-        if key in self._lent:
+        if key in self._lent and self._native is not None:
             self._tell(self._native.take(key))
 
     def heard_s(self, key: int) -> float:
         """When its worker was last heard, on the loop's clock; of one that is about to return, long ago."""
         try:
-            return self._native.heard_s(key)
+            return 0.0 if self._native is None else self._native.heard_s(key)
         except IndexError:
             return 0.0
 
     def _turn(self) -> None:
-        self._reports.extend(self._native.turn())
+        if self._native is not None:
+            self._reports.extend(self._native.turn())
         while self._reports:
             self._tell(self._reports.popleft())
 
