@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from pdlink.commands.plan import MOST_WORKERS
-from pdlink.config import read_secrets
+from pdlink.config import read_key
 from pdlink.errors import ConfigError
 from pdlink.plan.aiconfigurator import read_aiconfigurator
 from pdlink.plan.curves import Curves, read_curves
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if args.live:
         from pdlink.plan.live import watch
 
-        key = read_secrets(args.key_file, "--key-file")[0] if args.key_file else None
+        key = read_key(args.key_file)
         live = watch(args.live, key, args.live_s)
     cached = cached_tokens(traffic, args.cache_tokens) if args.cache_tokens else None
     promise = Promise(args.ttft, args.per_token, args.share)

@@ -18,7 +18,7 @@ from pdlink.config import (
     WorkerConfig,
     load,
     parse_assignments,
-    read_secrets,
+    read_key,
 )
 from pdlink.errors import ConfigError, PdlinkError
 from pdlink.extras import needed
@@ -192,7 +192,7 @@ def check(args: argparse.Namespace) -> int:
 def timeline(args: argparse.Namespace) -> int:
     from pdlink.observe.fetch import fetch_timeline
 
-    key = read_secrets(args.key_file, "--key-file")[0] if args.key_file else None
+    key = read_key(args.key_file)
     say(fetch_timeline(args.url, args.output, request=args.request, key=key))
     return 0
 
@@ -205,7 +205,7 @@ def explain(args: argparse.Namespace) -> None:
     from pdlink.observe.explain import advice, fetch_explanation, table_of
     from pdlink.observe.plain import plain
 
-    key = read_secrets(args.key_file, "--key-file")[0] if args.key_file else None
+    key = read_key(args.key_file)
     found = fetch_explanation(args.proxy, args.request, key=key)
     if args.json:
         print(json.dumps(found._asdict(), indent=2))
@@ -219,7 +219,7 @@ def explain(args: argparse.Namespace) -> None:
 def route(args: argparse.Namespace) -> None:
     from pdlink.observe.route import fetch_decision
 
-    key = read_secrets(args.key_file, "--key-file")[0] if args.key_file else None
+    key = read_key(args.key_file)
     print(fetch_decision(args.proxy, args.model, args.tokens, file=args.request, key=key))
 
 

@@ -27,7 +27,7 @@ from pdlink.config.proxy import ProxyConfig
 from pdlink.config.ray import RayUpConfig
 from pdlink.config.roles import RolesConfig
 from pdlink.config.section import Port, Role, Seconds, Section, is_loopback
-from pdlink.config.security import SecurityConfig, check_private, read_private, read_secrets
+from pdlink.config.security import SecurityConfig, check_private, read_key, read_private, read_secrets
 from pdlink.config.sglang import SglangConfig
 from pdlink.config.sglang_servers import SglangServersConfig
 from pdlink.config.store import StoreConfig
@@ -72,6 +72,7 @@ __all__ = [
     "parse_assignments",
     "parse_value",
     "read_private",
+    "read_key",
     "read_secrets",
     "settings_of",
     "state_directory",

@@ -84,3 +84,8 @@ def read_secrets(path: str, setting: str) -> tuple[str, ...]:
     if not all(secret.isascii() and secret.isprintable() for secret in found):
         raise ConfigError(f"{setting}: {path} holds something that cannot be sent in a header")
     return found
+
+
+def read_key(path: str | None) -> str | None:
+    """The first secret in the file that a command's --key-file names; None without the flag. Raises ConfigError."""
+    return read_secrets(path, "--key-file")[0] if path else None

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pdlink.config import UpConfig, WorkerConfig, load, read_secrets
+from pdlink.config import UpConfig, WorkerConfig, load, read_key
 from pdlink.doctor import deployment, machine
 from pdlink.doctor.deployment import Finding, speed_of, worst_first
 from pdlink.errors import ConfigError
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    key = read_secrets(args.key_file, "--key-file")[0] if args.key_file else None
+    key = read_key(args.key_file)
     if args.tokens < 1 or args.pairs < 0:
         raise ConfigError(f"--tokens, --pairs: got {args.tokens} and {args.pairs}; at least 1 and 0")
     config = _worker_settings(args.config)

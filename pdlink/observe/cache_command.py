@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from pdlink.config import read_secrets
+from pdlink.config import read_key
 from pdlink.errors import ConfigError
 from pdlink.observe.fetch import CannotFetch, ask, base_url
 from pdlink.observe.plain import add_row, plain
@@ -248,7 +248,7 @@ def _ask(args: argparse.Namespace, method: str, path: str, body: Mapping[str, An
 def _fetch(args: argparse.Namespace, path: str, body: bytes | None = None) -> bytes:
     """Raises CannotFetch, or ConfigError where the worker takes the question for wrong."""
     url = base_url(args.url)
-    key = read_secrets(args.key_file, "--key-file")[0] if args.key_file else ""
+    key = read_key(args.key_file) or ""
     status, text = ask(url, path, {"X-Pdlink-Key": key}, body, timeout_s=_TIMEOUT_S)
     if not 200 <= status < 300:
         raise _refusal(url, status, text, with_key=bool(key))

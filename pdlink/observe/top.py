@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pdlink.config import read_secrets
+from pdlink.config import read_key
 from pdlink.observe.fetch import CannotFetch, ask, base_url
 from pdlink.observe.plain import add_row, plain
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    key = read_secrets(args.key_file, "--key-file")[0] if args.key_file else None
+    key = read_key(args.key_file)
     state = fetch_state(args.url, key)
     if args.json:
         print(json.dumps(state, indent=2))
