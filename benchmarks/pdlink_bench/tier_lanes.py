@@ -148,7 +148,7 @@ class Memory(Lane):
         store._buffer.gather(0, arena_nbytes)
         while store.gauges()["committed"] < arena_nbytes:
             self._store()
-        while store._gathering.next(arena_nbytes) is not None:
+        while store._keeper.gathering.next(arena_nbytes) is not None:
             time.sleep(0.01)
 
     def put(self) -> None:

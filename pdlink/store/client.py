@@ -24,23 +24,21 @@ from pdlink.memory.buffers import map_shared, touch
 from pdlink.store import wire
 from pdlink.store.codec import make_codec
 from pdlink.store.greeting import greet
-from pdlink.store.interface import MEMORY, Forgotten, Found
+from pdlink.store.interface import MEMORY, AnyStore, Forgotten, Found
 from pdlink.store.line import Line
 from pdlink.store.link import Link, RemoteFetch
 from pdlink.store.preimages import commits
-from pdlink.store.slots import WHOLE, Slot
+from pdlink.store.slots import Slot
 from pdlink.store.socket_path import store_path
-from pdlink.store.turns import USUAL, Retention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from pdlink.kv.hashing import Preimage
     from pdlink.memory.buffers import Bytes
-    from pdlink.store.interface import RecordChange
+    from pdlink.store.interface import RecordChange, Room, Wanted
     from pdlink.store.link import Answer
     from pdlink.store.record import RecordShape
-    from pdlink.store.slots import Share
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +49,8 @@ _TOUCH_NBYTES = 64 << 20
 _MOVE_S, _CLEAR_S = 60.0, 10.0
 
 
-class RemoteStore:
-    """Implements `AnyStore`. `open` starts the thread; `close` ends it."""
+class RemoteStore(AnyStore):
+    """In another process. `open` starts the thread; `close` ends it."""
 
     def __init__(self, path: str, *, name: str, timeout_s: float = 1.0, setting: str = "tiers.store") -> None:
         """path: as `store_path` takes it, of the store's socket. name: of this client, in the store's lists and logs.
@@ -148,17 +146,8 @@ class RemoteStore:
         places = answer.places[: len(asked)] if answer is not None else ()
         return Found(asked[: len(places)], places)
 
-    def fetch(
-        self,
-        found: Found,
-        shape: RecordShape,
-        request: str,
-        holder: str = "engine",
-        retention: Retention = USUAL,
-        *,
-        checks: bool = False,
-    ) -> RemoteFetch:
-        """holder: the store names this client instead."""
+    def _fetch(self, wanted: Wanted) -> RemoteFetch:
+        found, shape, request, _, retention, checks = wanted
         link, call = self._link, next(self._calls)
         fetch = RemoteFetch(link, call, found.keys, shape.nbytes)
         if link is None:
@@ -171,16 +160,9 @@ class RemoteStore:
 
     # --- Writing
 
-    def reserve(
-        self,
-        keys: Sequence[bytes],
-        shape: RecordShape,
-        holder: str = "engine",
-        share: Share = WHOLE,
-        retention: Retention = USUAL,
-    ) -> tuple[Slot, ...]:
-        """As `AnyStore.reserve`. A record that can never fit is a warning, and finds no room: the store's size is its
-        own affair."""
+    def _reserve(self, room: Room) -> tuple[Slot, ...]:
+        """A record that can never fit is a warning, and finds no room: the store's size is its own affair."""
+        keys, shape, _, share, retention = room
         array = self._array
         if array is not None and shape.nbytes > len(array):
             self._warn_once(

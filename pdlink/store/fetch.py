@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pdlink.store.interface import Wanted
     from pdlink.store.record import RecordShape
     from pdlink.store.slots import Lease, Slot
 
@@ -27,28 +28,17 @@ class Arrival:
     @property
     def checks(self) -> bool:
         """Whether one of them relies on the store to compare the sums."""
-        return not all(fetch.checks for fetch, _ in self.waiting)
+        return not all(fetch.wanted.checks for fetch, _ in self.waiting)
 
 
 class Fetch:
-    """Made by `Store.fetch`; everything but `done` and `close` is for the store, under its lock."""
+    """Implements `AnyFetch`. Everything else of it is for `Fetching`, under the lock of the books."""
 
     def __init__(
-        self,
-        request: str,
-        holder: str,
-        give_up_s: float,
-        deadline_s: float,
-        release: Callable[[Fetch, Sequence[Slot]], bool],
-        *,
-        checks: bool = False,
+        self, wanted: Wanted, give_up_s: float, deadline_s: float, release: Callable[[Fetch, Sequence[Slot]], bool]
     ) -> None:
-        """request, holder: of the leases, and deadline_s: their end. give_up_s: when to go on with what is there.
-
-        checks: as `AnyStore.fetch`.
-        """
-        self.request, self.holder, self.give_up_s, self.deadline_s = request, holder, give_up_s, deadline_s
-        self.checks = checks
+        """give_up_s: when to go on with what is there. deadline_s: end of the leases."""
+        self.wanted, self.give_up_s, self.deadline_s = wanted, give_up_s, deadline_s
         self.unchecked: set[bytes] = set()
         """As `AnyFetch.unchecked`."""
         self.slots: list[Slot | None] = []

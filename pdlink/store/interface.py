@@ -6,6 +6,7 @@ and callers read and write the bytes of the slots that they hold themselves.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
@@ -32,6 +33,27 @@ class Found(NamedTuple):
     keys: tuple[bytes, ...]
     places: tuple[int, ...]
     """Per key 0 for the arena, else 1 + the index of a tier."""
+
+
+class Wanted(NamedTuple):
+    """What `AnyStore.fetch` is asked for; what it says of each applies here."""
+
+    found: Found
+    shape: RecordShape
+    request: str
+    holder: str
+    retention: Retention
+    checks: bool
+
+
+class Room(NamedTuple):
+    """What `AnyStore.reserve` is asked for."""
+
+    keys: Sequence[bytes]
+    shape: RecordShape
+    holder: str
+    share: Share
+    retention: Retention
 
 
 class Forgotten(NamedTuple):
@@ -115,39 +137,47 @@ class AnyFetch(Protocol):
         """
 
 
-class AnyStore(Protocol):
-    """Thread-safe. Nothing waits for room; only look-ups and `move` wait for tiers."""
+class AnyStore(ABC):
+    """`Store` or `RemoteStore`. Thread-safe. Nothing waits for room; only look-ups and `move` wait for tiers."""
 
     frozen: bool
     """While set nothing new is kept, and so nothing is evicted."""
 
     @property
+    @abstractmethod
     def has_tiers(self) -> bool:
         """Whether a look-up may wait."""
 
     @property
+    @abstractmethod
     def places(self) -> tuple[str, ...]:
         """Where records lie, by the index that `Found` gives: the arena and the tiers' names."""
 
     @property
+    @abstractmethod
     def events(self) -> str:
         """Where another process publishes what is kept: ENDPOINT or ENDPOINT,REPLAY; empty if none does now."""
 
     @property
+    @abstractmethod
     def wants_sums(self) -> bool:
         """Whether who fills a record may spare the store a pass over it by writing its sums (`record.said_sums`)."""
 
     @property
+    @abstractmethod
     def array(self) -> Bytes:
         """The arena; a slot is `array[slot.offset :][: slot.nbytes]`."""
 
+    @abstractmethod
     def open(self) -> None: ...
 
+    @abstractmethod
     def close(self) -> None:
         """Nobody may use slots any more."""
 
     # --- Reading
 
+    @abstractmethod
     def lookup(self, keys: Sequence[bytes], timeout_s: float) -> Found:
         """The longest prefix of `keys` that is known. Waits `timeout_s` at most for the tiers."""
 
@@ -163,8 +193,14 @@ class AnyStore(Protocol):
     ) -> AnyFetch:
         """Bring the prefix into the arena and keep it there until the fetch is closed.
 
+        shape: of its records. request, holder: who the leases are of, for operators; a store in another process names
+        the client as holder. retention: of what comes from below, but for its `ttl_s`: a record says that itself.
         checks: the caller compares the sums of the chunks that are `unchecked` then; else the store has done it.
         """
+        return self._fetch(Wanted(found, shape, request, holder, retention, checks))
+
+    @abstractmethod
+    def _fetch(self, wanted: Wanted) -> AnyFetch: ...
 
     # --- Writing
 
@@ -178,9 +214,15 @@ class AnyStore(Protocol):
     ) -> tuple[Slot, ...]:
         """Slots for the records of those keys of which this share is not here yet, up to the first one without room.
 
-        Fill your share of each payload, then `commit` or `abandon` it. Raises CapacityExceeded if one can never fit.
+        Room is not made of the beginning of `keys`. Fill your share of each payload, then `commit` or `abandon` it.
+        Raises CapacityExceeded if one can never fit; a store in another process warns instead.
         """
+        return self._reserve(Room(keys, shape, holder, share, retention))
 
+    @abstractmethod
+    def _reserve(self, room: Room) -> tuple[Slot, ...]: ...
+
+    @abstractmethod
     def commit(
         self,
         slots: Sequence[Slot],
@@ -195,16 +237,20 @@ class AnyStore(Protocol):
         summed: the shares are whole records, with their sums in the header.
         """
 
+    @abstractmethod
     def abandon(self, slots: Iterable[Slot]) -> None:
         """Nobody writes to the slots any more, and what is in them is of no use."""
 
     # --- Operators
 
+    @abstractmethod
     def pin(self, keys: Sequence[bytes], name: str) -> int:
         """Keep what is in the arena of this prefix, within the quota, until `unpin`; how many records."""
 
+    @abstractmethod
     def unpin(self, name: str) -> int: ...
 
+    @abstractmethod
     def clear(
         self, keys: Sequence[bytes] | None = None, places: Sequence[str] | None = None, *, ending: bytes = b""
     ) -> Forgotten:
@@ -213,29 +259,36 @@ class AnyStore(Protocol):
         ending: instead of `keys`: those whose keys end so (`hashing.ending`). Waits for the tiers to say which.
         """
 
+    @abstractmethod
     def move(self, keys: Sequence[bytes], shape: RecordShape, source: str, destination: str, *, copy: bool) -> int:
         """Put the prefix of `keys` that `source` has into `destination`, too; how many records are there now."""
 
+    @abstractmethod
     def repack(self, keys: Sequence[bytes], shape: RecordShape, place: str, codec: str) -> int:
         """Pack the prefix of `keys` that a tier has by that codec (`make_codec`), in place; how many records.
 
         Readers find a record or miss it meanwhile. Raises ConfigError for a codec that is not there.
         """
 
+    @abstractmethod
     def flush(self, timeout_s: float) -> bool:
         """Wait until every tier has been offered what was committed before; whether `timeout_s` was enough."""
 
+    @abstractmethod
     def health(self) -> dict[str, bool]:
         """By place: whether the arena's books are right, and whether a tier answers."""
 
+    @abstractmethod
     def gauges(self) -> dict[str, float]:
         """For metrics: bytes by kind."""
 
+    @abstractmethod
     def listen(self, changed: Callable[[RecordChange], None]) -> None:
         """Call `changed` for every record of memory and of the disk that is there, then for each that comes or goes.
 
         In any thread, with no lock held, one after the other for each place; it should be quick.
         """
 
+    @abstractmethod
     def answering(self) -> dict[str, float]:
         """For metrics: 1 for a tier that is asked, 0 for one that is left alone since it failed or stalled."""

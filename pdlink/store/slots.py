@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from pdlink.memory.buffers import Bytes
 
 Serial = int
 """Names one reservation or lease for ever, also among those of other lives of the store (`life_of`)."""
@@ -40,6 +43,10 @@ class Slot(NamedTuple):
     offset: int
     """Bytes from the start of the arena."""
     nbytes: int
+
+    def of(self, arena: Bytes) -> Bytes:
+        """Its bytes."""
+        return arena[self.offset : self.offset + self.nbytes]
 
 
 class Lease(NamedTuple):

@@ -1,12 +1,12 @@
 """`Store`: records of KV in an arena in memory, and in tiers below it.
 
 Puts and loads go through slots of the arena, which callers fill and read themselves (`array`): reserve, fill, commit;
-fetch, read, close. What is committed is written through to every tier in the background, and what a tier has is read
-into the arena when it is fetched. The lock is held for decisions only. Nobody waits for room or for a tier but the
-store's own threads; what goes wrong is a shorter prefix or a record that is not kept.
+fetch, read, close. What is committed is written through to every tier in the background (`WriteThrough`), and what a
+tier has is read into the arena when it is fetched (`Fetching`). The lock of the `Books` is held for decisions only.
+Nobody waits for room or for a tier but the store's own threads; what goes wrong is a shorter prefix or a record that
+is not kept.
 
-Threads: those of the tiers (`GuardedTier`), and a keeper: it gives the arena memory before it is needed, puts that
-into huge pages afterwards, and ends leases that are over and fetches that take too long.
+Threads: those of the tiers (`GuardedTier`), one that checks what was read (`Fetching`), and the `Keeper`.
 """
 
 from __future__ import annotations
@@ -16,60 +16,52 @@ import secrets
 import threading
 import time
 from collections import Counter
-from concurrent.futures import CancelledError
 from contextlib import nullcontext
 from functools import partial
 from itertools import takewhile
-from math import isinf
+from math import inf, isinf
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from pdlink.errors import CapacityExceeded, ConfigError
-from pdlink.events import Announcer, PrefixFound, RecordsChanged, WriteDropped, emit
+from pdlink.events import PrefixFound, emit
 from pdlink.memory.buffers import Buffer, Bytes
-from pdlink.store.below import Below, Question
+from pdlink.store.below import Below
+from pdlink.store.books import Books
 from pdlink.store.catalog import Catalog
 from pdlink.store.cleared import Cleared
 from pdlink.store.codec import make_codec
 from pdlink.store.extents import whole_pages
-from pdlink.store.fetch import Arrival, Fetch
-from pdlink.store.gathering import STEP_NBYTES, Gathering
+from pdlink.store.fetching import Fetching
 from pdlink.store.ingestion import make_ingestion
-from pdlink.store.interface import MEMORY, Forgotten, Found, Kept, PlaceState, RecordChange, StoreState
-from pdlink.store.line import Line
-from pdlink.store.record import seal, unseal
-from pdlink.store.slots import MAX_LIFE, WHOLE, Lease, Share, Slot
+from pdlink.store.interface import MEMORY, AnyStore, Forgotten, Found, Kept, PlaceState, StoreState
+from pdlink.store.keeper import Keeper
+from pdlink.store.record import seal
+from pdlink.store.slots import MAX_LIFE
 from pdlink.store.tiers.base import ReadOnly, TellingTier
-from pdlink.store.turns import USUAL, Retention
+from pdlink.store.write_through import SELF, WriteThrough
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from pdlink.kv.hashing import Preimage
-    from pdlink.store.below import Brought
+    from pdlink.store.interface import AnyFetch, RecordChange, Room, Wanted
     from pdlink.store.policies.base import Policy
     from pdlink.store.record import RecordShape
-    from pdlink.store.slots import Change, Held
+    from pdlink.store.slots import Held, Lease, Slot
     from pdlink.store.tiers.base import Tier
 
 log = logging.getLogger(__name__)
 
 _STEP_NBYTES = 64 << 20
 """Of memory that the arena is given at a time; some hundredths of a second of first touches."""
-_KEEPER_S = 0.5
-_HEADROOM_SHARE = 8
-"""Of the arena, how small a part is kept free by evicting ahead, where what is evicted is written first."""
-_GROW_AGAIN_S = 10.0
-"""After memory was refused."""
-_SELF = "store"
-"""The holder of the leases of write-through, which have no deadline: the thread that has one always comes back."""
 _PEERS = "peers"
-"""The holder of what other nodes read; no deadline either: transfers have one."""
+"""The holder of what other nodes read; no deadline: transfers have one."""
 
 
-class Store:
-    """Implements `AnyStore` in this process. Thread-safe. `open` acquires; `close` ends."""
+class Store(AnyStore):
+    """In this process. `open` acquires; `close` ends."""
 
     def __init__(
         self,
@@ -104,21 +96,19 @@ class Store:
         if nbytes <= 0:
             raise ConfigError(f"tiers.max_local_cpu_size: got {nbytes} bytes; limit more than 0; switch tiers off")
         self._nbytes, self._reserve_nbytes, self._lends = nbytes, reserve_nbytes, lends
-        self._first_nbytes = nbytes if lends else _STEP_NBYTES
         self._pin_quota_nbytes = pin_quota_nbytes
         self._lease_s, self._tier_deadline_s, self._clock = lease_s, tier_deadline_s, clock
-        self._ingestion = make_ingestion(ingestion)
         self._verify, self._sealing = verify, threading.Lock()
         """Held while the last share of a record is sealed and committed, so that one of its writers sees to it."""
         self._ttl_s = ttl_s
-        self._epoch_s = time.time() - clock()
-        """What `clock` lacks to the clock that all hosts share."""
         self._catalog = Catalog(
             policy,
             pin_quota_nbytes=pin_quota_nbytes,
             tenant_quota_nbytes=tenant_quota_nbytes,
             life=secrets.randbelow(MAX_LIFE),
         )
+        self._books = Books(self._catalog, make_ingestion(ingestion), time.time() - clock())
+        self._lock = self._books.lock
         self._cleared = Cleared(cleared)
         self._given_tiers = tiers
         kinds = [tier.name for tier in tiers]
@@ -129,29 +119,12 @@ class Store:
                 f"tiers.codec: got one for {min(unknown)!r}; limit {', '.join(self.places[1:]) or 'none'}; correct it"
             )
         self._codecs = [make_codec(codec.get(name, "raw")) for name in self.places[1:]]
-        self._lock = threading.Lock()
-        # Guarded by `_lock`:
-        self._arrivals: dict[bytes, Arrival] = {}
-        self._fetches: set[Fetch] = set()
-        self._shapes: dict[bytes, RecordShape] = {}
-        """Of the readable records."""
-        self._summed: set[bytes] = set()
-        """Keys of readable records whose headers have their sums already."""
-        self._unchecked: set[bytes] = set()
-        """Keys of readable records that nobody has compared with their sums since they came from a tier."""
-        self._uncounted: list[Change] = []
-        """Changes that no metric has heard of."""
-        self._announcer: Announcer[RecordChange] = Announcer()
-        self._work = threading.Condition(self._lock)
-        """Wakes the keeper."""
-        self._gathering = Gathering()
-        self._closing = False
         self.frozen = False
-        """While set nothing new is kept, and so nothing is evicted."""
 
     def open(self) -> None:
         """Reserve the arena, give it its first memory, start the threads. Raises OSError if there is not enough."""
-        self._buffer = Buffer(self._nbytes, name="pdlink-store", committed_nbytes=self._first_nbytes)
+        first_nbytes = self._nbytes if self._lends else _STEP_NBYTES
+        self._buffer = Buffer(self._nbytes, name="pdlink-store", committed_nbytes=first_nbytes)
         self._catalog.grow(self._buffer.committed_nbytes)
         self._below = Below(
             self._given_tiers,
@@ -162,23 +135,38 @@ class Store:
             deadline_s=self._tier_deadline_s,
             clock=self._clock,
         )
-        self._verifier = Line("pdlink-store-verify")
-        self._keeper = threading.Thread(target=self._keep, name="pdlink-store", daemon=True)
-        self._keeper.start()
+        self._writing = WriteThrough(
+            self._books, self._below, self._buffer, sealed=self._verify, deadline_s=self._tier_deadline_s
+        )
+        self._fetching = Fetching(
+            self._books,
+            self._below,
+            self._writing,
+            self._buffer,
+            verify=self._verify,
+            tier_deadline_s=self._tier_deadline_s,
+            lease_s=self._lease_s,
+            clock=self._clock,
+        )
+        self._keeper = Keeper(
+            self._books,
+            self._below,
+            self._fetching,
+            self._buffer,
+            step_nbytes=_STEP_NBYTES,
+            reserve_nbytes=self._reserve_nbytes,
+            clock=self._clock,
+        )
 
     def close(self) -> None:
         """End the threads, as far as the tiers let them, and give the memory back. Nobody may use slots any more."""
-        with self._lock:
-            self._closing = True
-            self._work.notify_all()
-        self._keeper.join()
+        self._keeper.close()
         self._below.close()
-        self._verifier.close(self._tier_deadline_s)
+        self._fetching.close()
         self._buffer.close()
 
     @property
     def has_tiers(self) -> bool:
-        """Whether a look-up may wait."""
         return bool(self._given_tiers)
 
     @property
@@ -188,7 +176,6 @@ class Store:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Where records lie, by the index that `Found` gives: the arena and the tiers' names."""
         return self._places
 
     @property
@@ -198,12 +185,10 @@ class Store:
 
     @property
     def wants_sums(self) -> bool:
-        """As `AnyStore.wants_sums`."""
         return self._below.hashed
 
     @property
     def array(self) -> Bytes:
-        """The arena; a slot is `array[slot.offset :][: slot.nbytes]`."""
         return self._buffer.array
 
     @property
@@ -212,7 +197,6 @@ class Store:
         return self._buffer
 
     def gauges(self) -> dict[str, float]:
-        """For metrics: bytes by kind."""
         with self._lock:
             catalog = self._catalog
             sizes = {
@@ -228,7 +212,6 @@ class Store:
             return {"leases": self._catalog.num_leases, "reservations": self._catalog.num_reservations}
 
     def answering(self) -> dict[str, float]:
-        """For metrics: 1 for a tier that is asked, 0 for one that is left alone since it failed or stalled."""
         return {name: float(answers) for name, answers in self._below.answering().items()}
 
     # --- Reading
@@ -238,7 +221,7 @@ class Store:
         began_s = self._clock()
         with self._lock:
             num_here = self._catalog.lookup(keys)
-            here = [key in self._arrivals or self._catalog.lookup([key]) for key in keys[num_here:]]
+            here = [self._fetching.coming(key) or self._catalog.lookup([key]) for key in keys[num_here:]]
         rest = list(keys[num_here:])
         places = [0 if found else -1 for found in here]
         if not self.frozen:
@@ -250,106 +233,13 @@ class Store:
         emit(PrefixFound(asked=len(keys), places=by_place, took_s=self._clock() - began_s))
         return found
 
-    def fetch(
-        self,
-        found: Found,
-        shape: RecordShape,
-        request: str,
-        holder: str = "engine",
-        retention: Retention = USUAL,
-        *,
-        checks: bool = False,
-    ) -> Fetch:
-        """As `AnyStore.fetch`.
-
-        Chunks that others already bring are waited for; from the first one that finds no room on, none is brought.
-        """
-        now_s = self._clock()
-        fetch = Fetch(
-            request, holder, now_s + self._tier_deadline_s, now_s + self._lease_s, self._release, checks=checks
-        )
-        to_check: list[tuple[int, Slot, Lease]] = []
-        begun: list[tuple[Arrival, int]] = []
-        kept = retention._replace(ttl_s=float("inf"))  # a record says itself how long it is found
-        with self._lock:
-            first = self._lease(fetch, found.keys)
-            for slot in first.slots:
-                to_check += self._add_here(fetch, slot, first)
-            self._write_below([slot.key for slot in first.slots if self._ingestion.on_hit(slot.key)], shape)
-            for key, place in list(zip(found.keys, found.places, strict=True))[len(first.slots) :]:
-                if self._catalog.lookup([key]):
-                    lease = self._lease(fetch, [key])
-                    to_check += self._add_here(fetch, lease.slots[0], lease)
-                    continue
-                arrival = self._arrivals.get(key)
-                if arrival is None:
-                    slots = self._catalog.reserve([key], shape.nbytes, _SELF, WHOLE, kept, now_s)
-                    if not slots:
-                        break
-                    arrival = self._arrivals[key] = Arrival(slots[0], shape)
-                    begun.append((arrival, max(0, place - 1)))
-                arrival.waiting.append((fetch, fetch.add(None)))
-            self._fetches.add(fetch)
-            self._make_headroom()
-            settled = fetch.is_settled
-        self._changed()
-        for arrival, tier in begun:
-            if not self.has_tiers or not self._below.tiers[tier].readers.put(partial(self._bring, arrival, tier)):
-                self._arrived(arrival, None)
-        if to_check and not self._verifier.put(partial(self._check_here, fetch, to_check, shape)):
-            settled = True  # the store is closing
-        if settled:
-            fetch.finish()
-        return fetch
-
-    def _add_here(self, fetch: Fetch, slot: Slot, lease: Lease) -> list[tuple[int, Slot, Lease]]:
-        """The next chunk of a fetch is in the arena; what `_check_here` has to check of it. Under the lock."""
-        if self._verify or (slot.key in self._unchecked and not fetch.checks):
-            return [(fetch.add(None), slot, lease)]
-        if slot.key in self._unchecked:
-            fetch.unchecked.add(slot.key)
-        fetch.add(slot)
-        return []
-
-    def _check_here(self, fetch: Fetch, here: Sequence[tuple[int, Slot, Lease]], shape: RecordShape) -> None:
-        """In the verifier's thread: records that changed in memory are dropped, and end the prefix there."""
-        for index, slot, lease in here:
-            miss = unseal(self._slot(slot)[: shape.nbytes], slot.key, shape)
-            with self._lock:
-                if self._catalog.stands(lease):
-                    if miss is None:
-                        self._unchecked.discard(slot.key)
-                    else:
-                        self._found_wrong(slot, miss.reason)
-                fetch.settled(index, None if miss is not None else slot)
-        self._changed()
-        with self._lock:
-            settled = fetch.is_settled
-        if settled:
-            fetch.finish()
-
-    def _found_wrong(self, slot: Slot, reason: str) -> None:
-        """A record is not what was put. The caller holds the lock and a lease of it."""
-        log.error("record %s has changed: %s", slot.key.hex()[:16], reason)
-        if slot.key in self._unchecked:  # it came from a tier like that
-            self._below.forget(slot.key)
-        self._catalog.remove([slot.key])
+    def _fetch(self, wanted: Wanted) -> AnyFetch:
+        return self._fetching.fetch(wanted)
 
     # --- Writing
 
-    def reserve(
-        self,
-        keys: Sequence[bytes],
-        shape: RecordShape,
-        holder: str = "engine",
-        share: Share = WHOLE,
-        retention: Retention = USUAL,
-    ) -> tuple[Slot, ...]:
-        """Slots for the records of those keys of which this share is not here yet, up to the first one without room.
-
-        Room is not made of the beginning of `keys`. Fill your share of each payload, then `commit` or `abandon` it.
-        Raises CapacityExceeded if one can never fit.
-        """
+    def _reserve(self, room: Room) -> tuple[Slot, ...]:
+        keys, shape, holder, share, retention = room
         if shape.nbytes > self._nbytes:
             raise CapacityExceeded(
                 f"tiers.max_local_cpu_size: a record takes {shape.nbytes} bytes; limit {self._nbytes}; raise it, or "
@@ -358,13 +248,13 @@ class Store:
         if self.frozen:
             return ()
         with self._lock:
-            head = self._catalog.lease(keys, holder, "reserve", float("inf"))
+            head = self._catalog.lease(keys, holder, "reserve", inf)
             kept = retention._replace(ttl_s=min(retention.ttl_s, self._ttl_s))
             slots = self._catalog.reserve(keys, shape.nbytes, holder, share, kept, self._clock())
             self._catalog.release(head)
-            self._make_headroom()
-            self._work.notify_all()
-        self._changed()
+            self._writing.make_headroom()
+            self._keeper.wake()
+        self._books.tell()
         return slots
 
     def commit(
@@ -375,29 +265,20 @@ class Store:
         *,
         summed: bool = False,
     ) -> None:
-        """As `AnyStore.commit`."""
         with self._sealing if self._verify else nullcontext():
             if self._verify:
                 with self._lock:
                     whole = self._catalog.completes(slots)
-                    times = [self._expires_at_s(slot.key) for slot in whole]
+                    times = [self._books.expires_at_s(slot.key) for slot in whole]
                 for slot, expires_at_s in zip(whole, times, strict=True):
-                    seal(self._slot(slot), slot.key, shape, expires_at_s, summed=summed)
-            self._commit(slots, shape, preimages, summed=summed)
-
-    def _commit(
-        self, slots: Sequence[Slot], shape: RecordShape, preimages: Sequence[Preimage | None], *, summed: bool
-    ) -> None:
-        with self._lock:
-            readable = self._catalog.commit(slots)
-            self._shapes.update(dict.fromkeys(readable, shape))
-            self._summed.update(readable if summed else ())
-            self._note_changes({slot.key: known for slot, known in zip(slots, preimages, strict=False)})
-            self._write_below([key for key in readable if self._ingestion.on_put(key)], shape)
-        self._changed()
+                    seal(slot.of(self.array), slot.key, shape, expires_at_s, summed=summed)
+            known = {slot.key: preimage for slot, preimage in zip(slots, preimages, strict=False)}
+            with self._lock:
+                readable = self._books.commit(slots, shape, summed=summed, preimages=known)
+                self._writing.begin([key for key in readable if self._books.ingestion.on_put(key)], shape)
+        self._books.tell()
 
     def abandon(self, slots: Iterable[Slot]) -> None:
-        """Nobody writes to the slots any more, and what is in them is of no use."""
         with self._lock:
             self._catalog.abandon(slots)
 
@@ -405,7 +286,7 @@ class Store:
         """The process that all leases, reservations and pins of this holder are of has ended: they end, too."""
         with self._lock:
             self._catalog.holder_gone(holder)
-        self._changed()
+        self._books.tell()
 
     # --- Other nodes
 
@@ -420,11 +301,11 @@ class Store:
         Costs a pass over it where who filled it wrote no sums. What the slot has behind the record is zeros.
         """
         with self._lock:
-            lease = self._catalog.lease([key], _PEERS, "lend", float("inf"))
+            lease = self._catalog.lease([key], _PEERS, "lend", inf)
             if not lease.slots:
                 return None
-            shape, summed = self._shapes[key], key in self._summed
-            expires_at_s = self._expires_at_s(key)
+            shape, summed = self._books.shapes[key], key in self._books.summed
+            expires_at_s = self._books.expires_at_s(key)
         slot = lease.slots[0]
         view = self.array[slot.offset : slot.offset + whole_pages(slot.nbytes)]
         if not self._verify:
@@ -439,7 +320,7 @@ class Store:
 
     # --- Operators
 
-    def pin(self, keys: Sequence[bytes], name: str, holder: str = _SELF) -> int:
+    def pin(self, keys: Sequence[bytes], name: str, holder: str = SELF) -> int:
         """Keep what is in the arena of this prefix, within the quota, until `unpin`; how many records."""
         with self._lock:
             return self._catalog.pin(keys, name, holder)
@@ -451,7 +332,6 @@ class Store:
     def clear(
         self, keys: Sequence[bytes] | None = None, places: Sequence[str] | None = None, *, ending: bytes = b""
     ) -> Forgotten:
-        """As `AnyStore.clear`."""
         whole = True
         if ending:
             with self._lock:  # first: what goes below from now on is found here
@@ -463,7 +343,7 @@ class Store:
             if places is None or MEMORY in places:
                 removed = self._catalog.remove(keys)
             self._below.doom(keys, places, clear)
-        self._changed()
+        self._books.tell()
         return Forgotten(removed, is_noted and whole)
 
     def move(self, keys: Sequence[bytes], shape: RecordShape, source: str, destination: str, *, copy: bool) -> int:
@@ -479,7 +359,8 @@ class Store:
                 known = self._catalog.lookup(keys)
         fetch = self.fetch(Found(tuple(keys[:known]), (first,) * known), shape, "move")
         try:
-            moved = list(takewhile(partial(self._put, last, shape), fetch.done.result()))
+            slots = fetch.done.result()
+            moved = list(slots if last == 0 else takewhile(partial(self._writing.put, last - 1, shape), slots))
         finally:
             stood = fetch.close()
         if not stood:
@@ -499,16 +380,14 @@ class Store:
             return 0
 
         def packed(key: bytes) -> bool:
-            return self._in_line(index, partial(self._below.repack, index, key, shape, packer))
+            return self._writing.in_line(index, partial(self._below.repack, index, key, shape, packer))
 
         return sum(1 for _ in takewhile(packed, keys))
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until every tier has been offered what was committed before; whether `timeout_s` was enough."""
         return self._below.flush(timeout_s)
 
     def health(self) -> dict[str, bool]:
-        """By place: whether the arena's books are right, and whether a tier answers."""
         try:
             self.check()
             right = True
@@ -543,227 +422,10 @@ class Store:
 
     def check(self) -> None:
         """Raise AssertionError if the books are wrong."""
-        with self._lock:
-            self._note_changes({})
-            self._catalog.check()
-            assert self._shapes.keys() == set(self._catalog.readable()), "shapes of other records than are readable"
+        self._books.check()
 
     def listen(self, changed: Callable[[RecordChange], None]) -> None:
-        """As `AnyStore.listen`."""
-        with self._lock:
-            self._note_changes({})
-            self._announcer.add(changed, [RecordChange(MEMORY, True, key) for key in self._catalog.readable()])
-        self._announcer.tell()
+        self._books.listen(changed)
         for tier in self._given_tiers:
             if isinstance(tier, TellingTier):
                 tier.listen(changed)
-
-    # --- The tiers' threads
-
-    def _bring(self, arrival: Arrival, first_tier: int) -> None:
-        """Read a record into its slot, if anybody still waits for it."""
-        with self._lock:
-            wanted, checks = not all(fetch.closed for fetch, _ in arrival.waiting), arrival.checks
-        slot, brought = arrival.slot, None
-        try:
-            if wanted:
-                bring = partial(self._below.bring, first_tier, slot.key, self._slot(slot), arrival.shape)
-                brought = bring(checks=checks)
-                with self._lock:
-                    checks = arrival.checks
-                if brought is not None and checks and not brought.checked:  # somebody has come meanwhile
-                    brought = bring(checks=True)
-        finally:  # else its slot is lost, and nobody brings the record again
-            self._arrived(arrival, brought)
-
-    def _arrived(self, arrival: Arrival, brought: Brought | None) -> None:
-        finished = []
-        whole = False
-        with self._lock:
-            if brought is not None and (brought.checked or not arrival.checks):
-                readable = self._catalog.commit([arrival.slot], brought.expires_at_s - self._epoch_s)
-                self._shapes.update(dict.fromkeys(readable, arrival.shape))
-                self._summed.update(readable if brought.summed else ())
-                self._unchecked.update(() if brought.checked else readable)
-                whole = bool(readable)
-            else:
-                self._catalog.abandon([arrival.slot])
-            self._arrivals.pop(arrival.slot.key, None)
-            for fetch, index in arrival.waiting:
-                came = whole and not fetch.closed
-                if came and arrival.slot.key in self._unchecked:
-                    fetch.unchecked.add(arrival.slot.key)
-                fetch.settled(index, self._lease(fetch, [arrival.slot.key]).slots[0] if came else None)
-                if fetch.is_settled:
-                    finished.append(fetch)
-        self._changed()
-        for fetch in finished:
-            fetch.finish()
-
-    def _write_below(self, keys: Sequence[bytes], shape: RecordShape) -> None:
-        """Copies of readable records to every tier, in its thread. The caller holds the lock."""
-        questions = [Question(keys) for _ in self._below.tiers]
-        for key in keys:
-            for index, tier in enumerate(self._below.tiers):
-                if isinstance(tier.tier, ReadOnly):
-                    continue
-                if tier.queued_nbytes and tier.queued_nbytes + shape.nbytes > self._nbytes // 4:
-                    emit(WriteDropped(tier=tier.name))  # what waits for it cannot be evicted
-                    continue
-                lease = self._catalog.lease([key], _SELF, "write-through", float("inf"))
-                tier.queued_nbytes += shape.nbytes
-                tier.queued[key] = lease.slots[0].serial
-                job = partial(self._write, index, lease, shape, self._expires_at_s(key), questions[index])
-                if not tier.writers.put(job):
-                    tier.queued_nbytes -= shape.nbytes
-                    del tier.queued[key]
-                    self._catalog.release(lease)
-
-    def _make_headroom(self) -> None:
-        """Write what goes next before its room is wanted, where eviction writes. The caller holds the lock.
-
-        A tier that is behind does not get its copy, so that nobody waits for it.
-        """
-        if self._ingestion.writes_back:
-            headroom_nbytes = self._catalog.capacity_nbytes // _HEADROOM_SHARE
-            for lease in self._catalog.leave(headroom_nbytes, _SELF, float("inf")):
-                for slot in lease.slots:
-                    self._write_below([slot.key], self._shapes[slot.key])
-                self._catalog.release(lease)
-
-    def _put(self, place: int, shape: RecordShape, slot: Slot) -> bool:
-        """Whether the record of a slot is in that place afterwards."""
-        if place == 0:
-            return True
-        return self._in_line(place - 1, partial(self._put_in_line, place, shape, slot))
-
-    def _in_line(self, index: int, job: Callable[[], bool]) -> bool:
-        """What a job of a tier's writer says; False if that takes longer than the tier's deadline."""
-        try:
-            return self._below.tiers[index].writers.submit(job).result(self._tier_deadline_s)
-        except (TimeoutError, CancelledError):
-            return False
-
-    def _put_in_line(self, place: int, shape: RecordShape, slot: Slot) -> bool:
-        """In the writer's thread, so that what clears the record meanwhile comes after it."""
-        self._below.tiers[place - 1].drop_again()
-        with self._lock:
-            lease = self._catalog.lease([slot.key], _SELF, "move", float("inf"))
-            expires_at_s = self._expires_at_s(slot.key)
-        try:
-            return lease.slots == (slot,) and self._offer(place - 1, slot, shape, expires_at_s, Question([slot.key]))
-        finally:
-            with self._lock:
-                self._catalog.release(lease)
-
-    def _write(self, index: int, lease: Lease, shape: RecordShape, expires_at_s: float, question: Question) -> None:
-        tier, slot = self._below.tiers[index], lease.slots[0]
-        try:
-            tier.drop_again()
-            with self._lock:
-                is_wanted = tier.queued.get(slot.key) == slot.serial
-                if is_wanted:
-                    del tier.queued[slot.key]
-            if is_wanted:
-                self._offer(index, slot, shape, expires_at_s, question)
-        finally:
-            with self._lock:
-                tier.queued_nbytes -= shape.nbytes
-                self._catalog.release(lease)
-
-    def _expires_at_s(self, key: bytes) -> float:
-        """Of a readable record, by the clock that all hosts share: the same whenever it is asked, because two tiers
-        may get a copy of its header at the same time. The caller holds the lock."""
-        return round(self._catalog.expires_s(key) + self._epoch_s, 3)
-
-    def _offer(
-        self, index: int, slot: Slot, shape: RecordShape, expires_at_s: float | None, question: Question
-    ) -> bool:
-        """Whether the tier has a record afterwards. Its lease has no deadline: what is sealed must not change."""
-        record = self._slot(slot)[: shape.nbytes]
-        with self._lock:
-            summed = slot.key in self._summed
-        sealed_at_s = None if self._verify else expires_at_s
-        return self._below.offer(index, slot.key, record, shape, sealed_at_s, summed=summed, question=question)
-
-    # --- The keeper
-
-    def _keep(self) -> None:
-        refused_s = float("-inf")
-        while True:
-            self._below.try_again()
-            self._changed()  # of what has expired, and of what went with the end of a lease
-            with self._lock:
-                if self._closing:
-                    return
-                now_s = self._clock()
-                self._catalog.expire(now_s)
-                late = [fetch for fetch in self._fetches if fetch.give_up_s <= now_s or fetch.done.done()]
-                self._fetches.difference_update(late)
-                capacity_nbytes = self._catalog.capacity_nbytes
-                full = 2 * self._catalog.used_nbytes > capacity_nbytes and capacity_nbytes < self._buffer.nbytes
-                grows = full and now_s - refused_s > _GROW_AGAIN_S
-                begin = self._gathering.next(self._buffer.committed_nbytes)
-                if not late and not grows and begin is None:
-                    self._work.wait(_KEEPER_S)
-                    continue
-            for fetch in late:
-                fetch.finish()
-            if not grows and begin is not None:
-                began_s = time.monotonic()
-                gathered = self._buffer.gather(begin, begin + STEP_NBYTES)
-                with self._lock:
-                    self._gathering.tried(begin, gathered)
-                    self._work.wait(time.monotonic() - began_s if gathered else _KEEPER_S)  # half of a core at most
-            if grows:
-                try:
-                    self._buffer.commit(capacity_nbytes + _STEP_NBYTES, reserve_nbytes=self._reserve_nbytes)
-                except OSError as error:
-                    log.warning("the store stays at %d MiB of memory for now: %s", capacity_nbytes >> 20, error)
-                    refused_s = now_s
-                with self._lock:
-                    self._catalog.grow(self._buffer.committed_nbytes)
-
-    # --- Small things
-
-    def _slot(self, slot: Slot) -> Bytes:
-        return self.array[slot.offset : slot.offset + slot.nbytes]
-
-    def _lease(self, fetch: Fetch, keys: Sequence[bytes]) -> Lease:
-        lease = self._catalog.lease(keys, fetch.holder, fetch.request, fetch.deadline_s)
-        fetch.leases.append(lease)
-        return lease
-
-    def _release(self, fetch: Fetch, wrong: Sequence[Slot]) -> bool:
-        with self._lock:
-            fetch.closed = True
-            for lease in fetch.leases if wrong else ():
-                if self._catalog.stands(lease):
-                    for slot in set(lease.slots).intersection(wrong):
-                        self._found_wrong(slot, "payload_checksum")
-            stood = [self._catalog.release(lease) for lease in fetch.leases]
-            fetch.leases.clear()
-        if wrong:
-            self._changed()
-        return all(stood)
-
-    def _note_changes(self, preimages: Mapping[bytes, Preimage | None]) -> None:
-        """The caller holds the lock, and calls `_changed` without it."""
-        for change in self._catalog.changes():
-            self._uncounted.append(change)
-            is_there = change.kind == "stored"
-            if not is_there:
-                self._ingestion.on_evict(change.key)
-                self._summed.discard(change.key)
-                self._unchecked.discard(change.key)
-                self._shapes.pop(change.key, None)  # before it is stored again: `reserve` notes what went
-            self._announcer.note(RecordChange(MEMORY, is_there, change.key, preimages.get(change.key)))
-
-    def _changed(self) -> None:
-        """Tell what came and went; without the lock."""
-        with self._lock:
-            self._note_changes({})
-            changes, self._uncounted = self._uncounted, []
-        self._announcer.tell()
-        for (kind, nbytes), count in Counter((change.kind, change.nbytes) for change in changes).items():
-            emit(RecordsChanged(kind=kind, records=count, nbytes=count * nbytes))

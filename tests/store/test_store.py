@@ -13,12 +13,12 @@ import pytest
 
 from pdlink.errors import CapacityExceeded, ConfigError
 from pdlink.store.fetch import Fetch
-from pdlink.store.interface import MEMORY
+from pdlink.store.interface import MEMORY, Found, Wanted
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape, unseal
 from pdlink.store.slots import Lease, Share, Slot
 from pdlink.store.store import Store
-from pdlink.store.turns import Retention
+from pdlink.store.turns import USUAL, Retention
 
 from .stubs import SHAPE, WAIT_S, StubTier
 
@@ -364,7 +364,7 @@ def test_a_record_that_one_thread_evicted_and_another_stored_again_at_once_can_b
     with opened(3, [StubTier()], ingestion="evicted") as store, ThreadPoolExecutor(1, "evicts") as threads:
         put(store, KEYS[:3])
         drained(store)
-        stopped, go_on, tell = threading.Event(), threading.Event(), store._changed
+        stopped, go_on, tell = threading.Event(), threading.Event(), store._books.tell
 
         def changed() -> None:
             if threading.current_thread().name.startswith("evicts"):
@@ -372,7 +372,7 @@ def test_a_record_that_one_thread_evicted_and_another_stored_again_at_once_can_b
                 assert go_on.wait(WAIT_S)
             tell()
 
-        monkeypatch.setattr(store, "_changed", changed)
+        monkeypatch.setattr(store._books, "tell", changed)
         evicting = threads.submit(store.reserve, KEYS[3:4], SHAPE)
         assert stopped.wait(WAIT_S)
         gone, *_ = (key for key in KEYS[:3] if store.holds([key]) == [False])
@@ -537,7 +537,9 @@ def test_a_fetch_may_be_finished_while_its_last_record_comes() -> None:
         put(store, KEYS[:1])
         begun = fetch(store, KEYS[:1])
         (came,) = begun.done.result(WAIT_S)
-        late = Fetch("late", "engine", 0.0, 0.0, lambda _, wrong: not wrong)
+        late = Fetch(
+            Wanted(Found((), ()), SHAPE, "late", "engine", USUAL, False), 0.0, 0.0, lambda _, wrong: not wrong
+        )
         late.slots = Slots([None])
         late.finish()
         assert late.done.result(WAIT_S) in ((), (came,))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from pdlink.kv.hashing import Preimage
-    from pdlink.store.fetch import Fetch
+    from pdlink.store.interface import AnyFetch
     from pdlink.store.record import RecordShape
     from pdlink.store.slots import Slot
     from pdlink.store.store import Store
@@ -55,7 +55,7 @@ class Desk:
         self._store = store
         self._writing: dict[int, tuple[Slot, RecordShape]] = {}
         """By serial."""
-        self._fetches: dict[int, Fetch] = {}
+        self._fetches: dict[int, AnyFetch] = {}
         """By the client's number."""
         self._has_pinned = False
 
@@ -154,7 +154,7 @@ class Desk:
         self._fetches[message.call] = fetch
         fetch.done.add_done_callback(partial(self._fetched, message.call, fetch))
 
-    def _fetched(self, call: int, fetch: Fetch, done: Future[tuple[Slot, ...]]) -> None:
+    def _fetched(self, call: int, fetch: AnyFetch, done: Future[tuple[Slot, ...]]) -> None:
         slots = done.result()
         unchecked = tuple(index for index, slot in enumerate(slots) if slot.key in fetch.unchecked)
         self.tell(wire.Fetched(call, tuple((slot.serial, slot.offset, slot.nbytes) for slot in slots), unchecked))

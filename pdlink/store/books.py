@@ -1,0 +1,112 @@
+"""`Books`: what a store knows of the records in its arena, under one lock, and whom it tells of them.
+
+The catalog knows who may write, read and drop a record. Beside it stands what copies and checks must know of a
+readable one (its shape, whether its header has sums, whether anybody has compared them), and what changed since
+listeners and metrics were told.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from math import inf
+from typing import TYPE_CHECKING
+
+from pdlink.events import Announcer, RecordsChanged, emit
+from pdlink.store.interface import MEMORY, RecordChange
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pdlink.kv.hashing import Preimage
+    from pdlink.store.catalog import Catalog
+    from pdlink.store.ingestion import Ingestion
+    from pdlink.store.record import RecordShape
+    from pdlink.store.slots import Change, Slot
+
+
+class Books:
+    """The caller holds `lock`, but for `tell`, `listen` and `check`, which take it."""
+
+    def __init__(self, catalog: Catalog, ingestion: Ingestion, epoch_s: float) -> None:
+        """ingestion: which records go below; hears what goes. epoch_s: what the catalog's clock lacks to the one that
+        all hosts share."""
+        self.lock = threading.Lock()
+        """Held for decisions only: nobody copies, hashes or waits under it."""
+        self.catalog, self.ingestion = catalog, ingestion
+        self.shapes: dict[bytes, RecordShape] = {}
+        """Of the readable records."""
+        self.summed: set[bytes] = set()
+        """Keys of readable records whose headers have their sums already."""
+        self.unchecked: set[bytes] = set()
+        """Keys of readable records that nobody has compared with their sums since they came from a tier."""
+        self._epoch_s = epoch_s
+        self._uncounted: list[Change] = []
+        """Changes that no metric has heard of."""
+        self._announcer: Announcer[RecordChange] = Announcer()
+
+    def commit(
+        self,
+        slots: Sequence[Slot],
+        shape: RecordShape,
+        *,
+        summed: bool,
+        checked: bool = True,
+        expires_at_s: float = inf,
+        preimages: Mapping[bytes, Preimage | None] | None = None,
+    ) -> list[bytes]:
+        """The shares of these slots are there; the keys that are readable now. Call `tell` afterwards.
+
+        summed, checked: of the records. expires_at_s: by the clock that all hosts share, if sooner than was asked.
+        preimages: of the keys, for those who listen.
+        """
+        readable = self.catalog.commit(slots, expires_at_s - self._epoch_s)
+        self._note(preimages or {})
+        self.shapes.update(dict.fromkeys(readable, shape))
+        self.summed.update(readable if summed else ())
+        self.unchecked.update(() if checked else readable)
+        return readable
+
+    def expires_at_s(self, key: bytes) -> float:
+        """Of a readable record, by the clock that all hosts share: the same whenever it is asked, because two tiers
+        may get a copy of its header at the same time."""
+        return round(self.catalog.expires_s(key) + self._epoch_s, 3)
+
+    # --- Without the lock
+
+    def tell(self) -> None:
+        """What came and went, to listeners and metrics; after every change that the catalog may have made."""
+        with self.lock:
+            self._note({})
+            changes, self._uncounted = self._uncounted, []
+        self._announcer.tell()
+        for (kind, nbytes), count in Counter((change.kind, change.nbytes) for change in changes).items():
+            emit(RecordsChanged(kind=kind, records=count, nbytes=count * nbytes))
+
+    def listen(self, changed: Callable[[RecordChange], None]) -> None:
+        """As `AnyStore.listen`, of the arena."""
+        with self.lock:
+            self._note({})
+            self._announcer.add(changed, [RecordChange(MEMORY, True, key) for key in self.catalog.readable()])
+        self._announcer.tell()
+
+    def check(self) -> None:
+        """Raise AssertionError if the books are wrong."""
+        with self.lock:
+            self._note({})
+            self.catalog.check()
+            readable = set(self.catalog.readable())
+            assert self.shapes.keys() == readable, "shapes of other records than are readable"
+            assert self.summed <= readable
+            assert self.unchecked <= readable
+
+    def _note(self, preimages: Mapping[bytes, Preimage | None]) -> None:
+        for change in self.catalog.changes():
+            self._uncounted.append(change)
+            is_there = change.kind == "stored"
+            if not is_there:
+                self.ingestion.on_evict(change.key)
+                self.summed.discard(change.key)
+                self.unchecked.discard(change.key)
+                self.shapes.pop(change.key, None)
+            self._announcer.note(RecordChange(MEMORY, is_there, change.key, preimages.get(change.key)))

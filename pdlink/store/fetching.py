@@ -1,0 +1,217 @@
+"""`Fetching`: brings prefixes into the arena, and checks what is read.
+
+What is in the arena is leased at once. What only a tier has is read into a reservation by that tier's threads, once
+for all who want it meanwhile (`Arrival`). From the first chunk that finds no room on, nothing is brought: nobody
+waits for room while holding some.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING
+
+from pdlink.store.fetch import Arrival, Fetch
+from pdlink.store.line import Line
+from pdlink.store.record import unseal
+from pdlink.store.slots import WHOLE
+from pdlink.store.write_through import SELF
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdlink.memory.buffers import Buffer
+    from pdlink.store.below import Below, Brought
+    from pdlink.store.books import Books
+    from pdlink.store.interface import Wanted
+    from pdlink.store.record import RecordShape
+    from pdlink.store.slots import Lease, Slot
+    from pdlink.store.write_through import WriteThrough
+
+log = logging.getLogger(__name__)
+
+
+class Fetching:
+    """Thread-safe. `coming` and `late` are for those who hold the lock of the books."""
+
+    def __init__(
+        self,
+        books: Books,
+        below: Below,
+        writing: WriteThrough,
+        buffer: Buffer,
+        *,
+        verify: bool,
+        tier_deadline_s: float,
+        lease_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """Starts the verifier's thread. buffer: the arena. verify: check what is in memory, too, whenever it is read.
+
+        tier_deadline_s: when a fetch goes on with what is there. lease_s: longest life of a fetch.
+        """
+        self._books, self._below, self._writing, self._buffer = books, below, writing, buffer
+        self._verify, self._clock = verify, clock
+        self._tier_deadline_s, self._lease_s = tier_deadline_s, lease_s
+        self._verifier = Line("pdlink-store-verify")
+        # Guarded by the lock of the books:
+        self._arrivals: dict[bytes, Arrival] = {}
+        self._fetches: set[Fetch] = set()
+
+    def close(self) -> None:
+        """After the tiers' threads."""
+        self._verifier.close(self._tier_deadline_s)
+
+    def coming(self, key: bytes) -> bool:
+        """Whether a record is on its way into the arena."""
+        return key in self._arrivals
+
+    def late(self, now_s: float) -> list[Fetch]:
+        """Those that go on now with what is there, or are done: the caller finishes them, without the lock. Once."""
+        late = [fetch for fetch in self._fetches if fetch.give_up_s <= now_s or fetch.done.done()]
+        self._fetches.difference_update(late)
+        return late
+
+    def fetch(self, wanted: Wanted) -> Fetch:
+        """As `AnyStore.fetch`. Chunks that others already bring are waited for."""
+        now_s, shape = self._clock(), wanted.shape
+        fetch = Fetch(wanted, now_s + self._tier_deadline_s, now_s + self._lease_s, self._release)
+        to_check: list[tuple[int, Slot, Lease]] = []
+        begun: list[tuple[Arrival, int]] = []
+        catalog, found = self._books.catalog, wanted.found
+        kept = wanted.retention._replace(ttl_s=inf)  # a record says itself how long it is found
+        with self._books.lock:
+            first = self._lease(fetch, found.keys)
+            for slot in first.slots:
+                to_check += self._add_here(fetch, slot, first)
+            self._writing.begin([slot.key for slot in first.slots if self._books.ingestion.on_hit(slot.key)], shape)
+            for key, place in list(zip(found.keys, found.places, strict=True))[len(first.slots) :]:
+                if catalog.lookup([key]):
+                    lease = self._lease(fetch, [key])
+                    to_check += self._add_here(fetch, lease.slots[0], lease)
+                    continue
+                arrival = self._arrivals.get(key)
+                if arrival is None:
+                    slots = catalog.reserve([key], shape.nbytes, SELF, WHOLE, kept, now_s)
+                    if not slots:
+                        break
+                    arrival = self._arrivals[key] = Arrival(slots[0], shape)
+                    begun.append((arrival, max(0, place - 1)))
+                arrival.waiting.append((fetch, fetch.add(None)))
+            self._fetches.add(fetch)
+            self._writing.make_headroom()
+            settled = fetch.is_settled
+        self._books.tell()
+        for arrival, tier in begun:
+            if not self._below.tiers or not self._below.tiers[tier].readers.put(partial(self._bring, arrival, tier)):
+                self._arrived(arrival, None)
+        if to_check and not self._verifier.put(partial(self._check_here, fetch, to_check, shape)):
+            settled = True  # the store is closing
+        if settled:
+            fetch.finish()
+        return fetch
+
+    def _lease(self, fetch: Fetch, keys: Sequence[bytes]) -> Lease:
+        """Under the lock."""
+        wanted = fetch.wanted
+        lease = self._books.catalog.lease(keys, wanted.holder, wanted.request, fetch.deadline_s)
+        fetch.leases.append(lease)
+        return lease
+
+    def _add_here(self, fetch: Fetch, slot: Slot, lease: Lease) -> list[tuple[int, Slot, Lease]]:
+        """The next chunk of a fetch is in the arena; what `_check_here` has to check of it. Under the lock."""
+        unchecked = slot.key in self._books.unchecked
+        if self._verify or (unchecked and not fetch.wanted.checks):
+            return [(fetch.add(None), slot, lease)]
+        if unchecked:
+            fetch.unchecked.add(slot.key)
+        fetch.add(slot)
+        return []
+
+    def _release(self, fetch: Fetch, wrong: Sequence[Slot]) -> bool:
+        catalog = self._books.catalog
+        with self._books.lock:
+            fetch.closed = True
+            for lease in fetch.leases if wrong else ():
+                if catalog.stands(lease):
+                    for slot in set(lease.slots).intersection(wrong):
+                        self._found_wrong(slot, "payload_checksum")
+            stood = [catalog.release(lease) for lease in fetch.leases]
+            fetch.leases.clear()
+        if wrong:
+            self._books.tell()
+        return all(stood)
+
+    def _found_wrong(self, slot: Slot, reason: str) -> None:
+        """A record is not what was put. Under the lock, and a lease of it."""
+        log.error("record %s has changed: %s", slot.key.hex()[:16], reason)
+        if slot.key in self._books.unchecked:  # it came from a tier like that
+            self._below.forget(slot.key)
+        self._books.catalog.remove([slot.key])
+
+    # --- The verifier's thread
+
+    def _check_here(self, fetch: Fetch, here: Sequence[tuple[int, Slot, Lease]], shape: RecordShape) -> None:
+        """Records that changed in memory are dropped, and end the prefix there."""
+        for index, slot, lease in here:
+            miss = unseal(slot.of(self._buffer.array)[: shape.nbytes], slot.key, shape)
+            with self._books.lock:
+                if self._books.catalog.stands(lease):
+                    if miss is None:
+                        self._books.unchecked.discard(slot.key)
+                    else:
+                        self._found_wrong(slot, miss.reason)
+                fetch.settled(index, None if miss is not None else slot)
+        self._books.tell()
+        with self._books.lock:
+            settled = fetch.is_settled
+        if settled:
+            fetch.finish()
+
+    # --- The tiers' threads
+
+    def _bring(self, arrival: Arrival, first_tier: int) -> None:
+        """Read a record into its slot, if anybody still waits for it."""
+        with self._books.lock:
+            wanted, checks = not all(fetch.closed for fetch, _ in arrival.waiting), arrival.checks
+        slot, brought = arrival.slot, None
+        try:
+            if wanted:
+                room = slot.of(self._buffer.array)
+                bring = partial(self._below.bring, first_tier, slot.key, room, arrival.shape)
+                brought = bring(checks=checks)
+                with self._books.lock:
+                    checks = arrival.checks
+                if brought is not None and checks and not brought.checked:  # somebody has come meanwhile
+                    brought = bring(checks=True)
+        finally:  # else its slot is lost, and nobody brings the record again
+            self._arrived(arrival, brought)
+
+    def _arrived(self, arrival: Arrival, brought: Brought | None) -> None:
+        books, key = self._books, arrival.slot.key
+        finished = []
+        whole = False
+        with books.lock:
+            if brought is not None and (brought.checked or not arrival.checks):
+                readable = books.commit(
+                    [arrival.slot],
+                    arrival.shape,
+                    summed=brought.summed,
+                    checked=brought.checked,
+                    expires_at_s=brought.expires_at_s,
+                )
+                whole = bool(readable)
+            else:
+                books.catalog.abandon([arrival.slot])
+            self._arrivals.pop(key, None)
+            for fetch, index in arrival.waiting:
+                came = whole and not fetch.closed
+                if came and key in books.unchecked:
+                    fetch.unchecked.add(key)
+                fetch.settled(index, self._lease(fetch, [key]).slots[0] if came else None)
+                if fetch.is_settled:
+                    finished.append(fetch)
+        books.tell()
+        for fetch in finished:
+            fetch.finish()
