@@ -27,6 +27,7 @@ from pdlink.observe.summary import tell
 from .about import About
 from .access import admin_keys, api_keys, clean, key_of, may_enter, worker_headers
 from .admin import add_routes
+from .anthropic import reworded
 from .beats import Beats
 from .client_answer import ClientAnswer
 from .decision_log import DecisionLog
@@ -268,13 +269,13 @@ class Router:
         if isinstance(call, web.Response):
             call.headers["X-Request-Id"] = headers["X-Request-Id"]
             self.metrics.requests.inc("unavailable" if call.status == 503 else "rejected")
-            return call
+            return reworded(request.path, call)
         if self.limits is not None:
             asked = wanted(call, None)
             if (refusal := await self.over_limit(request, asked.total_tokens)) is not None:
                 refusal.headers["X-Request-Id"] = headers["X-Request-Id"]
                 self.metrics.requests.inc("rejected")
-                return refusal
+                return reworded(request.path, refusal)
         if call.path in PATHS:
             headers = {**own_headers(self, request), **headers}
         client, over = ClientAnswer.of(request), asyncio.Event()

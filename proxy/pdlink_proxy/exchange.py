@@ -21,6 +21,7 @@ from pdlink.protocol import kv_path
 from . import timing
 from .access import key_of
 from .admission import Admission
+from .anthropic import error_for
 from .decision_log import Logged, Tally, hash_ids, said_tokens
 from .decisions import Told
 from .flow import Flow
@@ -282,7 +283,8 @@ class Exchange:
         if self.client.begun:
             self.client.abort()
         else:
-            self.client.respond(500, "application/json", self._answer_headers, _INTERNAL)
+            body = error_for(self._call.path, 500, _INTERNAL)
+            self.client.respond(500, "application/json", self._answer_headers, body)
         self._close()
 
     def shut_down(self) -> None:
@@ -573,7 +575,8 @@ class Exchange:
                 self._shared.metrics.ttft.observe(ttft_s, Leg.PREFILL.value, exemplar=self._exemplar)
         if status == 503 or (status == 429 and flow.outcome is Outcome.UNAVAILABLE):
             headers["Retry-After"] = str(self._shared.queue.retry_after_s())
-        self.client.respond(status, action.content_type, headers, action.body)
+        body = error_for(self._call.path, status, action.body)
+        self.client.respond(status, action.content_type, headers, body)
 
     def _hold(self, leg: RunningLeg) -> None:
         """Read no more of this leg until the client has read what it was sent."""

@@ -181,7 +181,9 @@ def error_body(message: str, *, kind: str, code: str, param: str | None = None) 
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
-class _Error(msgspec.Struct):
+class Error(msgspec.Struct):
+    """What a worker said; empty where it said it otherwise."""
+
     message: str = ""
     type: str | None = None
     param: str | None = None
@@ -189,7 +191,7 @@ class _Error(msgspec.Struct):
 
 
 class _ErrorDocument(msgspec.Struct):
-    error: _Error
+    error: Error
 
 
 _CODES = frozenset(
@@ -200,25 +202,26 @@ _MAX_EXCERPT_NBYTES = 300
 
 def error_code(body: bytes) -> str:
     """The known code in a worker's error document, or `internal_error` for anything else."""
-    code = _error_of(body).code
+    code = error_of(body).code
     return code if isinstance(code, str) and code in _CODES else PdlinkError.code
 
 
-def _error_of(body: bytes) -> _Error:
+def error_of(body: bytes) -> Error:
+    """The error in a document."""
     try:
         return msgspec.json.decode(body, type=_ErrorDocument).error
     except (ValueError, RecursionError):
-        return _Error()
+        return Error()
 
 
 def message_of(body: bytes) -> str:
     """The message of an error document."""
-    return _error_of(body).message
+    return error_of(body).message
 
 
 def rejection(status: int, body: bytes) -> bytes:
     """The client's error after a worker rejected its request: the worker's message, if it sent an error document."""
-    sent = _error_of(body)
+    sent = error_of(body)
     message = sent.message[:_MAX_MESSAGE_CHARS] or f"the request was rejected with status {status}"
     kind = sent.type or "invalid_request_error"
     code = sent.code if sent.code is not None else InvalidRequest.code
@@ -227,7 +230,7 @@ def rejection(status: int, body: bytes) -> bytes:
 
 def is_rejection(document: bytes) -> bool:
     """Whether an error in a stream has a 4xx code, as vLLM's do: the request is at fault."""
-    code = _error_of(document).code
+    code = error_of(document).code
     return isinstance(code, int) and 400 <= code < 500
 
 

@@ -17,6 +17,7 @@ from aiohttp import web
 from pdlink.errors import NoWorker, Overloaded, PeerLost
 
 from .access import clean, key_of
+from .anthropic import COUNT_TOKENS, reworded
 from .fleet import PlacementRequest, count_tokens
 from .http_connection import HttpError
 from .openai import MESSAGES, RESPONSES, error_body
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 PATHS = (
     *(RESPONSES, MESSAGES),  # where the dialect does not serve them in two legs
-    *("/v1/messages/count_tokens", "/v1/embeddings", "/embeddings", "/pooling", "/classify", "/v1/classify"),
+    *(COUNT_TOKENS, "/v1/embeddings", "/embeddings", "/pooling", "/classify", "/v1/classify"),
     *("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"),
     *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
 )
@@ -94,7 +95,7 @@ class PassThrough:
             router.metrics.requests.inc(outcome.value)
         if not answer.prepared:
             answer.headers.setdefault("X-Request-Id", headers["X-Request-Id"])
-        return answer
+        return reworded(request.path, answer)
 
     async def _pass(
         self, request: web.Request, body: bytes, headers: Mapping[str, str]

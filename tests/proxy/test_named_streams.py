@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from pdlink_proxy.anthropic import COUNT_TOKENS
 from pdlink_proxy.openai import MESSAGES, RESPONSES, parse, wanted
 from pdlink_proxy.sse import payloads
 from tests.proxy.fake_sglang import FakeSglang
@@ -162,6 +163,60 @@ async def test_a_client_cannot_name_addresses(path: str) -> None:
         await ask(proxy, path, kv_transfer_params={"remote_host": "evil"})
         (received,) = [each for decode in decodes for each in decode.received]
         assert "remote_host" not in received.body["kv_transfer_params"]
+
+
+async def test_errors_outside_of_streams_have_the_shape_of_their_api() -> None:
+    """Anthropic's SDK looks for its own type and message; OpenAI's routes keep theirs."""
+    found: list[tuple[int, str, str | int]] = []
+
+    async def fails(proxy: Proxy, path: str, key: str = "k", **more: Any) -> dict[str, Any]:
+        headers = {"x-api-key": key, "X-Request-Id": "one"}
+        async with proxy.client.post(
+            proxy.url + path, json={**BODIES.get(path, BODIES[MESSAGES]), **more}, headers=headers
+        ) as response:
+            said: dict[str, Any] = await response.json()
+            assert response.headers["X-Request-Id"] == "one"
+            assert response.content_type == "application/json"
+        if path in (MESSAGES, COUNT_TOKENS):
+            assert said.keys() == {"type", "error"}, said
+            assert said["type"] == "error"
+            assert said["error"]["message"]
+            found.append((response.status, said["error"]["type"], said["error"]["code"]))
+        return said
+
+    async with pair(api_keys=["k", "greedy"], rate_limits={"greedy": {"tokens": 1}}) as (proxy, servers):
+        prefill, *decodes = servers
+        await fails(proxy, MESSAGES, key="wrong")
+        await fails(proxy, MESSAGES, messages="no list")
+        await fails(proxy, MESSAGES, model="another")
+        async with proxy.client.post(proxy.url + MESSAGES, json=BODIES[MESSAGES], headers={"x-api-key": "greedy"}):
+            pass
+        await fails(proxy, MESSAGES, key="greedy")
+        await fails(proxy, COUNT_TOKENS, model="another")
+        assert (await fails(proxy, RESPONSES, model="another"))["error"]["code"] == "model_not_found"
+        for each in decodes:
+            each.fail_with = 500
+        await fails(proxy, MESSAGES)
+        for each in decodes:
+            each.fail_with = 422
+        await fails(proxy, MESSAGES)
+        prefill.fail_with = 422
+        await fails(proxy, MESSAGES)
+    async with proxy_of([], [], dialect="vllm-nixl", no_worker_timeout_s=0.0) as proxy:
+        await fails(proxy, MESSAGES)
+        await fails(proxy, COUNT_TOKENS)
+    assert found == [
+        (401, "authentication_error", "invalid_api_key"),
+        (400, "invalid_request_error", "invalid_request"),
+        (404, "not_found_error", "model_not_found"),
+        (429, "rate_limit_error", "rate_limited"),
+        (404, "not_found_error", "model_not_found"),
+        (500, "api_error", "internal_error"),
+        (422, "invalid_request_error", 422),
+        (422, "invalid_request_error", 422),
+        (503, "overloaded_error", "no_worker"),
+        (503, "overloaded_error", "no_worker"),
+    ]
 
 
 async def test_servers_without_these_routes_say_so() -> None:
