@@ -11,20 +11,17 @@ chunk is not kept. A tier that fails or stalls is a miss, never an exception.
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
-from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, Self, TypeVar, cast
 
 from pdlink.config import state_directory
-from pdlink.errors import ConfigError, InvalidRequest, TransferFailed
-from pdlink.events import KVCopied, emit
+from pdlink.errors import ConfigError, InvalidRequest
 from pdlink.kv import hashing
 from pdlink.kv.groups import KVGroups
 from pdlink.kv.plan import warm_up
@@ -32,12 +29,13 @@ from pdlink.memory.blocks import BlockPool
 from pdlink.memory.borrowed import buffers_of
 from pdlink.store.cleared import places_of
 from pdlink.store.codec import FP8
+from pdlink.store.copying import Copying
 from pdlink.store.handle import Handle
 from pdlink.store.holds import Holds
 from pdlink.store.interface import MEMORY
 from pdlink.store.line import Line
 from pdlink.store.policies.registry import DEFAULT_POLICY, make_policy
-from pdlink.store.record import HEADER_NBYTES, shape_of
+from pdlink.store.record import shape_of
 from pdlink.store.source import StoreSource
 from pdlink.store.span import first_unmasked, ids_of, span
 from pdlink.store.store import Store
@@ -50,10 +48,7 @@ if TYPE_CHECKING:
 
     from pdlink.kv.layout import KVLayout
     from pdlink.memory.buffers import HostBuffer
-    from pdlink.store.blocks import RecordPlan
-    from pdlink.store.handle import Chunk
     from pdlink.store.interface import AnyFetch, Forgotten
-    from pdlink.store.slots import Slot
     from pdlink.store.span import Span, Tokens
     from pdlink.store.tiers.base import Tier
     from pdlink.store.turns import Retention
@@ -186,6 +181,7 @@ class Cache:
                 lossy=lossy,
             )
             opened.callback(self._source.close)
+            self._copying = Copying(self._source, lease_s)
             self._askers = Line("pdlink-cache-ask")
             opened.callback(self._askers.close, tier_deadline_s)
             self._opened = opened.pop_all()
@@ -208,14 +204,7 @@ class Cache:
         Cost: one hash of the prompt, one copy of what is new, in the calling thread, without the GIL.
         """
         mine = self._span(tokens, blocks, mask, offset, salt)
-        slots = self._reserve(mine, _of(salt, retention))
-        try:
-            self._copy(mine, slots, loading=False)
-        except BaseException:
-            self._store.abandon([slot for _, slot in slots])
-            raise
-        self._store.commit([slot for _, slot in slots], self._shape)
-        return len(slots) * self.chunk_tokens
+        return self._copying.store(mine, _of(salt, retention)) * self.chunk_tokens
 
     def store_layers(
         self,
@@ -232,29 +221,7 @@ class Cache:
         The first step reserves memory; step i + 1, to be taken when layer i is in the pages, begins its copy in a
         thread of the cache; the last one waits for all copies. A generator that is closed early keeps nothing.
         """
-        return self._store_layers(self._span(tokens, blocks, mask, offset, salt), _of(salt, retention))
-
-    def _store_layers(self, mine: Span, retention: Retention) -> Generator[None]:
-        slots = self._reserve(mine, retention)
-        copies: list[Future[None]] = []
-        whole = False
-        try:
-            yield
-            plan = self._plan(mine, slots, loading=False) if slots else None
-            num_layers = len(self.layout.layers)
-            for layer in range(num_layers):
-                if plan is not None:
-                    copies.append(self._source.copier.submit(partial(self._source.copy, plan, layer, loading=False)))
-                if layer + 1 == num_layers:
-                    for copy in copies:
-                        copy.result()
-                    whole = True
-                    self._store.commit([slot for _, slot in slots], self._shape)
-                yield
-        finally:
-            if not whole:
-                self._source.copier.wait()
-                self._store.abandon([slot for _, slot in slots])
+        return self._copying.store_layers(self._span(tokens, blocks, mask, offset, salt), _of(salt, retention))
 
     def mput(self, prompts: Sequence[tuple[Tokens, Sequence[int]]], *, salt: str = "") -> list[int]:
         """`store` for each (tokens, blocks)."""
@@ -278,7 +245,8 @@ class Cache:
         Cost: one hash of the prompt, reads of the tiers, one copy in the calling thread, without the GIL.
         """
         mine = self._span(tokens, blocks, mask, offset, salt, distinct=True)
-        return self._load(mine, self._holds.take(lookup_id)) or self._load(mine, self._fetch(mine.keys, salt))
+        held = self._copying.load(mine, self._holds.take(lookup_id))
+        return held or self._copying.load(mine, self._fetch(mine.keys, salt))
 
     def retrieve_layers(
         self,
@@ -296,35 +264,14 @@ class Cache:
         before. Nothing touches the blocks after the generator has ended or was closed.
         The last step raises TransferFailed if it came so late (`lease_s`) that the layers may be wrong.
         """
-        return self._retrieve_layers(self._span(tokens, blocks, mask, offset, salt, distinct=True), salt, lookup_id)
-
-    def _retrieve_layers(self, mine: Span, salt: str, lookup_id: str) -> Generator[int | None]:
-        fetch = self._holds.take(lookup_id)
-        slots = self._arrived(mine, fetch)
-        if fetch is None or not slots:
-            if fetch is not None:
-                fetch.close()
-            fetch = self._fetch(mine.keys, salt)
-            slots = self._arrived(mine, fetch)
-        try:
-            copies = self._copies(mine, slots)
-            yield self._num_tokens(mine, slots)
-            num_layers = len(self.layout.layers)
-            for layer in range(num_layers):
-                if copies:
-                    copies[layer].result()
-                if layer + 1 == num_layers and not fetch.close():
-                    raise TransferFailed(f"a lease of {self._lease_s} s ended before the last layer; raise lease_s")
-                yield None
-        finally:
-            self._source.copier.wait()
-            fetch.close()
+        mine = self._span(tokens, blocks, mask, offset, salt, distinct=True)
+        return self._copying.load_layers(mine, partial(self._held_or_fetched, mine, salt, lookup_id))
 
     def mget(self, prompts: Sequence[tuple[Tokens, Sequence[int]]], *, salt: str = "") -> list[int]:
         """`retrieve` for each (tokens, blocks), of which all are read from the tiers at the same time."""
         spans = [self._span(tokens, blocks, None, 0, salt, distinct=True) for tokens, blocks in prompts]
         fetches = [self._fetch(mine.keys, salt) for mine in spans]
-        return [self._load(mine, fetch) for mine, fetch in zip(spans, fetches, strict=True)]
+        return [self._copying.load(mine, fetch) for mine, fetch in zip(spans, fetches, strict=True)]
 
     # --- Before a load
 
@@ -361,7 +308,7 @@ class Cache:
     def acquire(self, tokens: Tokens, *, salt: str = "") -> Handle:
         """The longest prefix that is known, to be read in the arena until it is released, for `lease_s` at most."""
         fetch = self._fetch(self._keys(tokens, salt), salt)
-        arrays = {index: self._chunk(slot) for index, slot in enumerate(fetch.done.result())}
+        arrays = {index: self._copying.chunk(slot) for index, slot in enumerate(fetch.done.result())}
         for array in arrays.values():
             array.flags.writeable = False
         return Handle(arrays, self.chunk_tokens, lambda _: fetch.close())
@@ -379,7 +326,7 @@ class Cache:
             return put
 
         number = {key: index for index, key in enumerate(keys)}
-        return Handle({number[slot.key]: self._chunk(slot) for slot in slots}, self.chunk_tokens, end)
+        return Handle({number[slot.key]: self._copying.chunk(slot) for slot in slots}, self.chunk_tokens, end)
 
     # --- Keeping and dropping
 
@@ -533,63 +480,18 @@ class Cache:
             if name not in self.places:
                 raise InvalidRequest(f"place: got {name!r}; limit {', '.join(self.places)}; use one of them")
 
-    def _reserve(self, mine: Span, retention: Retention) -> list[tuple[int, Slot]]:
-        """Slots for what is not here yet, by chunk of the prompt."""
-        number = {key: index for index, key in enumerate(mine.keys, mine.first)}
-        slots = self._store.reserve(mine.keys, self._shape, retention=retention)
-        return [(number[slot.key], slot) for slot in slots]
-
-    def _plan(self, mine: Span, slots: list[tuple[int, Slot]], *, loading: bool) -> RecordPlan:
-        template = self._source.from_record if loading else self._source.to_record
-        begin, end = max(slots[0][0] * self.chunk_tokens, mine.blocks.begin), (slots[-1][0] + 1) * self.chunk_tokens
-        return self._source.plan(template, slots, mine.blocks, begin, end)
-
-    def _num_tokens(self, mine: Span, slots: list[tuple[int, Slot]]) -> int:
-        """Unmasked ones that these leading chunks hold."""
-        return (slots[-1][0] + 1) * self.chunk_tokens - mine.blocks.begin if slots else 0
-
-    def _copy(self, mine: Span, slots: list[tuple[int, Slot]], *, loading: bool) -> None:
-        """All layers, in this thread."""
-        if slots:
-            began_s = time.monotonic()
-            plan = self._plan(mine, slots, loading=loading)
-            for layer in range(len(self.layout.layers)):
-                self._source.copy(plan, layer, loading=loading)
-            nbytes, took_s = len(slots) * self._shape.payload_nbytes, time.monotonic() - began_s
-            emit(KVCopied(direction="load" if loading else "store", nbytes=nbytes, took_s=took_s))
-
-    def _copies(self, mine: Span, slots: list[tuple[int, Slot]]) -> list[Future[None]]:
-        """All layers of a load, one after the other in the copier's thread."""
-        if not slots:
-            return []
-        copy = partial(self._source.copy, self._plan(mine, slots, loading=True), loading=True)
-        return [self._source.copier.submit(partial(copy, layer)) for layer in range(len(self.layout.layers))]
-
     def _fetch(self, keys: Sequence[bytes], salt: str, request: str = "cache") -> AnyFetch:
         found = self._store.lookup(keys, self._lookup_timeout_s)
         return self._store.fetch(found, self._shape, request, retention=_of(salt, USUAL))
 
-    def _arrived(self, mine: Span, fetch: AnyFetch | None) -> list[tuple[int, Slot]]:
-        """The leading chunks of the span that a fetch has brought, by chunk of the prompt. Waits for it."""
-        slots = {} if fetch is None else {slot.key: slot for slot in fetch.done.result()}
-        known = takewhile(slots.__contains__, mine.keys)
-        return [(index, slots[key]) for index, key in enumerate(known, mine.first)]
-
-    def _load(self, mine: Span, fetch: AnyFetch | None) -> int:
-        """Copy what a fetch has brought, and close it; the tokens that are right."""
-        if fetch is None:
-            return 0
-        try:
-            slots = self._arrived(mine, fetch)
-            self._copy(mine, slots, loading=True)
-        finally:
-            stood = fetch.close()
-        return self._num_tokens(mine, slots) if stood else 0
-
-    def _chunk(self, slot: Slot) -> Chunk:
-        layers = self.layout.layers
-        shape = (len(layers), len(layers[0].parts), self.chunk_tokens, self.layout.num_heads, self.layout.head_nbytes)
-        return self._store.array[slot.offset + HEADER_NBYTES : slot.offset + self._shape.nbytes].reshape(shape)
+    def _held_or_fetched(self, mine: Span, salt: str, lookup_id: str) -> AnyFetch:
+        """What a look-up keeps, if any of it has come; else what is found now."""
+        held = self._holds.take(lookup_id)
+        if held is not None and self._copying.arrived(mine, held):
+            return held
+        if held is not None:
+            held.close()
+        return self._fetch(mine.keys, salt)
 
 
 def _of(salt: str, retention: Retention) -> Retention:

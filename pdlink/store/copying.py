@@ -1,0 +1,152 @@
+"""`Copying`: what calls of `Cache` copy between its pages and slots of the store.
+
+At once, in the calling thread, or layer by layer in the copier's thread while the caller computes or uses others.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from pdlink.errors import TransferFailed
+from pdlink.events import KVCopied, emit
+from pdlink.store.record import HEADER_NBYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from concurrent.futures import Future
+
+    from pdlink.store.blocks import RecordPlan
+    from pdlink.store.handle import Chunk
+    from pdlink.store.interface import AnyFetch
+    from pdlink.store.slots import Slot
+    from pdlink.store.source import StoreSource
+    from pdlink.store.span import Span
+    from pdlink.store.turns import Retention
+
+    Chunks = list[tuple[int, Slot]]
+    """Slots, by number of the chunk in the prompt."""
+
+
+class Copying:
+    """Usable from any thread. Blocks are the caller's for the time of a call, or of a generator."""
+
+    def __init__(self, source: StoreSource, lease_s: float) -> None:
+        """lease_s: of fetches, for messages."""
+        self._source, self._lease_s = source, lease_s
+        self._store, self._shape, self._layout = source.store, source.shape, source.layout
+
+    # --- Into the store
+
+    def store(self, mine: Span, retention: Retention) -> int:
+        """Keep what is not there yet; how many chunks that is."""
+        slots = self._reserve(mine, retention)
+        try:
+            self._copy(mine, slots, loading=False)
+        except BaseException:
+            self._store.abandon([slot for _, slot in slots])
+            raise
+        self._store.commit([slot for _, slot in slots], self._shape)
+        return len(slots)
+
+    def store_layers(self, mine: Span, retention: Retention) -> Generator[None]:
+        """As `Cache.store_layers`."""
+        slots = self._reserve(mine, retention)
+        copies: list[Future[None]] = []
+        whole = False
+        try:
+            yield
+            plan = self._plan(mine, slots, loading=False) if slots else None
+            num_layers = len(self._layout.layers)
+            for layer in range(num_layers):
+                if plan is not None:
+                    copies.append(self._source.copier.submit(partial(self._source.copy, plan, layer, loading=False)))
+                if layer + 1 == num_layers:
+                    for copy in copies:
+                        copy.result()
+                    whole = True
+                    self._store.commit([slot for _, slot in slots], self._shape)
+                yield
+        finally:
+            if not whole:
+                self._source.copier.wait()
+                self._store.abandon([slot for _, slot in slots])
+
+    def _reserve(self, mine: Span, retention: Retention) -> Chunks:
+        number = {key: index for index, key in enumerate(mine.keys, mine.first)}
+        slots = self._store.reserve(mine.keys, self._shape, retention=retention)
+        return [(number[slot.key], slot) for slot in slots]
+
+    # --- Out of it
+
+    def arrived(self, mine: Span, fetch: AnyFetch | None) -> Chunks:
+        """The leading chunks of the span that a fetch has brought. Waits for it."""
+        slots = {} if fetch is None else {slot.key: slot for slot in fetch.done.result()}
+        known = takewhile(slots.__contains__, mine.keys)
+        return [(index, slots[key]) for index, key in enumerate(known, mine.first)]
+
+    def load(self, mine: Span, fetch: AnyFetch | None) -> int:
+        """Copy what a fetch has brought, and close it; the tokens that are right."""
+        if fetch is None:
+            return 0
+        try:
+            slots = self.arrived(mine, fetch)
+            self._copy(mine, slots, loading=True)
+        finally:
+            stood = fetch.close()
+        return self._num_tokens(mine, slots) if stood else 0
+
+    def load_layers(self, mine: Span, begin: Callable[[], AnyFetch]) -> Generator[int | None]:
+        """As `Cache.retrieve_layers`. begin: called at the first step."""
+        fetch = begin()
+        try:
+            slots = self.arrived(mine, fetch)
+            copies = self._copies(mine, slots)
+            yield self._num_tokens(mine, slots)
+            num_layers = len(self._layout.layers)
+            for layer in range(num_layers):
+                if copies:
+                    copies[layer].result()
+                if layer + 1 == num_layers and not fetch.close():
+                    raise TransferFailed(f"a lease of {self._lease_s} s ended before the last layer; raise lease_s")
+                yield None
+        finally:
+            self._source.copier.wait()
+            fetch.close()
+
+    def _copies(self, mine: Span, slots: Chunks) -> list[Future[None]]:
+        """All layers, one after the other in the copier's thread."""
+        if not slots:
+            return []
+        copy = partial(self._source.copy, self._plan(mine, slots, loading=True), loading=True)
+        return [self._source.copier.submit(partial(copy, layer)) for layer in range(len(self._layout.layers))]
+
+    def _num_tokens(self, mine: Span, slots: Chunks) -> int:
+        """Unmasked ones that these leading chunks hold."""
+        return (slots[-1][0] + 1) * self._source.chunk_tokens - mine.blocks.begin if slots else 0
+
+    # --- Both ways
+
+    def chunk(self, slot: Slot) -> Chunk:
+        """A record's KV: uint8 [layer, part, token, head, byte]."""
+        layout, layers = self._layout, self._layout.layers
+        shape = (len(layers), len(layers[0].parts), self._source.chunk_tokens, layout.num_heads, layout.head_nbytes)
+        return slot.of(self._store.array)[HEADER_NBYTES : self._shape.nbytes].reshape(shape)
+
+    def _copy(self, mine: Span, slots: Chunks, *, loading: bool) -> None:
+        """All layers, in this thread."""
+        if slots:
+            began_s = time.monotonic()
+            plan = self._plan(mine, slots, loading=loading)
+            for layer in range(len(self._layout.layers)):
+                self._source.copy(plan, layer, loading=loading)
+            nbytes, took_s = len(slots) * self._shape.payload_nbytes, time.monotonic() - began_s
+            emit(KVCopied(direction="load" if loading else "store", nbytes=nbytes, took_s=took_s))
+
+    def _plan(self, mine: Span, slots: Chunks, *, loading: bool) -> RecordPlan:
+        source, chunk_tokens = self._source, self._source.chunk_tokens
+        template = source.from_record if loading else source.to_record
+        begin, end = max(slots[0][0] * chunk_tokens, mine.blocks.begin), (slots[-1][0] + 1) * chunk_tokens
+        return source.plan(template, slots, mine.blocks, begin, end)
