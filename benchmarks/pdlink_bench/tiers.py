@@ -3,7 +3,8 @@
 Lanes take turns; in its turn each puts its records and reads them again. The bare ones keep no books and hash
 nothing: memcpy and non-temporal stores by one core; one unbuffered call for each record, or parts of 8 MiB by two
 threads, as our disk tier reads, in a preallocated file that was written before. Our tier on a Valkey or Redis server
-has redis-py beside it. Then a long prompt is looked up, and a disk tier with a million entries opens.
+has redis-py beside it. Then keys are made of a long prompt, it is looked up, a disk tier of a million entries opens,
+and a store of more memory than most machines have starts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pdlink.store.tiers.direct import PAGE_NBYTES
 from pdlink.store.tiers.disk import SEGMENT_NBYTES, Disk
 from pdlink.store.tiers.journal import Journal, pack
 
-from . import harness, plot, tier_lookup, tier_peers, tier_valkey
+from . import harness, plot, tier_lookup, tier_peers, tier_start, tier_valkey
 from .harness import Report, Table, in_turns, positive
 from .measure import Measured, gb_per_s
 from .tier_lanes import PART_NBYTES, Bare, Copied, Remote, Tiered, memory_lanes
@@ -28,7 +29,7 @@ from .workers import WorkerFailed
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from rich.progress import Progress
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 SIZES_KIB = (128, 1024, 4096, 32768)
 MOST_CPU_S_PER_GB, MOST_RESTART_S = 0.15, 1.0
 MOST_LOOKUP_S = 0.003
+MOST_START_S = 2.0
 LEAST = {"memory": {"put": 0.9, "get": 0.9}, "disk": {"put": 0.9, "get": 0.9}, "valkey": {"get": 3.0}}
 """Of the bare lane, in the same turns."""
 LEAST_AHEAD = 1.2
@@ -47,7 +49,7 @@ NUM_SEGMENTS = 3
 _PAGES_PER_ENTRY = 64
 """Of the records in the restart, which has no bytes of theirs."""
 _BARE = {"memory": "memcpy", "disk": "bare", "valkey": "redis-py"}
-_LOOKUP = "lookup"
+_LOOKUP, _START = "lookup", "start"
 
 Found = dict[int, dict[str, Measured]]
 """By bytes of a record, then by lane."""
@@ -111,8 +113,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turn", type=positive, default=128, metavar="MIB", help="moved in each turn (%(default)s)")
     parser.add_argument("--entries", type=positive, default=1_000_000, help="of the restart (%(default)s)")
     parser.add_argument(
-        "--places", nargs="+", choices=[*_BARE, _LOOKUP], default=[*_BARE, _LOOKUP], help="what to measure (all)"
-    )
+        "--places", nargs="+", choices=[*_BARE, _LOOKUP, _START], default=[*_BARE, _LOOKUP, _START],
+        help="what to measure (all)",
+    )  # fmt: skip
+    parser.add_argument("--memory", type=positive, default=60, metavar="GIB", help="of the start (%(default)s)")
     parser.add_argument(
         "--peers", nargs="+", choices=[*tier_peers.MEMORY, *tier_peers.DISK], default=(), metavar="NAME",
         help=f"other stores in the same turns: {', '.join([*tier_peers.MEMORY, *tier_peers.DISK])}",
@@ -131,7 +135,7 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
     report = Report(kept)
     with tempfile.TemporaryDirectory(prefix=".pdlink-bench-", dir=args.directory) as name, ExitStack() as opened:
         directory = Path(name)
-        for place in [place for place in args.places if place != _LOOKUP]:
+        for place in [place for place in args.places if place in _BARE]:
             ours = {"memory": tier_peers.MEMORY, "disk": tier_peers.DISK}.get(place, {})
             try:
                 lanes: dict[str, Lane] = opened.enter_context(_lanes(place, directory))
@@ -157,11 +161,16 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
             kept[place] = found
             _tell(report, args, place, found, {name: lane.checks for name, lane in lanes.items()})
         if _LOOKUP in args.places:
+            kept["hashed"] = tier_lookup.hashed(args.rounds)
+            _tell_hashed(report, kept["hashed"])
             kept["lookup_cpu_s"] = tier_lookup.cpu_s(args.rounds)
             _tell_lookup(report, kept["lookup_cpu_s"])
         if "disk" in args.places:
             kept["restart_s"], kept["restart_cpu_s"] = restart_s(directory, args.entries)
             _tell_restart(report, args, kept["restart_s"], kept["restart_cpu_s"])
+        if _START in args.places:
+            kept["start"] = tier_start.measure(directory, args.memory << 30)
+            _tell_start(report, args, kept["start"])
     return report
 
 
@@ -261,6 +270,20 @@ def _sums_cpu_s(lanes: dict[str, Measured], what: str) -> float:
     return max(0.0, ratio - 1) * plain.median(f"{what} CPU")
 
 
+def _tell_hashed(report: Report, rates: Sequence[tier_lookup.Hashed]) -> None:
+    table = Table(
+        ("ids", "tokens a key", "million tokens/CPU s", "at least", "to SHA-256 of pickles"),
+        f"keys of {tier_lookup.NUM_TOKENS:,} tokens",
+    )
+    for rate in rates:
+        least = tier_lookup.LEAST_HASHED.get((rate.form, rate.chunk_tokens), 0.0)
+        met = rate.per_s >= least
+        report.ok &= met
+        limit = f"{least / 1e6:.0f}: {_word(met)}" if least else ""
+        table.add(rate.form, str(rate.chunk_tokens), f"{rate.per_s / 1e6:.0f}", limit, f"{rate.ahead:.1f}")
+    report.shown.append(table)
+
+
 def _tell_lookup(report: Report, cpu_s: Mapping[str, float]) -> None:
     for form, took_s in cpu_s.items():
         report.ok &= took_s <= MOST_LOOKUP_S
@@ -277,6 +300,16 @@ def _tell_restart(report: Report, args: argparse.Namespace, took_s: float, cpu_s
         f"restart with {args.entries:,} entries: {took_s:.2f} s ({cpu_s:.2f} s of CPU), at most {most_s:.2f}: "
         + _word(took_s <= most_s)
     )
+
+
+def _tell_start(report: Report, args: argparse.Namespace, started: tier_start.Started) -> None:
+    for what, took_s in (("library", started.library_s), ("process", started.process_s)):
+        report.ok &= took_s <= MOST_START_S
+        report.shown.append(
+            f"start of a store of {args.memory} GiB ({what}), until it has kept and read a record: {took_s:.2f} s, "
+            f"at most {MOST_START_S:.0f}: {_word(took_s <= MOST_START_S)}"
+        )
+    report.shown.append(f"memory that it has taken by then: {started.taken_nbytes >> 20} MiB")
 
 
 def _word(met: bool) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdlink.cli import main
-from pdlink_bench import tier_lanes, tiers
+from pdlink_bench import tier_lanes, tier_lookup, tiers
 
 WORDS = ["--sizes", "64", "--turn", "1", "--rounds", "2", "--entries", "2000"]
 
@@ -19,6 +19,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "SEGMENT_NBYTES", 40 << 20)
     monkeypatch.setattr(tiers, "MOST_LOOKUP_S", 60.0)
     monkeypatch.setattr(tiers, "MOST_RESTART_S", 60.0)
+    monkeypatch.setattr(tiers, "MOST_START_S", 60.0)
+    monkeypatch.setattr(tier_lookup, "LEAST_HASHED", {("array", 256): 1.0})
 
 
 def test_every_lane_has_figures_and_nothing_is_left_on_the_disk(tmp_path: Path) -> None:
@@ -31,6 +33,11 @@ def test_every_lane_has_figures_and_nothing_is_left_on_the_disk(tmp_path: Path) 
     assert set(found["memory"]["65536"]) == {"memcpy", "non-temporal", "memory", "peer, mapped", "peer, tcp"}
     assert set(found["lookup_cpu_s"]) == {"array", "list"}
     assert all(took_s > 0 for took_s in found["lookup_cpu_s"].values())
+    assert [rate[:2] for rate in found["hashed"]] == [["array", 16], ["array", 256], ["list", 16], ["list", 256]]
+    assert all(per_s > 0 for rate in found["hashed"] for per_s in rate[2:])
+    library_s, process_s, taken_nbytes = found["start"]
+    assert 0 < library_s < process_s
+    assert taken_nbytes <= 64 << 20, "memory comes when it is needed"
     for place in ("disk", "memory"):
         for name, lane in found[place]["65536"].items():
             measured = ("get", "get CPU") if name.startswith("peer") else ("put", "put CPU", "get", "get CPU")

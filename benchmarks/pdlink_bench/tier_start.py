@@ -1,0 +1,76 @@
+"""How long a store of much memory takes until it keeps KV: its range is reserved at once, and has memory in steps."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdlink.config import StoreConfig
+from pdlink.serve.up import start, stop
+from pdlink.store.client import RemoteStore
+from pdlink.store.policies.registry import make_policy
+from pdlink.store.record import Group, RecordShape
+from pdlink.store.store import Store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pdlink.store.interface import AnyStore
+
+_WAIT_S = 60.0
+_SHAPE = RecordShape("uint8", 16, (Group("latent", (0,), 1, 1, 4096),))
+
+
+class Started(NamedTuple):
+    library_s: float
+    """In this process, until a record is kept and read."""
+    process_s: float
+    """From the start of `pdlink store` on, until a client in this process has done so."""
+    taken_nbytes: int
+    """Memory that the arena has then."""
+
+
+def measure(directory: Path, nbytes: int) -> Started:
+    """One start of each, with an arena of `nbytes`, perhaps more than the machine has."""
+    began_s = time.perf_counter()
+    store = Store(nbytes, make_policy("lru"))
+    store.open()
+    try:
+        _use(store)
+        library_s = time.perf_counter() - began_s
+        taken_nbytes = os.fstat(store.buffer.fd).st_blocks * 512
+    finally:
+        store.close()
+    return Started(library_s, _process_s(directory, nbytes), taken_nbytes)
+
+
+def _process_s(directory: Path, nbytes: int) -> float:
+    path = directory / "start" / "store"
+    settings = StoreConfig.model_validate(
+        {"listen": str(path), "tiers": {"max_local_cpu_size": nbytes / (1 << 30)}}
+    ).model_dump(mode="json")
+    began_s = time.perf_counter()
+    child = start("store", "store", settings)
+    try:
+        child.wait_ready(_WAIT_S)
+        client = RemoteStore(str(path), name="bench", timeout_s=_WAIT_S)
+        client.open()
+        try:
+            _use(client)
+            return time.perf_counter() - began_s
+        finally:
+            client.close()
+    finally:
+        stop([child], _WAIT_S)
+
+
+def _use(store: AnyStore) -> None:
+    keys = [os.urandom(32)]
+    store.commit(store.reserve(keys, _SHAPE), _SHAPE)
+    fetch = store.fetch(store.lookup(keys, _WAIT_S), _SHAPE, "bench")
+    try:
+        if len(fetch.done.result(_WAIT_S)) != 1:
+            raise OSError("the store did not keep a record")
+    finally:
+        fetch.close()
