@@ -34,7 +34,7 @@ up: $(STAMP)  ## prefill, decode and proxy on this machine; prints a URL and a c
 	$(BIN)/pdlink up --config configs/up.yaml
 
 test: $(STAMP)  ## everything that needs no GPU and no heavy extra; needs two cores
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 sanitize: $(STAMP)  ## the native modules under ASan, UBSan and TSan, with the tests that exercise them; 20 minutes
 	$(BIN)/python tools/sanitize.py $(SANITIZER) -- $(PYTEST_ARGS)
