@@ -1,150 +1,111 @@
-"""A fleet in virtual time behind the proxy's real placement and queue: what a policy does to the time to first token.
+"""A fleet in virtual time behind the proxy's real placement, queue and breakers.
 
-Prefill workers compute one prompt after the other; decode workers advance all their sequences together. Their speeds
-are a curve each (`Curves`), their prefix caches forget the least recently used. No HTTP. Workers fail and
-drain by a schedule (`outages.py`); the proxy's breakers find out who fails.
+The workers are those of `pdlink.plan.core`, the compiled simulation of `pdlink plan`; here each request goes where a
+policy of the proxy sends it. Prefix caches forget the least recently used. No HTTP. Workers fail and drain by a
+schedule (`outages.py`); the proxy's breakers find out who fails.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections import OrderedDict, deque
-from dataclasses import dataclass, field
-from time import thread_time
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from time import process_time, thread_time
 from typing import TYPE_CHECKING
 
+from pdlink.plan.closed_form import prefill_times
+from pdlink.plan.core import Core, outcome
+from pdlink.plan.curves import Curves
+from pdlink.plan.traffic import KEY_TOKENS, Traffic
 from pdlink_proxy.fleet import PlacementRequest
 from pdlink_proxy.placement import Placed
 from pdlink_proxy.queue import Waiting
 from pdlink_proxy.steps import Leg
 
-from .fleet_requests import KEY_TOKENS
 from .fleet_router import MODEL, Router
 from .outages import FAIL_S, Outages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pdlink.plan.core import Played
+    from pdlink.plan.traffic import Seconds, Tokens
     from pdlink_proxy.worker import Worker
-
-    from .fleet_requests import Request
 
 REPORT_S = 0.5
 """Between two reports of a worker, as `ProxyConfig.health_interval_s`."""
 MANY_REPORT_S = 0.1
 """The same where several routers share the workers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Curves:
-    """Seconds, by tokens; roughly a model of 8B parameters on one H100 with a link of 25 GB/s."""
-
-    prompt_s: float = 5e-3
-    token_s: float = 45e-6
-    attention_s: float = 7e-10
-    step_s: float = 6e-3
-    sequence_s: float = 5e-5
-    context_s: float = 4e-8
-    transfer_s: float = 5e-6
-    num_layers: int = 32
-    pool_tokens: int = 400_000
-    """KV a worker holds, cached prefixes included."""
-
-    def prefill_s(self, new: int, cached: int) -> float:
-        return self.prompt_s + self.token_s * new + self.attention_s * new * (cached + new / 2)
-
-    def decode_step_s(self, sequences: int, tokens: float) -> float:
-        return self.step_s + self.sequence_s * sequences + self.context_s * tokens
-
-    def tail_s(self, tokens: int, prefill_s: float) -> float:
-        """From the end of prefill to the last byte: layers are sent while later ones are computed."""
-        whole, last = self.transfer_s * tokens, 1 / self.num_layers
-        return max(whole * last, whole - prefill_s * (1 - last))
+TIMED = 16
+"""One placement of so many has its CPU measured: asking for it may cost more than the placement."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    request: Request
+    """A request on its way."""
+
+    number: int
     wanted: PlacementRequest
-    prefill: _Prefill | None = None
-    decode: _Decode | None = None
-    router: Router | None = None
+    router: Router
+    came_s: float
     seen: tuple[Worker, Worker] | None = None
     """The workers in its router's eyes."""
     calls: tuple[int, int] = (0, 0)
     """At their breakers."""
     work: tuple[int, int] = (0, 0)
     """Tokens said to the two workers' states."""
-    ready_s: float | None = None
-    """The KV is at decode."""
-    admitted: bool = False
-    ttft_s: float | None = None
 
 
 class _Cache:
+    """Of one worker, beginnings of prompts. What is placed there counts at once: prefill computes in that order."""
+
     def __init__(self, max_tokens: int) -> None:
         self._held: OrderedDict[int, None] = OrderedDict()
         self._max = max_tokens // KEY_TOKENS
 
-    def cached(self, request: Request) -> int:
-        found = itertools.takewhile(self._held.__contains__, request.keys)
+    def cached(self, keys: Sequence[int], tokens: int) -> int:
+        held, there = self._held, 0
+        for key in keys:
+            if key not in held:
+                break
+            there += 1
         # The last token is always computed.
-        return min(sum(1 for _ in found) * KEY_TOKENS, request.prompt_tokens - 1)
+        return min(there * KEY_TOKENS, tokens - 1)
 
-    def keep(self, request: Request) -> None:
-        for key in reversed(request.keys):
-            self._held[key] = None
-            self._held.move_to_end(key)
-        while len(self._held) > self._max:
-            self._held.popitem(last=False)
-
-
-@dataclass(slots=True, eq=False)
-class _Prefill:
-    key: str
-    slowdown: float
-    cache: _Cache
-    waiting: deque[_Job] = field(default_factory=deque)
-    busy: bool = False
-    load: int = 0
-    """Tokens that it has to compute."""
+    def keep(self, keys: Sequence[int]) -> None:
+        held = self._held
+        for key in reversed(keys):
+            held[key] = None
+            held.move_to_end(key)
+        while len(held) > self._max:
+            held.popitem(last=False)
 
 
-@dataclass(slots=True, eq=False)
-class _Decode:
-    key: str
-    slowdown: float
-    cache: _Cache
-    free: int
-    requests: int = 0
-    load: int = 0
-    """Tokens of its requests."""
-    waiting: deque[_Job] = field(default_factory=deque)
-    running: list[tuple[float, int, _Job]] = field(default_factory=list)
-    """(step after which it ends, number, job): a heap."""
-    tokens: float = 0.0
-    steps: float = 0.0
-    since_s: float = 0.0
-    version: int = 0
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
     """One policy before one fleet."""
 
-    ttft_s: list[float]
+    played: Played
     cached: float
     """Share of all prompt tokens that prefill found in its cache."""
     place_us: float
     """CPU of one decision, without hashing (the trace has keys) and without the index of published KV."""
+    cpu_s: float
+    """Of all."""
     failed_legs: int = 0
     """Each made its request start again elsewhere."""
     outages: int = 0
 
+    @property
+    def ttft_s(self) -> list[float]:
+        """Of each request, in order of arrival."""
+        return self.played.ttft_s.tolist()
+
 
 class Simulation:
-    """Plays requests through a fleet. The same arguments give the same outcome, but for `place_us`."""
+    """Plays requests through a fleet. The same arguments give the same outcome, but for the CPU that it takes."""
 
     def __init__(
         self,
@@ -157,23 +118,22 @@ class Simulation:
         publish: bool = False,
         routers: int = 1,
         away: float = 0.0,
+        cache_tokens: tuple[int, int] | None = None,
         seed: int = 1,
     ) -> None:
         """slow: share of the workers of each leg that take twice as long. publish: workers say what KV they have.
         routers: that get the requests in turn, and know what they sent and what workers report. away: mean share of
-        the workers that fail or drain at any time, by a schedule of this seed."""
+        the workers that fail or drain at any time, by a schedule of this seed. cache_tokens: of
+        prompts, that a worker of each leg keeps; None for all that its memory holds."""
         self._curves = curves = curves or Curves()
-        prefill = [
-            _Prefill(f"p{i}#", 2.0 if i < slow * num_prefill else 1.0, _Cache(curves.pool_tokens))
-            for i in range(num_prefill)
+        kept = cache_tokens or (curves.pool_tokens, curves.pool_tokens)
+        self._caches = [
+            [_Cache(tokens) for _ in range(num)] for tokens, num in zip(kept, (num_prefill, num_decode), strict=True)
         ]
-        decode = [
-            _Decode(f"d{i}#", 2.0 if i < slow * num_decode else 1.0, _Cache(curves.pool_tokens), curves.pool_tokens)
-            for i in range(num_decode)
-        ]
-        self._prefill, self._decode, self._publish = prefill, decode, publish
+        self._nums, self._slow, self._publish = (num_prefill, num_decode), slow, publish
         self._report_s = REPORT_S if routers == 1 else MANY_REPORT_S
-        keys = [each.key for each in prefill], [each.key for each in decode]
+        keys = [f"p{number}#" for number in range(num_prefill)], [f"d{number}#" for number in range(num_decode)]
+        self._keys = keys
         self._routers = [
             Router(policies, keys, pool_tokens=curves.pool_tokens, publish=publish, number=number, routers=routers)
             for number in range(routers)
@@ -184,111 +144,139 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._now = 0.0
-        self._unfinished = 0
-        self._place_s, self._cached_tokens = 0.0, 0
+        self._place_s, self._num_places, self._cached_tokens = 0.0, 0, 0
         self._away, self._seed, self._failed_legs = away, seed, 0
 
-    def run(self, requests: Sequence[Request]) -> Outcome:
+    def run(self, traffic: Traffic) -> Outcome:
         """Every request to its end."""
-        jobs = [_Job(each, self._wanted(each)) for each in requests]
-        self._unfinished = len(jobs)
-        keys = [each.key for each in self._prefill] + [each.key for each in self._decode]
-        self._outages = Outages(keys, self._away, self._seed, max(each.at_s for each in requests))
-        for leg, of_leg in zip(Leg, (keys[: len(self._prefill)], keys[len(self._prefill) :]), strict=True):
+        began_s = process_time()
+        self._core = core = Core(self._curves, *self._nums, traffic.prompt_tokens, traffic.answer_tokens)
+        for rows, num in zip((core.arrays.prefills, core.arrays.decodes), self._nums, strict=True):
+            rows["slow"][: math.ceil(self._slow * num)] = 2.0
+        self._jobs: dict[int, _Job] = {}
+        self._unfinished = len(traffic)
+        self._outages = Outages([*self._keys[0], *self._keys[1]], self._away, self._seed, float(traffic.at_s[-1]))
+        for leg, of_leg in zip(Leg, self._keys, strict=True):
             for number, key in enumerate(of_leg):
                 for at_s, drains in self._outages.drained(key):
                     self._at(at_s, lambda leg=leg, number=number, drains=drains: self._drains(leg, number, drains))  # type: ignore[misc]
-        for job in jobs:
-            self._at(job.request.at_s, lambda job=job: self._arrive(job))  # type: ignore[misc]
         self._report()
-        while self._events:
-            self._now, _, event = heapq.heappop(self._events)
-            event()
-        ttft_s = [job.ttft_s for job in jobs if job.ttft_s is not None]
-        if len(ttft_s) != len(jobs):
-            raise RuntimeError(f"{len(jobs) - len(ttft_s)} requests were lost")
-        prompt_tokens = sum(each.prompt_tokens for each in requests)
+        columns = traffic.at_s.tolist(), traffic.prompt_tokens.tolist(), traffic.answer_tokens.tolist()
+        keys = traffic.keys or itertools.repeat(())
+        for number, (at_s, prompt, answer, chain) in enumerate(zip(*columns, keys, strict=False)):
+            self._until(at_s)
+            wanted = PlacementRequest(MODEL, prompt, answer, key_tokens=KEY_TOKENS, chain=chain)
+            self._arrive(_Job(number, wanted, self._routers[next(self._turns) % len(self._routers)], at_s))
+        self._until(math.inf)
+        if self._unfinished:
+            raise RuntimeError(f"{self._unfinished} requests were lost")
         return Outcome(
-            ttft_s,
-            self._cached_tokens / prompt_tokens,
-            self._place_s / len(jobs) * 1e6,
+            outcome(self._curves, core.arrays, traffic.at_s),
+            self._cached_tokens / int(traffic.prompt_tokens.sum()),
+            self._place_s / -(-self._num_places // TIMED) * 1e6,
+            process_time() - began_s,
             self._failed_legs,
             self._outages.num,
-        )
-
-    def _wanted(self, request: Request) -> PlacementRequest:
-        return PlacementRequest(
-            MODEL, request.prompt_tokens, request.answer_tokens, key_tokens=KEY_TOKENS, chain=request.keys
         )
 
     def _at(self, when_s: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when_s, next(self._numbers), event))
 
+    def _until(self, end_s: float) -> None:
+        """All that happens until then, but for arrivals."""
+        while self._unfinished:
+            event_s = self._events[0][0]
+            waits = any(len(router.queue) for router in self._routers)
+            ended = self._core.advance(min(event_s, end_s), first=waits)
+            for at_s, number, leg in ended:
+                self._now = at_s
+                self._ended(number, leg)
+            if waits and ended:
+                self._serve()
+            elif event_s > end_s:
+                break
+            else:
+                self._now, _, event = heapq.heappop(self._events)
+                event()
+        self._now = end_s
+
     def _report(self) -> None:
+        prefills, decodes = self._core.arrays.prefills, self._core.arrays.decodes
         for router in self._routers:
             for number in self._news[1]:
-                state, decode = router.worker(Leg.DECODE, number).work, self._decode[number]
+                state, row = router.worker(Leg.DECODE, number).work, decodes[number]
+                free = self._curves.pool_tokens - int(row["held"])
                 if len(self._routers) == 1:
-                    state.heard(state.requests, decode.free)
+                    state.heard(state.requests, free)
                 else:
-                    state.heard(decode.requests, decode.free, decode.load)
+                    state.heard(int(row["requests"]), free, int(row["load"]))
             for number in self._news[0] if len(self._routers) > 1 else ():
-                prefill = self._prefill[number]
-                busy = len(prefill.waiting) + prefill.busy
-                router.worker(Leg.PREFILL, number).work.heard(busy, None, prefill.load)
+                row = prefills[number]
+                router.worker(Leg.PREFILL, number).work.heard(int(row["requests"]), None, int(row["load"]))
             router.compare()
         for news in self._news:
             news.clear()
         self._serve()
-        if self._unfinished:
-            self._at(self._now + self._report_s, self._report)
+        self._at(self._now + self._report_s, self._report)
 
     # ---- the routers
 
     def _arrive(self, job: _Job) -> None:
-        job.router = router = self._routers[next(self._turns) % len(self._routers)]
+        router = job.router
         if len(router.queue) or not self._place(router, job):
             router.queue.put(Waiting("", MODEL, job.wanted.total_tokens, self._now, job))
             self._serve()
 
     def _serve(self) -> None:
         for router in self._routers:
-            while router.queue.serve(lambda waiting, router=router: self._place(router, waiting.item), self._now):  # type: ignore[misc]
+            while len(router.queue) and router.queue.serve(
+                lambda waiting, router=router: self._place(router, waiting.item),  # type: ignore[misc]
+                self._now,
+            ):
                 pass
 
     def _place(self, router: Router, job: _Job) -> bool:
+        wanted, now = job.wanted, self._now
+        keys: Sequence[int] = wanted.keys  # type: ignore[assignment]
         if self._publish:
-            caches = [(each.key, each.cache) for each in self._prefill] + [
-                (each.key, each.cache) for each in self._decode
-            ]
-            job.wanted.held = {key: tokens for key, cache in caches if (tokens := cache.cached(job.request))}
-        started_s = thread_time()
-        placed = router.placer.place(job.wanted, router.fleet(self._now))
+            wanted.held = {
+                key: tokens
+                for of_leg, caches in zip(self._keys, self._caches, strict=True)
+                for key, cache in zip(of_leg, caches, strict=True)
+                if (tokens := cache.cached(keys, wanted.num_tokens))
+            }
+        self._num_places += 1
+        timed = self._num_places % TIMED == 1
+        started_s = thread_time() if timed else 0.0
+        placed = router.placer.place(wanted, router.fleet(now))
         if isinstance(placed, Placed) and placed.prefill is not None:
-            router.placer.sent(job.wanted, "prefill", placed.prefill)
-            router.placer.sent(job.wanted, "decode", placed.decode)
-        self._place_s += thread_time() - started_s
+            router.placer.sent(wanted, "prefill", placed.prefill)
+            router.placer.sent(wanted, "decode", placed.decode)
+        if timed:
+            self._place_s += thread_time() - started_s
         if not isinstance(placed, Placed) or placed.prefill is None:
             return False
-        rows = placed.prefill.row, placed.decode.row
-        job.prefill, job.decode = self._prefill[rows[0]], self._decode[rows[1]]
-        job.seen = seen = router.worker(Leg.PREFILL, rows[0]), router.worker(Leg.DECODE, rows[1])
-        job.calls = seen[0].breaker.begin(self._now), seen[1].breaker.begin(self._now)
-        job.work = (max(1, job.wanted.num_tokens - placed.cached_tokens), job.wanted.total_tokens)
-        placed.prefill.sent(job.work[0], self._now)
-        placed.decode.sent(job.work[1], self._now)
-        if any(self._outages.fails(each.url, self._now) for each in seen):
-            self._at(self._now + FAIL_S, lambda: self._failed(router, job))
+        one, to = placed.prefill.row, placed.decode.row
+        job.seen = seen = router.worker(Leg.PREFILL, one), router.worker(Leg.DECODE, to)
+        job.calls = seen[0].breaker.begin(now), seen[1].breaker.begin(now)
+        job.work = max(1, wanted.num_tokens - placed.cached_tokens), wanted.total_tokens
+        placed.prefill.sent(job.work[0], now)
+        placed.decode.sent(job.work[1], now)
+        if self._away and any(self._outages.fails(each.url, now) for each in seen):
+            self._at(now + FAIL_S, lambda: self._failed(router, job))
             return True
-        for news, row in zip(self._news, rows, strict=True):
-            news.add(row)
-        job.decode.requests += 1
-        job.prefill.load += job.work[0]
-        job.decode.load += job.work[1]
-        job.prefill.waiting.append(job)
-        job.decode.waiting.append(job)
-        self._compute(job.prefill)
-        self._admit(job.decode)
+        self._news[0].add(one)
+        self._news[1].add(to)
+        new, moved = wanted.num_tokens, wanted.num_tokens
+        if keys:
+            here, there = self._caches[0][one], self._caches[1][to]
+            new -= here.cached(keys, wanted.num_tokens)
+            moved -= there.cached(keys, wanted.num_tokens)
+            self._cached_tokens += wanted.num_tokens - new
+            here.keep(keys)
+            there.keep(keys)
+        self._jobs[job.number] = job
+        self._core.enter(job.number, one, to, new, moved, now)
         return True
 
     def _drains(self, leg: Leg, number: int, drains: bool) -> None:
@@ -308,9 +296,11 @@ class Simulation:
             seen.judged()
             seen.work.finished(tokens, self._now, served=False)
         if not self._place(router, job):
-            router.queue.put(Waiting("", MODEL, job.wanted.total_tokens, job.request.at_s, job))
+            router.queue.put(Waiting("", MODEL, job.wanted.total_tokens, job.came_s, job))
 
-    def _served(self, job: _Job, leg: int) -> None:
+    def _ended(self, number: int, leg: int) -> None:
+        job = self._jobs.pop(number) if leg else self._jobs[number]
+        self._unfinished -= leg
         assert job.seen is not None
         seen = job.seen[leg]
         seen.work.finished(job.work[leg], self._now, served=True)
@@ -318,79 +308,45 @@ class Simulation:
         seen.judged()
         self._news[leg].add(seen.work.row)
 
-    # ---- workers
 
-    def _compute(self, worker: _Prefill) -> None:
-        if worker.busy or not worker.waiting:
-            return
-        job, worker.busy = worker.waiting.popleft(), True
-        cached = worker.cache.cached(job.request)
-        self._cached_tokens += cached
-        took_s = self._curves.prefill_s(job.request.prompt_tokens - cached, cached) * worker.slowdown
-        self._at(self._now + took_s, lambda: self._computed(worker, job, took_s))
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Plays requests as `pdlink.plan.fluid.play` does, but where the proxy's policies send them."""
 
-    def _computed(self, worker: _Prefill, job: _Job, took_s: float) -> None:
-        worker.busy = False
-        worker.cache.keep(job.request)
-        self._served(job, 0)
-        worker.load -= job.work[0]
-        decode = job.decode
-        assert decode is not None
-        missing = job.request.prompt_tokens - decode.cache.cached(job.request)
-        job.ready_s = self._now + self._curves.tail_s(missing, took_s)
-        self._at(job.ready_s, lambda: self._start(decode, job))
-        self._compute(worker)
+    policies: tuple[str, str]
+    cache_tokens: int = 0
+    """That all prefill workers keep of prompts, each its share."""
+    keys: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    """Of the trace's prompts, their beginnings."""
 
-    def _admit(self, worker: _Decode) -> None:
-        while worker.waiting:
-            job = worker.waiting[0]
-            need = min(job.wanted.total_tokens, self._curves.pool_tokens)
-            if worker.free < need:
-                return
-            worker.free -= need
-            worker.waiting.popleft()
-            job.admitted = True
-            self._start(worker, job)
+    def __call__(
+        self,
+        curves: Curves,
+        num_prefill: int,
+        num_decode: int,
+        at_s: Seconds,
+        prompt_tokens: Tokens,
+        answer_tokens: Tokens,
+        cached_tokens: Tokens | None = None,
+        *,
+        seed: int = 1,
+    ) -> Played:
+        """cached_tokens: not used; each prefill worker keeps what it has computed."""
+        keys = tuple(itertools.islice(itertools.cycle(self.keys), len(at_s))) if self.keys else ()
+        traffic = Traffic("", at_s, prompt_tokens, answer_tokens, keys)
+        simulation = Simulation(
+            self.policies,
+            num_prefill,
+            num_decode,
+            curves=curves,
+            cache_tokens=(self.cache_tokens // num_prefill, 0),
+            seed=seed,
+        )
+        return simulation.run(traffic).played
 
-    def _start(self, worker: _Decode, job: _Job) -> None:
-        """Its first step, once it is admitted and its KV is there."""
-        if not job.admitted or job.ready_s is None or self._now < job.ready_s or job.ttft_s is not None:
-            return
-        self._advance(worker)
-        worker.tokens += job.request.prompt_tokens
-        heapq.heappush(worker.running, (worker.steps + job.request.answer_tokens, next(self._numbers), job))
-        job.ttft_s = self._now + self._step_s(worker) - job.request.at_s
-        self._plan(worker)
 
-    def _step_s(self, worker: _Decode) -> float:
-        return self._curves.decode_step_s(len(worker.running), worker.tokens) * worker.slowdown
-
-    def _advance(self, worker: _Decode) -> None:
-        if worker.running:
-            steps = (self._now - worker.since_s) / self._step_s(worker)
-            worker.steps += steps
-            worker.tokens += steps * len(worker.running)
-        worker.since_s = self._now
-
-    def _plan(self, worker: _Decode) -> None:
-        worker.version += 1
-        version = worker.version
-        if worker.running:
-            left = max(0.0, worker.running[0][0] - worker.steps)
-            self._at(self._now + left * self._step_s(worker), lambda: self._end(worker, version))
-
-    def _end(self, worker: _Decode, version: int) -> None:
-        if version != worker.version:
-            return
-        self._advance(worker)
-        _, _, job = heapq.heappop(worker.running)
-        worker.tokens -= job.request.prompt_tokens + job.request.answer_tokens
-        worker.free += min(job.wanted.total_tokens, self._curves.pool_tokens)
-        worker.cache.keep(job.request)
-        self._served(job, 1)
-        worker.requests -= 1
-        worker.load -= job.work[1]
-        self._unfinished -= 1
-        self._plan(worker)
-        self._admit(worker)
-        self._serve()
+def at_load(traffic: Traffic, load: float, num_prefill: int, curves: Curves) -> Traffic:
+    """The same requests, so fast that prefill without any cache would be busy for this share of the time."""
+    work_s = float(prefill_times(curves, traffic.prompt_tokens, None).sum())
+    span_s = float(traffic.at_s[-1] - traffic.at_s[0]) or 1.0
+    return replace(traffic, at_s=(traffic.at_s - traffic.at_s[0]) * (work_s / load / num_prefill / span_s))

@@ -44,8 +44,8 @@ class Router:
 
     def fleet(self, now_s: float) -> Fleet:
         """Who may get requests now."""
-        prefill, decode = (self._sides[leg].usable(MODEL, now_s).pair for leg in Leg)
-        return Fleet(prefill, decode)
+        prefill, decode = self._sides[Leg.PREFILL], self._sides[Leg.DECODE]
+        return Fleet(prefill.usable(MODEL, now_s).pair, decode.usable(MODEL, now_s).pair)
 
     def worker(self, leg: Leg, number: int) -> Worker:
         return self._sides[leg].workers[number]

@@ -7,11 +7,13 @@ from statistics import fmean, quantiles
 from typing import TYPE_CHECKING
 
 from pdlink.config.proxy import DEFAULT_POLICIES
+from pdlink.plan.curves import Curves
+from pdlink.plan.traffic import read_trace
 from pdlink_proxy.policies.registry import POLICIES
 
 from . import harness, plot
-from .fleet import Curves, Simulation
-from .fleet_requests import at_load, conversations, read_trace
+from .chats import conversations
+from .fleet import Simulation, at_load
 from .harness import Report, Table, positive, positive_float
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ _EVENTS = "events:"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `pdlink bench route`."""
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="Mooncake's JSON lines; without it, synthetic chats"
+        "--trace", type=Path, metavar="FILE", help="as `pdlink plan` takes them; without it, synthetic chats"
     )
     parser.add_argument("--requests", type=positive, default=4000, help="of the trace; default %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="of synthetic chats and of --away; default %(default)s")
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace, progress: Progress) -> Report:
     curves, policies = Curves(), args.policy or [*POLICIES, _DEFAULT, f"{_EVENTS}{_DEFAULT}"]
     requests = read_trace(args.trace, args.requests) if args.trace else conversations(args.requests, args.seed)
-    what = args.trace.name if args.trace else f"synthetic chats, seed {args.seed}"
+    what = requests.name
     fleets = args.fleet or [(8, 8), (100, 100)]
     how = f"load {args.load:g}, slow {args.slow:g}, away {args.away:g}, routers {args.routers}, seed {args.seed}"
     shown: list[str | Table] = [f"{what}: {len(requests)} requests, {how}"]
@@ -87,7 +89,8 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
         name = f"{num_prefill}+{num_decode}"
         paced = at_load(requests, args.load, num_prefill, curves)
         table = Table(
-            ("policy", "TTFT mean s", "p50 s", "p99 s", "cached", "place us", "failed legs"), f"{name} workers"
+            ("policy", "TTFT mean s", "p50 s", "p99 s", "cached", "place us", "requests/s", "failed legs"),
+            f"{name} workers",
         )
         found = kept[name] = {}
         for policy in policies:
@@ -107,12 +110,14 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
             cuts = quantiles(outcome.ttft_s, n=100)
             found[policy] = row = {"mean_s": fmean(outcome.ttft_s), "p50_s": cuts[49], "p99_s": cuts[98]}
             row |= {"cached": outcome.cached, "place_us": outcome.place_us}
+            row["simulated_per_s"] = len(requests) / outcome.cpu_s
             row |= {"failed_legs": outcome.failed_legs, "outages": outcome.outages}
             table.add(
                 policy,
                 *(f"{row[column]:.3f}" for column in ("mean_s", "p50_s", "p99_s")),
                 f"{outcome.cached:.1%}",
                 f"{outcome.place_us:.0f}",
+                f"{row['simulated_per_s']:,.0f}",
                 f"{outcome.failed_legs}",
             )
             progress.advance(task)

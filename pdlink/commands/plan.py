@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pdlink.config.proxy import DEFAULT_POLICIES
 from pdlink_bench.harness import positive, positive_float
 
 DESCRIPTION = """\
 How many prefill and decode workers a traffic needs, before anything is bought: the ratio in closed form, then every
-split of so many workers in a simulation, with the highest rate at which the promise is kept. docs/plan.md says what
-is modelled, and what is not.
+split of so many workers in a simulation, with the highest rate at which the promise is kept, then the best split and
+those beside it again, placed by the proxy's own policies. docs/plan.md says what is modelled, and what is not.
 
   pdlink plan trace.jsonl --workers 24 --ttft 2 --per-token 0.02
   pdlink plan trace.csv --curves curves.json --rate 40
@@ -47,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cache-tokens", type=positive, metavar="TOKENS", help=text)
     add("--requests", type=positive, default=12_000, metavar="N", help="simulated (%(default)s)")
     add("--as-traced", action="store_true", help="requests come in the trace's rhythm, not at random")
+    text = "of the proxy, one or PREFILL,DECODE, for the best splits (%(default)s); none: only the sweep"
+    add("--policy", default=",".join(DEFAULT_POLICIES.values()), metavar="NAME", help=text)
     add("--seed", type=int, default=1, help="of what is drawn (%(default)s)")
     text = "a proxy: its rate and number of workers are taken, its times compared"
     add("--live", metavar="URL", help=text)

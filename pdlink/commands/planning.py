@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -15,9 +15,10 @@ from pdlink.plan.aiconfigurator import read_aiconfigurator
 from pdlink.plan.curves import Curves, read_curves
 from pdlink.plan.hits import cached_tokens
 from pdlink.plan.report import Plan, sentences
-from pdlink.plan.sweep import NEIGHBOURS, Promise, best, bottleneck, demand_of, fewest_workers, sweep
+from pdlink.plan.sweep import NEIGHBOURS, Promise, best, best_rate, bottleneck, demand_of, fewest_workers, sweep
 from pdlink.plan.traffic import from_quantiles, read_trace
 from pdlink_bench import plot
+from pdlink_bench.fleet import Routed
 from pdlink_bench.harness import Table
 
 if TYPE_CHECKING:
@@ -47,11 +48,13 @@ def run(args: argparse.Namespace) -> int:
     fewest = fewest_workers(asked, per_s, MOST_WORKERS) if per_s else None
     workers = args.workers or (live.workers if live else 0) or max(2, fewest or 0)
     splits = _splits(asked, workers)
-    limit = bottleneck(asked, best(splits))
-    plan = Plan(traffic.name, asked, asked.closed_form(), splits, limit, per_s, fewest)
+    real = asked if args.policy == "none" else replace(asked, player=_routed(args, traffic))
+    routed = _again(real, splits) if real is not asked else []
+    limit = bottleneck(asked, best(routed or splits))
+    plan = Plan(traffic.name, asked, asked.closed_form(), splits, limit, per_s, fewest, args.policy, routed)
     lines = sentences(plan)
     if live is not None:
-        lines += live.compared(asked)
+        lines += live.compared(real)
     if args.json:
         text = json.dumps(_kept(plan, lines), indent=1) + "\n"
         if str(args.json) == "-":
@@ -97,8 +100,23 @@ def _splits(asked: Demand, workers: int) -> list[Split]:
     return sweep(asked, workers, range(max(1, middle - span), min(workers, middle + span), step))
 
 
+def _routed(args: argparse.Namespace, traffic: Traffic) -> Routed:
+    prefill, _, decode = args.policy.partition(",")
+    tokens = args.cache_tokens or 0
+    return Routed((prefill, decode or prefill), tokens, traffic.keys if tokens else ())
+
+
+def _again(asked: Demand, splits: list[Split]) -> list[Split]:
+    """The best of these and those beside it, by other placement."""
+    if not best(splits).per_s:
+        return []
+    at, form = splits.index(best(splits)), asked.closed_form()
+    near = splits[max(0, at - 1) : at + 2]
+    return [best_rate(asked, each.num_prefill, each.num_decode, form, near=each.per_s) for each in near]
+
+
 def _near(plan: Plan) -> list[Split]:
-    at = plan.splits.index(plan.best)
+    at = plan.splits.index(best(plan.splits))
     return plan.splits[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1]
 
 
@@ -120,8 +138,10 @@ def _show(plan: Plan, lines: list[str]) -> None:
         console.print(line, highlight=False, markup=False)
     if plan.best.per_s:
         table = Table(_HEADS, "at the highest rate that keeps the promise: the best split and its neighbours")
-        for split in _near(plan):
-            mark = "*" if split is plan.best else ""
+        again = {split.name: split for split in plan.routed}
+        for swept in _near(plan):
+            split = again.get(swept.name, swept)
+            mark = "*" if split is plan.best else "" if split is not swept or not again else " (sweep)"
             table.add(
                 f"{split.name}{mark}",
                 f"{split.per_s:.1f}",
@@ -151,6 +171,8 @@ def _kept(plan: Plan, lines: list[str]) -> dict[str, Any]:
         "usable": plan.usable,
         "limit": plan.limit,
         "splits": [asdict(split) for split in plan.splits],
+        "policies": plan.policies if plan.routed else None,
+        "routed": [asdict(split) for split in plan.routed],
         "rate": plan.per_s or None,
         "fewest_workers": plan.fewest,
     }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pdlink.compiled import compiled
 
 from .prefilling import send
+from .state import NUM_ENDED
 
 if TYPE_CHECKING:
     from .state import Speeds
@@ -19,7 +20,7 @@ def _steps_s(speeds: Speeds, decodes: Any, worker: int, num: int) -> float:
     running = decodes[worker].num
     first_s = speeds.step_s + speeds.sequence_s * running + speeds.context_s * decodes[worker].tokens
     seconds: float = num * first_s + speeds.context_s * running * num * (num - 1) / 2
-    return seconds
+    return seconds * decodes[worker].slow  # type: ignore[no-any-return]
 
 
 @compiled
@@ -50,7 +51,7 @@ def _advance(speeds: Speeds, decodes: Any, sequences: Any, worker: int, now_s: f
     if decodes[worker].num == 0:
         decodes[worker].clock_s = now_s
         return
-    half_s = speeds.context_s * decodes[worker].num / 2
+    half_s = speeds.context_s * decodes[worker].num / 2 * decodes[worker].slow
     slope_s = _steps_s(speeds, decodes, worker, 1) - half_s
     root = 2 * left_s / (slope_s + math.sqrt(slope_s * slope_s + 4 * half_s * left_s))
     num = min(int(math.ceil(root - 1e-9)), sequences[worker, 0].end - decodes[worker].steps)
@@ -86,6 +87,7 @@ def complete(
     sequences: Any,
     due: Any,
     counters: Any,
+    ended: Any,
     worker: int,
     now_s: float,
 ) -> None:
@@ -98,7 +100,7 @@ def complete(
         _pop(decodes, sequences, worker)
         jobs[job].done_s = now_s
         decodes[worker].tokens -= jobs[job].prompt + jobs[job].answer
-        leave(speeds, jobs, prefills, decodes, due, counters, job, now_s)
+        leave(speeds, jobs, prefills, decodes, due, counters, ended, job, now_s)
 
 
 @compiled
@@ -123,19 +125,52 @@ def _pop(decodes: Any, sequences: Any, worker: int) -> None:
 
 @compiled
 def leave(
-    speeds: Speeds, jobs: Any, prefills: Any, decodes: Any, due: Any, counters: Any, job: int, now_s: float
+    speeds: Speeds,
+    jobs: Any,
+    prefills: Any,
+    decodes: Any,
+    due: Any,
+    counters: Any,
+    ended: Any,
+    job: int,
+    now_s: float,
 ) -> None:
-    """It gives its blocks back, and its slot to the next one that waits there with its prompt computed."""
+    """It gives its blocks and its slot back."""
     worker = jobs[job].decode
-    decodes[worker].room += min(jobs[job].prompt + jobs[job].answer, speeds.pool_tokens)
-    decodes[worker].load -= jobs[job].prompt + jobs[job].answer
-    other = decodes[worker].head
-    if other < 0:
-        decodes[worker].slots -= 1
-        return
-    decodes[worker].head = jobs[other].behind
-    if jobs[other].behind < 0:
-        decodes[worker].tail = -1
-    jobs[other].behind = -1
-    jobs[other].admitted = 1
-    send(speeds, jobs, prefills, due, counters, other, now_s)
+    tokens = jobs[job].prompt + jobs[job].answer
+    need = min(tokens, speeds.pool_tokens)
+    decodes[worker].room += need
+    decodes[worker].held -= need
+    decodes[worker].load -= tokens
+    decodes[worker].requests -= 1
+    decodes[worker].slots -= 1
+    if len(ended):
+        note(ended, counters, job, 1, now_s)
+    if decodes[worker].head >= 0:
+        admit(speeds, jobs, prefills, decodes, due, counters, worker, now_s)
+
+
+@compiled
+def admit(
+    speeds: Speeds, jobs: Any, prefills: Any, decodes: Any, due: Any, counters: Any, worker: int, now_s: float
+) -> None:
+    """Blocks and slots to the first ones of its line, in order of arrival. KV that is computed leaves for them."""
+    while decodes[worker].head >= 0 and decodes[worker].slots < speeds.max_running:
+        job = decodes[worker].head
+        need = min(jobs[job].prompt + jobs[job].answer, speeds.pool_tokens)
+        if decodes[worker].held + need > speeds.pool_tokens:
+            return
+        decodes[worker].head = jobs[job].waits
+        decodes[worker].held += need
+        decodes[worker].slots += 1
+        jobs[job].admitted = 1
+        if not math.isnan(jobs[job].prefilled_s):
+            send(speeds, jobs, prefills, due, counters, job, now_s)
+
+
+@compiled
+def note(ended: Any, counters: Any, job: int, leg: int, now_s: float) -> None:
+    """A leg has ended."""
+    at = counters[NUM_ENDED]
+    ended[at].at_s, ended[at].job, ended[at].leg = now_s, job, leg
+    counters[NUM_ENDED] += 1

@@ -38,6 +38,7 @@ def begin(speeds: Speeds, jobs: Any, prefills: Any, worker: int, now_s: float) -
             if jobs[job].left == 0:
                 prefills[worker].ending += 1
             job = jobs[job].behind
+    took_s *= prefills[worker].slow
     prefills[worker].busy_s += took_s
     return took_s
 
@@ -54,26 +55,18 @@ def _take(speeds: Speeds, jobs: Any, job: int, tokens: int, now_s: float) -> flo
 
 
 @compiled
-def prefilled(
-    speeds: Speeds, jobs: Any, prefills: Any, decodes: Any, due: Any, counters: Any, worker: int, now_s: float
-) -> None:
-    """The first prompt of its line is computed: its KV leaves, or waits until decode has blocks."""
-    job = prefills[worker].head
+def prefilled(speeds: Speeds, jobs: Any, prefills: Any, due: Any, counters: Any, worker: int, now_s: float) -> int:
+    """The first prompt of its line is computed: its KV leaves, or waits until decode has blocks. Returns its job."""
+    job: int = prefills[worker].head
     prefills[worker].head = jobs[job].behind
     if jobs[job].behind < 0:
         prefills[worker].tail = -1
-    jobs[job].behind = -1
     prefills[worker].load -= jobs[job].new
+    prefills[worker].requests -= 1
     jobs[job].prefilled_s = now_s
-    decode = jobs[job].decode
     if jobs[job].admitted:
         send(speeds, jobs, prefills, due, counters, job, now_s)
-    elif decodes[decode].tail < 0:
-        decodes[decode].head = job
-        decodes[decode].tail = job
-    else:
-        jobs[decodes[decode].tail].behind = job
-        decodes[decode].tail = job
+    return job
 
 
 @compiled
@@ -81,7 +74,7 @@ def send(speeds: Speeds, jobs: Any, prefills: Any, due: Any, counters: Any, job:
     """It is computed, and decode has its blocks. Layers may have left while later ones were computed; the link sends
     one prompt's KV after the other's."""
     worker = jobs[job].prefill
-    whole_s = speeds.transfer_s * jobs[job].prompt
+    whole_s = speeds.transfer_s * jobs[job].moved
     begin_s = now_s
     if jobs[job].prefilled_s == now_s:
         begin_s = jobs[job].began_s + (now_s - jobs[job].began_s) / speeds.num_layers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .sweep import best
@@ -28,10 +28,14 @@ class Plan:
     """Rate that is to be served; 0 if nobody says."""
     fewest: int | None
     """Workers for that rate; None if it is 0, or if no fleet that was tried keeps the promise."""
+    policies: str = ""
+    """Of the proxy, which played `routed`; empty if there is none."""
+    routed: list[Split] = field(default_factory=list)
+    """The best split and those beside it again, by the proxy's own policies and queue."""
 
     @property
     def best(self) -> Split:
-        return best(self.splits)
+        return best(self.routed or self.splits)
 
     @property
     def workers(self) -> int:
@@ -63,9 +67,9 @@ def sentences(plan: Plan) -> list[str]:
         said.append(f"No split of {plan.workers} workers serves {promised}, at any rate: {_why_none(plan)}.")
         return said
     said.append(
-        f"{found.name} of {plan.workers} workers: {found.per_s:.1f} requests/s, {promised}. That is"
-        f" {plan.usable:.0%} of what they compute without ever waiting. At more the {found.limit} is missed first;"
-        f" what limits it is {plan.limit}."
+        f"{found.name} of {plan.workers} workers: {found.per_s:.1f} requests/s, {promised}"
+        f"{_by(plan)}. That is {plan.usable:.0%} of what they compute without ever waiting. At more the"
+        f" {found.limit} is missed first; what limits it is {plan.limit}."
     )
     said.append(
         f"Closed form: {form.num_prefill(plan.workers):.1f} prefill workers of {plan.workers}, batch {form.batch:.0f}"
@@ -79,6 +83,15 @@ def sentences(plan: Plan) -> list[str]:
     elif plan.per_s:
         said.append(f"For the {plan.per_s:.1f} requests/s of {plan.name}: no fleet that was tried is enough.")
     return said
+
+
+def _by(plan: Plan) -> str:
+    """Who placed the requests, and what the sweep found before."""
+    if not plan.routed:
+        return ""
+    swept = best(plan.splits)
+    other = f"; the sweep, by its own placement: {swept.name}, {swept.per_s:.1f}"
+    return f", placed by the proxy's policies ({plan.policies}{other})"
 
 
 def _why_none(plan: Plan) -> str:

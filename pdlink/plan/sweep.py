@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from .closed_form import ClosedForm
+    from .core import Played
     from .curves import Curves
-    from .fluid import Played
     from .traffic import Seconds, Tokens, Traffic
 
 STEPS = 11
 """Of the bisection of a rate: 0.05 % of the closed form's."""
+NEAR_STEPS, NEAR = 7, 0.1
+"""Of the same near a rate that is known: the first ones go this share up or down."""
 NEIGHBOURS = 2
 """Splits on each side of the best one that are shown."""
 
@@ -42,6 +44,24 @@ class Promise:
         return float((first & rest).mean()), float(first.mean()), float(rest.mean())
 
 
+class Player(Protocol):
+    """Puts requests through a fleet: who goes where is its own. `fluid.play` is one, `pdlink_bench.fleet.Routed`
+    another."""
+
+    def __call__(
+        self,
+        curves: Curves,
+        num_prefill: int,
+        num_decode: int,
+        at_s: Seconds,
+        prompt_tokens: Tokens,
+        answer_tokens: Tokens,
+        cached_tokens: Tokens | None = None,
+        *,
+        seed: int = 1,
+    ) -> Played: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Demand:
     """Requests at no particular rate, and the workers that are to serve them."""
@@ -54,13 +74,14 @@ class Demand:
     """When they come, one a second in the mean."""
     promise: Promise
     seed: int = 1
+    player: Player = play
 
     def closed_form(self) -> ClosedForm:
         return closed_form(self.curves, self.prompt, self.answer, self.cached, self.promise.per_token_s)
 
     def played(self, num_prefill: int, num_decode: int, per_s: float) -> Played:
         """At so many requests a second."""
-        return play(
+        return self.player(
             self.curves,
             num_prefill,
             num_decode,
@@ -137,12 +158,15 @@ def best(splits: list[Split]) -> Split:
     return max(splits, key=lambda split: split.per_s)
 
 
-def best_rate(demand: Demand, num_prefill: int, num_decode: int, form: ClosedForm) -> Split:
-    """By bisection, below what the closed form says that no fleet can exceed."""
+def best_rate(demand: Demand, num_prefill: int, num_decode: int, form: ClosedForm, near: float = 0.0) -> Split:
+    """By bisection, below what the closed form says that no fleet can exceed. near: begin at this rate, with fewer
+    steps."""
     low, high = 0.0, form.rate(num_prefill, num_decode) * 1.1
     at_low = at_high = None
-    for _ in range(STEPS):
+    for step in range(NEAR_STEPS if near else STEPS):
         per_s = (low + high) / 2
+        if near and (at_low is None or at_high is None):
+            per_s = min(high, near if step == 0 else high * (1 - NEAR) if at_low is None else low * (1 + NEAR))
         if per_s <= 0:
             break
         played = demand.played(num_prefill, num_decode, per_s)
@@ -150,6 +174,8 @@ def best_rate(demand: Demand, num_prefill: int, num_decode: int, form: ClosedFor
             low, at_low = per_s, played
         else:
             high, at_high = per_s, played
+    if near and at_low is None:
+        return best_rate(demand, num_prefill, num_decode, form)
     limit = "time per token"
     if at_high is not None:
         _, first, rest = demand.promise.kept(at_high)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-from pathlib import Path
+from dataclasses import replace
 from statistics import fmean
 
+import numpy as np
 import pytest
 
-from pdlink.errors import ConfigError
-from pdlink_bench.fleet import Curves, Outcome, Simulation
-from pdlink_bench.fleet_requests import Request, at_load, conversations, read_trace
+from pdlink.plan.closed_form import prefill_times
+from pdlink.plan.curves import Curves
+from pdlink.plan.fluid import play
+from pdlink_bench.chats import conversations
+from pdlink_bench.fleet import Outcome, Routed, Simulation, at_load
 from pdlink_proxy.policies.registry import POLICIES
 
 CURVES = Curves()
@@ -49,34 +50,36 @@ def test_a_full_decode_pool_makes_requests_wait_in_the_queue_and_loses_none() ->
 
 
 def test_one_request_alone_takes_what_the_curves_say() -> None:
-    (request,) = conversations(1, 1)
-    request.at_s = 0.0
-    prefill_s = CURVES.prefill_s(request.prompt_tokens, 0)
-    expected = prefill_s + CURVES.tail_s(request.prompt_tokens, prefill_s)
-    expected += CURVES.decode_step_s(1, request.prompt_tokens)
-    assert Simulation(("cost", "cost"), 2, 2).run([request]).ttft_s == [pytest.approx(expected)]
+    request = conversations(1, 1)
+    expected = float(prefill_times(CURVES, request.prompt_tokens, None)[0])
+    outcome = Simulation(("cost", "cost"), 2, 2).run(request)
+    assert outcome.ttft_s == [pytest.approx(expected)]
+    (tokens,), (answer,) = request.prompt_tokens.tolist(), request.answer_tokens.tolist()
+    steps_s = sum(CURVES.decode_step_s(1, tokens + 1 + step) for step in range(answer - 1))
+    assert outcome.played.per_token_s * (answer - 1) == pytest.approx(CURVES.tail_s(tokens, expected) + steps_s)
 
 
-def test_a_trace_is_read_and_what_is_none_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(
-        json.dumps({"timestamp": 500, "input_length": 700, "output_length": 9, "hash_ids": [1, 2]}) + "\n"
-    )
-    (request,) = read_trace(path, 10)
-    assert (request.at_s, request.prompt_tokens, request.answer_tokens, request.keys) == (0.5, 700, 9, (1, 2))
-    for bad in ("{", '{"timestamp": 1}', "[1]"):
-        path.write_text(bad)
-        with pytest.raises(ConfigError, match="trace: cannot read"):
-            read_trace(path, 10)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_policies_of_the_proxy_and_the_compiled_ones_see_the_same_fleet(seed: int) -> None:
+    """With one worker of each kind there is nothing to choose; with more, least_loaded is what is compiled."""
+    print(f"seed {seed}")
+    paced = at_load(conversations(400, seed), 0.7, 6, CURVES)
+    args = paced.at_s, paced.prompt_tokens, paced.answer_tokens
+    small = Curves(pool_tokens=120_000)
+    one, other = (player(small, 1, 1, args[0] * 6, *args[1:]) for player in (play, Routed(("cost", "cost"))))
+    assert one.ttft_s == pytest.approx(other.ttft_s)
+    assert one.per_token_s == pytest.approx(other.per_token_s, nan_ok=True)
+    one, other = (player(CURVES, 6, 6, *args) for player in (play, Routed(("least_loaded", "least_loaded"))))
+    assert one.ttft_s.mean() == pytest.approx(other.ttft_s.mean(), rel=0.1)
+    assert np.nanmean(one.per_token_s) == pytest.approx(np.nanmean(other.per_token_s), rel=0.1)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_many_routers_are_as_good_as_the_best_of_two_of_one_that_knows_all(seed: int) -> None:
     """They know their own sends and reports that are 0.1 s old; a router that takes the minimum herds instead."""
     print(f"seed {seed}")
-    numbers = itertools.count()
     chats = conversations(3000, seed)
-    apart = [Request(each.at_s, each.prompt_tokens, 16, (next(numbers),)) for each in chats]
+    apart = replace(chats, answer_tokens=np.full(3000, 16), keys=tuple((number,) for number in range(3000)))
     requests = at_load(apart, 0.85, 50, Curves())
 
     def mean_s(policy: str, routers: int) -> float:

@@ -34,7 +34,7 @@ class Pair:
     queue: deque[Job] = field(default_factory=deque)
     """At prefill."""
     without_slot: deque[Job] = field(default_factory=deque)
-    """At decode, computed."""
+    """At decode, in order of arrival."""
     ready: list[tuple[float, Job]] = field(default_factory=list)
     running: list[Job] = field(default_factory=list)
     room: int = 0
@@ -66,7 +66,8 @@ class Pair:
                     if job.done == job.prompt:
                         job.prefilled_s = self.now
                         self.queue.remove(job)
-                        self.send(job) if job.admitted else self.without_slot.append(job)
+                        if job.admitted:
+                            self.send(job)
                 self.pass_end = None
                 self.begin()
             for at, job in [each for each in self.ready if each[0] <= self.now]:
@@ -82,9 +83,8 @@ class Pair:
                 job = self.line.popleft()
                 self.room -= job.need
                 job.done = job.cached
-                if self.slots < self.curves.max_running:
-                    self.slots += 1
-                    job.admitted = True
+                self.without_slot.append(job)
+                self.admit()
                 self.queue.append(job)
                 self.begin()
             if step_end is None and self.running:
@@ -117,9 +117,13 @@ class Pair:
 
     def leave(self, job: Job) -> None:
         self.room += job.need
-        if self.without_slot:
-            other = self.without_slot.popleft()
-            other.admitted = True
-            self.send(other)
-        else:
-            self.slots -= 1
+        self.slots -= 1
+        self.admit()
+
+    def admit(self) -> None:
+        while self.without_slot and self.slots < self.curves.max_running:
+            job = self.without_slot.popleft()
+            self.slots += 1
+            job.admitted = True
+            if job.prefilled_s >= 0:
+                self.send(job)

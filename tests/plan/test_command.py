@@ -50,7 +50,12 @@ def test_json_has_every_split_and_goes_alone_to_standard_output(capsys: pytest.C
     assert main([*CHAT, "--workers", "6", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [split["num_prefill"] for split in found["splits"]] == [1, 2, 3, 4, 5]
-    assert found["best"]["per_s"] == max(split["per_s"] for split in found["splits"])
+    assert found["best"]["per_s"] == max(split["per_s"] for split in found["routed"])
+    assert found["policies"] == "cost,least_loaded"
+    swept = {(split["num_prefill"], split["num_decode"]): split["per_s"] for split in found["splits"]}
+    assert 2 <= len(found["routed"]) <= 3
+    for split in found["routed"]:
+        assert split["per_s"] == pytest.approx(swept[split["num_prefill"], split["num_decode"]], rel=0.2)
     assert found["curves"]["schema_version"] == 1
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pdlink.plan.core import Played
 from pdlink.plan.curves import Curves
-from pdlink.plan.fluid import LOOK_AT_ALL, Played, play
+from pdlink.plan.fluid import LOOK_AT_ALL, play
 from tests.plan.reference import Job, Pair
 
 SMALL = Curves(pool_tokens=6000, max_batched_tokens=512, max_running=4, handoff_s=1e-3)
@@ -76,3 +77,11 @@ def test_a_slow_link_delays_the_tokens_after_the_first() -> None:
     fast, slow = (played(SMALL.model_copy(update={"link_nbytes_per_s": speed}), jobs) for speed in (26e9, 1e9))
     assert (fast.ttft_s == slow.ttft_s).all()
     assert (slow.per_token_s > fast.per_token_s).all()
+
+
+def test_a_slot_that_is_free_before_the_prompt_is_computed_is_used() -> None:
+    one = SMALL.model_copy(update={"max_running": 1})
+    jobs = [Job(0.0, 10, 2, 0), Job(0.0, 1900, 5, 0)]
+    found = played(one, jobs)
+    Pair(one).play(jobs)
+    assert found.per_token_s == pytest.approx([(job.last_s - job.prefilled_s) / (job.answer - 1) for job in jobs])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pdlink.plan.closed_form import closed_form
+from pdlink.plan.core import Played
 from pdlink.plan.curves import Curves
-from pdlink.plan.fluid import Played
 from pdlink.plan.sweep import Demand, Promise, best, best_rate, demand_of, fewest_workers, sweep
 from pdlink.plan.traffic import Traffic, from_quantiles
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from pdlink.errors import ConfigError
 from pdlink.observe.explain import fetch_explanation, table_of
-from pdlink_bench.fleet_requests import read_trace
+from pdlink.plan.traffic import read_trace
 from pdlink_proxy import decision_log
 from pdlink_proxy.decision_log import DecisionLog, Tally
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of, until
@@ -63,8 +63,9 @@ async def test_a_request_with_a_retry_is_one_line_with_both_attempts_and_their_l
         assert first["decode"]["considered"]["policy"] == "round_robin"
         assert first["transfer_id"] != second["transfer_id"]
         assert 0 <= line["queued_s"] <= line["total_s"]
-        (row,) = read_trace(path, 10)
-        assert (row.prompt_tokens, row.answer_tokens, row.keys) == (1200, 3, tuple(line["hash_ids"]))
+        trace = read_trace(path, 10)
+        assert (trace.prompt_tokens.tolist(), trace.answer_tokens.tolist()) == ([1200], [3])
+        assert trace.keys == (tuple(line["hash_ids"]),)
         found = await asyncio.to_thread(fetch_explanation, proxy.url, request_id)
         console = Console(width=250, record=True, quiet=False)
         console.print(table_of(found))
