@@ -38,6 +38,7 @@ PATIENT = {"peer_s": 30.0, "lease_s": 60.0, "offer_s": 60.0}
 NIXL_PATIENT = {"kv_lease_duration": 600}
 """The same for NIXL: its prefill gives KV up after 30 s by itself, and a first handshake may last as long. A decode
 server that registers for a push after that waits for 480 s (vLLM 0.32)."""
+FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 MODEL = "bench"
 START_TIMEOUT_S = 600.0
 WAIT_S = 60.0
@@ -74,6 +75,8 @@ class Deployment:
     name: str
     children: list[up.Child | Server] = field(default_factory=list)
     model: str = MODEL
+    alone: dict[str, Any] = field(default_factory=dict)
+    """What a request must say that the prefill server is to answer by itself."""
 
     @property
     def prefill_url(self) -> str:
@@ -189,6 +192,8 @@ def _start_sglang(deployment: Deployment, options: Options) -> dict[str, Any]:
     )
     log_dir = options.log_dir / deployment.name
     log_dir.mkdir(parents=True, exist_ok=True)
+    # Its name for a transfer to nobody, with which it warms itself up (disaggregation/utils.py of SGLang 0.5.23).
+    deployment.alone = {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_port": 1, "bootstrap_room": 1}
     plans = sglang.plan(config, 1, 1, executable=sglang.find_executable(options.executable), model=model)
     deployment.children.extend(Server(plan, log_dir) for plan in plans)
     return sglang.proxy_settings(plans)

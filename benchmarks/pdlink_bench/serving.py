@@ -105,7 +105,7 @@ def _turn(
 
 def _one(deployment: Deployment, prompts: random.Random, length: int, settings: Settings) -> tuple[float, Streamed]:
     body = {"model": deployment.model, "prompt": _prompt(prompts, length), "max_tokens": 1, "temperature": 0}
-    bare_s = once(deployment.prefill_url, body)
+    bare_s = once(deployment.prefill_url, body | deployment.alone)
     return bare_s, _through(deployment, _prompt(prompts, length), settings)
 
 

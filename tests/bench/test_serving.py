@@ -1,4 +1,4 @@
-"""`pdlink bench serving` with a program in vLLM's place: turns, figures, failures, and nothing left behind."""
+"""`pdlink bench serving` with a program in place of vLLM or SGLang: turns, figures, failures, nothing left behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdlink_bench import serving
 from pdlink_bench.http_load import BadAnswer, once, stream
 from pdlink_bench.measure import Measured
 from pdlink_bench.serving import Settings
-from tests.proxy.fake_vllm import command
+from tests.proxy.fakes import command
 
 
 def options(*given: str) -> argparse.Namespace:
@@ -28,18 +28,21 @@ def options(*given: str) -> argparse.Namespace:
 
 def few(executable: Path, *more: str) -> argparse.Namespace:
     small = ("--rounds", "2", "--tokens", "9", "5", "--answer-tokens", "3", "--batch", "3", "--parallel", "2")
-    return options("--vllm", str(executable), "--model", "/m", "--vllm-arg=--some-flag", *small, *more)
+    engine = executable.name
+    servers = ("--engine", engine, f"--{engine}", str(executable), f"--{engine}-arg=--some-flag")
+    return options(*servers, "--model", "/m", *small, *more)
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize(("engine", "other"), [("vllm", "NixlConnector"), ("sglang", "'nixl'")])
 def test_systems_take_turns_and_every_sample_is_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    engine: str, other: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
     file, picture = tmp_path / "serving.json", tmp_path / "serving.png"
     log_dir = tmp_path / "logs"
     written = ("--json", str(file), "--log-dir", str(log_dir), "--plot", str(picture))
-    assert serving.run(few(command(tmp_path), *written)) == 0
+    assert serving.run(few(command(tmp_path, engine), *written)) == 0
     assert picture.stat().st_size > 1000
     result = json.loads(file.read_text())
     assert list(result["systems"]) == ["pdlink", "nixl"]
@@ -52,7 +55,7 @@ def test_systems_take_turns_and_every_sample_is_kept(
     assert "requests/s" in shown
     logs = {path.relative_to(log_dir): path.read_text() for path in log_dir.rglob("*.log")}
     assert len(logs) == 4
-    assert "NixlConnector" in logs[Path("nixl/decode-0.log")]
+    assert other in logs[Path("nixl/decode-0.log")]
     assert all("--some-flag" in text for text in logs.values())
 
 

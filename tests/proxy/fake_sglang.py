@@ -5,6 +5,7 @@ log-probability of a prompt's token is minus its number, and 0 for those of the 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +13,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from tests.proxy.fakes import DONE, Received, abort
+from tests.proxy.fakes import DONE, FakeServer, Received, abort, serve
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 
 
 @dataclass
-class FakeSglang:
+class FakeSglang(FakeServer):
     """One server. Texts of a prefill server begin with "P"."""
 
     mode: str = "null"
@@ -33,45 +34,25 @@ class FakeSglang:
     """It adds these to each token, as a server that computes something else."""
     kv_events: dict[str, Any] | None = None
     """The publisher that /server_info describes (runtime_context.describe_kv_events_publisher)."""
-    received: list[Received] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     """Ids given to POST /abort_request."""
-    strange: list[str] = field(default_factory=list)
-    port: int = 0
-    _runner: web.AppRunner | None = None
+    models: list[str] = field(default_factory=lambda: ["m"])
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    async def start(self) -> FakeSglang:
-        app = web.Application()
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/server_info", self._info)
-        app.router.add_post("/abort_request", self._abort)
-        app.router.add_post("/v1/completions", self._generate)
-        app.router.add_post("/v1/chat/completions", self._generate)
-        app.router.add_post("/v1/responses", self._generate)
-        app.router.add_post("/v1/messages", self._generate)
-        app.router.add_post("/generate", self._generate)
-        app.router.add_route("*", "/{path:.*}", self._nowhere)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
-        self.port = self._runner.addresses[0][1]
-        return self
-
-    async def stop(self) -> None:
-        if self._runner is not None:
-            runner, self._runner = self._runner, None
-            await runner.cleanup()
+    def routes(self) -> list[web.RouteDef]:
+        asked = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate")
+        return [
+            web.get("/health", self._health),
+            web.get("/v1/models", self._models),
+            web.get("/server_info", self._info),
+            web.post("/abort_request", self._abort),
+            *(web.post(path, self.generate) for path in asked),
+        ]
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "m"}]})
+        return web.json_response({"object": "list", "data": [{"id": name} for name in self.models]})
 
     async def _info(self, _: web.Request) -> web.Response:
         said = {"disaggregation_mode": self.mode, "disaggregation_bootstrap_port": self.bootstrap_port}
@@ -89,23 +70,8 @@ class FakeSglang:
         self.aborts.append((await request.json())["rid"])
         return web.Response()
 
-    async def _nowhere(self, request: web.Request) -> web.Response:
-        self.strange.append(f"{request.method} {request.path}")
-        return web.json_response({"detail": "Not Found"}, status=404)
-
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        raw = await request.read()
-        received = Received(request.path, request.headers, raw, msgspec.json.decode(raw))
-        self.received.append(received)
-        try:
-            response = await self._answer(request, received.body)
-        except (asyncio.CancelledError, ConnectionError):
-            received.aborted = True
-            raise
-        received.answered = True
-        return response
-
-    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    async def answer(self, request: web.Request, received: Received) -> web.StreamResponse:
+        body = received.body
         if self.gate is not None:
             await self.gate.wait()
         if self.fail_with is not None:
@@ -202,3 +168,16 @@ def _problem(body: dict[str, Any], num: int) -> str:
     if len(set(rooms if isinstance(rooms, list) else [rooms])) != (num if isinstance(rooms, list) else 1):
         return "one room for two prompts"
     return ""
+
+
+def main() -> None:
+    """`sglang serve --model-path MODEL --served-model-name NAME --port N ...`, until SIGTERM."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("serve")
+    parser.add_argument("--served-model-name")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--disaggregation-mode", default="null")
+    parser.add_argument("--disaggregation-bootstrap-port", type=int, default=8998)
+    args, _ = parser.parse_known_args()
+    mode, port = args.disaggregation_mode, args.disaggregation_bootstrap_port
+    serve(FakeSglang(mode, port, models=[args.served_model_name], port=args.port))

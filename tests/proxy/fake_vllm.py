@@ -6,19 +6,16 @@ tokens are counted out.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import signal
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
 
-from tests.proxy.fakes import DONE, Received, abort
+from tests.proxy.fakes import DONE, FakeServer, Received, abort, serve
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Awaitable, Callable
 
 HELD = {
@@ -31,7 +28,7 @@ HELD = {
 
 
 @dataclass
-class FakeVllm:
+class FakeVllm(FakeServer):
     """One server. Texts of a prefill leg begin with "P", so that one that reaches a client is seen."""
 
     connector: str = "pdlink"
@@ -69,39 +66,15 @@ class FakeVllm:
     """It has the routes whose streams have named events (`NamedAnswer`)."""
     keeps_no_kv: bool = False
     """NixlConnector had nothing to hand out."""
-    received: list[Received] = field(default_factory=list)
     models_asked: int = 0
-    strange: list[str] = field(default_factory=list)
-    """Routes that vLLM does not have, and somebody asked for."""
-    port: int = 0
-    _runner: web.AppRunner | None = None
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    async def start(self) -> FakeVllm:
-        app = web.Application(client_max_size=64 * 2**20)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/completions", self._generate)
-        app.router.add_post("/v1/chat/completions", self._generate)
+    def routes(self) -> list[web.RouteDef]:
+        asked = ["/v1/completions", "/v1/chat/completions"]
         if self.has_named:
-            app.router.add_post("/v1/responses", self._generate)
-            app.router.add_post("/v1/messages", self._generate)
-        if self.connector == "mooncake":
-            app.router.add_get("/query", self._query)
-        app.router.add_route("*", "/{path:.*}", self._nowhere)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
-        self.port = self._runner.addresses[0][1]
-        return self
-
-    async def stop(self) -> None:
-        if self._runner is not None:
-            runner, self._runner = self._runner, None
-            await runner.cleanup()
+            asked += ["/v1/responses", "/v1/messages"]
+        found = [web.get("/health", self._health), web.get("/v1/models", self._models)]
+        found += [web.post(path, self.generate) for path in asked]
+        return [*found, *([web.get("/query", self._query)] if self.connector == "mooncake" else [])]
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=503 if self.dead else 200)
@@ -115,26 +88,11 @@ class FakeVllm:
     async def _query(self, _: web.Request) -> web.Response:
         return _json({rank: {"engine_id": engine, "worker_addr": {}} for rank, engine in self.engines.items()})
 
-    async def _nowhere(self, request: web.Request) -> web.Response:
-        self.strange.append(f"{request.method} {request.path}")
-        return _json({"detail": "Not Found"}, 404)
-
     def _may_enter(self, request: web.Request) -> bool:
         return not self.api_key or request.headers.get("Authorization") == f"Bearer {self.api_key}"
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        raw = await request.read()
-        received = Received(request.path, request.headers, raw, msgspec.json.decode(raw))
-        self.received.append(received)
-        try:
-            response = await self._answer(request, received.body)
-        except (asyncio.CancelledError, ConnectionError):
-            received.aborted = True
-            raise
-        received.answered = True
-        return response
-
-    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    async def answer(self, request: web.Request, received: Received) -> web.StreamResponse:
+        body = received.body
         if not self._may_enter(request):
             return _error(401, "Unauthorized")
         if problem := _problem(body):
@@ -375,23 +333,6 @@ def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")
 
 
-def command(directory: Path, *, fails: str = "") -> Path:
-    """An executable that takes the arguments of `vllm` and serves this instead of a model. fails: its last words."""
-    path = directory / "vllm"
-    code = f"""#!{sys.executable}
-import sys
-sys.path[:0] = {[str(Path(__file__).parents[2]), *sys.path]!r}
-from tests.proxy.fake_vllm import main
-print("ARGUMENTS", sys.argv[1:], flush=True)
-if {fails!r}:
-    sys.exit({fails!r})
-main()
-"""
-    path.write_text(code)
-    path.chmod(0o755)
-    return path
-
-
 def main() -> None:
     """`vllm serve MODEL --served-model-name NAME --port N ...`, until SIGTERM."""
     parser = argparse.ArgumentParser()
@@ -401,12 +342,5 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--kv-transfer-config", type=msgspec.json.decode)
     args, _ = parser.parse_known_args()
-
-    async def run() -> None:
-        connector = "nixl" if args.kv_transfer_config["kv_connector"].startswith("Nixl") else "pdlink"
-        await FakeVllm(connector, models=[args.served_model_name], port=args.port).start()
-        told = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
-        await told.wait()
-
-    asyncio.run(run())
+    connector = "nixl" if args.kv_transfer_config["kv_connector"].startswith("Nixl") else "pdlink"
+    serve(FakeVllm(connector, models=[args.served_model_name], port=args.port))

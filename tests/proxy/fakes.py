@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import signal
+import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 from typing import Protocol as TypingProtocol
 
 import aiohttp
@@ -74,8 +77,62 @@ class Received:
         return str(self.body["kv_transfer_params"]["transfer_id"])
 
 
+@dataclass(kw_only=True)
+class FakeServer:
+    """A server in this process: what it was asked, a port, start and end. Those of engines say what they answer."""
+
+    received: list[Received] = field(default_factory=list)
+    strange: list[str] = field(default_factory=list)
+    """What somebody asked for, and the engine's server does not have."""
+    port: int = 0
+    _runner: web.AppRunner | None = None
+
+    def routes(self) -> list[web.RouteDef]:
+        raise NotImplementedError
+
+    async def answer(self, request: web.Request, received: Received) -> web.StreamResponse:
+        """To a request of `generate`."""
+        raise NotImplementedError
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> Self:
+        app = web.Application(client_max_size=64 * 2**20)
+        app.router.add_routes([*self.routes(), web.route("*", "/{path:.*}", self._nowhere)])
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def stop(self) -> None:
+        """Go away; `start` comes back on the same port."""
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """The handler of a generation request."""
+        raw = await request.read()
+        received = Received(request.path, request.headers, raw, msgspec.json.decode(raw))
+        self.received.append(received)
+        try:
+            response = await self.answer(request, received)
+        except (asyncio.CancelledError, ConnectionError):
+            received.aborted = True
+            raise
+        received.answered = True
+        return response
+
+    async def _nowhere(self, request: web.Request) -> web.Response:
+        self.strange.append(f"{request.method} {request.path}")
+        return web.json_response({"detail": "Not Found"}, status=404)
+
+
 @dataclass
-class FakeWorker:
+class FakeWorker(FakeServer):
     """A prefill or decode worker whose output tokens are `tokens`."""
 
     role: str
@@ -142,36 +199,22 @@ class FakeWorker:
     on_stop: Callable[[FakeWorker], None] | None = None
     probed: int = 0
     """How often it was asked for its health."""
-    received: list[Received] = field(default_factory=list)
     stops: list[tuple[str, str]] = field(default_factory=list)
-    port: int = 0
-    _runner: web.AppRunner | None = None
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/health", self._health),
+            web.get("/v1/models", self._models),
+            web.get("/pdlink/state", self._state),
+            *(web.post(path, self.generate) for path in ("/v1/completions", "/v1/chat/completions")),
+            web.post("/pdlink/transfers/{id}/stop", self._stop),
+            web.post("/tokenize", self._tokenize),
+        ]
 
-    async def start(self) -> FakeWorker:
-        app = web.Application(client_max_size=64 * 2**20)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/pdlink/state", self._state)
-        app.router.add_post("/v1/completions", self._generate)
-        app.router.add_post("/v1/chat/completions", self._generate)
-        app.router.add_post("/pdlink/transfers/{id}/stop", self._stop)
-        app.router.add_post("/tokenize", self._tokenize)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
-        self.port = self._runner.addresses[0][1]
+    async def start(self) -> Self:
+        await super().start()
         self.name = self.name or f"{self.role}-{self.port}"
         return self
-
-    async def stop(self) -> None:
-        """Go away; `start` comes back on the same port."""
-        if self._runner is not None:
-            runner, self._runner = self._runner, None
-            await runner.cleanup()
 
     async def _health(self, _: web.Request) -> web.Response:
         self.probed += 1
@@ -224,19 +267,7 @@ class FakeWorker:
             self.on_stop(self)
         return web.Response(status=202)
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        raw = await request.read()
-        received = Received(request.path, request.headers, raw, msgspec.json.decode(raw))
-        self.received.append(received)
-        try:
-            response = await self._answer(request, received)
-        except (asyncio.CancelledError, ConnectionError):
-            received.aborted = True
-            raise
-        received.answered = True
-        return response
-
-    async def _answer(self, request: web.Request, received: Received) -> web.StreamResponse:
+    async def answer(self, request: web.Request, received: Received) -> web.StreamResponse:
         if self._bars(request):
             error = {"message": "X-Pdlink-Key is missing or wrong", "type": "x", "param": None}
             return web.json_response({"error": {**error, "code": "invalid_api_key"}}, status=401)
@@ -318,6 +349,38 @@ def abort(request: web.Request) -> None:
     if request.transport is not None:
         request.transport.abort()
     raise ConnectionResetError("scripted")
+
+
+def serve(server: FakeServer) -> None:
+    """Until SIGTERM."""
+
+    async def run() -> None:
+        await server.start()
+        told = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+        await told.wait()
+
+    asyncio.run(run())
+
+
+def command(directory: Path, engine: str = "vllm", *, fails: str = "") -> Path:
+    """An executable that takes the arguments of this engine's own and serves its fake, without a model.
+
+    fails: its last words.
+    """
+    path = directory / engine
+    code = f"""#!{sys.executable}
+import sys
+sys.path[:0] = {[str(Path(__file__).parents[2]), *sys.path]!r}
+from tests.proxy.fake_{engine} import main
+print("ARGUMENTS", sys.argv[1:], flush=True)
+if {fails!r}:
+    sys.exit({fails!r})
+main()
+"""
+    path.write_text(code)
+    path.chmod(0o755)
+    return path
 
 
 @dataclass

@@ -154,12 +154,12 @@ class Narrow(FakeWorker):
     def health(self) -> dict[str, Any]:
         return {**super().health(), "free_blocks": 16 * (2 - self.running)}
 
-    async def _answer(self, request: web.Request, received: Received) -> web.StreamResponse:
+    async def answer(self, request: web.Request, received: Received) -> web.StreamResponse:
         self.running += 1
         try:
             await asyncio.sleep(0.005)
             self.served.append(received.headers["Authorization"])
-            return await super()._answer(request, received)
+            return await super().answer(request, received)
         finally:
             self.running -= 1
 

@@ -118,13 +118,13 @@ async def test_a_worker_that_fails_every_second_leg_gets_no_more(
     monkeypatch.setattr(pools, "_COMPARE_S", 0.01)
     rng = random.Random(7)
     bad, good = decodes
-    answer = bad._answer
+    answer = bad.answer
 
     async def moody(*args: object) -> object:
         bad.fail_with = 503 if rng.random() < 0.5 else None
         return await answer(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(bad, "_answer", moody)
+    monkeypatch.setattr(bad, "answer", moody)
     async with proxy_of([prefill], decodes, policy="round_robin") as proxy:
         state = next(worker for worker in proxy.router.pools.all if worker.url == bad.url)
         for _ in range(200):
@@ -145,7 +145,7 @@ async def test_a_worker_that_fails_every_second_leg_gets_no_more(
             async with proxy.post() as response:
                 assert response.status == 200
         assert len(bad.received) == bad_legs
-        monkeypatch.setattr(bad, "_answer", answer)
+        monkeypatch.setattr(bad, "answer", answer)
         bad.fail_with = None
         state.outlier._until_s = 0.0
         await until(lambda: state in proxy.router.pools.usable(state.side), "the end of the pause")

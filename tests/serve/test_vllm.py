@@ -16,7 +16,7 @@ from pdlink.integrations.vllm_parts import settings
 from pdlink.serve import vllm
 from pdlink.serve.servers import EngineMissing, Plan, Server, ServerFailed
 from pdlink.serve.up import stop
-from tests.proxy.fake_vllm import command
+from tests.proxy.fakes import command
 
 
 def plans(num_prefill: int = 1, num_decode: int = 1, **settings: Any) -> list[Plan]:

@@ -1,4 +1,4 @@
-"""`pdlink up --engine vllm` as a newcomer runs it, with a program in vLLM's place."""
+"""`pdlink up --engine vllm` and `sglang` as a newcomer runs them, with a program in the engine's place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.proxy.fake_vllm import command
+from tests.proxy.fakes import command
 
 from .deployment import request, until
 from .test_up import descendants, gone
@@ -20,12 +20,17 @@ from .test_up import descendants, gone
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 ROOT = Path(__file__).parents[2]
+PORTS = {"vllm": "control_port", "sglang": "bootstrap_port"}
+"""The port setting that each engine has beside those of HTTP."""
+READY_PATH = {"vllm": "/health", "sglang": "/v1/models"}
 
 
 def up(executable: Path, *flags: str) -> subprocess.Popen[str]:
-    settings = {"executable": executable, "model": "/m", "prefill_port": 0, "decode_port": 0, "control_port": 0}
-    more = [text for key, value in settings.items() for text in ("--set", f"vllm.{key}={value}")]
-    line = [sys.executable, "-m", "pdlink", "up", "--engine", "vllm", "--port", "0", *more, *flags]
+    """The engine is the name of the program."""
+    engine = executable.name
+    settings = {"executable": executable, "model": "/m", "prefill_port": 0, "decode_port": 0, PORTS[engine]: 0}
+    more = [text for key, value in settings.items() for text in ("--set", f"{engine}.{key}={value}")]
+    line = [sys.executable, "-m", "pdlink", "up", "--engine", engine, "--port", "0", *more, *flags]
     place = {**os.environ, "TMPDIR": str(executable.parent)}  # what a killed one cannot remove is left there
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=place)
 
@@ -40,9 +45,15 @@ def text_until(process: subprocess.Popen[str], end: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "SIGKILL"])
-def test_up_serves_with_vllm_servers_and_leaves_nothing_behind(number: int, tmp_path: Path) -> None:
-    process = up(command(tmp_path), "--prefill", "2", "--decode", "2")
+@pytest.mark.parametrize(
+    ("engine", "number"),
+    [("vllm", signal.SIGINT), ("vllm", signal.SIGKILL), ("sglang", signal.SIGINT)],
+    ids=["vllm-Ctrl-C", "vllm-SIGKILL", "sglang-Ctrl-C"],
+)
+def test_up_serves_with_another_engines_servers_and_leaves_nothing_behind(
+    engine: str, number: int, tmp_path: Path
+) -> None:
+    process = up(command(tmp_path, engine), "--prefill", "2", "--decode", "2")
     text = text_until(process, "Ctrl-C")
     url = re.findall(r"curl -N (http://\S+)/v1/completions", text)[0]
     children = descendants(process.pid)
@@ -60,14 +71,15 @@ def test_up_serves_with_vllm_servers_and_leaves_nothing_behind(number: int, tmp_
     process.stdout.close()
 
 
-def test_a_server_that_dies_is_started_again_and_the_rest_stays(tmp_path: Path) -> None:
-    process = up(command(tmp_path))
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_server_that_dies_is_started_again_and_the_rest_stays(engine: str, tmp_path: Path) -> None:
+    process = up(command(tmp_path, engine))
     text = text_until(process, "Ctrl-C")
     prefill = int(re.findall(r"prefill-0 +http://\S+:(\d+)", text)[0])
     (victim,) = (pid for pid in descendants(process.pid) if f"{prefill}" in Path(f"/proc/{pid}/cmdline").read_text())
     os.kill(victim, signal.SIGKILL)
     assert "prefill-0 was killed by SIGKILL" in text_until(process, "prefill-0 is back")
-    with urllib.request.urlopen(f"http://127.0.0.1:{prefill}/health", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{prefill}{READY_PATH[engine]}", timeout=10) as answer:
         assert answer.status == 200
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
@@ -94,7 +106,7 @@ def test_a_server_that_cannot_start_and_a_missing_vllm_say_why(tmp_path: Path) -
     assert process.returncode == 1
     assert "ended before it was ready" in errors
     assert "no such layout" in errors
-    process = up(tmp_path / "none")
+    process = up(tmp_path / "none" / "vllm")
     errors, _ = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "vllm.executable" in errors
