@@ -31,6 +31,9 @@ class SglangConfig(Section):
     """Every deadline."""
     security: SecurityConfig = SecurityConfig()
     """Who may talk to it. Ranks of a server that has keys need a key file each: {rank} in its name is the rank."""
+    timeline: str | None = None
+    """File that a trace of the last transfers is kept in, for ui.perfetto.dev; or its events, for programs, if the
+    name ends in .json. {rank} is replaced."""
     untested_sglang: Literal["refuse", "accept"] = "refuse"
     """What to do on an SGLang that is newer than those this was run with."""
 

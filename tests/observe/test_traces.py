@@ -10,7 +10,7 @@ import pytest
 
 from pdlink.errors import ConfigError
 from pdlink.events import LayerWritten, emit
-from pdlink.integrations.vllm_parts.trace_file import TraceFile
+from pdlink.integrations.trace_file import TraceFile
 from pdlink.observe import traces
 from pdlink.observe.timeline import Timeline
 from tests.observe.traced import tracks_of

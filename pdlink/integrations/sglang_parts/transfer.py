@@ -36,6 +36,7 @@ from pdlink.integrations.sglang_parts.ends import Cut, shared_heads
 from pdlink.integrations.sglang_parts.layerwise import Layerwise
 from pdlink.integrations.sglang_parts.rooms import KV, DecodeRooms, PrefillRooms
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
+from pdlink.integrations.trace_file import TraceFile
 from pdlink.store.line import Line
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         super().__init__(args, mode, server_args, is_mla_backend)
         self.enable_staging = False
         self._staging_outstanding = _Outstanding(self.sending)
+        path = settings.timeline
+        self._trace = TraceFile(self.node.name, path.replace("{rank}", str(args.engine_rank))) if path else None
         self._heartbeat: threading.Thread | None = None
         self._layerwise: Layerwise | None = None
         if mode == DisaggregationMode.DECODE:
@@ -123,6 +126,8 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         self._listener.join(_STOP_S)
         self._teller.close(_STOP_S)
         self.ends.close()
+        if self._trace is not None:
+            self._trace.close()
         with self._socket_lock:
             for socket in (*self._socket_cache.values(), *self._monitor_cache.values()):
                 socket.close(linger=0)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 from pdlink.errors import ConfigError
 from pdlink.events import listen
 from pdlink.integrations.shared_allocation import SharedAllocation
+from pdlink.integrations.trace_file import TraceFile
 from pdlink.integrations.vllm_parts import versions
 from pdlink.integrations.vllm_parts.layout import CacheGroups, LayerView, describe, of_rank
 from pdlink.integrations.vllm_parts.memory import regions
 from pdlink.integrations.vllm_parts.stats import Counts, link_state
 from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.store_half import StoreHalf, VllmBlocks
-from pdlink.integrations.vllm_parts.trace_file import TraceFile
 from pdlink.integrations.vllm_parts.worker import WorkerHalf
 from pdlink.node.node import Node, end_process
 from pdlink.serve.keys import as_name, load_credentials

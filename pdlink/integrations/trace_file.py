@@ -1,4 +1,4 @@
-"""The timeline of the last transfers, kept in a file: vLLM ends its workers without telling them first."""
+"""The timeline of the last transfers, kept in a file: engines end their workers without telling them first."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class TraceFile:
     """Writes the file in a thread of its own, soon after something has happened."""
 
     def __init__(self, name: str, path: str) -> None:
+        """path: a trace for ui.perfetto.dev, or its events if the name ends in .json (`pdlink.observe.traces`)."""
         self._timeline, self._path = Timeline(name), Path(path)
         self._changed, self._ended = threading.Event(), threading.Event()
         self._failed = False
