@@ -105,7 +105,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt tools/vllm_cpu.py $(NATIVE)
 $(SGLANG_STAMP): pyproject.toml constraints-sglang.txt tools/sglang_cpu.py $(NATIVE)
 	test -x $(SGLANG_BIN)/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_BIN)/python -m pip install -q -c constraints-sglang.txt torch==2.13.0
-	$(SGLANG_BIN)/python -m pip install -q --no-deps sglang==0.5.23 torchvision==0.28.0
+	$(SGLANG_BIN)/python -m pip install -q --no-deps sglang==0.5.23 torchvision==0.28.0 sglang-router==0.3.2
 	$(SGLANG_BIN)/python tools/sglang_cpu.py requirements > $(SGLANG_VENV)/requirements.txt
 	$(SGLANG_BIN)/python -m pip install -q -c constraints-sglang.txt -r $(SGLANG_VENV)/requirements.txt torch==2.13.0 triton \
 		scikit-build-core nanobind cmake ninja libucx-cu13 pyzmq msgspec numba xxhash pydantic prometheus-client \

@@ -20,7 +20,7 @@ Alone = dict[tuple[int, ...], list[int]]
 @pytest.fixture(scope="session")
 def vllm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds the checkpoint `model`."""
-    from tests.e2e.vllm_servers import save_model
+    from tests.e2e.engine_servers import save_model
 
     path = tmp_path_factory.mktemp("vllm")
     save_model(path / "model")
@@ -30,7 +30,8 @@ def vllm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def alone(vllm_folder: Path) -> Alone:
     """What one server without any connector answers to every prompt of these tests."""
-    from tests.e2e.vllm_servers import Server, prompt_of
+    from tests.e2e.engine_servers import prompt_of
+    from tests.e2e.vllm_servers import Server
 
     prompts = [prompt_of(count, count) for count in (*VLLM_LENGTHS, *VLLM_CONCURRENT, VLLM_LONG)]
     prompts += [prompt_of(700, 1)[:cut] + prompt_of(added, 2) for cut, added in ((700, 0), (640, 0), (513, 200))]

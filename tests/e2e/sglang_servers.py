@@ -2,124 +2,138 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import time
 import urllib.request
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+import msgspec
 
 from pdlink.config import ProxyConfig
+from pdlink.engine import tiny
+from pdlink.observe.timeline import Dump, Kept
 from pdlink.serve import up
 from pdlink.serve.ports import free_ports
-from tests.e2e.deployment import until
-from tests.e2e.vllm_servers import MODEL, Answer, body_of, die_with_parent, post
+from tests.e2e.engine_servers import MODEL, Answer, EngineServer, body_of, post, save_model, until
 
 ROOT = Path(__file__).parents[2]
-READY_S = 300.0
 FLAGS = [
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--grammar-backend", "none"),
     *("--sampling-backend", "pytorch", "--max-total-tokens", "16384", "--page-size", "16"),
     *("--disable-overlap-schedule", "--skip-server-warmup", "--context-length", "8192", "--host", "127.0.0.1"),
     *("--chunked-prefill-size", "256", "--served-model-name", MODEL, "--watchdog-timeout", "600"),
 ]
+ADMIN_KEY = "the-tests"
+LEG_S = 240.0
+
+
+def save_checkpoint(path: Path) -> None:
+    """The model of `save_model`, with a tokenizer, without which SGLang's servers do not start."""
+    save_model(path)
+    tiny.build_tokenizer().save_pretrained(path)
 
 
 @dataclass(eq=False)
-class SglangServer:
-    """One server and everything it started; ends with `kill`."""
+class SglangServer(EngineServer):
+    """One server."""
 
-    name: str
-    model: Path
-    log: Path
-    flags: list[str]
-    bootstrap_port: int = field(default_factory=lambda: free_ports(1))
-    port: int = field(default_factory=lambda: free_ports(1))
-    process: subprocess.Popen[bytes] | None = None
+    bootstrap_port: int = field(default_factory=lambda: free_ports(1), kw_only=True)
 
-    def start(self) -> SglangServer:
+    ready_path: ClassVar[str] = "/v1/models"
+    """The first /health is a warm-up of up to 20 s."""
+    ready_s: ClassVar[float] = 300.0
+
+    def command(self) -> list[str]:
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model)]
         command += ["--port", str(self.port), *FLAGS, *self.flags]
         if "--disaggregation-mode" in self.flags:
             command += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
-        settings = {
+        return command
+
+    def settings(self) -> dict[str, str]:
+        return {
             "SGLANG_USE_CPU_ENGINE": "1",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": f"{ROOT / 'tests/sglang_cpu'}:{ROOT}",
+            **self.environment,
         }
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command,
-                env=os.environ | settings,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
-        return self
 
-    def wait_ready(self) -> SglangServer:
-        deadline_s = time.monotonic() + READY_S
-        while not self.answers():
-            assert self.process is not None
-            assert self.process.poll() is None, f"{self.name} has ended: {self.tail()}"
-            assert time.monotonic() < deadline_s, f"{self.name} is not ready: {self.tail()}"
-            time.sleep(0.5)
-        return self
+    def generate(self, prompt: Sequence[int], **fields: Any) -> Answer:
+        """By SGLang's own interface, which says how much of the prompt it had: `cached_of`."""
+        return post(f"{self.url}/generate", native_body(prompt, **fields), LEG_S)
 
-    def answers(self) -> bool:
+    def abort(self, rid: str) -> None:
+        assert self.call("POST", "/abort_request", {"rid": rid}) == 200
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> int:
+        """The status of a call that says nothing else. As an administrator."""
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN_KEY}"}
+        data = msgspec.json.encode(body) if body is not None else None
+        asked = urllib.request.Request(self.url + path, data, headers, method=method)
         try:
-            with urllib.request.urlopen(f"{self.url}/v1/models", timeout=5) as answer:
-                return int(answer.status) == 200
-        except OSError:
-            return False
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            self.said = error.read().decode()
+            return error.code
 
-    def tail(self) -> str:
-        return self.log.read_text(errors="replace")[-3000:]
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    said: str = field(default="", init=False)
+    """With the last call that failed."""
 
     def num_prefill_passes(self) -> int:
         """Forward passes over prompts that its scheduler has logged."""
-        return self.log.read_text(errors="replace").count("Prefill batch")
+        return self.output().count("Prefill batch")
 
-    def kill(self) -> None:
-        """SIGKILL of all its processes, which ends them without a chance to say so."""
-        if self.process is not None:
-            for child in self._processes():
-                child.kill()
-            self.process.wait(30)
 
-    def _processes(self) -> list[Any]:
-        import psutil
+def native_body(prompt: Sequence[int], **fields: Any) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    return {"input_ids": list(prompt), "sampling_params": sampling, **fields}
 
-        assert self.process is not None
-        try:
-            first = psutil.Process(self.process.pid)
-            return [*first.children(recursive=True), first]
-        except psutil.NoSuchProcess:
-            return []
+
+def tokens_of(answer: Answer) -> list[int]:
+    """Of one prompt, by either interface."""
+    assert answer.status == 200, answer.body
+    if "output_ids" in answer.body:
+        return list(answer.body["output_ids"])
+    (tokens,) = answer.tokens
+    return tokens
+
+
+def cached_of(answer: Answer) -> int:
+    """Tokens of the prompt that were not computed for it."""
+    assert answer.status == 200, answer.body
+    return int(answer.body["meta_info"]["cached_tokens"])
 
 
 @dataclass
 class SglangPair:
+    """A server for each role, and pdlink's proxy before them."""
+
     prefill: SglangServer
     decode: SglangServer
     proxy: up.Child
+    timeline: Path
+    """What prefill's transfers are kept in."""
 
-    @staticmethod
-    def of(place: Path) -> SglangPair:
-        backend = ["--disaggregation-transfer-backend", "pdlink"]
+    @classmethod
+    def of(cls, place: Path, flags: Sequence[str] = ()) -> SglangPair:
+        """Servers of the checkpoint `model` in this folder, all ready."""
+        timeline = place / "timeline-0.json"
+        backend = ["--disaggregation-transfer-backend", "pdlink", *flags]
         # SGLang's default keeps retracted requests in memory that only CUDA pins.
         backend += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
         servers = [
             SglangServer(
-                role, place / "model", place / f"{role}.log", [*backend, "--disaggregation-mode", role]
+                role,
+                place / "model",
+                place / f"{role}.log",
+                [*backend, "--disaggregation-mode", role],
+                environment={"PDLINK_TIMELINE": str(place / "timeline-{rank}.json")} if role == "prefill" else {},
             ).start()
             for role in ("prefill", "decode")
         ]
@@ -129,7 +143,7 @@ class SglangPair:
             config = ProxyConfig(port=0, dialect="sglang", prefill=(prefill.url,), decode=(decode.url,))
             children.append(up.start("proxy", "proxy", config.model_dump(mode="json")))
             children[0].wait_ready(60)
-            pair = SglangPair(prefill, decode, children[0])
+            pair = cls(prefill, decode, children[0], timeline)
             pair.wait_routed()
         except BaseException:
             up.stop(children, 20)
@@ -142,26 +156,63 @@ class SglangPair:
     def url(self) -> str:
         return str(self.proxy.facts["url"])
 
+    @property
+    def servers(self) -> tuple[SglangServer, SglangServer]:
+        return self.prefill, self.decode
+
     def wait_routed(self) -> None:
         until(lambda: _is_well(self.url), "the proxy sees its servers", 120)
 
-    def tokens(self, prompt: list[int]) -> list[int]:
+    def complete(self, prompt: Sequence[int], timeout_s: float = LEG_S) -> Answer:
         """Through the proxy."""
-        return tokens_of(self.url, prompt)
+        return post(f"{self.url}/v1/completions", body_of(list(prompt)), timeout_s)
+
+    def tokens(self, prompt: Sequence[int]) -> list[int]:
+        return tokens_of(self.complete(prompt))
+
+    def swapped(self) -> SglangPair:
+        """The same servers, each in the other's place; the proxy does not know of it."""
+        return SglangPair(self.decode, self.prefill, self.proxy, self.timeline)
+
+    def legs(self, prompt: Sequence[int], rid: str = "") -> tuple[Answer, Answer]:
+        """Both legs as SGLang's own router posts them: prefill's and decode's answer."""
+        room = uuid.uuid4().int >> 65
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.prefill.bootstrap_port, "bootstrap_room": room}
+        with ThreadPoolExecutor(2) as threads:
+            legs = [
+                threads.submit(server.generate, prompt, **where, rid=rid or f"leg-{room}") for server in self.servers
+            ]
+            return legs[0].result(), legs[1].result()
+
+    def while_computing(self, prompt: Sequence[int], do: Callable[[], None]) -> Answer:
+        """The proxy's answer to a prompt in the middle of which this was done: two of its chunks are computed."""
+        before = self.prefill.num_prefill_passes()
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(self.complete, prompt)
+            until(lambda: self.prefill.num_prefill_passes() >= before + 2, "the prompt is being computed", 120)
+            do()
+            return asked.result()
+
+    def transfer_of(self, num_tokens: int) -> Kept:
+        """The last transfer whose prompt had so many tokens, as prefill has seen it to its end."""
+
+        def found() -> list[Kept]:
+            if not self.timeline.exists():
+                return []
+            transfers = msgspec.json.decode(self.timeline.read_bytes(), type=Dump).transfers
+            return [one for one in transfers if one.ended and _end_of(one) == num_tokens]
+
+        until(found, f"a transfer of {num_tokens} tokens has ended")
+        return found()[-1]
 
     def stop(self) -> None:
         up.stop([self.proxy], 20)
-        for server in (self.prefill, self.decode):
+        for server in self.servers:
             server.kill()
 
 
-def complete(url: str, prompt: list[int]) -> Answer:
-    return post(f"{url}/v1/completions", body_of(prompt))
-
-
-def tokens_of(url: str, prompt: list[int]) -> list[int]:
-    (tokens,) = complete(url, prompt).tokens
-    return tokens
+def _end_of(transfer: Kept) -> int:
+    return max((each.end for each in transfer.written), default=0)
 
 
 def _is_well(url: str) -> bool:

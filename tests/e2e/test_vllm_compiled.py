@@ -18,7 +18,8 @@ pytest.importorskip("vllm")
 
 from pdlink.serve.ports import free_ports  # noqa: E402
 from tests.e2e.conftest import VLLM_CONCURRENT, VLLM_TIGHT, Alone  # noqa: E402
-from tests.e2e.vllm_servers import NUM_LAYERS, Pair, place_of, prompt_of, until  # noqa: E402
+from tests.e2e.engine_servers import NUM_LAYERS, place_of, prompt_of, until  # noqa: E402
+from tests.e2e.vllm_servers import Pair  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -14,7 +14,8 @@ pytest.importorskip("vllm")
 
 import torch  # noqa: E402
 
-from tests.e2e.vllm_servers import Pair, Server, place_of, prompt_of, save_model, until  # noqa: E402
+from tests.e2e.engine_servers import place_of, prompt_of, save_model, until  # noqa: E402
+from tests.e2e.vllm_servers import Pair, Server  # noqa: E402
 
 pytestmark = [
     pytest.mark.vllm,

@@ -18,8 +18,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.e2e.engine_servers import prompt_of, until  # noqa: E402
 from tests.e2e.hybrid_models import WINDOW, save_recurrent_model, save_window_model  # noqa: E402
-from tests.e2e.vllm_servers import Pair, Server, prompt_of, until  # noqa: E402
+from tests.e2e.vllm_servers import Pair, Server  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -16,7 +16,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.e2e.vllm_servers import Pair, prompt_of, save_latent_model, until  # noqa: E402
+from tests.e2e.engine_servers import prompt_of, save_latent_model, until  # noqa: E402
+from tests.e2e.vllm_servers import Pair  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -14,8 +14,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.conftest import VLLM_CONCURRENT, Alone  # noqa: E402
+from tests.e2e.engine_servers import place_of, prompt_of, until  # noqa: E402
 from tests.e2e.test_vllm_store import CHUNK, FLAGS, loaded, tiers_of  # noqa: E402
-from tests.e2e.vllm_servers import Pair, place_of, prompt_of, until  # noqa: E402
+from tests.e2e.vllm_servers import Pair  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.conftest import Alone  # noqa: E402
-from tests.e2e.vllm_servers import Pair, place_of, prompt_of, until  # noqa: E402
+from tests.e2e.engine_servers import place_of, prompt_of, until  # noqa: E402
+from tests.e2e.vllm_servers import Pair  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -1,182 +1,46 @@
-"""Real vLLM servers for the tests: a checkpoint that is sensitive to its KV, servers, and a client with two legs."""
+"""Real vLLM servers for the tests, and a client with two legs."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
-import signal
-import subprocess
 import sys
-import threading
-import time
-import urllib.error
 import urllib.request
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from pdlink.serve.ports import free_ports
 from pdlink.serve.vllm import CONNECTORS
 from pdlink_bench import resting
+from tests.e2e.engine_servers import MODEL, Answer, EngineServer, prompt_of, until
 
-READY_S = 240.0
-"""A server takes 20 s to start on two idle cores."""
-NUM_LAYERS = 8
 PEER_S = 15.0
-MODEL = "sensitive"
-_VOCABULARY = 512
-
-
-def save_model(path: Path) -> None:
-    """A Llama whose greedy continuation really depends on every prompt token, as a checkpoint."""
-    config = LlamaConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    _save(LlamaForCausalLM(config), path)
-
-
-def save_latent_model(path: Path) -> None:
-    """The same with multi-head latent attention, of the one size that vLLM's kernel for CPUs knows: 512 + 64."""
-    config = DeepseekV2Config(
-        vocab_size=_VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        first_k_dense_replace=4,  # no experts
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    _save(DeepseekV2ForCausalLM(config), path)
-
-
-def _save(model: Any, path: Path) -> None:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "embed_tokens" in name:
-                parameter.normal_(0, 1)
-            elif "lm_head" in name:
-                parameter.normal_(0, 0.3)
-            elif parameter.ndim == 2:
-                parameter.normal_(0, (2 / parameter.shape[1]) ** 0.5)
-                if any(word in name for word in ("q_proj", "k_proj", "kv_a_proj")):
-                    parameter.mul_(1.5)
-    model.save_pretrained(path)
-
-
-def prompt_of(num_tokens: int, seed: int) -> list[int]:
-    """Token ids that depend on the seed."""
-    state = seed * 7919 + 13
-    tokens = []
-    for _ in range(num_tokens):
-        state = (state * 1103515245 + 12345) % 2**31
-        tokens.append(3 + (state >> 16) % (_VOCABULARY - 3))
-    return tokens
-
-
-def place_of(folder: Path, name: str) -> Path:
-    """A folder for one pair, with the checkpoint in `folder`."""
-    place = folder / name
-    place.mkdir()
-    (place / "model").symlink_to(folder / "model")
-    return place
-
-
-@dataclass
-class Answer:
-    status: int
-    body: dict[str, Any]
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        """Of every choice. Fails, with what the server said, if it answered with an error."""
-        assert self.status == 200, self.body
-        return [choice["token_ids"] for choice in self.body["choices"]]
-
-
-def post(url: str, body: dict[str, Any], timeout_s: float = 300.0) -> Answer:
-    """A completion, whatever its status; status 0 is a connection that broke."""
-    asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(asked, timeout=timeout_s) as answer:
-            return Answer(answer.status, json.loads(answer.read()))
-    except urllib.error.HTTPError as error:
-        return Answer(error.code, {"text": error.read().decode()})
-    except OSError as error:
-        return Answer(0, {"text": str(error)})
-
-
-def body_of(prompt: Any, **fields: Any) -> dict[str, Any]:
-    return {
-        "model": MODEL,
-        "prompt": prompt,
-        "max_tokens": 12,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        **fields,
-    }
-
-
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def die_with_parent() -> None:
-    """In the child: no server is left behind by tests that are killed. Its engine follows it."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-
-
 OURS = CONNECTORS["pdlink"][0]
 """What vLLM is told to find the connector by."""
 
 
 @dataclass(eq=False)
-class Server:
-    """One `vllm serve` and everything it started; ends with `kill`."""
+class Server(EngineServer):
+    """One `vllm serve`, ready 20 s after its start on two idle cores."""
 
-    name: str
-    model: Path
-    log: Path
-    flags: list[str]
     connector: dict[str, Any] | None = None
     """`kv_transfer_config`; it need not name PDLinkConnector."""
-    environment: dict[str, str] = field(default_factory=dict)
-    port: int = field(default_factory=lambda: free_ports(1))
-    process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> Server:
+    def command(self) -> list[str]:
         command = [str(Path(sys.executable).parent / "vllm"), "serve", str(self.model), "--skip-tokenizer-init"]
         command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--max-model-len", "8192", *self.flags]
-        # Several servers on two cores: threads that spin with sched_yield kept others from running for 15 s.
-        path = [self.environment.get("PYTHONPATH", ""), str(resting.plugin(self.log.parent)), *sys.path]
         if self.connector is not None:
             command += ["--kv-transfer-config", json.dumps(OURS | self.connector)]
-        settings = {
+        return command
+
+    def settings(self) -> dict[str, str]:
+        # Several servers on two cores: threads that spin with sched_yield kept others from running for 15 s.
+        path = [self.environment.get("PYTHONPATH", ""), str(resting.plugin(self.log.parent)), *sys.path]
+        return {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
@@ -185,43 +49,9 @@ class Server:
             **self.environment,
             "PYTHONPATH": os.pathsep.join(place for place in path if place),
         }
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command,
-                env=os.environ | settings,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
-        return self
 
-    def wait_ready(self) -> Server:
-        deadline_s = time.monotonic() + READY_S
-        while not self.healthy():
-            assert self.process is not None
-            failed = self.process.poll() is not None or "EngineCore failed to start" in self.tail()
-            assert not failed, f"{self.name} has ended: {self.tail()}"
-            assert time.monotonic() < deadline_s, f"{self.name} is not ready: {self.tail()}"
-            time.sleep(0.25)
-        return self
-
-    def healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                return int(answer.status) == 200
-        except OSError:
-            return False
-
-    def tail(self) -> str:
-        return self.log.read_text(errors="replace")[-3000:]
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def complete(self, prompt: Any, **fields: Any) -> Answer:
-        return post(f"{self.url}/v1/completions", body_of(prompt, **fields))
+    def has_failed(self) -> bool:
+        return super().has_failed() or "EngineCore failed to start" in self.tail()
 
     def metric(self, name: str, *having: str) -> float:
         """Sum over all samples of this name, with all this in their labels."""
@@ -234,14 +64,6 @@ class Server:
         """Whether no request runs or waits and no block is held."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         return not any(self.metric(f"vllm:{name}") for name in names)
-
-    def kill(self) -> None:
-        """SIGKILL for the server and all its processes."""
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended by itself: its output says why
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(30)
-            self.process = None
 
 
 @dataclass
@@ -315,8 +137,8 @@ class Pair:
         decode |= decode_connector or {}
         more = environment or {}
         pair = cls(
-            Server("prefill", model, folder / "prefill.log", prefill_flags, prefill, more).start(),
-            Server("decode", model, folder / "decode.log", decode_flags, decode, more).start(),
+            Server("prefill", model, folder / "prefill.log", prefill_flags, prefill, environment=more).start(),
+            Server("decode", model, folder / "decode.log", decode_flags, decode, environment=more).start(),
             tuple(f"tcp://127.0.0.1:{control_port + shard}" for shard in range(shards)),
             folder / "timeline-0.json",
             tuple(f"tcp://127.0.0.1:{back_port + shard}" for shard in range(shards)) if both else (),
@@ -385,11 +207,3 @@ class Pair:
         found = ended()[-1]
         assert found["ended"]["state"] == "DONE"
         return [each["at_s"] for each in found["written"]], [each["submitted_s"] for each in found["landed"]]
-
-
-def until(condition: Any, what: str, timeout_s: float = 90.0) -> None:
-    """Wait for something that servers do."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"timed out after {timeout_s} s waiting until {what}"
-        threading.Event().wait(0.05)
