@@ -15,8 +15,10 @@ def double() -> Iterator[Fake]:
     if COMPILER is None:
         pytest.skip("no C++ compiler for the test double of the driver")
     fake().take_log()
+    fake().take_faults()
     before = fake().counts()
     yield fake()
+    assert fake().take_faults() == []
     assert fake().counts() == before, "something was not given back"
 
 

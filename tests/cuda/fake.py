@@ -55,6 +55,19 @@ class Fake:
     def go_on(self) -> None:
         self._library.fake_go_on()
 
+    def hold_stream(self, stream: int) -> None:
+        """What is given to this stream from now on waits until `go_on_stream`; other streams go on."""
+        self._library.fake_hold_stream(ctypes.c_void_p(stream))
+
+    def go_on_stream(self, stream: int) -> None:
+        self._library.fake_go_on_stream(ctypes.c_void_p(stream))
+
+    def take_faults(self) -> list[str]:
+        """What no GPU would report, since the last time: above all accesses to the same bytes in no order."""
+        text = ctypes.create_string_buffer(1 << 16)
+        self._library.fake_take_faults(text, ctypes.c_size_t(len(text)))
+        return text.value.decode().splitlines()
+
     def take_log(self) -> list[tuple[str, bool]]:
         """The calls since the last time, and whether their threads had a context."""
         text = ctypes.create_string_buffer(1 << 20)

@@ -5,12 +5,19 @@
 //
 // Streams are threads, so that what is not ordered by an event is not ordered. Device memory is a memory file, so
 // that another process can open it as it would by CUDA IPC. The fake_* functions at the end are the tests' side.
+//
+// Two accesses to the same bytes, one of them a write, must be in an order: "Operations within a stream are ordered",
+// those of two streams by an event that one waits for (CUDA C++ Programming Guide 13.0, Asynchronous Concurrent
+// Execution), or because the host has seen the first end before it asks for the second. Whoever runs first by chance,
+// the double notes each pair without an order (`Order` below), and every test ends with none. It does not see what the
+// host reads and writes itself, nor other processes.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -101,7 +108,105 @@ class Stream {
     std::thread thread_;
 };
 
+// What has to be over before something begins: by stream, how many of its operations.
+using Clock = std::map<void*, std::uint64_t>;
+
+void join(Clock& clock, const Clock& other) {
+    for (const auto& [stream, count] : other) clock[stream] = std::max(clock[stream], count);
+}
+
+struct Span {
+    std::uint64_t begin, end;
+};
+
+// Sorted, neighbours joined.
+std::vector<Span> sorted(std::vector<Span> spans) {
+    std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
+    std::vector<Span> joined;
+    for (const Span& one : spans)
+        if (!joined.empty() && one.begin <= joined.back().end)
+            joined.back().end = std::max(joined.back().end, one.end);
+        else
+            joined.push_back(one);
+    return joined;
+}
+
+bool meet(const std::vector<Span>& a, const std::vector<Span>& b) {
+    for (std::size_t i = 0, j = 0; i < a.size() && j < b.size();) {
+        if (a[i].end <= b[j].begin)
+            ++i;
+        else if (b[j].end <= a[i].begin)
+            ++j;
+        else
+            return true;
+    }
+    return false;
+}
+
+struct Row {
+    std::uint64_t src, dst, nbytes;
+};
+
+// Which operations are in an order, and what is wrong.
+class Order {
+  public:
+    void run(const char* what, void* stream, const std::vector<Row>& rows) {
+        Operation one{what, stream, ++counts_[stream], {}, {}};
+        for (const Row& row : rows) {
+            one.reads.push_back({row.src, row.src + row.nbytes});
+            one.writes.push_back({row.dst, row.dst + row.nbytes});
+        }
+        one.reads = sorted(std::move(one.reads)), one.writes = sorted(std::move(one.writes));
+        Clock& before = before_[stream];
+        join(before, seen_);
+        std::erase_if(running_, [this](const Operation& old) { return old.number <= seen_[old.stream]; });
+        for (const Operation& old : running_)
+            if (old.number > before[old.stream] && old.stream != stream && conflict(one, old))
+                faults.push_back(one.what + " is in no order with " + old.what + " of the same bytes");
+        before[stream] = one.number;
+        running_.push_back(std::move(one));
+    }
+    Clock now(void* stream) {
+        join(before_[stream], seen_);
+        return before_[stream];
+    }
+    void wait(void* stream, const Clock& clock) { join(before_[stream], clock); }
+    void see(const Clock& clock) { join(seen_, clock); }
+    void see(void* stream) { see(now(stream)); }
+    // Nothing may use these bytes any more.
+    void end(const char* what, std::uint64_t address, std::uint64_t nbytes) {
+        const std::vector<Span> gone{{address, address + nbytes}};
+        for (const Operation& old : running_)
+            if (old.number > seen_[old.stream] && (meet(old.reads, gone) || meet(old.writes, gone)))
+                faults.push_back(std::string(what) + " of memory that " + old.what + " uses");
+        forget(address, nbytes);
+    }
+    // Other memory may be at these addresses soon.
+    void forget(std::uint64_t address, std::uint64_t nbytes) {
+        const std::vector<Span> gone{{address, address + nbytes}};
+        std::erase_if(running_, [&](const Operation& old) { return meet(old.reads, gone) || meet(old.writes, gone); });
+    }
+    void forget() { running_.clear(); }
+    std::vector<std::string> faults;
+
+  private:
+    struct Operation {
+        std::string what;
+        void* stream;
+        std::uint64_t number;  // in its stream, from 1
+        std::vector<Span> reads, writes;
+    };
+    static bool conflict(const Operation& a, const Operation& b) {
+        return meet(a.writes, b.writes) || meet(a.writes, b.reads) || meet(a.reads, b.writes);
+    }
+    std::map<void*, std::uint64_t> counts_;
+    std::map<void*, Clock> before_;  // what is before the next operation of a stream
+    Clock seen_;                     // to be over, by the host
+    std::vector<Operation> running_;
+};
+
 struct Mark {  // one cuEventRecord
+    Clock before;
     std::mutex mutex;
     std::condition_variable changed;
     bool reached = false;
@@ -128,7 +233,9 @@ struct World {
     std::mutex mutex;
     std::map<std::uint64_t, Allocation> allocations;  // by address
     std::map<std::uint64_t, std::uint64_t> mapped;    // opened by IPC: address to nbytes
-    std::set<std::uint64_t> registered;
+    std::map<std::uint64_t, std::uint64_t> registered;  // host memory: address to nbytes
+    Order order;
+    std::map<void*, std::shared_ptr<Mark>> held;  // streams that a test holds
     std::map<void*, std::unique_ptr<Stream>> streams;
     std::set<Event*> events;
     int modules = 0, contexts = 0;
@@ -170,6 +277,41 @@ Stream& stream_of(void* handle) {
     std::unique_ptr<Stream>& stream = w.streams[handle];  // the default stream is made when first used
     if (!stream) stream = std::make_unique<Stream>();
     return *stream;
+}
+
+enum class Where { kKnown, kPageable, kInvalid };
+
+// "Memory regions requested must be either entirely registered with CUDA, or in the case of host pageable transfers,
+// not registered at all" (CUDA Driver API 13.0, API synchronization behavior). The caller holds the mutex.
+Where where(std::uint64_t begin, std::uint64_t nbytes) {
+    const World& w = world();
+    const std::uint64_t end = begin + nbytes;
+    bool touches = false;
+    const auto inside = [&](std::uint64_t at, std::uint64_t size) {
+        touches = touches || (begin < at + size && at < end);
+        return begin >= at && end <= at + size;
+    };
+    for (const auto& [at, allocation] : w.allocations)
+        if (inside(at, allocation.nbytes)) return Where::kKnown;
+    for (const auto& [at, size] : w.mapped)
+        if (inside(at, size)) return Where::kKnown;
+    for (const auto& [at, size] : w.registered)
+        if (inside(at, size)) return Where::kKnown;
+    return touches ? Where::kInvalid : Where::kPageable;
+}
+
+// Copies are given to a stream: whether their memory is such as an asynchronous copy takes.
+int begin_copies(const char* call, void* stream, const std::vector<Row>& rows) {
+    World& w = world();
+    const std::lock_guard lock(w.mutex);
+    for (const Row& row : rows)
+        for (const Where at : {where(row.src, row.nbytes), where(row.dst, row.nbytes)}) {
+            if (at == Where::kInvalid) return kInvalidValue;
+            // "may be staged through pinned memory", and the caller may wait: never what pdlink wants.
+            if (at == Where::kPageable) w.order.faults.push_back(std::string(call) + " of pageable memory");
+        }
+    w.order.run(call, stream, rows);
+    return kSuccess;
 }
 
 void* map_file(int fd, std::uint64_t nbytes) {
@@ -259,11 +401,14 @@ int cuCtxPopCurrent_v2(void** context) {
 int cuCtxSynchronize() {
     ENTER(true);
     std::vector<Stream*> all;
+    std::vector<void*> handles;
     {
         const std::lock_guard lock(world().mutex);
-        for (auto& [handle, stream] : world().streams) all.push_back(stream.get());
+        for (auto& [handle, stream] : world().streams) all.push_back(stream.get()), handles.push_back(handle);
     }
     for (Stream* stream : all) stream->drain();
+    const std::lock_guard lock(world().mutex);
+    for (void* handle : handles) world().order.see(handle);
     return kSuccess;
 }
 
@@ -284,15 +429,20 @@ int cuMemFree_v2(std::uint64_t address) {
     const std::lock_guard lock(world().mutex);
     const auto at = world().allocations.find(address);
     if (at == world().allocations.end()) return kInvalidValue;
+    world().order.forget(address, at->second.nbytes);
     ::munmap(reinterpret_cast<void*>(address), at->second.nbytes);
     ::close(at->second.fd);
     world().allocations.erase(at);
     return kSuccess;
 }
-int cuMemHostRegister_v2(void* address, std::size_t, unsigned) {
+int cuMemHostRegister_v2(void* address, std::size_t nbytes, unsigned) {
     ENTER(true);
+    const auto begin = reinterpret_cast<std::uint64_t>(address);
     const std::lock_guard lock(world().mutex);
-    return world().registered.insert(reinterpret_cast<std::uint64_t>(address)).second ? kSuccess : kAlreadyRegistered;
+    for (const auto& [at, size] : world().registered)
+        if (begin < at + size && at < begin + nbytes) return kAlreadyRegistered;
+    world().registered[begin] = nbytes;
+    return kSuccess;
 }
 int cuMemHostGetDevicePointer_v2(std::uint64_t* there, void* address, unsigned) {
     ENTER(true);
@@ -300,9 +450,17 @@ int cuMemHostGetDevicePointer_v2(std::uint64_t* there, void* address, unsigned) 
     return kSuccess;
 }
 int cuMemHostUnregister(void* address) {
+    if (world().sticky) {  // the context is dead, and what its owner frees now goes with it
+        const std::lock_guard lock(world().mutex);
+        world().registered.erase(reinterpret_cast<std::uint64_t>(address));
+    }
     ENTER(true);
     const std::lock_guard lock(world().mutex);
-    return world().registered.erase(reinterpret_cast<std::uint64_t>(address)) ? kSuccess : kNotRegistered;
+    const auto at = world().registered.find(reinterpret_cast<std::uint64_t>(address));
+    if (at == world().registered.end()) return kNotRegistered;
+    if (!world().sticky) world().order.end(__func__, at->first, at->second);
+    world().registered.erase(at);
+    return kSuccess;
 }
 int cuIpcGetMemHandle(char* handle, std::uint64_t address) {
     ENTER(true);
@@ -342,6 +500,7 @@ int cuIpcCloseMemHandle(std::uint64_t address) {
     const std::lock_guard lock(world().mutex);
     const auto at = world().mapped.find(address);
     if (at == world().mapped.end()) return kInvalidValue;
+    if (!world().sticky) world().order.end(__func__, at->first, at->second);
     ::munmap(reinterpret_cast<void*>(address), at->second);
     world().mapped.erase(at);
     return kSuccess;
@@ -369,6 +528,7 @@ int cuPointerGetAttribute(void* data, int attribute, std::uint64_t address) {
 }
 int cuMemcpyAsync(std::uint64_t dst, std::uint64_t src, std::size_t nbytes, void* stream) {
     ENTER(true);
+    if (const int failed = begin_copies(__func__, stream, {{src, dst, nbytes}})) return failed;
     stream_of(stream).put([=] {
         const std::lock_guard wait(world().gate);
         std::memcpy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), nbytes);
@@ -389,15 +549,12 @@ int cuMemcpyBatchAsync_v2(std::uint64_t* dsts, std::uint64_t* srcs, std::size_t*
     if (!stream || !count || !num_attributes || num_attributes > count || firsts[0] != 0) return kInvalidValue;
     for (std::size_t i = 0; i < num_attributes; ++i)
         if (attributes[i].src_access_order < 1 || attributes[i].src_access_order > 3) return kInvalidValue;
-    struct Copy {
-        std::uint64_t dst, src;
-        std::size_t nbytes;
-    };
-    std::vector<Copy> copies;
-    for (std::size_t i = count; i-- > 0;) copies.push_back({dsts[i], srcs[i], sizes[i]});
+    std::vector<Row> copies;
+    for (std::size_t i = count; i-- > 0;) copies.push_back({srcs[i], dsts[i], sizes[i]});
+    if (const int failed = begin_copies(__func__, stream, copies)) return failed;
     stream_of(stream).put([copies] {
         const std::lock_guard wait(world().gate);
-        for (const Copy& one : copies)
+        for (const Row& one : copies)
             std::memcpy(reinterpret_cast<void*>(one.dst), reinterpret_cast<const void*>(one.src), one.nbytes);
     });
     return kSuccess;
@@ -426,12 +583,23 @@ int cuStreamDestroy_v2(void* stream) {
 }
 int cuStreamWaitEvent(void* stream, void* event, unsigned) {
     ENTER(true);
-    if (const auto mark = static_cast<Event*>(event)->mark) stream_of(stream).put([mark] { mark->wait(); });
+    if (const auto mark = static_cast<Event*>(event)->mark) {
+        stream_of(stream).put([mark] { mark->wait(); });
+        const std::lock_guard lock(world().mutex);
+        world().order.wait(stream, mark->before);
+    }
     return kSuccess;
 }
 int cuStreamSynchronize(void* stream) {
     ENTER(true);
+    Clock before;
+    {
+        const std::lock_guard lock(world().mutex);
+        before = world().order.now(stream);
+    }
     stream_of(stream).drain();
+    const std::lock_guard lock(world().mutex);
+    world().order.see(before);
     return kSuccess;
 }
 int cuLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
@@ -451,13 +619,21 @@ int cuEventRecord(void* event, void* stream) {
     ENTER(true);
     const auto mark = std::make_shared<Mark>();
     static_cast<Event*>(event)->mark = mark;
+    {
+        const std::lock_guard lock(world().mutex);
+        mark->before = world().order.now(stream);
+    }
     stream_of(stream).put([mark] { mark->reach(); });
     return kSuccess;
 }
 int cuEventQuery(void* event) {
     ENTER(true);
     const auto mark = static_cast<Event*>(event)->mark;
-    return !mark || mark->is_reached() ? kSuccess : kNotReady;
+    if (!mark) return kSuccess;
+    if (!mark->is_reached()) return kNotReady;
+    const std::lock_guard lock(world().mutex);
+    world().order.see(mark->before);
+    return kSuccess;
 }
 int cuEventDestroy_v2(void* event) {
     ENTER(true);
@@ -501,6 +677,13 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
     pdlink::cuda::Launch launch{name, x, y, {}};
     const auto* bytes = static_cast<const std::byte*>(arguments[0]);
     launch.argument.assign(bytes, bytes + nbytes);  // the driver copies it before it returns, too
+    if (name == "pdlink_runs") {  // the list is in pinned memory, and there by now
+        const auto& list = *reinterpret_cast<const pdlink::cuda::RunList*>(bytes);
+        const std::size_t count = list.num_shares / list.segments.divisor();
+        const Row* rows = reinterpret_cast<const Row*>(list.runs);
+        const std::lock_guard lock(world().mutex);
+        world().order.run("pdlink_runs", stream, {rows, rows + count});
+    }
     stream_of(stream).put([launch = std::move(launch)] {
         const std::lock_guard wait(world().gate);
         pdlink::cuda::run_on_cpu(launch);
@@ -520,6 +703,28 @@ void fake_break(int result) { world().sticky = result; }
 // Kernels and copies wait from now on (another thread must not hold it), or go on.
 void fake_hold() { world().gate.lock(); }
 void fake_go_on() { world().gate.unlock(); }
+// What is put into this stream from now on waits, or goes on.
+void fake_hold_stream(void* stream) {
+    const auto mark = std::make_shared<Mark>();
+    stream_of(stream).put([mark] { mark->wait(); });
+    const std::lock_guard lock(world().mutex);
+    world().held[stream] = mark;
+}
+void fake_go_on_stream(void* stream) {
+    const std::lock_guard lock(world().mutex);
+    world().held.at(stream)->reach();
+    world().held.erase(stream);
+}
+// Accesses in no order, and other faults that a GPU would not report, since the last time; one a line.
+std::size_t fake_take_faults(char* text, std::size_t nbytes) {
+    const std::lock_guard lock(world().mutex);
+    std::string all;
+    for (const std::string& line : world().order.faults) all += line + "\n";
+    world().order.faults.clear();
+    world().order.forget();  // between tests
+    std::snprintf(text, nbytes, "%s", all.c_str());
+    return all.size();
+}
 // What was called since the last time, one a line, with " +" if the thread had a context and " -" if not.
 std::size_t fake_take_log(char* text, std::size_t nbytes) {
     const std::lock_guard lock(world().mutex);
@@ -556,8 +761,10 @@ void fake_lend(std::uint64_t address, std::uint64_t nbytes, int fd) {
     const std::lock_guard lock(world().mutex);
     if (nbytes)
         world().allocations[address] = {nbytes, fd, false};
-    else
-        world().allocations.erase(address);
+    else if (const auto at = world().allocations.find(address); at != world().allocations.end()) {
+        world().order.forget(address, at->second.nbytes);
+        world().allocations.erase(at);
+    }
 }
 
 }  // extern "C"

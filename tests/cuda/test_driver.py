@@ -82,6 +82,8 @@ def test_a_copy_follows_what_its_stream_has_before_it(device: Device, double: Fa
     """The held kernel writes; the copy behind it must see what it wrote, and no sooner."""
     kernels, stream = Kernels(device, IMAGE), Stream(device)
     source, middle, target = (torch.full((64,), n, dtype=torch.uint8) for n in (1, 2, 3))
+    for one in (middle, target):  # an asynchronous copy takes no other memory of the host
+        device.pin(one.data_ptr(), 64)
     runs = torch.tensor([[source.data_ptr(), middle.data_ptr(), 64]])
     double.hold()
     try:
@@ -92,6 +94,8 @@ def test_a_copy_follows_what_its_stream_has_before_it(device: Device, double: Fa
         double.go_on()
     stream.synchronize()
     assert target.tolist() == [1] * 64
+    for one in (middle, target):
+        device.unpin(one.data_ptr())
     for made in (kernels, stream, Event(device)):
         made.close()
         made.close()
