@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "endpoint": BASE | {"kv", "memory", "transport", "protocol"},
     "node": BASE | {"kv", "memory", "transport", "protocol", "endpoint"},
     "engine": BASE | {"kv", "memory", "cuda"},
-    "store": BASE | {"kv", "memory", "_copy"},
+    "store": BASE | {"kv", "memory", "cuda", "_copy"},
     "peers": BASE
     | {"kv", "memory", "transport", "protocol", "node", "store"}
     | {"endpoint.channel", "endpoint.inflow", "endpoint.work"},  # sockets and their thread; no endpoint

@@ -92,7 +92,6 @@ class WorkerConfig(Section):
             if self.cache.memory_fraction is not None:
                 raise ValueError("cache.memory_fraction: is of a GPU's memory; set engine.device or cache.num_blocks")
             return self
-        no_use(self.tiers, "tiers.", type(self.tiers).model_fields, "reads host memory, and engine.device is a GPU")
         if self.transport.verify != "off":
             raise ValueError(
                 f"transport.verify: {self.transport.verify!r} reads host memory; with engine.device "

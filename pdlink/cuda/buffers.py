@@ -60,6 +60,12 @@ class DeviceMemory:
         event: Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         return event
 
+    def compute_stream(self) -> int:
+        """The stream that torch computes on in the calling thread, as the driver's handle; 0 is the default one."""
+        import torch
+
+        return int(torch.cuda.current_stream(self.device.index).cuda_stream)
+
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """As uint8 [nbytes]: `torch.as_tensor(buffer, device="cuda")` is a view. It does not keep the buffer open."""

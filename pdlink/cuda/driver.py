@@ -192,14 +192,21 @@ class Device:
 
     def pin(self, ptr: int, nbytes: int) -> int:
         """Register host memory; the address that kernels use for it. Undone by `unpin`."""
-        there, flags = c_uint64(), c_uint(_HOST_PORTABLE | _HOST_MAPPED)
         with self.current() as driver:
-            driver.call("cuMemHostRegister_v2", c_void_p(ptr), c_size_t(nbytes), flags)
+            driver.call(
+                "cuMemHostRegister_v2", c_void_p(ptr), c_size_t(nbytes), c_uint(_HOST_PORTABLE | _HOST_MAPPED)
+            )
             try:
-                driver.call("cuMemHostGetDevicePointer_v2", byref(there), c_void_p(ptr), c_uint(0))
+                return self.mapped(ptr)
             except CudaFailure:
                 driver.call("cuMemHostUnregister", c_void_p(ptr))
                 raise
+
+    def mapped(self, ptr: int) -> int:
+        """The address that kernels use for registered host memory."""
+        there = c_uint64()
+        with self.current() as driver:
+            driver.call("cuMemHostGetDevicePointer_v2", byref(there), c_void_p(ptr), c_uint(0))
         return there.value
 
     def unpin(self, ptr: int) -> None:
@@ -273,6 +280,11 @@ class Device:
                 arguments = (c_uint64(dst_ptr), c_uint64(src_ptr), c_size_t(length), c_void_p(stream))
                 driver.call("cuMemcpyAsync", *arguments)
 
+    def wait(self, stream: int, event: Event) -> None:
+        """What is given to this stream (0: the default one) from now on runs behind what `event` stands for now."""
+        with self.current() as driver:
+            driver.call("cuStreamWaitEvent", c_void_p(stream), c_void_p(event.handle), c_uint(0))
+
     def synchronize(self) -> None:
         """Wait for all work that this process has given to the device."""
         with self.current() as driver:
@@ -332,10 +344,11 @@ class Event:
             driver.call("cuEventCreate", byref(handle), c_uint(_EVENT_BLOCKING_SYNC | _EVENT_DISABLE_TIMING))
         self.handle: int = handle.value or 0
 
-    def record(self, stream: Stream) -> None:
-        """Stand for what is in the stream by now."""
+    def record(self, stream: Stream | int) -> None:
+        """Stand for what is in the stream by now; of others' streams the driver's handle, 0 for the default one."""
+        handle = stream if isinstance(stream, int) else stream.handle
         with self._device.current() as driver:
-            driver.call("cuEventRecord", c_void_p(self.handle), c_void_p(stream.handle))
+            driver.call("cuEventRecord", c_void_p(self.handle), c_void_p(handle))
 
     def done(self) -> bool:
         """Whether the recorded work is done. Raises CudaFailure if some of it failed."""

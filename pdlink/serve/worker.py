@@ -20,7 +20,7 @@ from pdlink.engine.request import GenerationRequest
 from pdlink.errors import ConfigError, Draining, EngineFailure, InvalidRequest, PdlinkError, TransferFailed
 from pdlink.events import FallbackUsed, RequestEnded, emit
 from pdlink.memory.blocks import BlockPool
-from pdlink.memory.buffers import Buffer, available_nbytes
+from pdlink.memory.buffers import available_nbytes
 from pdlink.node.node import Node, end_process
 from pdlink.node.port import EnginePort
 from pdlink.serve.kv_events import open_publisher, tell_blocks, tell_records
@@ -113,18 +113,17 @@ class Worker:
         self.peers = make_link(config, self.name, self._credentials, insecure=insecure, timeouts=config.timeouts)
         self.source: StoreSource | None = None
         """None where nothing is kept."""
-        if isinstance(self.cache.buffer, Buffer):  # not a GPU's
-            self.source = open_source(
-                config.tiers,
-                self.name,
-                self.cache.layout,
-                [self.cache.buffer],
-                self.pool,
-                model=self.model.name,
-                revision=f"{self.model.revision} {self.model.content}",
-                released=lambda: self.engine.wake(),
-                peers=[self.peers.tier(address) for address in config.tiers.peers] if self.peers is not None else (),
-            )
+        self.source = open_source(
+            config.tiers,
+            self.name,
+            self.cache.layout,
+            [self.cache.buffer],
+            self.pool,
+            model=self.model.name,
+            revision=f"{self.model.revision} {self.model.content}",
+            released=lambda: self.engine.wake(),
+            peers=[self.peers.tier(address) for address in config.tiers.peers] if self.peers is not None else (),
+        )
         if self.peers is not None and self.source is not None and isinstance(self.source.store, Store):
             self.peers.open(self.source.store)
         self.node = Node(

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 MEMORY = "memory"
 """The arena, among the names of places."""
 
+GROWTH_NBYTES = 64 << 20
+"""The arena gets its memory from its begin on, in steps of so many bytes; to touch one takes some hundredths of a
+second. A step that a slot lies in has memory in whole."""
+
 
 class Found(NamedTuple):
     """A prefix that the store has, chunk by chunk."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pdlink.kv.sources import TokenRange
     from pdlink.memory.buffers import Bytes
     from pdlink.store.blocks import Blocks
+    from pdlink.store.gpu_pages import Job
     from pdlink.store.interface import AnyFetch
     from pdlink.store.record import Sums
     from pdlink.store.slots import Slot
@@ -51,6 +52,13 @@ class StoreLoad:
         Set in any thread, when nothing touches the blocks any more."""
         self._landed = threading.Condition()
         self._num_layers = 0
+        self._jobs: dict[int, Job] = {}
+        """Copies of a GPU, by layer."""
+        self._begun: set[int] = set()
+        """Layers whose copies are in the GPU's stream."""
+        self._num_copied = 0
+        self._after = source.mark()
+        """Kernels that were launched before may still use the blocks."""
         self._failed = False
         self._cancelled = False
         self._wrong: list[Slot] = []
@@ -64,9 +72,16 @@ class StoreLoad:
         return layer < self._num_layers
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> None:
+        """On a GPU by the thread that launches what reads the layer, which is then behind it in the GPU's order."""
         with self._landed:
-            if not self._landed.wait_for(lambda: self._failed or layer < self._num_layers, timeout_s):
+            if not self._landed.wait_for(
+                lambda: self._failed or layer < self._num_layers or self._can_follow(layer), timeout_s
+            ):
                 raise DeadlineExceeded(f"layer {layer} is not here after {timeout_s} s")
+            job = None if self._failed or layer < self._num_layers else self._jobs[layer]
+        if job is not None and self._source.gpu is not None:
+            self._source.gpu.precede(job)
+            return
         self.has_layer(layer)
 
     def cancel(self, reason: str = "aborted") -> None:
@@ -81,6 +96,9 @@ class StoreLoad:
 
     def _copy(self, fetched_s: float) -> None:
         """In the copier's thread, when all chunks are in the arena or will not come: since `fetched_s`."""
+        if self._source.gpu is not None:
+            self._have_copied(fetched_s)
+            return
         end = self._wanted.begin
         try:
             slots = self._fetch.done.result()
@@ -90,12 +108,77 @@ class StoreLoad:
                 self._land(len(self._source.layout.layers) - 1, copied_end)
                 end = copied_end
         finally:
-            self._fetch.close()
-            self._source.give_back(self._blocks.numbers)
-            with self._landed:
-                self._failed = end < self._wanted.end
-                self._landed.notify_all()
-            self.done.set_result(end)
+            self._finish(end)
+
+    def _finish(self, end: int) -> None:
+        """Nothing touches the blocks any more."""
+        self._fetch.close()
+        self._source.give_back(self._blocks.numbers)
+        with self._landed:
+            self._failed = end < self._wanted.end
+            self._landed.notify_all()
+        self.done.set_result(end)
+
+    # --- The copier's thread, where a GPU copies. The store has checked the records: `fetch.unchecked` is empty
+
+    def _have_copied(self, fetched_s: float) -> None:
+        num_came, end = 0, self._wanted.begin
+        try:
+            slots = self._fetch.done.result()
+            num_came, end = len(slots), self._begin_layers(slots)
+        finally:
+            self._source.unmark(self._after)
+            self._source.settle(partial(self._settled, num_came, fetched_s, end))
+
+    def _begin_layers(self, slots: Sequence[Slot]) -> int:
+        """The end of what will be in the blocks."""
+        source, wanted = self._source, self._wanted
+        chunks = range(wanted.begin // source.chunk_tokens, -(-wanted.end // source.chunk_tokens))
+        numbered = [(chunk, slot) for chunk, slot in enumerate(slots, self._first) if chunk in chunks]
+        if self._cancelled or not numbered:
+            return wanted.begin
+        end = min(wanted.end, (numbered[-1][0] + 1) * source.chunk_tokens)
+        plan = source.plan(source.from_record, numbered, self._blocks, wanted.begin, end)
+        last = len(source.layout.layers) - 1
+        for layer in range(last + 1):
+            if self._cancelled:
+                return wanted.begin
+            follows = layer < last and end == wanted.end  # the last one is said to be there when all of it counts
+            after, self._after = self._after, None
+            begun = partial(self._is_begun, layer) if follows else None
+            come = partial(self._came, layer, end)
+            job = source.move(plan, layer, loading=True, after=after, then=come, begun=begun)
+            if job is not None:
+                with self._landed:
+                    self._jobs[layer] = job
+                    self._landed.notify_all()
+        return end
+
+    def _can_follow(self, layer: int) -> bool:
+        """Whether a GPU can have something run behind the copy of this layer."""
+        return layer in self._begun and layer in self._jobs
+
+    def _is_begun(self, layer: int) -> None:
+        """In any thread."""
+        with self._landed:
+            self._begun.add(layer)
+            self._landed.notify_all()
+
+    def _came(self, layer: int, end: int, error: str) -> None:
+        self._num_copied += not error
+        if self._num_copied == layer + 1 < len(self._source.layout.layers):
+            self._land(layer, end)
+
+    def _settled(self, num_came: int, fetched_s: float, end: int) -> None:
+        num_layers, landed_end = len(self._source.layout.layers), self._wanted.begin
+        try:
+            whole = self._num_copied == num_layers
+            self._measure(num_came if whole else 0, fetched_s, time.monotonic())
+            if self._fetch.close() and whole and end > landed_end:
+                self._land(num_layers - 1, end)
+                landed_end = end
+        finally:
+            self._finish(landed_end)
 
     def _measure(self, came: int, fetched_s: float, now_s: float) -> None:
         """came: chunks that were there at `fetched_s`, and are in the blocks `now_s`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from urllib.parse import quote
 
 from pdlink.config import state_directory
@@ -12,6 +12,7 @@ from pdlink.kv import hashing
 from pdlink.store.cleared import places_of
 from pdlink.store.client import RemoteStore
 from pdlink.store.codec import FP8
+from pdlink.store.gpu_pages import GpuPages
 from pdlink.store.interface import MEMORY
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.record import shape_of
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink.config import TiersConfig
+    from pdlink.cuda.buffers import DeviceMemory
     from pdlink.kv.layout import KVLayout
-    from pdlink.memory.buffers import HostBuffer
+    from pdlink.memory.buffers import AnyBuffer
     from pdlink.store.interface import AnyStore
     from pdlink.store.source import BlockHolds
     from pdlink.store.tiers.base import Tier
@@ -37,7 +39,7 @@ def open_source(
     config: TiersConfig,
     name: str,
     layout: KVLayout,
-    buffers: Sequence[HostBuffer],
+    buffers: Sequence[AnyBuffer],
     pool: BlockHolds,
     *,
     model: str,
@@ -53,7 +55,7 @@ def open_source(
 
     name: of the worker. model, revision: KV of equal ones may be shared. The rest: see `StoreSource`.
     peers: tiers that are stores of other nodes.
-    Raises ConfigError, and OSError if there is not enough memory.
+    Raises ConfigError, OSError if there is not enough memory, and for buffers of a GPU what `GpuPages` raises.
     """
     nbytes = int(config.max_local_cpu_size * _GIB)
     if nbytes == 0:
@@ -92,6 +94,7 @@ def open_source(
         lossy=lossy,
         own_places=_own_places(config),
         released=released,
+        gpu=GpuPages(cast("Sequence[DeviceMemory]", buffers)) if buffers[0].kind == "cuda" else None,
     )
     store.open()
     return source

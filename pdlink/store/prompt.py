@@ -20,6 +20,7 @@ from pdlink.store.worth import choose
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pdlink.cuda.driver import Event
     from pdlink.kv import hashing
     from pdlink.store.blocks import RecordPlan
     from pdlink.store.interface import AnyFetch, Found
@@ -161,6 +162,7 @@ class StoredPrompt:
     def store(self, begin: int, end: int, blocks: Sequence[int], layer: int) -> None:
         """Keep tokens [begin, end) of one layer, which the engine has computed; layers come in order, from the first.
 
+        On a GPU they are when what the calling thread has launched by now has run.
         blocks: the request's, from token 0 on; they are held until the last layer has been copied. Chunks that the
         store has already, or has no room for, are skipped. A chunk counts when all of it is there.
         At the first call tokens before `begin` are in the blocks for all layers: they are kept, too.
@@ -169,7 +171,7 @@ class StoredPrompt:
             self._pass = self._begin(begin if self._begun else 0, end, blocks)
             self._begun = True
         if self._pass is not None:
-            self.source.copier.put(partial(self._copy_layer, self._pass, layer))
+            self.source.copier.put(partial(self._copy_layer, self._pass, layer, self.source.mark()))
 
     def close(self, *, forget: bool = False) -> None:
         """The request has ended: nothing more is stored, and chunks that are not complete are dropped.
@@ -209,22 +211,28 @@ class StoredPrompt:
             self._summed = source.fuses and source.store.wants_sums
         part.slots = [(chunk, self._filling[chunk].slot) for chunk in chunks if chunk in self._filling]
 
-    def _copy_layer(self, part: _Pass, layer: int) -> None:
+    def _copy_layer(self, part: _Pass, layer: int, after: Event | None) -> None:
         source = self.source
         if layer == 0 and not self._withdrawn:
             self._reserve(part)
         if self._withdrawn or not part.slots:
-            self._give_back(part)
+            source.unmark(after)
+            if part.blocks.numbers:
+                source.settle(partial(self._give_back, part))  # of layers that are on their way
             return
         if part.plan is None:
             part.plan = source.plan(source.to_record, part.slots, part.blocks, part.begin, part.end)
-        began_s = time.monotonic()
         sums = np.zeros((len(part.slots), 2), np.uint64) if self._summed else None
-        source.copy(part.plan, layer, loading=False, sums=sums)
+        copied = partial(self._copied, part, layer, time.monotonic(), sums)
+        source.move(part.plan, layer, loading=False, after=after, then=copied, sums=sums)
+
+    def _copied(self, part: _Pass, layer: int, began_s: float, sums: Sums | None, error: str) -> None:
+        """The copy of a layer is over. error: nothing was copied, so its chunks never become complete."""
+        source = self.source
         part.took_s += time.monotonic() - began_s
         chunk_tokens = source.chunk_tokens
         done, copied = [], 0
-        for row, (chunk, slot) in enumerate(part.slots):
+        for row, (chunk, slot) in enumerate(part.slots if not error else ()):
             filling = self._filling[chunk]
             if sums is not None:
                 filling.sums[layer] += sums[row]
@@ -245,6 +253,10 @@ class StoredPrompt:
             emit(KVCopied(direction="store", nbytes=nbytes, took_s=part.took_s))
 
     def _close(self, *, forget: bool) -> None:
+        self.source.settle(partial(self._end, forget=forget))
+
+    def _end(self, *, forget: bool) -> None:
+        """No copy of it is under way."""
         self.source.store.abandon([filling.slot for filling in self._filling.values()])
         self._filling.clear()
         if self._pass is not None:

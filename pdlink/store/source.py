@@ -2,15 +2,17 @@
 
 Copies between the engine's pages and slots of the arena are one pass of native non-temporal stores, made by one
 thread, which also gives blocks back: it has a reference of its own to every block that it may still read or write. An
-engine's thread only puts jobs into its line.
+engine's thread only puts jobs into its line. Where the pages are on a GPU, the thread has the GPU copy
+(`gpu_pages.py`), and hears later that it has.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
@@ -29,10 +31,12 @@ from pdlink.store.worth import HALF_LIFE_S, Speed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pdlink.cuda.driver import Event
     from pdlink.kv.layout import KVLayout
     from pdlink.kv.plan import Template
-    from pdlink.memory.buffers import HostBuffer
+    from pdlink.memory.buffers import AnyBuffer, HostBuffer
     from pdlink.store.blocks import Blocks
+    from pdlink.store.gpu_pages import GpuPages, Job
     from pdlink.store.interface import AnyStore
     from pdlink.store.record import Sums
     from pdlink.store.slots import Slot
@@ -57,7 +61,7 @@ class StoreSource:
         self,
         store: AnyStore,
         layout: KVLayout,
-        buffers: Sequence[HostBuffer],
+        buffers: Sequence[AnyBuffer],
         pool: BlockHolds,
         *,
         model: str,
@@ -71,6 +75,7 @@ class StoreSource:
         lookup_timeout_s: float = 1.0,
         own_places: Sequence[str] = (),
         released: Callable[[], None] = lambda: None,
+        gpu: GpuPages | None = None,
     ) -> None:
         """buffers: of the engine's cache, by region index of `layout`. lookup_timeout_s: for the tiers' answers.
 
@@ -80,10 +85,12 @@ class StoreSource:
         fill the same records, whatever the number of ranks, and find what all of them have stored.
         own_places: of the store, where nobody but this engine keeps anything.
         released: told, in any thread, that blocks were given back to `pool`.
+        gpu: copies for `buffers` that are a GPU's; closed here. None where they are the host's.
         Raises ConfigError for a layout that no record describes.
         """
         self.store, self.layout, self.pool = store, layout, pool
-        self.arrays = [buffer.array for buffer in buffers]
+        self.gpu = gpu
+        self.arrays = [] if gpu is not None else [buffer.array for buffer in cast("Sequence[HostBuffer]", buffers)]
         if chunk_tokens % token_unit:
             raise ConfigError(
                 f"tiers.chunk_size: got {chunk_tokens} tokens; limit a multiple of {token_unit}, the tokens of a "
@@ -95,7 +102,7 @@ class StoreSource:
         self.shape.check()
         self.share = _share(layout, heads, num_heads)
         whole_lines = all(group.head_nbytes % SUM_LINE_NBYTES == 0 for group in self.shape.groups)
-        self.fuses = self.share.end - self.share.begin == self.share.total and whole_lines
+        self.fuses = self.share.end - self.share.begin == self.share.total and whole_lines and gpu is None
         """Whether copies make the sums of records, and compare them."""
         record = self.shape.whole(heads)
         self.to_record, self.from_record = template(layout, record), template(record, layout)
@@ -153,7 +160,73 @@ class StoreSource:
 
     def close(self) -> None:
         """After the engine has ended: finish what is in line."""
+        if self.gpu is not None:
+            over = threading.Event()
+            self.when_settled(over.set)
+            over.wait(0 if self.gpu.lost else _CLOSE_S)
         self.copier.close(_CLOSE_S)
+        if self.gpu is not None:
+            self.gpu.close()
+
+    # --- Copies of requests. By the engine's thread: `mark`; by the copier's: `move`, `settle`
+
+    def mark(self) -> Event | None:
+        """Stands for what the engine's thread has launched by now, on a GPU; for one `move`, or `unmark`."""
+        return None if self.gpu is None else self.gpu.mark()
+
+    def unmark(self, mark: Event | None) -> None:
+        """It is not needed."""
+        if self.gpu is not None and mark is not None:
+            self.gpu.unmark(mark)
+
+    def move(
+        self,
+        plan: RecordPlan,
+        layer: int,
+        *,
+        loading: bool,
+        after: Event | None,
+        then: Callable[[str], None],
+        sums: Sums | None = None,
+        begun: Callable[[], None] | None = None,
+    ) -> Job | None:
+        """`copy`, and then(what went wrong, or "") in the copier's thread when it is over: for pages of the host now.
+
+        after: on a GPU a mark that the copy follows. begun: told there when `GpuPages.precede` holds of the result.
+        """
+        if self.gpu is None:
+            self.copy(plan, layer, loading=loading, sums=sums)
+            then("")
+            return None
+        pieces = []
+        for piece in plan.plan.pieces(layer):
+            runs = piece.runs + np.array([piece.src_base, piece.dst_base, 0])
+            pieces.append((piece.dst_region if loading else piece.src_region, runs))
+        told = partial(self._tell, then)
+        return self.gpu.copy(pieces, self.store.array, loading=loading, after=after, then=told, begun=begun)
+
+    def settle(self, then: Callable[[], None]) -> None:
+        """Call it in the copier's thread when the copies begun before are over, and their callers were told: for
+        pages of the host now; never if a GPU has failed with copies under way."""
+        if self.gpu is None:
+            then()
+        else:
+            self.gpu.settled(partial(self._later, then))
+
+    def when_settled(self, then: Callable[[], None]) -> None:
+        """The same of what is in the copier's line, too. By any thread."""
+
+        def settle() -> None:
+            self.settle(then)
+
+        self.copier.put(settle)
+
+    def _tell(self, then: Callable[[str], None], error: str) -> None:
+        self._later(partial(then, error))
+
+    def _later(self, job: Callable[[], None]) -> None:
+        if not self.copier.put(job):  # closed: nobody else runs it
+            job()
 
     def give_back(self, blocks: Sequence[int]) -> None:
         self.pool.give_back(blocks)

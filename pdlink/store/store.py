@@ -34,7 +34,7 @@ from pdlink.store.codec import make_codec
 from pdlink.store.extents import whole_pages
 from pdlink.store.fetching import Fetching
 from pdlink.store.ingestion import make_ingestion
-from pdlink.store.interface import MEMORY, AnyStore, Forgotten, Found, Kept, PlaceState, StoreState
+from pdlink.store.interface import GROWTH_NBYTES, MEMORY, AnyStore, Forgotten, Found, Kept, PlaceState, StoreState
 from pdlink.store.keeper import Keeper
 from pdlink.store.record import seal
 from pdlink.store.slots import MAX_LIFE
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_STEP_NBYTES = 64 << 20
-"""Of memory that the arena is given at a time; some hundredths of a second of first touches."""
 _PEERS = "peers"
 """The holder of what other nodes read; no deadline: transfers have one."""
 
@@ -123,7 +121,7 @@ class Store(AnyStore):
 
     def open(self) -> None:
         """Reserve the arena, give it its first memory, start the threads. Raises OSError if there is not enough."""
-        first_nbytes = self._nbytes if self._lends else _STEP_NBYTES
+        first_nbytes = self._nbytes if self._lends else GROWTH_NBYTES
         self._buffer = Buffer(self._nbytes, name="pdlink-store", committed_nbytes=first_nbytes)
         self._catalog.grow(self._buffer.committed_nbytes)
         self._below = Below(
@@ -153,7 +151,7 @@ class Store(AnyStore):
             self._below,
             self._fetching,
             self._buffer,
-            step_nbytes=_STEP_NBYTES,
+            step_nbytes=GROWTH_NBYTES,
             reserve_nbytes=self._reserve_nbytes,
             clock=self._clock,
         )

@@ -7,7 +7,7 @@ itself, so the thread has time to be Python. `submit` launches at once while a s
 
 Order. A batch is cut into slices, a launch each: one slice unless a batch is larger than any layer. The gate of the
 destination (csrc/common/gate.h) is entered before a launch and left when its event is reached: the owner's PeerClosed
-comes after the last store of the last kernel. `gpu_launches` rings when the oldest launch in flight has run, and the
+comes after the last store of the last kernel. `cuda.launches` rings when the oldest launch in flight has run, and the
 thread collects all that have ended. Nothing polls while nothing happens. Peers take turns, a slice each.
 
 Faults. After a failure in a kernel the context is dead, and with it every peer of this transport; whether the stores
@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Final
 
 from pdlink import _cuda
 from pdlink.cuda.driver import CudaFailure
+from pdlink.cuda.launches import Launches
 from pdlink.errors import TransportFailure
 from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Status
 from pdlink.transport.gpu_batches import Batch, Peer, Slice
-from pdlink.transport.gpu_launches import Launches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

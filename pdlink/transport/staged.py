@@ -22,12 +22,12 @@ import msgspec
 
 from pdlink import _cuda
 from pdlink.cuda.buffers import PinnedBuffer
+from pdlink.cuda.copies import kernels_if_any
 from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Device
 from pdlink.errors import TransportFailure, TransportUnavailable
 from pdlink.transport.base import Occurrence, Probe, Site, Transport
 from pdlink.transport.edge import decoded, listening, numeric, require_numeric, translated
 from pdlink.transport.mapped import MappedTransport
-from pdlink.transport.staging.copies import kernels_if_any
 from pdlink.transport.staging.open_blocks import OpenBlocks
 from pdlink.transport.staging.slots import Slots
 from pdlink.transport.staging.stager import Stager

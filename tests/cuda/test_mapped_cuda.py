@@ -19,8 +19,8 @@ import pytest
 
 from pdlink.cuda.buffers import DeviceBuffer, PinnedBuffer
 from pdlink.cuda.driver import Device
+from pdlink.cuda.launches import NUM_SLOTS, SLOT_NBYTES
 from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
-from pdlink.transport.gpu_launches import NUM_SLOTS, SLOT_NBYTES
 from pdlink.transport.mapped_cuda import MappedCudaTransport
 from tests.conformance.transports.other_process import OtherProcess
 from tests.conformance.transports.side import PATIENCE_S, Side, join, piece

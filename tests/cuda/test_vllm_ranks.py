@@ -25,6 +25,7 @@ from pdlink.integrations.vllm_parts.memory import regions
 from pdlink.integrations.vllm_parts.rank import Rank
 from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled
 from pdlink.integrations.vllm_parts.settings import read
+from pdlink.integrations.vllm_parts.store_book import StoreBook
 from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import Fake, fake
 from tests.node.conftest import WAIT_S
@@ -33,6 +34,7 @@ LAYERS, BLOCKS, HEADS, TOKENS, SIZE = 3, 16, 2, 4, 8
 SHAPE = (BLOCKS, HEADS, TOKENS, 2 * SIZE)
 NAMES = [f"model.layers.{index}" for index in range(LAYERS)]
 PROMPT = list(range(14))
+CHUNK = 4
 ID = params.transfer_id("a", PROMPT)
 
 
@@ -72,17 +74,22 @@ class Server:
             served_model_name="m",
             revision=None,
             hf_text_config=SimpleNamespace(to_dict=dict),
+            dtype="float32",
+            quantization=None,
+            get_total_num_kv_heads=lambda: HEADS,
         )
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
             kv_transfer_config=SimpleNamespace(engine_id=name),
             model_config=model,
+            cache_config=SimpleNamespace(cache_dtype="auto"),
             compilation_config=SimpleNamespace(static_forward_context={}),
         )
         spec = SimpleNamespace(head_size=SIZE, dtype="torch.float32", block_size=TOKENS)
         group = SimpleNamespace(kv_cache_spec=spec, layer_names=NAMES)
         cache = SimpleNamespace(kv_cache_groups=[group], num_blocks=BLOCKS)
-        self.book = RequestBook(sends=True, receives=True, shares_prefixes=True)
+        store = StoreBook(CHUNK) if "tiers" in extra else None
+        self.book = RequestBook(sends=True, receives=True, shares_prefixes=True, store=store)
         self.rank = Rank(config, cache, read(extra))
         self.over: set[str] = set()
 
@@ -93,6 +100,7 @@ class Server:
     def step(self, parts: list[Scheduled] | None = None, *, hooks: bool = True) -> set[str]:
         """What vLLM does in one step; what has ended. hooks: off in a full graph."""
         plan = self.book.step(parts or [], frozenset())
+        self.rank.steps.withdraw(plan)
         self.rank.steps.begin(plan)
         for name in NAMES if hooks and parts else ():
             self.rank.steps.layer_saved(name)
@@ -100,9 +108,17 @@ class Server:
         over, self.over = self.over, set()
         results = self.rank.steps.results(over)
         assert not results.failed, results.reasons
+        if self.book.store is not None:
+            self.book.store.looked(results.looked)
         self.book.received(results.received, results.reasons)
         self.book.sent(results.sent)
         return results.received | results.sent
+
+    def until(self, true: Callable[[set[str]], object]) -> None:
+        deadline_s = time.monotonic() + WAIT_S
+        while not true(self.step()):
+            assert time.monotonic() < deadline_s
+            self.rank.steps.pause(0.01)
 
     def close(self) -> None:
         self.rank.close()
@@ -113,6 +129,7 @@ class Server:
 def server(double: Fake, device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
     monkeypatch.setattr(driver, "LIBRARY", double.path)
     monkeypatch.setattr(DeviceMemory, "make_event", lambda _: Reached())
+    monkeypatch.setattr(DeviceMemory, "compute_stream", lambda _: 0)
     monkeypatch.setattr(versions, "content", lambda _: "digest")
     with ExitStack() as made:
 
@@ -174,19 +191,48 @@ def test_virtual_memory_is_moved_through_slots_and_the_log_says_why(
     assert "CUDA IPC does not share: virtual memory (expandable_segments" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("extra", "words"),
-    [
-        ({"tiers": {"max_local_cpu_size": 1}}, "tiers: got a KV cache on a GPU"),
-        ({"transport": {"verify": "all"}}, "transport.verify: got 'all' for a KV cache on a GPU.*set it to off"),
-    ],
-    ids=["tiers", "verify"],
-)
-def test_what_host_memory_alone_can_have_is_refused_at_start(
-    server: Callable[..., Server], extra: dict[str, Any], words: str
+@pytest.mark.parametrize("hooks", [True, False], ids=["piecewise graphs", "full graphs"])
+def test_a_prompt_is_kept_and_comes_back_into_other_blocks_of_the_gpu(
+    server: Callable[..., Server], double: Fake, hooks: bool
 ) -> None:
-    with pytest.raises(ConfigError, match=words):
-        server("p", 0, extra).open()
+    """A step returns although the GPU has run nothing of it."""
+    tiers = {"max_local_cpu_size": 0.01, "chunk_size": CHUNK, "load_if_faster": False}
+    one = server("p", 0, {"tiers": tiers}).open()
+    assert one.book.store is not None
+    src, dst, shared = [3, 9, 1, 12], [4, 0, 15, 7], len(PROMPT) // CHUNK * CHUNK
+    one.book.store.arrived("a", PROMPT, "", "", ())
+    one.until(lambda _: one.book.missing("a", 0)[0] == 0)
+    one.book.allocated("a", src, 0)
+    double.hold()
+    try:
+        one.step([Scheduled("a", tuple(src), True, 0, len(PROMPT))], hooks=hooks)
+        assert one.book.ended("a"), "its blocks are kept until they are copied"
+        one.over.add("a")
+        for _ in range(5):
+            assert one.step() == set()
+            one.rank.steps.pause(0.01)
+    finally:
+        double.go_on()
+    one.until(lambda ended: "a" in ended)
+    before = {name: one.tensors[name].seen[src].copy() for name in NAMES}
+    for name in NAMES:
+        one.tensors[name].seen[src] = 0.0
+    one.book.store.arrived("b", PROMPT, "", "", ())
+    one.until(lambda _: one.book.missing("b", 0)[0] is not None)
+    assert one.book.missing("b", 0) == (shared, True)
+    one.book.allocated("b", dst, shared)
+    one.until(lambda ended: "b" in ended)
+    for name in NAMES:
+        kept, got = (
+            pages.transpose(0, 2, 1, 3).reshape(-1, HEADS, 2 * SIZE)[:shared]
+            for pages in (before[name], one.tensors[name].seen[dst])
+        )
+        assert got.tobytes() == kept.tobytes(), name
+
+
+def test_checksums_of_a_cache_on_a_gpu_are_refused_at_start(server: Callable[..., Server]) -> None:
+    with pytest.raises(ConfigError, match=r"transport.verify: got 'all' for a KV cache on a GPU.*set it to off"):
+        server("p", 0, {"transport": {"verify": "all"}}).open()
 
 
 def test_a_cache_on_two_devices_is_refused() -> None:

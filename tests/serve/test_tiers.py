@@ -199,6 +199,6 @@ def test_tiers_below_need_memory_and_a_size_and_one_worker_each() -> None:
     UpConfig.model_validate(two)
 
 
-def test_tiers_of_a_gpu_are_refused_while_they_read_host_memory_only() -> None:
-    with pytest.raises(ValueError, match="tiers.chunk_size: reads host memory"):
-        WorkerConfig.model_validate({"engine": {"device": "cuda"}, "tiers": {"chunk_size": 64}})
+def test_tiers_of_a_gpu_have_the_same_settings() -> None:
+    settings = WorkerConfig.model_validate({"engine": {"device": "cuda"}, "tiers": {"chunk_size": 64}})
+    assert settings.tiers.chunk_size == 64

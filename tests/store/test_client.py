@@ -126,7 +126,7 @@ def test_ranks_fill_one_record_together(tmp_path: Path) -> None:
 
 
 def test_an_arena_that_grows_is_mapped_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdlink.store.store._STEP_NBYTES", 4 * SHAPE.nbytes)
+    monkeypatch.setattr("pdlink.store.store.GROWTH_NBYTES", 4 * SHAPE.nbytes)
     with served(tmp_path, 100) as (store, listener), client(listener.path) as mine:
         assert mine._touched_nbytes == store.buffer.committed_nbytes == 4 * SHAPE.nbytes
         put(mine, KEYS[:3])

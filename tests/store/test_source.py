@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pdlink.kv.layout import KVLayout
+    from pdlink.store.gpu_pages import GpuPages
     from pdlink.store.interface import AnyStore
     from pdlink.store.tiers.base import Tier
 
@@ -62,7 +63,7 @@ class Engine:
             head_dim=64,
             order=order,
         )
-        self.buffer = Buffer(self.layout.extent(0))
+        self.buffer = self.allocate(self.layout.extent(0))
         self.pool = BlockPool(self.layout.num_blocks)
         self.freed = threading.Event()
         self.source = StoreSource(
@@ -76,7 +77,16 @@ class Engine:
             heads=heads,
             num_heads=num_heads,
             released=self.freed.set,
+            gpu=self.gpu(),
         )
+
+    def allocate(self, nbytes: int) -> Any:
+        """The buffer of its pages, with its bytes as `array`."""
+        return Buffer(nbytes)
+
+    def gpu(self) -> GpuPages | None:
+        """What copies for that buffer."""
+        return None
 
     def blocks(self, seed: int) -> list[int]:
         blocks = self.pool.take(-(-TOKENS // self.layout.block_tokens))
@@ -109,7 +119,7 @@ class Engine:
     def settle(self) -> None:
         """Until the copier has done what is in line."""
         done = threading.Event()
-        self.source.copier.put(done.set)
+        self.source.when_settled(done.set)
         assert done.wait(WAIT_S)
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 from pdlink.errors import CapacityExceeded, ConfigError
-from pdlink.memory.buffers import available_nbytes
 from pdlink.store.fetch import Fetch
 from pdlink.store.interface import MEMORY, Found, Wanted
 from pdlink.store.policies.registry import make_policy
@@ -428,7 +426,7 @@ def test_a_record_larger_than_the_arena_is_refused_with_both_numbers() -> None:
 
 
 def test_memory_comes_in_steps_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdlink.store.store._STEP_NBYTES", 4 * SHAPE.nbytes)
+    monkeypatch.setattr("pdlink.store.store.GROWTH_NBYTES", 4 * SHAPE.nbytes)
     with opened(100) as store:
         assert store.gauges()["committed"] == 4 * SHAPE.nbytes
         put(store, KEYS[:3])
@@ -439,19 +437,6 @@ def test_memory_comes_in_steps_before_it_is_needed(monkeypatch: pytest.MonkeyPat
             done.wait(0.05)
         assert put(store, KEYS[3:7]) == 4
         assert read(store, KEYS) == 7
-
-
-def test_a_store_larger_than_the_machine_opens_with_one_step_of_memory_and_can_be_used() -> None:
-    """Four times what is free: a start that took all of it would fail, or take minutes."""
-    store = Store(4 * available_nbytes(), make_policy("lru"))
-    store.open()
-    try:
-        assert put(store, KEYS) == read(store, KEYS) == len(KEYS)
-        taken_nbytes = os.fstat(store.buffer.fd).st_blocks * 512
-        assert taken_nbytes == store.gauges()["committed"] == 64 << 20
-        store.check()
-    finally:
-        store.close()
 
 
 @pytest.mark.parametrize("seed", range(3))

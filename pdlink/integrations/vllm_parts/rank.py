@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pdlink.errors import ConfigError
 from pdlink.events import listen
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from pdlink.integrations.vllm_parts.layout import CacheLayout
     from pdlink.integrations.vllm_parts.settings import ConnectorSettings
-    from pdlink.memory.buffers import AnyBuffer, HostBuffer
+    from pdlink.memory.buffers import AnyBuffer
     from pdlink.observe.gauges import LinkGauges, StoreGauges
     from pdlink.protocol import auth
     from pdlink.store.source import StoreSource
@@ -102,7 +102,7 @@ class Rank:
         for node in self._nodes:
             node.short_of_blocks = lambda: half.short_of_blocks
         store = None
-        source = self._open_source(caches[0], cast("list[HostBuffer]", buffers))
+        source = self._open_source(caches[0], buffers)
         if source is not None:
             ratio = caches[0].layout.num_blocks // num_blocks
             assert self._settings.tiers is not None
@@ -113,10 +113,6 @@ class Rank:
 
     def _check_gpu(self) -> None:
         """Raises ConfigError for what host memory alone can have."""
-        if self._settings.tiers is not None:
-            raise ConfigError(
-                "kv_connector_extra_config: tiers: got a KV cache on a GPU, which they do not keep; take tiers out"
-            )
         verify = self._settings.transport.verify
         if verify != "off":
             raise ConfigError(
@@ -150,7 +146,7 @@ class Rank:
         log.info("%s listens on %s, KV over %s", node.name, node.address, " or ".join(node.transports))
         return node
 
-    def _open_source(self, cache: CacheLayout, buffers: Sequence[HostBuffer]) -> StoreSource | None:
+    def _open_source(self, cache: CacheLayout, buffers: Sequence[AnyBuffer]) -> StoreSource | None:
         """This rank's way into the store that the settings describe: one of its own, or a process.
 
         Ranks that share a store fill records of all heads together, whatever their number, unless only a kernel knows

@@ -318,7 +318,7 @@ class StoreHalf:
         if request_id in self._saved:
             self._saved.discard(request_id)
             self.copying.add(request_id)
-            self.source.copier.put(partial(self._copied, request_id))
+            self.source.when_settled(partial(self._copied, request_id))
 
     def _copied(self, request_id: str) -> None:
         """In the copier's thread, after all that was in line for the request."""

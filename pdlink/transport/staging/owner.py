@@ -18,9 +18,9 @@ from pdlink.transport.staging.peers import Incoming
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from pdlink.cuda.copies import Copies
     from pdlink.cuda.driver import Copies as Rows
     from pdlink.transport.base import Transport
-    from pdlink.transport.staging.copies import Copies
     from pdlink.transport.staging.open_blocks import Ints, OpenBlocks
     from pdlink.transport.staging.peers import Owning, Peer
     from pdlink.transport.staging.slots import Slots

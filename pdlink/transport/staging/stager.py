@@ -24,11 +24,11 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Final
 
+from pdlink.cuda.copies import Copies
 from pdlink.cuda.driver import CudaFailure
 from pdlink.errors import ProtocolError, TransportFailure
 from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Status
 from pdlink.transport.staging import wire
-from pdlink.transport.staging.copies import Copies
 from pdlink.transport.staging.door import Door
 from pdlink.transport.staging.line import Line
 from pdlink.transport.staging.owner import Owner

@@ -24,7 +24,7 @@ MAX_FRAME_NBYTES: Final = 1 << 20
 HELLO_NBYTES: Final = 64
 """Most bytes that somebody who has not said who they are may send."""
 MAX_ROWS: Final = 8192
-"""Runs of one part: one kernel launch (`gpu_launches.SLOT_NBYTES`), and 128 KiB of a frame."""
+"""Runs of one part: one kernel launch (`cuda.launches.SLOT_NBYTES`), and 128 KiB of a frame."""
 _HEADER_NBYTES: Final = 4
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]

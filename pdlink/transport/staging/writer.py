@@ -21,9 +21,9 @@ from pdlink.transport.staging.peers import Outgoing
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pdlink.cuda.copies import Copies
     from pdlink.cuda.driver import Copies as Rows
     from pdlink.transport.base import BatchDone, Transport
-    from pdlink.transport.staging.copies import Copies
     from pdlink.transport.staging.peers import Batch, Peer, Writing
     from pdlink.transport.staging.slots import Slots
 

@@ -90,6 +90,15 @@ class Launches(Generic[Work]):
     def has_room(self) -> bool:
         return bool(self._slots)
 
+    def follow(self, event: Event) -> None:
+        """What is begun from now on runs behind what `event` stands for now. Raises CudaFailure."""
+        self._device.wait(self._stream.handle, event)
+
+    def precede(self, stream: int, launch: Launch[Work]) -> None:
+        """What is given to `stream` from now on runs behind this one, which is in flight. Raises CudaFailure."""
+        if launch.slot is not None:
+            self._device.wait(stream, launch.slot.event)
+
     def put(self, work: Work, rows: _cuda.RowQueue, slice_nbytes: int) -> None:
         """Launch a kernel for the next slice of `rows`; `has_room` is true.
 

@@ -1,4 +1,4 @@
-"""`Copies`: between device pages and pinned slots, both ways at once, by a kernel or by the copy engine."""
+"""`Copies`: between device pages and pinned host memory, one way, by a kernel or by the copy engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from pdlink import _cuda
 from pdlink.cuda.driver import CudaFailure, CudaUnavailable
+from pdlink.cuda.launches import SLOT_NBYTES, Launches
 from pdlink.kv.layout import Piece
-from pdlink.transport.gpu_launches import Launches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 Work = TypeVar("Work")
 
 ENGINE_RUN_NBYTES: Final = 256 << 10
-"""Runs of this mean length or longer go to the copy engine, which leaves the multiprocessors to the model; shorter
-ones to a kernel, because each run is a command of the engine's. Reasoned, not measured: no GPU was at hand."""
+"""Where nothing was measured (`ways.py`): runs of this mean length or longer go to the copy engine, which leaves the
+multiprocessors to the model; shorter ones to a kernel, because each run is a command of the engine's. Reasoned, not
+measured: no GPU was at hand."""
+MOST_ROWS: Final = SLOT_NBYTES // 24
+"""Of one `begin`: a kernel's list of them lies in one slot."""
 
 _WORLD: Final = [(0, 2**63 - 1)]
 """Every address as one region: the rows were checked before."""
@@ -32,13 +35,24 @@ _WORLD: Final = [(0, 2**63 - 1)]
 class Copies(Launches[Work]):
     """One direction: a stream with launches in flight, used with the lock of its owner held."""
 
-    def __init__(self, device: Device, kernels: Kernels | None, wake: int, num_slots: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        kernels: Kernels | None,
+        wake: int,
+        num_slots: int,
+        engine_run_nbytes: int = ENGINE_RUN_NBYTES,
+    ) -> None:
+        """engine_run_nbytes: runs of this mean length or longer go to the copy engine."""
         super().__init__(device, kernels, wake, num_slots)
-        self._has_kernels = kernels is not None
+        self._has_kernels, self._engine_run_nbytes = kernels is not None, engine_run_nbytes
 
     def begin(self, work: Work, rows: driver.Copies) -> None:
-        """Copy rows of source address, destination address, nbytes; `has_room` is true. Raises CudaFailure."""
-        if not self._has_kernels or int(rows[:, 2].sum()) >= ENGINE_RUN_NBYTES * len(rows):
+        """Copy up to `MOST_ROWS` rows of source address, destination address, nbytes; `has_room` is true.
+
+        Raises CudaFailure.
+        """
+        if not self._has_kernels or int(rows[:, 2].sum()) >= self._engine_run_nbytes * len(rows):
             self.copy(work, rows)
         else:
             self.put(work, _cuda.RowQueue([Piece(0, 0, 0, 0, np.ascontiguousarray(rows))], _WORLD, _WORLD), 2**62)

@@ -1,0 +1,355 @@
+"""`GpuPages`: copies between an engine's pages on a GPU and a store's arena, made by the GPU.
+
+One stream for each direction, so that a load does not wait for stores. The engine's thread gives a *mark* with each
+copy: an event in the stream that it computes on. The copy's stream waits for the mark, so a layer is read when the
+kernels that write it have run, and blocks are written when nobody uses them any more. No thread of the engine waits:
+it records the mark, and before it reads a layer that is still on its way it has its own stream wait (`precede`).
+
+A copy is over when the event behind it has been reached. Only then is its caller told (`then`), who commits slots and
+gives blocks back; `settled` says it of all that was begun before. Copies of one direction end in the order in which
+they were begun. What does not fit into the launches in flight waits in line here.
+
+After a failure in the GPU nobody knows which copies have ended. Their callers are not told: slots and blocks stay
+theirs until this process ends, because a copy may still write to them. All others hear that nothing was copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+
+from pdlink.cuda.copies import MOST_ROWS, Copies, kernels_if_any
+from pdlink.cuda.driver import CudaFailure, Event
+from pdlink.cuda.steps import PinnedSteps
+from pdlink.cuda.ways import Ways, measure
+from pdlink.errors import ConfigError
+from pdlink.store.interface import GROWTH_NBYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pdlink.cuda import driver
+    from pdlink.cuda.buffers import DeviceMemory
+    from pdlink.kv.layout import RunArray
+    from pdlink.memory.buffers import Bytes
+
+log = logging.getLogger(__name__)
+
+Then: TypeAlias = "Callable[[str], None]"
+"""What went wrong, or ""."""
+_NUM_SLOTS: Final = 16
+"""Copies in flight each way, which is a layer of several requests; each takes 256 KiB of pinned memory."""
+_LOOK_S: Final = 0.25
+"""Poll interval of copies in flight: after a failure no host function runs."""
+_ABANDONED: Final[list[object]] = []
+"""Memory that a copy may still use, until the process ends."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A copy, or a part of one that has many rows; of no rows it only ends behind those before it."""
+
+    rows: driver.Copies
+    after: Event | None = None
+    then: Then | None = None
+    begun: Callable[[], None] | None = None
+    """Told when it is in its stream."""
+    is_over: bool = False
+
+
+@dataclass(eq=False)
+class _Direction:
+    copies: Copies[Job]
+    line: deque[Job] = field(default_factory=deque)
+    """Not begun."""
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.line and not self.copies.in_flight
+
+
+class GpuPages:
+    """Any thread may call. What it tells is told in a thread of its own, with no lock held."""
+
+    def __init__(
+        self,
+        buffers: Sequence[DeviceMemory],
+        *,
+        image: bytes | None = None,
+        ways: Ways | None = None,
+        step_nbytes: int = GROWTH_NBYTES,
+    ) -> None:
+        """buffers: of one open device, by region index; they outlive this. image: of the kernels; None: our own.
+
+        ways: measured here if None, which takes some hundredths of a second. step_nbytes: of the arena's memory.
+        Raises ConfigError for buffers of two devices, CudaFailure, CudaUnavailable, OSError.
+        """
+        if len({buffer.device.index for buffer in buffers}) > 1:
+            raise ConfigError("tiers: got a KV cache on several GPUs; limit one for each worker; start one for each")
+        self._device, self._compute_stream = buffers[0].device, buffers[0].compute_stream
+        self._bases = np.array([buffer.ptr for buffer in buffers], np.int64)
+        self._step_nbytes = step_nbytes
+        self._lock = threading.Lock()
+        self._spare: list[Event] = []
+        self._events: list[Event] = []
+        self._arena: PinnedSteps | None = None
+        self._old_arenas: list[PinnedSteps] = []
+        """Of stores that have ended; closed when no copy is under way."""
+        self._broken = ""
+        self.lost = False
+        """Whether copies were under way when the GPU failed."""
+        self._closing = False
+        self._complained = False
+        with contextlib.ExitStack() as made:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            made.callback(os.close, self._wake)
+            kernels = made.enter_context(kernels_if_any(self._device, image))
+            self.ways = measure(self._device, kernels) if ways is None else ways
+            stores: Copies[Job] = Copies(self._device, kernels, self._wake, _NUM_SLOTS, self.ways.to_host_nbytes)
+            made.callback(stores.close)
+            loads: Copies[Job] = Copies(self._device, kernels, self._wake, _NUM_SLOTS, self.ways.to_device_nbytes)
+            made.callback(loads.close)
+            self._opened = made.pop_all()
+        self._stores, self._loads = _Direction(stores), _Direction(loads)
+        self._directions = (self._stores, self._loads)
+        self._thread = threading.Thread(target=self._run, name="pdlink-store-gpu", daemon=True)
+        self._thread.start()
+        for row in self.ways.table:
+            log.debug("copies of %s: %s", self._device.name, row)
+
+    # --- The engine's thread
+
+    def mark(self) -> Event:
+        """Stands for what this thread has launched by now. For one `copy`, or `unmark`. Raises CudaFailure."""
+        with self._lock:
+            event = self._spare.pop() if self._spare else None
+            if event is None:
+                event = Event(self._device)
+                self._events.append(event)
+        event.record(self._compute_stream())
+        return event
+
+    def unmark(self, mark: Event) -> None:
+        """It is not needed."""
+        with self._lock:
+            self._spare.append(mark)
+
+    def precede(self, job: Job) -> None:
+        """What this thread launches from now on runs behind this copy, which has begun. Raises CudaFailure."""
+        with self._lock:
+            if job.is_over:
+                return
+            for direction in self._directions:
+                for launch in direction.copies.in_flight:
+                    if launch.work is job:
+                        direction.copies.precede(self._compute_stream(), launch)
+
+    # --- The store's copier
+
+    def copy(
+        self,
+        pieces: Iterable[tuple[int, RunArray]],
+        arena: Bytes,
+        *,
+        loading: bool,
+        after: Event | None,
+        then: Then,
+        begun: Callable[[], None] | None = None,
+    ) -> Job:
+        """Copy between regions and the arena, behind the mark `after`, and say when that is over.
+
+        pieces: region, and runs [n, 3] of source offset, destination offset, nbytes. begun: told when the copy is in
+        its stream, so that `precede` holds. By one thread.
+        """
+        try:
+            parts = self._parts(pieces, arena, loading=loading)
+        except CudaFailure as failure:  # no memory to pin: what was begun is as it was
+            if not self._complained:
+                self._complained = True
+                log.warning("KV is not stored or loaded where the store's memory cannot be pinned: %s", failure)
+            parts = None
+        last = Job(np.zeros((0, 3), np.int64), then=then, begun=begun)
+        direction = self._loads if loading else self._stores
+        with self._lock:
+            reason = (
+                self._broken or ("it is closed" if self._closing else "") or ("" if parts is not None else "failed")
+            )
+            if reason:
+                if after is not None:
+                    self._spare.append(after)
+            else:
+                jobs = [Job(rows) for rows in parts or [last.rows]]
+                jobs[0].after = after
+                jobs[-1].then, jobs[-1].begun = then, begun
+                last = jobs[-1]
+                direction.line += jobs
+            told = self._begin(direction)
+            if not reason:
+                self._kick()
+        if reason:
+            then(reason)
+        _tell(told)
+        return last
+
+    def settled(self, then: Callable[[], None]) -> None:
+        """Call it when all copies begun before are over: now, if they are; never, if they were `lost`."""
+        with self._lock:
+            if self.lost:
+                return
+            busy = [direction for direction in self._directions if not direction.is_idle]
+            left = len(busy)
+
+            def one(_: str) -> None:
+                nonlocal left
+                left -= 1  # told by one thread
+                if left == 0:
+                    then()
+
+            told = []
+            for direction in busy:
+                direction.line.append(Job(np.zeros((0, 3), np.int64), then=one))
+                told += self._begin(direction)
+            if busy:
+                self._kick()
+        _tell(told)
+        if not busy:
+            then()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """After `settled`. Copies that are not over in time keep their memory until the end. Safe to call twice."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            self._kick()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive() or self.lost or not all(direction.is_idle for direction in self._directions):
+            for direction in self._directions:
+                direction.copies.abandon()
+            _ABANDONED.append(self)
+            return
+        with contextlib.suppress(CudaFailure):  # of a dead context: nothing of it can be freed, or is left
+            for arena in [*self._old_arenas, *([self._arena] if self._arena is not None else [])]:
+                arena.close()
+            for event in self._events:
+                event.close()
+        self._opened.close()
+
+    # --- Under the lock
+
+    def _begin(self, direction: _Direction) -> list[Job]:
+        """Give to its stream what there is room for; what has begun."""
+        begun: list[Job] = []
+        while direction.line and (direction.copies.has_room or not len(direction.line[0].rows)):
+            job = direction.line[0]
+            before = len(direction.copies.in_flight)
+            try:
+                if job.after is not None:
+                    direction.copies.follow(job.after)
+                    self._spare.append(job.after)
+                    job.after = None
+                if len(job.rows):
+                    direction.copies.begin(job, job.rows)
+                else:
+                    direction.copies.note(job)
+            except CudaFailure as failure:
+                if len(direction.copies.in_flight) > before:
+                    direction.line.popleft()
+                self._break(str(failure))
+                break
+            begun.append(direction.line.popleft())
+        return begun
+
+    def _break(self, reason: str) -> None:
+        if not self._broken:
+            log.error("KV of this GPU is not stored or loaded any more: %s", reason)
+        self._broken = self._broken or reason
+        for direction in self._directions:
+            self.lost = self.lost or bool(direction.copies.in_flight)
+            for launch in direction.copies.in_flight:
+                launch.work.then = None
+            direction.copies.in_flight.clear()
+
+    def _kick(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    # --- The thread
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        while True:
+            with self._lock:
+                over, told, failed = self._look()
+                in_flight = any(direction.copies.in_flight for direction in self._directions)
+                if self._closing and not (in_flight or over):
+                    return
+            _tell(told)
+            for job in over:
+                if job.then is not None:
+                    job.then("")
+            for job in failed:
+                if job.then is not None:
+                    job.then(self._broken)
+            if over or failed:
+                continue
+            if poll.poll(_LOOK_S * 1000 if in_flight else None):
+                os.eventfd_read(self._wake)
+                with self._lock:
+                    for direction in self._directions:
+                        direction.copies.rung()
+
+    def _look(self) -> tuple[list[Job], list[Job], list[Job]]:
+        """What is over, what has begun, and what will not."""
+        over: list[Job] = []
+        told: list[Job] = []
+        try:
+            for direction in self._directions:
+                for job in direction.copies.take_ended():
+                    job.is_over = True
+                    over.append(job)
+                told += self._begin(direction)
+                direction.copies.ring_at_end()
+            if self._old_arenas and all(direction.is_idle for direction in self._directions):
+                old, self._old_arenas = self._old_arenas, []
+                for arena in old:
+                    arena.close()
+        except CudaFailure as failure:
+            self._break(str(failure))
+        failed: list[Job] = []
+        for direction in self._directions if self._broken else ():
+            failed += [job for job in direction.line if not self.lost or len(job.rows)]
+            direction.line.clear()
+        return over, told, failed
+
+    # --- Small things
+
+    def _parts(self, pieces: Iterable[tuple[int, RunArray]], arena: Bytes, *, loading: bool) -> list[driver.Copies]:
+        """Rows of addresses for the GPU, as many as one launch takes. Raises CudaFailure."""
+        if self._arena is None or self._arena.memory.ctypes.data != arena.ctypes.data:
+            if self._arena is not None:
+                with self._lock:
+                    self._old_arenas.append(self._arena)
+            self._arena = PinnedSteps(self._device, arena, self._step_nbytes)
+        here, there = (1, 0) if loading else (0, 1)
+        rows = []
+        for region, runs in pieces:
+            placed = self._arena.placed(runs[runs[:, 2] > 0], there)
+            placed[:, here] += self._bases[region]
+            rows.append(placed)
+        whole = np.concatenate(rows) if rows else np.zeros((0, 3), np.int64)
+        return [whole[at : at + MOST_ROWS] for at in range(0, len(whole), MOST_ROWS)]
+
+
+def _tell(begun: Iterable[Job]) -> None:
+    for job in begun:
+        if job.begun is not None:
+            job.begun()
