@@ -2,9 +2,10 @@
 
 `python -m pdlink_bench.proxy_stub prefill|decode [PORT]` prints its port. It answers any POST with a small JSON
 object, or, where the body streams, with `CHUNKS` events: at once; each `PACE_S` after the one before, if the prompt
-begins with "paced" (or as it says, "paced 1500 ms, 10 events"); one and then none, if it begins with "held". A prompt
-that begins with "stuck" is never answered. GET /health is that of a worker; GET /seen counts the requests, and those
-that run.
+begins with "paced" (or as it says, "paced 1500 ms, 10 events"); one and then none, if it begins with "held". After
+"crowd 17, 10 events" each event says its stream and its own number, "17.0" to "17.9"; all but the first wait for GET
+/open, and are paced. A prompt that begins with "stuck" is never answered. GET /health is that of a worker; GET /seen
+counts the requests, and those that run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ import json
 import os
 import re
 import sys
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 EVENT = b'data: {"id":"c","object":"text_completion","model":"m","choices":[{"index":0,"text":" word"}]}\n\n'
 WHOLE = json.dumps(
@@ -43,12 +49,15 @@ _STOPPED = b"HTTP/1.1 202 Accepted\r\nContent-Length: 0\r\n\r\n"
 CHUNKS = 128
 PACE_S = 0.02
 _PACE = re.compile(rb'"paced (\d+) ms, (\d+) events')
+_CROWD = re.compile(rb'"crowd (\d+), (\d+) events')
 
 
 class Stub(asyncio.Protocol):
     role = "both"
     requests = running = 0
     """Of all connections."""
+    crowd: ClassVar[list[Callable[[], None]]] = []
+    """What goes on when the crowd's door opens."""
 
     def __init__(self) -> None:
         self._held = b""
@@ -102,25 +111,34 @@ class Stub(asyncio.Protocol):
             elif b'"paced' in body:
                 self._runs(running=True)
                 said = _PACE.search(body)
-                self._next(*((int(said[1]) / 1000, int(said[2])) if said else (PACE_S, CHUNKS)))
+                pace_s, number = (int(said[1]) / 1000, int(said[2])) if said else (PACE_S, CHUNKS)
+                self._next(pace_s, [EVENT] * number)
             elif b'"held' in body:
                 self._runs(running=True)
                 self._transport.write(_chunk(EVENT))
+            elif (said := _CROWD.search(body)) is not None:
+                self._runs(running=True)
+                events = [EVENT.replace(b"word", b"%b.%d" % (said[1], number)) for number in range(int(said[2]))]
+                self._transport.write(_chunk(events[0]))
+                self.crowd.append(partial(self._next, PACE_S, events[1:]))
             else:
                 self._transport.write(_chunk(EVENT) * CHUNKS + _END)
 
     def _about(self, head: bytes) -> bytes:
-        if head.startswith(b"get /seen"):
+        if head.startswith(b"get /open"):
+            while self.crowd:
+                self.crowd.pop()()
+        if head.startswith((b"get /seen", b"get /open")):
             counts = {"requests": Stub.requests, "running": Stub.running}
             return _answer("application/json", json.dumps(counts).encode())
         return self._models if b"/v1/models" in head else self._health
 
-    def _next(self, pace_s: float, left: int) -> None:
+    def _next(self, pace_s: float, events: list[bytes]) -> None:
         if self._transport.is_closing():
             return
-        self._transport.write(_chunk(EVENT))
-        if left > 1:
-            asyncio.get_running_loop().call_later(pace_s, self._next, pace_s, left - 1)
+        self._transport.write(_chunk(events[0]))
+        if len(events) > 1:
+            asyncio.get_running_loop().call_later(pace_s, self._next, pace_s, events[1:])
         else:
             self._transport.write(_END)
             self._runs(running=False)

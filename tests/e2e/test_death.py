@@ -8,11 +8,15 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ..store.process import process
 from .deployment import WAIT_S, Answer, Deployment, prompt_of, until, worker_settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -135,6 +139,45 @@ def test_a_request_whose_decode_is_killed_goes_on_at_another_one_without_a_new_p
         assert answer.text == deployment.complete(prompt, at=other, max_tokens=200, ignore_eos=True).text
         for name in ("prefill", other):
             until(lambda name=name: deployment.idle(name), f"{name} is idle")  # type: ignore[misc]
+
+
+def test_a_request_whose_prefill_and_decode_are_killed_goes_on_from_the_store_without_a_new_prefill(
+    tmp_path: Path,
+) -> None:
+    """A store process outlives both: it has what one prefill pushed, and the other one loads and pushes that."""
+    chunk, num_tokens = 32, 100
+    roles = ("prefill", "decode")
+    with process(tmp_path, tiers={"max_local_cpu_size": 0.1}) as store:
+        # A machine with more to do than it has cores keeps the store from answering for seconds.
+        tiers = {"store": str(store.path), "chunk_size": chunk, "load_if_faster": False, "store_timeout_s": 20.0}
+        settings = {"cache": {"share_prefixes": False}, "tiers": tiers, "transport": TRANSPORTS["mapped"]}
+        workers = {f"{role}-{number}": worker_settings(role, **settings) for role in roles for number in range(2)}
+        with Deployment.launch(workers, {"retries": 3}) as deployment, ThreadPoolExecutor(1) as threads:
+
+            def counted(name: str, source: str) -> float:
+                return deployment.metric(name, f'pdlink_prompt_tokens_total{{source="{source}"}}')
+
+            prompt = prompt_of(num_tokens, seed=7)
+            long: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
+            future = threads.submit(lambda: deployment.complete(prompt, **long))
+            received = 'pdlink_transfers_total{side="receiver",state="ready"}'
+            until(lambda: any(deployment.metric(f"decode-{number}", received) for number in range(2)), "KV is there")
+            (decoding,) = (number for number in range(2) if deployment.metric(f"decode-{number}", received))
+            (computing,) = (number for number in range(2) if counted(f"prefill-{number}", "computed"))
+            prefill, decode = f"prefill-{1 - computing}", f"decode-{1 - decoding}"
+            assert counted(prefill, "computed") == 0
+            assert not future.done()
+            deployment.kill(f"prefill-{computing}")
+            deployment.kill(f"decode-{decoding}")
+            answer = future.result(3 * WAIT_S)
+            assert answer.status == 200, answer.body
+            rest = num_tokens % chunk
+            assert (counted(prefill, "computed"), counted(prefill, "host")) == (rest, num_tokens - rest)
+            assert deployment.metric(decode, received) == 1
+            computed = deployment.complete(prompt, at=decode, cache_salt="of nobody else", **long)
+            assert answer.text == computed.text
+            for name in (prefill, decode):
+                until(lambda name=name: deployment.idle(name), f"{name} is idle")  # type: ignore[misc]
 
 
 def test_streams_go_on_at_another_worker_when_theirs_is_killed() -> None:

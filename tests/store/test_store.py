@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from pdlink.errors import CapacityExceeded, ConfigError
+from pdlink.memory.buffers import available_nbytes
 from pdlink.store.fetch import Fetch
 from pdlink.store.interface import MEMORY, Found, Wanted
 from pdlink.store.policies.registry import make_policy
@@ -437,6 +439,19 @@ def test_memory_comes_in_steps_before_it_is_needed(monkeypatch: pytest.MonkeyPat
             done.wait(0.05)
         assert put(store, KEYS[3:7]) == 4
         assert read(store, KEYS) == 7
+
+
+def test_a_store_larger_than_the_machine_opens_with_one_step_of_memory_and_can_be_used() -> None:
+    """Four times what is free: a start that took all of it would fail, or take minutes."""
+    store = Store(4 * available_nbytes(), make_policy("lru"))
+    store.open()
+    try:
+        assert put(store, KEYS) == read(store, KEYS) == len(KEYS)
+        taken_nbytes = os.fstat(store.buffer.fd).st_blocks * 512
+        assert taken_nbytes == store.gauges()["committed"] == 64 << 20
+        store.check()
+    finally:
+        store.close()
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,0 +1,160 @@
+"""A real SGLang server whose HiCache has a `pdlink store` as its third level: what it has loaded, by its own account.
+
+Its memory on the host is emptied between prompts (`/flush_cache`), or it is killed. Run with `make test-sglang`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("needs SGLang", allow_module_level=True)
+
+from tests.e2e.deployment import Deployment, worker_settings  # noqa: E402
+from tests.e2e.engine_servers import prompt_of, until  # noqa: E402
+from tests.e2e.sglang_servers import ADMIN_KEY, SglangServer, cached_of, save_checkpoint, tokens_of  # noqa: E402
+from tests.store.process import Process, process  # noqa: E402
+
+pytestmark = [pytest.mark.sglang, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(580)]
+
+PAGE = 64
+FLAGS = [
+    *("--page-size", str(PAGE), "--enable-hierarchical-cache", "--admin-api-key", ADMIN_KEY),
+    *("--hicache-mem-layout", "page_first_direct", "--hicache-io-backend", "direct"),
+]
+WAITS = "wait_complete"
+"""The policy of prefetches with which a hit depends on no timing."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sglang-store")
+    save_checkpoint(path / "model")
+    return path
+
+
+@pytest.fixture(scope="module")
+def store(place: Path) -> Iterator[Process]:
+    tiers = {"local_disk": str(place / "disk"), "max_local_disk_size": 0.5, "max_local_cpu_size": 0.2}
+    with process(place, tiers=tiers) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def backend(store: Process) -> dict[str, Any]:
+    named = {"backend_name": "pdlink", "module_path": "pdlink.integrations.sglang", "class_name": "PDLinkHiCache"}
+    return {**named, "interface_v1": 1, "tiers": {"store": str(store.path), "store_timeout_s": 20.0}}
+
+
+@pytest.fixture(scope="module")
+def server(place: Path, backend: dict[str, Any]) -> Iterator[SglangServer]:
+    flags = [*FLAGS, "--hicache-storage-backend", "dynamic", "--hicache-storage-prefetch-policy", WAITS]
+    flags += ["--hicache-storage-backend-extra-config", json.dumps(backend)]
+    server = SglangServer("hicache", place / "model", place / "hicache.log", flags).start()
+    try:
+        yield server.wait_ready()
+    finally:
+        server.kill()
+
+
+def counted(store: Process, name: str) -> float:
+    return Deployment({"store": store.child}).metric("store", name)
+
+
+def stored(store: Process) -> float:
+    return counted(store, 'pdlink_store_records_total{change="stored"}')
+
+
+def flush(server: SglangServer) -> None:
+    """Empty its memory, on the device and on the host; it refuses while it works."""
+    until(lambda: server.call("POST", "/flush_cache") == 200, "its memory is empty")
+
+
+def test_a_prompt_is_loaded_after_the_server_was_killed_and_after_the_store_was(
+    server: SglangServer, store: Process
+) -> None:
+    prompt = prompt_of(1000, 1)
+    pages = len(prompt) // PAGE
+    first = server.generate(prompt)
+    assert cached_of(first) == 0
+    until(lambda: stored(store) == pages, "it is stored")
+    server.kill()
+    server.start().wait_ready()
+    again = server.generate(prompt)
+    assert (cached_of(again), tokens_of(again)) == (pages * PAGE, tokens_of(first))
+    assert counted(store, 'pdlink_store_chunks_total{place="memory"}') >= pages
+
+    written = 'pdlink_tier_seconds_count{call="put",outcome="done",tier="disk"}'
+    until(lambda: counted(store, written) == pages, "it is on the disk")
+    store.kill()
+    flush(server)
+    alone = server.generate(prompt)
+    assert (cached_of(alone), tokens_of(alone)) == (0, tokens_of(first)), "a store that is away is a miss"
+    store.start()
+    until(lambda: counted(store, 'pdlink_store_clients{state="connected"}') == 1, "the server is connected again")
+    flush(server)
+    back = server.generate(prompt)
+    assert (cached_of(back), tokens_of(back)) == (pages * PAGE, tokens_of(first))
+    assert counted(store, 'pdlink_store_chunks_total{place="disk"}') >= pages
+
+
+def test_the_store_is_detached_attached_and_cleared_while_the_server_runs(
+    server: SglangServer, store: Process, backend: dict[str, Any]
+) -> None:
+    prompt = prompt_of(500, 2)
+    pages = len(prompt) // PAGE
+    before = stored(store)
+    first = server.generate(prompt)
+    until(lambda: stored(store) == before + pages, "it is stored")
+
+    until(lambda: server.call("DELETE", "/hicache/storage-backend") == 200, "it is detached")
+    assert counted(store, 'pdlink_store_clients{state="connected"}') == 0
+    flush(server)
+    alone = server.generate(prompt)
+    assert (cached_of(alone), tokens_of(alone)) == (0, tokens_of(first))
+
+    attached = {
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config_json": json.dumps(backend),
+        "hicache_storage_prefetch_policy": WAITS,
+    }
+    until(lambda: server.call("PUT", "/hicache/storage-backend", attached) == 200, "it is attached")
+    flush(server)
+    again = server.generate(prompt)
+    assert (cached_of(again), tokens_of(again)) == (pages * PAGE, tokens_of(first))
+
+    until(lambda: server.call("POST", "/hicache/storage-backend/clear") == 200, "it is cleared")
+    flush(server)
+    assert cached_of(server.generate(prompt)) == 0
+
+
+def test_entries_of_the_built_in_engine_and_of_sglang_are_not_mixed(
+    place: Path, server: SglangServer, store: Process
+) -> None:
+    """Of one checkpoint in one precision, in one store."""
+    tiers = {"store": str(store.path), "chunk_size": PAGE, "load_if_faster": False, "store_timeout_s": 20.0}
+    model = {"path": str(place / "model"), "dtype": "float32", "name": "pdlink-tiny"}
+    sections = {"model": model, "tiers": tiers, "cache": {"share_prefixes": False}}
+    ours, theirs = prompt_of(400, 3), prompt_of(400, 4)
+    pages = len(ours) // PAGE
+    with Deployment.launch({"built-in": worker_settings("both", **sections)}, routed=False) as deployment:
+
+        def computed(prompt: list[int]) -> None:
+            answer = deployment.complete(prompt, at="built-in")
+            assert answer.status == 200, answer.body
+
+        before = stored(store)
+        assert cached_of(server.generate(theirs)) == 0
+        computed(ours)
+        until(lambda: stored(store) == before + 2 * pages, "both are stored")
+        computed(theirs)
+        assert cached_of(server.generate(ours)) == 0
+        until(lambda: stored(store) == before + 4 * pages, "each has stored both")
+        computed(ours)
+        assert counted(store, 'pdlink_store_chunks_total{place="memory"}') > 0, "its own entries are found"
