@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def whole_parser() -> argparse.ArgumentParser:
+def whole_parser() -> Parser:
     """With the options of all commands; others pay only for those of the command that was typed."""
     return _parser([], whole=True)
 
@@ -132,7 +132,9 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
     proxy = add("proxy", "the router in front of the workers", runs.proxy, ("--host", "--port"))
     proxy.add_argument("--prefill", action="append", metavar="URL", help="base URL of a prefill worker; repeatable")
     proxy.add_argument("--decode", action="append", metavar="URL", help="base URL of a decode worker; repeatable")
-    proxy.add_argument("--processes", type=int, metavar="N", help="that serve the port together (1)")
+    proxy.add_argument(
+        "--processes", type=int, metavar="N", help="number of processes that serve the port together (1)"
+    )
     proxy.add_argument("--dialect", choices=get_args(DialectName), help="what the workers run (pdlink)")
     proxy.add_argument(
         "--control",
@@ -159,10 +161,10 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
         "timeline",
         help="the last requests and transfers as a trace for ui.perfetto.dev",
         description="Fetch what a proxy and all its workers did lately, or what one worker did, and write it as a "
-        "trace: each request, and for each transfer when a layer was written, waited, moved and was there. Drop the "
-        "file into ui.perfetto.dev. docs/timeline.md says how to read it.",
+        "trace: each\nrequest, and for each transfer when a layer was written, waited, moved and was there. Drop the "
+        "file into\nui.perfetto.dev. docs/timeline.md says how to read it.",
         epilog="  pdlink timeline 127.0.0.1:8000                     the last transfers of the whole deployment\n"
-        "  pdlink timeline 127.0.0.1:8000 --request req-6a7a   one request, on all its workers\n"
+        "  pdlink timeline 127.0.0.1:8000 --request req-6a7a    one request, on all its workers\n"
         "  pdlink timeline 127.0.0.1:8100 -o prefill.pftrace   one worker alone\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -250,7 +252,9 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
     bench.commands = list(BENCHMARKS)
     benchmarks = bench.add_subparsers(metavar="BENCHMARK")
     for title, help_text in BENCHMARKS.items():
-        benchmark = benchmarks.add_parser(title, help=help_text, description=f"Measure {help_text}.")
+        benchmark = benchmarks.add_parser(
+            title, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}."
+        )
         _add_log_behind(benchmark)
         if whole or (
             "bench" in argv and title in argv
@@ -289,7 +293,8 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
     completion.set_defaults(run=_completion)
     _add_log_behind(completion)
 
-    parser.commands = list(commands.choices)
+    parser.commands, parser.typed, known = list(commands.choices), argv, dict(commands.choices)
+    parser.below = lambda: known if whole else whole_parser().below()
     topic = commands.add_parser("help", description="What a command does, and its options.")
     topic.add_argument("words", nargs="*", metavar="COMMAND")
     topic.set_defaults(run=lambda args: main([*args.words, "--help"]))
