@@ -28,7 +28,7 @@ RAY_VENV := .venv-ray
 RAY_BIN := $(RAY_VENV)/bin
 RAY_STAMP := $(RAY_VENV)/.installed
 
-.PHONY: up test docs reference sanitize mutations check format bench vllm test-vllm sglang test-sglang ray test-ray test-slurm gpu helm wheel clean help
+.PHONY: up test docs reference pictures sanitize mutations check format bench vllm test-vllm sglang test-sglang ray test-ray test-slurm gpu helm wheel clean help
 
 up: $(STAMP)  ## prefill, decode and proxy on this machine; prints a URL and a curl line
 	$(BIN)/pdlink up --config configs/up.yaml
@@ -127,6 +127,9 @@ docs: $(STAMP)  ## the site, in build/site, from the pages in docs/
 reference: $(STAMP)  ## what is made from the code: settings, command line, errors, metrics, man page, dashboard
 	$(BIN)/python tools/reference.py
 	$(BIN)/python tools/dashboards.py
+
+pictures: $(STAMP)  ## the pictures of the page in docs/, made by the test of it with real workers; needs chromium
+	$(BIN)/python -m pytest tests/e2e/test_page.py --pictures docs
 
 mutations: $(STAMP)  ## plant small faults and count which ones the tests notice (docs/mutations.md); hours
 	$(BIN)/python -m pip install -q -c constraints.txt universalmutator

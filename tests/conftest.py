@@ -29,6 +29,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 _spawn = up.spawn
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pictures", metavar="DIR", help="keep what browsers were shown here; else it is thrown away")
+
+
 @pytest.fixture
 def real_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Children of this test are new processes, and nobody's forks."""

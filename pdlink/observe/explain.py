@@ -61,7 +61,8 @@ def fetch_explanation(url: str, request_id: str, *, key: str | None = None) -> E
 def table_of(explained: Explained) -> Table:
     """One row per decision, in order."""
     decisions = explained.decisions
-    title = plain(f"request {decisions[0]['request_id']}: {decisions[0]['tokens']} tokens")
+    said = explained.record["prompt_tokens"] if explained.record is not None else f"about {decisions[0]['tokens']}"
+    title = plain(f"request {decisions[0]['request_id']}: {said} tokens")
     table = Table(title=title, title_justify="left")
     for column in ("after s", "what", "prefill (tokens to do)", "decode (tokens to do)", "cached", "why"):
         table.add_column(column, justify="right" if column in ("after s", "cached") else "left")
@@ -125,7 +126,11 @@ def _until_first(record: dict[str, Any], slower_than: float | None) -> str:
         parts += [f"{1000 * leg_s:,.1f} ms in prefill's leg", f"{1000 * (ttft_s - queued_s - leg_s):,.1f} ms then"]
     else:
         parts.append(f"{1000 * (ttft_s - queued_s):,.1f} ms until decode answered")
-    later = f"; later than {slower_than:.0%} of the last requests" if slower_than is not None else ""
+    later = (
+        f"; later than {slower_than:.0%} of the last requests"
+        if slower_than is not None and slower_than >= 0.5
+        else ""
+    )
     return f"{', '.join(parts)}{later}"
 
 

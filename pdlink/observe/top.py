@@ -18,8 +18,9 @@ from pdlink.observe.plain import add_row, plain
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
-    from rich.console import RenderableType
+    from rich.console import JustifyMethod, RenderableType
 
 DESCRIPTION = "Show the workers, transfers and requests behind a proxy, again and again until Ctrl-C."
 EPILOG = """\
@@ -29,6 +30,11 @@ exit status: 0 done, 1 the proxy did not answer, or with --once: something is wr
 """
 _GLYPHS = str.maketrans({"l": "█", "f": "▓", "w": "▒", ".": "░"})
 _ROWS = 8
+_WIDE = 116
+"""Columns of a terminal from which on ids are whole: what the table of requests takes."""
+_SHORT_CHARS = 12
+_MAY_WRAP = ("KV", "reason")
+"""Columns of words, which give way first where a terminal is narrow."""
 _STYLES = {"ok": "green", "idle": "dim", "warn": "yellow", "bad": "red"}
 _MARKS = {"ok": "✓", "idle": "·", "warn": "!", "bad": "✗"}
 
@@ -48,12 +54,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(state, indent=2))
     elif args.once:
-        Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(picture(state))
+        console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+        console.print(picture(state, console.width))
     else:
-        with Live(picture(state), screen=True, auto_refresh=False) as live:
+        with Live(screen=True, auto_refresh=False) as live:
             while True:
+                live.update(picture(state, live.console.width), refresh=True)
                 time.sleep(max(0.2, args.interval))
-                live.update(picture(fetch_state(args.url, key)), refresh=True)
+                state = fetch_state(args.url, key)
     return 0 if state["verdict"]["level"] in ("ok", "idle") else 1
 
 
@@ -66,33 +74,49 @@ def fetch_state(url: str, key: str | None) -> dict[str, Any]:
         raise CannotFetch(f"{url} answered {status}; {remedy}")
     try:
         state = json.loads(text)
-        state["verdict"]["level"], state["workers"], state["live"], state["requests"], state["summary"]["kv"]
+        (
+            state["verdict"]["level"],
+            state["workers"],
+            state["live"],
+            state["requests"],
+            state["summary"]["kv"],
+            state["summary"]["per_token_p50_ms"],
+        )
     except (ValueError, KeyError, TypeError):
         raise CannotFetch(f"{url} answered with something else; is it a pdlink proxy?") from None
     return state  # type: ignore[no-any-return]
 
 
-def picture(state: dict[str, Any]) -> RenderableType:
-    """All of it."""
+def picture(state: dict[str, Any], width: int) -> RenderableType:
+    """All of it. width: of the terminal; a narrow one gets short ids, and fewer columns about requests."""
     verdict, summary = state["verdict"], state["summary"]
     head = plain(f"{_MARKS.get(verdict['level'], '?')} {verdict['text']}", _STYLES.get(verdict["level"], ""))
     exposed = summary["exposed_share"]
     figures = plain(
         f"first token p50 {_ms(summary['ttft_p50_ms'])}, p95 {_ms(summary['ttft_p95_ms'])}   "
+        f"each further token p50 {_ms(summary['per_token_p50_ms'])}   "
         f"KV not hidden by prefill {'–' if exposed is None else f'{exposed:.1%}'}   "
         f"running {state['running']}, queued {state['queued']}"
     )
     return Group(
-        head, figures, Text(), _workers(state), Text(), _pairs(state), Text(), _live(state), Text(), _requests(state)
+        head,
+        figures,
+        Text(),
+        _workers(state),
+        Text(),
+        _pairs(state),
+        Text(),
+        _live(state, width),
+        Text(),
+        _requests(state, width),
     )
 
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
-        table.add_column(
-            plain(name.removeprefix(">")), justify="right" if name.startswith(">") else "left", no_wrap=True
-        )
+        justify: JustifyMethod = "right" if name.startswith(">") else "left"
+        table.add_column(plain(name.removeprefix(">")), justify=justify, no_wrap=name not in _MAY_WRAP)
     return table
 
 
@@ -136,13 +160,13 @@ def _pair(pair: dict[str, Any]) -> Text:
     return plain(pair["lane"] + speed)
 
 
-def _live(state: dict[str, Any]) -> Table:
+def _live(state: dict[str, Any], width: int) -> Table:
     table = _table(f"transfers now: {len(state['live'])}", "transfer", "from", "to", "lane", "layers", ">MB", ">age")
     for each in state["live"][:_ROWS]:
-        strip, age = each["layers"].translate(_GLYPHS), _ms(each["age_s"] * 1000)
+        strip, age = each["layers"].translate(_GLYPHS), _s(each["age_s"])
         add_row(
             table,
-            each["transfer_id"],
+            each["transfer_id"] if width >= _WIDE else _short(each["transfer_id"]),
             each["worker"],
             each["peer"],
             each["lane"],
@@ -153,19 +177,37 @@ def _live(state: dict[str, Any]) -> Table:
     return table
 
 
-def _requests(state: dict[str, Any]) -> Table:
-    table = _table(
-        "last requests", "request", "end", "KV", ">tokens", "prefill", "decode", ">queued", ">first token", ">all"
-    )
+def _requests(state: dict[str, Any], width: int) -> Table:
+    wide = width >= _WIDE
+    columns: dict[str, Callable[[dict[str, Any]], object]] = {
+        "request": lambda each: each["request_id"] if wide else _short(each["request_id"]),
+        "end": lambda each: each["outcome"],
+        "KV": lambda each: each["kv"],
+        ">tokens": lambda each: each["prompt_tokens"],
+        "prefill": lambda each: each["prefill"] or "–",
+        "decode": lambda each: each["decode"] or "–",
+        ">queued": lambda each: _s(each["queued_s"]),
+        ">first token": lambda each: _s(each["ttft_s"]),
+        ">all": lambda each: _s(each["total_s"]),
+    }
+    if not wide:
+        del columns[">tokens"], columns[">queued"]
+    table = _table("last requests", *columns)
     for each in state["requests"][:_ROWS]:
-        times = [_ms(None if each[name] is None else each[name] * 1000) for name in ("queued_s", "ttft_s", "total_s")]
-        legs = [each["prefill"] or "–", each["decode"] or "–"]
-        style = "" if each["outcome"] == "ok" else "red"
-        add_row(
-            table, each["request_id"], each["outcome"], each["kv"], each["prompt_tokens"], *legs, *times, style=style
-        )
+        cells = [cell(each) for cell in columns.values()]
+        add_row(table, *cells, style="" if each["outcome"] == "ok" else "red")
     return table
 
 
+def _short(name: str) -> str:
+    return name if len(name) <= _SHORT_CHARS else f"{name[: _SHORT_CHARS - 1]}…"
+
+
+def _s(value: float | None) -> str:
+    return _ms(None if value is None else value * 1000)
+
+
 def _ms(value: float | None) -> str:
+    if value is not None and value >= 1000:
+        return f"{value / 1000:.2f} s"
     return "–" if value is None else f"{value:.1f} ms" if value < 10 else f"{value:.0f} ms"

@@ -22,7 +22,7 @@ from . import timing
 from .access import key_of
 from .admission import Admission
 from .anthropic import error_for
-from .decision_log import Logged, Tally, hash_ids, said_tokens
+from .decision_log import Logged, Tally, hash_ids, said_usage
 from .decisions import Told
 from .flow import Flow
 from .metrics import exemplar_of
@@ -225,10 +225,8 @@ class Exchange:
             metrics.kv.inc(kv_path.path_of(self._kv_value))
             for stage, took_s in timing.stages(self._flow, self._admission).items():
                 metrics.stages.observe(took_s, stage)
-        if outcome is Outcome.OK and record.ttft_s is not None:
-            tokens = said_tokens(self._tail) or self._events
-            if tokens > 1:
-                metrics.per_token.observe((record.total_s - record.ttft_s) / (tokens - 1))
+        if record.per_token_s is not None:
+            metrics.per_token.observe(record.per_token_s)
         over, self._tell_over = self._tell_over, _nothing
         over()
 
@@ -237,22 +235,29 @@ class Exchange:
         chosen = attempt.chosen if attempt is not None else {}
         prefill_s = None if spoke_s is None else spoke_s - self._started_s
         decode_spoke_s = self._flow.decode_spoke_s
+        ttft_s = self._opened_s - self._started_s if self._opened else None if self._call.streaming else prefill_s
+        total_s, (prompt_tokens, answer_tokens) = self._loop.time() - self._started_s, said_usage(self._tail)
+        further = (answer_tokens or self._events) - 1
+        per_token_s: float | None = None
+        if outcome is Outcome.OK and ttft_s is not None and further > 0:
+            per_token_s = (total_s - ttft_s) / further
         return RequestRecord(
             request_id=self._request_id,
             at_s=time.time(),
             outcome=outcome.value,
             kv=self._kv_value,
-            prompt_tokens=self._admission.num_prompt_tokens,
+            prompt_tokens=prompt_tokens or self._admission.num_prompt_tokens,
             attempts=self._flow.attempts,
-            total_s=self._loop.time() - self._started_s,
+            total_s=total_s,
             queued_s=self._admission.placed_s - self._started_s,
             prefill_s=prefill_s,
             decode_s=None if decode_spoke_s is None else decode_spoke_s - self._started_s,
-            ttft_s=self._opened_s - self._started_s if self._opened else None if self._call.streaming else prefill_s,
+            ttft_s=ttft_s,
             transfer_id=attempt.transfer_id if attempt is not None else "",
             prefill=chosen[Leg.PREFILL].label if Leg.PREFILL in chosen else None,
             decode=chosen[Leg.DECODE].label if Leg.DECODE in chosen else None,
             legs=[leg.record(self._started_s) for each in self._attempts.values() for leg in each.legs.values()],
+            per_token_s=per_token_s,
         )
 
     def _logged(self, record: RequestRecord) -> Logged:

@@ -39,7 +39,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     kv: str
     """The way of its KV, as in X-Pdlink-KV."""
     prompt_tokens: int
-    """Perhaps estimated."""
+    """As the usage of the answer says, else estimated."""
     attempts: int
     total_s: float
     queued_s: float
@@ -57,6 +57,8 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     decode: str | None
     legs: list[LegRecord] = []
     """Of all attempts, in the order in which they were sent."""
+    per_token_s: float | None = None
+    """Mean time of each token after the first one; None of an answer without such tokens."""
 
 
 class Records(deque[RequestRecord]):

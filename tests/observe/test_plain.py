@@ -28,6 +28,7 @@ def _explain() -> RenderableType:
     said = dict.fromkeys(("request_id", "verdict", "reason", "why"), HOSTILE)
     decision = {**said, **legs, "tokens": 7, "at_s": 5.0, "waited_s": 0.1, "cached_tokens": 2}
     times = {"queued_s": 0.1, "prefill_s": 0.2, "ttft_s": 0.3, "total_s": 0.4, "legs": [], "kv": HOSTILE}
+    times["prompt_tokens"] = HOSTILE
     moved: dict[str, Any] = {
         **dict.fromkeys(("transfer_id", "peer", "lane", "state", "reason"), HOSTILE),
         "side": "sender",
@@ -53,7 +54,7 @@ def _verdict() -> RenderableType:
 
 
 def _top() -> RenderableType:
-    figures = {"ttft_p50_ms": None, "ttft_p95_ms": None, "exposed_share": None}
+    figures = {"ttft_p50_ms": None, "ttft_p95_ms": None, "per_token_p50_ms": None, "exposed_share": None}
     worker = {"label": HOSTILE, "state": HOSTILE, "in_flight": HOSTILE, "reason": HOSTILE}
     pair = dict.fromkeys(("prefill", "decode", "state", "lane", "reason"), HOSTILE) | {"gb_per_s": None}
     transfer = dict.fromkeys(("transfer_id", "worker", "peer", "lane", "layers"), HOSTILE)
@@ -68,7 +69,8 @@ def _top() -> RenderableType:
             "pairs": [pair, pair | {"state": "refused"}, pair | {"lane": ""}],
             "live": [transfer | {"nbytes": 1, "age_s": 1}],
             "requests": [request | dict.fromkeys(("queued_s", "ttft_s", "total_s"))],
-        }
+        },
+        600,
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from pdlink_proxy.page.reports import Report
 from pdlink_proxy.page.view import view
 from pdlink_proxy.records import RequestRecord
+from tests.pictures import NAMES, ROOT, is_of_this_page
 from tests.proxy.fakes import FakeWorker, Proxy, proxy_of
 
 NOW_S = 1e9
@@ -84,7 +85,7 @@ async def test_a_report_that_is_no_json_is_none(prefill: FakeWorker, decode: Fak
         (
             {"workers": [worker("prefill-0", state="unreachable", reason="no answer"), worker("decode-0")]},
             "warn",
-            "1 of 2 workers are away, first prefill-0: no answer",
+            "1 of 2 workers is away, prefill-0: no answer",
         ),
         (
             {"records": [record(), record(kv="recomputed;reason=peer_lost")]},
@@ -179,6 +180,26 @@ async def test_page_holds_no_data_and_its_state_wants_the_key(prefill: FakeWorke
         assert (await state_of(proxy, Authorization="Bearer secret"))["verdict"]["level"] == "idle"
         async with proxy.client.get(f"{proxy.url}/pdlink", allow_redirects=False) as response:
             assert (response.status, response.headers["Location"]) == (308, "pdlink/")
+
+
+async def test_a_record_has_the_tokens_that_the_usage_says_and_the_time_of_each_further_one(
+    prefill: FakeWorker, decode: FakeWorker
+) -> None:
+    usage = b'"usage":{"prompt_tokens":25,"completion_tokens":8,"total_tokens":33}'
+    decode.answer_override = b'{"choices":[{"index":0,"text":"a"}],%b}' % usage
+    async with proxy_of([prefill], [decode]) as proxy:
+        async with proxy.post(prompt="x") as response:
+            assert response.status == 200
+        (record,) = (await state_of(proxy))["requests"]
+    assert record["prompt_tokens"] == 25
+    assert record["per_token_s"] == pytest.approx((record["total_s"] - record["ttft_s"]) / 7)
+
+
+def test_pictures_in_the_docs_are_of_this_page() -> None:
+    for name in NAMES:
+        assert is_of_this_page((ROOT / "docs" / name).read_bytes()), (
+            f"docs/{name}: the page has changed; make pictures"
+        )
 
 
 async def test_page_can_be_switched_off(prefill: FakeWorker, decode: FakeWorker) -> None:

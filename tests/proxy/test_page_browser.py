@@ -141,13 +141,13 @@ async def test_page_shows_what_the_state_says_also_with_a_dead_worker(browser: B
             await until(lambda: proxy.router.pools.all[4].state is State.UNREACHABLE)
             assert len(proxy.router.records) == 1000
             async with shown(browser, f"{proxy.url}/pdlink/") as page:
-                await verdict(page, "1 of 5 workers are away, first decode-2")
+                await verdict(page, "1 of 5 workers is away, decode-2")
                 rows, state = await cells(page), await state_of(proxy)
                 assert await page.locator("#verdict").text_content() == state["verdict"]["text"]
                 assert await page.locator("img").count() == 0, "what others say is text"
     for one in state["workers"]:
         assert [one["label"], one["name"], one["state"]] in [row[:3] for row in rows]
-    assert ["prefill-0", "mapped 2.0 GB/s", "no session yet", "no session yet"] in rows
+    assert ["prefill-0", "mapped 2.0 GB/s", "no session now", "no session now"] in rows
     (transfer,) = [row for row in rows if row[0] == "xfer-1"]
     assert transfer[1:6] == [prefill[0].name, HOSTILE, "mapped", "██▓▒░░", "1.5 MB"]
     requests = [row for row in rows if row[0].startswith("req-")]
@@ -183,7 +183,7 @@ async def test_page_works_behind_a_prefix_also_without_the_last_slash(browser: B
     async with fleet(1, 1) as (prefill, decode), proxy_of(prefill, decode) as proxy:
         await proxy.stream(prompt="x")
         async with behind("/team/llm", proxy.url) as url, shown(browser, f"{url}/pdlink") as page:
-            await verdict(page, "1 requests")
+            await verdict(page, "1 request in")
             assert page.url == f"{url}/pdlink/"
             await page.locator("button.id").first.click()
             await expect(page.locator("#requests pre")).to_contain_text("decode on decode-0")

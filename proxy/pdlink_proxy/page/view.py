@@ -87,19 +87,20 @@ def verdict(
     failed = [record for record in recent if record.outcome in ("failed", "broken")]
     if failed:
         share = len(failed) / len(recent)
-        return "bad", f"{share:.0%} of {len(recent)} requests failed; see Causes, and ask `pdlink explain ID`."
+        text = f"{share:.0%} of {_many(len(recent), 'request')} failed; see Causes, and ask `pdlink explain ID`."
+        return "bad", text
     if refused_pairs:
         pair = refused_pairs[0]
         return "warn", (
-            f"{len(refused_pairs)} pairs of workers do not fit together, first {pair['prefill']} and "
+            f"Workers that do not fit together: {_many(len(refused_pairs), 'pair')}, first {pair['prefill']} and "
             f"{pair['decode']}: {pair['factor']} differs. Answers are right, but decode computes prompts; start "
             "both alike."
         )
     if away:
         worker = away[0]
         return "warn", (
-            f"{len(away)} of {len(workers)} workers are away, first {worker['label']}: "
-            f"{worker['reason'] or worker['state']}."
+            f"{len(away)} of {_many(len(workers), 'worker')} {'is' if len(away) == 1 else 'are'} away, "
+            f"{'first ' if len(away) > 1 else ''}{worker['label']}: {worker['reason'] or worker['state']}."
         )
     if not recent:
         return "idle", "All workers are ready. No request in the last five minutes."
@@ -107,15 +108,20 @@ def verdict(
     if recomputed > _MANY_RECOMPUTED * len(recent):
         why = Counter(_why(record.kv) for record in recent if record.kv.startswith("recomputed")).most_common(1)[0][0]
         return "warn", (
-            f"{recomputed / len(recent):.0%} of {len(recent)} requests computed their prompt on decode, most of them "
-            f"for {why}. Answers are right, but prefill gains nothing there."
+            f"{recomputed / len(recent):.0%} of {_many(len(recent), 'request')} computed their prompt on decode, "
+            f"most of them for {why}. Answers are right, but prefill gains nothing there."
         )
     if _waits_for_the_link(summary):
         return "warn", (
             f"Requests wait for the link: {summary['exposed_share']:.0%} of the time in which KV moves comes after "
             f"prefill ({summary['exposed_ms']:.1f} ms a transfer). Look at the lanes in Pairs."
         )
-    return "ok", f"All is well: {len(recent)} requests in five minutes, KV of {_percent(summary)} was transferred."
+    what = _many(len(recent), "request")
+    return "ok", f"All is well: {what} in five minutes, KV of {_percent(summary)} was transferred."
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _waits_for_the_link(summary: Mapping[str, Any]) -> bool:
@@ -133,12 +139,14 @@ def _percent(summary: Mapping[str, Any]) -> str:
 
 def _summary(recent: Sequence[RequestRecord], ended: Sequence[Ended]) -> dict[str, Any]:
     ttft = sorted(record.ttft_s for record in recent if record.ttft_s is not None)
+    per_token = sorted(record.per_token_s for record in recent if record.per_token_s is not None)
     moving = sum(each.moving_s for each in ended)
     exposed = sum(each.exposed_s for each in ended)
     return {
         "requests": len(recent),
         "ttft_p50_ms": quantile_ms(ttft, 0.5),
         "ttft_p95_ms": quantile_ms(ttft, 0.95),
+        "per_token_p50_ms": quantile_ms(per_token, 0.5),
         "queued_p95_ms": quantile_ms(sorted(record.queued_s for record in recent), 0.95),
         "kv": dict(Counter(record.kv.partition(";")[0] for record in recent if record.outcome in ("ok", "broken"))),
         "transfers": len(ended),

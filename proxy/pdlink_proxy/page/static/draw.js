@@ -23,6 +23,7 @@ export function patch(parent, children) {
     const node = old?.nodeName === child.tag.toUpperCase() ? old : put(parent, old, document.createElement(child.tag));
     for (const [name, value] of Object.entries(child.props)) {
       if (name.startsWith("on")) node[name] = value;
+      else if (name === "width") node.style.width = value;  // as an attribute the page's own policy would forbid it
       else if (node.getAttribute(name) !== value) node.setAttribute(name, value);
     }
     patch(node, child.children);

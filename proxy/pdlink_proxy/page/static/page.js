@@ -6,7 +6,7 @@ const GLYPHS = { l: "█", f: "▓", w: "▒", ".": "░" };
 const HISTORY = 300;
 let before = null, charts = null, opened = null, story = null;
 
-const ms = (value) => (value == null ? "–" : value < 10 ? `${value.toFixed(1)} ms` : `${Math.round(value)} ms`);
+const ms = (value) => (value == null ? "–" : value < 10 ? `${value.toFixed(1)} ms` : value < 1000 ? `${Math.round(value)} ms` : `${(value / 1000).toFixed(2)} s`);
 const seconds = (value) => (value == null ? "–" : ms(value * 1000));
 const percent = (value) => (value == null ? "–" : `${(value * 100).toFixed(value < 0.1 ? 1 : 0)} %`);
 const bytes = (n) => (n >= 1e9 ? `${(n / 1e9).toFixed(2)} GB` : n >= 1e6 ? `${(n / 1e6).toFixed(1)} MB` : `${Math.round(n / 1e3)} kB`);
@@ -43,11 +43,11 @@ function rates(state) {
 
 function figures(state, speeds) {
   const s = state.summary, answered = sum(Object.values(s.kv));
-  const prompts = total(state, "prompt_tokens");
+  const prompts = total(state, "prompt_tokens"), flows = speeds.lanes.filter(([, rate]) => rate > 0);
   const found = prompts - total(state, "prompt_tokens", "prefill") - total(state, "prompt_tokens", "computed");
   const cards = [
     ["first token, p50", ms(s.ttft_p50_ms)], ["first token, p95", ms(s.ttft_p95_ms)],
-    ["KV now", speeds.lanes.length ? speeds.lanes.map(([lane, rate]) => `${bytes(rate)}/s ${lane}`).join(" · ") : "–"],
+    ["each further token, p50", ms(s.per_token_p50_ms)], ["KV now", flows.length ? flows.map(([lane, rate]) => `${bytes(rate)}/s ${lane}`).join(" · ") : "–"],
     ["answers now", `${Math.round(speeds.tokens)} tokens/s`],
     ["not hidden by prefill", s.exposed_ms == null ? "–" : `${percent(s.exposed_share)} (${ms(s.exposed_ms)})`],
     ["KV transferred", answered ? percent((s.kv.transferred ?? 0) / answered) : "–"],
@@ -79,7 +79,7 @@ function pairs(state) {
   const rows = prefill.map((one) => [{ head: true, text: one }, ...decode.map((other) => {
     const p = at.get(`${one} ${other}`);
     if (p.state === "refused") return { class: "bad", text: `✗ ${p.reason}` };
-    if (p.state === "no session") return { class: "quiet", text: "no session yet" };
+    if (p.state === "no session") return { class: "quiet", text: "no session now" };
     return { class: "ok", text: `${p.lane}${p.gb_per_s ? ` ${p.gb_per_s.toFixed(1)} GB/s` : ""}` };
   })]);
   patch($("pairs"), [table("Pairs", ["prefill", ...decode], rows)]);
@@ -101,13 +101,11 @@ function transfers(state) {
     { class: t.reason ? "bad" : "ok", text: t.reason || t.state.toLowerCase() }]))] : [el("p", { class: "quiet" }, "None yet.")]);
 }
 
-const width = (share) => `w${Math.min(100, Math.max(0, Math.round(share * 20) * 5))}`;
-
 function waterfall(r, longest) {
   const end = r.ttft_s ?? r.total_s, queue = Math.min(r.queued_s, end), prefill = Math.max(0, Math.min((r.prefill_s ?? queue) - queue, end - queue));
   const words = `queued ${seconds(queue)}, prefill ${seconds(prefill)}, then ${seconds(end - queue - prefill)}`;
   return el("span", { class: "bar", role: "img", "aria-label": words, title: words },
-    ...[["queue", queue], ["prefill", prefill], ["rest", end - queue - prefill]].map(([name, s]) => el("span", { class: `${name} ${width(s / longest)}` })));
+    ...[["queue", queue], ["prefill", prefill], ["rest", end - queue - prefill]].map(([name, s]) => el("span", { class: name, width: `${(100 * s / longest).toFixed(1)}%` })));
 }
 
 function requests(state) {
@@ -122,7 +120,7 @@ function requests(state) {
     { class: r.outcome === "ok" ? "ok" : "bad", text: r.outcome }, { class: r.kv.startsWith("recomputed") ? "warn" : "", text: r.kv },
     { class: "n", text: r.prompt_tokens }, r.prefill ?? "–", r.decode ?? "–", { node: waterfall(r, longest) },
     { class: "n", text: seconds(r.ttft_s) }, { class: "n", text: seconds(r.total_s) }]);
-  const found = [table("Requests", ["request", "end", "KV", "n:tokens", "prefill", "decode", "to the first token", "n:first token", "n:all"], rows)];
+  const found = [table("Requests", ["request", "end", "KV", "n:prompt tokens", "prefill", "decode", "to the first token", "n:first token", "n:all"], rows)];
   if (!shown.length) found[0] = el("p", { class: "quiet" }, "None.");
   if (opened) found.push(el("pre", {}, story ?? "…"));
   patch($("requests"), found);
@@ -133,32 +131,44 @@ async function explain(r) {
   story = null;
   if (before) requests(before);
   if (!opened) return;
-  let found = [];
+  let told;
   try {
-    found = (await ask(`../decisions?request=${encodeURIComponent(r.request_id)}`)).decisions;
+    told = await ask(`../decisions?request=${encodeURIComponent(r.request_id)}`);
   } catch (error) {
     story = error.message;
     if (before) requests(before);
     return;
   }
-  story = [`request ${r.request_id}, transfer ${r.transfer_id || "none"}`, ...found.map((d) =>
-    `${seconds(d.waited_s).padStart(9)}  ${d.verdict}${d.prefill ? `, prefill on ${d.prefill}` : ""}${d.decode ? `, decode on ${d.decode}` : ""}${d.reason ? `: ${d.reason}` : ""}`)].join("\n");
+  story = [`request ${r.request_id}, transfer ${r.transfer_id || "none"}`, ...told.decisions.map((d) =>
+    `${seconds(d.waited_s).padStart(9)}  ${d.verdict}${d.prefill ? `, prefill on ${d.prefill}` : ""}${d.decode ? `, decode on ${d.decode}` : ""}${d.reason ? `: ${d.reason}` : ""}`),
+  ...told.transfers.filter((t) => t.side === "sender").map((t) =>
+    `${seconds(t.moving_s).padStart(9)}  in which ${bytes(t.nbytes)} moved over ${t.lane || "no lane"}, ${seconds(t.exposed_s)} of it not hidden by prefill${t.reason ? `; ${t.reason}` : ""}`),
+  `pdlink explain ${r.request_id}  says more`].join("\n");
   if (before) requests(before);
 }
 
 function rest(state) {
   patch($("errors"), state.errors.length ? [table("Causes", ["what", "cause", "n:count", "newest"], state.errors.map((e) => [e.kind, e.cause, { class: "n", text: e.count }, e.newest]))]
     : [el("p", { class: "quiet" }, "Nothing.")]);
-  const tiers = labels(state, "tier_bytes"), kinds = labels(state, "store_records");
-  const rows = [...tiers.map((name) => [name.replace("/", ": "), bytes(total(state, "tier_bytes", name))]),
-    ...kinds.map((kind) => [`memory: ${kind}`, `${total(state, "store_records", kind)} records, ${bytes(total(state, "store_bytes", kind))}`])];
-  patch($("tiers"), rows.length ? [table("Tiers", ["tier", "since its start"], rows)] : [el("p", { class: "quiet" }, "Nothing stored yet.")]);
+  patch($("tiers"), [tiers(state)]);
+}
+
+function tiers(state) {
+  const chunks = (place) => total(state, "store_chunks", place), n = (text) => ({ class: "n", text });
+  const places = labels(state, "store_chunks").filter((place) => place !== "missed");
+  if (!places.length) return el("p", { class: "quiet" }, "No worker keeps KV of earlier prompts.");
+  const evicted = `${total(state, "store_records", "evicted")} (${bytes(total(state, "store_record_bytes", "evicted"))})`;
+  const rows = places.map((place) => [{ head: true, text: place }, n(chunks(place)), ...(place === "memory"
+    ? [n(bytes(total(state, "store_copied_bytes", "load"))), n(bytes(total(state, "store_record_bytes", "stored"))), n(evicted)]
+    : [n(bytes(total(state, "tier_bytes", `${place}/get`))), n(bytes(total(state, "tier_bytes", `${place}/put`))), n("–")])]);
+  return table("Tiers", ["tier", "n:chunks found", "n:read", "n:written", "n:evicted"], [...rows, [{ head: true, text: "in none of them" }, n(chunks("missed")), n(""), n(""), n("")]]);
 }
 
 async function drawCharts(state, speeds) {
   if (charts === null) {
     charts = false;
-    try { charts = (await import("./charts.js")).open($("charts"), HISTORY); $("charts").hidden = false; } catch { /* tables only */ }
+    $("charts").hidden = false;  // its width counts
+    try { charts = (await import("./charts.js")).open($("charts"), HISTORY); } catch { $("charts").hidden = true; }  // tables only
   }
   if (charts) charts.add(state.at_s, state.summary.ttft_p50_ms, state.summary.ttft_p95_ms, sum(speeds.lanes.map(([, rate]) => rate)) / 1e9);
 }
