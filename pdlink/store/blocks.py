@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
+if TYPE_CHECKING:
+    from pdlink.kv.layout import RunArray
     from pdlink.kv.plan import Plan
 
     Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -38,3 +40,24 @@ class RecordPlan:
 
     def ends_of(self, layer: int) -> Numbers:
         return self.ends[self.plan.template.layers[layer].class_index]
+
+    def whole(self) -> dict[tuple[int, int], RunArray]:
+        """The runs of all layers, by (source region, destination region), in the order of their sources.
+
+        That is how the CPU reads ahead best: of pages whose blocks hold all layers, runs of 32 KiB, into records took
+        0.038 CPU seconds per GB instead of 0.047 layer by layer; back 0.041 instead of 0.045 (in the order of their
+        destinations 0.041 and 0.047; two cores of an EPYC).
+        """
+        bases: defaultdict[tuple[int, int, int], list[tuple[int, int, int]]] = defaultdict(list)
+        for layer in self.plan.template.layers:
+            for src, dst in layer.bases:
+                bases[layer.class_index, src.region, dst.region].append((src.offset, dst.offset, 0))
+        parts: defaultdict[tuple[int, int], list[RunArray]] = defaultdict(list)
+        for (index, src_region, dst_region), some in bases.items():
+            based = self.plan.runs[index] + np.array(some)[:, None]
+            parts[src_region, dst_region].append(based.reshape(-1, 3))
+        found = {}
+        for regions, of_classes in parts.items():
+            runs = np.concatenate(of_classes)
+            found[regions] = runs[np.argsort(runs[:, 0], kind="stable")]
+        return found

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from pdlink import _copy
 from pdlink.errors import TransferFailed
 from pdlink.events import KVCopied, emit
 from pdlink.store.record import HEADER_NBYTES
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
     Chunks = list[tuple[int, Slot]]
     """Slots, by number of the chunk in the prompt."""
+
+
+_MOST_RUNS = 1 << 16
+"""That are copied in one call, of all layers: the list takes 24 bytes for each. Layers share the runs of more."""
 
 
 class Copying:
@@ -140,10 +145,18 @@ class Copying:
         if slots:
             began_s = time.monotonic()
             plan = self._plan(mine, slots, loading=loading)
-            for layer in range(len(self._layout.layers)):
-                self._source.copy(plan, layer, loading=loading)
+            if plan.plan.num_runs <= _MOST_RUNS:
+                self._copy_whole(plan, loading=loading)
+            else:
+                for layer in range(len(self._layout.layers)):
+                    self._source.copy(plan, layer, loading=loading)
             nbytes, took_s = len(slots) * self._shape.payload_nbytes, time.monotonic() - began_s
             emit(KVCopied(direction="load" if loading else "store", nbytes=nbytes, took_s=took_s))
+
+    def _copy_whole(self, plan: RecordPlan, *, loading: bool) -> None:
+        pages, arena = self._source.arrays, self._store.array
+        for (src, dst), runs in plan.whole().items():
+            _copy.nt_runs(pages[dst] if loading else arena, arena if loading else pages[src], runs)
 
     def _plan(self, mine: Span, slots: Chunks, *, loading: bool) -> RecordPlan:
         source, chunk_tokens = self._source, self._source.chunk_tokens

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -125,18 +127,23 @@ LAYOUTS = st.tuples(st.sampled_from(["LPBTH", "LPBHT", "BLPTH", "LBPTH"]), st.sa
 
 
 @settings(max_examples=25, deadline=None)
-@given(LAYOUTS, LAYOUTS, st.integers(0, 300), st.integers(0, 300), st.integers(0, 2**30))
+@given(LAYOUTS, LAYOUTS, st.integers(0, 300), st.integers(0, 300), st.integers(0, 2**30), st.booleans())
 def test_pages_of_any_layout_share_what_one_of_them_has_stored(
-    first: tuple[str, int], second: tuple[str, int], common: int, more: int, seed: int
+    first: tuple[str, int], second: tuple[str, int], common: int, more: int, seed: int, by_layer: bool
 ) -> None:
-    """Blocks of 16 tokens NHD and of 128 HND among them; prompts that share their first `common` tokens."""
+    """Blocks of 16 tokens NHD and of 128 HND among them; prompts that share their first `common` tokens.
+
+    by_layer: copied as prompts of many runs are.
+    """
     tier = StubTier()
     stored = list(range(5000, 5000 + common + 20))
     asked = stored[:common] + [7] * more
-    with Pages(*first, num_tokens=1024, tiers=[tier]) as prefill:
+    with patch("pdlink.store.copying._MOST_RUNS", -1 if by_layer else 1 << 16), ExitStack() as opened:
+        prefill = opened.enter_context(Pages(*first, num_tokens=1024, tiers=[tier]))
         assert prefill.stored(stored, seed) == len(stored) // CHUNK * CHUNK
         assert prefill.cache.flush(WAIT_S)
-    with Pages(*second, num_tokens=1024, tiers=[tier]) as decode:
+        opened.close()
+        decode = opened.enter_context(Pages(*second, num_tokens=1024, tiers=[tier]))
         blocks = decode.table(seed + 1, len(asked))
         loaded = decode.cache.retrieve(asked, blocks)
         assert loaded == common // CHUNK * CHUNK
