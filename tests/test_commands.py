@@ -39,6 +39,7 @@ NOT_RUN = {
     r"pdlink cache (lookup|pin|move|clear)\b": "needs prompts that are kept: tests/serve/test_cache_routes.py",
     r"pdlink plan\b": "takes a trace: tests/plan/test_command.py",
     r"pdlink bench curves\b": "measures a server: tests/bench/test_curves.py",
+    r"pdlink bench plan\b": "takes minutes: tests/bench/test_predicted.py",
     r"pdlink explain req-": "needs the id of an answer: `test_a_request_is_explained_as_the_page_says`",
     r"pdlink timeline .*--request": "as `pdlink explain`",
     r"pdlink doctor --config": "tests/e2e/test_doctor.py",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from pdlink.commands.plan import MOST_WORKERS
-from pdlink.config import read_key
+from pdlink.config import ProxyConfig, read_key
 from pdlink.errors import ConfigError
 from pdlink.plan.aiconfigurator import read_aiconfigurator
 from pdlink.plan.curves import Curves, read_curves
@@ -77,6 +77,8 @@ def _curves(args: argparse.Namespace) -> Curves:
     else:
         curves = read_curves(paths[0]) if paths else Curves()
     given = {"link_nbytes_per_s": args.link and args.link * 1e9, "kv_nbytes_per_token": args.kv_bytes}
+    if "grace_s" not in curves.model_fields_set:
+        given["grace_s"] = ProxyConfig().kv_header_grace_s
     return curves.model_copy(update={name: value for name, value in given.items() if value})
 
 

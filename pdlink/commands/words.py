@@ -35,6 +35,7 @@ BENCHMARKS: dict[str, str] = {
     "warm": "time to first token of a long prompt that was seen before, beside a new one",
     "replay": "hit rates of eviction policies on a trace of requests, beside the best there can be",
     "curves": "how long a server takes for prompts and decode steps, as a file for `pdlink plan`",
+    "plan": "what `pdlink plan` predicts, beside a fleet of real workers whose engines sleep by the curves",
     "route": "routing policies of the proxy, in a simulated fleet",
     "index": "memory of the proxy's index of KV events, and one look-up in it",
     "proxy": "CPU of a routed request, beside other routers",

@@ -15,6 +15,7 @@ from pdlink.config.log import LogConfig
 from pdlink.config.model import ModelConfig
 from pdlink.config.section import Port, Role, Section, is_loopback, no_use
 from pdlink.config.security import SecurityConfig
+from pdlink.config.sleep import SleepConfig
 from pdlink.config.tiers import TiersConfig
 from pdlink.config.timeouts import TimeoutConfig
 from pdlink.config.tracing import TracingConfig
@@ -71,6 +72,8 @@ class WorkerConfig(Section):
     for the same while the worker runs."""
     simulate_layer_s: float = Field(default=0.0, ge=0)
     """Extra seconds per layer of every prefill step; makes a small model as slow as a large one in demonstrations."""
+    sleep: SleepConfig = SleepConfig()
+    """Sleep in place of computing."""
     chaos: ChaosConfig = ChaosConfig()
     """For tests only; see `pdlink chaos`."""
 

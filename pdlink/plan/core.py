@@ -92,13 +92,16 @@ def speeds_of(curves: Curves) -> Speeds:
 def outcome(curves: Curves, arrays: Arrays, at_s: Seconds) -> Played:
     """Once all requests have ended. at_s: when each came."""
     jobs, prefills, decodes = arrays.jobs, arrays.prefills, arrays.decodes
-    answer = jobs["answer"]
+    answer, first_s = jobs["answer"], jobs["prefilled_s"]
+    if curves.grace_s:  # an answer of one token is of prefill alone
+        held_s = np.minimum(first_s + curves.grace_s, np.maximum(first_s, jobs["began_s"]))
+        first_s = np.where(answer > 1, held_s, first_s)
     with np.errstate(divide="ignore", invalid="ignore"):
-        per_token_s = np.where(answer > 1, (jobs["done_s"] - jobs["prefilled_s"]) / (answer - 1), np.nan)
+        per_token_s = np.where(answer > 1, (jobs["done_s"] - first_s) / (answer - 1), np.nan)
     span_s = float(max(jobs["done_s"].max(), jobs["prefilled_s"].max()) - at_s[0])
     decode_s = float(decodes["busy_s"].sum())
     return Played(
-        jobs["prefilled_s"] + curves.overhead_s - at_s,
+        first_s + curves.overhead_s - at_s,
         per_token_s,
         float(prefills["busy_s"].mean()) / span_s,
         decode_s / len(decodes) / span_s,

@@ -56,6 +56,9 @@ class Curves(BaseModel):
     """Of each first token: client, proxy, worker."""
     handoff_s: Cost = 0.0
     """Between the last byte of KV and the first decode step."""
+    grace_s: Cost = 0.0
+    """The proxy holds a first token back until decode has it, but no longer than this (`kv_header_grace_s` of its
+    settings, by default 0.05)."""
 
     @property
     def transfer_s(self) -> float:

@@ -63,6 +63,7 @@ def join(speeds: Speeds, jobs: Any, decodes: Any, sequences: Any, job: int, now_
     """Its KV is there. The first token is prefill's."""
     worker = jobs[job].decode
     _advance(speeds, decodes, sequences, worker, now_s)
+    jobs[job].began_s = max(now_s, decodes[worker].clock_s)
     at = decodes[worker].num
     decodes[worker].num += 1
     decodes[worker].tokens += jobs[job].prompt + 1

@@ -10,7 +10,7 @@ IDLE, PASS, PASSES = 0, 1, 2
 
 JOB = np.dtype(
     [
-        ("began_s", "f8"),  # of its first pass; not a number before it
+        ("began_s", "f8"),  # of its first pass, then of its first decode step; not a number before
         ("prefilled_s", "f8"),  # not a number before it
         ("done_s", "f8"),
         ("prompt", "i4"),

@@ -17,6 +17,7 @@ from pdlink.engine.engine import Engine
 from pdlink.engine.models import load_model
 from pdlink.engine.paged_cache import PagedCache
 from pdlink.engine.request import GenerationRequest
+from pdlink.engine.sleeping import SleepingModel
 from pdlink.errors import ConfigError, Draining, EngineFailure, InvalidRequest, PdlinkError, TransferFailed
 from pdlink.events import FallbackUsed, RequestEnded, emit
 from pdlink.memory.blocks import BlockPool
@@ -100,6 +101,8 @@ class Worker:
         config = self.config
         torch.set_num_threads(config.engine.threads)
         self.model = load_model(config.model, config.engine.device)
+        if config.sleep.sleeps:
+            self.model = SleepingModel.of(self.model, config.sleep)
         num_blocks = _num_blocks(config, self.model)
         self.pool = BlockPool(num_blocks)
         self.cache = PagedCache(

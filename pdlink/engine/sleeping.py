@@ -1,0 +1,94 @@
+"""A model that sleeps in place of computing: layers are ready when they would be, answers are one token repeated.
+
+A pass that follows another one at once begins where that one should have ended, not where it did: on a machine that
+is shared by many workers, waking up and HTTP take a while, which a real engine does beside its GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdlink.engine.models import LoadedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdlink.config.sleep import SleepConfig
+    from pdlink.engine.attention import Span
+    from pdlink.engine.paged_cache import PagedCache
+
+AT_ONCE_S = 0.02
+"""So late after the one before a pass still counts as following at once."""
+
+
+@dataclass(slots=True)
+class _Clock:
+    ended_s: float = 0.0
+    """When the last pass should have ended; time.monotonic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SleepingModel(LoadedModel):
+    """Takes the tokenizer, the layout and the name from a real model."""
+
+    costs: SleepConfig
+    token: int
+    """Of every answer."""
+    clock: _Clock = field(default_factory=_Clock)
+
+    @classmethod
+    def of(cls, model: LoadedModel, costs: SleepConfig) -> SleepingModel:
+        """The same model, asleep."""
+        known = {each.name: getattr(model, each.name) for each in fields(LoadedModel)}
+        visible = (
+            token
+            for token in range(model.vocab_size)
+            if token not in model.eos_token_ids and model.tokenizer.decode([token]).strip()
+        )
+        return cls(**known, costs=costs, token=next(visible))
+
+    def seconds(self, spans: Sequence[Span]) -> float:
+        """Of a pass. A span of one token is an answer's."""
+        prompts = [span for span in spans if span.end - span.start > 1]
+        answers = [span for span in spans if span.end - span.start == 1]
+        costs, took_s = self.costs, 0.0
+        if prompts:
+            took_s += costs.prompt_s
+        for span in prompts:
+            new = span.end - span.start
+            took_s += costs.token_s * new + costs.attention_s * new * (span.start + new / 2)
+        if answers:
+            took_s += costs.step_s + costs.sequence_s * len(answers)
+            took_s += costs.context_s * sum(span.end for span in answers)
+        return took_s
+
+    def logits(
+        self,
+        cache: PagedCache,
+        tokens: torch.Tensor,
+        spans: Sequence[Span],
+        rows: Sequence[int],
+        *,
+        layer_written: Callable[[int], None] | None = None,
+        layer_needed: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """After the time of a pass, logits [len(rows), vocab_size] that all say the same token."""
+        took_s, num_layers = self.seconds(spans), len(cache.layout.layers)
+        began_s = time.monotonic()
+        if began_s - self.clock.ended_s < AT_ONCE_S:
+            began_s = self.clock.ended_s
+        for layer in range(num_layers):
+            if layer_written is not None or layer_needed is not None or layer == num_layers - 1:
+                time.sleep(max(0.0, began_s + took_s * (layer + 1) / num_layers - time.monotonic()))
+            if layer_written is not None:
+                layer_written(layer)
+            if layer_needed is not None:
+                layer_needed(layer)
+        self.clock.ended_s = began_s + took_s
+        found = torch.zeros(len(rows), self.vocab_size)
+        found[:, self.token] = 1.0
+        return found
