@@ -2,26 +2,33 @@
 
 Requests go to the server itself, not through a proxy: prompts of several lengths, alone, with and without a part
 that it has cached; then answers of several requests at once, whose gaps are the steps. What HTTP costs is in the
-costs of a pass and of a step.
+costs of a pass and of a step. A beginning that the server says it had not cached counts as computed. The link is that
+of one pair of a proxy.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from pdlink.config import WorkerConfig
+from pdlink.config import ProxyConfig, WorkerConfig, read_key
 from pdlink.errors import ConfigError
+from pdlink.observe.fetch import CannotFetch, base_url
+from pdlink.observe.fetch import ask as fetch
 from pdlink.plan.curves import Curves
 from pdlink.plan.fitting import errors, fit_decode, fit_prefill
 from pdlink.serve import up
+from pdlink_proxy.probe import MAX_TOKENS
 
 from . import harness
 from .harness import Report, Table, positive, positive_float
-from .http_load import BadAnswer, once, stream
+from .http_load import BadAnswer, once, once_and_cached, stream
 
 if TYPE_CHECKING:
     import argparse
@@ -32,6 +39,8 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 300.0
 _WORDS = 250
 """Token ids that every vocabulary has."""
+_PROBES = 5
+_HEARD_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=positive, default=24, metavar="N", help="of each answer (%(default)s)")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="of each prompt (%(default)s)")
-    parser.add_argument("--kv-bytes", type=positive_float, metavar="BYTES", help="of a token's KV, for the file")
-    parser.add_argument("--link", type=positive_float, metavar="GB_PER_S", help="of one prefill worker, for the file")
+    text = "a proxy: one of its pairs moves KV, which measures the link and a token's KV; without URL one of its own"
+    parser.add_argument("--proxy", metavar="URL", help=text)
+    parser.add_argument("--key-file", metavar="FILE", help="with one of the proxy's api_keys")
+    parser.add_argument(
+        "--kv-bytes", type=positive_float, metavar="BYTES", help="of a token's KV, instead of measuring"
+    )
+    parser.add_argument(
+        "--link", type=positive_float, metavar="GB_PER_S", help="of one prefill worker, instead of measuring"
+    )
     parser.add_argument("--pool-tokens", type=positive, metavar="N", help="KV that a worker holds, for the file")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts (%(default)s)")
     harness.add_output_arguments(parser)
@@ -60,31 +76,86 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace, progress: Progress) -> Report:
+    try:
+        return _of_server(args, progress)
+    except CannotFetch as error:
+        return Report({}, [f"[red]{error}[/]"], ok=False)
+
+
+def _of_server(args: argparse.Namespace, progress: Progress) -> Report:
     if len(set(args.tokens)) < 2:
         raise ConfigError(f"tokens: got {args.tokens}; limit two lengths at least; name more")
     if args.url:
-        return _measured(args, args.url, progress)
+        moved = _moved(args.proxy, read_key(args.key_file), max(args.tokens)) if args.proxy else None
+        return _measured(args, args.url, moved, progress)
     longest = max(args.tokens) * 2 + args.steps
     blocks = -(-longest // 16) * max(args.batch) + 64
-    config = WorkerConfig.model_validate(
-        {
-            "role": "both",
-            "name": "bench-curves",
-            "model": {"max_tokens": max(8192, longest)},
-            "cache": {"num_blocks": blocks},
-            "engine": {"max_batched_tokens": max(8192, longest), "max_running": max(64, *args.batch)},
-            "summary_s": 0,
-        }
-    )
-    worker = up.start("worker", "both", config.model_dump(mode="json"))
+    settings = {
+        "model": {"max_tokens": max(8192, longest)},
+        "cache": {"num_blocks": blocks},
+        "engine": {"max_batched_tokens": max(8192, longest), "max_running": max(64, *args.batch)},
+        "summary_s": 0,
+    }
+    children: list[up.Child] = []
     try:
-        worker.wait_ready(START_TIMEOUT_S)
-        return _measured(args, str(worker.facts["url"]), progress)
+        for name, role in (("bench-curves", "both"), ("bench-decode", "decode")):
+            config = WorkerConfig.model_validate({**settings, "role": role, "name": name})
+            children.append(up.start(name, role, config.model_dump(mode="json")))
+        for child in children:
+            child.wait_ready(START_TIMEOUT_S)
+        urls = [str(child.facts["url"]) for child in children]
+        proxy = ProxyConfig(port=0, summary_s=0).model_dump(mode="json")
+        children.append(up.start("proxy", "proxy", {**proxy, "prefill": urls[:1], "decode": urls[1:]}))
+        children[-1].wait_ready(START_TIMEOUT_S)
+        moved = _moved(str(children[-1].facts["url"]), None, max(args.tokens))
+        up.stop(children[1:], 10.0)  # nothing else on the machine
+        del children[1:]
+        return _measured(args, urls[0], moved, progress)
     finally:
-        up.stop([worker], 10.0)
+        up.stop(children, 10.0)
 
 
-def _measured(args: argparse.Namespace, url: str, progress: Progress) -> Report:
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """KV between two workers."""
+
+    kv_nbytes_per_token: float
+    link_nbytes_per_s: float
+    said: str
+
+
+def _moved(url: str, key: str | None, num_tokens: int) -> Moved:
+    """One pair of a proxy, some times over. Raises CannotFetch."""
+    url = base_url(url)
+    headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    deadline_s = time.monotonic() + _HEARD_S
+    while True:  # a proxy that has just started has not heard its workers
+        health = json.loads(fetch(url, "/health", headers)[1])
+        well = {leg: [each for each in health.get(leg, ()) if each["state"] == "ok"] for leg in ("prefill", "decode")}
+        if all(well.values()):
+            break
+        if time.monotonic() > deadline_s:
+            raise CannotFetch(f"{url} has no prefill and decode worker that are well; see its /health")
+        time.sleep(0.1)
+    num_tokens = min(num_tokens, MAX_TOKENS)
+    asked = {leg: workers[0]["label"] for leg, workers in well.items()} | {"num_tokens": num_tokens}
+    speeds, nbytes, lane = [], 0, ""
+    for _ in range(_PROBES):
+        status, text = fetch(url, "/pdlink/probe", headers, json.dumps(asked).encode(), timeout_s=60.0)
+        probe = json.loads(text)
+        if status != 200 or not probe.get("moving_s") or not probe.get("nbytes"):
+            why = probe.get("error") or probe.get("kv") or status
+            raise CannotFetch(f"{url} moved no KV from {asked['prefill']} to {asked['decode']}: {why}")
+        nbytes, lane = probe["nbytes"], probe["lane"]
+        speeds.append(probe["nbytes"] / probe["moving_s"])
+    said = (
+        f"link: {median(speeds) / 1e9:.3g} GB/s over {lane or 'an unnamed lane'}, median of {_PROBES} transfers of"
+        f" {nbytes / 1e6:.1f} MB, {asked['prefill']} to {asked['decode']}, layers sent while prefill computes"
+    )
+    return Moved(nbytes / num_tokens, median(speeds), said)
+
+
+def _measured(args: argparse.Namespace, url: str, moved: Moved | None, progress: Progress) -> Report:
     draw = random.Random(args.seed)
     base = url.rstrip("/") + "/v1/completions"
 
@@ -101,6 +172,7 @@ def _measured(args: argparse.Namespace, url: str, progress: Progress) -> Report:
     def drawn(num: int) -> list[int]:
         return [draw.randrange(1, _WORDS) for _ in range(num)]
 
+    unsaid = missed = 0
     try:
         once(base, body(drawn(16), 2, streamed=False))
         prefill: list[tuple[float, float, float]] = []
@@ -111,7 +183,11 @@ def _measured(args: argparse.Namespace, url: str, progress: Progress) -> Report:
                 prefill.append((tokens, 0, once(base, body(beginning, 1, streamed=False))))
                 whole = [*beginning, *drawn(tokens)]
                 held = tokens // 16 * 16
-                prefill.append((2 * tokens - held, held, once(base, body(whole, 1, streamed=False))))
+                seconds, cached = once_and_cached(base, body(whole, 1, streamed=False))
+                unsaid += cached is None
+                missed += cached is not None and cached < held
+                held = held if cached is None else cached
+                prefill.append((2 * tokens - held, held, seconds))
                 progress.advance(task)
         decode = []
         task = progress.add_task("steps", total=len(args.batch) * 2)
@@ -137,17 +213,30 @@ def _measured(args: argparse.Namespace, url: str, progress: Progress) -> Report:
     ]
     found = fit_prefill(prefill) | fit_decode(decode)
     given = {
-        "kv_nbytes_per_token": args.kv_bytes,
-        "link_nbytes_per_s": args.link and args.link * 1e9,
+        "kv_nbytes_per_token": args.kv_bytes or (moved and moved.kv_nbytes_per_token),
+        "link_nbytes_per_s": (args.link and args.link * 1e9) or (moved and moved.link_nbytes_per_s),
         "pool_tokens": args.pool_tokens,
     }
     source = f"pdlink bench curves of {args.model}, prompts of {min(args.tokens)} to {2 * max(args.tokens)} tokens"
     curves = Curves.model_validate({"source": source, **found} | {name: each for name, each in given.items() if each})
     if args.curves:
         args.curves.write_text(curves.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    return Report(
-        {"curves": curves.model_dump(), "prefill": prefill, "decode": decode}, _shown(curves, prefill, decode)
-    )
+    asked = len(args.tokens) * args.rounds
+    shown = [*_shown(curves, prefill, decode), _said_of_cached(asked, unsaid, missed)]
+    shown.append(moved.said if moved else "link: not measured; name a --proxy, or --link and --kv-bytes")
+    return Report({"curves": curves.model_dump(), "prefill": prefill, "decode": decode, "missed": missed}, shown)
+
+
+def _said_of_cached(asked: int, unsaid: int, missed: int) -> str:
+    """Whether the beginnings that had been asked before were cached, by the server's account."""
+    if unsaid:
+        return (
+            f"[yellow]cached: the server does not say (usage.prompt_tokens_details) in {unsaid} of {asked} answers;"
+            " they count as cached[/]"
+        )
+    if missed:
+        return f"[yellow]cached: {missed} of {asked} beginnings were not, or not whole, and count as computed[/]"
+    return f"cached: all {asked} beginnings that were asked before, by the server's account"
 
 
 def _shown(

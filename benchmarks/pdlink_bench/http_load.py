@@ -48,6 +48,23 @@ def once(url: str, body: dict[str, Any]) -> float:
     return time.perf_counter() - started_s
 
 
+def once_and_cached(url: str, body: dict[str, Any]) -> tuple[float, int | None]:
+    """The same, and how many tokens of the prompt the server had cached, if it says so."""
+    started_s = time.perf_counter()
+    connection, response = _post(url, body)
+    try:
+        answer = response.read()
+    finally:
+        connection.close()
+    took_s = time.perf_counter() - started_s
+    try:
+        usage = json.loads(answer)["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+    except (ValueError, KeyError, TypeError):
+        return took_s, None
+    return took_s, cached if isinstance(cached, int) else None
+
+
 def stream(url: str, body: dict[str, Any], request_id: str = "") -> Streamed:
     """request_id: what the server is to call it. Raises BadAnswer, OSError, http.client.HTTPException."""
     started_s = time.perf_counter()

@@ -19,14 +19,33 @@ class Server(BaseHTTPRequestHandler):
     asked: list[dict[str, Any]] = []
     tokens = 0
     """Of each streamed answer; 0 for as many as are asked for."""
+    cached: int | None = None
+    """Tokens of each prompt that it says it had."""
+    moving_s = 0.5
+    """Of a probe, as a proxy."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        worker = {"state": "ok", "label": "one"}
+        self.wfile.write(json.dumps({"prefill": [worker], "decode": [worker]}).encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/pdlink/probe":
+            self.send_response(200)
+            self.end_headers()
+            probe = {"nbytes": 1000 * body["num_tokens"], "moving_s": Server.moving_s, "lane": "tcp", "kv": "pull"}
+            self.wfile.write(json.dumps(probe).encode())
+            return
         Server.asked.append(body)
         self.send_response(200)
         self.end_headers()
         if not body["stream"]:
-            self.wfile.write(b'{"choices": [{"text": "a"}]}')
+            answer: dict[str, Any] = {"choices": [{"text": "a"}]}
+            if Server.cached is not None:
+                answer["usage"] = {"prompt_tokens_details": {"cached_tokens": Server.cached}}
+            self.wfile.write(json.dumps(answer).encode())
             return
         for _ in range(Server.tokens or body["max_tokens"]):
             self.wfile.write(b'data: {"choices": [{"text": "a"}]}\n\n')
@@ -38,7 +57,7 @@ class Server(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    Server.asked, Server.tokens = [], 0
+    Server.asked, Server.tokens, Server.cached, Server.moving_s = [], 0, None, 0.5
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -76,3 +95,32 @@ def test_a_server_whose_answers_are_too_short_is_an_error(url: str, capsys: pyte
 def test_one_length_of_prompts_says_nothing_of_a_token(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "curves", url, "--tokens", "16"]) == 2
     assert "two lengths at least" in capsys.readouterr().err
+
+
+def test_a_pair_of_a_proxy_measures_the_link_and_a_tokens_kv(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "curves.json"
+    assert main(["bench", "curves", url, "--curves", str(path), "--proxy", url, *SHORT]) == 0
+    curves = read_curves(path)
+    assert (curves.kv_nbytes_per_token, curves.link_nbytes_per_s) == (1000, 64 * 1000 / 0.5)
+    assert "over tcp" in capsys.readouterr().out
+    Server.moving_s = 0
+    assert main(["bench", "curves", url, "--proxy", url, *SHORT]) == 1
+    assert "moved no KV from one to one" in capsys.readouterr().out
+
+
+def test_a_beginning_that_was_not_cached_counts_as_computed(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.json"
+    for cached, said, expected in (
+        (None, "the server does not say", {(16, 16), (32, 32), (64, 64)}),
+        (0, "cached: 3 of 3 beginnings were not", {(32, 0), (64, 0), (128, 0)}),
+        (16, "cached: 2 of 3 beginnings were not", {(16, 16), (48, 16), (112, 16)}),
+    ):
+        Server.cached = cached
+        assert main(["bench", "curves", url, "--json", str(path), *SHORT]) == 0
+        assert said in " ".join(capsys.readouterr().out.split())
+        behind = {(new, held) for new, held, _ in json.loads(path.read_text())["prefill"]}
+        assert expected <= behind
