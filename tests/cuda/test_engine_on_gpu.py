@@ -30,6 +30,19 @@ def on_gpu(role: str, block_tokens: int, transport: dict[str, Any]) -> dict[str,
     return worker_settings(role, transport=transport, cache=cache, engine=ENGINE, on_transfer_failure="fail")
 
 
+def test_a_prompt_seen_before_comes_back_from_the_tiers_of_a_gpu() -> None:
+    """Nothing of it is in the pool any more: prefixes are not shared there."""
+    tiers = {"chunk_size": 64, "load_if_faster": False}
+    loaded = 'pdlink_prompt_tokens_total{source="host"}'
+    with Deployment.launch({"alone": on_gpu("both", 16, {}) | {"tiers": tiers}}, routed=False) as alone:
+        for length in LENGTHS:
+            prompt = prompt_of(length, seed=length)
+            first, before = alone.complete(prompt, at="alone").text, alone.metric("alone", loaded)
+            assert alone.complete(prompt, at="alone").text == first, length
+            assert alone.metric("alone", loaded) - before == (length - 1) // 64 * 64
+        until(lambda: alone.idle("alone"), "it holds nothing")
+
+
 @pytest.mark.parametrize("transport", LANES)
 def test_greedy_tokens_are_those_of_one_process_on_the_gpu(transport: str) -> None:
     """The steps of both are the same, so that the same kernels round alike; layers are pushed as they are written."""

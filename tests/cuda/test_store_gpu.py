@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from pdlink.cuda.buffers import DeviceMemory
+from pdlink.cuda.copies import Copies
 from pdlink.cuda.driver import Device, Stream
 from pdlink.cuda.kernels import Kernels
 from pdlink.cuda.launches import Launches
@@ -22,6 +24,7 @@ from pdlink.errors import TransferFailed
 from pdlink.memory.buffers import Buffer
 from pdlink.store import gpu_pages
 from pdlink.store.gpu_pages import GpuPages
+from pdlink_bench.gpu.tiers import measured
 from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import IMAGE, Fake, fake
 from tests.store.stubs import WAIT_S
@@ -206,6 +209,7 @@ def test_slots_and_blocks_of_an_aborted_request_are_kept_until_its_copies_are_ov
     held(engine.stores)
     prompt, blocks = engine.source.prompt("p", PROMPT), engine.blocks(1)
     engine.prefill(prompt, blocks, [TOKENS])
+    _begun(engine)
     prompt.withdraw()
     engine.pool.give_back(blocks)
     done = threading.Event()
@@ -405,6 +409,21 @@ def test_the_copy_engine_takes_the_lengths_at_which_it_was_not_slower(device: De
     assert all(row.engine_s > 0 and row.kernel_s > 0 for row in table)
 
 
+def test_the_benchmark_of_tiers_compares_what_came_back(
+    device: Device, double: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `make gpu` runs it; times on the double say nothing."""
+    monkeypatch.setattr(DeviceMemory, "compute_stream", lambda _: 0)
+    small: dict[str, Any] = {"layers": 2, "tokens": 512, "heads": 1, "repeats": 1, "image": IMAGE}
+    figures = measured(device, **small)
+    assert [one.name.split(",")[0] for one in figures[:2]] == ["GPU pages to arena", "arena to GPU pages"]
+    assert all(one.ratio for one in figures[:2])
+    assert len(figures) == 3 + 2 * len(RUN_NBYTES)
+    monkeypatch.setattr(Copies, "begin", lambda self, work, rows: self.note(work))  # copies nothing
+    with pytest.raises(RuntimeError, match="with other bytes"):
+        measured(device, ways=BY_KERNEL, **small)
+
+
 # --- Mutants: the double finds each
 
 
@@ -476,6 +495,7 @@ def _reuse_blocks(made: Any, held: Any) -> None:
     held(engine.stores)
     prompt, blocks = engine.source.prompt("p", PROMPT), engine.blocks(1)
     engine.prefill(prompt, blocks, [TOKENS])
+    _begun(engine)
     prompt.withdraw()
     _begun(engine)
     engine.pool.give_back(blocks)

@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 import torch  # noqa: E402
 
 from tests.e2e.engine_servers import place_of, prompt_of, save_model, until  # noqa: E402
+from tests.e2e.test_vllm_store import CHUNK, loaded, server_of  # noqa: E402
 from tests.e2e.vllm_servers import Pair, Server  # noqa: E402
 
 pytestmark = [
@@ -49,6 +50,26 @@ def expected(folder: Path) -> dict[int, list[int]]:
         return {length: alone.complete(prompt_of(length, length)).tokens[0] for length in LENGTHS}
     finally:
         alone.kill()
+
+
+@pytest.mark.parametrize("graphs", ["piecewise graphs", "eager"])
+def test_a_prompt_seen_before_comes_back_from_the_tiers_of_a_gpu(
+    folder: Path, expected: dict[int, list[int]], graphs: str
+) -> None:
+    """Nothing of it is in vLLM's pool any more: it caches no prefixes there."""
+    place = place_of(folder, f"tiers-{graphs.partition(' ')[0]}")
+    flags = [*SHARE, "--enforce-eager" if graphs == "eager" else "--no-enforce-eager"]
+    server = server_of(place, "solo", flags, local_disk=None, max_local_disk_size=None).start()
+    try:
+        server.wait_ready()
+        for length in LENGTHS:
+            prompt, before = prompt_of(length, length), loaded(server)
+            assert server.complete(prompt).tokens[0] == expected[length]
+            until(server.holds_nothing, "all of it is kept")
+            assert server.complete(prompt).tokens[0] == expected[length]
+            assert loaded(server) - before == (length - 1) // CHUNK * CHUNK
+    finally:
+        server.kill()
 
 
 @pytest.mark.parametrize("lane", LANES)

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _cases() -> dict[str, Callable[[], list[Figure]]]:
     """Imported here: showing a table needs no torch."""
-    from . import kernels, links
+    from . import kernels, links, tiers
 
     return {
         "kernels": kernels.run,
@@ -61,6 +61,7 @@ def _cases() -> dict[str, Callable[[], list[Figure]]]:
         "ucx": partial(links.run, "ucx", UCX),
         "staged-mapped": partial(links.run, "staged-mapped", "two processes, through pinned slots, mapped"),
         "staged-tcp": partial(links.run, "staged-tcp", "two processes, through pinned slots, tcp"),
+        "tiers": tiers.run,
         "exposed": links.run_exposed,
     }
 

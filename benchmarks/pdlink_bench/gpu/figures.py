@@ -19,6 +19,7 @@ CASES: dict[str, tuple[int, str]] = {
     "ucx": (60, "the same pages through UCX"),
     "staged-mapped": (40, "the same pages through pinned slots that the peer maps"),
     "staged-tcp": (40, "the same pages through pinned slots and a socket"),
+    "tiers": (60, "KV into a store's pinned arena and back, beside one large copy; copy engine against kernel"),
     "exposed": (70, "how much of the push a real prefill does not hide"),
 }
 """Each in a process of its own, one after the other: the most seconds it may take, and what it is."""
