@@ -91,13 +91,14 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         transfer = vllm_config.kv_transfer_config
         settings = settings_of.read(transfer.kv_connector_extra_config or {})
         version = versions.check(vllm.__version__, accept_newer=settings.untested_vllm == "accept")
-        versions.check_config(vllm_config, kv_cache_config, version, tiers=settings.tiers is not None)
+        versions.check_config(vllm_config, kv_cache_config, version, tiers=settings.tiers)
         store = None
         if settings.tiers is not None and settings.tiers.max_local_cpu_size:
             store = StoreBook(
                 settings.tiers.chunk_size,
                 vllm_config.parallel_config.tensor_parallel_size,
                 keeps_answers=settings.tiers.save_decode_cache,
+                keeps_all=versions.keeps_all(kv_cache_config),
             )
         self._book = RequestBook(
             sends=transfer.is_kv_producer,

@@ -146,6 +146,12 @@ class RemoteStore(AnyStore):
         places = answer.places[: len(asked)] if answer is not None else ()
         return Found(asked[: len(places)], places)
 
+    def known_at(self, keys: Sequence[bytes], timeout_s: float) -> tuple[int, ...]:
+        asked = tuple(keys[: wire.MAX_KEYS])
+        answer = self._ask(lambda call: wire.Lookup(call, asked, timeout_s, each=True), wire.FoundAt, timeout_s)
+        places = answer.places[: len(asked)] if answer is not None else ()
+        return places + (-1,) * (len(keys) - len(places))
+
     def _fetch(self, wanted: Wanted) -> RemoteFetch:
         found, shape, request, _, retention, checks = wanted
         link, call = self._link, next(self._calls)

@@ -185,6 +185,13 @@ class AnyStore(ABC):
     def lookup(self, keys: Sequence[bytes], timeout_s: float) -> Found:
         """The longest prefix of `keys` that is known. Waits `timeout_s` at most for the tiers."""
 
+    @abstractmethod
+    def known_at(self, keys: Sequence[bytes], timeout_s: float) -> tuple[int, ...]:
+        """The place of each key, as in `Found`; -1 where it is not known. Waits `timeout_s` at most for the tiers.
+
+        For what is needed of a prompt only in part: the last chunks of a window, a state.
+        """
+
     def fetch(
         self,
         found: Found,

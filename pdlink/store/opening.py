@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 from urllib.parse import quote
@@ -13,6 +14,7 @@ from pdlink.store.cleared import places_of
 from pdlink.store.client import RemoteStore
 from pdlink.store.codec import FP8
 from pdlink.store.gpu_pages import GpuPages
+from pdlink.store.groups import GroupedSource
 from pdlink.store.interface import MEMORY
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.record import shape_of
@@ -33,6 +35,19 @@ if TYPE_CHECKING:
     from pdlink.store.tiers.base import Tier
 
 _GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class SourceGroup:
+    """One group of an engine's layers; see `StoreSource`."""
+
+    layout: KVLayout
+    revision: str
+    """KV of equal ones may be shared. Of groups of one engine each has another."""
+    token_unit: int = 1
+    orders: Sequence[str] = ("PTH",)
+    heads: range | None = None
+    num_heads: int | None = None
 
 
 def open_source(
@@ -57,6 +72,23 @@ def open_source(
     peers: tiers that are stores of other nodes.
     Raises ConfigError, OSError if there is not enough memory, and for buffers of a GPU what `GpuPages` raises.
     """
+    group = SourceGroup(layout, revision, token_unit, orders, heads, num_heads)
+    opened = open_groups(config, name, [group], buffers, pool, model=model, released=released, peers=peers)
+    return None if opened is None else opened.sources[0]
+
+
+def open_groups(
+    config: TiersConfig,
+    name: str,
+    groups: Sequence[SourceGroup],
+    buffers: Sequence[AnyBuffer],
+    pool: BlockHolds,
+    *,
+    model: str,
+    released: Callable[[], None] = lambda: None,
+    peers: Sequence[Tier] = (),
+) -> GroupedSource | None:
+    """The same for an engine whose layers are in several groups, which share a store."""
     nbytes = int(config.max_local_cpu_size * _GIB)
     if nbytes == 0:
         return None
@@ -65,39 +97,57 @@ def open_source(
         raise ConfigError(
             f"tiers.codec: got {FP8!r}, which changes the KV; limit it with tiers.lossy: {FP8}; set both, or use lz4"
         )
-    shape = shape_of(layout, config.chunk_size // token_unit, num_heads, orders, lossy)
-    if config.store is None and shape.nbytes > nbytes:
+    shapes = [
+        shape_of(group.layout, config.chunk_size // group.token_unit, group.num_heads, group.orders, lossy)
+        for group in groups
+    ]
+    largest_nbytes = max(shape.nbytes for shape in shapes)
+    if config.store is None and largest_nbytes > nbytes:
         raise ConfigError(
-            f"tiers.chunk_size: got {config.chunk_size} tokens, {shape.nbytes} bytes of this model; limit {nbytes} "
+            f"tiers.chunk_size: got {config.chunk_size} tokens, {largest_nbytes} bytes of this model; limit {nbytes} "
             "bytes; lower it, or raise tiers.max_local_cpu_size"
         )
-    namespace = hashing.namespace(
-        model=model, revision=revision, dtype=shape.dtype, layout=shape.text, chunk_tokens=config.chunk_size
-    )
+    namespaces = [
+        hashing.namespace(
+            model=model,
+            revision=group.revision,
+            dtype=shape.dtype,
+            layout=shape.text,
+            chunk_tokens=config.chunk_size,
+        )
+        for group, shape in zip(groups, shapes, strict=True)
+    ]
+    if len(set(namespaces)) < len(groups):
+        raise ConfigError("tiers: got two groups of layers whose records cannot be told apart; limit none")
     store: AnyStore
     if config.store is None:
-        store = make_store(config, name, namespace.hex()[:32], peers)
+        store = make_store(config, name, namespaces[0].hex()[:32], peers)
     else:
         store = RemoteStore(config.store, name=name, timeout_s=config.store_timeout_s)
-    source = StoreSource(
-        store,
-        layout,
-        buffers,
-        pool,
-        model=model,
-        revision=revision,
-        chunk_tokens=config.chunk_size,
-        token_unit=token_unit,
-        orders=orders,
-        heads=heads,
-        num_heads=num_heads,
-        lossy=lossy,
-        own_places=_own_places(config),
-        released=released,
-        gpu=GpuPages(cast("Sequence[DeviceMemory]", buffers)) if buffers[0].kind == "cuda" else None,
-    )
+    gpu = GpuPages(cast("Sequence[DeviceMemory]", buffers)) if buffers[0].kind == "cuda" else None
+    sources: list[StoreSource] = []
+    for group in groups:
+        source = StoreSource(
+            store,
+            group.layout,
+            buffers,
+            pool,
+            model=model,
+            revision=group.revision,
+            chunk_tokens=config.chunk_size,
+            token_unit=group.token_unit,
+            orders=group.orders,
+            heads=group.heads,
+            num_heads=group.num_heads,
+            lossy=lossy,
+            own_places=_own_places(config),
+            released=released,
+            gpu=gpu,
+            beside=sources[0] if sources else None,
+        )
+        sources.append(source)
     store.open()
-    return source
+    return GroupedSource(sources)
 
 
 def _own_places(config: TiersConfig) -> list[str]:

@@ -13,6 +13,7 @@ import numpy as np
 from pdlink.events import KVCopied, emit
 from pdlink.kv.sources import TokenRange
 from pdlink.store.blocks import Blocks
+from pdlink.store.interface import Found
 from pdlink.store.loading import StoreLoad
 from pdlink.store.record import said_sums
 from pdlink.store.worth import choose
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from pdlink.cuda.driver import Event
     from pdlink.kv import hashing
     from pdlink.store.blocks import RecordPlan
-    from pdlink.store.interface import AnyFetch, Found
+    from pdlink.store.interface import AnyFetch
     from pdlink.store.record import Sums
     from pdlink.store.slots import Slot
     from pdlink.store.source import StoreSource
@@ -64,8 +65,8 @@ class StoredPrompt:
     request_id: str
     keys: list[bytes]
     """Of the prompt's full chunks."""
-    preimage: Callable[[int], hashing.Preimage]
-    """Of the key of a chunk, for those who are told of its record."""
+    preimage: Callable[[int], hashing.Preimage | None]
+    """Of the key of a chunk, for those who are told of its record; None where they are not."""
     num_tokens: int
     retention: Retention
     stores: bool = True
@@ -94,6 +95,21 @@ class StoredPrompt:
         end = len(self._found.keys) * chunk_tokens
         self.found = (TokenRange(0, end, self),) if end else ()
         return self.found
+
+    def look_up_each(self, num_chunks: int, timeout_s: float) -> list[bool]:
+        """Of each of the first chunks whether the store has its record. `fetch` takes ranges of those that it has."""
+        keys = self.keys[:num_chunks]
+        places = self.source.store.known_at(keys, timeout_s)
+        self._found = Found(tuple(keys), places)
+        return [place >= 0 for place in places]
+
+    def records_at(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """(place, bytes) of each record of what was found that holds some of tokens [begin, end)."""
+        chunk_tokens = self.source.chunk_tokens
+        places = self._found.places if self._found is not None else ()
+        return [
+            (place, self.source.shape.nbytes) for place in places[begin // chunk_tokens : -(-end // chunk_tokens)]
+        ]
 
     def choose(self, cached: int, other: Speed, *, always: bool = False) -> Choice:
         """How much of what was found to load, where the engine's blocks have the first `cached` tokens.
@@ -165,10 +181,11 @@ class StoredPrompt:
         On a GPU they are when what the calling thread has launched by now has run.
         blocks: the request's, from token 0 on; they are held until the last layer has been copied. Chunks that the
         store has already, or has no room for, are skipped. A chunk counts when all of it is there.
-        At the first call tokens before `begin` are in the blocks for all layers: they are kept, too.
+        At the first call tokens before `begin` are in the blocks for all layers: they are kept, too, unless the group
+        is one that has given up some of them. Of a recurrent state the one after token `end` is in the blocks.
         """
         if layer == 0 and self.stores:
-            self._pass = self._begin(begin if self._begun else 0, end, blocks)
+            self._pass = self._begin(begin if self._begun or not self.source.layout.keeps_all else 0, end, blocks)
             self._begun = True
         if self._pass is not None:
             self.source.copier.put(partial(self._copy_layer, self._pass, layer, self.source.mark()))
@@ -204,9 +221,10 @@ class StoredPrompt:
         index_of = {self.keys[chunk]: chunk for chunk in fresh}
         reserve = partial(source.store.reserve, list(index_of), source.shape, self.request_id, source.share)
         for slot in reserve(self.retention) if fresh else ():
-            layers = len(source.layout.layers)
+            layers, chunk = len(source.layout.layers), index_of[slot.key]
+            held_begin, held_end = source.held_of(chunk)
             no_sums = np.zeros((layers, 2), np.uint64)
-            self._filling[index_of[slot.key]] = _Filling(slot, chunk_tokens * layers, no_sums)
+            self._filling[chunk] = _Filling(slot, (held_end - held_begin) * layers, no_sums)
         if self._summed is None:
             self._summed = source.fuses and source.store.wants_sums
         part.slots = [(chunk, self._filling[chunk].slot) for chunk in chunks if chunk in self._filling]
@@ -230,15 +248,15 @@ class StoredPrompt:
         """The copy of a layer is over. error: nothing was copied, so its chunks never become complete."""
         source = self.source
         part.took_s += time.monotonic() - began_s
-        chunk_tokens = source.chunk_tokens
         done, copied = [], 0
         for row, (chunk, slot) in enumerate(part.slots if not error else ()):
             filling = self._filling[chunk]
             if sums is not None:
                 filling.sums[layer] += sums[row]
-            first, last = max(part.begin, chunk * chunk_tokens), min(part.end, (chunk + 1) * chunk_tokens)
+            held_begin, held_end = source.held_of(chunk)
+            first, last = max(part.begin, held_begin), min(part.end, held_end)
             filling.missing -= last - first
-            copied += last - first
+            copied += (last - first) * source.layout.token_nbytes
             if filling.missing == 0 and not self._withdrawn:
                 done.append((chunk, slot))
                 if sums is not None:
@@ -249,8 +267,7 @@ class StoredPrompt:
             source.store.commit([slot for _, slot in done], source.shape, preimages, summed=sums is not None)
         if layer + 1 == len(source.layout.layers):
             self._give_back(part)
-            nbytes = copied * source.shape.payload_nbytes // chunk_tokens
-            emit(KVCopied(direction="store", nbytes=nbytes, took_s=part.took_s))
+            emit(KVCopied(direction="store", nbytes=copied, took_s=part.took_s))
 
     def _close(self, *, forget: bool) -> None:
         self.source.settle(partial(self._end, forget=forget))

@@ -105,8 +105,8 @@ class RecordShape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         group = self.groups[index]
         base = HEADER_NBYTES + sum(self._group_nbytes(before) for before in self.groups[:index])
         mine = range(group.num_heads) if heads is None else heads
-        tokens = self._tokens(group)
-        sizes = {"P": group.num_parts, "T": tokens, "H": group.num_heads}
+        is_state = group.kind == "state"
+        sizes = {"P": group.num_parts, "T": self._tokens(group), "H": group.num_heads}
         strides: dict[str, int] = {}
         nbytes = group.head_nbytes
         for axis in reversed(group.order):
@@ -115,7 +115,7 @@ class RecordShape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         first = base + mine.start * strides["H"]
         return KVLayout(
             dtype=self.dtype,
-            block_tokens=tokens,
+            block_tokens=self.chunk_tokens,
             num_blocks=1,
             num_heads=len(mine),
             head_nbytes=group.head_nbytes,
@@ -125,11 +125,12 @@ class RecordShape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
                         Part(0, first + layer * nbytes + part * strides["P"]) for part in range(group.num_parts)
                     ),
                     block_stride=nbytes,
-                    token_stride=strides["T"],
+                    token_stride=0 if is_state else strides["T"],
                     head_stride=strides["H"],
                 )
                 for layer in range(len(group.layers))
             ),
+            state=is_state,
         )
 
     def whole(self, heads: range | None = None) -> KVLayout:
@@ -184,7 +185,10 @@ def shape_of(
     orders: Sequence[str] = ("PTH",),
     lossy: str = "",
 ) -> RecordShape:
-    """The shape for an engine whose layers all attend to all tokens, whatever its order of axes and block size.
+    """The shape for one group of layers of an engine, whatever its order of axes and block size.
+
+    A window or a state is what `layout` says. Every group of a model has records of its own, under keys of its own:
+    a prefix needs all chunks of full attention, the last ones of a window, and one state.
 
     num_heads: of the model, where `layout` holds a part of them. lossy: of `RecordShape`.
     orders: of the axes of the first layers in the record, and so on in turn: for pages whose smallest piece is an
@@ -194,14 +198,20 @@ def shape_of(
     if len(parts) != 1:
         raise ConfigError(f"tiers: got layers of {sorted(parts)} parts; limit one number in a group")
     num_parts = parts.pop()
+    kind: Literal["full", "sliding", "latent", "state"] = "latent" if num_parts == 1 else "full"
+    if layout.window:
+        kind = "sliding"
+    if layout.state:
+        kind = "state"
     groups = tuple(
         Group(
-            "latent" if num_parts == 1 else "full",
+            kind,
             tuple(range(first, len(layout.layers), len(orders))),
             num_parts,
             num_heads or layout.num_heads,
             layout.head_nbytes,
-            order=order,
+            layout.window,
+            order,
         )
         for first, order in enumerate(orders)
     )

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from pdlink.store.turns import Retention
 
 _CLOSE_S = 10.0
+TokenSpan = tuple[int, int]
+"""Tokens [first, last) of a prompt, in positions."""
 
 
 class BlockHolds(Protocol):
@@ -76,6 +78,7 @@ class StoreSource:
         own_places: Sequence[str] = (),
         released: Callable[[], None] = lambda: None,
         gpu: GpuPages | None = None,
+        beside: StoreSource | None = None,
     ) -> None:
         """buffers: of the engine's cache, by region index of `layout`. lookup_timeout_s: for the tiers' answers.
 
@@ -86,6 +89,8 @@ class StoreSource:
         own_places: of the store, where nobody but this engine keeps anything.
         released: told, in any thread, that blocks were given back to `pool`.
         gpu: copies for `buffers` that are a GPU's; closed here. None where they are the host's.
+        beside: of another group of the same engine's layers: its copier is shared, and closed by it alone, and so are
+        its measurements. No one is told the tokens of these records: the other group's say them.
         Raises ConfigError for a layout that no record describes.
         """
         self.store, self.layout, self.pool = store, layout, pool
@@ -109,8 +114,11 @@ class StoreSource:
         tokens = self.chunk_tokens * token_unit
         self._origin = self._loaded = hashing.Origin(model, revision, layout.dtype, self.shape.text, tokens)
         self._own_places = tuple(own_places)
-        self.copier = Line("pdlink-store-copy")
-        self.speeds: defaultdict[int, Speed] = defaultdict(partial(Speed, HALF_LIFE_S))
+        self._beside = beside
+        self.copier: Line = Line("pdlink-store-copy") if beside is None else beside.copier
+        self.speeds: defaultdict[int, Speed] = (
+            defaultdict(partial(Speed, HALF_LIFE_S)) if beside is None else beside.speeds
+        )
         """Seconds for bytes, by place. Measured by the copier."""
         self._released = released
 
@@ -133,7 +141,9 @@ class StoreSource:
         keys = hashing.chain(origin.namespace, tokens, chunk_tokens, media)
         told = () if media else tokens  # placeholders do not say what is in an image
 
-        def preimage(chunk: int) -> hashing.Preimage:
+        def preimage(chunk: int) -> hashing.Preimage | None:
+            if self._beside is not None:
+                return None
             return hashing.preimage(keys, chunk, told, chunk_tokens, lora=lora, salt=salt, origin=origin)
 
         num_tokens = -(-len(tokens) // self.token_unit)
@@ -160,6 +170,8 @@ class StoreSource:
 
     def close(self) -> None:
         """After the engine has ended: finish what is in line."""
+        if self._beside is not None:
+            return
         if self.gpu is not None:
             over = threading.Event()
             self.when_settled(over.set)
@@ -234,11 +246,20 @@ class StoreSource:
 
     def brought(self, places: Sequence[int], num_came: int, took_s: float) -> None:
         """The first `num_came` of chunks that were in these places are in memory. In the copier's thread."""
-        slow = set(places) - {0} or {0}
-        if places and len(slow) == 1:  # else nobody knows whose time it was
+        self.brought_bytes([(place, self.shape.nbytes) for place in places], num_came, took_s)
+
+    def brought_bytes(self, wanted: Sequence[tuple[int, int]], num_came: int, took_s: float) -> None:
+        """The same of (place, bytes) of each record, which need not all be of this group."""
+        slow = {place for place, _ in wanted} - {0} or {0}
+        if wanted and len(slow) == 1:  # else nobody knows whose time it was
             place = slow.pop()
-            of_it = places[:num_came].count(place)
-            self.speeds[place].measured(of_it * self.shape.nbytes, took_s, time.monotonic())
+            of_it = sum(nbytes for at, nbytes in wanted[:num_came] if at == place)
+            self.speeds[place].measured(of_it, took_s, time.monotonic())
+
+    def held_of(self, chunk: int) -> TokenSpan:
+        """Tokens whose KV the record of a chunk has: all of them, or the state after the last one."""
+        end = (chunk + 1) * self.chunk_tokens
+        return (end - 1 if self.layout.state else chunk * self.chunk_tokens), end
 
     def plan(
         self, shape: Template, slots: Sequence[tuple[int, Slot]], blocks: Blocks, begin: int, end: int
@@ -246,8 +267,8 @@ class StoreSource:
         """The copies of tokens [begin, end) between blocks and slots of (chunk, slot), as one plan."""
         parts = []
         for chunk, slot in slots:
-            first = max(begin, chunk * self.chunk_tokens)
-            last = min(end, (chunk + 1) * self.chunk_tokens)
+            held_begin, held_end = self.held_of(chunk)
+            first, last = max(begin, held_begin), min(end, held_end)
             loading = shape is self.from_record
             mine = blocks.holding(first, self.layout.block_tokens)
             bound = bind(shape, [0] if loading else mine, mine if loading else [0], first, last)

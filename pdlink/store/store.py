@@ -219,17 +219,22 @@ class Store(AnyStore):
         began_s = self._clock()
         with self._lock:
             num_here = self._catalog.lookup(keys)
-            here = [self._fetching.coming(key) or self._catalog.lookup([key]) for key in keys[num_here:]]
-        rest = list(keys[num_here:])
-        places = [0 if found else -1 for found in here]
-        if not self.frozen:
-            below = self._below.ask(rest, timeout_s)
-            places = [place if place == 0 else index + 1 or -1 for place, index in zip(places, below, strict=True)]
+        places = self.known_at(keys[num_here:], timeout_s)
         known = places.index(-1) if -1 in places else len(places)
-        found = Found(tuple(keys[: num_here + known]), (0,) * num_here + tuple(places[:known]))
+        found = Found(tuple(keys[: num_here + known]), (0,) * num_here + places[:known])
         by_place = Counter(self.places[place] for place in found.places)
         emit(PrefixFound(asked=len(keys), places=by_place, took_s=self._clock() - began_s))
         return found
+
+    def known_at(self, keys: Sequence[bytes], timeout_s: float) -> tuple[int, ...]:
+        """As `AnyStore.known_at`."""
+        with self._lock:
+            here = [self._fetching.coming(key) or self._catalog.lookup([key]) for key in keys]
+        places = [0 if found else -1 for found in here]
+        if not self.frozen and -1 in places:
+            below = self._below.ask(list(keys), timeout_s)
+            places = [place if place == 0 else index + 1 or -1 for place, index in zip(places, below, strict=True)]
+        return tuple(places)
 
     def _fetch(self, wanted: Wanted) -> AnyFetch:
         return self._fetching.fetch(wanted)

@@ -18,7 +18,7 @@ from pdlink.store.record import RecordShape  # noqa: TC001
 from pdlink.store.slots import Share  # noqa: TC001  (msgspec reads the annotation at run time)
 from pdlink.store.turns import USUAL, Retention
 
-VERSION = 4
+VERSION = 5
 MAX_KEYS = 1 << 16
 """Of one message; a longer prefix is cut there."""
 MAX_TEXT = 256
@@ -79,6 +79,8 @@ class Lookup(Message, frozen=True):
     call: int
     keys: Keys
     timeout_s: Timeout
+    each: bool = False
+    """Answer for every key, also behind one that is not known."""
 
 
 class Fetch(Message, frozen=True):
@@ -204,7 +206,7 @@ class Refused(Message, frozen=True):
 class FoundAt(Message, frozen=True):
     call: int
     places: tuple[int, ...]
-    """Of the leading keys."""
+    """Of the leading keys; of every key if each was asked for, -1 where it is not known."""
 
 
 class Reserved(Message, frozen=True):

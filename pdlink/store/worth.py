@@ -101,6 +101,31 @@ class Choice(NamedTuple):
     """Estimates for all that was found and is not in the blocks: to load it, and to compute or receive it."""
 
 
+def choose_all(
+    cached: int,
+    end: int,
+    records: Sequence[tuple[int, int]],
+    loading: Mapping[int, Speed],
+    other: Speed,
+    now_s: float,
+) -> Choice:
+    """Of tokens [cached, end) all or nothing, where a part of them is of no use. records: (place, bytes) of each.
+
+    The rest as of `choose`.
+    """
+    if end <= cached:
+        return Choice(cached, "not_found")
+    amounts: Counter[int] = Counter()
+    for place, nbytes in records:
+        amounts.update({place: nbytes, COPY: nbytes})
+    speeds = {place: loading.get(place) for place in amounts}
+    load_s = sum(speed.takes_s(amounts[place], now_s) for place, speed in speeds.items() if speed is not None)
+    other_s = (end - cached) * other.line()[1]
+    if not (other.known and all(speed is not None and speed.known for speed in speeds.values())):
+        return Choice(end, "not_measured", load_s, other_s)
+    return Choice(end, "faster", load_s, other_s) if load_s <= other_s else Choice(cached, "slower", load_s, other_s)
+
+
 def choose(
     cached: int,
     places: Sequence[int],

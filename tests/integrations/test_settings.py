@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdlink.config import ProxyConfig, TimeoutConfig
+from pdlink.config import ProxyConfig, TiersConfig, TimeoutConfig
 from pdlink.errors import ConfigError
 from pdlink.integrations.vllm_parts import versions
 from pdlink.integrations.vllm_parts.layout import COLUMNS, PACKED, ROWS, UnsupportedCache
@@ -118,29 +118,41 @@ def caches(*specs: object) -> SimpleNamespace:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
 
+def recurrent(mode: str, block_size: int = 512) -> SimpleNamespace:
+    return SimpleNamespace(**vars(STATES), mamba_cache_mode=mode, block_size=block_size)
+
+
 @pytest.mark.parametrize(
     ("specs", "version", "tiers", "pipeline", "context", "message"),
     [
-        ((FULL, WINDOW), (0, 31), False, 1, 1, r"2 groups of KV caches, which are transferred from vLLM 0\.32 on"),
-        (
-            (FULL, STATES),
-            (0, 32),
-            True,
-            1,
-            1,
-            "tiers do not keep KV of models with sliding windows",
-        ),
-        ((WINDOW,), (0, 32), True, 1, 1, "--disable-hybrid-kv-cache-manager"),
-        ((FULL,), (0, 32), False, 2, 1, r"pipeline parallel servers \(2 ranks\)"),
-        ((FULL,), (0, 32), False, 1, 2, r"decode context parallel servers \(2 ranks\)"),
+        ((FULL, WINDOW), (0, 31), None, 1, 1, r"2 groups of KV caches, which are transferred from vLLM 0\.32 on"),
+        ((WINDOW,), (0, 31), {}, 1, 1, r"windows or recurrent layers from vLLM 0\.32 on; .* --disable-hybrid-kv"),
+        ((FULL, WINDOW), (0, 32), {"save_decode_cache": True}, 1, 1, "save_decode_cache: got true"),
+        ((FULL, recurrent("none")), (0, 32), {}, 1, 1, "limit servers with --enable-prefix-caching"),
+        ((FULL, recurrent("align")), (0, 32), {"chunk_size": 384}, 1, 1, "got 384; limit divisors of 512"),
+        ((FULL,), (0, 32), None, 2, 1, r"pipeline parallel servers \(2 ranks\)"),
+        ((FULL,), (0, 32), None, 1, 2, r"decode context parallel servers \(2 ranks\)"),
     ],
 )
-def test_what_is_not_transferred_yet_is_refused_at_start(
-    specs: tuple[object, ...], version: tuple[int, int], tiers: bool, pipeline: int, context: int, message: str
+def test_what_is_not_transferred_or_kept_yet_is_refused_at_start(
+    specs: tuple[object, ...],
+    version: tuple[int, int],
+    tiers: dict[str, Any] | None,
+    pipeline: int,
+    context: int,
+    message: str,
 ) -> None:
     parallel = SimpleNamespace(pipeline_parallel_size=pipeline, decode_context_parallel_size=context)
+    kept = None if tiers is None else TiersConfig(**{"max_local_cpu_size": 1.0, **tiers})
     with pytest.raises(UnsupportedCache, match=message):
-        versions.check_config(SimpleNamespace(parallel_config=parallel), caches(*specs), version, tiers=tiers)
+        versions.check_config(SimpleNamespace(parallel_config=parallel), caches(*specs), version, tiers=kept)
+
+
+def test_tiers_keep_windows_and_states_whose_blocks_end_where_chunks_do() -> None:
+    parallel = SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1)
+    for specs in ((FULL, WINDOW), (FULL, recurrent("align")), (FULL, recurrent("all", 256))):
+        tiers = TiersConfig(chunk_size=256, max_local_cpu_size=1.0)
+        versions.check_config(SimpleNamespace(parallel_config=parallel), caches(*specs), (0, 32), tiers=tiers)
 
 
 def test_a_cache_that_does_not_keep_all_tokens_is_known_by_its_groups() -> None:

@@ -86,7 +86,7 @@ def test_a_request_is_parked_once_and_what_the_load_did_not_bring_is_computed() 
     assert book.missing("r", 0) == (0, False), "a failed load is not tried again"
     book.allocated("r", [3, 4, 5, 6], 0)
     assert book.step([Scheduled("r", (3, 4, 5, 6), True, 47, 3)]).store.saves == [
-        Save("r", (3, 4, 5, 6), True, 47, 48)
+        Save("r", (3, 4, 5, 6), True, 47, 48, stops=False)
     ]
 
 
@@ -133,7 +133,7 @@ def test_computed_chunks_are_kept_and_generated_tokens_are_not() -> None:
     assert [book.step([part]).store.saves for part in parts] == [
         [Save("r", (7, 8), True, 0, 20)],
         [Save("r", (9,), False, 20, 40)],
-        [Save("r", (), False, 40, 48)],
+        [Save("r", (), False, 40, 48, stops=False)],
         [],
     ]
 

@@ -22,6 +22,7 @@ from pdlink.integrations.vllm_parts.store_half import StoreHalf, VllmBlocks
 from pdlink.integrations.vllm_parts.worker import Results, WorkerHalf
 from pdlink.memory.buffers import Buffer
 from pdlink.store.fetch import Fetch
+from pdlink.store.groups import GroupedSource
 from pdlink.store.interface import MEMORY, AnyFetch, AnyStore
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.prompt import StoredPrompt
@@ -73,10 +74,11 @@ class Server:
             own_places=own_places,
         )
         news = threading.Event()
+        groups = CacheGroups.of([cache], BLOCKS // ratio)
         self.store = StoreHalf(
-            source, cache, block_ratio=ratio, news=news, load_if_faster=False, clock=lambda: self.now_s
+            GroupedSource([source]), groups, news=news, load_if_faster=False, clock=lambda: self.now_s
         )
-        transfers = WorkerHalf([], CacheGroups.of([cache], BLOCKS // ratio), preemption_s=5.0, news=news)
+        transfers = WorkerHalf([], groups, preemption_s=5.0, news=news)
         self.steps = Steps(news, transfers, self.store)
         self.book = RequestBook(sends=True, receives=True, shares_prefixes=False, store=StoreBook(CHUNK))
         self.over: set[str] = set()
@@ -334,7 +336,7 @@ def test_a_record_that_its_tier_has_lost_is_a_shorter_prefix_and_no_failure() ->
         made.finish("w")
         assert all(tier.kept.acquire(timeout=WAIT_S) for _ in range(2))
         store.clear(places=["memory"])
-        tier.flip(made.store.source.prompt("any", PROMPT).keys[1])
+        tier.flip(made.store.source.prompt("any", PROMPT).parts[0].keys[1])
         made.arrive("r")
         assert made.find("r") == 16
         made.book.allocated("r", table(2), 16)

@@ -10,11 +10,12 @@ from functools import partial
 import pytest
 
 from pdlink.events import Event, LayerLanded, listen
-from pdlink.integrations.vllm_parts.layout import CacheLayout
+from pdlink.integrations.vllm_parts.layout import CacheGroups, CacheLayout
 from pdlink.integrations.vllm_parts.requests import Scheduled
 from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.store_book import StoreBook
 from pdlink.integrations.vllm_parts.store_half import StoreHalf, VllmBlocks
+from pdlink.store.groups import GroupedSource
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.source import StoreSource
 from pdlink.store.store import Store
@@ -43,7 +44,8 @@ class Decode(Server):
             chunk_tokens=CHUNK,
         )
         news = self.half._news
-        self.kept = StoreHalf(source, cache, block_ratio=2, news=news, load_if_faster=False)
+        groups = CacheGroups.of([cache], cache.layout.num_blocks // 2)
+        self.kept = StoreHalf(GroupedSource([source]), groups, news=news, load_if_faster=False)
         self.half = Steps(news, self.half.transfers, self.kept)
         self.store = self.book.store = StoreBook(CHUNK, keeps_answers=True)
 

@@ -66,6 +66,22 @@ def test_every_verb_does_what_it_does_in_one_process(tmp_path: Path) -> None:
         until(lambda: put(other, [os.urandom(32)]), "it is not any more")
 
 
+def test_each_key_is_answered_for_also_behind_one_that_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(tmp_path, 64, [StubTier()]) as (store, listener), client(listener.path) as mine:
+        assert put(mine, KEYS[:4]) == 4
+        until(lambda: read(mine, KEYS[:4]) == 4, "nobody answers a commit")
+        assert store.flush(WAIT_S)
+        mine.clear(KEYS[:1])
+        mine.clear(KEYS[2:3], ["memory"])
+        for each in (store, mine):
+            assert each.known_at(KEYS[:5], WAIT_S) == (-1, 0, 1, 0, -1)
+            assert each.lookup(KEYS[:5], WAIT_S).keys == ()
+        monkeypatch.setattr("pdlink.store.wire.MAX_KEYS", 2)
+        assert mine.known_at(KEYS[:4], WAIT_S) == (-1, 0, -1, -1), "what was not asked for counts for nothing"
+
+
 def test_more_keys_than_fit_into_a_message_are_all_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(tmp_path, 8) as (_, listener), client(listener.path) as mine:
         assert put(mine, KEYS[:5]) == 5

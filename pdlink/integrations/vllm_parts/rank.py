@@ -21,7 +21,7 @@ from pdlink.integrations.vllm_parts.store_half import StoreHalf, VllmBlocks
 from pdlink.integrations.vllm_parts.worker import WorkerHalf
 from pdlink.node.node import Node, end_process
 from pdlink.serve.keys import as_name, load_credentials
-from pdlink.store.opening import open_source
+from pdlink.store.opening import SourceGroup, open_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pdlink.memory.buffers import AnyBuffer
     from pdlink.observe.gauges import LinkGauges, StoreGauges
     from pdlink.protocol import auth
-    from pdlink.store.source import StoreSource
+    from pdlink.store.groups import GroupedSource
 
 log = logging.getLogger(__name__)
 
@@ -102,17 +102,22 @@ class Rank:
         for node in self._nodes:
             node.short_of_blocks = lambda: half.short_of_blocks
         store = None
-        source = self._open_source(caches[0], buffers)
+        source = self._open_source(caches, buffers)
         if source is not None:
-            ratio = caches[0].layout.num_blocks // num_blocks
             assert self._settings.tiers is not None
             faster = self._settings.tiers.load_if_faster
-            store = self._store = StoreHalf(source, caches[0], block_ratio=ratio, news=news, load_if_faster=faster)
+            whole = CacheGroups.of(caches, num_blocks)
+            store = self._store = StoreHalf(source, whole, news=news, load_if_faster=faster)
         self.steps = Steps(news, half, store)
         self.counts.look = self._look
 
     def _check_gpu(self) -> None:
         """Raises ConfigError for what host memory alone can have."""
+        if self._settings.tiers is not None and not versions.keeps_all(self._cache_config):
+            raise ConfigError(
+                "kv_connector_extra_config: tiers: got a KV cache on a GPU of a model with sliding windows or "
+                "recurrent layers, which they do not keep; take tiers out"
+            )
         verify = self._settings.transport.verify
         if verify != "off":
             raise ConfigError(
@@ -146,34 +151,30 @@ class Rank:
         log.info("%s listens on %s, KV over %s", node.name, node.address, " or ".join(node.transports))
         return node
 
-    def _open_source(self, cache: CacheLayout, buffers: Sequence[AnyBuffer]) -> StoreSource | None:
+    def _open_source(self, caches: Sequence[CacheLayout], buffers: Sequence[AnyBuffer]) -> GroupedSource | None:
         """This rank's way into the store that the settings describe: one of its own, or a process.
 
         Ranks that share a store fill records of all heads together, whatever their number, unless only a kernel knows
         which heads a block holds. A store of its own has the rank's heads, in records that no other rank can take for
-        its own. All ranks of a latent cache have the same.
+        its own. All ranks of a latent cache have the same. A state is a rank's own.
         """
-        tiers, identity = self._settings.tiers, self._identity(cache.planes)
+        tiers = self._settings.tiers
         if tiers is None:
             return None
         num_ranks = self._config.parallel_config.tensor_parallel_size
+        name = f"{self._name}/{self._rank}" if num_ranks > 1 else self._name
+        groups = [self._source_group(cache) for cache in caches]
+        model = versions.model_name(self._config)
+        return open_groups(tiers, name, groups, buffers, VllmBlocks(), model=model)
+
+    def _source_group(self, cache: CacheLayout) -> SourceGroup:
+        tiers, identity = self._settings.tiers, self._identity(cache.planes)  # with the names of its layers
         revision = f"{identity['revision']} {identity['content']} {versions.precision(self._config)}"
         heads, num_heads = versions.heads(self._config, cache.layout.num_heads)
-        if tiers.store is None or cache.token_unit > 1:
+        if tiers is None or tiers.store is None or cache.token_unit > 1 or cache.layout.state:
+            num_ranks = self._config.parallel_config.tensor_parallel_size
             revision, heads, num_heads = f"{revision} rank {self._rank} of {num_ranks}", None, None
-        return open_source(
-            tiers,
-            f"{self._name}/{self._rank}" if num_ranks > 1 else self._name,
-            cache.layout,
-            buffers,
-            VllmBlocks(),
-            model=identity["model"],
-            revision=revision,
-            token_unit=cache.token_unit,
-            orders=cache.record_orders,
-            heads=heads,
-            num_heads=num_heads,
-        )
+        return SourceGroup(cache.layout, revision, cache.token_unit, cache.record_orders, heads, num_heads)
 
     def _look(self, link: LinkGauges, kept: StoreGauges) -> None:
         link.set(link_state(node.report() for node in self._nodes))

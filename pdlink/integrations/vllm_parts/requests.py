@@ -285,7 +285,7 @@ class RequestBook:
         request = self._receiving.get(request_id)
         loaded = 0
         if self.store is not None:
-            loaded = self.store.allocated(request_id, cast("Sequence[int]", blocks), num_external)
+            loaded = self.store.allocated(request_id, blocks, num_external)
         if request is None or request.asked:
             return loaded
         request.asked = True
@@ -348,7 +348,7 @@ class RequestBook:
         tokens: see `StoreBook.ended`.
         """
         loading = self.store is not None and self.store.is_loading(request_id)
-        kept = self.store is not None and self.store.ended(request_id, tokens, cast("Sequence[int]", blocks))
+        kept = self.store is not None and self.store.ended(request_id, tokens, blocks)
         sending = self._sending.get(request_id)
         if sending is not None:
             if not sending.complete:

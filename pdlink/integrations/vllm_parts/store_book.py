@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from pdlink.integrations.vllm_parts.requests import Scheduled
+    from pdlink.kv.groups import AnyTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Load:
     """Tokens [begin, end) are to be copied into the request's blocks; `blocks[0]` holds token 0."""
 
     request_id: str
-    blocks: tuple[int, ...]
+    blocks: AnyTables
     begin: int
     end: int
     receives: bool = False
@@ -91,11 +92,13 @@ class Save:
     """After this step, layer by layer in it, tokens [start, end) of a prompt are in its blocks."""
 
     request_id: str
-    blocks: tuple[int, ...]
+    blocks: AnyTables
     """All blocks so far if `first`, otherwise only the new ones."""
     first: bool
     start: int
     end: int
+    stops: bool = True
+    """The step computes nothing of the prompt behind `end`: only then a recurrent state is the one after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ class Keep:
     """A request has ended, and all tokens of `prompt`, its answer among them, are in its blocks."""
 
     prompt: Prompt
-    blocks: tuple[int, ...]
+    blocks: AnyTables
     num_tokens: int
 
 
@@ -168,9 +171,16 @@ class _Request:
 class StoreBook:
     """Every request of this server whose KV may come from a store, or go to it."""
 
-    def __init__(self, chunk_tokens: int, num_ranks: int = 1, *, keeps_answers: bool = False) -> None:
-        """keeps_answers: keep what requests have received and generated, too."""
+    def __init__(
+        self, chunk_tokens: int, num_ranks: int = 1, *, keeps_answers: bool = False, keeps_all: bool = True
+    ) -> None:
+        """keeps_answers: keep what requests have received and generated, too.
+
+        keeps_all: whether every group of layers keeps all tokens; else a prefix that one rank has is none where
+        another rank has less of it.
+        """
         self._chunk_tokens, self._num_ranks, self._keeps_answers = chunk_tokens, num_ranks, keeps_answers
+        self._keeps_all = keeps_all
         self._requests: dict[str, _Request] = {}
         self._plan = StorePlan()
         """Of the next step."""
@@ -208,7 +218,7 @@ class StoreBook:
             return None
         return max(0, request.end - num_computed)
 
-    def allocated(self, request_id: str, blocks: Sequence[int], num_external: int) -> int:
+    def allocated(self, request_id: str, blocks: AnyTables, num_external: int) -> int:
         """vLLM has reserved blocks; those after what it has computed are for `num_external` tokens from elsewhere.
 
         How many of these the store loads: all, unless the others come from another server.
@@ -220,7 +230,8 @@ class StoreBook:
         count = min(num_external, max(0, found))
         if count:
             end = request.computed + count
-            self._plan.loads.append(Load(request_id, tuple(blocks), request.computed, end, request.receives))
+            table = cast("AnyTables", tuple(blocks))
+            self._plan.loads.append(Load(request_id, table, request.computed, end, request.receives))
             request.phase = _Phase.LOADING
             return count
         if request.phase in (_Phase.ASKED, _Phase.FOUND):
@@ -249,7 +260,7 @@ class StoreBook:
         request = self._requests.get(request_id)
         return request is not None and request.phase is _Phase.LOADING
 
-    def ended(self, request_id: str, tokens: Sequence[int] = (), blocks: Sequence[int] = ()) -> bool:
+    def ended(self, request_id: str, tokens: Sequence[int] = (), blocks: AnyTables = ()) -> bool:
         """A request has ended, however it did. True: its blocks are read until the workers report it.
 
         tokens: of prompt and answer whose KV is in `blocks`, of a request whose answer is complete.
@@ -264,7 +275,7 @@ class StoreBook:
         end = self._whole(len(tokens)) if self._keeps_answers and not request.stale else 0
         if end > (0 if request.receives else self._whole(request.num_tokens)):
             whole = replace(request.prompt, tokens=array("I", tokens[:end]).tobytes())
-            self._plan.keeps.append(Keep(whole, tuple(blocks), end))
+            self._plan.keeps.append(Keep(whole, cast("AnyTables", tuple(blocks)), end))
             return True
         return request.saved
 
@@ -286,6 +297,9 @@ class StoreBook:
             if end is None and request.phase is _Phase.FOUND:
                 request.phase = _Phase.NEW
             if end is not None and request.phase is _Phase.ASKED:
+                first = request.num_missing == self._num_ranks
+                if not (first or self._keeps_all or end == request.end):
+                    end = 0
                 if end < request.end:
                     request.end, request.chosen = end, chosen
                 request.num_missing -= 1
@@ -321,8 +335,8 @@ class StoreBook:
         if part.whole and request.saving:  # preempted, and nobody said so
             self._withdraw(request)
         self._name(request)
-        blocks = cast("tuple[int, ...]", part.blocks)  # of the only group: a cache of several has no store
-        self._plan.saves.append(Save(part.request_id, blocks, part.whole, part.start, end))
+        stops = part.start + part.count == end
+        self._plan.saves.append(Save(part.request_id, part.blocks, part.whole, part.start, end, stops))
         request.saving = request.saved = True
 
     def _withdraw(self, request: _Request) -> None:

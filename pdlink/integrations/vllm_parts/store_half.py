@@ -2,7 +2,8 @@
 
 vLLM calls from one thread, between and inside forward passes, and nothing here waits: look-ups are made by threads of
 their own, copies by the store's. vLLM keeps the blocks of a request until its copies have been made. The exception is
-a preempted one, whose copies are dropped (`StoredPrompt.withdraw`).
+a preempted one, whose copies are dropped (`StoredPrompt.withdraw`). Blocks that leave a window, and those of states,
+vLLM gives to others while their request goes on: a step ends when its copies of these have been made, or drops them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ import time
 from array import array
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pdlink.integrations.vllm_parts.pace import Pace
 from pdlink.integrations.vllm_parts.store_book import Chosen, Looked
 from pdlink.integrations.vllm_parts.worker import Results
-from pdlink.kv.sources import TokenRange
 from pdlink.store.line import Line
 from pdlink.store.worth import longest_look_s
 
@@ -26,12 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from concurrent.futures import Future
 
-    from pdlink.integrations.vllm_parts.layout import CacheLayout
+    from pdlink.integrations.vllm_parts.layout import CacheGroups
     from pdlink.integrations.vllm_parts.store_book import Keep, Load, Look, Prompt, Save, StorePlan
-    from pdlink.store.interface import AnyFetch
-    from pdlink.store.loading import StoreLoad
-    from pdlink.store.prompt import StoredPrompt
-    from pdlink.store.source import StoreSource
+    from pdlink.kv.groups import AnyTables
+    from pdlink.store.groups import GroupedFetch, GroupedLoad, GroupedPrompt, GroupedSource
     from pdlink.store.worth import Choice
 
 log = logging.getLogger(__name__)
@@ -39,6 +37,8 @@ log = logging.getLogger(__name__)
 _HOLD_S = 30.0
 """How long a found prompt waits in memory for blocks of vLLM's; then it is looked up again. Half a lease of the
 store: what is in memory stays there until the scheduler has heard of it."""
+_COPIES_S = 1.0
+"""Longest wait for the copies of windows and states at the end of a step: a store in another process may be stuck."""
 _LOOKERS = 2
 _CLOSE_S = 2.0
 
@@ -60,12 +60,10 @@ class _Look:
     request_id: str
     turn: int
     since_s: float
-    stored: StoredPrompt
-    fetch: AnyFetch | None = None
+    stored: GroupedPrompt
+    fetch: GroupedFetch | None = None
     receives: bool = False
     """As of `Look`."""
-    fetched_s: float = 0.0
-    """When its fetch began."""
     chosen: Choice | None = None
     wanted: bool = True
     answered: bool = False
@@ -76,9 +74,20 @@ class _Look:
 class _Saving:
     """A prompt of which a part is kept."""
 
-    stored: StoredPrompt
-    blocks: list[int] = field(default_factory=list)
-    """Kernel blocks, from token 0 on."""
+    stored: GroupedPrompt
+    tables: list[list[int]] = field(default_factory=list)
+    """By group: kernel blocks, from token 0 on. Those that a group has given up since are not read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """What this step computes of a prompt, in positions of the layout."""
+
+    saving: _Saving
+    start: int
+    end: int
+    stops: bool
+    """As `Save.stops`."""
 
 
 class StoreHalf:
@@ -86,28 +95,34 @@ class StoreHalf:
 
     def __init__(
         self,
-        source: StoreSource,
-        cache: CacheLayout,
+        source: GroupedSource,
+        cache: CacheGroups,
         *,
-        block_ratio: int,
         news: threading.Event,
         load_if_faster: bool = True,
+        copies_s: float = _COPIES_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """block_ratio: blocks of the layout to one block of vLLM's scheduler. news: set when there is a result.
+        """source, cache: of the same groups. news: set when there is a result.
 
-        load_if_faster: False loads all that is found.
+        load_if_faster: False loads all that is found. copies_s: how long a step waits for copies of
+        windows and states.
         """
         self.source = source
         self.pace = Pace(cache.token_unit)
         self._load_if_faster = load_if_faster
-        self._cache, self._ratio, self._unit = cache, block_ratio, cache.token_unit
-        self._news, self._clock = news, clock
+        self._cache, self._unit = cache, cache.token_unit
+        group_of = cache.groups.group_of
+        self._planes = [
+            [plane for plane, mine in enumerate(group_of) if mine == group] for group in range(len(source.layouts))
+        ]
+        """By group."""
+        self._news, self._copies_s, self._clock = news, copies_s, clock
         self._lookers = Line("pdlink-vllm-look", _LOOKERS)
         self._lock = threading.Lock()
         self._results = Results()
         self._looks: dict[str, _Look] = {}
-        self._loads: dict[str, StoreLoad] = {}
+        self._loads: dict[str, GroupedLoad] = {}
         # vLLM's thread only:
         self.copying: set[str] = set()
         """Requests that vLLM has finished, of which a part was kept, and whose end `results` has not told yet."""
@@ -115,10 +130,13 @@ class StoreHalf:
         self._savings: dict[str, _Saving] = {}
         self._saved: set[str] = set()
         """Requests of which a part was kept; vLLM waits for their report."""
-        self._spans: list[tuple[_Saving, int, int]] = []
-        """What this step computes, in positions of the layout."""
+        self._spans: list[_Span] = []
         self._written: set[int] = set()
-        self._next_plane = 0
+        self._next = [0] * len(self._planes)
+        """By group: which of its planes the store takes next."""
+        self._copied_before = threading.Event()
+        """Set when the copies that a step waited for have been made."""
+        self._copied_before.set()
 
     # -- in the order of a step --------------------------------------------------------------------------------------
 
@@ -152,20 +170,41 @@ class StoreHalf:
 
     def layer_saved(self, name: str) -> None:
         """In the forward pass: this layer's KV of the step's tokens is in its blocks."""
-        if not self._spans:
-            return
-        self._written.update(self._cache.planes[name])
-        while self._next_plane in self._written:  # a store takes them in order
-            for saving, start, end in self._spans:
-                saving.stored.store(start, end, saving.blocks, self._next_plane)
-            self._next_plane += 1
+        if self._spans:
+            self._written.update(self._cache.planes[name])
+            self._store_written(states=False)
+
+    def _store_written(self, *, states: bool) -> None:
+        """states: those are there, too."""
+        for group, (planes, layout) in enumerate(zip(self._planes, self.source.layouts, strict=True)):
+            if layout.state and not states:
+                continue
+            while self._next[group] < len(planes) and planes[self._next[group]] in self._written:
+                layer = self._next[group]  # a store takes them in order
+                for span in self._spans:
+                    table = span.saving.tables[group]
+                    span.saving.stored.store(group, span.start, span.end, table, layer, stops=span.stops)
+                self._next[group] += 1
 
     def end(self) -> None:
         """After the forward pass: layers whose hook did not run (a full graph) are ready now, too."""
-        for name in self._cache.planes if self._spans else ():
-            self.layer_saved(name)
-        self._spans, self._next_plane = [], 0
+        if self._spans:
+            self._written.update(*self._cache.planes.values())
+            self._store_written(states=True)
+            if not self.source.keeps_all:
+                self._wait_for_copies()
+        self._spans, self._next = [], [0] * len(self._planes)
         self._written.clear()
+
+    def _wait_for_copies(self) -> None:
+        """From the next step on others may write into blocks that a request has given up."""
+        if self._copied_before.is_set():  # else it is stuck since an earlier step
+            copied = self._copied_before = threading.Event()
+            if not self.source.copier.put(copied.set) or copied.wait(self._copies_s):
+                return
+            log.warning("the store does not take what is computed: windows and states are not kept until it does")
+        for span in self._spans:
+            span.saving.stored.withdraw(all_groups=False)
 
     def results(self, over: Collection[str]) -> Results:
         """What has ended. over: requests that vLLM has finished since the last call.
@@ -215,14 +254,13 @@ class StoreHalf:
         timeout_s = self.source.lookup_timeout_s
         if self._load_if_faster:
             timeout_s = longest_look_s(timeout_s, other, look.stored.num_tokens - begin, time.monotonic())
-        look.stored.lookup(timeout_s=timeout_s)
+        look.stored.lookup(begin, timeout_s, look.stored.num_tokens - 1 if look.receives else None)
         look.chosen = look.stored.choose(begin, other, always=not self._load_if_faster)
         if not look.wanted or look.chosen.end <= begin:
             self._answer(look, begin, 0)
             return
-        look.fetched_s = time.monotonic()
         look.fetch = look.stored.fetch(begin, look.chosen.end)
-        look.fetch.done.add_done_callback(partial(self._fetched, look, begin))
+        look.fetch.done.add_done_callback(partial(self._fetched, look, look.fetch, begin))
 
     def _begun(self, look: _Look, begun: Future[None]) -> None:
         if begun.cancelled():  # closed meanwhile
@@ -231,19 +269,17 @@ class StoreHalf:
             log.error("request %s: the store cannot be asked", look.request_id, exc_info=error)
             self._answer(look, 0, 0)
 
-    def _fetched(self, look: _Look, begin: int, done: Future[tuple[object, ...]]) -> None:
-        chunk, num_came = self.source.chunk_tokens, len(done.result())
-        end = (begin // chunk + num_came) * chunk
-        if look.wanted and look.chosen is not None:
-            took_s = time.monotonic() - look.fetched_s
-            self.source.copier.put(partial(look.stored.brought, begin, look.chosen.end, num_came, took_s))
+    def _fetched(self, look: _Look, fetch: GroupedFetch, begin: int, done: Future[int]) -> None:
+        end = done.result()
+        if look.wanted:
+            self.source.copier.put(fetch.measure)
         self._answer(look, begin, end if end > begin else 0)
 
     def _answer(self, look: _Look, begin: int, end: int) -> None:
         """What is in memory ends there, in positions; 0 for nothing that is loaded."""
         stored, choice, unit = look.stored, look.chosen, self._unit
         places = tuple((place, count * unit) for place, count in stored.tokens_by_place(begin, end).items())
-        found = stored.found[0].end * unit if stored.found else 0
+        found = stored.end * unit
         chosen = Chosen("look_up_failed", found)
         if choice is not None:
             chosen = Chosen(choice.reason, found, choice.load_s, choice.other_s, places)
@@ -258,18 +294,15 @@ class StoreHalf:
     def _load(self, load: Load) -> None:
         with self._lock:
             look = self._looks.pop(load.request_id)
-        unit, block_tokens = self._unit, self._cache.layout.block_tokens
-        wanted = TokenRange(load.begin // unit, load.end // unit, look.stored)
-        blocks = self._kernel_blocks(load.blocks)[wanted.begin // block_tokens : -(-wanted.end // block_tokens)]
-        loading = look.stored.load(wanted, blocks)
+        loading = look.stored.load(load.begin // self._unit, load.end // self._unit, self._tables(load.blocks))
         with self._lock:
             self._loads[load.request_id] = loading
-        loading.done.add_done_callback(partial(self._loaded, load, wanted))
+        loading.done.add_done_callback(partial(self._loaded, load))
 
-    def _loaded(self, load: Load, wanted: TokenRange, done: Future[int]) -> None:
+    def _loaded(self, load: Load, done: Future[int]) -> None:
         """In any thread."""
-        end = done.result() if done.exception() is None else wanted.begin
-        whole = end >= wanted.end
+        end = done.result()
+        whole = end >= load.end // self._unit
         with self._lock:
             del self._loads[load.request_id]
             if load.receives:  # what it did not bring is asked of the other server
@@ -280,8 +313,7 @@ class StoreHalf:
             if not whole:
                 log.warning("request %s: its KV was lost on its way from the store", load.request_id)
                 self._results.failed.add(load.request_id)
-                block_tokens = self._cache.layout.block_tokens * self._unit * self._ratio
-                self._results.failed_blocks.update(load.blocks[load.begin // block_tokens :])
+                self._results.failed_blocks.update(self._blocks_from(load.begin, load.blocks))
             self._news.set()
 
     def _save(self, save: Save) -> None:
@@ -289,21 +321,23 @@ class StoreHalf:
         if saving is None:
             saving = self._savings[save.request_id] = _Saving(self._stored(self._prompts[save.request_id]))
         if save.first:
-            saving.blocks.clear()
-        saving.blocks += self._kernel_blocks(save.blocks)
+            saving.tables = [[] for _ in self._planes]
+        for table, more in zip(saving.tables, self._tables(save.blocks) if save.blocks else (), strict=False):
+            table += more
         self._saved.add(save.request_id)
         start, end = save.start // self._unit, save.end // self._unit
         if start < end:
-            self._spans.append((saving, start, end))
+            self._spans.append(_Span(saving, start, end, save.stops))
 
     def _keep(self, keep: Keep) -> None:
         """Its blocks are reported with the end of the request, which is in this step."""
         request_id = keep.prompt.request_id
         self._prompts.setdefault(request_id, keep.prompt)
         self._saved.add(request_id)
-        stored, blocks = self._stored(keep.prompt), self._kernel_blocks(keep.blocks)
-        for plane in range(len(self.source.layout.layers)):
-            stored.store(0, keep.num_tokens // self._unit, blocks, plane)
+        stored, end = self._stored(keep.prompt), keep.num_tokens // self._unit
+        for group, (planes, table) in enumerate(zip(self._planes, self._tables(keep.blocks), strict=True)):
+            for layer in range(len(planes)):
+                stored.store(group, 0, end, table, layer, stops=False)
         stored.close()
 
     def _ended(self, request_id: str) -> None:
@@ -328,7 +362,7 @@ class StoreHalf:
 
     # -- small things ------------------------------------------------------------------------------------------------
 
-    def _stored(self, prompt: Prompt) -> StoredPrompt:
+    def _stored(self, prompt: Prompt) -> GroupedPrompt:
         tokens = array("I", prompt.tokens).tolist()
         return self.source.prompt(prompt.request_id, tokens, prompt.salt, lora=prompt.lora, media=prompt.media)
 
@@ -345,9 +379,17 @@ class StoreHalf:
         elif look.fetch is not None:  # its answer closes it
             look.fetch.finish()
 
-    def _kernel_blocks(self, blocks: Sequence[int]) -> Sequence[int]:
-        ratio = self._ratio
-        return blocks if ratio == 1 else [block * ratio + part for block in blocks for part in range(ratio)]
+    def _tables(self, blocks: AnyTables) -> Sequence[Sequence[int]]:
+        """By group, in kernel blocks."""
+        mine = self._cache.kernel_blocks(blocks)
+        return cast("Sequence[Sequence[int]]", mine if len(self._planes) > 1 else (mine,))
+
+    def _blocks_from(self, token: int, blocks: AnyTables) -> Sequence[int]:
+        """vLLM's blocks from the one with `token` on. Of several groups none: since 0.30 nobody asks."""
+        if len(self._planes) > 1:
+            return ()
+        per_block = self.source.layouts[0].block_tokens * self._unit * self._cache.block_ratios[0]
+        return cast("Sequence[int]", blocks)[token // per_block :]
 
 
 def _close(look: _Look) -> None:

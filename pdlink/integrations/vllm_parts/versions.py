@@ -19,6 +19,7 @@ from pdlink.integrations.vllm_parts.layout import COLUMNS, PACKED, ROWS, STATE, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdlink.config import TiersConfig
     from pdlink.kv.groups import AnyTables
 
 log = logging.getLogger(__name__)
@@ -125,10 +126,12 @@ def identity(request: Any) -> Identity:
     return Identity(request.cache_salt or "", lora, tuple(media))
 
 
-def check_config(vllm_config: Any, kv_cache_config: Any, version: tuple[int, int], *, tiers: bool) -> None:
-    """Raises UnsupportedCache for what is not transferred yet, so that the server does not start.
+def check_config(
+    vllm_config: Any, kv_cache_config: Any, version: tuple[int, int], *, tiers: TiersConfig | None
+) -> None:
+    """Raises UnsupportedCache for what is not transferred or kept yet, so that the server does not start.
 
-    tiers: whether the server keeps KV in a store.
+    tiers: of a server that keeps KV in a store.
     """
     groups = len(transfer_groups(kv_cache_config))
     if groups > 1:
@@ -136,11 +139,8 @@ def check_config(vllm_config: Any, kv_cache_config: Any, version: tuple[int, int
         remedy = "sliding windows can be kept like full attention: --disable-hybrid-kv-cache-manager"
         if version < HYBRID:
             raise UnsupportedCache(f"{what}, which are transferred from vLLM {_text(HYBRID)} on; {remedy}")
-    if tiers and (groups > 1 or not keeps_all(kv_cache_config)):
-        raise UnsupportedCache(
-            "tiers do not keep KV of models with sliding windows or recurrent layers yet; take tiers out, or let "
-            "vLLM keep windows like full attention: --disable-hybrid-kv-cache-manager"
-        )
+    if tiers is not None and tiers.max_local_cpu_size:
+        _check_tiers(kv_cache_config, version, tiers)
     parallel = vllm_config.parallel_config
     for what, size in (
         ("pipeline parallel", parallel.pipeline_parallel_size),
@@ -149,6 +149,41 @@ def check_config(vllm_config: Any, kv_cache_config: Any, version: tuple[int, int
     ):
         if size != 1:
             raise UnsupportedCache(f"{what} servers ({size} ranks) cannot transfer KV yet")
+
+
+def _check_tiers(kv_cache_config: Any, version: tuple[int, int], tiers: TiersConfig) -> None:
+    """What a store cannot keep of layers that do not keep all tokens. Raises UnsupportedCache."""
+    if keeps_all(kv_cache_config):
+        return
+    if version < HYBRID:
+        raise UnsupportedCache(
+            f"tiers keep KV of models with sliding windows or recurrent layers from vLLM {_text(HYBRID)} on; take "
+            "tiers out, or let vLLM keep windows like full attention: --disable-hybrid-kv-cache-manager"
+        )
+    if tiers.save_decode_cache:
+        raise UnsupportedCache(
+            "tiers.save_decode_cache: got true for a model with sliding windows or recurrent layers, of which there "
+            "is too little left at the end of an answer; limit false; take it out"
+        )
+    for spec in _specs(kv_cache_config):
+        if not hasattr(spec, "shapes"):
+            continue
+        if getattr(spec, "mamba_cache_mode", "none") == "none":
+            raise UnsupportedCache(
+                "tiers: got recurrent layers whose states vLLM does not keep at boundaries of blocks; limit servers "
+                "with --enable-prefix-caching, where it ends steps there; turn it on, or take tiers out"
+            )
+        if spec.block_size % tiers.chunk_size:
+            raise UnsupportedCache(
+                f"tiers.chunk_size: got {tiers.chunk_size}; limit divisors of {spec.block_size}, the tokens of a "
+                f"block of this model: its recurrent states are known where blocks end; set {spec.block_size}"
+            )
+
+
+def _specs(kv_cache_config: Any) -> list[Any]:
+    """Of all layers that are transferred, or one for each group where all of its layers are alike."""
+    groups = [kv_cache_config.kv_cache_groups[index].kv_cache_spec for index in transfer_groups(kv_cache_config)]
+    return [one for group in groups for one in (getattr(group, "kv_cache_specs", None) or {"": group}).values()]
 
 
 def kinds(vllm_config: Any, kv_cache_config: Any, layer_names: list[str]) -> list[GroupKind]:
@@ -218,9 +253,7 @@ def window_of(spec: Any) -> int:
 
 def keeps_all(kv_cache_config: Any) -> bool:
     """Whether all tokens of a prompt are in the blocks of all groups that are transferred."""
-    groups = [kv_cache_config.kv_cache_groups[index].kv_cache_spec for index in transfer_groups(kv_cache_config)]
-    specs = [one for group in groups for one in (getattr(group, "kv_cache_specs", None) or {"": group}).values()]
-    return not any(hasattr(spec, "shapes") or window_of(spec) for spec in specs)
+    return not any(hasattr(spec, "shapes") or window_of(spec) for spec in _specs(kv_cache_config))
 
 
 def model_name(vllm_config: Any) -> str:

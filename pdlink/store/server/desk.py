@@ -80,8 +80,9 @@ class Desk:
         store = self._store
         match message:
             case wire.Lookup():
-                found = store.lookup(message.keys, message.timeout_s)
-                self.tell(wire.FoundAt(message.call, found.places))
+                asked = message.keys, message.timeout_s
+                places = store.known_at(*asked) if message.each else store.lookup(*asked).places
+                self.tell(wire.FoundAt(message.call, places))
             case wire.Fetch():
                 self._fetch(message)
             case wire.Release():
