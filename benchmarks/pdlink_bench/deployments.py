@@ -183,7 +183,7 @@ def _start_sglang(deployment: Deployment, options: Options) -> dict[str, Any]:
         prefill_port=0,
         decode_port=0,
         bootstrap_port=0,
-        args=("--dtype", options.dtype, "--context-length", str(max(8192, options.longest) + 64))
+        args=("--dtype", options.dtype, "--context-length", str(max(8192, options.longest)))
         + ("--disable-radix-cache",)
         + (SGLANG_CPU_ARGS if options.args is None else options.args),
         decode_args=("--disaggregation-decode-retraction-backup", "cpu_tensor") if on_cpu else (),
