@@ -77,6 +77,9 @@ class Deployment:
     model: str = MODEL
     alone: dict[str, Any] = field(default_factory=dict)
     """What a request must say that the prefill server is to answer by itself."""
+    waits: tuple[str, str] | None = None
+    """Name and label of samples of the prefill server's /metrics: seconds for which answers were held back until
+    their KV had arrived. None for an engine that answers when the prompt is computed."""
 
     @property
     def prefill_url(self) -> str:
@@ -85,6 +88,15 @@ class Deployment:
     @property
     def proxy_url(self) -> str:
         return str(self.children[-1].facts["url"])
+
+    def waited_s(self) -> float:
+        """So far, of all its answers; see `waits`. Raises OSError."""
+        if self.waits is None:
+            return 0.0
+        name, label = self.waits
+        with urllib.request.urlopen(f"{self.prefill_url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and label in line)
 
     def stop_time(self) -> None:
         """Stop every process of it, until `go_on`."""
@@ -184,7 +196,7 @@ def _start_sglang(deployment: Deployment, options: Options) -> dict[str, Any]:
         decode_port=0,
         bootstrap_port=0,
         args=("--dtype", options.dtype, "--context-length", str(max(8192, options.longest)))
-        + ("--disable-radix-cache",)
+        + ("--disable-radix-cache", "--enable-metrics")
         + (SGLANG_CPU_ARGS if options.args is None else options.args),
         decode_args=("--disaggregation-decode-retraction-backup", "cpu_tensor") if on_cpu else (),
         environment=(resting.environment(options.directory, own) if options.rest else own)
@@ -194,6 +206,7 @@ def _start_sglang(deployment: Deployment, options: Options) -> dict[str, Any]:
     log_dir.mkdir(parents=True, exist_ok=True)
     # Its name for a transfer to nobody, with which it warms itself up (disaggregation/utils.py of SGLang 0.5.23).
     deployment.alone = {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_port": 1, "bootstrap_room": 1}
+    deployment.waits = "sglang:per_stage_req_latency_seconds_sum", 'stage="prefill_transfer_kv_cache"'
     plans = sglang.plan(config, 1, 1, executable=sglang.find_executable(options.executable), model=model)
     deployment.children.extend(Server(plan, log_dir) for plan in plans)
     return sglang.proxy_settings(plans)

@@ -14,7 +14,7 @@ import random
 import signal
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +57,10 @@ PER_S = "requests per second"
 COLUMNS = ("bare", "prefill", "ttft", "over_bare", "over_prefill", "between_tokens")
 """What is measured at each length, in seconds: `bare` is the prefill server alone, one token of another prompt and no
 transfer; `prefill` the prefill leg of the request that `ttft` is of, as the proxy saw it (with a push decode may have
-its first token before prefill's answer is through: then this is as long); `over_bare` and `over_prefill` what `ttft`
-is longer, in pairs of one turn; `between_tokens` all gaps of an answer, as they came."""
+its first token before prefill's answer is through: then this is as long), without the time for which SGLang's prefill
+holds its answer back until the KV has arrived (its own metric, of the stage prefill_transfer_kv_cache); `over_bare`
+and `over_prefill` what `ttft` is longer, in pairs of one turn; `between_tokens` all gaps of an answer, as they
+came."""
 
 
 def column(name: str, length: int) -> str:
@@ -106,7 +108,9 @@ def _turn(
 def _one(deployment: Deployment, prompts: random.Random, length: int, settings: Settings) -> tuple[float, Streamed]:
     body = {"model": deployment.model, "prompt": _prompt(prompts, length), "max_tokens": 1, "temperature": 0}
     bare_s = once(deployment.prefill_url, body | deployment.alone)
-    return bare_s, _through(deployment, _prompt(prompts, length), settings)
+    before_s = deployment.waited_s()
+    streamed = _through(deployment, _prompt(prompts, length), settings)
+    return bare_s, replace(streamed, prefill_s=streamed.prefill_s - (deployment.waited_s() - before_s))
 
 
 def _through(deployment: Deployment, prompt: list[int], settings: Settings) -> Streamed:

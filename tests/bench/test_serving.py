@@ -51,6 +51,8 @@ def test_systems_take_turns_and_every_sample_is_kept(
         between = {serving.column("between_tokens", length): 2 * (3 - 1) for length in (5, 9)}
         columns = [serving.column(name, length) for name in serving.COLUMNS for length in (5, 9)]
         assert counts == {serving.PER_S: 2, **dict.fromkeys(columns, 2), **between}
+        over = system["measured"][serving.column("over_prefill", 9)]["samples"]
+        assert engine != "sglang" or min(over) >= 0.25, "what its prefill says that it has waited is none of the leg"
     shown = capsys.readouterr().out
     assert "requests/s" in shown
     logs = {path.relative_to(log_dir): path.read_text() for path in log_dir.rglob("*.log")}

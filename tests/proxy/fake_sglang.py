@@ -44,6 +44,7 @@ class FakeSglang(FakeServer):
             web.get("/health", self._health),
             web.get("/v1/models", self._models),
             web.get("/server_info", self._info),
+            web.get("/metrics", self._metrics),
             web.post("/abort_request", self._abort),
             *(web.post(path, self.generate) for path in asked),
         ]
@@ -65,6 +66,11 @@ class FakeSglang(FakeServer):
                 "kv_events": self.kv_events,
             }
         )
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        stages = {"prefill_forward": 5.0, "prefill_transfer_kv_cache": 0.25 * len(self.received)}
+        name = "sglang:per_stage_req_latency_seconds_sum"
+        return web.Response(text="".join(f'{name}{{stage="{stage}"}} {said}\n' for stage, said in stages.items()))
 
     async def _abort(self, request: web.Request) -> web.Response:
         self.aborts.append((await request.json())["rid"])
