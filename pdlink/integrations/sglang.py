@@ -186,13 +186,10 @@ class PDLinkHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not inst
         return self._pages
 
     def _num_kv_heads(self, pool: Any, server: Any) -> int:
-        """Of the model. Ranks with several heads share none: only one head a rank needs the model's config."""
-        mine = int(getattr(pool, "head_num", 1))
+        mine, num_ranks = int(getattr(pool, "head_num", 1)), int(self._config.tp_size)
         if self._settings.num_kv_heads is not None:
             return self._settings.num_kv_heads
-        if mine > 1 or self._config.tp_size == 1 or self._config.is_mla_model:
-            return mine * int(self._config.tp_size)
-        return int(server.get_model_config().get_total_num_kv_heads())
+        return mine * num_ranks if self._config.is_mla_model else versions.num_kv_heads(mine, num_ranks, server)
 
     def _guarded(self, verb: str, call: Callable[[], list[bool]], num: int) -> list[bool]:
         def failed(error: Exception) -> None:

@@ -45,7 +45,7 @@ class SglangServer(EngineServer):
 
     ready_path: ClassVar[str] = "/v1/models"
     """The first /health is a warm-up of up to 20 s."""
-    ready_s: ClassVar[float] = 300.0
+    ready_s: ClassVar[float] = 480.0
 
     def command(self) -> list[str]:
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model)]
@@ -193,17 +193,12 @@ class SglangPair:
             do()
             return asked.result()
 
-    def transfer_of(self, num_tokens: int) -> Kept:
-        """The last transfer whose prompt had so many tokens, as prefill has seen it to its end."""
-
-        def found() -> list[Kept]:
-            if not self.timeline.exists():
-                return []
-            transfers = msgspec.json.decode(self.timeline.read_bytes(), type=Dump).transfers
-            return [one for one in transfers if one.ended and _end_of(one) == num_tokens]
-
-        until(found, f"a transfer of {num_tokens} tokens has ended")
-        return found()[-1]
+    def transfers_of(self, num_tokens: int) -> list[Kept]:
+        """Those of prompts of so many tokens, in whole pages, as prefill has seen them to their ends."""
+        if not self.timeline.exists():
+            return []
+        transfers = msgspec.json.decode(self.timeline.read_bytes(), type=Dump).transfers
+        return [one for one in transfers if one.ended and _end_of(one) == num_tokens]
 
     def stop(self) -> None:
         up.stop([self.proxy], 20)

@@ -33,7 +33,7 @@ from tests.e2e.sglang_servers import (  # noqa: E402
     tokens_of,
 )
 
-pytestmark = [pytest.mark.sglang, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.sglang, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 LENGTHS = (64, 300, 1000, 4000)
 CONCURRENT = tuple(40 + 23 * index for index in range(16))
@@ -95,7 +95,8 @@ def test_a_prefix_that_prefill_has_cached_is_sent_too(pair: SglangPair, alone: A
 
 def test_layers_land_before_the_forward_pass_ends(pair: SglangPair) -> None:
     pair.tokens(prompt_of(3008, 9))
-    transfer = pair.transfer_of(3008)
+    until(lambda: pair.transfers_of(3008), "its transfer has ended")
+    (transfer,) = pair.transfers_of(3008)
     assert transfer.ended is not None
     assert transfer.ended.state == "DONE"
     ends = {each.end: each.at_s for each in transfer.written if each.layer == NUM_LAYERS - 1}
@@ -171,10 +172,23 @@ def test_a_killed_server_is_an_error_and_its_next_life_serves(pair: SglangPair, 
     answer = pair.while_computing(prompt_of(LONG, 3), server.kill)
     assert answer.status >= 500, answer
     assert "error" in answer.body["text"], answer
+    if killed == "decode":
+        server.flags.append("--disaggregation-decode-enable-radix-cache")  # for the next test
     server.start().wait_ready()
     pair.wait_routed()
     assert serves(pair, alone)
     assert serves(pair, alone, 1000)
+
+
+def test_what_decode_has_cached_does_not_travel(pair: SglangPair, alone: Alone) -> None:
+    if "--disaggregation-decode-enable-radix-cache" not in pair.decode.flags:
+        pytest.skip("decode was not started again")
+    before = len(pair.transfers_of(1008))
+    assert serves(pair, alone, 1000)
+    until(lambda: len(pair.transfers_of(1008)) > before, "its transfer has ended")
+    sent = pair.transfers_of(1008)[-1]
+    assert min(each.start for each in sent.written) >= 992, "of 1,000 tokens, in pages of 16"
+    assert serves(pair, alone)
 
 
 def test_servers_that_exchange_their_roles_serve_each_other(pair: SglangPair, alone: Alone) -> None:

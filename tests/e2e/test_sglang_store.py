@@ -21,7 +21,7 @@ from tests.e2e.engine_servers import prompt_of, until  # noqa: E402
 from tests.e2e.sglang_servers import ADMIN_KEY, SglangServer, cached_of, save_checkpoint, tokens_of  # noqa: E402
 from tests.store.process import Process, process  # noqa: E402
 
-pytestmark = [pytest.mark.sglang, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.sglang, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PAGE = 64
 FLAGS = [
@@ -132,6 +132,50 @@ def test_the_store_is_detached_attached_and_cleared_while_the_server_runs(
     until(lambda: server.call("POST", "/hicache/storage-backend/clear") == 200, "it is cleared")
     flush(server)
     assert cached_of(server.generate(prompt)) == 0
+
+
+def test_a_linker_keeps_prompts_without_a_pool_on_the_host_and_shares_them_with_hicache(
+    place: Path, server: SglangServer, store: Process
+) -> None:
+    """`--enable-unified-cache-external-linker`: between the pool on the device and the store there is nothing."""
+    theirs, ours = prompt_of(600, 5), prompt_of(1000, 6)
+    before = stored(store)
+    first = server.generate(theirs)
+    until(lambda: stored(store) == before + len(theirs) // PAGE, "HiCache has stored its prompt")
+    config = {
+        "linker": "PDLinkLinker",
+        "linker_module_path": "pdlink.integrations.sglang_linker",
+        "linker_extra_config": {"name": "linker", "tiers": {"store": str(store.path), "store_timeout_s": 20.0}},
+    }
+    flags = ["--page-size", str(PAGE), "--enable-unified-cache-external-linker"]
+    flags += ["--unified-cache-external-linker-backend", "dynamic"]
+    flags += ["--unified-cache-external-linker-config", json.dumps(config)]
+    linked = SglangServer("linked", place / "model", place / "linked.log", flags).start()
+    try:
+        linked.wait_ready()
+        found = linked.generate(theirs)
+        assert (cached_of(found), tokens_of(found)) == (len(theirs) // PAGE * PAGE, tokens_of(first))
+
+        before = stored(store)
+        computed = linked.generate(ours)
+        assert cached_of(computed) == 0
+        until(lambda: stored(store) == before + len(ours) // PAGE, "the linker has stored its prompt")
+        flush(linked)
+        again = linked.generate(ours)
+        assert (cached_of(again), tokens_of(again)) == (len(ours) // PAGE * PAGE, tokens_of(computed))
+        loaded = server.generate(ours)
+        assert (cached_of(loaded), tokens_of(loaded)) == (len(ours) // PAGE * PAGE, tokens_of(computed))
+
+        store.kill()
+        flush(linked)
+        alone = linked.generate(ours)
+        assert (cached_of(alone), tokens_of(alone)) == (0, tokens_of(computed)), "a store that is away is a miss"
+    finally:
+        linked.kill()
+        store.start()
+    until(
+        lambda: counted(store, 'pdlink_store_clients{state="connected"}') == 1, "the other server is connected again"
+    )
 
 
 def test_entries_of_the_built_in_engine_and_of_sglang_are_not_mixed(

@@ -21,7 +21,10 @@ from pdlink.store.slots import WHOLE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.integrations.sglang_parts.settings import StorageSettings
+    from pdlink.integrations.sglang_parts.settings import StorageSettings, StoreSettings
+    from pdlink.kv.layout import KVLayout
+    from pdlink.memory.buffers import HostBuffer
+    from pdlink.store.blocks import RecordPlan
     from pdlink.store.slots import Slot
     from pdlink.store.source import StoreSource
 
@@ -76,33 +79,11 @@ class HostPages:
                 f"host pool {type(pool).__name__}: got layout {pool.layout}; limit plain KV in layer_first, "
                 "page_first, page_first_direct or page_head; choose another --hicache-mem-layout"
             )
-        tiers = settings.tiers.model_copy(update={"chunk_size": page})
-        heads = total = None
-        if tiers.store is not None and not ranks.latent:
-            heads, total = _heads(ranks.tp, layout.num_heads, num_kv_heads)
-        apart = ranks.stage if ranks.latent or heads is not None else ranks.whole
-        source = open_source(
-            tiers,
-            settings.name if tiers.store is not None or ranks.tp[1] == 1 else f"{settings.name}/{ranks.tp[0]}",
-            layout,
-            [host_pool.borrowed(pool.kv_buffer)],
-            BlockPool(1),  # unused: SGLang keeps its pages during a call
-            model=model,
-            revision=f"sglang {revision} {apart}",
-            heads=heads,
-            num_heads=total,
+        buffers = [host_pool.borrowed(pool.kv_buffer)]
+        self._source: StoreSource | None
+        self._source, records = open_records(
+            settings, ranks, layout, buffers, model=model, revision=revision, num_kv_heads=num_kv_heads
         )
-        assert source is not None, "the settings want a store"
-        self._source: StoreSource | None = source
-        namespace = hashing.namespace(
-            model=model,
-            revision=f"sglang {revision} {apart}",
-            dtype=source.shape.dtype,
-            layout=source.shape.text,
-            chunk_tokens=page,
-        )
-        timeout_s = source.lookup_timeout_s
-        records = PageRecords(source.store, source.shape, source.share, namespace, self._copy_kv, timeout_s)
         self.kv = Pool(pool, records, page)
         self.others: dict[str, Pool] = {}
 
@@ -146,15 +127,6 @@ class HostPages:
             source.close()
             source.store.close()
 
-    def _copy_kv(self, slots: Sequence[tuple[int, Slot]], pages: Sequence[int], *, loading: bool) -> None:
-        source = self._source
-        assert source is not None
-        template, page = (source.from_record if loading else source.to_record), source.chunk_tokens
-        begin, end = slots[0][0] * page, (slots[-1][0] + 1) * page
-        plan = source.plan(template, slots, Blocks(tuple(pages), 0), begin, end)
-        for layer in range(len(source.layout.layers)):
-            source.copy(plan, layer, loading=loading)
-
     def _copy_segments(
         self,
         pool: Any,
@@ -178,6 +150,63 @@ class HostPages:
                         mine[:] = kept
                     else:
                         kept[:] = mine
+
+
+def open_records(
+    settings: StoreSettings,
+    ranks: RankScheme,
+    layout: KVLayout,
+    buffers: Sequence[HostBuffer],
+    *,
+    model: str,
+    revision: str,
+    num_kv_heads: int,
+) -> tuple[StoreSource, PageRecords]:
+    """The store for pages of plain KV that lie so in these buffers. Close the source, then its store.
+
+    num_kv_heads: as of `HostPages`. Raises ConfigError, OSError.
+    """
+    tiers = settings.tiers.model_copy(update={"chunk_size": layout.block_tokens})
+    heads = total = None
+    if tiers.store is not None and not ranks.latent:
+        heads, total = _heads(ranks.tp, layout.num_heads, num_kv_heads)
+    apart = ranks.stage if ranks.latent or heads is not None else ranks.whole
+    source = open_source(
+        tiers,
+        settings.name if tiers.store is not None or ranks.tp[1] == 1 else f"{settings.name}/{ranks.tp[0]}",
+        layout,
+        buffers,
+        BlockPool(1),  # unused: SGLang keeps its pages during a call
+        model=model,
+        revision=f"sglang {revision} {apart}",
+        heads=heads,
+        num_heads=total,
+    )
+    assert source is not None, "the settings want a store"
+    namespace = hashing.namespace(
+        model=model,
+        revision=f"sglang {revision} {apart}",
+        dtype=source.shape.dtype,
+        layout=source.shape.text,
+        chunk_tokens=layout.block_tokens,
+    )
+
+    def copy(slots: Sequence[tuple[int, Slot]], pages: Sequence[int], *, loading: bool) -> None:
+        plan = plan_of(source, slots, pages, loading=loading)
+        for layer in range(len(source.layout.layers)):
+            source.copy(plan, layer, loading=loading)
+
+    timeout_s = source.lookup_timeout_s
+    return source, PageRecords(source.store, source.shape, source.share, namespace, copy, timeout_s)
+
+
+def plan_of(
+    source: StoreSource, slots: Sequence[tuple[int, Slot]], pages: Sequence[int], *, loading: bool
+) -> RecordPlan:
+    """The copies between whole pages and records. slots: (index in `pages`, record), of adjacent ones."""
+    template, page = (source.from_record if loading else source.to_record), source.chunk_tokens
+    begin, end = slots[0][0] * page, (slots[-1][0] + 1) * page
+    return source.plan(template, slots, Blocks(tuple(pages), 0), begin, end)
 
 
 def _heads(tp: tuple[int, int], num_mine: int, total: int) -> tuple[range, int]:

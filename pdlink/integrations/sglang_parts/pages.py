@@ -13,7 +13,7 @@ from pdlink.kv import hashing
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.store.interface import AnyStore
+    from pdlink.store.interface import AnyFetch, AnyStore
     from pdlink.store.record import RecordShape
     from pdlink.store.slots import Share, Slot
 
@@ -70,6 +70,12 @@ class PageRecords:
             stood = fetch.close()
         num = len(slots) if stood else 0
         return [index < num for index in range(len(keys))]
+
+    def hold(self, hashes: Sequence[str], request: str) -> AnyFetch | None:
+        """Bring all of them into memory, and keep them there until the fetch is closed; None if one is missing."""
+        keys = self._keys(hashes)
+        found = self._store.lookup(keys, self._timeout_s)
+        return self._store.fetch(found, self._shape, request) if len(found.keys) == len(keys) else None
 
     def get_any(self, hashes: Sequence[str], pages: Sequence[int]) -> list[bool]:
         """The same where one that is missing does not end it."""

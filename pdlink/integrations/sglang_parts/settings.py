@@ -1,8 +1,8 @@
-"""What may stand in `--hicache-storage-backend-extra-config` beside SGLang's own keys; unknown keys are refused."""
+"""What may stand in SGLang's flags for us, beside its own keys; unknown keys are refused."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 _OF_SGLANG = ("backend_name", "module_path", "class_name", "allocator", "enable_storage_metrics")
 
 
-class StorageSettings(BaseModel):
-    """Of the store behind one SGLang server's HiCache."""
+class StoreSettings(BaseModel):
+    """Of the store behind one SGLang server: `linker_extra_config` of --unified-cache-external-linker-config."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    interface_v1: Literal[1, True]
-    """SGLang's key: 1 hands us the places of pages in the host pool, so that each is copied once."""
     name: str = "sglang"
     """Of this server, in the store's state and for {name} in `tiers.local_disk`."""
     tiers: TiersConfig = TiersConfig()
@@ -33,7 +31,7 @@ class StorageSettings(BaseModel):
     """What to do on an SGLang that is newer than those this was run with."""
 
     @model_validator(mode="after")
-    def _ours(self) -> StorageSettings:
+    def _ours(self) -> Self:
         reason = "a record is a page of SGLang's, and SGLang says what is kept and loaded"
         no_use(self.tiers, "tiers.", ("save_decode_cache", "load_if_faster", "chunk_size", "priority_limit"), reason)
         if self.tiers.max_local_cpu_size == 0:
@@ -41,14 +39,33 @@ class StorageSettings(BaseModel):
         return self
 
 
+class StorageSettings(StoreSettings):
+    """Of the store behind HiCache: --hicache-storage-backend-extra-config."""
+
+    interface_v1: Literal[1, True]
+    """SGLang's key: 1 hands us the places of pages in the host pool, so that each is copied once."""
+
+
 def read_storage(extra: Mapping[str, Any]) -> StorageSettings:
     """Raises ConfigError naming every wrong key."""
     ours = {key: value for key, value in extra.items() if key not in _OF_SGLANG}
+    return _read(StorageSettings, ours, "hicache-storage-backend-extra-config")
+
+
+def read_linker(extra: Mapping[str, Any]) -> StoreSettings:
+    """Raises ConfigError naming every wrong key."""
+    return _read(StoreSettings, extra, "unified-cache-external-linker-config: linker_extra_config")
+
+
+Settings = TypeVar("Settings", bound=StoreSettings)
+
+
+def _read(kind: type[Settings], given: Mapping[str, Any], flag: str) -> Settings:
     try:
-        return StorageSettings.model_validate(ours)
+        return kind.model_validate(dict(given))
     except ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(str(part) for part in problem['loc']) or 'settings'}: {problem['msg']}"
             for problem in error.errors()
         )
-        raise ConfigError(f"hicache-storage-backend-extra-config: {problems}") from None
+        raise ConfigError(f"{flag}: {problems}") from None

@@ -45,6 +45,13 @@ def content(server_args: Any) -> str:
     return digest_of(model, None if tokenizer in (None, model) else tokenizer, weights=not made_up)
 
 
+def num_kv_heads(num_mine: int, num_ranks: int, server_args: Any) -> int:
+    """Of the model. Ranks with several heads share none: only one head a rank needs the model's config."""
+    if num_mine > 1 or num_ranks == 1:
+        return num_mine * num_ranks
+    return int(server_args.get_model_config().get_total_num_kv_heads())
+
+
 def precision(server_args: Any) -> str:
     """What the bytes of KV depend on beside the model's files: how it is computed and kept."""
     return f"{server_args.dtype} {server_args.quantization} {server_args.kv_cache_dtype}"
