@@ -53,9 +53,9 @@ class Beats:
             self._pools.loaded(worker)
 
     def silent(self, url: str, why: str) -> None:
-        """Its beats stay away: it gets no request until a probe succeeds."""
+        """Its beats stay away: it gets no request until a probe succeeds. If none is answered, its legs are lost."""
         for worker in self._pools.at(url):
-            worker.beats = False
+            worker.beats, worker.hushed = False, why
             worker.unreachable(why)
             worker.poke.set()
 

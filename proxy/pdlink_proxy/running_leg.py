@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pdlink.logs import about
 
-from .http_connection import Headers
+from .http_connection import Disconnected, Headers
 from .records import LegRecord
 from .steps import Answered, Ended, Event, Leg, Lost
 from .upstream import describe, loss_of, tell_to_stop, too_long
@@ -174,6 +174,7 @@ class RunningLeg:
         if self._probe:
             self._outlier.begin()
         worker.in_flight += 1
+        worker.legs.add(self)
         self.url = worker.url + path
         self._request = shared.clients[self.leg].start("POST", self.url, self, body, lines)
 
@@ -182,6 +183,12 @@ class RunningLeg:
         if not self._over:
             self._request.leave()
             self._end()
+
+    def gone(self, reason: str) -> None:
+        """Its worker is not there any more, and its connection says nothing of it: the same as if that had broken."""
+        if not self._over:
+            self._request.leave()
+            self.on_lost(Disconnected(ConnectionError(reason), reused=False, answered=self.answered_s is not None))
 
     def let_go(self) -> None:
         """It is not needed any more: close its connection unless it ends by itself in a moment."""
@@ -269,6 +276,7 @@ class RunningLeg:
         self.ended_s = time.monotonic()
         self.fate = self.fate or "cancelled"
         self.worker.in_flight -= 1
+        self.worker.legs.discard(self)
         if self._settling is not None:
             self._settling.cancel()
         if self._shared.arrivals is not None and self.leg is Leg.PREFILL:

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -64,6 +64,13 @@ class State(enum.Enum):
     BARRED = "refuses our key"
 
 
+class Gone(Protocol):
+    """A leg that waits for its worker."""
+
+    def gone(self, reason: str) -> None:
+        """The worker is not there any more."""
+
+
 @dataclass(slots=True, eq=False)
 class Worker:
     """Everything known about one worker. Only the event loop's thread touches it."""
@@ -84,6 +91,10 @@ class Worker:
     """time.monotonic of the last answer."""
     in_flight: int = 0
     """Our running legs."""
+    legs: set[Gone] = field(default_factory=set)
+    """The same, to be told that it is gone."""
+    hushed: str = ""
+    """Why its beats count as over, until it answers a probe."""
     incarnations: int = 0
     faults: int = 0
     """Legs that found the worker gone."""
@@ -149,7 +160,7 @@ class Worker:
     def heard(self, health: Health | str, *, faults_when_asked: int) -> None:
         """Take in its health, or the text why its answer is invalid."""
         self.heard_s = time.monotonic()
-        self._silences = 0
+        self._silences, self.hushed = 0, ""
         if isinstance(health, str):
             self._become(State.INVALID, health)
             return
@@ -201,6 +212,10 @@ class Worker:
             self._become(
                 State.UNREACHABLE, f"no answer to GET /health within {timeout_s:g} s, {self._silences} times"
             )
+        if self.hushed:  # a stopped host ends no connection: nobody else would tell its legs
+            reason = f"{self.hushed}, and no answer to GET /health within {timeout_s:g} s"
+            for leg in tuple(self.legs):
+                leg.gone(reason)
 
     def unreachable(self, reason: str) -> None:
         """GET /health failed."""

@@ -166,6 +166,8 @@ class FakeWorker(FakeServer):
     """Close the connections of this many requests without a byte of answer."""
     silent: bool = False
     """Never answer a generation request."""
+    hung: bool = False
+    """As a stopped host: it takes connections and answers nothing, nor its health."""
     break_after: int | None = None
     """Close the connection in the middle of the stream, after this many events."""
     end_after: int | None = None
@@ -218,6 +220,8 @@ class FakeWorker(FakeServer):
 
     async def _health(self, _: web.Request) -> web.Response:
         self.probed += 1
+        if self.hung:
+            await asyncio.Event().wait()
         return web.json_response(self.health(), status=200 if self.status == "ok" else 503)
 
     def health(self) -> dict[str, Any]:
@@ -271,7 +275,7 @@ class FakeWorker(FakeServer):
         if self._bars(request):
             error = {"message": "X-Pdlink-Key is missing or wrong", "type": "x", "param": None}
             return web.json_response({"error": {**error, "code": "invalid_api_key"}}, status=401)
-        if self.silent:
+        if self.silent or self.hung:
             await asyncio.Event().wait()
         if self.gate is not None:
             await self.gate.wait()

@@ -168,6 +168,35 @@ async def test_silence_alone_costs_a_worker_nothing_that_answers_a_probe(
         await until(lambda: usable(proxy) == [prefill.url, decode.url], "its return")
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_requests_in_hand_at_a_host_that_hangs_go_elsewhere_after_three_beats_and_a_probe(role: str) -> None:
+    """And not after `first_byte_timeout_s`, which is ten minutes: its connections stay open."""
+    hung, well = [await FakeWorker(role).start() for _ in range(2)]
+    other = await FakeWorker("decode" if role == "prefill" else "prefill").start()
+    other.gate = gate = asyncio.Event()  # decode, which waits for prefill's KV
+    async with contextlib.AsyncExitStack() as stack:
+        for worker in (hung, well, other):
+            stack.push_async_callback(worker.stop)
+        proxy, hall = await stack.enter_async_context(
+            joined(health_interval_s=60, connect_timeout_s=0.5, policy="round_robin")
+        )
+        first, second, third = hall.new(), hall.new(), hall.new()
+        for _ in range(2):
+            first.beat(hung, beat_s=0.1)
+            third.beat(other)
+        await until(lambda: len(usable(proxy)) == 2, "a pair")
+        hung.hung = True
+        asking = asyncio.create_task(proxy.stream())
+        await until(lambda: len(hung.received) == 1, "the request there")
+        second.beat(well)
+        (gone,) = proxy.router.pools.at(hung.url)
+        await until(lambda: (gone.in_flight, gone.legs) == (0, set()), "the loss")
+        gate.set()
+        assert b"two" in await asyncio.wait_for(asking, 60)
+        assert len(well.received) == (role == "decode"), "decode goes on without prefill"
+        assert gone.state is State.UNREACHABLE
+
+
 async def test_a_stopped_host_that_wakes_beside_its_successor_stays_out(decodes: list[FakeWorker]) -> None:
     old, new = decodes
     old.name = new.name = "decode-a"
