@@ -15,7 +15,9 @@ from pdlink_proxy.decisions import Decision
 from pdlink_proxy.http_client import HttpClient
 from pdlink_proxy.metrics import Metrics
 from pdlink_proxy.steps import Leg
+from pdlink_proxy.turning import loop as loop_module
 from pdlink_proxy.turning.decide import Turn
+from pdlink_proxy.turning.demand import Seen
 from pdlink_proxy.turning.loop import RoleLoop, seen
 from pdlink_proxy.worker import State
 from tests.private import write_private
@@ -81,6 +83,31 @@ async def test_a_worker_that_is_gone_refuses_and_a_dry_run_asks_nobody(config: R
     async with asked(200, config.model_copy(update={"mode": "dry_run"})) as (loop, got, url):
         await loop._make(Turn(url, "e1", "decode", "because"))
         assert (got, loop.turns[-1].outcome) == ([], "dry_run")
+
+
+async def test_of_several_loops_that_decide_at_once_the_later_one_sees_the_first(
+    config: RolesConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits for a time by chance, and makes no turn if a worker is not what it was."""
+    quick = config.model_copy(update={"window_s": 0.01})
+    workers: list[Seen] = []
+    monkeypatch.setattr(loop_module, "seen", lambda _pools: iter(workers))
+    async with asked(200, quick) as (loop, got, url):
+        group, health = ("m", "", ""), cast("Any", None)
+        workers += [Seen(each, "decode", group, True, True, health, 0.0) for each in (url, "http://a")]
+        workers.append(Seen("http://b", "decode", ("other", "", ""), True, True, health, 0.0))
+        turn = Turn(url, "e1", "prefill", "because")
+        before = loop_module.standing(workers, url)
+        assert len(before) == 2
+        workers[2] = workers[2]._replace(settled=False)
+        assert await loop._is_alone(turn, before), "another group"
+        workers[1] = workers[1]._replace(settled=False)  # it drains: another proxy has turned it
+        assert not await loop._is_alone(turn, before)
+        workers[1] = workers[1]._replace(side="prefill", settled=True)
+        assert not await loop._is_alone(turn, before)
+        assert got == []
+    async with asked(200, quick.model_copy(update={"mode": "dry_run"})) as (loop, _, url):
+        assert await loop._is_alone(turn, before), "what would have been done is shown by each"
 
 
 async def test_a_proxy_with_the_loop_shows_its_groups(prefill: FakeWorker, decode: FakeWorker) -> None:

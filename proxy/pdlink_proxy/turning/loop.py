@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -70,6 +71,7 @@ class RoleLoop:
         self.turns: deque[Made] = deque(maxlen=_KEPT_TURNS)
         """Oldest first."""
         self._turning: Turn | None = None
+        self._chance = random.SystemRandom()  # processes of equal seeds would wait equally long
 
     def begin(self, client: HttpClient) -> None:
         """client: to workers, as long as `follow` runs."""
@@ -78,11 +80,29 @@ class RoleLoop:
     async def follow(self) -> None:
         """Look, decide and turn until cancelled."""
         while True:
-            turn = self.decider.look(time.monotonic(), list(seen(self._pools)), self._num_queued())
+            workers = list(seen(self._pools))
+            turn = self.decider.look(time.monotonic(), workers, self._num_queued())
             self._show()
-            if turn is not None:
+            if turn is not None and await self._is_alone(turn, standing(workers, turn.url)):
                 await self._make(turn)
             await asyncio.sleep(self._config.window_s / _LOOKS)
+
+    async def _is_alone(self, turn: Turn, before: frozenset[Standing]) -> bool:
+        """Whether nobody else turns workers now: proxies share nothing, and several may have decided the same.
+
+        Each waits for a time by chance, up to a window, and looks again: who is later sees the worker of the first
+        one drain, or in its new role, and makes no turn. Two within the same second or two may not see each other.
+        """
+        if self._config.mode != "on":
+            return True
+        await asyncio.sleep(self._chance.uniform(0.0, self._config.window_s))
+        moved = before ^ standing(list(seen(self._pools)), turn.url)
+        if not moved:
+            return True
+        url = min(each.url for each in moved)
+        log.warning("roles: %s to %s: left, for %s has changed meanwhile", turn.url, turn.role, url)
+        self.decider.turned(time.monotonic())
+        return False
 
     async def _make(self, turn: Turn) -> None:
         began_s, outcome, said = time.monotonic(), "dry_run", ""
@@ -153,6 +173,20 @@ class RoleLoop:
             ],
             "turns": list(self.turns),
         }
+
+
+class Standing(NamedTuple):
+    """One worker, as far as turns change it."""
+
+    url: str
+    side: str
+    settled: bool
+
+
+def standing(workers: Sequence[Seen], url: str) -> frozenset[Standing]:
+    """Those of the group of the worker at this URL; nobody if it is not seen."""
+    group = next((each.group for each in workers if each.url == url), None)
+    return frozenset(Standing(each.url, each.side, each.settled) for each in workers if each.group == group)
 
 
 def seen(pools: Pools) -> Iterator[Seen]:
