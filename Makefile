@@ -81,10 +81,13 @@ bench: $(STAMP)  ## the transfer benchmark with its default workload
 	$(BIN)/pdlink bench transfer
 
 $(STAMP): pyproject.toml constraints.txt proxy/pdlink_proxy/page/package-lock.json $(NATIVE)
+	@echo 'set-up, once, in $(VENV): 1 of 3, torch and what builds the native modules'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja libucx-cu13 torch==2.13.0 $(NVCC)
+	@echo '2 of 3, pdlink, built here, and what it and its tests need: the longest step, a minute or two'
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation \
 		--config-settings=cmake.define.PDLINK_ANCHORS=ON -e '.[dev]'
+	@echo '3 of 3, servers for tests (as root), and the charts of the page'
 	-$(if $(strip $(SERVERS)),[ "$$(id -u)" != 0 ] || { apt-get update -qq && \
 		RUNLEVEL=1 apt-get install -y -qq --no-install-recommends $(SERVERS); })
 	-$(PAGE)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from pdlink.observe.fetch import CannotFetch, ask, base_url
+from pdlink.observe.fetch import CannotFetch, ask, base_url, proxys_remedy
 from pdlink.observe.plain import add_row, plain
 from pdlink.observe.remedies import RECOMPUTED
 
@@ -43,8 +43,7 @@ def fetch_explanation(url: str, request_id: str, *, key: str | None = None) -> E
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     status, text = ask(url, f"/decisions?request={urllib.parse.quote(request_id, safe='')}", headers)
     if status != 200:
-        remedy = "give --key-file FILE with one of its api_keys" if status == 401 else "is it a pdlink proxy?"
-        raise CannotFetch(f"{url} answered {status}; {remedy}")
+        raise CannotFetch(f"{url} answered {status}; {proxys_remedy(status, key)}")
     try:
         answer = json.loads(text)
         found = Explained(*(answer[name] for name in Explained._fields))

@@ -89,6 +89,13 @@ def _body_of(error: urllib.error.HTTPError) -> bytes:
         return b""
 
 
+def proxys_remedy(status: int, key: str | None) -> str:
+    """What to do about an answer of a proxy to a question with this key, unless it is 200."""
+    if status != 401:
+        return "is it a pdlink proxy?"
+    return f"{'give --key-file FILE with' if key is None else 'the key in --key-file is not'} one of its api_keys"
+
+
 def _meaning(found: Fetched, key: str | None) -> str:
     """Why a server that answers gives no timeline, and what to do."""
     if found.status == 401:

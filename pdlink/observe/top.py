@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdlink.config import read_key
-from pdlink.observe.fetch import CannotFetch, ask, base_url
+from pdlink.observe.fetch import CannotFetch, ask, base_url, proxys_remedy
 from pdlink.observe.plain import add_row, plain
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ def fetch_state(url: str, key: str | None) -> dict[str, Any]:
     url = base_url(url)
     status, text = ask(url, "/pdlink/state", {} if key is None else {"Authorization": f"Bearer {key}"})
     if status != 200:
-        remedy = "give --key-file FILE with one of its api_keys" if status == 401 else "is it a pdlink proxy?"
-        raise CannotFetch(f"{url} answered {status}; {remedy}")
+        raise CannotFetch(f"{url} answered {status}; {proxys_remedy(status, key)}")
     try:
         state = json.loads(text)
         (

@@ -82,6 +82,17 @@ def test_a_worker_with_a_key_says_which_flag_is_missing(
     assert main(["timeline", where(server), "--key-file", right, "-o", str(tmp_path / "a.json")]) == 0
 
 
+@pytest.mark.parametrize("words", [["top", "--once"], ["explain", "r"]])
+def test_commands_that_ask_a_proxy_tell_a_wrong_key_from_none(
+    server: Server, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.key, at = KEY, [where(server)] if words[0] == "top" else ["--proxy", where(server)]
+    assert main([*words, *at]) == 1
+    assert "give --key-file FILE with one of its api_keys" in capsys.readouterr().err
+    assert main([*words, *at, "--key-file", write_private(tmp_path / "wrong", "other")]) == 1
+    assert "the key in --key-file is not one of its api_keys" in capsys.readouterr().err
+
+
 def test_a_request_that_is_not_known_is_said_as_the_proxy_says_it(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:

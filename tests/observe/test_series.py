@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import random
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -100,6 +101,15 @@ def test_speed_of_the_link_is_bytes_by_busy_time() -> None:
     text = metrics.exposition()[0].decode()
     assert '\npdlink_push_busy_seconds_total{transport="tcp"} 3.0\n' in text
     assert '\npdlink_transfer_bytes_total{transport="tcp"} 300.0\n' in text
+
+
+def test_a_push_of_20_us_and_one_of_200_fall_into_different_buckets() -> None:
+    metrics = WorkerMetrics(transports=("mapped",))
+    for took_s in (20e-6, 200e-6):
+        at = {"at_s": 1.0 + took_s, "submitted_s": 1.0, "asked_s": 1.0}
+        metrics.counting(LayerLanded(transfer_id="t", layer=0, start=0, end=1, nbytes=9, transport="mapped", **at))
+    counts = re.findall(r"\npdlink_push_seconds_bucket\{.*?\} ([0-9.]+)", metrics.exposition()[0].decode())
+    assert {"0.0", "1.0", "2.0"} == set(counts), "the first bucket ends below 20 us"
 
 
 def test_a_failed_transfer_is_counted_by_a_code_and_never_by_a_peers_words() -> None:

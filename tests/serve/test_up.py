@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +44,18 @@ def test_a_port_in_use_is_found_before_any_process_is_started(
         assert main(["up", *(word for key, value in ports.items() for word in ("--set", f"{key}={value}"))]) == 2
     err = capsys.readouterr().err
     assert f"pdlink: {setting}: cannot bind 127.0.0.1:{port}: Address already in use; port 0 takes a free port" in err
+
+
+def test_what_up_prints_says_that_the_text_is_noise_and_where_to_look() -> None:
+    facts = [{"url": "http://h:1", "model": "m", "transports": ["tcp"]}, {"url": "http://h:2"}]
+    children: Any = [
+        SimpleNamespace(label=label, facts=fact) for label, fact in zip(("p", "proxy"), facts, strict=True)
+    ]
+    text = up._picture(UpConfig(), children, 1.0)
+    assert "random weights, so its text is noise; what counts is that its KV crosses" in text
+    assert "http://h:2/pdlink/ " in text
+    assert "top http://h:2 " in text
+    assert "noise" not in up._picture(UpConfig(model="some/model"), children, 1.0)
 
 
 @pytest.mark.parametrize("model", ["/nonexistent", "configs/up.yaml", "configs"])
