@@ -10,7 +10,7 @@ from pdlink.config.section import Seconds, Section
 
 
 class RolesConfig(Section):
-    """A slow loop that turns a worker to the other role when the load has shifted; off by default. For one proxy of
+    """A slow loop that turns a worker to the other role when the load has shifted; off by default. Best in one of
     the proxies that share workers, and not beside an autoscaler of the same pools."""
 
     mode: Literal["off", "dry_run", "on"] = "off"
