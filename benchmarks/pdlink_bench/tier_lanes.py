@@ -176,7 +176,8 @@ class Memory(Lane):
 
 
 class Bare(Lane):
-    """O_DIRECT, nothing else."""
+    """O_DIRECT, nothing else. Turns follow each other through the file, as a tier's records do: what was written just
+    before may lie in a cache of the host."""
 
     def __init__(
         self, path: Path, file_nbytes: int, part_nbytes: int, num_threads: int, *, gathers: bool = True
@@ -184,10 +185,16 @@ class Bare(Lane):
         self.gathers = gathers
         self._file = DirectFile(path)
         self._file.grow(file_nbytes)
-        self._part_nbytes = part_nbytes
+        self._file_nbytes, self._part_nbytes = file_nbytes, part_nbytes
         self._threads = ThreadPoolExecutor(num_threads)
 
+    def begin(self, nbytes: int, count: int) -> None:
+        super().begin(nbytes, count)
+        self._at = 0
+
     def put(self) -> None:
+        turn_nbytes = self.count * self.nbytes
+        self._at = self._at + turn_nbytes if self._at + 2 * turn_nbytes <= self._file_nbytes else 0
         self._move(self._file.write, self._views(0))
 
     def get(self) -> None:
@@ -197,7 +204,7 @@ class Bare(Lane):
         for number, record in enumerate(records):
             step = min(self.nbytes, self._part_nbytes)
             places = range(0, self.nbytes, step)
-            at = [number * self.nbytes + place for place in places]
+            at = [self._at + number * self.nbytes + place for place in places]
             pieces = [record[place : place + step] for place in places]
             done = [move(at[0], pieces[0])] if len(pieces) == 1 else list(self._threads.map(move, at, pieces))
             if not all(done):

@@ -185,10 +185,11 @@ def _lanes(place: str, directory: Path) -> Iterator[dict[str, Lane]]:
 
 
 def _disk_lanes(directory: Path) -> dict[str, Lane]:
+    file_nbytes = NUM_SEGMENTS * SEGMENT_NBYTES
     return {
-        "bare": Bare(directory / "bare", SEGMENT_NBYTES, SEGMENT_NBYTES, 1),
-        "bare, parts": Bare(directory / "parts", SEGMENT_NBYTES, PART_NBYTES, 2),
-        "bare, 4 KiB pages": Bare(directory / "small", SEGMENT_NBYTES, SEGMENT_NBYTES, 1, gathers=False),
+        "bare": Bare(directory / "bare", file_nbytes, SEGMENT_NBYTES, 1),
+        "bare, parts": Bare(directory / "parts", file_nbytes, PART_NBYTES, 2),
+        "bare, 4 KiB pages": Bare(directory / "small", file_nbytes, SEGMENT_NBYTES, 1, gathers=False),
         "disk": Tiered(directory, (NUM_SEGMENTS + 1) * SEGMENT_NBYTES, SEGMENT_NBYTES),
         "disk, copied": Copied(directory / "copied", 3 * SEGMENT_NBYTES, SEGMENT_NBYTES, checks=False),
         "disk, copied, checked": Copied(directory / "checked", 3 * SEGMENT_NBYTES, SEGMENT_NBYTES, checks=True),
