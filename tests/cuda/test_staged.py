@@ -20,6 +20,7 @@ from pdlink.memory.buffers import Buffer
 from pdlink.transport.base import PeerClosed, Transport
 from pdlink.transport.mapped import MappedTransport
 from pdlink.transport.tcp import TcpTransport
+from pdlink.transport.ucx import UcxTransport
 from tests.conformance.transports.side import Side, join, piece
 from tests.cuda.double import DoubleStaged, Kv, Reached
 from tests.cuda.fake import COMPILER, IMAGE, Fake, fake
@@ -28,7 +29,9 @@ from tests.node.conftest import DST, LAYERS, SRC, TIMEOUTS, TOKENS, WAIT_S, layo
 BELOW: dict[str, Callable[[], Transport]] = {
     "mapped": lambda: MappedTransport(threads=1, within_process=True),
     "tcp": TcpTransport,
+    "ucx": lambda: UcxTransport(tls="tcp", devices="lo"),
 }
+NO_UCX = pytest.mark.skipif(not UcxTransport(tls="tcp").probe().ok, reason="no UCX")
 
 
 class GpuNode(pdlink.Node):
@@ -77,7 +80,9 @@ def calls(double: Fake, *names: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("below", "image"), [("mapped", IMAGE), ("tcp", b"")], ids=["mapped, kernels", "tcp, engine"]
+    ("below", "image"),
+    [("mapped", IMAGE), ("tcp", b""), pytest.param("ucx", IMAGE, marks=NO_UCX)],
+    ids=["mapped, kernels", "tcp, engine", "ucx, kernels"],
 )
 def test_kv_of_gpus_travels_through_slots_and_into_blocks_of_another_size(
     pair: Callable[..., tuple[GpuNode, GpuNode]], double: Fake, below: str, image: bytes
@@ -98,7 +103,8 @@ def test_kv_of_gpus_travels_through_slots_and_into_blocks_of_another_size(
     used, unused = (kernels, engine) if image else (engine, kernels)
     assert 2 <= log.count(used) <= 2 * LAYERS, "a gather and a scatter for each layer, or for several"
     assert unused not in log
-    assert [peer["lane"] for peer in prefill.report().peers] == [f"staged-{below}"]
+    lane = "tcp" if below == "ucx" else below  # how the bytes really travel: of UCX what it found
+    assert [peer["lane"] for peer in prefill.report().peers] == [f"staged-{lane}"]
 
 
 def test_nothing_is_gathered_before_the_layer_is_written(

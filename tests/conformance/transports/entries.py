@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pdlink.transport.base import Probe, Transport
@@ -49,11 +50,15 @@ def _cuda_double() -> Transport:
     return DoubleTransport()
 
 
-def _staged_tcp() -> Transport:
-    """The same memory through pinned slots over sockets."""
+def _staged(below: Callable[[], Transport]) -> Transport:
+    """The same memory through pinned slots over another transport."""
     from tests.cuda.double import DoubleStaged
 
-    return DoubleStaged(TcpTransport())
+    return DoubleStaged(below())
+
+
+def _ucx_tcp() -> Transport:
+    return UcxTransport(tls="tcp")
 
 
 NO_COMPILER = "" if COMPILER else "no C++ compiler for the test double of the driver"
@@ -68,6 +73,9 @@ ENTRIES = {
         Entry("ucx-tcp", lambda: lambda: UcxTransport(tls="tcp"), needs_peer=True),
         Entry("ucx-shm", lambda: lambda: UcxTransport(tls="shm")),
         Entry("mapped-cuda-double", lambda: _cuda_double, unusable=NO_COMPILER),
-        Entry("staged-tcp", lambda: _staged_tcp, shorter=16, needs_peer=True, unusable=NO_COMPILER),
+        Entry(
+            "staged-tcp", lambda: partial(_staged, TcpTransport), shorter=16, needs_peer=True, unusable=NO_COMPILER
+        ),
+        Entry("staged-ucx", lambda: partial(_staged, _ucx_tcp), shorter=16, needs_peer=True, unusable=NO_COMPILER),
     )
 }
