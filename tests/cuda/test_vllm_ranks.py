@@ -188,16 +188,19 @@ def test_virtual_memory_is_moved_through_slots_and_the_log_says_why(
     assert node.transports[0] == "staged-mapped"
     assert "staged-tcp" in node.transports
     assert not {"mapped-cuda", "ucx"} & {*node.transports}
-    assert "CUDA IPC does not share: virtual memory (expandable_segments" in caplog.text
+    for lane in ("mapped-cuda", "ucx"):
+        [line] = [text for text in caplog.messages if f"cannot be used: {lane}: " in text]
+        assert "CUDA IPC does not share: virtual memory (expandable_segments" in line
+        assert "take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF, or sleep mode off" in line
 
 
 @pytest.mark.parametrize("hooks", [True, False], ids=["piecewise graphs", "full graphs"])
 def test_a_prompt_is_kept_and_comes_back_into_other_blocks_of_the_gpu(
     server: Callable[..., Server], double: Fake, hooks: bool
 ) -> None:
-    """A step returns although the GPU has run nothing of it."""
+    """A step returns although the GPU has run nothing of it. Virtual memory is kept like other, too."""
     tiers = {"max_local_cpu_size": 0.01, "chunk_size": CHUNK, "load_if_faster": False}
-    one = server("p", 0, {"tiers": tiers}).open()
+    one = server("p", 0, {"tiers": tiers}, is_virtual=not hooks).open()
     assert one.book.store is not None
     src, dst, shared = [3, 9, 1, 12], [4, 0, 15, 7], len(PROMPT) // CHUNK * CHUNK
     one.book.store.arrived("a", PROMPT, "", "", ())
