@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Work = TypeVar("Work")
 
 ENGINE_RUN_NBYTES: Final = 256 << 10
-"""Where nothing was measured (`ways.py`): runs of this mean length or longer go to the copy engine, which leaves the
+"""Until it is measured (`ways.py`): runs of this mean length or longer go to the copy engine, which leaves the
 multiprocessors to the model; shorter ones to a kernel, because each run is a command of the engine's. Reasoned, not
 measured: no GPU was at hand."""
 MOST_ROWS: Final = SLOT_NBYTES // 24

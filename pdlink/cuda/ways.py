@@ -8,6 +8,7 @@ slower depends on GPU, bus and driver, so it is measured: some megabytes each wa
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -27,6 +28,11 @@ RUN_NBYTES: Final = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 _MEASURED_NBYTES: Final = 4 << 20
 _TIMES: Final = 3
 """The fastest counts: others may use the GPU meanwhile."""
+
+
+_LOCK = threading.Lock()
+_MEASURED: dict[tuple[str, str], Ways] = {}
+"""By driver and GPU, for this process."""
 
 
 class Measured(NamedTuple):
@@ -61,10 +67,22 @@ def _first(table: tuple[Measured, ...], *, to_device: bool) -> int:
     return first
 
 
-def measure(device: Device, kernels: Kernels | None) -> Ways:
-    """On an open device. Without kernels the engine takes all, unmeasured. Raises CudaFailure, OSError."""
+def ways_of(device: Device, kernels: Kernels | None) -> Ways:
+    """Of an open device, measured when first asked. Without kernels the engine takes all.
+
+    Raises CudaFailure, OSError.
+    """
     if kernels is None:
         return Ways(0, 0)
+    of = device.driver.path, device.uuid
+    with _LOCK:
+        if of not in _MEASURED:
+            _MEASURED[of] = measure(device, kernels)
+        return _MEASURED[of]
+
+
+def measure(device: Device, kernels: Kernels) -> Ways:
+    """Now. Raises CudaFailure, OSError."""
     with contextlib.ExitStack() as made:
         pages = made.enter_context(contextlib.closing(DeviceBuffer(device, _MEASURED_NBYTES)))
         host = made.enter_context(contextlib.closing(PinnedBuffer(device, _MEASURED_NBYTES)))

@@ -29,7 +29,7 @@ import numpy as np
 from pdlink.cuda.copies import MOST_ROWS, Copies, kernels_if_any
 from pdlink.cuda.driver import CudaFailure, Event
 from pdlink.cuda.steps import PinnedSteps
-from pdlink.cuda.ways import Ways, measure
+from pdlink.cuda.ways import Ways, ways_of
 from pdlink.errors import ConfigError
 from pdlink.store.interface import GROWTH_NBYTES
 
@@ -89,7 +89,8 @@ class GpuPages:
     ) -> None:
         """buffers: of one open device, by region index; they outlive this. image: of the kernels; None: our own.
 
-        ways: measured here if None, which takes some hundredths of a second. step_nbytes: of the arena's memory.
+        ways: measured once for this process if None, which takes some hundredths of a second.
+        step_nbytes: of the arena's memory.
         Raises ConfigError for buffers of two devices, CudaFailure, CudaUnavailable, OSError.
         """
         if len({buffer.device.index for buffer in buffers}) > 1:
@@ -112,7 +113,7 @@ class GpuPages:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             made.callback(os.close, self._wake)
             kernels = made.enter_context(kernels_if_any(self._device, image))
-            self.ways = measure(self._device, kernels) if ways is None else ways
+            self.ways = ways_of(self._device, kernels) if ways is None else ways
             stores: Copies[Job] = Copies(self._device, kernels, self._wake, _NUM_SLOTS, self.ways.to_host_nbytes)
             made.callback(stores.close)
             loads: Copies[Job] = Copies(self._device, kernels, self._wake, _NUM_SLOTS, self.ways.to_device_nbytes)

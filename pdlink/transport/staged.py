@@ -24,6 +24,7 @@ from pdlink import _cuda
 from pdlink.cuda.buffers import PinnedBuffer
 from pdlink.cuda.copies import kernels_if_any
 from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Device
+from pdlink.cuda.ways import ways_of
 from pdlink.errors import TransportFailure, TransportUnavailable
 from pdlink.transport.base import Occurrence, Probe, Site, Transport
 from pdlink.transport.edge import decoded, listening, numeric, require_numeric, translated
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from pdlink.capabilities import MemoryKind
     from pdlink.config import TransportConfig
     from pdlink.cuda.buffers import DeviceMemory
+    from pdlink.cuda.ways import Ways
     from pdlink.kv.groups import KVGroups
     from pdlink.kv.layout import Piece
     from pdlink.memory.buffers import AnyBuffer
@@ -65,10 +67,13 @@ class StagedTransport(Transport):
         num_slots: int = 16,
         library: str | None = None,
         image: bytes | None = None,
+        ways: Ways | None = None,
     ) -> None:
         """below: not open; opened and closed here. host: address or name that the lane's own connections come to;
-        advertise: the one that peers are told, `host` if None. num_slots: for each direction.
+        advertise: the one that peers are told, `host` if None. num_slots: for each direction. ways: measured once for
+        this process if None.
         """
+        self._ways = ways
         self._below, self._host, self._advertise = below, host, advertise or host
         self.reach = below.reach
         self._device, self._library, self._image = Device(device_index, library), library, image
@@ -143,7 +148,8 @@ class StagedTransport(Transport):
                 kernels = made.enter_context(kernels_if_any(self._device, self._image))
                 listen = made.enter_context(listening(host))
                 self._told = told, listen.getsockname()[1]
-                self._stager = Stager(self._device, kernels, self._slots, self._below, listen, self._regions)
+                ways = ways_of(self._device, kernels) if self._ways is None else self._ways
+                self._stager = Stager(self._device, kernels, ways, self._slots, self._below, listen, self._regions)
             except (CudaUnavailable, CudaFailure, OSError) as error:
                 raise TransportUnavailable(f"{self.name} does not work here: {error}") from error
             self._on_loopback = ipaddress.ip_address(host).is_loopback

@@ -10,6 +10,7 @@ import numpy as np
 from pdlink.capabilities import MemoryKind, Trust
 from pdlink.cuda.buffers import DeviceBuffer
 from pdlink.cuda.driver import Device
+from pdlink.cuda.ways import Ways
 from pdlink.memory.buffers import AnyBuffer, Buffer
 from pdlink.transport.base import Transport
 from pdlink.transport.mapped_cuda import MappedCudaTransport
@@ -96,7 +97,8 @@ class DoubleStaged(_Lends, StagedTransport):
         image: bytes = IMAGE,
     ) -> None:
         """image: b"" for a build without kernels, which leaves the copy engine."""
-        super().__init__(below, slot_nbytes=slot_nbytes, num_slots=num_slots, library=fake().path, image=image)
+        more: dict[str, Any] = {"library": fake().path, "image": image, "ways": Ways()}
+        super().__init__(below, slot_nbytes=slot_nbytes, num_slots=num_slots, **more)
 
     @property
     def name(self) -> str:  # type: ignore[override]

@@ -19,7 +19,7 @@ from pdlink.cuda.driver import Device, Stream
 from pdlink.cuda.kernels import Kernels
 from pdlink.cuda.launches import Launches
 from pdlink.cuda.steps import PinnedSteps
-from pdlink.cuda.ways import RUN_NBYTES, Measured, Ways, measure
+from pdlink.cuda.ways import RUN_NBYTES, Measured, Ways, ways_of
 from pdlink.errors import TransferFailed
 from pdlink.memory.buffers import Buffer
 from pdlink.store import gpu_pages
@@ -400,9 +400,10 @@ def test_the_copy_engine_takes_the_lengths_at_which_it_was_not_slower(device: De
             for way, first in ((False, 64 << 10), (True, 1 << 30))]  # fmt: skip
     chosen = Ways.chosen(tuple(rows))
     assert (chosen.to_host_nbytes, chosen.to_device_nbytes) == (64 << 10, 2 << 20)
-    assert measure(device, None) == (0, 0, ()), "without kernels the engine takes all"
+    assert ways_of(device, None) == (0, 0, ()), "without kernels the engine takes all"
     with closing(Kernels(device, IMAGE)) as kernels:
-        table = measure(device, kernels).table
+        table = ways_of(device, kernels).table
+        assert ways_of(device, kernels).table is table, "once for a process"
     assert sorted((row.run_nbytes, row.to_device) for row in table) == [
         (n, w) for n in RUN_NBYTES for w in (False, True)
     ]

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from pdlink.cuda.driver import Device
     from pdlink.cuda.kernels import Kernels
+    from pdlink.cuda.ways import Ways
     from pdlink.kv.layout import Piece
     from pdlink.transport.base import Transport
     from pdlink.transport.staging.open_blocks import OpenBlocks
@@ -62,6 +63,7 @@ class Stager:
         self,
         device: Device,
         kernels: Kernels | None,
+        ways: Ways,
         slots: Slots,
         below: Transport,
         listen: socket.socket,
@@ -93,9 +95,9 @@ class Stager:
             made.callback(self._epoll.close)
             for fd in (self._wake, below.fileno()):
                 self._epoll.register(fd, select.EPOLLIN)
-            gathers: Copies[Outgoing] = Copies(device, kernels, self._wake, slots.count)
+            gathers: Copies[Outgoing] = Copies(device, kernels, self._wake, slots.count, ways.to_host_nbytes)
             made.callback(gathers.close)
-            scatters: Copies[Incoming] = Copies(device, kernels, self._wake, slots.count)
+            scatters: Copies[Incoming] = Copies(device, kernels, self._wake, slots.count, ways.to_device_nbytes)
             made.pop_all()
         self._door = Door(listen, self._epoll, self._peers)
         self._writer = Writer(gathers, slots, below, regions, self._report_batch, self._fail)
