@@ -7,9 +7,10 @@
 #   benchmarks/gpu/run.sh --list                          (what would be run, and the bars; needs no GPU)
 #
 # PYTHON (python3, with its headers) must have torch, transformers, numpy, numba, pytest, pytest-timeout, hypothesis and
-# cmake or a cmake beside it; what else is missing (nanobind, msgspec, pydantic and what it needs, libucx-cu13)
-# may lie as wheels in the folder PDLINK_WHEELS (.whl), which benchmarks/gpu/wheels.sh fills. PDLINK_GPU_SECONDS: end
-# before so much time is over, and leave out what no longer fits. Nothing is written into the source tree but results.
+# cmake or a cmake beside it; what else is missing (nanobind, msgspec, pydantic and what it needs, pyzmq, httptools,
+# libucx-cu13) may lie as wheels in the folder PDLINK_WHEELS (.whl), which benchmarks/gpu/wheels.sh fills.
+# PDLINK_GPU_SECONDS: end before so much time is over, and leave out what no longer fits. Nothing is written into the
+# source tree but results.
 # Exit: 0 all done and every bar met, 1 something failed, missed its bar or was not measured, 3 no GPU (the build and the
 # CPU checks are done).
 set -u -o pipefail

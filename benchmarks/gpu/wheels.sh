@@ -17,6 +17,6 @@ fetch() {
 version=${1:-3.12}
 folder=${PDLINK_WHEELS:-.whl}
 rm -rf "$folder"
-fetch annotated-types libucx-cu13 msgspec nanobind pydantic pyzmq typing-inspection
+fetch annotated-types httptools libucx-cu13 msgspec nanobind pydantic pyzmq typing-inspection
 fetch "pydantic-core$(unzip -p "$folder"/pydantic-2*.whl '*/METADATA' | sed -n 's/^Requires-Dist: pydantic-core *//p')"
 du -sh "$folder"
