@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable
 
     from ..fleet import PlacementRequest, WorkerState
     from ..prefix_table import PrefixTable
@@ -20,6 +20,7 @@ MAX_WORKER_KEYS = 8192
 """Of one: 2 million tokens."""
 MAX_UNHEARD_KEYS = 256
 """Of one that publishes what it has: what was sent to it, and has not been computed yet."""
+_FEW = 4
 
 
 class PrefixIndex:
@@ -144,13 +145,16 @@ class PrefixIndex:
 class _Holders:
     """Several workers, by their keys."""
 
-    __slots__ = ("_keys", "_rows", "_table")
+    __slots__ = ("_keys", "_num", "_rows", "_table")
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._keys = set(keys)
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        self._keys: tuple[str, ...] | set[str] = keys
+        """A tuple of few takes a quarter of a set's memory, and most beginnings are held by two workers."""
         self._table: Table | None = None
         self._rows: Rows | None = None
-        """In that table: a beginning that all prompts have is held by all workers, and is looked up each time."""
+        """The first `_num` are those in that table: a beginning that all prompts have is held by all workers, is
+        looked up each time, and gets another holder with most requests."""
+        self._num = 0
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -160,15 +164,34 @@ class _Holders:
         return next(iter(self._keys))
 
     def add(self, key: str) -> None:
-        self._keys.add(key)
-        self._rows = None
+        """One that does not hold it yet."""
+        if isinstance(self._keys, set):
+            self._keys.add(key)
+        elif len(self._keys) < _FEW:
+            self._keys += (key,)
+        else:
+            self._keys = {*self._keys, key}
+        rows, num = self._rows, self._num
+        if rows is None:
+            return
+        row = self._table.rows.get(key) if self._table is not None else None
+        if row is None:
+            self._rows = None
+            return
+        if num == len(rows):
+            self._rows = rows = np.concatenate((rows, np.zeros(num, np.intp)))
+        rows[num] = row
+        self._num = num + 1
 
     def discard(self, key: str) -> None:
-        self._keys.discard(key)
+        if isinstance(self._keys, set):
+            self._keys.discard(key)
+        else:
+            self._keys = tuple(each for each in self._keys if each != key)
         self._rows = None
 
     def rows(self, table: Table) -> Rows:
         if self._rows is None or self._table is not table:
             there = [row for key in self._keys if (row := table.rows.get(key)) is not None]
-            self._table, self._rows = table, np.array(there, np.intp)
-        return self._rows
+            self._table, self._rows, self._num = table, np.array(there or [0], np.intp), len(there)
+        return self._rows[: self._num]

@@ -148,6 +148,27 @@ def test_the_index_finds_the_longest_prefix_it_holds_and_stays_bounded(seed: int
             )
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_beginning_that_many_hold_is_found_at_each_of_them_as_they_come_and_go(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    index, workers = PrefixIndex(max_worker_keys=30), pool(*[0] * 20)
+    all_, other = Workers.of(workers), Workers.of(workers[::-1])
+    for _ in range(400):
+        wanted = request(*range(rng.randrange(1, 12)))
+        if rng.random() < 0.1:
+            index.forget(rng.choice(workers).key)
+        else:
+            index.note(wanted, rng.choice(workers))
+        asked = other if rng.random() < 0.1 else all_
+        expected = []
+        for each in asked.table.states:
+            held = index._of.get(each.key, ())
+            there = [key in held for key in wanted.keys]
+            expected.append(100.0 * (there.index(False) if False in there else len(there)))
+        assert index.cached_tokens(wanted, asked).tolist() == expected
+
+
 def keys_of(prompt: bytes, **more: str) -> list[object]:
     return list(PlacementRequest(more.pop("model", "m"), 1, prompt=prompt, **more).keys)  # type: ignore[arg-type]
 
