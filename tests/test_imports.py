@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": BASE
     | {"kv", "memory", "transport", "protocol", "node", "observe", "serve.keys", "serve.ports", "store", "peers"},
     "pdlink_proxy": BASE
-    | {"kv.hashing", "observe", "protocol", "_index", "_relay"}
+    | {"kv.hashing", "observe", "protocol", "_http", "_index", "_relay"}
     | {"endpoint.channel", "endpoint.clock"},  # where workers register
     "pdlink_bench": BASE
     | {

@@ -31,7 +31,7 @@ def take_out() -> None:
     for kind, names in (
         (series.Counter, ("inc", "add", "set")),
         (series.Gauge, ("add", "set", "replace")),
-        (series.Histogram, ("observe",)),
+        (series.Histogram, ("observe", "observe_each")),
         (decision_log.Tally, ("add", "whole")),
         (records.Records, ("append",)),
         (decisions.Decisions, ("append",)),

@@ -155,6 +155,17 @@ class Histogram(Metric):
         if self.samples is not None and len(kept := self.samples.setdefault(labels, [])) < MAX_SAMPLES:
             kept.append(number)
 
+    def observe_each(self, numbers: Mapping[str, float]) -> None:
+        """By the value of the one label."""
+        if self.samples is not None:
+            for label, number in numbers.items():
+                self.observe(number, label)
+            return
+        for label, number in numbers.items():
+            found = self.values.get((label,)) or self.series(label)
+            found[bisect_left(self.buckets, number)] += 1
+            found[-1] += number
+
     def family(self, values: Iterable[tuple[tuple[str, ...], list[float]]]) -> Family:
         family = HistogramMetricFamily(self.name, self.text, labels=self.labels, unit=self.unit)
         for labels, numbers in values:

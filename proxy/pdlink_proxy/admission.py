@@ -48,6 +48,8 @@ class Admission:
         """tenant: whose fair share it takes. whole: decode must serve it alone. happen: gets Placed or Unplaced after
         a wait. failed: gets what was raised while it waited."""
         self.wanted = wanted
+        wanted.whole = whole
+        wanted.plain = whole and not shared.dialect.decode_computes
         self.chosen: dict[Leg, Worker] = {}
         """Workers of the newest attempt."""
         self.cached_tokens = 0
@@ -58,14 +60,14 @@ class Admission:
         """Its candidates are noted, and it has a line in the decision log."""
         self.recomputed: str | None = None
         """Why the newest attempt has no prefill leg, as a KV path; None if it has one."""
-        self.started_s = self.placed_s = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        self.started_s = self.placed_s = self._loop.time()
         """When it came, and when the newest attempt had its workers."""
         self.placement_s = 0.0
         """Spent on the choice."""
         self._shared, self._request_id, self._tenant, self._whole = shared, request_id, tenant, whole
         self._happen: Callable[[Event], object] = happen
         self._failed: Callable[[Exception], None] = failed
-        self._loop = asyncio.get_running_loop()
         self._waiting: Waiting | None = None
         self.num_prompt_tokens = wanted.num_tokens
         """Without what `place` counts with it later."""
@@ -89,7 +91,8 @@ class Admission:
         elif action.why in (Why.RETRY, Why.RECOVER, Why.HEDGE) and not shared.retries.spend(self._loop.time()):
             self.note("refused", "too many requests are tried again")
             return Unplaced("too many requests are tried again")
-        if first and not shared.queue.passes(wanted.model, self._loop.time()):
+        queue = shared.queue
+        if first and (queue.num or queue.accounts.shared) and not queue.passes(wanted.model, self._loop.time()):
             empty = not shared.pools.usable(Leg.DECODE, wanted.model)
             found: Placed | Unplaced | Queued = Queued("other requests wait", empty)
         else:
@@ -157,8 +160,6 @@ class Admission:
         shared = self._shared
         self.wanted.avoid = action.avoid
         self.wanted.considered = {} if self.sampled else None
-        self.wanted.whole = self._whole
-        self.wanted.plain = self._whole and not shared.dialect.decode_computes
         if self.wanted.plain and not shared.pools.lists_plain:
             reason = f"n, echo with logprobs: got one of them; limit one answer with {shared.dialect.name} workers"
             self.note("refused", reason)
@@ -176,7 +177,7 @@ class Admission:
         if isinstance(choice, Refused):
             self.note("refused", choice.reason)
             return Unplaced(choice.reason, barred=True)
-        if action.why is Why.FIRST and shared.tokenizing is not None:
+        if self.wanted.known_ids is not None and action.why is Why.FIRST and shared.tokenizing is not None:
             shared.tokenizing.placed(self.wanted)
         if action.why is Why.HEDGE and (choice.prefill is None or choice.prefill.key in action.avoid):
             return self._no_hedge("no other prefill worker")
@@ -195,7 +196,7 @@ class Admission:
         elif prefill is None:
             self.recomputed = kv_path.recomputed("no_prefill")
             self._count_fallback("decode_only", "no healthy prefill worker")
-        elif action.alone or (prefill.key in action.avoid and shared.may_decode_alone):
+        elif action.alone or (action.avoid and prefill.key in action.avoid and shared.may_decode_alone):
             prefill = None
             self.recomputed = kv_path.recomputed("prefill_lost")
             self._count_fallback("decode_only", "this request's prefill was lost")
@@ -209,9 +210,9 @@ class Admission:
             self.placed_s = self._loop.time()
         self.note("placed", self.recomputed or "", prefill, decode)
         if prefill is None:
-            return Placed(None, decode.key)
+            return Placed(None, decode.work.key)
         overdue_s = self._overdue_s(prefill) if shared.config.hedge_factor else math.inf
-        return Placed(prefill.key, decode.key, bool(prefill.learned), overdue_s)
+        return Placed(prefill.work.key, decode.work.key, bool(prefill.learned), overdue_s)
 
     def _overdue_s(self, prefill: Worker) -> float:
         """When prefill is overdue, from now on: by the pace that was measured of it; never without one."""

@@ -38,6 +38,7 @@ from .discovery.register import Door
 from .exchange import Exchange
 from .family import MEMBERS_FILE
 from .family_answers import Beside, answers_of
+from .ids import new_id
 from .limits import RateLimits
 from .membership import Membership, from_settings
 from .metrics import Metrics
@@ -295,7 +296,9 @@ class Router:
 
         ended: called when its answer is written.
         """
-        if self._draining or len(body) > self.config.max_body_nbytes or not may_enter(self.api_keys, said):
+        if self._draining or len(body) > self.config.max_body_nbytes:
+            return None
+        if self.api_keys and not may_enter(self.api_keys, said):
             return None
         try:
             call = parse(path, body)
@@ -313,21 +316,23 @@ class Router:
             self._no_more(exchange)
             ended()
 
-        exchange = Exchange(self.shared, client, call, self.leg_headers(said), said, over)
+        assert self._shared is not None
+        exchange = Exchange(self._shared, client, call, self.leg_headers(said), said, over)
+        if not self._exchanges:
+            self._idle.clear()
         self._exchanges.add(exchange)
-        self._idle.clear()
         return exchange
 
     def leg_headers(self, said: Head | CIMultiDictProxy[str]) -> dict[str, str]:
         """What is passed on of a client's headers, with an X-Request-Id."""
-        request_id = clean(said.get("x-request-id"))
+        request_id = clean(said["x-request-id"]) if "x-request-id" in said else None
         if request_id is None or any(mark in request_id for mark in _ADDRESS_MARKS):
-            request_id = f"req-{os.urandom(16).hex()}"
+            request_id = f"req-{new_id()}"
         headers = {"X-Request-Id": request_id}
         for name in TRACE_HEADERS:  # or each worker would begin its own trace
             if name in said and (value := clean(",".join(said.getall(name, ())))):
                 headers[name] = value
-        authorization = clean(said.get("authorization"))
+        authorization = clean(said["authorization"]) if "authorization" in said else None
         if authorization and "Authorization" not in self._worker_headers:
             headers["Authorization"] = authorization
         return headers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from .sse import EventBuffer
@@ -11,16 +10,24 @@ if TYPE_CHECKING:
     from .steps import Leg
 
 
-@dataclass(slots=True)
 class LegState:
-    worker: str
-    since_s: float
-    """Its last sign of life; its deadline counts from here."""
-    running: bool = True
-    ended_well: bool = False
-    spoke: bool = False
-    """Its first data event or whole answer is here."""
-    events: EventBuffer = field(default_factory=EventBuffer)
+    __slots__ = ("_events", "ended_well", "running", "since_s", "spoke", "worker")
+
+    def __init__(self, worker: str, since_s: float) -> None:
+        self.worker, self.since_s = worker, since_s
+        """The latter is its last sign of life; its deadline counts from there."""
+        self.running = True
+        self.ended_well = False
+        self.spoke = False
+        """Its first data event or whole answer is here."""
+        self._events: EventBuffer | None = None
+
+    @property
+    def events(self) -> EventBuffer:
+        """Of its stream; an answer in one piece needs none."""
+        if self._events is None:
+            self._events = EventBuffer()
+        return self._events
 
 
 class AttemptState(NamedTuple):

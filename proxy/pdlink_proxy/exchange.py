@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
+import random
 import time
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from pdlink.errors import PdlinkError
 from pdlink.logs import about
@@ -27,7 +27,7 @@ from .decisions import Told
 from .flow import Flow
 from .metrics import exemplar_of
 from .openai import LAST_EVENTS, error_body, wanted
-from .records import RequestRecord
+from .records import LegRecord, RequestRecord
 from .recovery import Recovery
 from .running_attempt import RunningAttempt
 from .sse import before_done
@@ -77,6 +77,8 @@ _WORKER_HEADERS = {Leg.PREFILL: "X-Pdlink-Prefill", Leg.DECODE: "X-Pdlink-Decode
 
 _INTERNAL = error_body("the proxy failed unexpectedly; see its log", kind="server_error", code=PdlinkError.code)
 
+_WITH_TOKENS = frozenset({Outcome.OK, Outcome.BROKEN})
+_NO_STAGES: Mapping[str, float] = {}
 _BRING_DEADLINES = (Placed, Waits, Chunk)
 """Events after which the next deadline may be earlier than before."""
 
@@ -99,9 +101,10 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._started_s = self._loop.time()
         request_id = headers["X-Request-Id"]
+        dialect = shared.dialect
         self._trace = shared.tracer.begin(headers) if shared.tracer is not None else None
-        keyed = not (shared.dialect.key_as_bearer and "Authorization" in headers)
-        resumes, self._seed = shared.dialect.resumes, int.from_bytes(os.urandom(4))
+        keyed = not (dialect.key_as_bearer and "Authorization" in headers)
+        resumes, self._seed = dialect.resumes, random.getrandbits(32)
         self._recovery: Recovery | None = None
         """Of a stream that may go on elsewhere."""
         most = shared.config.recover_streams if call.streaming else 0
@@ -110,7 +113,7 @@ class Exchange:
         self._flow = Flow(
             shared.limits,
             self._started_s,
-            shared.dialect.rules_of(call) or shared.dialect.rules,
+            (dialect.rules_of(call) if dialect.rules_of is not None else None) or dialect.rules,
             request_id=request_id,
             keyed=keyed,
             recovery=self._recovery,
@@ -124,7 +127,7 @@ class Exchange:
             wanted(call, said.get("x-session-id")),
             request_id=request_id,
             tenant=key_of(said),
-            whole=shared.dialect.whole(call),
+            whole=dialect.whole is not None and dialect.whole(call),
             happen=self.happen,
             failed=self._fail,
         )
@@ -138,16 +141,16 @@ class Exchange:
         self._tail = b""
         """The last part of its answer."""
         relays = shared.relays if call.path not in LAST_EVENTS else None  # it knows no named end
-        self._relays, self._lent = relays, cast("int | None", None)
-        """Where its stream may pass natively, and its key there while it does."""
+        self._relays = relays
+        """Where its stream may pass natively."""
+        self._lent: int | None = None
+        """Its key there while it does."""
         self._exemplar = exemplar_of(headers)
         self._opened = False
         """A stream has begun."""
         self._opened_s = 0.0
         self._early: bytes | None = None
         """Events of prefill's that wait for decode's KV path: the client's headers cannot be changed later."""
-        self._grace: asyncio.TimerHandle | None = None
-        """Of that wait."""
         self._behind_since_s: float | None = None
         """The client has not read what was sent to it."""
         self._catching_up: asyncio.Task[None] | None = None
@@ -157,8 +160,9 @@ class Exchange:
         """Waits for the tokens of its prompt."""
         self._last: asyncio.Task[None] | None = None
         """Waits until the client has read the end."""
-        self._alarm: asyncio.TimerHandle | None = None
         self._armed_s = math.inf
+        self._stages: Mapping[str, float] = _NO_STAGES
+        """Of the time to its first token, as it was told last."""
 
     def begin(self) -> None:
         tokenizing, asked = self._shared.tokenizing, self._admission.wanted
@@ -201,38 +205,43 @@ class Exchange:
             return
         self._closed = True
         self._admission.leave()
-        self.happen(ClientLeft())  # no effect if it is over
-        for timer in (self._alarm, self._grace):
-            if timer is not None:
-                timer.cancel()
+        if self._flow.outcome is None:
+            self.happen(ClientLeft())
+        alarms = self._shared.alarms
+        alarms.clear(self._tick)
+        if self._early is not None:
+            alarms.clear(self._open)
         for task in (self._preparing, self._catching_up, self._last):
             if task is not None:
                 task.cancel()
         metrics = self._shared.metrics
         if self._opened:
             metrics.active_streams.add(-1)
-        outcome = self._flow.outcome or Outcome.FAILED
-        record = self._record(outcome)
+        outcome, kv = self._flow.outcome or Outcome.FAILED, self._kv_value
+        record = self._record(outcome, kv)
         self._shared.records.append(record)
         if (log_ := self._shared.decision_log) is not None and self._admission.sampled:
             log_.add(self._logged(record))
         if self._trace is not None:
             self._trace.ended(record, self._call)
-        self._admission.note("ended", f"{outcome.value}, KV {record.kv}")
+        self._admission.note("ended", f"{outcome.value}, KV {kv}")
         metrics.requests.inc(outcome.value)
         metrics.duration.observe(record.total_s, outcome.value, exemplar=self._exemplar)
-        if outcome in (Outcome.OK, Outcome.BROKEN):
-            metrics.kv.inc(kv_path.path_of(self._kv_value))
-            for stage, took_s in timing.stages(self._flow, self._admission).items():
-                metrics.stages.observe(took_s, stage)
+        if outcome in _WITH_TOKENS:
+            metrics.kv.inc(kv_path.path_of(kv))
+            metrics.stages.observe_each(self._stages)
         if record.per_token_s is not None:
             metrics.per_token.observe(record.per_token_s)
         over, self._tell_over = self._tell_over, _nothing
         over()
 
-    def _record(self, outcome: Outcome) -> RequestRecord:
+    def _record(self, outcome: Outcome, kv: str) -> RequestRecord:
         spoke_s, attempt = self._flow.prefill_spoke_s, self._attempt
         chosen = attempt.chosen if attempt is not None else {}
+        legs: list[LegRecord] = []
+        for each in self._attempts.values():
+            for leg in each.legs.values():
+                legs.append(leg.record(self._started_s))  # noqa: PERF401 -- two comprehensions are two calls
         prefill_s = None if spoke_s is None else spoke_s - self._started_s
         decode_spoke_s = self._flow.decode_spoke_s
         ttft_s = self._opened_s - self._started_s if self._opened else None if self._call.streaming else prefill_s
@@ -245,7 +254,7 @@ class Exchange:
             request_id=self._request_id,
             at_s=time.time(),
             outcome=outcome.value,
-            kv=self._kv_value,
+            kv=kv,
             prompt_tokens=prompt_tokens or self._admission.num_prompt_tokens,
             attempts=self._flow.attempts,
             total_s=total_s,
@@ -256,7 +265,7 @@ class Exchange:
             transfer_id=attempt.transfer_id if attempt is not None else "",
             prefill=chosen[Leg.PREFILL].label if Leg.PREFILL in chosen else None,
             decode=chosen[Leg.DECODE].label if Leg.DECODE in chosen else None,
-            legs=[leg.record(self._started_s) for each in self._attempts.values() for leg in each.legs.values()],
+            legs=legs,
             per_token_s=per_token_s,
         )
 
@@ -338,15 +347,13 @@ class Exchange:
         if flow.outcome is not None:
             self._end()
         elif isinstance(event, _BRING_DEADLINES) and flow.deadline_s < self._armed_s:
-            self._arm()
+            self._arm(self._due_s())
 
     # ---- deadlines
 
-    def _arm(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._armed_s = self._due_s()
-        self._alarm = self._loop.call_at(self._armed_s, self._tick)
+    def _arm(self, due_s: float) -> None:
+        self._armed_s = due_s
+        self._shared.alarms.set(self._tick, due_s)
 
     def _due_s(self) -> float:
         """Time of the next tick. Silence of a worker does not count while its last bytes wait for the client."""
@@ -356,7 +363,7 @@ class Exchange:
         return due_s
 
     def _tick(self) -> None:
-        self._alarm, self._armed_s = None, math.inf
+        self._armed_s = math.inf
         if self._lent is not None and self._relays is not None:
             self._flow.heard(self._relays.heard_s(self._lent))
         if self._loop.time() < self._due_s():
@@ -366,7 +373,7 @@ class Exchange:
         else:
             self.happen(Tick())
         if self._armed_s == math.inf and not self._flow.over:
-            self._arm()
+            self._arm(self._due_s())
 
     def _blame(self, action: Blame) -> None:
         reason = action.reason.value if isinstance(action.reason, Loss) else str(action.reason)
@@ -421,9 +428,9 @@ class Exchange:
         if leg.leg is not Leg.DECODE:
             return
         attempt = self._attempts[leg.attempt]
-        prefill = attempt.legs.get(Leg.PREFILL)
-        if prefill is not None and len(self._shared.pools.refusals):
-            self._shared.pools.refusals.fits(prefill.worker, leg.worker)
+        refusals = self._shared.pools.refusals
+        if refusals.pairs and (prefill := attempt.legs.get(Leg.PREFILL)) is not None:
+            refusals.fits(prefill.worker, leg.worker)
         if self._call.streaming:
             attempt.note_kv(headers, b"")
             attempt.decode_spoke = True
@@ -532,7 +539,7 @@ class Exchange:
             self._early += data
         elif self._flow.first_leg is Leg.PREFILL and not self._decode_spoke and self._grace_s > 0:
             self._early = data
-            self._grace = self._loop.call_later(self._grace_s, self._open)
+            self._shared.alarms.set(self._open, self._loop.time() + self._grace_s)
         else:
             self._open(data)
 
@@ -551,7 +558,10 @@ class Exchange:
         headers[kv_path.HEADER] = self._kv_value
         headers["Cache-Control"] = "no-cache"
         headers["X-Accel-Buffering"] = "no"  # or nginx in front would collect tokens
-        early, self._early = self._early or b"", None
+        early = b""
+        if self._early is not None:
+            early, self._early = self._early, None
+            self._shared.alarms.clear(self._open)
         self.client.begin(headers, early + data)
         metrics = self._shared.metrics
         metrics.active_streams.add(1)
@@ -622,7 +632,8 @@ class Exchange:
             self._answer_headers[_WORKER_HEADERS[leg]] = worker.label
 
     def _times(self, last: str) -> str:
-        return timing.server_timing(self._flow, self._admission, last, self._loop.time())
+        self._stages = timing.stages(self._flow, self._admission)
+        return timing.server_timing(self._stages, self._flow, self._admission, last, self._loop.time())
 
     def _abort_client(self) -> None:
         """The client has stopped reading for too long."""

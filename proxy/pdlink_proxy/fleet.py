@@ -181,6 +181,8 @@ class WorkerState:
         self.foreign_tokens = None if load_tokens is None else max(0, load_tokens - ours)
         self.room_tokens = free_tokens
         self._weigh()
+        if self.table is not None:
+            self.table.tell_room(self, self.row)
 
     def heard_beside(self, tokens: int, requests: int) -> None:
         """Other processes of this proxy have so much there."""
@@ -211,8 +213,10 @@ class WorkerState:
         if foreign is None:
             foreign = self.foreign * (self._mean_tokens or 1.0)
         self.load = self.tokens + self.beside_tokens + foreign
-        if self.table is not None:
-            self.table.tell(self, self.row)
+        if (table := self.table) is not None:
+            table.load[self.row] = self.load
+            if self.room_tokens is not None:
+                table.tell_room(self, self.row)
 
 
 def compare(workers: Sequence[WorkerState]) -> None:

@@ -135,7 +135,7 @@ class Flow:
         self.decode_spoke_s: float | None = None
         """Time of decode's first token, or of its answer, in this attempt."""
         self._limits, self._rules = limits, rules or Rules()
-        self._words, self._keyed = ClientWords(request_id, named=bool(last_events)), keyed
+        self._request_id, self._keyed = request_id, keyed
         self._last_events = last_events
         self._request_deadline_s = now + limits.request_s
         self._waits: Waits | None = None
@@ -159,6 +159,11 @@ class Flow:
         self._error_passed = False
 
     @property
+    def _words(self) -> ClientWords:
+        """For its client, if something fails."""
+        return ClientWords(self._request_id, named=bool(self._last_events))
+
+    @property
     def over(self) -> bool:
         return self.outcome is not None
 
@@ -170,11 +175,13 @@ class Flow:
         deadline_s = self._request_deadline_s
         if self._waits is not None:
             deadline_s = min(deadline_s, self._waits.until_s)
-        for leg, state in self._legs.items():
-            deadline_s = min(deadline_s, self._deadline_of(leg, state))
-        if self._other is not None:
-            for leg, state in self._other.legs.items():
-                deadline_s = min(deadline_s, self._deadline_of(leg, state))
+        limits = self._limits
+        for legs in (self._legs,) if self._other is None else (self._legs, self._other.legs):
+            for leg, state in legs.items():  # as `_deadline_of`, without its calls
+                if state.running and not (leg is Leg.PREFILL and state.spoke):
+                    due_s = state.since_s + (limits.idle_s if state.spoke else limits.first_byte_s)
+                    if due_s < deadline_s:
+                        deadline_s = due_s
         return deadline_s if self._overdue_s == math.inf else min(deadline_s, self._hedge_s)
 
     def on(self, event: Event, now: float) -> list[Action]:
@@ -191,7 +198,7 @@ class Flow:
                     return []
                 return self._on_ended(leg, now)
             case Answered(attempt=attempt, leg=leg):
-                if not self._awaited(attempt, leg) or self._keeps(event):
+                if not self._awaited(attempt, leg) or (self._rules.awaits_prefill and self._keeps(event)):
                     return []
                 return self._on_answered(event, now)
             case Lost(attempt=attempt, leg=leg):
@@ -375,7 +382,7 @@ class Flow:
                 ended = self._win() if self._other is not None else []
                 return [*ended, *self._on_prefilled(event.body, now)]
             self.decode_spoke_s = now
-            if Leg.PREFILL in self._legs:
+            if self._rules.merges_answer and Leg.PREFILL in self._legs:
                 answer = structs.replace(answer, body=self._rules.merge_answer(self._prefill_answer, event.body))
             return self._finish(Outcome.OK, answer)
         return self._on_bad_status(event, now)
@@ -566,7 +573,11 @@ class Flow:
         return actions
 
     def _let_go(self) -> list[Action]:
-        return [LetGo(self.attempt, leg) for leg, state in self._legs.items() if state.running]
+        actions: list[Action] = []
+        for leg, state in self._legs.items():
+            if state.running:
+                actions.append(LetGo(self.attempt, leg))  # noqa: PERF401 -- a comprehension is a call
+        return actions
 
     # ---- two attempts
 

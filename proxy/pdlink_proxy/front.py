@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from typing import TYPE_CHECKING, cast
 
 from aiohttp import web
 from aiohttp.tcp_helpers import tcp_keepalive, tcp_nodelay
+
+from pdlink._http import fields
 
 from .client_answer import ClientAnswer
 from .openai import CHAT, COMPLETIONS
@@ -33,10 +34,8 @@ SWEEP_S = 1.0
 MAX_START_NBYTES = 64
 """Of the first line of a request, as far as it is looked for."""
 
-# A name is a token (RFC 9110 5.6.2), a value printable ASCII and tabs. All else is aiohttp's to judge.
-_LINE = rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([\t\x20-\x7e]*)\r\n"
-_LINES, _WHOLE = re.compile(_LINE), re.compile(rb"(?:%b)*\r\n" % _LINE)
-_NUMBER = re.compile(r"[0-9]{1,12}")
+_MAX_DIGITS = 12
+"""Of the length of a body."""
 _UNUSUAL = frozenset({"transfer-encoding", "expect", "upgrade", "content-encoding", "te", "trailer"})
 
 
@@ -51,15 +50,14 @@ class Head(dict[str, str]):
 
 def plain_head(data: bytes, start: int, end: int) -> Head | None:
     """The headers in these bytes, which end with an empty line; None for any that are not plain."""
-    if end - start > MAX_HEAD_NBYTES or _WHOLE.fullmatch(data, start, end) is None:
+    found = fields(data, start, end) if end - start <= MAX_HEAD_NBYTES else None
+    if found is None or "host" not in found or not _UNUSUAL.isdisjoint(found):
         return None
-    found = _LINES.findall(data, start, end)
-    head = Head([(name.decode("ascii").lower(), value.decode("ascii").rstrip()) for name, value in found])
-    if len(head) != len(found) or "host" not in head or not _UNUSUAL.isdisjoint(head):
+    length = found.get("content-length", "")
+    if not length.isdigit() or len(length) > _MAX_DIGITS:
         return None
-    if _NUMBER.fullmatch(head.get("content-length", "")) is None:
-        return None
-    return head if head.get("connection", "").lower() in ("", "keep-alive", "close") else None
+    connection = found.get("connection")
+    return Head(found) if connection is None or connection.lower() in ("keep-alive", "close") else None
 
 
 class Front(asyncio.Protocol):

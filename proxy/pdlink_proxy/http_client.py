@@ -113,7 +113,7 @@ class HttpClient:
         idle = self._idle.get(request.address)
         while idle:
             connection = idle.pop()  # the newest: the others may end
-            if connection.usable:
+            if connection.keeps:
                 connection.reused = True
                 request.sent_on(connection)
                 return
@@ -145,10 +145,11 @@ class HttpClient:
     def finished(self, request: Request, connection: Connection | None) -> None:
         """The request needs its connection no more. For `Request`."""
         self._running.discard(request)
-        if connection is not None and connection.usable:
-            self._keep(request.address, connection)
-        elif connection is not None:
-            connection.abort()
+        if connection is not None:
+            if connection.keeps:
+                self._keep(request.address, connection)
+            else:
+                connection.abort()
         while self._waiting and len(self._running) < self._limit:
             self._begin(self._waiting.popleft())
 
@@ -249,4 +250,7 @@ class Request:
 
 def header_lines(headers: Mapping[str, str]) -> bytes:
     """As they are sent."""
-    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode("utf-8", "surrogateescape")
+    lines = ""
+    for name, value in headers.items():
+        lines += f"{name}: {value}\r\n"
+    return lines.encode("utf-8", "surrogateescape")

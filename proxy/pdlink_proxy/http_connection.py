@@ -1,21 +1,26 @@
 """One HTTP/1.1 connection to a worker: a request in one write, an answer told to its listener as it comes.
 
 No task and no queue lies between the socket and the listener: what one read of the socket brings is one call. The
-parser is llhttp, by httptools.
+parser is llhttp, by httptools; a whole plain answer in one read is read by `csrc/http`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast, overload
 
 import httptools
 
+from pdlink._http import whole_answer
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_T = TypeVar("_T")
 
 MAX_HEAD_NBYTES = 64 * 1024
 _CHUNK_END = b""
@@ -61,11 +66,25 @@ class Headers(Mapping[str, str]):
         self._pairs = pairs
 
     def __getitem__(self, name: str) -> str:
-        wanted = name.lower().encode("latin-1", "replace")
+        if (found := self.get(name)) is None:
+            raise KeyError(name)
+        return found
+
+    @overload
+    def get(self, name: str, /) -> str | None: ...
+
+    @overload
+    def get(self, name: str, default: str, /) -> str: ...
+
+    @overload
+    def get(self, name: str, default: _T, /) -> str | _T: ...
+
+    def get(self, name: str, default: object = None, /) -> object:
+        wanted = _lower(name)
         for found, value in self._pairs:
-            if found.lower() == wanted:
+            if len(found) == len(wanted) and found.lower() == wanted:
                 return value.decode("utf-8", "surrogateescape")
-        raise KeyError(name)
+        return default
 
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys(name.decode("latin-1") for name, _ in self._pairs))
@@ -77,7 +96,9 @@ class Headers(Mapping[str, str]):
     def content_type(self) -> str:
         """Without parameters; empty if there is none."""
         for name, value in self._pairs:
-            if name.lower() == b"content-type":
+            if len(name) == 12 and name.lower() == b"content-type":
+                if value == b"application/json":
+                    return "application/json"
                 return value.partition(b";")[0].strip().lower().decode("latin-1")
         return ""
 
@@ -87,8 +108,16 @@ class Headers(Mapping[str, str]):
         return "content-length" in self or self.get("transfer-encoding", "").lower().endswith("chunked")
 
 
+@functools.lru_cache(256)
+def _lower(name: str) -> bytes:
+    """Of a header, as this code names it."""
+    return name.lower().encode("latin-1", "replace")
+
+
 class Listener(Protocol):
     """Hears one answer: its head, its body in parts, and then its end or its loss."""
+
+    __slots__ = ()
 
     def on_head(self, status: int, headers: Headers) -> None: ...
 
@@ -96,6 +125,13 @@ class Listener(Protocol):
         """At least a byte."""
 
     def on_end(self) -> None: ...
+
+    def on_whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """Head, body and end of an answer that came in one piece. Its connection serves others already."""
+        self.on_head(status, headers)
+        if body:
+            self.on_data(body)
+        self.on_end()
 
     def on_lost(self, error: HttpError) -> None: ...
 
@@ -122,19 +158,14 @@ class Connection(asyncio.Protocol):
         self._head_nbytes = 0
         self._end: int | None = None
         """How many of the parts were there when the answer ended."""
-        self._keep = True
-        """The worker keeps the connection."""
+        self.keeps = True
+        """The worker keeps the connection: it can be used once more."""
         self._paused = False
         self._between = False
         """What was read ends between two chunks."""
         self._lent = False
         """Somebody else reads the socket."""
         self._lost = False
-
-    @property
-    def usable(self) -> bool:
-        """For one more request."""
-        return self._listener is None and self._keep and not self._lost
 
     def ask(self, head: bytes, body: bytes, listener: Listener, over: Callable[[], None]) -> None:
         """over: called when the connection is not needed any more, before the listener hears of the end."""
@@ -154,7 +185,7 @@ class Connection(asyncio.Protocol):
 
     def leave(self) -> None:
         """The listener hears no more, and the worker aborts."""
-        self._keep = False
+        self.keeps = False
         self._finish()
         self.abort()
 
@@ -206,7 +237,7 @@ class Connection(asyncio.Protocol):
         return listener
 
     def _fail(self, error: HttpError) -> None:
-        self._keep = False
+        self.keeps = False
         listener = self._finish()
         self.abort()
         if listener is not None:
@@ -224,15 +255,24 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         listener = self._listener
         if listener is None or self._parser is None:  # nobody has asked
-            self._keep = False
+            self.keeps = False
             self.abort()
+            return
+        if not self._head_nbytes and (whole := whole_answer(data)) is not None:
+            # The usual answer to what does not stream. llhttp would call back for each of its lines.
+            status, pairs, body = whole
+            self._head_nbytes, self._told = 1, True
+            if self._paused:
+                self.resume()
+            self._finish()
+            listener.on_whole(status, Headers(pairs), body)
             return
         error: BadAnswer | None = None
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as problem:
             error = BadAnswer(f"its answer is not HTTP: {problem}")
-            self._keep = False
+            self.keeps = False
         if not self._told:
             self._head_nbytes += len(data)
             if self._status:
@@ -261,7 +301,7 @@ class Connection(asyncio.Protocol):
             self._fail(error)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._lost = True
+        self._lost, self.keeps = True, False
         if self._told and error is None and self._listener is not None and not Headers(self._pairs).framed:
             listener = self._finish()
             if listener is not None:
@@ -273,7 +313,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._end is not None:  # more than was asked for, perhaps not a whole head yet
-            self._keep = False
+            self.keeps = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._status:  # else a trailer
@@ -283,7 +323,7 @@ class Connection(asyncio.Protocol):
         assert self._parser is not None
         status = self._parser.get_status_code()
         if self._status:  # an answer that nobody asked for
-            self._keep = False
+            self.keeps = False
         elif status < 200:  # "100 Continue" and its kin; the answer follows
             self._pairs = []
         else:
@@ -293,5 +333,5 @@ class Connection(asyncio.Protocol):
         if not self._status or self._end is not None:
             return
         assert self._parser is not None
-        self._keep = self._keep and self._parser.should_keep_alive()
+        self.keeps = self.keeps and self._parser.should_keep_alive()
         self._end = len(self._parts)

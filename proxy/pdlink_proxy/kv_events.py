@@ -133,8 +133,10 @@ class KVEvents:
         """By key of a worker, tokens of the prompt whose KV it says it has. model: the workers', of which
         `request.model` may be a LoRA or another name."""
         found: dict[str, int] = {}
+        if not self.index:
+            return found
         ids = request.known_ids if request.ids is None else request.ids
-        if not len(self.index) or ids is None:
+        if ids is None:
             return found
         salt = (request.salt,) if request.salt else ()
         for extra in [salt] if request.model == model else [(request.model, *salt), salt]:

@@ -111,6 +111,10 @@ class KVIndex:
         """Blocks, those of each worker counted."""
         return sum(prefixes.num_blocks for prefixes in self._by_size.values())
 
+    def __bool__(self) -> bool:
+        """Whether anything is known: each request asks."""
+        return bool(self._by_size) and len(self) > 0
+
     @property
     def nbytes(self) -> int:
         return sum(prefixes.nbytes for prefixes in self._by_size.values())

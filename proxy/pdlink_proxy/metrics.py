@@ -157,6 +157,6 @@ def exemplar_of(headers: Mapping[str, str]) -> dict[str, str]:
     found = {}
     if len(request_id := headers["X-Request-Id"]) <= _MAX_EXEMPLAR_CHARS and request_id.isprintable():
         found["request_id"] = request_id
-    if (context := read_context(headers.get("traceparent"))) is not None and context.sampled:
+    if "traceparent" in headers and (context := read_context(headers["traceparent"])) is not None and context.sampled:
         found["trace_id"] = context.trace_id
     return found

@@ -81,9 +81,14 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     @property
     def prompt(self) -> bytes:
         """What it begins with, in JSON: text, token ids, messages, or a list of prompts."""
-        found = next(bytes(raw) for name in _INPUT_FIELDS[self.path] if (raw := self.fields.get(name)) is not None)
-        first = self.fields.get(_FIRST_FIELDS.get(self.path, ""))
-        return found if first is None else bytes(first) + found
+        found = b""
+        for name in _INPUT_FIELDS[self.path]:
+            if (raw := self.fields.get(name)) is not None:
+                found = bytes(raw)
+                break
+        if self.path not in _FIRST_FIELDS or (first := self.fields.get(_FIRST_FIELDS[self.path])) is None:
+            return found
+        return bytes(first) + found
 
     def extended(self, more: Mapping[str, object], *, seed: int | None = None) -> Call:
         """The same request with these fields; seed: if they hold one."""
@@ -96,9 +101,13 @@ class Call(msgspec.Struct, frozen=True, eq=False):
 
     def with_params(self, params: object) -> bytes:
         """The body with `kv_transfer_params`."""
+        return self.with_json(msgspec.json.encode(params))
+
+    def with_json(self, params: bytes) -> bytes:
+        """The same; params: in JSON."""
         # The body always has a field (model), so replace its closing brace by a comma. Encoding the client's fields
         # once, not for each leg, matters for long prompts.
-        return b"".join((self.body[:-1], b',"', KV_PARAMS.encode(), b'":', msgspec.json.encode(params), b"}"))
+        return b"".join((memoryview(self.body)[:-1], b',"kv_transfer_params":', params, b"}"))
 
 
 def parse(path: str, data: bytes, model: str | None = None) -> Call:
@@ -124,8 +133,8 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
         first_bytes, wanted = known[name]
         if memoryview(raw)[0] not in first_bytes:  # no copy of a long prompt
             raise BadField(f"field {name!r} must be {wanted}", name)
-    streaming = _field(fields, "stream", bool, "a boolean") or False
-    seed = _field(fields, "seed", int, "an integer")
+    streaming = ("stream" in fields and _field(fields, "stream", bool, "a boolean")) or False
+    seed = _field(fields, "seed", int, "an integer") if "seed" in fields else None
     fields.pop(KV_PARAMS, None)
     return Call(path, model, streaming, seed, fields, msgspec.json.encode(fields))
 
@@ -133,12 +142,13 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
 def wanted(call: Call, session: str | None) -> PlacementRequest:
     """What placement must know of a request. session: the client's header; otherwise its `user` counts."""
     prompt = call.prompt
+    limit = None
     if call.path == GENERATE:
         limit = sampling_of(call).max_new_tokens
     else:
-        limit = next((said for name in _LIMITS[call.path] if (said := _said(call, name, int))), None)
-        if limit is None:
-            limit = _said(call, _LIMITS[call.path][-1], int)  # perhaps 0
+        for name in _LIMITS[call.path]:
+            if name in call.fields and (limit := _said(call, name, int)):
+                break  # else perhaps 0
     return PlacementRequest(
         call.model,
         count_tokens(prompt),
@@ -244,6 +254,7 @@ class _Answer(msgspec.Struct):
     """Of `GENERATE`; a batch is answered with a list of such objects."""
 
 
+_NOTHING = (None,) * 4
 _ANSWER = msgspec.json.Decoder(_Answer | list[_Answer])
 
 
@@ -256,7 +267,8 @@ def problem_of_answer(content_type: str, body: bytes) -> str:
     except (ValueError, RecursionError):
         found = []
     if isinstance(found, _Answer):
-        well = any(part is not None for part in (found.choices, found.output, found.content, found.meta_info))
+        known = found.choices, found.output, found.content, found.meta_info
+        well = known != _NOTHING
     else:
         well = bool(found) and all(each.meta_info is not None for each in found)
     return "" if well else "the answer is not a JSON object with choices"

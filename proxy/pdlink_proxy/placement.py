@@ -100,31 +100,36 @@ class Placer:
             return by_itself
         if request.plain:
             return Queued(f"no plain server has room for {request.total_tokens} tokens", empty=not plains)
-        missing = "decode" if not decodes else "prefill" if fleet.needs_prefill and not prefills else ""
+        missing = "decode" if not decodes.num else "prefill" if fleet.needs_prefill and not prefills.num else ""
         if missing:
             reason = f"no healthy {missing} worker for model {request.model!r}; see /health"
             return Refused(reason) if missing in fleet.barred else Queued(reason, empty=True)
-        turn, there = self._turn, bool(prefills)
+        turn, there = self._turn, prefills.num > 0
         if request.avoid:
             prefills, decodes = _others(prefills, request.avoid), _others(decodes, request.avoid)
-        if not full and not (decodes := _with_room(decodes, request.total_tokens)):
+        if not full and not (decodes := _with_room(decodes, request.total_tokens)).num:
             return Queued(f"no decode worker has room for {request.total_tokens} tokens", empty=False)
         self._turn += 1
         if fleet.refused:
             decodes = _not_refused(decodes, prefills, fleet.refused) or decodes
         if fleet.grouped:
             decodes = fitting(decodes, prefills) or decodes
-        decode = self._pick(self.decode, request, decodes, _decode_turn(turn, len(prefills), len(decodes))).worker
+        if decodes.num == 1:  # without a choice a prompt need not be hashed
+            decode = decodes[0]
+        else:
+            decode = self._pick(self.decode, request, decodes, _decode_turn(turn, prefills.num, decodes.num)).worker
         if not fleet.needs_prefill and (reason := self._alone.reason(request, decode)):
             return Placed(None, decode, alone=reason)
         if fleet.refused:
             prefills = prefills.without({one for one, to in fleet.refused if to == decode.key})
         if fleet.grouped:
             prefills = prefills.only(prefills.table.exchanging({decode.group}))
-        if not prefills and fleet.needs_prefill and fleet.grouped:
+        if not prefills.num and fleet.needs_prefill and fleet.grouped:
             return Queued("no prefill worker of decode's cell with the same KV", empty=True)
-        if not prefills:
+        if not prefills.num:
             return Placed(None, decode, misfit=there)
+        if prefills.num == 1:
+            return Placed(prefills[0], decode)
         prefill = self._pick(self.prefill, request, prefills, turn)
         return Placed(prefill.worker, decode, prefill.cached_tokens)
 
@@ -156,7 +161,7 @@ class Placer:
     def _pick(self, policy: Policy, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
         if (candidates := self._candidates.get(policy)) is not None:
             workers = candidates.of(request, workers, turn)
-        if len(workers) == 1:  # without a choice a prompt need not be hashed
+        if len(workers) == 1:
             return Pick(workers[0])
         pick = policy.pick(request, workers, turn)
         if request.considered is not None:
@@ -167,7 +172,9 @@ class Placer:
 
     def sent(self, request: PlacementRequest, leg: str, worker: WorkerState) -> None:
         """A leg of the request leaves for the worker."""
-        (self.prefill if leg == "prefill" else self.decode).placed(request, worker)
+        policy = self.prefill if leg == "prefill" else self.decode
+        if policy.notes:
+            policy.placed(request, worker)
 
     def share(self, tables: Mapping[str, PrefixTable]) -> None:
         """By leg, what all processes of this proxy were sent."""

@@ -40,6 +40,7 @@ _COMPARE_S = 0.5
 """Between two comparisons of the workers' speeds."""
 
 _NOBODY: frozenset[str] = frozenset()
+_NO_PAIRS: frozenset[tuple[str, str]] = frozenset()
 
 _BESIDE_S = 0.01
 _BESIDE_SHARE = 20
@@ -271,13 +272,14 @@ class Pools:
             self._look_beside(self.load_table)
         now, prefill_side, decode_side = time.monotonic(), self._sides[Leg.PREFILL], self._sides[Leg.DECODE]
         prefill, decode = prefill_side.usable(request.model, now), decode_side.usable(request.model, now)
-        if prefill.pair:
+        if self.kv_events.index and prefill.pair.num:
             request.held = self.kv_events.held(request, prefill.model or request.model)
+        refused_pairs = self.refusals.pairs
         fleet = Fleet(
             prefill.pair,
             decode.pair,
-            self.refusals.now() if len(self.refusals) else frozenset(),
-            _NOBODY if prefill.pair and decode.pair else frozenset(leg.value for leg in Leg if self.barred(leg)),
+            self.refusals.now() if refused_pairs else _NO_PAIRS,
+            _NOBODY if prefill.pair.num and decode.pair.num else self._barred_legs(),
             needs_prefill,
             decode.plain or (),
             len(self._groups) > 1,
@@ -288,7 +290,7 @@ class Pools:
         to = decode_side.workers[placed.decode.row]
         if placed.prefill is not None:
             one = prefill_side.workers[placed.prefill.row]
-            if not self.refusals.try_again(one, to):
+            if not (refused_pairs and self.refusals.try_again(one, to)) and self._alone is not None:
                 self._tell_alone(None)
             return Choice(one, to, placed.cached_tokens)
         refused = None
@@ -296,6 +298,9 @@ class Pools:
             refused = self.refusals.known(prefill_side.workers[prefill.pair[0].row], to)
             self._tell_alone(refused)
         return Choice(None, to, refused=refused, alone=placed.alone)
+
+    def _barred_legs(self) -> frozenset[str]:
+        return frozenset(leg.value for leg in Leg if self.barred(leg))
 
     def pick(self, request: PlacementRequest, workers: Sequence[Worker]) -> Worker:
         """One of these workers for a request that it serves whole, by the decode leg's policy."""

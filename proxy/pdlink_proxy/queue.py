@@ -62,26 +62,27 @@ class Queue:
     _heads: dict[tuple[str, str], list[tuple[float, int, Waiting]]] = field(default_factory=dict)
     """By share, its requests: a heap."""
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
-    _num: int = 0
+    num: int = 0
+    """How many wait: the same as `len`, which costs a call."""
     _pace_s: float = 0.0
     """Mean time between two requests that leave for a worker."""
     _served_s: float | None = None
 
     def __len__(self) -> int:
-        return self._num
+        return self.num
 
     def passes(self, model: str, now: float) -> bool:
         """Whether a request of this model may try for workers before it waits: nobody waits, or the queue is full of
         requests of others."""
-        if self._num and (self._num < self.size or any(share[1] == model for share in self._heads)):
+        if self.num and (self.num < self.size or any(share[1] == model for share in self._heads)):
             return False
         return not self.accounts.waits_elsewhere(model, now)
 
     def put(self, waiting: Waiting) -> bool:
         """Let a request wait; False if the queue is full."""
-        if self._num >= self.size:
+        if self.num >= self.size:
             return False
-        if not self._num:
+        if not self.num:
             self.accounts.clear()
             self._served_s = None
         priority = max(-MAX_PRIORITY, min(MAX_PRIORITY, waiting.priority))
@@ -94,7 +95,7 @@ class Queue:
             heapq.heapify(heap)
         heapq.heappush(heap, entry)
         waiting.queued = True
-        self._num += 1
+        self.num += 1
         return True
 
     def remove(self, waiting: Waiting) -> None:
@@ -102,7 +103,7 @@ class Queue:
         if not waiting.queued:
             return
         waiting.queued = False
-        self._num -= 1
+        self.num -= 1
         heap = self._heads[waiting.share]
         while heap and not heap[0][2].queued:
             heapq.heappop(heap)
@@ -132,7 +133,7 @@ class Queue:
 
     def retry_after_s(self) -> int:
         """When a new request would find the queue empty, at the present pace."""
-        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(self._num * self._pace_s)))
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(self.num * self._pace_s)))
 
     def _serve(self, waiting: Waiting, now: float) -> None:
         share, weights = waiting.share, sum(map(self._weight, self._heads))
@@ -141,7 +142,7 @@ class Queue:
             self._pace_s += _SMOOTH * (now - self._served_s - self._pace_s) if self._pace_s else now - self._served_s
         self._served_s = now
         self.remove(waiting)
-        if len(self.accounts.finish) > 2 * self._num + _FEW_ACCOUNTS:
+        if len(self.accounts.finish) > 2 * self.num + _FEW_ACCOUNTS:
             self.accounts.tidy(self._heads.keys())
 
     def _weight(self, share: tuple[str, str]) -> float:

@@ -62,7 +62,8 @@ class Refusals:
     """All refused pairs of one proxy."""
 
     def __init__(self) -> None:
-        self._pairs: dict[tuple[str, str], RefusedPair] = {}
+        self.pairs: dict[tuple[str, str], RefusedPair] = {}
+        """By the URLs of both workers. Each request asks whether there are some."""
         self._of: dict[Worker, dict[tuple[str, str], None]] = {}
         """Keys of a worker's pairs."""
         self._said: dict[Worker, tuple[object, ...]] = {}
@@ -71,10 +72,10 @@ class Refusals:
         """Workers that refuse somebody."""
 
     def __iter__(self) -> Iterator[RefusedPair]:
-        return iter(self._pairs.values())
+        return iter(self.pairs.values())
 
     def __len__(self) -> int:
-        return len(self._pairs)
+        return len(self.pairs)
 
     def heard(self, worker: Worker, others: Sequence[Worker]) -> None:
         """Take in the refusals in a worker's new health. others: the workers of the other side.
@@ -83,7 +84,7 @@ class Refusals:
         """
         looked_at: dict[Worker, None] = {}
         for key in self._of.get(worker, ()):
-            pair = self._pairs[key]
+            pair = self.pairs[key]
             looked_at[pair.decode if pair.prefill is worker else pair.prefill] = None
         said = _said(worker)
         if self._said.get(worker) != said:
@@ -99,7 +100,7 @@ class Refusals:
 
     def _compare(self, worker: Worker, other: Worker) -> None:
         prefill, decode = (worker, other) if worker.side is Leg.PREFILL else (other, worker)
-        known = self._pairs.get(_key(prefill, decode))
+        known = self.pairs.get(_key(prefill, decode))
         found = _found(prefill, decode)
         if found is not None:
             now = time.monotonic()
@@ -117,7 +118,7 @@ class Refusals:
 
     def note(self, prefill: Worker, decode: Worker, factor: str) -> None:
         """A request found that decode refuses this prefill worker."""
-        known = self._pairs.get(_key(prefill, decode))
+        known = self.pairs.get(_key(prefill, decode))
         if known is None:
             until_s = time.monotonic() + FIRST_PAUSE_S
             lives = (prefill.key, decode.key)
@@ -127,26 +128,26 @@ class Refusals:
 
     def fits(self, prefill: Worker, decode: Worker) -> None:
         """A request of this pair was answered: forget a refusal that an earlier request found."""
-        known = self._pairs.get(_key(prefill, decode))
+        known = self.pairs.get(_key(prefill, decode))
         if known is not None and known.lives is not None:
             self._forget(known)
 
     def forget(self, worker: Worker) -> None:
         """This proxy does not use the worker any more."""
         for key in list(self._of.get(worker, ())):
-            self._remove(self._pairs[key])
+            self._remove(self.pairs[key])
         self._said.pop(worker, None)
         self._refusing.pop(worker, None)
 
     def _add(self, pair: RefusedPair) -> None:
         key = _key(pair.prefill, pair.decode)
-        self._pairs[key] = pair
+        self.pairs[key] = pair
         for worker in (pair.prefill, pair.decode):
             self._of.setdefault(worker, {})[key] = None
 
     def _remove(self, pair: RefusedPair) -> None:
         key = _key(pair.prefill, pair.decode)
-        del self._pairs[key]
+        del self.pairs[key]
         for worker in (pair.prefill, pair.decode):
             of_worker = self._of[worker]
             del of_worker[key]
@@ -159,7 +160,7 @@ class Refusals:
 
     def known(self, prefill: Worker, decode: Worker) -> RefusedPair | None:
         """The refusal of this pair, if any."""
-        return self._pairs.get(_key(prefill, decode))
+        return self.pairs.get(_key(prefill, decode))
 
     def now(self) -> frozenset[tuple[str, str]]:
         """Keys of the pairs to be avoided now."""
@@ -168,7 +169,7 @@ class Refusals:
 
     def try_again(self, prefill: Worker, decode: Worker) -> bool:
         """The pair gets a request. True if it is refused: no other request follows until the pause is over."""
-        pair = self._pairs.get(_key(prefill, decode))
+        pair = self.pairs.get(_key(prefill, decode))
         if pair is None:
             return False
         pair.until_s = time.monotonic() + pair.pause_s

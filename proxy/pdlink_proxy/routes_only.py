@@ -137,7 +137,7 @@ class Decider:
             asked,
             request_id=request_id,
             tenant=tenant,
-            whole=shared.dialect.whole(call),
+            whole=shared.dialect.whole is not None and shared.dialect.whole(call),
             happen=happen,
             failed=failed,
         )

@@ -85,6 +85,11 @@ class Rules:
     """Decode's answer lacks a part without prefill's: the client gets nothing before that is here."""
 
     @property
+    def merges_answer(self) -> bool:
+        """Whether `merge_answer` changes anything."""
+        return self.merge_answer is not _as_it_is
+
+    @property
     def merges_events(self) -> bool:
         """Whether `merge_events` changes anything."""
         return self.merge_events is not _as_it_is

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from pdlink.protocol import kv_path
 from .decision_log import logged_attempt
 from .dialects import Attempt
 from .http_client import header_lines
+from .ids import new_id
 from .running_leg import RunningLeg
 from .steps import Leg
 
@@ -62,7 +62,7 @@ class RunningAttempt:
         self._leg_headers, self._lines, self._seed = leg_headers, header_lines(leg_headers), seed
         self._wanted, self._cached_tokens = admission.wanted, admission.cached_tokens
         self.chosen, self.decision = admission.chosen, admission.decision
-        self.transfer_id = f"xfer-{os.urandom(16).hex()}"
+        self.transfer_id = f"xfer-{new_id()}"
         self.legs: dict[Leg, RunningLeg] = {}
         self.kv = admission.recomputed
         """How its KV came, once known."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pdlink.logs import about
 
-from .http_connection import Disconnected, Headers
+from .http_connection import Disconnected, Headers, Listener
 from .records import LegRecord
 from .steps import Answered, Ended, Event, Leg, Lost
 from .upstream import describe, loss_of, tell_to_stop, too_long
@@ -82,7 +82,7 @@ class _Nobody:
 _NOBODY = _Nobody()
 
 
-class RunningLeg:
+class RunningLeg(Listener):
     """Listens to one answer. Once it is over, or `cancel` was called, it tells no more."""
 
     __slots__ = (
@@ -93,6 +93,7 @@ class RunningLeg:
         "_hears",
         "_ahead",
         "_began_s",
+        "_let_go",
         "_nbytes",
         "_num_tokens",
         "_outlier",
@@ -105,7 +106,6 @@ class RunningLeg:
         "_shared",
         "_status",
         "_streams",
-        "_timer",
         "_work",
         "answered_s",
         "attempt",
@@ -150,7 +150,6 @@ class RunningLeg:
         self.ended_s: float | None = None
         self.span_id = ""
         """Of its span, if the request is traced."""
-        self._timer: asyncio.TimerHandle | None = None
         self._settling: asyncio.Task[None] | None = None
         self._status = 0
         self._parts: list[bytes] = []
@@ -159,7 +158,7 @@ class RunningLeg:
         """When it left; of a stream of decode, when its answer began."""
         self._paused = False
         """Its client has kept it waiting."""
-        self._done = self._over = self._counted = False
+        self._done = self._over = self._counted = self._let_go = False
 
     def start(self, path: str, body: bytes, lines: bytes, request: PlacementRequest, tokens: int) -> None:
         """lines: headers. tokens: that the worker has to do for it."""
@@ -193,7 +192,8 @@ class RunningLeg:
     def let_go(self) -> None:
         """It is not needed any more: close its connection unless it ends by itself in a moment."""
         self.fate = self.fate or ("served" if self.leg is Leg.DECODE else "let go")  # decode's answer was whole
-        self._timer = asyncio.get_running_loop().call_later(LET_GO_S, self.cancel)
+        self._let_go = True
+        self._shared.alarms.set(self.cancel, asyncio.get_running_loop().time() + LET_GO_S)
 
     def pause(self) -> None:
         """Hold the worker back: its bytes are not read."""
@@ -236,10 +236,11 @@ class RunningLeg:
             if self.worker.on_trial:  # nothing else can change
                 self.worker.judged()
         self._work.finished(self._num_tokens, now, served=well)
-        pools = self._shared.pools
-        if pools.load_table is not None:
-            pools.tell_beside(self._work)
-        self._shared.serve_queue()
+        shared = self._shared
+        if shared.pools.load_table is not None:
+            shared.pools.tell_beside(self._work)
+        if shared.queue.num:
+            shared.serve_queue()
 
     def record(self, zero_s: float) -> LegRecord:
         """What is known of it now. zero_s: its request's arrival."""
@@ -281,16 +282,17 @@ class RunningLeg:
             self._settling.cancel()
         if self._shared.arrivals is not None and self.leg is Leg.PREFILL:
             self._shared.arrivals.forget(self.transfer_id)
-        self.served(well=False)
-        self._breaker.drop(self._call)
+        if not self._done:
+            self.served(well=False)
         if not self._counted:
+            self._breaker.drop(self._call)
             now = time.monotonic()
             late = self._pace(now) if self.leg is Leg.PREFILL else None
             self._outlier.drop(now, probe=self._probe, at_least=late)
             if self.worker.on_trial:
                 self.worker.judged()
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._let_go:
+            self._shared.alarms.clear(self.cancel)
         self._hears = _NOBODY
 
     def _finish(self, event: Event, *, well: bool) -> None:
@@ -368,16 +370,32 @@ class RunningLeg:
         try:
             if self._streams:
                 self._finish(Ended(self.attempt, self.leg), well=True)
-                return
-            body = b"".join(self._parts)
-            answered = Answered(self.attempt, self.leg, self._status, body, self.headers.content_type)
-            well = self._status < 300
-            if well and self.leg is Leg.PREFILL and self._shared.arrivals is not None:
-                self._settling = self._shared.spawn(self._settle(answered, self._shared.arrivals))
             else:
-                self._finish(answered, well=well)
+                self._answered(b"".join(self._parts))
         except Exception as error:  # noqa: BLE001
             self._broke(error)
+
+    def on_whole(self, status: int, headers: Headers, body: bytes) -> None:
+        if self._streams or len(body) > self._shared.config.max_body_nbytes:
+            super().on_whole(status, headers, body)
+            return
+        self._status, self.headers, self._nbytes = status, headers, len(body)
+        self.answered_s = time.monotonic()
+        try:
+            if 200 <= status < 300 and self.leg is Leg.DECODE:
+                self._began_s = self.answered_s
+                self._hears.began(self, headers)
+            self._answered(body)
+        except Exception as error:  # noqa: BLE001
+            self._broke(error)
+
+    def _answered(self, body: bytes) -> None:
+        answered = Answered(self.attempt, self.leg, self._status, body, self.headers.content_type)
+        well = self._status < 300
+        if well and self.leg is Leg.PREFILL and self._shared.arrivals is not None:
+            self._settling = self._shared.spawn(self._settle(answered, self._shared.arrivals))
+        else:
+            self._finish(answered, well=well)
 
     def on_lost(self, error: HttpError) -> None:
         try:

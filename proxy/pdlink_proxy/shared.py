@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .accounts import MAX_POLL_S, POLL_S
+from .alarms import Alarms
 from .flow import Limits
 from .retries import RetryBudget
 
@@ -64,9 +65,12 @@ class Shared:
     relays: Relays | None = None
     """Pass streams natively, where that is built."""
     retries: RetryBudget = field(default_factory=RetryBudget)
+    alarms: Alarms = field(default_factory=Alarms)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     """Health watchers, and stop calls."""
     limits: Limits = field(init=False)
+    may_decode_alone: bool = field(init=False)
+    """Decode may compute the prompt of a request that has no prefill leg, or has lost it."""
     _serving: bool = False
     _polls: bool = False
     """A look for workers that other processes have left is due."""
@@ -78,6 +82,7 @@ class Shared:
         """These are the settings from now on."""
         self.config = config
         self.queue.size, self.queue.weights = config.queue_size, config.shares
+        self.may_decode_alone = config.on_no_prefill == "decode_only" and self.dialect.decode_computes
         self.limits = Limits(
             retries=config.retries,
             first_byte_s=config.first_byte_timeout_s,
@@ -85,11 +90,6 @@ class Shared:
             request_s=config.request_timeout_s,
             decode_alone=self.may_decode_alone,
         )
-
-    @property
-    def may_decode_alone(self) -> bool:
-        """Decode may compute the prompt of a request that has no prefill leg, or has lost it."""
-        return self.config.on_no_prefill == "decode_only" and self.dialect.decode_computes
 
     def sampled(self) -> bool:
         """Whether the next request is one whose candidates are noted and that is logged."""

@@ -59,7 +59,7 @@ class Side:
 
     def usable(self, model: str | None, now_s: float) -> Usable:
         """model: None for any."""
-        well = self._well_of(model)
+        well = self._well.get(model) or self._well_of(model)
         if not well.trial:
             return well.usable
         away = _left_alone(well, now_s)

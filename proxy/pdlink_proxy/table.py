@@ -69,8 +69,11 @@ class Table:
         self.tell_group(state, row)
 
     def tell(self, state: WorkerState, row: int) -> None:
-        """What the state of this row has to do has changed."""
+        """What the state of this row has to do, or its pace, has changed."""
         self.load[row], self.slowness[row] = state.load, state.slowness
+        self.tell_room(state, row)
+
+    def tell_room(self, state: WorkerState, row: int) -> None:
         room = state.room_tokens
         self.room[row] = math.inf if room is None or state.idle else room
 
@@ -100,11 +103,12 @@ class Table:
 class Workers(Sequence["WorkerState"]):
     """The workers of a table that `fit`, in its order; all, if that is None."""
 
-    __slots__ = ("_num", "_rows", "fit", "table")
+    __slots__ = ("_rows", "fit", "num", "table")
 
     def __init__(self, table: Table, fit: Mask | None = None) -> None:
         self.table, self.fit = table, fit
-        self._num = len(table.states) if fit is None else int(np.count_nonzero(fit))
+        self.num = len(table.states) if fit is None else int(np.count_nonzero(fit))
+        """The same as `len`, which costs a call."""
         self._rows: Rows | None = None
 
     @classmethod
@@ -113,7 +117,7 @@ class Workers(Sequence["WorkerState"]):
         return workers if isinstance(workers, cls) else cls(Table(workers))
 
     def __len__(self) -> int:
-        return self._num
+        return self.num
 
     @overload
     def __getitem__(self, index: int) -> WorkerState: ...
@@ -135,7 +139,7 @@ class Workers(Sequence["WorkerState"]):
     def rows(self) -> Rows:
         """In the table."""
         if self._rows is None:
-            self._rows = np.arange(self._num) if self.fit is None else np.flatnonzero(self.fit)
+            self._rows = np.arange(self.num) if self.fit is None else np.flatnonzero(self.fit)
         return self._rows
 
     def only(self, mask: Mask) -> Workers:

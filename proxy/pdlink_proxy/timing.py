@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from .admission import Admission
     from .flow import Flow
 
@@ -28,13 +30,16 @@ def stages(flow: Flow, admission: Admission) -> dict[str, float]:
     return found
 
 
-def server_timing(flow: Flow, admission: Admission, last: str, now: float) -> str:
-    """The header's value. last: `ttft` or `total`."""
-    times = stages(flow, admission)
+def server_timing(found: Mapping[str, float], flow: Flow, admission: Admission, last: str, now: float) -> str:
+    """The header's value. found: the stages. last: `ttft` or `total`."""
+    text = f"queue;dur={found['queue'] * 1000:.1f}, placement;dur={found['placement'] * 1000:.3f}"
+    if "prefill" in found:
+        text += f", prefill;dur={found['prefill'] * 1000:.1f}"
+    if "transfer" in found:
+        text += f", transfer;dur={found['transfer'] * 1000:.1f}"
     if flow.decode_spoke_s is not None:
-        times["decode"] = flow.decode_spoke_s - admission.placed_s
-    times[last] = now - admission.started_s
-    return ", ".join([f"{name};dur={s * 1000:.{3 if name == 'placement' else 1}f}" for name, s in times.items()])
+        text += f", decode;dur={(flow.decode_spoke_s - admission.placed_s) * 1000:.1f}"
+    return f"{text}, {last};dur={(now - admission.started_s) * 1000:.1f}"
 
 
 def comment(value: str) -> bytes:

@@ -75,7 +75,7 @@ class Tokenizing:
     def wanted(self, request: PlacementRequest) -> bool:
         """Whether tokens of this prompt may be of use."""
         pools = self._pools
-        if not len(pools.kv_events.index) or len(request.prompt) < CHUNK_NBYTES or request.ids is not None:
+        if len(request.prompt) < CHUNK_NBYTES or not pools.kv_events.index or request.ids is not None:
             return False
         return len(pools.workers[Leg.PREFILL]) > 1 or len(pools.workers[Leg.DECODE]) > 1
 

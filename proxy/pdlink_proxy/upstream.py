@@ -15,7 +15,7 @@ import msgspec
 
 from .access import worker_tls
 from .http_client import HttpClient, header_lines
-from .http_connection import BadAnswer, Disconnected, Headers, HttpError, NoConnection
+from .http_connection import BadAnswer, Disconnected, Headers, HttpError, Listener, NoConnection
 from .steps import Loss
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ async def answer_of(
         request.leave()
 
 
-class _Whole:
+class _Whole(Listener):
     """Listens until the end."""
 
     def __init__(self, max_nbytes: int) -> None:
@@ -132,7 +132,7 @@ async def streamed(
         request.leave()
 
 
-class Streamed:
+class Streamed(Listener):
     """Listens for somebody who reads at their own pace; the worker is held back meanwhile."""
 
     def __init__(self) -> None:

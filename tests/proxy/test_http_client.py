@@ -19,6 +19,7 @@ from pdlink_proxy.http_connection import (
     Disconnected,
     Headers,
     HttpError,
+    Listener,
     NoConnection,
 )
 from pdlink_proxy.upstream import answer_of
@@ -74,7 +75,7 @@ async def body_of(talk: Talk, max_nbytes: int = 1 << 20) -> bytes:
         return (await answer_of(http, "GET", url + "/x", max_nbytes=max_nbytes)).body
 
 
-class Heard:
+class Heard(Listener):
     """Keeps what a listener is told."""
 
     def __init__(self) -> None:
@@ -102,7 +103,7 @@ class Heard:
         assert not self.status
         self.status, self.headers = status, headers
         assert self.request is not None
-        self.connection = self.request._connection
+        self.connection = self.request._connection  # none if the answer came in one piece
         self.more.set()
 
     def on_data(self, data: bytes) -> None:
@@ -247,7 +248,7 @@ async def test_a_connection_that_says_more_than_it_was_asked_is_not_used_again(n
             heard = ask(http, url + "/")
             assert await heard.ended() == b"ok"
             assert heard.connection is not None
-            assert not heard.connection.usable
+            assert not heard.connection.keeps
 
 
 async def test_trailers_are_no_headers_of_the_next_answer() -> None:

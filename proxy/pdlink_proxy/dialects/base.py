@@ -162,14 +162,14 @@ class Dialect:
     """Polls a worker's health; returns a text if the answer is invalid. Raises as `upstream.ask`, and
     WorkerKeyRefused if the worker refuses this proxy's key."""
     rules: Rules = field(default_factory=Rules)
-    rules_of: Callable[[Call], Rules | None] = lambda _: None
+    rules_of: Callable[[Call], Rules | None] | None = None
     """Other rules for this request."""
     paths: tuple[str, ...] = (COMPLETIONS, CHAT)
     """What is served in two legs."""
     prefill_streams: bool = False
     """Prefill streams, and its first event is output token 0, as decode's is. Otherwise prefill answers in one piece,
     and the client gets decode's answer only."""
-    whole: Callable[[Call], bool] = lambda _: False
+    whole: Callable[[Call], bool] | None = None
     """Whether decode must serve a request alone."""
     headers: Callable[[Attempt], tuple[Mapping[str, str], Mapping[str, str]]] | None = None
     """More headers of the prefill and the decode leg."""

@@ -24,10 +24,14 @@ if TYPE_CHECKING:
 
 def _legs(call: Call, attempt: Attempt) -> tuple[bytes, bytes]:
     seed = call.seed if call.seed is not None else attempt.seed
-    common = {"transfer_id": attempt.transfer_id, "seed": seed, "created": attempt.created}
+    common = b'{"transfer_id":"%b","seed":%d,"created":%d,"leg":' % (
+        attempt.transfer_id.encode(),
+        seed,
+        attempt.created,
+    )
     return (
-        call.with_params({**common, "leg": "prefill"}),
-        call.with_params({**common, "leg": "decode", "prefill": attempt.prefill}),
+        call.with_json(b'%b"prefill"}' % common),
+        call.with_json(b'%b"decode","prefill":%b}' % (common, msgspec.json.encode(attempt.prefill))),
     )
 
 

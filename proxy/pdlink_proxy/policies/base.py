@@ -28,6 +28,8 @@ class Policy:
 
     herds = False
     """Routers that see the same loads choose the same worker: several of them must not look at all workers."""
+    notes = True
+    """It has `placed`: False saves a call for each leg."""
     affine = False
     """It looks for the KV of a prompt's beginning."""
 

@@ -25,6 +25,8 @@ BOUND = 1.25
 
 
 class ConsistentHash(Policy):
+    notes = False
+
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
         return Pick(rendezvous(_name(request), within(Workers.of(workers), BOUND, request.num_tokens)))
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LeastLoaded(Policy):
-    herds = True
+    herds, notes = True, False
 
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
         return Pick(least(Workers.of(workers), turn))

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 
 class PowerOfTwo(Policy):
+    notes = False
+
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
         number, num = mixed(turn + 1), len(workers)
         first = number % num

@@ -35,7 +35,8 @@ class Prefix(Policy):
         return Pick(least(allowed.only(cached == most), turn), most)
 
     def placed(self, request: PlacementRequest, worker: WorkerState) -> None:
-        self.index.note(request, worker)
+        if request.chain is not None:  # else it was never looked up
+            self.index.note(request, worker)
 
     def share(self, table: PrefixTable) -> None:
         self.index.beside = table

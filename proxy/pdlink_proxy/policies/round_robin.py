@@ -13,5 +13,7 @@ if TYPE_CHECKING:
 
 
 class RoundRobin(Policy):
+    notes = False
+
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
         return Pick(workers[turn % len(workers)])

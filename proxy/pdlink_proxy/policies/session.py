@@ -18,6 +18,8 @@ BOUND = 2.0
 
 
 class Session(Policy):
+    notes = False
+
     def pick(self, request: PlacementRequest, workers: Sequence[WorkerState], turn: int) -> Pick:
         found = Workers.of(workers)
         if not request.session:

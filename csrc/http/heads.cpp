@@ -1,0 +1,112 @@
+#include "http/heads.h"
+
+#include <array>
+#include <charconv>
+#include <cstdint>
+#include <utility>
+
+namespace pdlink::http {
+namespace {
+
+constexpr std::string_view kLineEnd = "\r\n", kHeadEnd = "\r\n\r\n", kBegin = "HTTP/1.1 ";
+constexpr std::size_t kMaxHeadNbytes = 16 * 1024;
+constexpr std::size_t kMaxDigits = 12;  // of a length
+
+constexpr bool is_alnum(unsigned char c) {
+    return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
+}
+
+constexpr std::array<bool, 256> kToken = [] {  // RFC 9110 5.6.2
+    std::array<bool, 256> found{};
+    for (std::size_t c = 0; c < 256; ++c) {
+        found[c] =
+            is_alnum(static_cast<unsigned char>(c)) ||
+            (c != 0 && std::string_view("!#$%&'*+-.^_`|~").find(static_cast<char>(c)) != std::string_view::npos);
+    }
+    return found;
+}();
+
+bool is_printable(std::string_view text) {
+    for (const char c : text) {
+        if ((c < ' ' && c != '\t') || c > '~') return false;
+    }
+    return true;
+}
+
+bool same(std::string_view one, std::string_view lower) {
+    if (one.size() != lower.size()) return false;
+    for (std::size_t i = 0; i < one.size(); ++i) {
+        const char c = one[i] >= 'A' && one[i] <= 'Z' ? static_cast<char>(one[i] | 0x20) : one[i];
+        if (c != lower[i]) return false;
+    }
+    return true;
+}
+
+}  // namespace
+
+std::optional<std::vector<Field>> fields(std::string_view lines) {
+    std::vector<Field> found;
+    found.reserve(16);
+    while (!lines.starts_with(kLineEnd)) {
+        std::size_t colon = 0;
+        while (colon < lines.size() && kToken[static_cast<unsigned char>(lines[colon])]) ++colon;
+        if (colon == 0 || colon == lines.size() || lines[colon] != ':') return std::nullopt;
+        const std::size_t end = lines.find(kLineEnd, colon);
+        if (end == std::string_view::npos) return std::nullopt;
+        std::string_view value = lines.substr(colon + 1, end - colon - 1);
+        if (!is_printable(value)) return std::nullopt;
+        const std::size_t first = value.find_first_not_of(" \t");
+        value = first == std::string_view::npos ? std::string_view{}
+                                                : value.substr(first, value.find_last_not_of(" \t") - first + 1);
+        found.push_back({lines.substr(0, colon), value});
+        lines.remove_prefix(end + kLineEnd.size());
+    }
+    if (lines.size() != kLineEnd.size()) return std::nullopt;
+    return found;
+}
+
+std::optional<Answer> whole_answer(std::string_view bytes) {
+    if (!bytes.starts_with(kBegin)) return std::nullopt;
+    const std::size_t line = bytes.find(kLineEnd);
+    const std::size_t end = bytes.substr(0, kMaxHeadNbytes).find(kHeadEnd);
+    if (end == std::string_view::npos || line < kBegin.size() + 4) return std::nullopt;
+    int status = 0;
+    const std::string_view said = bytes.substr(kBegin.size(), line - kBegin.size());
+    const auto [stop, error] = std::from_chars(said.data(), said.data() + 3, status);
+    if (error != std::errc{} || stop != said.data() + 3 || said[3] != ' ' || !is_printable(said)) return std::nullopt;
+    if (status < 200 || status > 599 || status == 204 || status == 304) return std::nullopt;  // or it has no body
+    const std::size_t begin = line + kLineEnd.size();
+    std::optional<std::vector<Field>> found = fields(bytes.substr(begin, end + kHeadEnd.size() - begin));
+    if (!found) return std::nullopt;
+    bool known = false;
+    std::uint64_t nbytes = 0;
+    for (const auto& [name, value] : *found) {
+        switch (name.size()) {  // that of one of these names
+            case 14:
+                if (same(name, "content-length")) {
+                    const auto [stop, error] = std::from_chars(value.data(), value.data() + value.size(), nbytes);
+                    if (known || value.size() > kMaxDigits || error != std::errc{} ||
+                        stop != value.data() + value.size())
+                        return std::nullopt;
+                    known = true;
+                }
+                break;
+            case 10:
+                if (same(name, "connection") && !same(value, "keep-alive")) return std::nullopt;
+                break;
+            case 17:
+                if (same(name, "transfer-encoding")) return std::nullopt;
+                break;
+            case 7:
+                if (same(name, "upgrade")) return std::nullopt;
+                break;
+            default:
+                break;
+        }
+    }
+    const std::string_view body = bytes.substr(end + kHeadEnd.size());
+    if (!known || body.size() != nbytes) return std::nullopt;
+    return Answer{status, std::move(*found), body};
+}
+
+}  // namespace pdlink::http
