@@ -34,6 +34,19 @@ _score = itemgetter(1)
 class Admission:
     """Of one request: finds the workers of each of its attempts."""
 
+    cached_tokens = 0
+    """Of the prompt, expected at the chosen prefill worker."""
+    decision: Decision | None = None
+    """The newest one about it."""
+    recomputed: str | None = None
+    """Why the newest attempt has no prefill leg, as a KV path; None if it has one."""
+    placement_s = 0.0
+    """Spent on the choice."""
+    _waiting: Waiting | None = None
+    _num_behind = 0
+    _action: Place | None = None
+    """Why workers are wanted now."""
+
     def __init__(
         self,
         shared: Shared,
@@ -52,28 +65,16 @@ class Admission:
         wanted.plain = whole and not shared.dialect.decode_computes
         self.chosen: dict[Leg, Worker] = {}
         """Workers of the newest attempt."""
-        self.cached_tokens = 0
-        """Of the prompt, expected at the chosen prefill worker."""
-        self.decision: Decision | None = None
-        """The newest one about it."""
         self.sampled = shared.sampled()
         """Its candidates are noted, and it has a line in the decision log."""
-        self.recomputed: str | None = None
-        """Why the newest attempt has no prefill leg, as a KV path; None if it has one."""
         self._loop = asyncio.get_running_loop()
         self.started_s = self.placed_s = self._loop.time()
         """When it came, and when the newest attempt had its workers."""
-        self.placement_s = 0.0
-        """Spent on the choice."""
         self._shared, self._request_id, self._tenant, self._whole = shared, request_id, tenant, whole
         self._happen: Callable[[Event], object] = happen
         self._failed: Callable[[Exception], None] = failed
-        self._waiting: Waiting | None = None
         self.num_prompt_tokens = wanted.num_tokens
         """Without what `place` counts with it later."""
-        self._num_behind = 0
-        self._action: Place | None = None
-        """Why workers are wanted now."""
 
     def place(self, action: Place, num_behind: int = 0) -> Placed | Unplaced | Waits:
         """Workers for a new attempt, or the request waits for them. num_behind: tokens of its answer that the client
@@ -134,11 +135,38 @@ class Admission:
             self._shared.queue.remove(self._waiting)
         self._happen = self._failed = _ignore  # of the request that has this: the collector would have to find both
 
+    def ended(self, reason: str, at_s: float, waited_s: float) -> None:
+        """The last decision about it. at_s: unix time."""
+        why = self._action.why.value if self._action is not None else ""
+        said = Decision(self._request_id, at_s, why, "ended", reason, self.wanted.num_tokens, waited_s)
+        self.decision = said
+        self._shared.decisions.append(said)
+
+    def _note_placed(self, prefill: Worker | None, decode: Worker) -> None:
+        """As `note` would: it is done for each request."""
+        wanted = self.wanted
+        assert self._action is not None
+        self.decision = said = Decision(
+            self._request_id,
+            time.time(),
+            self._action.why.value,
+            "placed",
+            self.recomputed or "",
+            wanted.num_tokens,
+            self.placed_s - self.started_s
+            if self._action.why is not Why.HEDGE
+            else self._loop.time() - self.started_s,
+            prefill.label if prefill is not None else None,
+            decode.label,
+            prefill.work.load if prefill is not None else None,
+            decode.work.load,
+            self.cached_tokens if prefill is not None else 0,
+            {leg: _shown(*of) for leg, of in wanted.considered.items()} if wanted.considered else {},
+        )
+        self._shared.decisions.append(said)
+
     def note(self, verdict: str, reason: str, prefill: Worker | None = None, decode: Worker | None = None) -> None:
         """Keep a decision about it for `pdlink explain`."""
-        considered: dict[str, Considered] = {}
-        if verdict == "placed" and self.wanted.considered:
-            considered = {leg: _shown(*of) for leg, of in self.wanted.considered.items()}
         self.decision = Decision(
             self._request_id,
             time.time(),
@@ -152,7 +180,6 @@ class Admission:
             prefill.work.load if prefill else None,
             decode.work.load if decode else None,
             self.cached_tokens if prefill else 0,
-            considered,
         )
         self._shared.decisions.append(self.decision)
 
@@ -181,7 +208,8 @@ class Admission:
             shared.tokenizing.placed(self.wanted)
         if action.why is Why.HEDGE and (choice.prefill is None or choice.prefill.key in action.avoid):
             return self._no_hedge("no other prefill worker")
-        prefill, decode, self.cached_tokens, refused, alone = choice
+        prefill, decode, refused, alone = choice.prefill, choice.decode, choice.refused, choice.alone
+        self.cached_tokens = choice.cached_tokens
         self.recomputed = None
         if decode.plain:
             self.recomputed = kv_path.recomputed(alone)
@@ -208,7 +236,7 @@ class Admission:
         self.chosen = {Leg.DECODE: decode} if prefill is None else {Leg.PREFILL: prefill, Leg.DECODE: decode}
         if action.why is not Why.HEDGE:
             self.placed_s = self._loop.time()
-        self.note("placed", self.recomputed or "", prefill, decode)
+        self._note_placed(prefill, decode)
         if prefill is None:
             return Placed(None, decode.work.key)
         overdue_s = self._overdue_s(prefill) if shared.config.hedge_factor else math.inf

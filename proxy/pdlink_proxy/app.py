@@ -313,7 +313,9 @@ class Router:
                 return None
 
         def over() -> None:
-            self._no_more(exchange)
+            self._exchanges.discard(exchange)
+            if not self._exchanges:
+                self._idle.set()
             ended()
 
         assert self._shared is not None

@@ -25,11 +25,11 @@ class _Sent(web.StreamResponse):
 
     def __init__(self, *, keep: bool) -> None:
         super().__init__()
-        self._keep = keep
+        self.keep = keep
 
     @property
     def keep_alive(self) -> bool:
-        return self._keep
+        return self.keep
 
     async def prepare(self, _request: web.BaseRequest) -> None:
         pass
@@ -77,11 +77,11 @@ class _OfAiohttp:
 class ClientAnswer:
     """To one request: `respond`, or `begin`, any number of `write` and `end`. Nothing waits; see `behind`."""
 
-    __slots__ = ("_chunked", "_connection", "_keep", "begun", "ended")
+    __slots__ = ("_chunked", "_connection", "keep", "begun", "ended")
 
     def __init__(self, connection: Connection, *, chunked: bool = True, keep: bool = True) -> None:
         """chunked: it knows HTTP/1.1. keep: the connection stays after the answer."""
-        self._connection, self._chunked, self._keep = connection, chunked, keep
+        self._connection, self._chunked, self.keep = connection, chunked, keep
         self.begun = self.ended = False
 
     @classmethod
@@ -104,19 +104,21 @@ class ClientAnswer:
     @property
     def keeps(self) -> bool:
         """The connection stays for another request."""
-        return self._keep and self.ended
+        return self.keep and self.ended
 
     def respond(self, status: int, content_type: str, headers: Mapping[str, str], body: bytes) -> None:
         """The whole answer. headers: of printable text."""
         self.begun = self.ended = True
-        length = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
-        self._send(self._head(status, length, headers) + body)
+        transport = self._connection.transport
+        if transport is not None:
+            length = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
+            transport.write(self._head(status, length, headers) + body)
 
     def begin(self, headers: Mapping[str, str], data: bytes) -> None:
         """The head of a stream of events, and the first of them."""
         self.begun = True
         framing = "Transfer-Encoding: chunked\r\n" if self._chunked else ""
-        self._keep = self._keep and self._chunked
+        self.keep = self.keep and self._chunked
         head = self._head(200, f"Content-Type: text/event-stream; charset=utf-8\r\n{framing}", headers)
         self._send(head + (self.chunk(data) if data else b""))
 
@@ -165,8 +167,10 @@ class ClientAnswer:
 
     def _head(self, status: int, framing: str, headers: Mapping[str, str]) -> bytes:
         line = _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n"
-        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        kept = "" if self._keep and self._chunked else f"Connection: {'keep-alive' if self._keep else 'close'}\r\n"
+        lines = ""
+        for name, value in headers.items():
+            lines += f"{name}: {value}\r\n"
+        kept = "" if self.keep and self._chunked else f"Connection: {'keep-alive' if self.keep else 'close'}\r\n"
         return f"{line}{framing}{lines}{kept}Date: {rfc822_formatted_time()}\r\n\r\n".encode()
 
     def _send(self, data: bytes) -> None:

@@ -26,8 +26,8 @@ from .decision_log import Logged, Tally, hash_ids, said_usage
 from .decisions import Told
 from .flow import Flow
 from .metrics import exemplar_of
-from .openai import LAST_EVENTS, error_body, wanted
-from .records import LegRecord, RequestRecord
+from .openai import LAST_EVENTS, error_body, problem_of_answer, wanted
+from .records import RequestRecord
 from .recovery import Recovery
 from .running_attempt import RunningAttempt
 from .sse import before_done
@@ -56,6 +56,7 @@ from .steps import (
     TellToStop,
     Tick,
     Waits,
+    Why,
 )
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ _WORKER_HEADERS = {Leg.PREFILL: "X-Pdlink-Prefill", Leg.DECODE: "X-Pdlink-Decode
 
 _INTERNAL = error_body("the proxy failed unexpectedly; see its log", kind="server_error", code=PdlinkError.code)
 
+_STARTED, _PLACE_FIRST = Started(), Place(Why.FIRST, frozenset())
 _WITH_TOKENS = frozenset({Outcome.OK, Outcome.BROKEN})
 _NO_STAGES: Mapping[str, float] = {}
 _BRING_DEADLINES = (Placed, Waits, Chunk)
@@ -84,7 +86,46 @@ _BRING_DEADLINES = (Placed, Waits, Chunk)
 
 
 class Exchange:
-    """One client request from its checked body to its answer."""
+    """One client request from its checked body to its answer.
+
+    A request in one piece at which nothing happens needs no decision: both legs leave at once, prefill answers, and
+    the client gets decode's answer. Its flow is made when something else happens, from what has happened until then.
+    """
+
+    _flow: Flow | None = None
+    """See `_asked`."""
+    _prefill_spoke_s: float | None = None
+    _decode_spoke_s: float | None = None
+    """The same as the flow's, while there is none."""
+    _outcome: Outcome | None = None
+    """Of a request that ended without a flow."""
+    _recovery: Recovery | None = None
+    """Of a stream that may go on elsewhere."""
+    _attempt: RunningAttempt | None = None
+    """The one that the client hears of; of two that run, the newer one until one of them wins."""
+    _events = 0
+    """Of its stream, so far: about its tokens."""
+    _tail = b""
+    """The last part of its answer."""
+    _lent: int | None = None
+    """Its key at `_relays` while its stream passes natively."""
+    _opened = False
+    """A stream has begun."""
+    _opened_s = 0.0
+    _early: bytes | None = None
+    """Events of prefill's that wait for decode's KV path: the client's headers cannot be changed later."""
+    _behind_since_s: float | None = None
+    """The client has not read what was sent to it."""
+    _catching_up: asyncio.Task[None] | None = None
+    """Waits until it has."""
+    _closed = False
+    _preparing: asyncio.Task[None] | None = None
+    """Waits for the tokens of its prompt."""
+    _last: asyncio.Task[None] | None = None
+    """Waits until the client has read the end."""
+    _armed_s = math.inf
+    _stages: Mapping[str, float] = _NO_STAGES
+    """Of the time to its first token, as it was told last."""
 
     def __init__(
         self,
@@ -103,25 +144,15 @@ class Exchange:
         request_id = headers["X-Request-Id"]
         dialect = shared.dialect
         self._trace = shared.tracer.begin(headers) if shared.tracer is not None else None
-        keyed = not (dialect.key_as_bearer and "Authorization" in headers)
-        resumes, self._seed = dialect.resumes, random.getrandbits(32)
-        self._recovery: Recovery | None = None
-        """Of a stream that may go on elsewhere."""
-        most = shared.config.recover_streams if call.streaming else 0
-        if most and resumes is not None and call.path in resumes.paths:
-            self._recovery = Recovery(call, resumes, most, self._seed)
-        self._flow = Flow(
-            shared.limits,
-            self._started_s,
-            (dialect.rules_of(call) if dialect.rules_of is not None else None) or dialect.rules,
-            request_id=request_id,
-            keyed=keyed,
-            recovery=self._recovery,
-            last_events=LAST_EVENTS.get(call.path, ()),
-        )
+        self._seed = random.getrandbits(32)
+        if call.streaming:
+            resumes, most = dialect.resumes, shared.config.recover_streams
+            if most and resumes is not None and call.path in resumes.paths:
+                self._recovery = Recovery(call, resumes, most, self._seed)
+        self._rules = (dialect.rules_of(call) if dialect.rules_of is not None else None) or dialect.rules
+        self._unasked: list[tuple[Event, float]] = []
+        """What happened, and when, while there was no flow."""
         self._attempts: dict[int, RunningAttempt] = {}
-        self._attempt: RunningAttempt | None = None
-        """The one that the client hears of; of two that run, the newer one until one of them wins."""
         self._admission = Admission(
             shared,
             wanted(call, said.get("x-session-id")),
@@ -136,33 +167,11 @@ class Exchange:
         self.client = client
         logs = shared.decision_log is not None and self._admission.sampled
         self._tally = Tally() if logs else None
-        self._events = 0
-        """Of its stream, so far: about its tokens."""
-        self._tail = b""
-        """The last part of its answer."""
         relays = shared.relays if call.path not in LAST_EVENTS else None  # it knows no named end
         self._relays = relays
         """Where its stream may pass natively."""
-        self._lent: int | None = None
-        """Its key there while it does."""
         self._exemplar = exemplar_of(headers)
-        self._opened = False
-        """A stream has begun."""
-        self._opened_s = 0.0
-        self._early: bytes | None = None
-        """Events of prefill's that wait for decode's KV path: the client's headers cannot be changed later."""
-        self._behind_since_s: float | None = None
-        """The client has not read what was sent to it."""
-        self._catching_up: asyncio.Task[None] | None = None
-        """Waits until it has."""
-        self._tell_over, self._closed = over, False
-        self._preparing: asyncio.Task[None] | None = None
-        """Waits for the tokens of its prompt."""
-        self._last: asyncio.Task[None] | None = None
-        """Waits until the client has read the end."""
-        self._armed_s = math.inf
-        self._stages: Mapping[str, float] = _NO_STAGES
-        """Of the time to its first token, as it was told last."""
+        self._tell_over = over
 
     def begin(self) -> None:
         tokenizing, asked = self._shared.tokenizing, self._admission.wanted
@@ -182,10 +191,61 @@ class Exchange:
     def _start(self) -> None:
         if self._closed:
             return
+        rules = self._rules
         try:
-            self.happen(Started())
+            if self._call.streaming or not rules.plain or self._shared.config.hedge_factor:
+                self.happen(_STARTED)
+                return
+            found = self._admission.place(_PLACE_FIRST)
+            if not isinstance(found, Placed) or found.prefill is None:
+                self.happen(found)
+                return
+            now, limits = self._loop.time(), self._shared.limits
+            self._unasked.append((found, now))
+            self._start_legs(1, at_once=True)
+            self._arm(min(self._started_s + limits.request_s, now + limits.first_byte_s))
         except Exception as error:  # noqa: BLE001 -- of any policy or dialect
             self._fail(error)
+
+    def _asked(self) -> Flow:
+        """The flow, as it would be had it heard of everything."""
+        if (flow := self._flow) is None:
+            dialect = self._shared.dialect
+            flow = self._flow = Flow(
+                self._shared.limits,
+                self._started_s,
+                self._rules,
+                request_id=self._request_id,
+                keyed=not (dialect.key_as_bearer and "Authorization" in self._leg_headers),
+                recovery=self._recovery,
+                last_events=LAST_EVENTS.get(self._call.path, ()),
+            )
+            if self._unasked or not self._call.streaming:
+                flow.on(_STARTED, self._started_s)
+            for event, at_s in self._unasked:
+                flow.on(event, at_s)  # what it says was done
+            self._unasked.clear()
+        return flow
+
+    def _goes_on_as_usual(self, leg: RunningLeg, event: Event) -> bool:
+        """Whether no flow need be asked what follows from the end of a leg; then it is done."""
+        if not isinstance(event, Answered) or not 200 <= event.status < 300:
+            return False
+        if self._outcome is not None:
+            return True
+        if problem_of_answer(event.content_type, event.body):
+            return False
+        now = self._loop.time()
+        if leg.leg is Leg.PREFILL:
+            self._prefill_spoke_s = now
+            self._unasked.append((event, now))
+            return True
+        self._decode_spoke_s, self._outcome = now, Outcome.OK
+        if self._prefill_spoke_s is None:
+            self._attempts[1].legs[Leg.PREFILL].let_go()
+        self._respond(event.status, "application/json", event.body)
+        self._end()
+        return True
 
     def leave(self) -> None:
         """The client has left. Nothing if its answer is written."""
@@ -205,7 +265,7 @@ class Exchange:
             return
         self._closed = True
         self._admission.leave()
-        if self._flow.outcome is None:
+        if self._outcome is None and (self._flow is None or self._flow.outcome is None):
             self.happen(ClientLeft())
         alarms = self._shared.alarms
         alarms.clear(self._tick)
@@ -217,14 +277,14 @@ class Exchange:
         metrics = self._shared.metrics
         if self._opened:
             metrics.active_streams.add(-1)
-        outcome, kv = self._flow.outcome or Outcome.FAILED, self._kv_value
+        outcome, kv = self._outcome or self._asked().outcome or Outcome.FAILED, self._kv_value
         record = self._record(outcome, kv)
         self._shared.records.append(record)
         if (log_ := self._shared.decision_log) is not None and self._admission.sampled:
             log_.add(self._logged(record))
         if self._trace is not None:
             self._trace.ended(record, self._call)
-        self._admission.note("ended", f"{outcome.value}, KV {kv}")
+        self._admission.ended(f"{outcome.value}, KV {kv}", record.at_s, record.total_s)
         metrics.requests.inc(outcome.value)
         metrics.duration.observe(record.total_s, outcome.value, exemplar=self._exemplar)
         if outcome in _WITH_TOKENS:
@@ -236,14 +296,13 @@ class Exchange:
         over()
 
     def _record(self, outcome: Outcome, kv: str) -> RequestRecord:
-        spoke_s, attempt = self._flow.prefill_spoke_s, self._attempt
+        (spoke_s, decode_spoke_s), attempt = self._spoke_s, self._attempt
         chosen = attempt.chosen if attempt is not None else {}
-        legs: list[LegRecord] = []
+        started_s, legs = self._started_s, []
         for each in self._attempts.values():
             for leg in each.legs.values():
-                legs.append(leg.record(self._started_s))  # noqa: PERF401 -- two comprehensions are two calls
+                legs.append(leg.record(started_s))  # noqa: PERF401 -- two comprehensions are two calls
         prefill_s = None if spoke_s is None else spoke_s - self._started_s
-        decode_spoke_s = self._flow.decode_spoke_s
         ttft_s = self._opened_s - self._started_s if self._opened else None if self._call.streaming else prefill_s
         total_s, (prompt_tokens, answer_tokens) = self._loop.time() - self._started_s, said_usage(self._tail)
         further = (answer_tokens or self._events) - 1
@@ -256,7 +315,7 @@ class Exchange:
             outcome=outcome.value,
             kv=kv,
             prompt_tokens=prompt_tokens or self._admission.num_prompt_tokens,
-            attempts=self._flow.attempts,
+            attempts=1 if self._flow is None else self._flow.attempts,
             total_s=total_s,
             queued_s=self._admission.placed_s - self._started_s,
             prefill_s=prefill_s,
@@ -309,7 +368,7 @@ class Exchange:
 
     def happen(self, event: Event) -> None:
         """Report an event to the flow and do its actions."""
-        flow, forward = self._flow, b""
+        flow, forward = self._flow or self._asked(), b""
         if self._lent is not None and self._relays is not None:
             self._relays.take_back(self._lent)
         for action in flow.on(event, self._loop.time()):
@@ -318,15 +377,15 @@ class Exchange:
                 case Forward(data=data):
                     forward = data
                 case StartLegs():
-                    self._start_legs(action)
+                    self._start_legs(action.attempt, at_once=action.at_once)
                 case Place():
                     if forward:  # what follows may end the stream
                         self._forward(forward)
                         forward = b""
                     num_behind = self._recovery.num_behind if self._recovery is not None else 0
                     self.happen(self._admission.place(action, num_behind))
-                case Respond():
-                    self._respond(action)
+                case Respond(status=status, content_type=content_type, body=body):
+                    self._respond(status, content_type, body)
                 case LetGo(attempt=attempt, leg=leg):
                     self._attempts[attempt].legs[leg].let_go()
                 case EndStream(data=data):
@@ -346,8 +405,8 @@ class Exchange:
             self._forward(forward)
         if flow.outcome is not None:
             self._end()
-        elif isinstance(event, _BRING_DEADLINES) and flow.deadline_s < self._armed_s:
-            self._arm(self._due_s())
+        elif isinstance(event, _BRING_DEADLINES) and (due_s := flow.deadline_s) < self._armed_s:
+            self._arm(due_s if self._behind_since_s is None else self._due_s())
 
     # ---- deadlines
 
@@ -357,7 +416,7 @@ class Exchange:
 
     def _due_s(self) -> float:
         """Time of the next tick. Silence of a worker does not count while its last bytes wait for the client."""
-        due_s = self._flow.deadline_s
+        due_s = self._asked().deadline_s
         if self._behind_since_s is not None:
             due_s = max(due_s, self._behind_since_s + self._shared.config.idle_timeout_s)
         return due_s
@@ -365,14 +424,14 @@ class Exchange:
     def _tick(self) -> None:
         self._armed_s = math.inf
         if self._lent is not None and self._relays is not None:
-            self._flow.heard(self._relays.heard_s(self._lent))
+            self._asked().heard(self._relays.heard_s(self._lent))
         if self._loop.time() < self._due_s():
             pass
         elif self._behind_since_s is not None:
             self._abort_client()
         else:
             self.happen(Tick())
-        if self._armed_s == math.inf and not self._flow.over:
+        if self._armed_s == math.inf and not self._asked().over:
             self._arm(self._due_s())
 
     def _blame(self, action: Blame) -> None:
@@ -406,13 +465,13 @@ class Exchange:
             case int() if action.reason in self._shared.dialect.rules.lost_statuses:
                 worker.poke.set()  # the engine may be dead while the HTTP server still answers
 
-    def _start_legs(self, action: StartLegs) -> None:
+    def _start_legs(self, number: int, *, at_once: bool) -> None:
         admission, recovery = self._admission, self._recovery
         call = self._call if recovery is None else recovery.call  # the client's request, or the rest of it
-        attempt = RunningAttempt(self._shared, action.attempt, admission, call, self._leg_headers, self._seed)
+        attempt = RunningAttempt(self._shared, number, admission, call, self._leg_headers, self._seed)
         attempt.trace = self._trace
-        self._attempts[action.attempt] = self._attempt = attempt
-        attempt.start(self, at_once=action.at_once)
+        self._attempts[number] = self._attempt = attempt
+        attempt.start(self, at_once=at_once)
 
     def _hedge_over(self, won: int, lost: int) -> None:
         result = "won" if won > lost else "lost"
@@ -439,7 +498,7 @@ class Exchange:
 
     def sent(self, leg: RunningLeg, data: bytes) -> None:
         """Bytes of its stream."""
-        if self._opened and self._flow.passes(leg.attempt, leg.leg, data, self._loop.time()):
+        if self._opened and self._asked().passes(leg.attempt, leg.leg, data, self._loop.time()):
             self._count(data)
             if self._relays is None or not self._lend(leg, data):
                 self.client.write(data)
@@ -467,7 +526,7 @@ class Exchange:
 
     def passed(self, leg: RunningLeg, data: bytes) -> None:
         """Events of its stream that the client was sent natively."""
-        self._flow.passed(data, self._loop.time())
+        self._asked().passed(data, self._loop.time())
         self._count(data)
 
     def returned(self, leg: RunningLeg, unsent: bytes, unread: bytes) -> None:
@@ -487,12 +546,13 @@ class Exchange:
                 leg.worker.learned = learn(event.body) or {}
             if (told := self._shared.dialect.told) is not None and (said := told(event.body)) is not None:
                 self._shared.decisions.told.append(Told(self._request_id, leg.worker.label, said))
-        self.happen(event)
+        if self._flow is not None or not self._goes_on_as_usual(leg, event):
+            self.happen(event)
 
     def broke(self, leg: RunningLeg, error: Exception) -> None:
         """Our own code failed at what it said."""
         self.happen(Lost(leg.attempt, leg.leg, Loss.LOCAL, f"internal error: {type(error).__name__}"))
-        if not self._flow.over:
+        if not self._asked().over:
             self._fail(error)
 
     @property
@@ -537,7 +597,7 @@ class Exchange:
             client.write(data)
         elif self._early is not None:
             self._early += data
-        elif self._flow.first_leg is Leg.PREFILL and not self._decode_spoke and self._grace_s > 0:
+        elif self._asked().first_leg is Leg.PREFILL and not self._decode_spoke and self._grace_s > 0:
             self._early = data
             self._shared.alarms.set(self._open, self._loop.time() + self._grace_s)
         else:
@@ -565,7 +625,7 @@ class Exchange:
         self.client.begin(headers, early + data)
         metrics = self._shared.metrics
         metrics.active_streams.add(1)
-        if (first := self._flow.first_leg) is not None:
+        if (first := self._asked().first_leg) is not None:
             metrics.ttft.observe(self._opened_s - self._started_s, first.value, exemplar=self._exemplar)
 
     def _end_stream(self, data: bytes) -> None:
@@ -576,22 +636,21 @@ class Exchange:
         times = timing.comment(self._times("total"))
         self.client.end(before_done(data, times + kv_path.comment(self._kv_value)))
 
-    def _respond(self, action: Respond) -> None:
-        headers, flow, status = self._answer_headers, self._flow, action.status
+    def _respond(self, status: int, content_type: str, body: bytes) -> None:
+        headers, flow = self._answer_headers, self._flow
         headers[timing.HEADER] = self._times("total")
         self._name_attempt()
         if 200 <= status < 300:
             if self._tally is not None:
-                self._tally.whole(action.body)
-            self._tail = action.body
+                self._tally.whole(body)
+            self._tail = body
             headers[kv_path.HEADER] = self._kv_value
-            if flow.prefill_spoke_s is not None:
-                ttft_s = flow.prefill_spoke_s - self._started_s
+            if (prefill_s := self._spoke_s[0]) is not None:
+                ttft_s = prefill_s - self._started_s
                 self._shared.metrics.ttft.observe(ttft_s, Leg.PREFILL.value, exemplar=self._exemplar)
-        if status == 503 or (status == 429 and flow.outcome is Outcome.UNAVAILABLE):
+        if status == 503 or (status == 429 and flow is not None and flow.outcome is Outcome.UNAVAILABLE):
             headers["Retry-After"] = str(self._shared.queue.retry_after_s())
-        body = error_for(self._call.path, status, action.body)
-        self.client.respond(status, action.content_type, headers, body)
+        self.client.respond(status, content_type, headers, error_for(self._call.path, status, body))
 
     def _hold(self, leg: RunningLeg) -> None:
         """Read no more of this leg until the client has read what it was sent."""
@@ -632,8 +691,16 @@ class Exchange:
             self._answer_headers[_WORKER_HEADERS[leg]] = worker.label
 
     def _times(self, last: str) -> str:
-        self._stages = timing.stages(self._flow, self._admission)
-        return timing.server_timing(self._stages, self._flow, self._admission, last, self._loop.time())
+        admission, (prefill_s, decode_s) = self._admission, self._spoke_s
+        self._stages = timing.stages(prefill_s, decode_s, admission)
+        return timing.server_timing(self._stages, decode_s, admission, last, self._loop.time())
+
+    @property
+    def _spoke_s(self) -> tuple[float | None, float | None]:
+        """Time of prefill's token, and of decode's, in this attempt."""
+        if (flow := self._flow) is None:
+            return self._prefill_spoke_s, self._decode_spoke_s
+        return flow.prefill_spoke_s, flow.decode_spoke_s
 
     def _abort_client(self) -> None:
         """The client has stopped reading for too long."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
+import msgspec
 import numpy as np
 
 from pdlink._index import words_of_json
@@ -212,9 +213,9 @@ class WorkerState:
         foreign = self.foreign_tokens
         if foreign is None:
             foreign = self.foreign * (self._mean_tokens or 1.0)
-        self.load = self.tokens + self.beside_tokens + foreign
+        self.load = load = self.tokens + self.beside_tokens + foreign
         if (table := self.table) is not None:
-            table.load[self.row] = self.load
+            table.load[self.row] = load
             if self.room_tokens is not None:
                 table.tell_room(self, self.row)
 
@@ -228,7 +229,7 @@ def compare(workers: Sequence[WorkerState]) -> None:
         worker.compared(ratio if ratio > _NOISE or ratio * _NOISE < 1 else 1.0)
 
 
-class Fleet(NamedTuple):
+class Fleet(msgspec.Struct, frozen=True):
     """The workers that may get a request now."""
 
     prefill: Sequence[WorkerState]

@@ -39,7 +39,7 @@ from .openai import (
     problem_of_answer,
 )
 from .recovery import Diverged
-from .rules import News, Reaction, Rules
+from .rules import News, Reaction, Rules, as_it_is
 from .sse import (
     EventTooLong,
     has_error,
@@ -198,7 +198,8 @@ class Flow:
                     return []
                 return self._on_ended(leg, now)
             case Answered(attempt=attempt, leg=leg):
-                if not self._awaited(attempt, leg) or (self._rules.awaits_prefill and self._keeps(event)):
+                usual = attempt == self.attempt and (state := self._legs.get(leg)) is not None and state.running
+                if not (usual or self._awaited(attempt, leg)) or (self._rules.awaits_prefill and self._keeps(event)):
                     return []
                 return self._on_answered(event, now)
             case Lost(attempt=attempt, leg=leg):
@@ -382,7 +383,7 @@ class Flow:
                 ended = self._win() if self._other is not None else []
                 return [*ended, *self._on_prefilled(event.body, now)]
             self.decode_spoke_s = now
-            if self._rules.merges_answer and Leg.PREFILL in self._legs:
+            if self._rules.merge_answer is not as_it_is and Leg.PREFILL in self._legs:
                 answer = structs.replace(answer, body=self._rules.merge_answer(self._prefill_answer, event.body))
             return self._finish(Outcome.OK, answer)
         return self._on_bad_status(event, now)

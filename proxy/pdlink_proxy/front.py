@@ -187,7 +187,8 @@ class Front(asyncio.Protocol):
         exchange, self._exchange = self._exchange, None
         if exchange is None or self.transport is None:
             return
-        if not (self._keeps and exchange.client.keeps):
+        client = exchange.client
+        if not (self._keeps and client.keep and client.ended):
             self.transport.close()
             return
         self.idle_since_s = self._doors.loop.time()

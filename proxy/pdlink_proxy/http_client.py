@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
@@ -90,7 +91,17 @@ class HttpClient:
         Disconnected or BadAnswer. lines: more headers, of `header_lines`."""
         address, begin = self._known.get((method, url)) or self._split(method, url)
         head = b"%b%bContent-Length: %d\r\n\r\n" % (begin, lines, len(body))
-        request = Request(self, address, head, body, listener)
+        request = Request(self, address)
+        if not self._limit or len(self._running) < self._limit:
+            idle = self._idle.get(address)
+            while idle:
+                connection = idle.pop()  # the newest: the others may end
+                if connection.keeps:
+                    self._running.add(request)
+                    request.connection, connection.reused = connection, True
+                    connection.ask(head, body, listener, partial(self.finished, request))
+                    return request
+        request.unsent = head, body, listener
         if self._limit and len(self._running) >= self._limit:
             self._waiting.append(request)
         else:
@@ -139,13 +150,15 @@ class HttpClient:
         except asyncio.CancelledError:
             pass
         if request in self._running:
-            self.finished(request, None)
+            self.finished(request)
             request.lost(error)
 
-    def finished(self, request: Request, connection: Connection | None) -> None:
+    def finished(self, request: Request) -> None:
         """The request needs its connection no more. For `Request`."""
         self._running.discard(request)
+        connection = request.connection
         if connection is not None:
+            request.connection = None
             if connection.keeps:
                 self._keep(request.address, connection)
             else:
@@ -156,7 +169,7 @@ class HttpClient:
     def forget(self, request: Request) -> None:
         """It is not to be sent any more. For `Request`."""
         if request in self._running:
-            self.finished(request, None)
+            self.finished(request)
         elif request in self._waiting:
             self._waiting.remove(request)
 
@@ -185,33 +198,33 @@ class HttpClient:
 class Request:
     """One request under way."""
 
-    __slots__ = ("_body", "_client", "_connection", "_head", "_listener", "address", "connecting")
+    __slots__ = ("_client", "address", "connecting", "connection", "unsent")
 
-    def __init__(self, client: HttpClient, address: _Address, head: bytes, body: bytes, listener: Listener) -> None:
-        self._client, self._head, self._body = client, head, body
-        self._connection: Connection | None = None
-        self.address = address
-        self._listener: Listener | None = listener
-        """Until the connection has it: it has this request, and a cycle would wait for the collector."""
+    def __init__(self, client: HttpClient, address: _Address) -> None:
+        self._client, self.address = client, address
+        self.connection: Connection | None = None
+        """While it has one."""
+        self.unsent: tuple[bytes, bytes, Listener] | None = None
+        """Head, body and listener until the connection has them: it has this request, and a cycle would wait for the
+        collector."""
         self.connecting: asyncio.Task[None] | None = None
 
     def sent_on(self, connection: Connection) -> None:
         """It has a connection."""
-        listener, self._listener = self._listener, None
-        assert listener is not None
-        self._connection = connection
-        connection.ask(self._head, self._body, listener, self._over)
-        self._head = self._body = b""
+        assert self.unsent is not None
+        (head, body, listener), self.unsent = self.unsent, None
+        self.connection = connection
+        connection.ask(head, body, listener, partial(self._client.finished, self))
 
     def lost(self, error: HttpError) -> None:
         """It has no connection, and gets none."""
-        if self._listener is not None:
-            self._listener.on_lost(error)
+        if self.unsent is not None:
+            self.unsent[2].on_lost(error)
 
     def leave(self) -> None:
         """The answer is not wanted: the listener hears no more, and the worker aborts. Nothing after its end."""
-        if self._connection is not None:
-            self._connection.leave()
+        if self.connection is not None:
+            self.connection.leave()
         else:
             self._client.forget(self)
             if self.connecting is not None:
@@ -219,33 +232,29 @@ class Request:
 
     def pause(self) -> None:
         """Read no more of the answer, until `resume`."""
-        if self._connection is not None:
-            self._connection.pause()
+        if self.connection is not None:
+            self.connection.pause()
 
     def resume(self) -> None:
-        if self._connection is not None:
-            self._connection.resume()
+        if self.connection is not None:
+            self.connection.resume()
 
     def lend(self) -> int | None:
         """See `Connection.lend`."""
-        return self._connection.lend() if self._connection is not None else None
+        return self.connection.lend() if self.connection is not None else None
 
     def give_back(self, unread: bytes) -> None:
         """See `Connection.give_back`."""
-        if self._connection is not None:
-            self._connection.give_back(unread)
+        if self.connection is not None:
+            self.connection.give_back(unread)
 
     def stop(self) -> bool:
         """Break it off: the listener hears of its loss soon. Whether it is connecting, which then ends."""
-        if self._connection is not None:
-            self._connection.abort()
+        if self.connection is not None:
+            self.connection.abort()
         elif self.connecting is not None:
             self.connecting.cancel()
         return self.connecting is not None
-
-    def _over(self) -> None:
-        connection, self._connection = self._connection, None
-        self._client.finished(self, connection)
 
 
 def header_lines(headers: Mapping[str, str]) -> bytes:

@@ -166,6 +166,8 @@ class Connection(asyncio.Protocol):
         self._lent = False
         """Somebody else reads the socket."""
         self._lost = False
+        self._fresh = True
+        """Nothing of the answer has come."""
 
     def ask(self, head: bytes, body: bytes, listener: Listener, over: Callable[[], None]) -> None:
         """over: called when the connection is not needed any more, before the listener hears of the end."""
@@ -174,9 +176,11 @@ class Connection(asyncio.Protocol):
         if self._parser is None:
             self._parser = httptools.HttpResponseParser(self)
         self._listener, self._over = listener, over
-        self._status, self._told, self._head_nbytes, self._end = 0, False, 0, None
-        self._pairs = []
-        self._between = self._lent = False
+        if not self._fresh:
+            self._fresh = True
+            self._status, self._told, self._head_nbytes, self._end = 0, False, 0, None
+            self._pairs = []
+            self._between = self._lent = False
         if len(body) < MAX_HEAD_NBYTES:
             self._transport.write(head + body)
         else:
@@ -258,15 +262,15 @@ class Connection(asyncio.Protocol):
             self.keeps = False
             self.abort()
             return
-        if not self._head_nbytes and (whole := whole_answer(data)) is not None:
+        if self._fresh and (whole := whole_answer(data)) is not None:
             # The usual answer to what does not stream. llhttp would call back for each of its lines.
             status, pairs, body = whole
-            self._head_nbytes, self._told = 1, True
             if self._paused:
                 self.resume()
             self._finish()
             listener.on_whole(status, Headers(pairs), body)
             return
+        self._fresh = False
         error: BadAnswer | None = None
         try:
             self._parser.feed_data(data)

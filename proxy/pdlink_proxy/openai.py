@@ -6,7 +6,7 @@ and 734 us; measured on 2 cores). Unknown fields pass through unchanged to the e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -55,6 +55,11 @@ _MAX_MESSAGE_CHARS = 2000
 
 # A decoder is made once: each call of `msgspec.json.decode` with such a type works it out anew.
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_VALUES: dict[type, msgspec.json.Decoder[Any]] = {
+    str: msgspec.json.Decoder(str | None),
+    bool: msgspec.json.Decoder(bool | None),
+    int: msgspec.json.Decoder(int | None),
+}
 
 
 class BadField(InvalidRequest):
@@ -123,16 +128,18 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
     if model is None:
         raise BadField("field 'model' is required", "model")
     known = _INPUT_FIELDS[path]
-    inputs = {name: fields[name] for name in known if name in fields}
-    if path == GENERATE:
-        inputs = {name: raw for name, raw in inputs.items() if bytes(raw) != b"null"}
-    if len(inputs) != 1:
+    number = 0
+    for name in known:
+        raw = fields.get(name)
+        if raw is None or (path == GENERATE and bytes(raw) == b"null"):
+            continue
+        number += 1
+        first_bytes, wanted = known[name]
+        if number == 1 and memoryview(raw)[0] not in first_bytes:  # no copy of a long prompt
+            raise BadField(f"field {name!r} must be {wanted}", name)
+    if number != 1:
         names = " or ".join(map(repr, known))
         raise BadField(f"field {names} is required", next(iter(known)))
-    for name, raw in inputs.items():
-        first_bytes, wanted = known[name]
-        if memoryview(raw)[0] not in first_bytes:  # no copy of a long prompt
-            raise BadField(f"field {name!r} must be {wanted}", name)
     streaming = ("stream" in fields and _field(fields, "stream", bool, "a boolean")) or False
     seed = _field(fields, "seed", int, "an integer") if "seed" in fields else None
     fields.pop(KV_PARAMS, None)
@@ -294,9 +301,9 @@ _T = TypeVar("_T")
 def _field(fields: Mapping[str, msgspec.Raw], name: str, kind: type[_T], wanted: str) -> _T | None:
     """The value of one small field; None if it is absent or null."""
     raw = fields.get(name)
-    if raw is None or bytes(raw) == b"null":
+    if raw is None:
         return None
     try:
-        return msgspec.json.decode(raw, type=kind, strict=True)
+        return _VALUES[kind].decode(raw)  # type: ignore[no-any-return]
     except (ValueError, RecursionError):
         raise BadField(f"field {name!r} must be {wanted}", name) from None

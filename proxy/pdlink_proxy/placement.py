@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+import msgspec
+
 from .fleet import fitting
 from .policies.base import Pick
 from .policies.candidates import Candidates
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from .table import Column
 
 
-class Placed(NamedTuple):
+class Placed(msgspec.Struct, frozen=True):
     """Workers for a request."""
 
     prefill: WorkerState | None
@@ -64,7 +66,7 @@ class Alone(NamedTuple):
 
     def reason(self, request: PlacementRequest, decode: WorkerState) -> str:
         """As a code; empty if a prefill worker computes the prompt."""
-        missing = request.num_tokens - request.held.get(decode.key, 0)
+        missing = request.num_tokens - (request.held.get(decode.key, 0) if request.held else 0)
         if missing <= self.tokens:
             return "short_prompt" if request.num_tokens <= self.tokens else "cached_prompt"
         return "decode_idle" if missing <= self.idle_tokens and not decode.load else ""
@@ -94,7 +96,11 @@ class Placer:
 
     def place(self, request: PlacementRequest, fleet: Fleet, *, full: bool = False) -> Decision:
         """full: decode workers without room for it may get it, too."""
-        prefills, decodes = Workers.of(fleet.prefill), Workers.of(fleet.decode)
+        prefills, decodes = fleet.prefill, fleet.decode
+        if not isinstance(prefills, Workers):
+            prefills = Workers.of(prefills)
+        if not isinstance(decodes, Workers):
+            decodes = Workers.of(decodes)
         plains = Workers.of(fleet.plain) if fleet.plain else None
         if plains and (by_itself := self._by_itself(request, plains, prefills, decodes, full=full)) is not None:
             return by_itself
@@ -107,7 +113,7 @@ class Placer:
         turn, there = self._turn, prefills.num > 0
         if request.avoid:
             prefills, decodes = _others(prefills, request.avoid), _others(decodes, request.avoid)
-        if not full and not (decodes := _with_room(decodes, request.total_tokens)).num:
+        if not full and not (decodes := _with_room(decodes, request.num_tokens + request.answer_tokens)).num:
             return Queued(f"no decode worker has room for {request.total_tokens} tokens", empty=False)
         self._turn += 1
         if fleet.refused:
@@ -118,7 +124,8 @@ class Placer:
             decode = decodes[0]
         else:
             decode = self._pick(self.decode, request, decodes, _decode_turn(turn, prefills.num, decodes.num)).worker
-        if not fleet.needs_prefill and (reason := self._alone.reason(request, decode)):
+        computes = request.held or self._alone.tokens or self._alone.idle_tokens  # else decode lacks too much
+        if computes and not fleet.needs_prefill and (reason := self._alone.reason(request, decode)):
             return Placed(None, decode, alone=reason)
         if fleet.refused:
             prefills = prefills.without({one for one, to in fleet.refused if to == decode.key})

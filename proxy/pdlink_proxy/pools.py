@@ -9,8 +9,10 @@ import itertools
 import logging
 import re
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+import msgspec
 
 from pdlink.errors import ConfigError
 
@@ -341,7 +343,7 @@ class Pools:
         self._alone = refused
 
 
-class Choice(NamedTuple):
+class Choice(msgspec.Struct, frozen=True):
     """Workers for a request."""
 
     prefill: Worker | None

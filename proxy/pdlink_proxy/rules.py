@@ -59,7 +59,8 @@ REACTIONS_UNTOLD: Reactions = {
 }
 
 
-def _as_it_is(_prefill_answer: bytes, data: bytes) -> bytes:
+def as_it_is(_prefill_answer: bytes, data: bytes) -> bytes:
+    """Nothing is to be merged."""
     return data
 
 
@@ -76,23 +77,23 @@ class Rules:
     """Statuses after which a retry may succeed."""
     no_kv_status: int = 502
     """The status of a healthy decode worker whose KV did not come."""
-    merge_answer: Callable[[bytes, bytes], bytes] = _as_it_is
+    merge_answer: Callable[[bytes, bytes], bytes] = as_it_is
     """(prefill's answer, decode's) -> the client's. Prefill's is empty until it is here. Called, as `merge_events`,
     for every attempt with a prefill leg."""
-    merge_events: Callable[[bytes, bytes], bytes] = _as_it_is
+    merge_events: Callable[[bytes, bytes], bytes] = as_it_is
     """(prefill's answer, whole events of decode's stream) -> the client's."""
     awaits_prefill: bool = False
     """Decode's answer lacks a part without prefill's: the client gets nothing before that is here."""
 
     @property
-    def merges_answer(self) -> bool:
-        """Whether `merge_answer` changes anything."""
-        return self.merge_answer is not _as_it_is
+    def plain(self) -> bool:
+        """Both legs start at once, and the client gets decode's answer as it is."""
+        return self.handover is None and self.merge_answer is as_it_is and not self.awaits_prefill
 
     @property
     def merges_events(self) -> bool:
         """Whether `merge_events` changes anything."""
-        return self.merge_events is not _as_it_is
+        return self.merge_events is not as_it_is
 
     @property
     def reactions(self) -> Reactions:

@@ -121,9 +121,10 @@ class RunningAttempt:
 
     def _start(self, hears: Hears, leg: Leg, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         shared, asked = self._shared, self._wanted
-        tokens = asked.total_tokens
         if leg is Leg.PREFILL:
             tokens = max(1, asked.num_tokens - self._cached_tokens)
+        else:
+            tokens = asked.num_tokens + asked.answer_tokens
         streams = self._call.streaming and (leg is Leg.DECODE or shared.dialect.prefill_streams)
         running = RunningLeg(shared, hears, self.number, leg, self.chosen[leg], self.transfer_id, streams=streams)
         self.legs[leg] = running

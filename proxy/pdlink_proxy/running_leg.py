@@ -85,41 +85,33 @@ _NOBODY = _Nobody()
 class RunningLeg(Listener):
     """Listens to one answer. Once it is over, or `cancel` was called, it tells no more."""
 
-    __slots__ = (
-        "_breaker",
-        "_call",
-        "_counted",
-        "_done",
-        "_hears",
-        "_ahead",
-        "_began_s",
-        "_let_go",
-        "_nbytes",
-        "_num_tokens",
-        "_outlier",
-        "_over",
-        "_parts",
-        "_paused",
-        "_probe",
-        "_request",
-        "_settling",
-        "_shared",
-        "_status",
-        "_streams",
-        "_work",
-        "answered_s",
-        "attempt",
-        "ended_s",
-        "failed",
-        "fate",
-        "headers",
-        "leg",
-        "sent_s",
-        "span_id",
-        "transfer_id",
-        "url",
-        "worker",
-    )
+    url = ""
+    headers = _NO_HEADERS
+    """Of its answer."""
+    failed = False
+    """By its worker's own fault."""
+    fate = ""
+    """How it ended, for people."""
+    sent_s = 0.0
+    answered_s: float | None = None
+    """When its answer began."""
+    ended_s: float | None = None
+    span_id = ""
+    """Of its span, if the request is traced."""
+    _settling: asyncio.Task[None] | None = None
+    _status = 0
+    _parts: list[bytes] | None = None
+    _nbytes = 0
+    _began_s = 0.0
+    """When it left; of a stream of decode, when its answer began."""
+    _paused = False
+    """Its client has kept it waiting."""
+    _done = False
+    """Its worker has nothing to do for it any more."""
+    _over = False
+    _counted = False
+    """Its breaker and its outlier have heard how it went."""
+    _let_go = False
 
     def __init__(
         self,
@@ -137,45 +129,24 @@ class RunningLeg(Listener):
         self._hears: Hears = request
         self.attempt, self.leg, self.worker, self.transfer_id = attempt, leg, worker, transfer_id
         self._streams = streams
-        self.url = ""
-        self.headers = _NO_HEADERS
-        """Of its answer."""
-        self.failed = False
-        """By its worker's own fault."""
-        self.fate = ""
-        """How it ended, for people."""
-        self.sent_s = 0.0
-        self.answered_s: float | None = None
-        """When its answer began."""
-        self.ended_s: float | None = None
-        self.span_id = ""
-        """Of its span, if the request is traced."""
-        self._settling: asyncio.Task[None] | None = None
-        self._status = 0
-        self._parts: list[bytes] = []
-        self._nbytes = 0
-        self._began_s = 0.0
-        """When it left; of a stream of decode, when its answer began."""
-        self._paused = False
-        """Its client has kept it waiting."""
-        self._done = self._over = self._counted = self._let_go = False
 
     def start(self, path: str, body: bytes, lines: bytes, request: PlacementRequest, tokens: int) -> None:
         """lines: headers. tokens: that the worker has to do for it."""
         worker, shared = self.worker, self._shared
         self._num_tokens = tokens
-        now = time.monotonic()
-        self._work = shared.pools.sent(request, worker, tokens, now)
-        self._breaker = worker.breaker  # of the life of the worker that gets the leg
-        self._call = self._breaker.begin(now)
-        self._outlier, self._began_s, self.sent_s = worker.outlier, now, now
-        self._probe, self._ahead = self._outlier.out, self._work.load
-        if self._probe:
-            self._outlier.begin()
+        self._began_s = self.sent_s = now = time.monotonic()
+        self._work = work = shared.pools.sent(request, worker, tokens, now)
+        self._ahead = work.load
+        self._breaker = breaker = worker.breaker  # of the life of the worker that gets the leg
+        self._call = breaker.begin(now)
+        self._outlier = outlier = worker.outlier
+        self._probe = outlier.out
+        if outlier.out:
+            outlier.begin()
         worker.in_flight += 1
         worker.legs.add(self)
-        self.url = worker.url + path
-        self._request = shared.clients[self.leg].start("POST", self.url, self, body, lines)
+        self.url = url = worker.url + path
+        self._request = shared.clients[self.leg].start("POST", url, self, body, lines)
 
     def cancel(self) -> None:
         """Close its connection; the worker aborts."""
@@ -232,7 +203,8 @@ class RunningLeg(Listener):
             says = self._streams or self._ahead >= MIN_PACE_TOKENS
             self._outlier.end(now, probe=self._probe, failed=False, pace=self._pace(now) if says else None)
             self._counted = True
-            self.fate = self.fate or "served"
+            if not self.fate:
+                self.fate = "served"
             if self.worker.on_trial:  # nothing else can change
                 self.worker.judged()
         self._work.finished(self._num_tokens, now, served=well)
@@ -302,9 +274,38 @@ class RunningLeg(Listener):
         if not well:
             self.served(well=False)  # before another attempt is placed
         self._hears.says(self, event)
-        if not self._over:
+        if self._over:
+            return
+        if self._done or self.failed:
             self.served(well=not self.failed)
             self._end()
+        else:
+            self._end_well()
+
+    def _end_well(self) -> None:
+        """`served` and `_end` at once, as they are of most legs."""
+        worker, shared, now = self.worker, self._shared, time.monotonic()
+        self._done = self._counted = self._over = True
+        self.ended_s = now
+        if not self.fate:
+            self.fate = "served"
+        worker.in_flight -= 1
+        worker.legs.discard(self)
+        self._breaker.end(self._call, now, failed=False)
+        pace = self._pace(now) if self._streams or self._ahead >= MIN_PACE_TOKENS else None
+        self._outlier.end(now, probe=self._probe, failed=False, pace=pace)
+        if worker.on_trial:  # nothing else can change
+            worker.judged()
+        self._work.finished(self._num_tokens, now, served=True)
+        if shared.pools.load_table is not None:
+            shared.pools.tell_beside(self._work)
+        if shared.queue.num:
+            shared.serve_queue()
+        if shared.arrivals is not None and self.leg is Leg.PREFILL:
+            shared.arrivals.forget(self.transfer_id)
+        if self._let_go:
+            shared.alarms.clear(self.cancel)
+        self._hears = _NOBODY
 
     def _broke(self, error: Exception) -> None:
         words = "transfer %s: its request failed unexpectedly"
@@ -344,6 +345,8 @@ class RunningLeg(Listener):
             except Exception as error:  # noqa: BLE001
                 self._broke(error)
             return
+        if self._parts is None:
+            self._parts = []
         self._parts.append(data)
         self._nbytes += len(data)
         most = self._shared.config.max_body_nbytes
@@ -371,7 +374,7 @@ class RunningLeg(Listener):
             if self._streams:
                 self._finish(Ended(self.attempt, self.leg), well=True)
             else:
-                self._answered(b"".join(self._parts))
+                self._answered(b"".join(self._parts or ()))
         except Exception as error:  # noqa: BLE001
             self._broke(error)
 

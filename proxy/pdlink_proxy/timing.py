@@ -13,16 +13,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .admission import Admission
-    from .flow import Flow
 
 HEADER = "Server-Timing"
 STAGES = ("queue", "placement", "prefill", "transfer")
 
 
-def stages(flow: Flow, admission: Admission) -> dict[str, float]:
-    """Seconds of each part of the way to the first token, as far as they are known."""
+def stages(prefill_s: float | None, decode_s: float | None, admission: Admission) -> dict[str, float]:
+    """Seconds of each part of the way to the first token, as far as they are known. prefill_s, decode_s: when each
+    leg had its token."""
     found = {"queue": admission.placed_s - admission.started_s, "placement": admission.placement_s}
-    prefill_s, decode_s = flow.prefill_spoke_s, flow.decode_spoke_s
     if prefill_s is not None:
         found["prefill"] = prefill_s - admission.placed_s
         if decode_s is not None and decode_s >= prefill_s:
@@ -30,15 +29,17 @@ def stages(flow: Flow, admission: Admission) -> dict[str, float]:
     return found
 
 
-def server_timing(found: Mapping[str, float], flow: Flow, admission: Admission, last: str, now: float) -> str:
+def server_timing(
+    found: Mapping[str, float], decode_s: float | None, admission: Admission, last: str, now: float
+) -> str:
     """The header's value. found: the stages. last: `ttft` or `total`."""
     text = f"queue;dur={found['queue'] * 1000:.1f}, placement;dur={found['placement'] * 1000:.3f}"
     if "prefill" in found:
         text += f", prefill;dur={found['prefill'] * 1000:.1f}"
     if "transfer" in found:
         text += f", transfer;dur={found['transfer'] * 1000:.1f}"
-    if flow.decode_spoke_s is not None:
-        text += f", decode;dur={(flow.decode_spoke_s - admission.placed_s) * 1000:.1f}"
+    if decode_s is not None:
+        text += f", decode;dur={(decode_s - admission.placed_s) * 1000:.1f}"
     return f"{text}, {last};dur={(now - admission.started_s) * 1000:.1f}"
 
 

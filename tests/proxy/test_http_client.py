@@ -103,7 +103,7 @@ class Heard(Listener):
         assert not self.status
         self.status, self.headers = status, headers
         assert self.request is not None
-        self.connection = self.request._connection  # none if the answer came in one piece
+        self.connection = self.request.connection  # none if the answer came in one piece
         self.more.set()
 
     def on_data(self, data: bytes) -> None:
