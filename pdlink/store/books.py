@@ -109,4 +109,5 @@ class Books:
                 self.summed.discard(change.key)
                 self.unchecked.discard(change.key)
                 self.shapes.pop(change.key, None)
-            self._announcer.note(RecordChange(MEMORY, is_there, change.key, preimages.get(change.key)))
+            known = preimages.get(change.key) if is_there else None
+            self._announcer.note(RecordChange(MEMORY, is_there, change.key, known))

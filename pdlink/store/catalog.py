@@ -253,7 +253,6 @@ class Catalog:
             if record.expires_s <= now_s:
                 self._forget(record)
             elif record.lapses_s <= now_s:
-                record.lapses_s = float("inf")
                 self._set_priority(record, DEFAULT_PRIORITY)
         return self._end_leases([serial for serial, hold in self._leases.items() if hold.deadline_s <= now_s])
 

@@ -1,0 +1,53 @@
+"""What the books know of a record is of the one that is there now, and who listens hears it with its tokens."""
+
+from __future__ import annotations
+
+from pdlink.kv.hashing import Preimage
+from pdlink.store.books import Books
+from pdlink.store.catalog import Catalog
+from pdlink.store.ingestion import make_ingestion
+from pdlink.store.interface import MEMORY, RecordChange
+from pdlink.store.policies.registry import make_policy
+
+from .stubs import SHAPE
+
+KEY = b"%032d" % 7
+
+
+def opened() -> Books:
+    catalog = Catalog(make_policy("lru"))
+    catalog.grow(4 * SHAPE.nbytes)
+    return Books(catalog, make_ingestion("all"), 0.0)
+
+
+def keep(books: Books, *, summed: bool = False, preimage: Preimage | None = None) -> None:
+    slots = books.catalog.reserve([KEY], SHAPE.nbytes, "a")
+    assert books.commit(slots, SHAPE, summed=summed, checked=not summed, preimages={KEY: preimage}) == [KEY]
+
+
+def test_a_record_that_goes_and_is_stored_again_before_anybody_was_told_is_known_as_the_new_one() -> None:
+    books = opened()
+    with books.lock:
+        keep(books)
+        books.catalog.remove([KEY])
+        keep(books, summed=True)
+    books.check()
+    assert (books.shapes, books.summed, books.unchecked) == ({KEY: SHAPE}, {KEY}, {KEY})
+    with books.lock:
+        books.catalog.remove([KEY])
+    books.check()
+    assert not books.shapes
+
+
+def test_who_listens_hears_of_each_change_once_in_order_with_the_tokens_that_were_said() -> None:
+    books, heard, known = opened(), list[RecordChange](), Preimage(None, (1, 2, 3, 4))
+    with books.lock:
+        keep(books)
+    books.listen(heard.append)
+    with books.lock:
+        books.catalog.remove([KEY])
+        keep(books, preimage=known)
+    books.tell()
+    books.tell()
+    present, gone = RecordChange(MEMORY, True, KEY), RecordChange(MEMORY, False, KEY)
+    assert heard == [present, gone, RecordChange(MEMORY, True, KEY, known)]
