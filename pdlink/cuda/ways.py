@@ -8,6 +8,7 @@ slower depends on GPU, bus and driver, so it is measured: some megabytes each wa
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -17,11 +18,13 @@ import numpy as np
 from pdlink import _cuda
 from pdlink.cuda.buffers import DeviceBuffer, PinnedBuffer
 from pdlink.cuda.copies import ENGINE_RUN_NBYTES
-from pdlink.cuda.driver import Stream
+from pdlink.cuda.driver import CudaFailure, Stream
 
 if TYPE_CHECKING:
     from pdlink.cuda.driver import Copies, Device
     from pdlink.cuda.kernels import Kernels
+
+log = logging.getLogger(__name__)
 
 RUN_NBYTES: Final = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 """Lengths that are tried: half a block of a small model to a chunk of a large one."""
@@ -68,16 +71,22 @@ def _first(table: tuple[Measured, ...], *, to_device: bool) -> int:
 
 
 def ways_of(device: Device, kernels: Kernels | None) -> Ways:
-    """Of an open device, measured when first asked. Without kernels the engine takes all.
+    """Of an open device, measured when first asked; unmeasured where the GPU has no memory left for that.
 
-    Raises CudaFailure, OSError.
+    Without kernels the engine takes all. Raises CudaFailure, OSError.
     """
     if kernels is None:
         return Ways(0, 0)
     of = device.driver.path, device.uuid
     with _LOCK:
-        if of not in _MEASURED:
-            _MEASURED[of] = measure(device, kernels)
+        try:
+            if of not in _MEASURED:
+                _MEASURED[of] = measure(device, kernels)
+        except CudaFailure as failure:
+            if failure.name != "CUDA_ERROR_OUT_OF_MEMORY":
+                raise
+            log.warning("when the copy engine is faster than a kernel is not measured: %s", failure)
+            return Ways()
         return _MEASURED[of]
 
 

@@ -395,13 +395,18 @@ def test_runs_are_cut_where_steps_meet_and_a_step_is_pinned_when_it_is_used(devi
         steps.close()
 
 
-def test_the_copy_engine_takes_the_lengths_at_which_it_was_not_slower(device: Device, double: Fake) -> None:
+def test_the_copy_engine_takes_the_lengths_at_which_it_was_not_slower(
+    device: Device, double: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [Measured(n, way, *((1.0, 2.0) if n >= first else (2.0, 1.0))) for n in RUN_NBYTES
             for way, first in ((False, 64 << 10), (True, 1 << 30))]  # fmt: skip
     chosen = Ways.chosen(tuple(rows))
     assert (chosen.to_host_nbytes, chosen.to_device_nbytes) == (64 << 10, 2 << 20)
     assert ways_of(device, None) == (0, 0, ()), "without kernels the engine takes all"
+    monkeypatch.setattr("pdlink.cuda.ways._MEASURED", {})
     with closing(Kernels(device, IMAGE)) as kernels:
+        double.fail("cuMemAlloc_v2", 2)  # vLLM has taken the GPU's memory
+        assert ways_of(device, kernels) == Ways()
         table = ways_of(device, kernels).table
         assert ways_of(device, kernels).table is table, "once for a process"
     assert sorted((row.run_nbytes, row.to_device) for row in table) == [
