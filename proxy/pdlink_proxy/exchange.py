@@ -225,14 +225,16 @@ class Exchange:
             for event, at_s in self._unasked:
                 flow.on(event, at_s)  # what it says was done
             self._unasked.clear()
+            if self._outcome is not None:  # the answer is written: nothing follows from what comes now
+                flow.outcome = self._outcome
         return flow
 
     def _goes_on_as_usual(self, leg: RunningLeg, event: Event) -> bool:
         """Whether no flow need be asked what follows from the end of a leg; then it is done."""
-        if not isinstance(event, Answered) or not 200 <= event.status < 300:
-            return False
         if self._outcome is not None:
             return True
+        if not isinstance(event, Answered) or not 200 <= event.status < 300:
+            return False
         if problem_of_answer(event.content_type, event.body):
             return False
         now = self._loop.time()

@@ -100,6 +100,22 @@ async def test_prefill_that_dies_after_its_token_does_not_repeat_it(prefill: Fak
         assert await proxy.stream() == WHOLE
 
 
+async def test_a_prefill_leg_that_is_lost_after_the_answer_is_nobodys_fault(
+    prefill: FakeWorker, decode: FakeWorker
+) -> None:
+    prefill.gate = asyncio.Event()
+    async with proxy_of([prefill], [decode]) as proxy:
+        async with proxy.post() as answer:
+            assert answer.status == 200
+            await answer.read()
+        (worker,) = proxy.router.pools.workers[Leg.PREFILL]
+        await prefill.stop()
+        await until(lambda: worker.in_flight == 0, "the end of its leg")
+        await asyncio.sleep(0)
+        assert decode.stops == []
+        assert sum(proxy.router.metrics.totals()["proxy_leg_failures"].values()) == 0
+
+
 # ---- decode fails before anything was sent
 
 
