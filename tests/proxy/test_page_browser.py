@@ -50,7 +50,7 @@ async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bro
 @asynccontextmanager
 async def shown(browser: Browser, url: str, **more: Any) -> AsyncIterator[Page]:
     """The page in a fresh window. No error in its code, and no request that nobody answers, is let pass."""
-    window = await browser.new_context(viewport={"width": 1240, "height": 1700}, **more)
+    window = await browser.new_context(**({"viewport": {"width": 1240, "height": 1700}} | more))
     troubles: list[str] = []
     try:
         page = await window.new_page()
@@ -246,6 +246,13 @@ async def test_all_text_can_be_read_in_both_schemes(browser: Browser, scheme: st
         found: list[tuple[str, float]] = await page.evaluate(CONTRASTS)
     assert len(found) > 60
     assert [each for each in found if each[1] < 4.5] == [], "WCAG 2, AA"
+
+
+async def test_page_is_no_wider_than_a_phone(browser: Browser) -> None:
+    """Its tables scroll by themselves."""
+    async with small(browser, viewport={"width": 390, "height": 844}) as (page, _):
+        await expect(page.locator("#charts canvas, #requests button").first).to_be_visible()
+        assert await page.evaluate("() => document.documentElement.scrollWidth") <= 390
 
 
 FOCUSED = """() => {
