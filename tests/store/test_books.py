@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdlink.kv.hashing import Preimage
 from pdlink.store.books import Books
 from pdlink.store.catalog import Catalog
@@ -37,6 +39,16 @@ def test_a_record_that_goes_and_is_stored_again_before_anybody_was_told_is_known
         books.catalog.remove([KEY])
     books.check()
     assert not books.shapes
+
+
+def test_a_catalog_that_is_wrong_shows() -> None:
+    books = opened()
+    with books.lock:
+        keep(books)
+    books.check()
+    books.catalog._extents.used_nbytes += 1
+    with pytest.raises(AssertionError):
+        books.check()
 
 
 def test_who_listens_hears_of_each_change_once_in_order_with_the_tokens_that_were_said() -> None:
