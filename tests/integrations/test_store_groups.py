@@ -350,8 +350,12 @@ def serving(
     server = Server(store, choose, copies_s)
     try:
         yield server, store
+        server.step()  # which reports what has ended
         server.settle()
         half = server.half
+        deadline_s = time.monotonic() + WAIT_S
+        while store._catalog._leases and time.monotonic() < deadline_s:
+            threading.Event().wait(0.01)  # what is not needed is given back by other threads
         assert not any((half._prompts, half._savings, half._looks, half._loads, half._saved, half.copying))
         store.check()
         assert not store._catalog._leases
