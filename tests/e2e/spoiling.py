@@ -22,7 +22,9 @@ class SpoilingConnector(PDLinkConnector):
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._offered |= {offer.request_id: offer.blocks for offer in connector_metadata.plan.offers}
+        plan = connector_metadata.plan
+        self._offered |= {load.request_id: load.blocks for load in plan.store.loads}
+        self._offered |= {offer.request_id: offer.blocks for offer in plan.offers}
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
