@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from pdlink.serve.ports import free_ports
@@ -29,13 +30,13 @@ _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def save_model(path: Path) -> None:
+def save_model(path: Path, num_layers: int = NUM_LAYERS) -> None:
     """A Llama whose greedy continuation really depends on every prompt token, as a checkpoint."""
     config = LlamaConfig(
         vocab_size=_VOCABULARY,
         hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=NUM_LAYERS,
+        num_hidden_layers=num_layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=32,
@@ -44,6 +45,17 @@ def save_model(path: Path) -> None:
     )
     torch.manual_seed(0)
     _save(LlamaForCausalLM(config), path)
+
+
+def save_eagle_head(path: Path) -> None:
+    """An EAGLE head with random weights for the model of `save_model`: a projection of two inputs, and one layer."""
+    save_model(path, num_layers=1)
+    layers = load_file(path / "model.safetensors")
+    head = {name.removeprefix("model."): weight for name, weight in layers.items() if ".layers." in name}
+    del head["layers.0.input_layernorm.weight"]  # the first layer of a head has none
+    width = head["layers.0.mlp.gate_proj.weight"].shape[1]
+    head["fc.weight"] = torch.randn(width, 2 * width) * width**-0.5
+    save_file(head, path / "model.safetensors")
 
 
 def save_latent_model(path: Path) -> None:
