@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdlink.config import StoreConfig
@@ -14,8 +16,6 @@ from pdlink.store.record import Group, RecordShape
 from pdlink.store.store import Store
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pdlink.store.interface import AnyStore
 
 _WAIT_S = 60.0
@@ -31,7 +31,7 @@ class Started(NamedTuple):
     """Memory that the arena has then."""
 
 
-def measure(directory: Path, nbytes: int) -> Started:
+def measure(nbytes: int) -> Started:
     """One start of each, with an arena of `nbytes`, perhaps more than the machine has."""
     began_s = time.perf_counter()
     store = Store(nbytes, make_policy("lru"))
@@ -42,11 +42,11 @@ def measure(directory: Path, nbytes: int) -> Started:
         taken_nbytes = os.fstat(store.buffer.fd).st_blocks * 512
     finally:
         store.close()
-    return Started(library_s, _process_s(directory, nbytes), taken_nbytes)
+    with TemporaryDirectory(prefix="pdlink-") as place:  # not the disk's: a socket's path has 107 characters at most
+        return Started(library_s, _process_s(Path(place) / "start" / "store", nbytes), taken_nbytes)
 
 
-def _process_s(directory: Path, nbytes: int) -> float:
-    path = directory / "start" / "store"
+def _process_s(path: Path, nbytes: int) -> float:
     settings = StoreConfig.model_validate(
         {"listen": str(path), "tiers": {"max_local_cpu_size": nbytes / (1 << 30)}}
     ).model_dump(mode="json")

@@ -169,7 +169,7 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
             kept["restart_s"], kept["restart_cpu_s"] = restart_s(directory, args.entries)
             _tell_restart(report, args, kept["restart_s"], kept["restart_cpu_s"])
         if _START in args.places:
-            kept["start"] = tier_start.measure(directory, args.memory << 30)
+            kept["start"] = tier_start.measure(args.memory << 30)
             _tell_start(report, args, kept["start"])
     return report
 
