@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import shutil
 import subprocess
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from pdlink.extras import missing
 from pdlink.store.tiers.valkey import Valkey
@@ -13,25 +14,24 @@ from pdlink.store.tiers.valkey import Valkey
 from .tier_lanes import Lane, Tiered
 from .workers import WorkerFailed
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 _START_S = 20.0
 
 
 class Server:
     """A server of this run, which keeps nothing on disk, on a Unix socket."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises WorkerFailed where no server is installed."""
+    def __init__(self) -> None:
+        """Raises WorkerFailed where no server is installed, or it does not start."""
         program = shutil.which("valkey-server") or shutil.which("redis-server")
         if program is None:
             raise WorkerFailed("no valkey-server or redis-server here; apt-get install valkey-server")
-        self.path = str((directory / "valkey").absolute())
-        options = ["--port", "0", "--unixsocket", self.path, "--save", "", "--dir", str(directory)]
+        self._place = TemporaryDirectory(prefix="pdlink-")
+        self.path = f"{self._place.name}/valkey"
+        options = ["--port", "0", "--unixsocket", self.path, "--save", "", "--dir", self._place.name]
         self._process = subprocess.Popen([program, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert self._process.stdout is not None
         if not any(b"ready to accept" in line.lower() for line in self._process.stdout):
+            self.close()
             raise WorkerFailed("the server did not start")
 
     def close(self) -> None:
@@ -39,6 +39,7 @@ class Server:
         self._process.wait(_START_S)
         assert self._process.stdout is not None
         self._process.stdout.close()
+        self._place.cleanup()
 
 
 class RedisPy(Lane):

@@ -178,7 +178,7 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
 def _lanes(place: str, directory: Path) -> Iterator[dict[str, Lane]]:
     """Raises WorkerFailed where a place's program or library is not installed."""
     if place == "valkey":
-        with closing(tier_valkey.Server(directory)) as server:
+        with closing(tier_valkey.Server()) as server:
             yield tier_valkey.lanes(server)
     else:
         yield memory_lanes() if place == "memory" else _disk_lanes(directory)
