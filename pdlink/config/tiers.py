@@ -32,6 +32,9 @@ class TiersConfig(Section):
     """Memory for it, in GiB; taken as it is needed. 0 keeps nothing."""
     reserve_local_cpu_size: float = Field(default=0.0, ge=0)
     """Memory of the machine that it never takes, in GiB."""
+    numa_node: int | None = Field(default=None, ge=0, lt=1024)
+    """NUMA node where its memory is preferred. None: that of the GPU whose KV a worker keeps, else the kernel's
+    choice."""
     max_pinned_size: float | None = Field(default=None, ge=0)
     """What operators may pin of it, in GiB; None is a quarter of it."""
     local_disk: str | None = None

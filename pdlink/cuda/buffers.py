@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import msgspec
 
 from pdlink.cuda.driver import CudaUnavailable
-from pdlink.cuda.numa import node_of, prefer_node
 from pdlink.memory.buffers import Buffer
+from pdlink.memory.numa import node_of
 
 if TYPE_CHECKING:
     from pdlink.cuda.driver import Device
@@ -167,8 +167,7 @@ class PinnedBuffer(Buffer):
 
     def __init__(self, device: Device, nbytes: int) -> None:
         """Raises OSError, CudaFailure."""
-        with prefer_node(node_of(device.pci_address)):
-            super().__init__(nbytes, name="pdlink-pinned")
+        super().__init__(nbytes, name="pdlink-pinned", numa_node=node_of(device.pci_address))
         self._device = device
         try:
             self.device_ptr: int = device.pin(self.ptr, self.nbytes)

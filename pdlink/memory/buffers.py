@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import numpy as np
 
+from pdlink.memory.numa import prefer_node
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -96,17 +98,25 @@ class Buffer:
     kind: ClassVar[Literal["host"]] = "host"
     borrowed: ClassVar[bool] = False
 
-    def __init__(self, nbytes: int, *, name: str = "pdlink-kv", committed_nbytes: int | None = None) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        name: str = "pdlink-kv",
+        committed_nbytes: int | None = None,
+        numa_node: int | None = None,
+    ) -> None:
         """Allocate `nbytes` (rounded up to whole pages), zeroed and touched, so that later stores do not fault.
 
         committed_nbytes: allocate and touch so many now, and leave the others to `commit`; address and size are those
-        of the whole from the start.
+        of the whole from the start. numa_node: where memory is preferred; None leaves it to the kernel.
         Raises OSError if the system has not that much memory free. That is looked at first: the kernel does not
         refuse a memory file that is too large, it fills it until something has to be killed.
         """
         if nbytes <= 0:
             raise ValueError(f"nbytes must be positive, got {nbytes}")
         self.nbytes = _whole_pages(nbytes)
+        self._numa_node = numa_node
         self.committed_nbytes = 0
         """From the start of the buffer: what has memory."""
         first_nbytes = self.nbytes if committed_nbytes is None else min(self.nbytes, _whole_pages(committed_nbytes))
@@ -142,14 +152,15 @@ class Buffer:
         know a request (before 5.14) answers EINVAL; then fallocate gives the memory, without the first touch.
         """
         begin, length = self.committed_nbytes, upto_nbytes - self.committed_nbytes
-        for request in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE) if length else ():
-            # mmap.madvise would hold the GIL meanwhile.
-            if _libc.madvise(ctypes.c_void_p(self.ptr + begin), ctypes.c_size_t(length), request):
-                code = ctypes.get_errno()
-                if code != errno.EINVAL:
-                    raise OSError(code, os.strerror(code))
-        if length:
-            os.posix_fallocate(self.fd, begin, length)
+        with prefer_node(self._numa_node):
+            for request in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE) if length else ():
+                # mmap.madvise would hold the GIL meanwhile.
+                if _libc.madvise(ctypes.c_void_p(self.ptr + begin), ctypes.c_size_t(length), request):
+                    code = ctypes.get_errno()
+                    if code != errno.EINVAL:
+                        raise OSError(code, os.strerror(code))
+            if length:
+                os.posix_fallocate(self.fd, begin, length)
         self.committed_nbytes = upto_nbytes
 
     def gather(self, begin: int, end: int) -> bool | None:

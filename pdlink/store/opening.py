@@ -10,6 +10,7 @@ from urllib.parse import quote
 from pdlink.config import state_directory
 from pdlink.errors import ConfigError
 from pdlink.kv import hashing
+from pdlink.memory.numa import node_of, nodes
 from pdlink.store.cleared import places_of
 from pdlink.store.client import RemoteStore
 from pdlink.store.codec import FP8
@@ -121,7 +122,8 @@ def open_groups(
         raise ConfigError("tiers: got two groups of layers whose records cannot be told apart; limit none")
     store: AnyStore
     if config.store is None:
-        store = make_store(config, name, namespaces[0].hex()[:32], peers)
+        node = node_of(cast("DeviceMemory", buffers[0]).device.pci_address) if buffers[0].kind == "cuda" else None
+        store = make_store(config, name, namespaces[0].hex()[:32], peers, numa_node=node)
     else:
         store = RemoteStore(config.store, name=name, timeout_s=config.store_timeout_s)
     gpu = GpuPages(cast("Sequence[DeviceMemory]", buffers)) if buffers[0].kind == "cuda" else None
@@ -157,13 +159,27 @@ def _own_places(config: TiersConfig) -> list[str]:
     return [MEMORY] if config.local_disk is None else [MEMORY, Disk.name]
 
 
-def make_store(config: TiersConfig, name: str, namespace: str = ALL, peers: Sequence[Tier] = ()) -> Store:
+def make_store(
+    config: TiersConfig,
+    name: str,
+    namespace: str = ALL,
+    peers: Sequence[Tier] = (),
+    *,
+    numa_node: int | None = None,
+) -> Store:
     """A store in this process, not yet open.
 
     name: stands for {name} in `local_disk`. namespace: whose records the disk keeps together.
-    peers: tiers that are stores of other nodes.
+    peers: tiers that are stores of other nodes. numa_node: for its memory, where the settings name none.
     Raises ConfigError.
     """
+    if config.numa_node is not None:
+        numa_node, known = config.numa_node, nodes()
+        if known and numa_node not in known:
+            raise ConfigError(
+                f"tiers.numa_node: got {numa_node}; limit {', '.join(map(str, known))}, the nodes of this machine; "
+                "correct it, or leave it out"
+            )
     nbytes = int(config.max_local_cpu_size * _GIB)
     return Store(
         nbytes,
@@ -177,6 +193,7 @@ def make_store(config: TiersConfig, name: str, namespace: str = ALL, peers: Sequ
         ttl_s=float("inf") if config.ttl_s is None else config.ttl_s,
         tenant_quota_nbytes=int((config.quota_per_salt or 0) * _GIB),
         reserve_nbytes=int(config.reserve_local_cpu_size * _GIB),
+        numa_node=numa_node,
         lends=bool(config.peers) or config.peer_port is not None,
     )
 

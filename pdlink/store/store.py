@@ -74,6 +74,7 @@ class Store(AnyStore):
         tenant_quota_nbytes: int = 0,
         pin_quota_nbytes: int = 0,
         reserve_nbytes: int = 0,
+        numa_node: int | None = None,
         lends: bool = False,
         cleared: Sequence[Path] = (),
         tier_deadline_s: float = 10.0,
@@ -88,13 +89,14 @@ class Store(AnyStore):
         lends: other nodes read records: they have digests, and all memory is taken at once, because nodes of this
         host map only an arena without holes.
         cleared: files that remember what is to be forgotten by tiers that are away (`Cleared`); none for this process
-            only. reserve_nbytes: of the host's memory, never taken. lease_s: longest life of a fetch.
+            only. reserve_nbytes: of the host's memory, never taken. numa_node: see `Buffer`.
+        lease_s: longest life of a fetch.
         tier_deadline_s: how long a tier may take for one call before it is left alone, and for all of a fetch.
         """
         if nbytes <= 0:
             raise ConfigError(f"tiers.max_local_cpu_size: got {nbytes} bytes; limit more than 0; switch tiers off")
         self._nbytes, self._reserve_nbytes, self._lends = nbytes, reserve_nbytes, lends
-        self._pin_quota_nbytes = pin_quota_nbytes
+        self._pin_quota_nbytes, self._numa_node = pin_quota_nbytes, numa_node
         self._lease_s, self._tier_deadline_s, self._clock = lease_s, tier_deadline_s, clock
         self._verify, self._sealing = verify, threading.Lock()
         """Held while the last share of a record is sealed and committed, so that one of its writers sees to it."""
@@ -122,7 +124,9 @@ class Store(AnyStore):
     def open(self) -> None:
         """Reserve the arena, give it its first memory, start the threads. Raises OSError if there is not enough."""
         first_nbytes = self._nbytes if self._lends else GROWTH_NBYTES
-        self._buffer = Buffer(self._nbytes, name="pdlink-store", committed_nbytes=first_nbytes)
+        self._buffer = Buffer(
+            self._nbytes, name="pdlink-store", committed_nbytes=first_nbytes, numa_node=self._numa_node
+        )
         self._catalog.grow(self._buffer.committed_nbytes)
         self._below = Below(
             self._given_tiers,

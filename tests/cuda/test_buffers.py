@@ -10,7 +10,7 @@ import pytest
 
 from pdlink.cuda.buffers import BorrowedDeviceBuffer, DeviceBuffer, PinnedBuffer
 from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Device
-from pdlink.cuda.numa import node_of, prefer_node
+from pdlink.memory.numa import node_of, prefer_node
 from tests.cuda.fake import Fake
 
 

@@ -1,8 +1,8 @@
-"""Host memory on the NUMA node of a GPU: copies across sockets share the link between them.
+"""Host memory on a NUMA node, as that of a GPU: copies across sockets share the link between them.
 
-The memory policy belongs to the calling thread and applies when pages are first touched; `Buffer` touches them when
-it is made. The system call goes through ctypes, without libnuma. If it is forbidden (some containers), the kernel
-chooses the node, which is only slower.
+The memory policy belongs to the calling thread and applies when pages are first touched, which `Buffer` does. The
+system call goes through ctypes, without libnuma. If it is forbidden (some containers), the kernel chooses the node,
+which is only slower.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ def node_of(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> i
     except (OSError, ValueError):
         return None
     return node if 0 <= node < _MAX_NODES else None
+
+
+def nodes(devices: Path = Path("/sys/devices/system/node")) -> list[int]:
+    """The NUMA nodes of this machine; none if the system does not tell."""
+    return sorted(int(path.name.removeprefix("node")) for path in devices.glob("node[0-9]*"))
 
 
 @contextlib.contextmanager
