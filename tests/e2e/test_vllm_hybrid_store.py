@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.e2e.engine_servers import post, prompt_of, until  # noqa: E402
 from tests.e2e.hybrid_models import save_recurrent_model, save_window_model  # noqa: E402
 from tests.e2e.test_vllm_hybrid import SPOILING  # noqa: E402
 from tests.e2e.test_vllm_store import loaded, tiers_of  # noqa: E402
-from tests.e2e.vllm_servers import Server  # noqa: E402
+from tests.e2e.vllm_servers import Pair, Server  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -39,6 +40,8 @@ class Kind:
     """Tokens of a record. Prefill computes 256 at a time."""
     lengths: tuple[int, ...]
     num_groups: int
+    tight: list[str]
+    """Too few blocks for the answers of many prompts."""
     at_once: bool = True
     """Answers do not depend on what else is computed in a step: not so in bfloat16."""
 
@@ -50,6 +53,7 @@ KINDS = {
         64,
         (64, 65, 129, 257, 513, 1200, 2600),
         3,
+        ["--num-gpu-blocks-override", "160", "--no-scheduler-reserve-full-isl"],
     ),
     # vLLM makes a block of 1,152 tokens: as long as a state. The last token of each prompt is a step of its own.
     "states": Kind(
@@ -58,6 +62,7 @@ KINDS = {
         128,
         (257, 513, 1153, 2305),
         2,
+        [],
         at_once=False,
     ),
 }
@@ -169,3 +174,52 @@ def test_many_at_once_do_not_mix(kept: Kept) -> None:
         with ThreadPoolExecutor(kept.num_threads) as threads:
             answers = dict(zip(prompts, threads.map(kept.server.complete, prompts.values()), strict=True))
         assert {length: answer.tokens for length, answer in answers.items()} == kept.alone
+
+
+def test_what_was_kept_outlives_sigkill(kept: Kept) -> None:
+    length = kept.kind.lengths[-1]
+    assert kept.server.complete(prompt_of(length, length)).tokens == kept.alone[length]
+    until(kept.server.holds_nothing, "all of it is kept")
+    written = ("vllm:pdlink_tier_seconds_count", 'call="put"', 'outcome="done"')
+    until(lambda: kept.server.metric(*written) >= length // kept.kind.chunk, "the disk has it")
+    kept.server.kill()
+    kept.server.start().wait_ready()
+    assert kept.server.complete(prompt_of(length, length)).tokens == kept.alone[length]
+    assert loaded(kept.server) == kept.hit(length)
+
+
+def test_preempted_prompts_are_right_and_beside_pd_too(kept: Kept) -> None:
+    """A pair of which both have a store, and decode is short of blocks. Warm in the end."""
+    kept.server.kill()
+    place, kind = kept.place, kept.kind
+    prompts = {length: prompt_of(length, length) for length in kind.lengths}
+    flags = [*FLAGS, *kind.flags]
+    pair = Pair.of(
+        place,
+        prefill_flags=flags,
+        decode_flags=[*flags, *kind.tight],
+        verify="all",
+        store=tiers_of(place, chunk_size=kind.chunk),
+        decode_store=tiers_of(place, chunk_size=kind.chunk),
+        environment=DEV | {"PDLINK_TEST_SPOIL": str(kept.spoil)},
+        decode_connector=SPOILING,
+    )
+    try:
+        for turn in range(3):
+            for server in (pair.prefill, pair.decode):
+                until(server.holds_nothing, f"{server.name} holds nothing")
+                forget(server)
+            with ThreadPoolExecutor(kept.num_threads) as threads:
+                answers = dict(zip(prompts, threads.map(pair.tokens, prompts.values()), strict=True))
+            assert answers == kept.alone, turn
+        assert loaded(pair.prefill) > 0, "prefill has computed all of it again"
+        assert pair.decode.metric("vllm:pdlink_transfer_failures_total") == 0
+        alone = [pair.decode.complete(prompt, max_tokens=200) for prompt in prompts.values()]
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            asked = partial(pair.decode.complete, max_tokens=200)
+            assert [answer.status for answer in threads.map(asked, prompts.values())] == [200] * len(prompts)
+        assert {length: [answer.tokens[0][:12]] for length, answer in zip(prompts, alone, strict=True)} == kept.alone
+        if kind.tight:
+            assert pair.decode.metric("vllm:num_preemptions_total") > 0, "there was room for all prompts"
+    finally:
+        pair.stop()
