@@ -135,10 +135,11 @@ class StoredPrompt:
     def fetch(self, begin: int, end: int) -> AnyFetch:
         """Bring the chunks of tokens [begin, end) of what was found into memory, ahead of the load, which ends it.
 
-        Or close it. `brought` is told how long it took.
+        Or close it. `brought` is told how long it took. The records are checked before it is done, and not while they
+        are copied: an engine that fetches ahead has promised what it got before it copies.
         """
         first = begin // self.source.chunk_tokens
-        self._fetched = first, self._fetch(first, -(-end // self.source.chunk_tokens))
+        self._fetched = first, self._fetch(first, -(-end // self.source.chunk_tokens), checks=False)
         return self._fetched[1]
 
     def brought(self, begin: int, end: int, num_came: int, took_s: float) -> None:
@@ -162,18 +163,22 @@ class StoredPrompt:
         first = wanted.begin // chunk_tokens
         ahead, self._fetched = self._fetched, None
         began_s = time.monotonic()
-        begun, fetch = ahead or (first, self._fetch(first, -(-wanted.end // chunk_tokens)))
+        begun, fetch = ahead or (
+            first,
+            self._fetch(first, -(-wanted.end // chunk_tokens), checks=self.source.fuses),
+        )
         assert begun <= first, "more is wanted than was fetched"
         assert self._found is not None
         places = () if ahead else self._found.places[first : -(-wanted.end // chunk_tokens)]
         mine = Blocks(tuple(blocks), wanted.begin)
         return StoreLoad(self.source, fetch, begun, wanted, mine, landed, places, began_s)
 
-    def _fetch(self, first: int, last: int | None) -> AnyFetch:
+    def _fetch(self, first: int, last: int | None, *, checks: bool) -> AnyFetch:
+        """checks: the load compares the sums of records while it copies."""
         assert self._found is not None
         found = self._found._replace(keys=self._found.keys[first:last], places=self._found.places[first:last])
         source = self.source
-        return source.store.fetch(found, source.shape, self.request_id, retention=self.retention, checks=source.fuses)
+        return source.store.fetch(found, source.shape, self.request_id, retention=self.retention, checks=checks)
 
     def store(self, begin: int, end: int, blocks: Sequence[int], layer: int) -> None:
         """Keep tokens [begin, end) of one layer, which the engine has computed; layers come in order, from the first.
