@@ -172,17 +172,28 @@ def test_a_killed_server_is_an_error_and_its_next_life_serves(pair: SglangPair, 
     answer = pair.while_computing(prompt_of(LONG, 3), server.kill)
     assert answer.status >= 500, answer
     assert "error" in answer.body["text"], answer
-    if killed == "decode":
-        server.flags.append("--disaggregation-decode-enable-radix-cache")  # for the next test
     server.start().wait_ready()
     pair.wait_routed()
     assert serves(pair, alone)
     assert serves(pair, alone, 1000)
 
 
+@pytest.fixture
+def decode_caches(pair: SglangPair) -> Iterator[None]:
+    """Decode is started again with a prefix cache of its own, and without one afterwards."""
+    plain = list(pair.decode.flags)
+    for flags in ([*plain, "--disaggregation-decode-enable-radix-cache"], plain):
+        pair.decode.kill()
+        pair.decode.flags[:] = flags
+        pair.decode.start().wait_ready()
+        pair.wait_routed()
+        if flags is not plain:
+            yield
+
+
+@pytest.mark.usefixtures("decode_caches")
 def test_what_decode_has_cached_does_not_travel(pair: SglangPair, alone: Alone) -> None:
-    if "--disaggregation-decode-enable-radix-cache" not in pair.decode.flags:
-        pytest.skip("decode was not started again")
+    assert serves(pair, alone, 1000)
     before = len(pair.transfers_of(1008))
     assert serves(pair, alone, 1000)
     until(lambda: len(pair.transfers_of(1008)) > before, "its transfer has ended")
@@ -192,12 +203,22 @@ def test_what_decode_has_cached_does_not_travel(pair: SglangPair, alone: Alone) 
 
 
 def test_servers_that_exchange_their_roles_serve_each_other(pair: SglangPair, alone: Alone) -> None:
-    """Last: pdlink's proxy is told of roles once."""
-    for server, role in ((pair.prefill, "decode"), (pair.decode, "prefill")):
-        asked = {"new_role": role, "decode_cuda_graph_memory_gb": 0}
-        until(lambda s=server, a=asked: s.call("POST", "/pd_role_switch", a) == 200, f"{server.name} takes {role}")
-    swapped = pair.swapped()
-    for length in (64, 1000):
-        prompt = prompt_of(length, length)
-        _, decode = swapped.legs(prompt)
-        assert tokens_of(decode) == alone[tuple(prompt)]
+    """pdlink's proxy is told of roles once: it serves again when the servers have their first roles back."""
+    try:
+        for server, role in ((pair.prefill, "decode"), (pair.decode, "prefill")):
+            take_role(server, role)
+        swapped = pair.swapped()
+        for length in (64, 1000):
+            prompt = prompt_of(length, length)
+            _, decode = swapped.legs(prompt)
+            assert tokens_of(decode) == alone[tuple(prompt)]
+    finally:
+        for server, role in ((pair.prefill, "prefill"), (pair.decode, "decode")):
+            take_role(server, role)
+    pair.wait_routed()
+    assert serves(pair, alone, 1000)
+
+
+def take_role(server: SglangServer, role: str) -> None:
+    asked = {"new_role": role, "decode_cuda_graph_memory_gb": 0}
+    until(lambda: server.call("POST", "/pd_role_switch", asked) == 200, f"{server.name} takes {role}")
