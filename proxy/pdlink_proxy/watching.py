@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 from pdlink.errors import WorkerKeyRefused
@@ -31,7 +32,7 @@ async def watch(
     """
     while True:
         worker.poke.clear()
-        faults = worker.faults
+        faults, asked_s = worker.faults, time.monotonic()
         try:
             known = Known(worker.health, worker.state is State.OK, worker.control, worker.side is Leg.PREFILL)
             health = await (look_at_plain if worker.plain else dialect.look)(asking, known)
@@ -40,7 +41,7 @@ async def watch(
         except WorkerKeyRefused as error:
             worker.barred(str(error))
         except TimeoutError:
-            worker.silent(asking.timeout_s)
+            worker.silent(asked_s)
         except (HttpError, OSError, ValueError) as error:
             worker.unreachable(f"GET /health: {describe(error)}")
         heard()

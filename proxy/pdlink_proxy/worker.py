@@ -36,6 +36,9 @@ log = logging.getLogger("pdlink.proxy")
 _SILENCES_UNTIL_UNREACHABLE = 2
 """One late answer may be a busy host; one refused connection is enough."""
 
+SILENT_S = 30.0
+"""A worker that has answered no probe for so long has lost its legs: a stopped process closes no connection."""
+
 QUIET_S = 10.0
 """No warning about unreachable workers for this long after the proxy's start (workers may still load their models),
 and after a worker reports that it drains."""
@@ -124,6 +127,8 @@ class Worker:
     work: WorkerState = field(default_factory=lambda: WorkerState(""))
     """What this incarnation has to do."""
     _silences: int = 0
+    _silent_since_s: float | None = None
+    """When the first probe left that it has not answered."""
     _warned_s: float | None = None
     """time.monotonic of the warning, until the worker is back."""
 
@@ -160,7 +165,8 @@ class Worker:
     def heard(self, health: Health | str, *, faults_when_asked: int) -> None:
         """Take in its health, or the text why its answer is invalid."""
         self.heard_s = time.monotonic()
-        self._silences, self.hushed = 0, ""
+        self._answered()
+        self.hushed = ""
         if isinstance(health, str):
             self._become(State.INVALID, health)
             return
@@ -191,7 +197,7 @@ class Worker:
         """It is as it was, but for its load. Its health must be known."""
         assert self.health is not None
         self.heard_s = time.monotonic()
-        self._silences = 0
+        self._answered()
         self.health = self.health.with_load(load)
 
     def judged(self) -> None:
@@ -205,17 +211,22 @@ class Worker:
         if self.changed is not None:
             self.changed()
 
-    def silent(self, timeout_s: float) -> None:
-        """It did not answer GET /health in time."""
+    def silent(self, asked_s: float) -> None:
+        """It did not answer GET /health in time. asked_s: time.monotonic of the probe."""
         self._silences += 1
+        since_s = self._silent_since_s = asked_s if self._silent_since_s is None else self._silent_since_s
+        now = time.monotonic()
+        what = f"no answer to GET /health within {now - asked_s:.3g} s"
         if self._silences >= _SILENCES_UNTIL_UNREACHABLE:
-            self._become(
-                State.UNREACHABLE, f"no answer to GET /health within {timeout_s:g} s, {self._silences} times"
-            )
-        if self.hushed:  # a stopped host ends no connection: nobody else would tell its legs
-            reason = f"{self.hushed}, and no answer to GET /health within {timeout_s:g} s"
+            self._become(State.UNREACHABLE, f"{what}, {self._silences} times")
+        long = self._silences >= _SILENCES_UNTIL_UNREACHABLE and now - since_s >= SILENT_S
+        if self.hushed or long:  # a stopped host ends no connection: nobody else would tell its legs
+            reason = f"{self.hushed}, and {what}" if self.hushed else f"no answer to probes for {now - since_s:.3g} s"
             for leg in tuple(self.legs):
                 leg.gone(reason)
+
+    def _answered(self) -> None:
+        self._silences, self._silent_since_s = 0, None
 
     def unreachable(self, reason: str) -> None:
         """GET /health failed."""
@@ -230,7 +241,7 @@ class Worker:
     def barred(self, reason: str) -> None:
         """It refuses this proxy's key, until the next health that it answers."""
         self.heard_s = time.monotonic()
-        self._silences = 0
+        self._answered()
         self._become(State.BARRED, reason)
 
     def _become(self, state: State, reason: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from pdlink_proxy import worker as workers
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import FAILURES
 from tests.proxy.fakes import DONE, FakeWorker, Proxy, event, proxy_of, tokens_of, until
@@ -483,3 +484,22 @@ async def test_an_error_that_is_no_json_is_an_error_of_its_worker(
     async with proxy_of([prefill], [decode], retries=0) as proxy, proxy.post() as response:
         assert response.status == status
         assert (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_requests_in_hand_at_a_worker_that_answers_no_probe_go_elsewhere(
+    prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    """And not after `first_byte_timeout_s`, which is ten minutes: a stopped process closes no connection."""
+    monkeypatch.setattr(workers, "SILENT_S", 0.3)
+    hung = prefill if role == "prefill" else decode
+    prefill.gate, decode.gate = asyncio.Event(), asyncio.Event()
+    decode.on_stop = lambda _: decode.gate.set() if decode.gate else None
+    async with proxy_of([prefill], [decode], health_interval_s=0.05, connect_timeout_s=0.2) as proxy:
+        (worker,) = proxy.router.pools.at(hung.url)
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(_status(proxy))
+            await until(lambda: len(hung.received) == 1, "the request there")
+            hung.hung = True
+            assert await asyncio.wait_for(asking, 60) == (200 if role == "prefill" else 502)
+        assert (worker.in_flight, worker.legs, worker.state.value) == (0, set(), "unreachable")
