@@ -59,6 +59,8 @@ class SglangServer(EngineServer):
             "SGLANG_USE_CPU_ENGINE": "1",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            # How long prefill waits for a decode server that stands still; SGLang's default of 300 s outlasts a leg.
+            "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
             "PYTHONPATH": f"{ROOT / 'tests/sglang_cpu'}:{ROOT}",
             **self.environment,
         }

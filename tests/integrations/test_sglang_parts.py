@@ -13,7 +13,7 @@ import torch
 
 from pdlink.errors import ConfigError
 from pdlink.integrations.sglang_parts import host_pool, versions, wire
-from pdlink.integrations.sglang_parts.ends import Cut, End, Ends, Rank, shared_heads
+from pdlink.integrations.sglang_parts.ends import Cut, End, Ends, Rank, comes_from_another, shared_heads
 from pdlink.integrations.sglang_parts.hicache import HostPages, RankScheme
 from pdlink.integrations.sglang_parts.pages import restorable
 from pdlink.integrations.sglang_parts.pool import layout_of, state_of
@@ -213,6 +213,26 @@ def test_ranks_of_other_numbers_exchange_the_heads_that_they_share(make: Make, p
         for entry, buffer in enumerate(receiver.entries):
             assert (buffer[[10, 11]] == of_rank(theirs, entry)).all()
             assert not buffer[:10].any()
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (4, 1), (4, 2), (8, 2), (8, 4), (2, 2), (2, 4)])
+def test_each_head_of_a_decode_rank_comes_from_one_prefill_rank(prefill: int, decode: int, num_heads: int) -> None:
+    """Of those that it asks; a block of decode's is open to one writer at a time."""
+    for number in range(decode):
+        theirs = Rank((number, decode), num_heads)
+        if prefill <= decode:
+            asked_ranks = [number * prefill // decode]
+        else:
+            asked_ranks = list(range(number * (prefill // decode), (number + 1) * (prefill // decode)))
+        sent = [
+            head
+            for rank in asked_ranks
+            if not comes_from_another(Rank((rank, prefill), num_heads), theirs.tp)
+            for head in Rank((rank, prefill), num_heads).heads
+            if head in theirs.heads
+        ]
+        assert sorted(sent) == list(theirs.heads)
 
 
 def test_a_decode_rank_of_all_layers_is_served_by_the_ranks_of_each_stage(make: Make) -> None:
@@ -449,5 +469,5 @@ def test_messages_of_sglang_are_left_to_it() -> None:
     assert wire.decode([b"ABORT", b"7"]) is None
     ask = wire.Ask(2**63 - 1, "t", "127.0.0.1", 1, 0, 3, (1,), (1, 2), 2, 2, True)
     assert wire.decode(wire.encode(ask)) == ask
-    here = wire.Here(1, "t", {-1: "tcp://a:1", 0: "tcp://a:2"}, (0, 1), (0, 1))
+    here = wire.Here(1, "t", {-1: "tcp://a:1", 0: "tcp://a:2"}, (1, 2), (0, 1), (0, 1))
     assert wire.decode(wire.encode(here)) == here

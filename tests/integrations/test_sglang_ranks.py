@@ -36,6 +36,8 @@ class Servers:
             for mode in ("prefill", "decode")
         }
         self.room = 1000
+        self.reasons: dict[str, list[str]] = {}
+        """Why ranks have failed the last request, by side."""
         self.address = ""
 
     def open(self, shapes: dict[str, list[dict[str, Any]]], roles: tuple[str, str] = ("prefill", "decode")) -> None:
@@ -77,6 +79,11 @@ class Servers:
                 rank("send", room=room, pages=SOURCE[1:], seed=SEED, places=theirs)
         received = [self.on(receiver, n)("wait", room=room, status=ENDS)["status"] for n in range(num_decode)]
         sent = [self.on(sender, n)("wait", room=room, status=ENDS)["status"] for n in range(num_prefill)]
+        self.reasons = {
+            process: [self._why(process, number) for number, end in enumerate(ends) if end == FAILED]
+            for process, ends in ((sender, sent), (receiver, received))
+        }
+        print(self.reasons)  # noqa: T201 -- shown where a test fails
         return sent, received
 
     def check(self, num_decode: int, places: list[list[int]] | None = None, process: str = "decode") -> None:
@@ -86,7 +93,7 @@ class Servers:
             )
             assert found == {"wrong": 0, "aux": [SEED, SEED]}, f"decode rank {number}"
 
-    def why(self, process: str, number: int = 0) -> str:
+    def _why(self, process: str, number: int) -> str:
         return str(self.on(process, number)("failure", room=self.room)["why"])
 
     def close(self) -> None:
@@ -137,7 +144,7 @@ def test_states_between_servers_of_other_numbers_of_ranks_are_refused_by_name(se
     servers.open({"prefill": tensor_ranks(1, states=["mamba"]), "decode": tensor_ranks(2, states=["mamba"])})
     assert servers.transfer(1, 2, ([[6]], [[3]])) == ([FAILED], [FAILED] * 2)
     for side in ("prefill", "decode"):
-        assert "states beside its KV (mamba)" in servers.why(side)
+        assert all("states beside its KV (mamba)" in reason for reason in servers.reasons[side])
 
 
 def test_other_places_of_a_state_on_both_sides_fail_the_request(servers: Servers) -> None:

@@ -81,6 +81,19 @@ def shared_heads(mine: Rank, theirs: tuple[int, int]) -> tuple[int, int] | None:
     return both.start, len(both)
 
 
+def comes_from_another(theirs: Rank, mine: tuple[int, int]) -> bool:
+    """Whether decode rank `mine` gets the heads of this prefill rank from an earlier one, which has the same.
+
+    A decode rank asks as many neighbouring prefill ranks as there are for each of decode's (SGLang 0.5.23,
+    `disaggregation/common/conn.py`). Each byte of its pages is written by one of them.
+    """
+    rank, size = theirs.tp
+    if not theirs.num_heads or mine[1] >= size:
+        return False
+    first_asked = mine[0] * (size // mine[1])
+    return any(Rank((other, size), theirs.num_heads).heads == theirs.heads for other in range(first_asked, rank))
+
+
 def cut_of(whole: KVGroups, layer_ids: Sequence[int], cut: Cut, rank: Rank) -> KVGroups:
     """The layout of a cut over the same memory. A page is [token, head, element] inside.
 

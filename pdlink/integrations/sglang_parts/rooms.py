@@ -277,14 +277,21 @@ class DecodeRooms:
             self._rooms.setdefault(room, {})[transfer_id] = received
         return transfer_id
 
-    def sender_is_at(self, room: int, transfer_id: str, senders: Mapping[int, tuple[End, str]]) -> None:
-        """Let the nodes at these addresses write, by part. Late news of an earlier request counts for nothing."""
+    def sender_is_at(
+        self, room: int, transfer_id: str, senders: Mapping[int, tuple[End, str]], *, needs_kv: bool = True
+    ) -> None:
+        """Let the nodes at these addresses write, by part. Late news of an earlier request counts for nothing.
+
+        needs_kv: False for a prefill rank whose heads another one sends, for the same pages.
+        """
         reason, signals = "", []
         with self._lock:
             received = self._of(room, transfer_id)
             if received is None or received.stopped or received.answered:
                 return
             received.answered = True
+            if not needs_kv:
+                received.places.pop(KV, None)
             try:
                 for number, places in received.places.items():
                     end, address = senders[number]

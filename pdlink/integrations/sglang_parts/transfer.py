@@ -32,7 +32,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from pdlink.config import SglangConfig, load
 from pdlink.errors import PdlinkError
 from pdlink.integrations.sglang_parts import opening, pool, versions, wire
-from pdlink.integrations.sglang_parts.ends import Cut, shared_heads
+from pdlink.integrations.sglang_parts.ends import Cut, Rank, comes_from_another, shared_heads
 from pdlink.integrations.sglang_parts.layerwise import Layerwise
 from pdlink.integrations.sglang_parts.rooms import KV, DecodeRooms, PrefillRooms
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
@@ -313,7 +313,9 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         self.transfer_infos.setdefault(ask.room, {})[ask.transfer_id] = peer
         self.req_to_decode_prefix_len[ask.room] = ask.prefix_pages * self.kv_args.page_size
         if not ask.dummy:
-            self._send_to(peer, wire.encode(wire.Here(ask.room, ask.transfer_id, addresses, cut.heads, cut.layers)))
+            tp = (self.attn_tp_rank, self.attn_tp_size)
+            here = wire.Here(ask.room, ask.transfer_id, addresses, tp, cut.heads, cut.layers)
+            self._send_to(peer, wire.encode(here))
         if self.sending.num_receivers(ask.room) >= ask.receivers:
             self.update_status(ask.room, KVPoll.WaitingForInput)
 
@@ -328,7 +330,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
                 f"({opening.names_of(self.kv_args)}); choose another --tp-size or --pp-size"
             )
         cut = Cut(heads, tuple(self.layer_ids))
-        if ask.dummy:
+        if ask.dummy or comes_from_another(rank, ask.tp):
             return cut, {}
         ends = {KV: (self.ends.kv(cut, rank), ask.num_pages)} if ask.num_pages else {}
         return cut, ends | {number: (self.ends.state(number), num) for number, num in enumerate(ask.states) if num}
@@ -336,7 +338,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
     def _answered(self, here: wire.Here) -> None:
         try:
             cut = Cut(here.heads, here.layers)
-            rank = opening.rank_of(self, None) if here.heads is not None else None
+            rank = opening.rank_of(self, here.tp)
             ends = {
                 number: (self.ends.kv(cut, rank) if number == KV else self.ends.state(number), address)
                 for number, address in here.addresses.items()
@@ -345,7 +347,8 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
             self.receiving.stop(here.room, "refused")
             self._fail_here(here.room, str(error))
             return
-        self.receiving.sender_is_at(here.room, here.transfer_id, ends)
+        needless = comes_from_another(Rank(here.tp, rank.num_heads), rank.tp)
+        self.receiving.sender_is_at(here.room, here.transfer_id, ends, needs_kv=not needless)
 
     def _ended(self, news: wire.Status) -> None:
         """Where it is Success, decode's own node may hear a moment later that all is here."""

@@ -11,7 +11,7 @@ from pdlink.errors import RemoteError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-TAG = b"PDLINK/2"
+TAG = b"PDLINK/3"
 
 
 class BadMessage(RemoteError):
@@ -50,7 +50,9 @@ class Here(msgspec.Struct, frozen=True, tag="here"):
     room: int
     transfer_id: str
     addresses: dict[int, str]
-    """By part: -1 is the KV, states count from 0."""
+    """By part: -1 is the KV, states count from 0. No KV where another prefill rank sends these heads."""
+    tp: tuple[int, int]
+    """Prefill's rank among the ranks that share the heads, and their number."""
     heads: tuple[int, int] | None
     """First KV head that comes from here, and how many; None: all that decode has."""
     layers: tuple[int, ...]
