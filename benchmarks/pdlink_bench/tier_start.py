@@ -1,4 +1,7 @@
-"""How long a store of much memory takes until it keeps KV: its range is reserved at once, and has memory in steps."""
+"""How long a store of much memory takes until it keeps KV: its range is reserved at once, and has memory in steps.
+
+It lends to stores of other nodes, whose writers map its whole range.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class Started(NamedTuple):
 def measure(nbytes: int) -> Started:
     """One start of each, with an arena of `nbytes`, perhaps more than the machine has."""
     began_s = time.perf_counter()
-    store = Store(nbytes, make_policy("lru"))
+    store = Store(nbytes, make_policy("lru"), lends=True)
     store.open()
     try:
         _use(store)
@@ -48,7 +51,7 @@ def measure(nbytes: int) -> Started:
 
 def _process_s(path: Path, nbytes: int) -> float:
     settings = StoreConfig.model_validate(
-        {"listen": str(path), "tiers": {"max_local_cpu_size": nbytes / (1 << 30)}}
+        {"listen": str(path), "tiers": {"max_local_cpu_size": nbytes / (1 << 30), "peer_port": 0}}
     ).model_dump(mode="json")
     began_s = time.perf_counter()
     child = start("store", "store", settings)

@@ -113,14 +113,14 @@ std::uint64_t Copier::submit(const std::string& name, const std::vector<Piece>& 
     if (std::isnan(timeout_s)) throw std::invalid_argument("timeout_s is not a number");
     const double submitted_s = now_s();
     std::shared_ptr<PeerMemory> memory;
-    std::vector<Extent> local, remote;
+    std::vector<Extent> local;
     {
         const std::lock_guard lock(mutex_);
         memory = peers_.to_write(name).memory;
         local = regions_;
     }
-    for (const Region& region : memory->regions())
-        remote.push_back({reinterpret_cast<std::uintptr_t>(region.base), region.nbytes});
+    bool grew = false;
+    const std::vector<Extent> remote = memory->extents(grew);
     Batch batch = resolve(pieces, local, remote);
     batch.submitted_s = submitted_s;
     batch.deadline_s = submitted_s + timeout_s;
@@ -128,6 +128,7 @@ std::uint64_t Copier::submit(const std::string& name, const std::vector<Piece>& 
     const std::lock_guard lock(mutex_);
     Peer& peer = peers_.to_write(name);
     if (peer.memory != memory) throw PeerUnusable("peer " + name + " was connected anew");
+    if (grew) peer.prepared = false;
     batch.ticket = next_ticket_++;
     const std::uint64_t ticket = batch.ticket;
     peer.earliest_deadline_s = std::min(peer.earliest_deadline_s, batch.deadline_s);

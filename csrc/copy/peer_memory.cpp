@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
 namespace pdlink {
 namespace {
@@ -23,18 +24,26 @@ Descriptor open_life(std::int64_t pid) {
     return Descriptor(static_cast<int>(fd));
 }
 
+// The end of the bytes from the file's beginning that have memory, of which the first `known_nbytes` have it. The
+// kernel walks over the pages behind those, so it is asked about few.
+std::size_t filled(int fd, std::size_t known_nbytes, std::size_t nbytes) {
+    if (known_nbytes == nbytes) return nbytes;
+    const off_t hole = ::lseek(fd, static_cast<off_t>(known_nbytes), SEEK_HOLE);
+    return hole < 0 ? known_nbytes : std::min(static_cast<std::size_t>(hole), nbytes);
+}
+
 Region map_file(std::int64_t pid, const PeerFile& file) {
-    const Descriptor fd(open_peer_file(pid, file.fd, file.device, file.inode));
+    Descriptor fd(open_peer_file(pid, file.fd, file.device, file.inode));
     require_sealed_memory(fd.get(), file.nbytes);
     struct stat status;
     if (::fstat(fd.get(), &status) != 0)
         throw std::system_error(errno, std::generic_category(), "fstat of peer file");
-    // Touching a hole would allocate it from our own memory limit.
-    if (static_cast<std::uint64_t>(status.st_blocks) * 512 < file.nbytes)
-        throw std::invalid_argument("a region is a file with holes");
+    const bool whole = static_cast<std::uint64_t>(status.st_blocks) * 512 >= file.nbytes;
+    const std::size_t filled_nbytes = whole ? file.nbytes : filled(fd.get(), 0, file.nbytes);
     void* at = ::mmap(nullptr, file.nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
     if (at == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap of a peer's region");
-    return {static_cast<std::byte*>(at), file.nbytes};
+    if (whole) fd = Descriptor();
+    return {static_cast<std::byte*>(at), file.nbytes, std::move(fd), filled_nbytes, 0};
 }
 
 void unmap(const std::vector<Region>& regions) {
@@ -59,18 +68,37 @@ PeerMemory::PeerMemory(std::int64_t pid, const std::vector<PeerFile>& files, con
 
 PeerMemory::~PeerMemory() { unmap(regions_); }
 
-bool PeerMemory::prepare_some() {
-    if (prepared_region_ == regions_.size()) return false;
-    const Region& region = regions_[prepared_region_];
-    const std::size_t part = std::min(kPrepareNbytes, region.nbytes - prepared_nbytes_);
-    // An older kernel answers EINVAL, and the first copy is slow instead.
-    ::madvise(region.base + prepared_nbytes_, part, kMadvPopulateRead);
-    prepared_nbytes_ += part;
-    if (prepared_nbytes_ == region.nbytes) {
-        ++prepared_region_;
-        prepared_nbytes_ = 0;
+std::vector<Extent> PeerMemory::extents(bool& grew) {
+    std::vector<Extent> found;
+    found.reserve(regions_.size());
+    const std::lock_guard lock(mutex_);
+    grew = false;
+    for (Region& region : regions_) {
+        const std::size_t now = filled(region.file.get(), region.filled_nbytes, region.nbytes);
+        grew |= now > region.filled_nbytes;
+        region.filled_nbytes = now;
+        found.push_back({reinterpret_cast<std::uintptr_t>(region.base), now});
     }
-    return prepared_region_ < regions_.size();
+    return found;
+}
+
+bool PeerMemory::prepare_some() {
+    std::byte* at = nullptr;
+    std::size_t part = 0, left = 0;
+    {
+        const std::lock_guard lock(mutex_);
+        for (Region& region : regions_) {
+            const std::size_t unprepared = region.filled_nbytes - region.prepared_nbytes;
+            left += unprepared;
+            if (part || !unprepared) continue;
+            part = std::min(kPrepareNbytes, unprepared);
+            at = region.base + region.prepared_nbytes;
+            region.prepared_nbytes += part;
+        }
+    }
+    // An older kernel answers EINVAL, and the first copy is slow instead.
+    if (part) ::madvise(at, part, kMadvPopulateRead);
+    return left > part;
 }
 
 }  // namespace pdlink

@@ -4,10 +4,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "common/descriptor.h"
 #include "common/gate.h"
+#include "common/runs.h"
 
 namespace pdlink {
 
@@ -19,9 +21,13 @@ struct PeerFile {
     std::uint64_t nbytes;
 };
 
+// One of its files, mapped here as a whole. Its owner gives it memory from its beginning on, perhaps in steps.
 struct Region {
     std::byte* base;
     std::size_t nbytes;
+    Descriptor file;              // none once all of it has memory
+    std::size_t filled_nbytes;    // what has memory, as it was last looked at
+    std::size_t prepared_nbytes;  // what is in our page table
 };
 
 class PeerMemory {
@@ -37,20 +43,23 @@ class PeerMemory {
     // Readable when the process has ended. Writing to a dead process's memory succeeds silently, so only this shows
     // its end.
     int life_fd() const { return life_.get(); }
-    const std::vector<Region>& regions() const { return regions_; }
     GateWriter& gate() { return *gate_; }
 
+    // What may be written to: the bytes of each region that have memory now. A hole is none of them: touching it
+    // would take memory from our own limit, or end us where there is none. One system call for each region with
+    // holes. `grew`: whether there is more than at the last call.
+    std::vector<Extent> extents(bool& grew);
+
     // Enter the next pages into our page table, so that the first copy does not fault on every page (1.9 GB/s
-    // instead of 6 on a Xeon). Call until it returns false.
+    // instead of 6 on a Xeon). Call until it returns false, and again when the extents have grown.
     bool prepare_some();
 
   private:
     std::int64_t pid_;
     Descriptor life_;
+    std::mutex mutex_;  // guards the numbers in regions_
     std::vector<Region> regions_;
     std::unique_ptr<GateWriter> gate_;
-    std::size_t prepared_region_ = 0;
-    std::size_t prepared_nbytes_ = 0;  // of that region
 };
 
 }  // namespace pdlink

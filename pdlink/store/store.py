@@ -86,8 +86,7 @@ class Store(AnyStore):
         codec: how they are packed there (`make_codec`), by name of a tier; "raw" where none is given.
         verify: check records when they are read from memory, too: one hash when they are stored, one when read.
         ttl_s: how long records are found, here and in the tiers. tenant_quota_nbytes: see `Catalog`.
-        lends: other nodes read records: they have digests, and all memory is taken at once, because nodes of this
-        host map only an arena without holes.
+        lends: other nodes read records, so they have digests.
         cleared: files that remember what is to be forgotten by tiers that are away (`Cleared`); none for this process
             only. reserve_nbytes: of the host's memory, never taken. numa_node: see `Buffer`.
         lease_s: longest life of a fetch.
@@ -123,9 +122,8 @@ class Store(AnyStore):
 
     def open(self) -> None:
         """Reserve the arena, give it its first memory, start the threads. Raises OSError if there is not enough."""
-        first_nbytes = self._nbytes if self._lends else GROWTH_NBYTES
         self._buffer = Buffer(
-            self._nbytes, name="pdlink-store", committed_nbytes=first_nbytes, numa_node=self._numa_node
+            self._nbytes, name="pdlink-store", committed_nbytes=GROWTH_NBYTES, numa_node=self._numa_node
         )
         self._catalog.grow(self._buffer.committed_nbytes)
         self._below = Below(

@@ -98,6 +98,13 @@ class StoreNode:
             time.sleep(0.01)
         self.store.check()
 
+    def until_whole(self) -> None:
+        """Wait until all of the arena has memory, which comes when half of what has some is used."""
+        deadline_s = time.monotonic() + WAIT_S
+        while self.store.gauges()["committed"] < self.store.buffer.nbytes:
+            assert time.monotonic() < deadline_s, "the arena does not grow"
+            time.sleep(0.01)
+
     def close(self) -> None:
         self.link.close()
         self.store.close()

@@ -61,12 +61,17 @@ def test_what_another_process_has_is_found_and_stays(kind: str, make_other: Make
     asker.store.check()
 
 
-def test_arenas_of_more_than_their_first_memory_can_be_mapped(make_other: MakeOther, make_node: MakeNode) -> None:
+def test_an_arena_that_gets_its_memory_later_is_written_to_where_it_has_some(
+    make_other: MakeOther, make_node: MakeNode
+) -> None:
     owner = make_other("owner", kind="mapped", payload_nbytes=12 << 20)
-    assert owner.call("put", 0, 1) == 2
     asker = make_node("asker", owner.call("address"), kind="mapped", payload_nbytes=12 << 20)
-    assert asker.store.buffer.nbytes > 64 << 20
-    assert asker.read(0, 1) == 2
+    assert asker.store.gauges()["committed"] == 64 << 20 < asker.store.buffer.nbytes
+    assert owner.call("put", 0, 1, 2) == asker.read(0, 1, 2) == 3
+    owner.call("until_whole")
+    asker.until_whole()
+    assert owner.call("put", 3, 4, 5, 6) == asker.read(3, 4, 5, 6) == 4
+    assert asker.read(0, 1, 2, 3, 4, 5, 6) == 7, "84 MiB are in memory here"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -129,13 +129,21 @@ def test_only_sealed_memory_files_are_mapped(pair: tuple[Side, Side]) -> None:
         os.close(unsealed)
 
 
-def test_a_file_with_holes_is_refused(pair: tuple[Side, Side]) -> None:
+def test_holes_of_a_region_are_refused_until_they_have_memory(pair: tuple[Side, Side]) -> None:
     """Touching a hole allocates it, and the allocation is charged to the one who touches."""
     writer, owner = pair
-    with Buffer(1 << 16) as buffer:
-        os.ftruncate(buffer.fd, 1 << 40)
-        with pytest.raises(ProtocolError, match="holes"):
-            writer.transport.connect("owner", point_region_at(owner.transport.invite("writer"), buffer.fd, 1 << 40))
+    with Buffer(1 << 19, committed_nbytes=1 << 16) as buffer:
+        invitation = owner.transport.invite("writer")
+        writer.transport.connect("owner", point_region_at(invitation, buffer.fd, buffer.nbytes))
+        assert writer.wait_batch(writer.submit_block("owner", 0, 1 << 16)) == "ok"
+        for first in (1 << 16, (1 << 16) - 4096):
+            with pytest.raises(ValueError, match="outside a region of 65536 bytes"):
+                writer.submit_block("owner", first, 8192)
+        assert os.fstat(buffer.fd).st_blocks * 512 == 1 << 16
+        buffer.commit(1 << 18)
+        assert writer.wait_batch(writer.submit_block("owner", 0, 1 << 18)) == "ok"
+        assert (buffer.array[: 1 << 18] == writer.buffers[0].array[: 1 << 18]).all()
+        assert os.fstat(buffer.fd).st_blocks * 512 == 1 << 18, "what is prepared for copies is no hole"
 
 
 def test_a_descriptor_that_is_another_file_by_now_is_refused(pair: tuple[Side, Side]) -> None:
