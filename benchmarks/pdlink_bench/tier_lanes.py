@@ -20,6 +20,7 @@ from pdlink.store.store import Store
 from pdlink.store.tiers.direct import DirectFile
 from pdlink.store.tiers.disk import Disk
 
+from .arena import take_whole
 from .workers import Worker
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 PART_NBYTES = 8 << 20
 _RUN_NBYTES = 32 << 10
 """16 tokens of 8 heads of 128 elements of two bytes."""
+MEMCPY_RUNS = "memcpy, runs"
 CHUNK_TOKENS = 256
 BLOCK_TOKENS = 16
 _ASK_S = 120.0
@@ -119,6 +121,32 @@ class Copy(Lane):
         self._copy(self._half(1), self._kept, self._runs)
 
 
+class CopyRuns(Copy):
+    """The same by the runs that `Memory` copies between pages and records."""
+
+    def begin(self, nbytes: int, count: int) -> None:
+        super().begin(nbytes, count)
+        num_heads, layers, head_dim = _form(nbytes)
+        run_nbytes = BLOCK_TOKENS * num_heads * head_dim
+        blocks, parts = CHUNK_TOKENS // BLOCK_TOKENS, 2 * layers
+        chunk, block, part = np.indices((count, blocks, parts), np.int64).reshape(3, -1)
+        pages = ((chunk * blocks + block) * parts + part) * run_nbytes
+        records = ((chunk * parts + part) * blocks + block) * run_nbytes
+        in_order = np.argsort(records)  # a record is filled layer by layer
+        self._runs = np.stack([pages, records, np.full_like(pages, run_nbytes)], axis=1)[in_order]
+        self._back = np.ascontiguousarray(self._runs[:, [1, 0, 2]])
+
+    def get(self) -> None:
+        self._copy(self._half(1), self._kept, self._back)
+
+
+def _form(nbytes: int) -> tuple[int, int, int]:
+    """Heads, layers and bytes of a head, of K or V, of tokens of which 256 have so many bytes."""
+    num_heads = 8 if nbytes % (1 << 20) == 0 else 1
+    layers = nbytes >> 20 if num_heads == 8 else 1
+    return num_heads, layers, nbytes // CHUNK_TOKENS // 2 // num_heads // layers
+
+
 class Memory(Lane):
     """`pdlink.Cache` over an engine's pages: keys, look-up, lease, and copies of runs of a block of 16 tokens."""
 
@@ -127,8 +155,7 @@ class Memory(Lane):
     def begin(self, nbytes: int, count: int) -> None:
         self.close()
         super().begin(nbytes, count)
-        num_heads = 8 if nbytes % (1 << 20) == 0 else 1
-        layers = nbytes >> 20 if num_heads == 8 else 1
+        num_heads, layers, head_dim = _form(nbytes)
         layout = paged_layout(
             dtype="uint8",
             itemsize=1,
@@ -136,7 +163,7 @@ class Memory(Lane):
             num_blocks=2 * count * CHUNK_TOKENS // BLOCK_TOKENS,
             block_tokens=BLOCK_TOKENS,
             num_heads=num_heads,
-            head_dim=nbytes // CHUNK_TOKENS // 2 // num_heads // layers,
+            head_dim=head_dim,
             order="BLPTH",
         )
         self._blocks = range(layout.num_blocks)
@@ -144,10 +171,8 @@ class Memory(Lane):
         arena_nbytes = 4 * count * (nbytes + HEADER_NBYTES)
         self._cache = Cache(layout, [self.memory], nbytes=arena_nbytes, chunk_tokens=CHUNK_TOKENS)
         store = self._cache._store
-        store._buffer.commit(arena_nbytes)  # the keeper would take its time for this, and for the huge pages
-        store._buffer.gather(0, arena_nbytes)
-        while store.gauges()["committed"] < arena_nbytes:
-            self._store()
+        take_whole(store)
+        store.buffer.gather(0, arena_nbytes)  # as the keeper would, later
         while store._keeper.gathering.next(arena_nbytes) is not None:
             time.sleep(0.01)
 
@@ -294,6 +319,7 @@ class _Lending:
         tiers = [self.link.tier(peer) for peer in peers]
         self.store = Store(arena_nbytes, make_policy("lru"), tiers, lends=True)
         self.store.open()
+        take_whole(self.store)
         self.link.open(self.store)
         self._count, self._round = count, 0
 
@@ -405,6 +431,8 @@ def memory_lanes() -> dict[str, Lane]:
     return {
         "memcpy": Copy(_copy.memcpy_runs),
         "non-temporal": Copy(_copy.nt_runs),
+        MEMCPY_RUNS: CopyRuns(_copy.memcpy_runs),
+        "non-temporal, runs": CopyRuns(_copy.nt_runs),
         "memory": Memory(),
         "peer, mapped": Peer("mapped"),
         "peer, tcp": Peer("tcp"),
