@@ -5,7 +5,7 @@ object, or, where the body streams, with `CHUNKS` events: at once; each `PACE_S`
 begins with "paced" (or as it says, "paced 1500 ms, 10 events"); one and then none, if it begins with "held". After
 "crowd 17, 10 events" each event says its stream and its own number, "17.0" to "17.9"; all but the first wait for GET
 /open, and are paced. A prompt that begins with "stuck" is never answered. GET /health is that of a worker; GET /seen
-counts the requests, and those that run.
+counts the requests, and how many run.
 """
 
 from __future__ import annotations

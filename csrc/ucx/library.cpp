@@ -26,8 +26,8 @@ bool prefers_system() {
 // was, so that child processes do not inherit our choices.
 //
 // Other threads may be reading the environment, which setenv would change under their hands. So nothing of it is
-// changed: `environ` points to another list of the same strings meanwhile, with ours behind them. Whoever reads one
-// of the two lists goes on reading it, so neither is ever freed.
+// changed: `environ` points to another list of the same strings meanwhile, with ours behind them. A reader of
+// one of the two lists goes on reading it, so neither is ever freed.
 class LoadSettings {
   public:
     LoadSettings() : before_(__atomic_load_n(&environ, __ATOMIC_ACQUIRE)) {

@@ -84,7 +84,7 @@ def transfer(prefill: Node, decode: Node, transfer_id: str) -> str:
 
 
 def hang_up(node: Node) -> None:
-    """End its sessions, and let it try again at once whoever refused it."""
+    """End its sessions, and let it try again at once the peers that refused it."""
     ended = threading.Event()
 
     def end() -> None:

@@ -137,7 +137,7 @@ def test_repeated_interest_does_not_take_an_early_offer_back(pair: Pair) -> None
         assert log.wait() == ["end"]
 
 
-def test_id_that_was_used_is_refused_to_whoever_comes_with_it_again(pair: Pair) -> None:
+def test_id_that_was_used_is_refused_the_second_time(pair: Pair) -> None:
     assert transfer(pair, "used") == ["ready 42", "released"]
     with Stranger(pair).join() as stranger:
         stranger.say(ABOUT_A_TRANSFER["offer"]("used"))

@@ -8,7 +8,7 @@
 //
 // Two accesses to the same bytes, one of them a write, must be in an order: "Operations within a stream are ordered",
 // those of two streams by an event that one waits for (CUDA C++ Programming Guide 13.0, Asynchronous Concurrent
-// Execution), or because the host has seen the first end before it asks for the second. Whoever runs first by chance,
+// Execution), or because the host has seen the first end before it asks for the second. Whichever of the two runs first,
 // the double notes each pair without an order (`Order` below), and every test ends with none. It does not see what the
 // host reads and writes itself, nor other processes.
 #include <fcntl.h>

@@ -213,7 +213,7 @@ def test_dialer_opens_nothing_to_a_transport_that_the_listener_declares_too_near
 
 
 def test_blocks_wait_for_the_fence_of_the_transport_that_was_given_up(near: NearPair) -> None:
-    """Its invitation was out: until it is closed for good, whoever has it may write."""
+    """Its invitation was out: until it is closed for good, its holder may write."""
     near.near["prefill"].broken = fails("connect", NOT_THAT_USER)
     near.hub.stop(near.near["decode"])  # reports nothing
     near.announce("t")

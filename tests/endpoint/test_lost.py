@@ -110,7 +110,7 @@ def test_lost_ack_frees_the_senders_blocks_at_the_next_frame(patient: Pair, monk
 def test_lost_word_about_an_end_ends_both_sides_at_the_next_frame(
     patient: Pair, side: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever of the two stopped it: the receiver does not wait long for the *quiet* that its blocks depend on."""
+    """Either of the two stopped it: the receiver does not wait long for the *quiet* that its blocks depend on."""
     sender, receiver = patient.prefill.sender, patient.decode.receiver
     who_says_it = patient.decode if (side, kind) == ("decode", "stop") else patient.prefill
     loss = Loss(who_says_it, kind, monkeypatch)

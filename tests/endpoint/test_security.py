@@ -22,7 +22,7 @@ from tests.loopback import LOOPBACK, LoopbackHub
 from .conftest import WAIT_S, Handler, Node, SenderLog, layout, until
 
 NEVER_S = 60.0
-"""Handshake deadline of these tests, beyond the tests' own patience: whoever waits for it fails."""
+"""Handshake deadline of these tests, beyond the tests' own patience: a test that waits for it fails."""
 TIMEOUTS = TimeoutConfig(heartbeat_s=0.05, peer_s=80.0, connect_s=NEVER_S, lease_s=90.0, request_s=100.0)
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 
@@ -40,7 +40,7 @@ def knows(keys: KeyPair, *others: KeyPair) -> Credentials:
 
 
 class Site:
-    """A prefill worker with keys that knows `decode`, and whoever else a test starts."""
+    """A prefill worker with keys that knows `decode`, and what else a test starts."""
 
     def __init__(self) -> None:
         self.hub = LoopbackHub()

@@ -1,4 +1,4 @@
-"""What holds for every policy, whoever wrote it."""
+"""What holds for every policy."""
 
 from __future__ import annotations
 
