@@ -74,7 +74,9 @@ def test_a_list_of_runs_longer_than_a_slot_takes_more_launches(pair: tuple[Side,
     assert launches >= POOL_NBYTES // 32 // (SLOT_NBYTES // 24)
 
 
-def test_a_push_of_many_layers_is_launched_by_the_thread_that_submits_it(pair: tuple[Side, Side], double: Fake) -> None:
+def test_a_push_of_many_layers_is_launched_by_the_thread_that_submits_it(
+    pair: tuple[Side, Side], double: Fake
+) -> None:
     """Without a change of threads per layer, and with fewer bells than launches: they take longer than the bytes."""
     writer, _ = pair
     double.hold()

@@ -1,4 +1,4 @@
-"""A prompt whose KV lies in four tiers: answers are those computed, alone and sixteen at once, with each process killed.
+"""A prompt whose KV lies in four tiers: answers are those computed; alone, sixteen at once, with processes killed.
 
 Two store processes are peers of each other, each with a disk, and share a directory; each has a worker, and a third
 worker has no tiers. Before each test the chunks of every prompt are put where they are asked for: two in memory, two
