@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import urllib.request
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,19 +123,27 @@ class SglangPair:
     """What prefill's transfers are kept in."""
 
     @classmethod
-    def of(cls, place: Path, flags: Sequence[str] = ()) -> SglangPair:
-        """Servers of the checkpoint `model` in this folder, all ready."""
+    def of(
+        cls,
+        place: Path,
+        flags: Sequence[str] = (),
+        *,
+        environment: Mapping[str, str] | None = None,
+        **of_role: Sequence[str],
+    ) -> SglangPair:
+        """Servers of the checkpoint `model` in this folder, all ready. of_role: more flags for prefill or decode."""
         timeline = place / "timeline-0.json"
         backend = ["--disaggregation-transfer-backend", "pdlink", *flags]
         # SGLang's default keeps retracted requests in memory that only CUDA pins.
         backend += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
+        timed = {"PDLINK_TIMELINE": str(place / "timeline-{rank}.json")}
         servers = [
             SglangServer(
                 role,
                 place / "model",
                 place / f"{role}.log",
-                [*backend, "--disaggregation-mode", role],
-                environment={"PDLINK_TIMELINE": str(place / "timeline-{rank}.json")} if role == "prefill" else {},
+                [*backend, "--disaggregation-mode", role, *of_role.get(role, ())],
+                environment={**(environment or {}), **(timed if role == "prefill" else {})},
             ).start()
             for role in ("prefill", "decode")
         ]

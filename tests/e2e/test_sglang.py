@@ -150,6 +150,7 @@ def test_an_abort_at_either_server_is_an_error_of_both_legs(pair: SglangPair, al
     assert not (prefill.status == decode.status == 200), (prefill, decode)
     assert decode.status != 200, decode
     assert serves(pair, alone)
+    assert pair.prefill.num_prefill_passes() - before < LONG // 256, "all of it was computed, for nobody"
 
 
 @pytest.mark.parametrize("stopped", ["prefill", "decode"])

@@ -18,7 +18,7 @@ if importlib.util.find_spec("sglang") is None:
 
 from tests.e2e.deployment import Deployment, worker_settings  # noqa: E402
 from tests.e2e.engine_servers import prompt_of, until  # noqa: E402
-from tests.e2e.sglang_servers import ADMIN_KEY, SglangServer, cached_of, save_checkpoint, tokens_of  # noqa: E402
+from tests.e2e.sglang_servers import ADMIN_KEY, SglangPair, SglangServer, cached_of, save_checkpoint, tokens_of  # noqa: E402
 from tests.store.process import Process, process  # noqa: E402
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -132,6 +132,70 @@ def test_the_store_is_detached_attached_and_cleared_while_the_server_runs(
     until(lambda: server.call("POST", "/hicache/storage-backend/clear") == 200, "it is cleared")
     flush(server)
     assert cached_of(server.generate(prompt)) == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "device_tokens"), [("write_through_selective", 16384), ("write_back", 2048)], ids=["selective", "back"]
+)
+def test_other_policies_store_a_prompt_when_they_write_it_to_the_host(
+    place: Path, store: Process, backend: dict[str, Any], policy: str, device_tokens: int
+) -> None:
+    """selective: with its second use. back: when other prompts need its place on the device."""
+    flags = [*FLAGS, "--hicache-storage-backend", "dynamic", "--hicache-storage-prefetch-policy", WAITS]
+    flags += ["--hicache-storage-backend-extra-config", json.dumps(backend | {"name": policy})]
+    flags += ["--hicache-write-policy", policy, "--max-total-tokens", str(device_tokens)]
+    writer = SglangServer(policy, place / "model", place / f"{policy}.log", flags).start()
+    try:
+        writer.wait_ready()
+        prompt, pages = prompt_of(1000, len(policy)), 1000 // PAGE
+        before = stored(store)
+        first = writer.generate(prompt)
+        again = writer.generate(prompt)
+        assert (cached_of(first), cached_of(again), tokens_of(again)) == (0, pages * PAGE, tokens_of(first))
+        if policy == "write_back":
+            assert stored(store) == before, "nothing is stored while it has a place on the device"
+            for seed in (71, 72):
+                writer.generate(prompt_of(1000, seed))
+        until(lambda: stored(store) >= before + pages, "it is stored")
+        flush(writer)
+        loaded = writer.generate(prompt)
+        assert (cached_of(loaded), tokens_of(loaded)) == (pages * PAGE, tokens_of(first))
+    finally:
+        writer.kill()
+
+
+def test_a_pair_over_tcp_keeps_prompts_in_the_store_that_its_next_life_loads(
+    place: Path, server: SglangServer, store: Process, backend: dict[str, Any]
+) -> None:
+    """Prefill and decode each have HiCache in front of the store."""
+    flags = [*FLAGS, "--hicache-storage-backend", "dynamic", "--hicache-storage-prefetch-policy", WAITS]
+    flags += ["--hicache-storage-backend-extra-config", json.dumps(backend | {"name": "pair"})]
+    prompt, pages = prompt_of(1000, 21), 1000 // PAGE
+    expected = tokens_of(server.generate(prompt_of(1000, 22))), tokens_of(server.generate(prompt))
+    until(lambda: server.call("POST", "/hicache/storage-backend/clear") == 200, "its prompts are forgotten")
+    before = stored(store)
+    pair = SglangPair.of(
+        place,
+        flags,
+        environment={"PDLINK_TRANSPORT__KIND": "tcp"},
+        decode=["--disaggregation-decode-enable-radix-cache"],
+    )
+    try:
+        assert pair.tokens(prompt) == expected[1]
+        assert "ready over tcp" in pair.prefill.output() + pair.decode.output()
+        until(lambda: stored(store) >= before + pages, "it is stored")
+        for one in pair.servers:
+            one.kill()
+            one.start()
+        for one in pair.servers:
+            one.wait_ready()
+        pair.wait_routed()
+        prefill, decode = pair.legs(prompt)
+        assert (cached_of(prefill), tokens_of(decode)) == (pages * PAGE, expected[1])
+        assert cached_of(decode) == pages * PAGE, "decode has loaded it, too"
+        assert pair.tokens(prompt_of(1000, 22)) == expected[0]
+    finally:
+        pair.stop()
 
 
 def test_a_linker_keeps_prompts_without_a_pool_on_the_host_and_shares_them_with_hicache(

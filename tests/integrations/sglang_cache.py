@@ -19,7 +19,7 @@ from sglang.srt.runtime_context import get_parallel, get_serving
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from sglang.srt.utils.network import get_open_port
 from sglang.test.kits.unified_radix_cache.config import CacheConfig, ComponentType
-from sglang.test.kits.unified_radix_cache.fixtures import build_fixture, match_prefix
+from sglang.test.kits.unified_radix_cache.fixtures import build_fixture, match_prefix, node_device_value
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 from sglang.test.test_utils import CustomTestCase
 
@@ -88,6 +88,8 @@ class Engine(UnifiedRadixCacheStorageFixtures, CustomTestCase):  # type: ignore[
         where = self.cache.path_device_indices(node)
         for kind, buffer, slots in self._buffers(where):
             buffer[slots] = self._values(kind, tokens, buffer)
+        for number, state in enumerate(self._states(node)):
+            state[:] = self._mark(start, number)
         self._backup_node(self.cache, node)
         self._write_path_to_l3(self.cache, node)
         self._flush_l3_backups(self.cache)
@@ -109,7 +111,9 @@ class Engine(UnifiedRadixCacheStorageFixtures, CustomTestCase):  # type: ignore[
         wrong = 0
         for kind, buffer, slots in self._buffers(where):
             wrong += int((buffer[slots] != self._values(kind, tokens[: len(where)], buffer)).sum())
-        return {"tokens": len(where), "wrong": wrong}
+        states = self._states(node)
+        wrong += sum(int((state != self._mark(start, number)).sum()) for number, state in enumerate(states))
+        return {"tokens": len(where), "wrong": wrong} | ({"states": len(states)} if states else {})
 
     def await_known(self, start: int, pages: int, timeout_s: float = 20.0) -> dict[str, Any]:
         """Until the store knows all of a prompt."""
@@ -135,6 +139,41 @@ class Engine(UnifiedRadixCacheStorageFixtures, CustomTestCase):  # type: ignore[
         pool = self._get_full_kv_pool(self.allocator)
         kinds = [*pool.k_buffer, *pool.v_buffer]
         return [(kind, buffer, where) for kind, buffer in enumerate(kinds)]
+
+    def _states(self, node: Any) -> list[Any]:
+        """What a model keeps beside its KV at the end of a prompt, as views of the pools."""
+        found: list[Any] = []
+        if ComponentType.MAMBA in self.cfg.components:
+            places = node_device_value(self.cache, node, ComponentType.MAMBA)
+            kept = self.requests.mamba_pool.mamba_cache
+            found += [tensor[:, int(place)] for tensor in (kept.temporal, *kept.conv) for place in places]
+        if ComponentType.SWA in self.cfg.components:
+            places = node_device_value(self.cache, node, ComponentType.SWA)
+            pool = self.allocator.get_kvcache().swa_kv_pool
+            found += [buffer[int(place)] for buffer in (*pool.k_buffer, *pool.v_buffer) for place in places]
+        return found
+
+    @staticmethod
+    def _mark(start: int, number: int) -> int:
+        return 1 + (start * 7 + number * 3) % 100
+
+    def forget(self) -> dict[str, Any]:
+        """Empties the device and the host: no pool has anything of what was in it."""
+        self.cache.reset()
+        pool = self.allocator.get_kvcache()
+        pools = [pool, getattr(pool, "swa_kv_pool", None), getattr(pool, "full_kv_pool", None)]
+        if ComponentType.MAMBA in self.cfg.components:
+            pools.append(self.requests.mamba_pool.mamba_cache)
+        pools += [entry.host_pool for entry in self.cache.cache_controller.mem_pool_host.entries]
+        names = ("k_buffer", "v_buffer", "kv_buffer", "temporal", "conv", "temporal_buffer", "conv_buffer")
+        num_emptied = 0
+        for each in pools:
+            for found in (getattr(each, name, None) for name in names):
+                for tensor in found if isinstance(found, (list, tuple)) else [found]:
+                    if isinstance(tensor, torch.Tensor):
+                        tensor.zero_()
+                        num_emptied += 1
+        return {"emptied": num_emptied}
 
     def _values(self, kind: int, tokens: list[int], like: Any) -> Any:
         values = (torch.tensor(tokens) * 7 + kind * 3) % 127

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, TransferBackend, get_kv_class
@@ -51,8 +52,9 @@ class Rank:
             disaggregation_transfer_backend="pdlink",
             disaggregation_bootstrap_port=port,
         )
-        heads = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS)
-        ServerArgs.get_model_config = lambda _: heads
+        model = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, num_hidden_layers=LAYERS)
+        assert callable(ModelConfig.from_server_args)
+        ModelConfig.from_server_args = staticmethod(lambda _: model)
         set_global_server_args_for_scheduler(server)
         ranks = ("tp", "pp", "attn_tp", "attn_cp", "attn_dp", "attn_dcp")
         places = {f"{name}_rank": 0 for name in ranks} | {f"{name}_size": 1 for name in ranks}
@@ -67,7 +69,7 @@ class Rank:
         self.kv = [np.zeros((PAGES, PAGE, len(self.heads), HEAD), np.uint8) for _ in self.entries]
         self.states = [[np.zeros((PLACES, nbytes), np.uint8) for nbytes in STATES[name]] for name in states]
         self.state_types = [StateType(name) for name in states]
-        self.tp, self.pp = tp, pp
+        self.mode, self.tp, self.pp = mode, tp, pp
         self.aux = [np.zeros((ROWS, width), np.uint8) for width in AUX]
         self._bootstrap = None
         if mode == "prefill" and tp[0] == pp[0] == 0:
@@ -80,7 +82,9 @@ class Rank:
     def _args(self) -> KVArgs:
         args = KVArgs()
         args.gpu_id = args.system_dp_rank = 0
-        args.engine_rank, args.pp_rank, args.prefill_start_layer = self.tp[0], self.pp[0], self.layers[0]
+        args.engine_rank, args.pp_rank = self.tp[0], self.pp[0]
+        if self.mode == "prefill":
+            args.prefill_start_layer = self.layers[0]
         args.rust_http_port = args.prefill_end_layer = args.kv_layout = None
         args.kv_data_ptrs = [buffer.ctypes.data for buffer in self.kv]
         args.kv_data_lens = [buffer.nbytes for buffer in self.kv]

@@ -77,12 +77,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory, store: Store) -> Iterator[list[Engine]]:
-    """Two of one model whose host pools have other layouts, one of other ranks, and one with states beside the KV."""
+    """Two of one model whose host pools have other layouts, and two with states beside the KV: Mamba, windows."""
     folder = tmp_path_factory.mktemp("engines")
     forms = [
         ("plain", "page_first_direct", (0, 1)),
         ("plain", "layer_first", (0, 1)),
         ("mamba", "page_first_direct", (0, 1)),
+        ("swa", "page_first_direct", (0, 1)),
     ]
     engines = [Engine("sglang_cache", folder / f"{number}.log") for number in range(len(forms))]
     try:
@@ -112,9 +113,19 @@ def test_a_prefix_is_as_long_as_what_is_there(engines: list[Engine]) -> None:
 
 
 def test_another_model_finds_nothing_of_it(engines: list[Engine]) -> None:
-    writer, _, other = engines
+    writer, _, other, _ = engines
     assert writer("store", start=15000, pages=2) == {"known": 2}
     assert other("fetch", start=15000, pages=2) == {"tokens": 0, "wrong": 0}
+
+
+@pytest.mark.parametrize(("form", "states"), [(2, 2), (3, 64)], ids=["mamba", "windows"])
+def test_states_beside_the_kv_come_back_with_it(engines: list[Engine], form: int, states: int) -> None:
+    """From the store: the memory of the process was emptied. Of another prompt there is nothing."""
+    engine = engines[form]
+    assert engine("store", start=30000, pages=5) == {"known": 5}
+    assert engine("forget")["emptied"] > 10
+    assert engine("fetch", start=30000, pages=5) == {"tokens": 5 * PAGE, "wrong": 0, "states": states}
+    assert engine("fetch", start=31000, pages=5) == {"tokens": 0, "wrong": 0}
 
 
 def test_it_can_be_detached_and_attached_while_the_server_runs(engines: list[Engine], store: Store) -> None:

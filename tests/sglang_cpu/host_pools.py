@@ -9,7 +9,7 @@ from typing import Any
 
 
 def install() -> None:
-    from sglang.srt.mem_cache.pool_host import base, common, mha, mla
+    from sglang.srt.mem_cache.pool_host import base, common, mamba, mha, mla
 
     def allocate(
         dims: tuple[int, ...], *, dtype: Any, device: str, pin_memory: bool, allocator: Any, **_: object
@@ -24,7 +24,7 @@ def install() -> None:
         made(self, *args, **{**kwargs, "pin_memory": False})
 
     base.HostKVCache.__init__ = unpinned
-    for module in (mha, mla):
+    for module in (mamba, mha, mla):
         for function in (transfer_kv_direct, transfer_kv_all_layer_direct_lf_pf, transfer_kv_per_layer_direct_pf_lf):
             setattr(module, function.__name__, function)
 

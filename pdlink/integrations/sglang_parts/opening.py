@@ -51,7 +51,22 @@ def rank_of(manager: Any, other: tuple[int, int] | None) -> Rank:
     tp = (manager.attn_tp_rank, manager.attn_tp_size)
     if manager.is_mla_backend or (other is not None and other[1] == tp[1]):
         return Rank(tp, 0)
-    return Rank(tp, int(manager.server_args.get_model_config().get_total_num_kv_heads()))
+    return Rank(tp, int(versions.model_config(manager.server_args).get_total_num_kv_heads()))
+
+
+def first_layer(args: Any, server_args: Any) -> int:
+    """Of this pipeline stage. SGLang says it to prefill alone; decode's stages are cut as its models are."""
+    said = getattr(args, "prefill_start_layer", None)
+    if said is not None:
+        return int(said)
+    from sglang.srt.distributed.utils import get_pp_indices
+    from sglang.srt.runtime_context import get_parallel
+
+    num_stages = int(get_parallel().pp_size)
+    if num_stages == 1:
+        return 0
+    first, _ = get_pp_indices(versions.model_config(server_args).num_hidden_layers, args.pp_rank, num_stages)
+    return int(first)
 
 
 def open_ends(
@@ -62,7 +77,7 @@ def open_ends(
     Raises UnsupportedSglang, ConfigError, OSError.
     """
     buffers, places = pool.buffers_of(args.kv_data_ptrs, args.kv_data_lens, args, ALLOCATION.buffers)
-    sizes = args.kv_data_lens, args.kv_item_lens, pool.numbers_of(args, latent=latent)
+    sizes = args.kv_data_lens, args.kv_item_lens, pool.numbers_of(args, first_layer(args, server_args), latent=latent)
     groups, layer_ids = pool.layout_of(places, *sizes, args.page_size, args.kv_cache_dtype_str)
     described = [
         pool.state_of(*entry, args, ALLOCATION.buffers)

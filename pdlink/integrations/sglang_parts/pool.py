@@ -80,12 +80,13 @@ def state_of(
     return KVGroups(tuple(groups)), buffers
 
 
-def numbers_of(kv_args: Any, *, latent: bool) -> list[int]:
-    """SGLang's numbers of the layers; it does not give those of plain pools, whose entries are all K, then all V."""
+def numbers_of(kv_args: Any, first: int, *, latent: bool) -> list[int]:
+    """SGLang's numbers of the layers; it does not give those of plain pools, whose entries are all K, then all V.
+
+    first: the one with which this pipeline stage begins."""
     if kv_args.kv_layer_ids:
         return list(kv_args.kv_layer_ids)
     num = len(kv_args.kv_data_ptrs) // (1 if latent else 2)
-    first = getattr(kv_args, "prefill_start_layer", 0)
     return list(range(first, first + num))
 
 

@@ -33,6 +33,7 @@ from pdlink.config import SglangConfig, load
 from pdlink.errors import PdlinkError
 from pdlink.integrations.sglang_parts import opening, pool, versions, wire
 from pdlink.integrations.sglang_parts.ends import Cut, Rank, comes_from_another, shared_heads
+from pdlink.integrations.sglang_parts.giving_up import GivingUp
 from pdlink.integrations.sglang_parts.layerwise import Layerwise
 from pdlink.integrations.sglang_parts.rooms import KV, DecodeRooms, PrefillRooms
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
@@ -106,11 +107,14 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         self._trace = TraceFile(self.node.name, path.replace("{rank}", str(args.engine_rank))) if path else None
         self._heartbeat: threading.Thread | None = None
         self._layerwise: Layerwise | None = None
+        self._giving_up = GivingUp(self)
         if mode == DisaggregationMode.DECODE:
             self._heartbeat = self._start_heartbeat_checker_thread()
-        elif settings.layerwise:
-            self._layerwise = Layerwise(self)
-            self._layerwise.install()
+        else:
+            self._giving_up.install()
+            if settings.layerwise:
+                self._layerwise = Layerwise(self)
+                self._layerwise.install()
         self._stopped = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="pdlink-sglang", daemon=True)
         self._listener.start()
@@ -118,6 +122,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
 
     def teardown(self) -> None:
         """The server takes the other role: end every thread, socket and node. SGLang has ended its requests."""
+        self._giving_up.remove()
         if self._layerwise is not None:
             self._layerwise.remove()
         if self._heartbeat is not None:

@@ -49,7 +49,14 @@ def num_kv_heads(num_mine: int, num_ranks: int, server_args: Any) -> int:
     """Of the model. Ranks with several heads share none: only one head a rank needs the model's config."""
     if num_mine > 1 or num_ranks == 1:
         return num_mine * num_ranks
-    return int(server_args.get_model_config().get_total_num_kv_heads())
+    return int(model_config(server_args).get_total_num_kv_heads())
+
+
+def model_config(server_args: Any) -> Any:
+    """SGLang's `ModelConfig` of this server. Cost: the model's config is read."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig.from_server_args(server_args)
 
 
 def precision(server_args: Any) -> str:
