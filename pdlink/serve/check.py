@@ -53,6 +53,8 @@ def check(config: WorkerConfig) -> int:
     console = Console()
     transports = probed(config)
     console.print(transports_table(transports))
+    for names, what in facts(transports):
+        console.print(plain(f"{', '.join(names)}: {what}"))
     console.print(machine_table())
     chosen = f"transport.kind = {config.transport.kind}, engine.device = {config.engine.device}"
     if transports.first is not None:
@@ -66,14 +68,22 @@ def check(config: WorkerConfig) -> int:
 
 def transports_table(transports: Transports) -> Table:
     table = Table(title="transports", title_justify="left")
-    for column in ("transport", "usable", "reach", "moves", "trusts with", "what"):
+    for column in ("transport", "usable", "reach", "moves", "trusts with"):
         table.add_column(column, overflow="fold")
+    for one, made in transports.made.items():
+        usable = Text("yes", "green") if transports.probes[one].ok else Text("no", "red")
+        add_row(table, made.name, usable, made.reach, ", ".join(made.memory), made.trust)
+    return table
+
+
+def facts(transports: Transports) -> list[tuple[list[str], str]]:
+    """What was found, or why a transport cannot be used, each once with the transports that it is said of."""
+    found: dict[str, list[str]] = {}
     for one, made in transports.made.items():
         probe = transports.probes[one]
         what = ", ".join(f"{key} {value}" for key, value in probe.facts.items()) if probe.ok else probe.reason
-        usable = Text("yes", "green") if probe.ok else Text("no", "red")
-        add_row(table, made.name, usable, made.reach, ", ".join(made.memory), made.trust, what)
-    return table
+        found.setdefault(what, []).append(made.name)
+    return [(names, what) for what, names in found.items()]
 
 
 def machine_table() -> Table:
