@@ -8,6 +8,7 @@ import urllib.parse
 from typing import Any, NamedTuple
 
 from rich.table import Table
+from rich.text import Text
 
 from pdlink.observe.fetch import CannotFetch, ask, base_url, proxys_remedy
 from pdlink.observe.plain import add_row, plain
@@ -58,12 +59,12 @@ def fetch_explanation(url: str, request_id: str, *, key: str | None = None) -> E
 
 
 def table_of(explained: Explained) -> Table:
-    """One row per decision, in order."""
+    """One row per decision, in order. In brackets: tokens that a worker had to do already."""
     decisions = explained.decisions
     said = explained.record["prompt_tokens"] if explained.record is not None else f"about {decisions[0]['tokens']}"
     title = plain(f"request {decisions[0]['request_id']}: {said} tokens")
     table = Table(title=title, title_justify="left")
-    for column in ("after s", "what", "prefill (tokens to do)", "decode (tokens to do)", "cached", "why"):
+    for column in ("after s", "what", "worker (tokens)", "cached", "why"):
         table.add_column(column, justify="right" if column in ("after s", "cached") else "left")
     rows = []
     for each in decisions:
@@ -87,8 +88,9 @@ def table_of(explained: Explained) -> Table:
         rows += [_moved(record, each) for each in explained.transfers if each["side"] == "sender"]
         if record["ttft_s"] is not None:
             rows.append((record["ttft_s"], "first token", "", "", "", _until_first(record, explained.slower_than)))
-    for after_s, *texts in sorted(rows, key=lambda row: row[0]):
-        add_row(table, f"{after_s:.3f}", *texts)
+    for after_s, what, prefill, decode, cached, why in sorted(rows, key=lambda row: row[0]):
+        workers = Text("\n").join(plain(leg) for leg in (prefill, decode) if leg)
+        add_row(table, f"{after_s:.3f}", what, workers, cached, why)
     return table
 
 
