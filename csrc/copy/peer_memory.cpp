@@ -32,7 +32,9 @@ std::size_t filled(int fd, std::size_t known_nbytes, std::size_t nbytes) {
     return hole < 0 ? known_nbytes : std::min(static_cast<std::size_t>(hole), nbytes);
 }
 
-Region map_file(std::int64_t pid, const PeerFile& file) {
+}  // namespace
+
+PeerMemory::Mapping PeerMemory::map_file(std::int64_t pid, const PeerFile& file) {
     Descriptor fd(open_peer_file(pid, file.fd, file.device, file.inode));
     require_sealed_memory(fd.get(), file.nbytes);
     struct stat status;
@@ -43,14 +45,12 @@ Region map_file(std::int64_t pid, const PeerFile& file) {
     void* at = ::mmap(nullptr, file.nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
     if (at == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap of a peer's region");
     if (whole) fd = Descriptor();
-    return {static_cast<std::byte*>(at), file.nbytes, std::move(fd), filled_nbytes, 0};
+    return {{static_cast<std::byte*>(at), file.nbytes}, std::move(fd), filled_nbytes, 0};
 }
 
-void unmap(const std::vector<Region>& regions) {
-    for (const Region& region : regions) ::munmap(region.base, region.nbytes);
+void PeerMemory::unmap() {
+    for (const Mapping& mapping : mappings_) ::munmap(mapping.region.base, mapping.region.nbytes);
 }
-
-}  // namespace
 
 // Open the pidfd before checking the files: if the pid were reused by then, the check of the files would fail, so the
 // pidfd belongs to the inviting process. Check the gate first, because it proves the invitation; take it last,
@@ -58,26 +58,26 @@ void unmap(const std::vector<Region>& regions) {
 PeerMemory::PeerMemory(std::int64_t pid, const std::vector<PeerFile>& files, const GateName& gate)
     : pid_(pid), life_(open_life(pid)), gate_(open_gate(pid, gate)) {
     try {
-        for (const PeerFile& file : files) regions_.push_back(map_file(pid, file));
+        for (const PeerFile& file : files) mappings_.push_back(map_file(pid, file));
         gate_->take();
     } catch (...) {
-        unmap(regions_);
+        unmap();
         throw;
     }
 }
 
-PeerMemory::~PeerMemory() { unmap(regions_); }
+PeerMemory::~PeerMemory() { unmap(); }
 
 std::vector<Extent> PeerMemory::extents(bool& grew) {
     std::vector<Extent> found;
-    found.reserve(regions_.size());
+    found.reserve(mappings_.size());
     const std::lock_guard lock(mutex_);
     grew = false;
-    for (Region& region : regions_) {
-        const std::size_t now = filled(region.file.get(), region.filled_nbytes, region.nbytes);
-        grew |= now > region.filled_nbytes;
-        region.filled_nbytes = now;
-        found.push_back({reinterpret_cast<std::uintptr_t>(region.base), now});
+    for (Mapping& mapping : mappings_) {
+        const std::size_t now = filled(mapping.file.get(), mapping.filled_nbytes, mapping.region.nbytes);
+        grew |= now > mapping.filled_nbytes;
+        mapping.filled_nbytes = now;
+        found.push_back({reinterpret_cast<std::uintptr_t>(mapping.region.base), now});
     }
     return found;
 }
@@ -87,13 +87,13 @@ bool PeerMemory::prepare_some() {
     std::size_t part = 0, left = 0;
     {
         const std::lock_guard lock(mutex_);
-        for (Region& region : regions_) {
-            const std::size_t unprepared = region.filled_nbytes - region.prepared_nbytes;
+        for (Mapping& mapping : mappings_) {
+            const std::size_t unprepared = mapping.filled_nbytes - mapping.prepared_nbytes;
             left += unprepared;
             if (part || !unprepared) continue;
             part = std::min(kPrepareNbytes, unprepared);
-            at = region.base + region.prepared_nbytes;
-            region.prepared_nbytes += part;
+            at = mapping.region.base + mapping.prepared_nbytes;
+            mapping.prepared_nbytes += part;
         }
     }
     // An older kernel answers EINVAL, and the first copy is slow instead.

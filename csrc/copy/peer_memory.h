@@ -21,13 +21,9 @@ struct PeerFile {
     std::uint64_t nbytes;
 };
 
-// One of its files, mapped here as a whole. Its owner gives it memory from its beginning on, perhaps in steps.
 struct Region {
     std::byte* base;
     std::size_t nbytes;
-    Descriptor file;              // none once all of it has memory
-    std::size_t filled_nbytes;    // what has memory, as it was last looked at
-    std::size_t prepared_nbytes;  // what is in our page table
 };
 
 class PeerMemory {
@@ -55,10 +51,21 @@ class PeerMemory {
     bool prepare_some();
 
   private:
+    // A file, mapped here as a whole. Its owner gives it memory from its beginning on, perhaps in steps.
+    struct Mapping {
+        Region region;
+        Descriptor file;              // none once all of it has memory
+        std::size_t filled_nbytes;    // what has memory, as it was last looked at
+        std::size_t prepared_nbytes;  // what is in our page table
+    };
+
+    static Mapping map_file(std::int64_t pid, const PeerFile& file);
+    void unmap();
+
     std::int64_t pid_;
     Descriptor life_;
-    std::mutex mutex_;  // guards the numbers in regions_
-    std::vector<Region> regions_;
+    std::mutex mutex_;  // guards the numbers in mappings_
+    std::vector<Mapping> mappings_;
     std::unique_ptr<GateWriter> gate_;
 };
 
