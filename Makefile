@@ -57,7 +57,7 @@ test-vllm: $(VLLM_STAMP)  ## what needs real vLLM servers; some ten minutes on t
 
 sglang: $(SGLANG_STAMP)  ## SGLang with pdlink in an environment of its own, .venv-sglang, without its kernels (4 GB)
 
-test-sglang: $(SGLANG_STAMP)  ## SGLang's own managers, caches and servers in processes of their own; ten minutes
+test-sglang: $(SGLANG_STAMP)  ## SGLang's own managers, caches and servers in processes of their own; a quarter of an hour
 	PYTHONPATH=tests/sglang_cpu $(SGLANG_BIN)/python -m pytest -m sglang tests/integrations tests/e2e tests/proxy/test_engine_events.py $(PYTEST_ARGS)
 
 ray: $(RAY_STAMP)  ## Ray with pdlink and its built-in engine in an environment of its own, .venv-ray (2 GB)
