@@ -64,7 +64,9 @@ class PDLinkBackend(BaseConnectorBackend):  # type: ignore[misc]
                 "raise num_replicas"
             )
         extra = self.kv_transfer_config.setdefault("kv_connector_extra_config", {})
-        num_shards = int(extra.get("shards") or self.llm_config.engine_kwargs.get("tensor_parallel_size") or 1)
+        engine = self.llm_config.engine_kwargs
+        num_stages = int(extra.get("stages") or engine.get("pipeline_parallel_size") or 1)
+        num_shards = int(extra.get("shards") or engine.get("tensor_parallel_size") or 1) * num_stages
         node = ray.util.get_node_ip_address()
         extra.setdefault("control_host", node)
         if extra.get("control_port"):

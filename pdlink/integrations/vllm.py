@@ -96,7 +96,7 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         if settings.tiers is not None and settings.tiers.max_local_cpu_size:
             store = StoreBook(
                 settings.tiers.chunk_size,
-                vllm_config.parallel_config.tensor_parallel_size,
+                versions.place(vllm_config).num_all,
                 keeps_answers=settings.tiers.save_decode_cache,
                 keeps_all=versions.keeps_all(kv_cache_config),
             )

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 from pdlink.serve.ports import free_ports  # noqa: E402
 from tests.e2e.conftest import VLLM_CONCURRENT, VLLM_TIGHT, Alone  # noqa: E402
-from tests.e2e.engine_servers import NUM_LAYERS, place_of, prompt_of, until  # noqa: E402
+from tests.e2e.engine_servers import NUM_LAYERS, place_of, plugin_of, prompt_of, until  # noqa: E402
 from tests.e2e.vllm_servers import Pair  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -47,11 +47,7 @@ def run():
 @pytest.fixture(scope="module")
 def pair(vllm_folder: Path, alone: Alone) -> Iterator[Pair]:
     place = place_of(vllm_folder, "compiled")
-    plugin = place / "ahead-1.dist-info"
-    plugin.mkdir()
-    (place / "ahead.py").write_text(PLUGIN)
-    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: ahead\nVersion: 1\n")
-    (plugin / "entry_points.txt").write_text("[vllm.general_plugins]\nahead = ahead:run\n")
+    plugin_of(place, "ahead", PLUGIN)
     chunks = ["--max-num-batched-tokens", "512", "--max-model-len", "4096"]
     pair = Pair.of(
         place,

@@ -89,6 +89,8 @@ class Pair:
         decode_flags: list[str],
         transport: str | dict[str, Any] = "auto",
         shards: int = 1,
+        stages: int = 1,
+        ranks: int = 1,
         verify: str = "off",
         on_failure: str = "recompute",
         both: bool = False,
@@ -100,11 +102,13 @@ class Pair:
     ) -> Pair:
         """Servers of the checkpoint `model` in this folder, both ready.
 
-        transport: its kind, or more of its settings. both: each can prefill for the other. tier: another connector,
+        ranks: of each server, where both have as many; else shards and stages. transport: its kind, or more of its
+        settings. both: each can prefill for the other. tier: another connector,
         which decode asks for KV first. store, decode_store: section `tiers` of prefill, and of decode.
         decode_connector: name and module of another connector for decode.
         """
-        model, control_port, back_port = folder / "model", free_ports(shards), free_ports(shards) if both else 0
+        model, count = folder / "model", max(ranks, shards * stages)
+        control_port, back_port = free_ports(count), free_ports(count) if both else 0
         # Patient with a peer that gets no CPU; a killed one is noticed by its connections.
         timeouts = {"heartbeat_s": 0.5, "peer_s": PEER_S, "connect_s": 15.0, "lease_s": 20.0, "offer_s": 60.0}
         common: dict[str, Any] = {
@@ -113,6 +117,8 @@ class Pair:
         }
         if shards > 1:
             common["shards"] = shards
+        if stages > 1:
+            common["stages"] = stages
 
         def connector(role: str, **extra: Any) -> dict[str, Any]:
             return {
@@ -139,9 +145,9 @@ class Pair:
         pair = cls(
             Server("prefill", model, folder / "prefill.log", prefill_flags, prefill, environment=more).start(),
             Server("decode", model, folder / "decode.log", decode_flags, decode, environment=more).start(),
-            tuple(f"tcp://127.0.0.1:{control_port + shard}" for shard in range(shards)),
+            tuple(f"tcp://127.0.0.1:{control_port + shard}" for shard in range(count)),
             folder / "timeline-0.json",
-            tuple(f"tcp://127.0.0.1:{back_port + shard}" for shard in range(shards)) if both else (),
+            tuple(f"tcp://127.0.0.1:{back_port + shard}" for shard in range(count)) if both else (),
         )
         try:
             pair.prefill.wait_ready()

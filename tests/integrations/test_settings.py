@@ -123,26 +123,24 @@ def recurrent(mode: str, block_size: int = 512) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("specs", "version", "tiers", "pipeline", "context", "message"),
+    ("specs", "version", "tiers", "context", "message"),
     [
-        ((FULL, WINDOW), (0, 31), None, 1, 1, r"2 groups of KV caches, which are transferred from vLLM 0\.32 on"),
-        ((WINDOW,), (0, 31), {}, 1, 1, r"windows or recurrent layers from vLLM 0\.32 on; .* --disable-hybrid-kv"),
-        ((FULL, WINDOW), (0, 32), {"save_decode_cache": True}, 1, 1, "save_decode_cache: got true"),
-        ((FULL, recurrent("none")), (0, 32), {}, 1, 1, "limit servers with --enable-prefix-caching"),
-        ((FULL, recurrent("align")), (0, 32), {"chunk_size": 384}, 1, 1, "got 384; limit divisors of 512"),
-        ((FULL,), (0, 32), None, 2, 1, r"pipeline parallel servers \(2 ranks\)"),
-        ((FULL,), (0, 32), None, 1, 2, r"decode context parallel servers \(2 ranks\)"),
+        ((FULL, WINDOW), (0, 31), None, 1, r"2 groups of KV caches, which are transferred from vLLM 0\.32 on"),
+        ((WINDOW,), (0, 31), {}, 1, r"windows or recurrent layers from vLLM 0\.32 on; .* --disable-hybrid-kv"),
+        ((FULL, WINDOW), (0, 32), {"save_decode_cache": True}, 1, "save_decode_cache: got true"),
+        ((FULL, recurrent("none")), (0, 32), {}, 1, "limit servers with --enable-prefix-caching"),
+        ((FULL, recurrent("align")), (0, 32), {"chunk_size": 384}, 1, "got 384; limit divisors of 512"),
+        ((FULL,), (0, 32), None, 2, r"decode context parallel servers \(2 ranks\)"),
     ],
 )
 def test_what_is_not_transferred_or_kept_yet_is_refused_at_start(
     specs: tuple[object, ...],
     version: tuple[int, int],
     tiers: dict[str, Any] | None,
-    pipeline: int,
     context: int,
     message: str,
 ) -> None:
-    parallel = SimpleNamespace(pipeline_parallel_size=pipeline, decode_context_parallel_size=context)
+    parallel = SimpleNamespace(decode_context_parallel_size=context)
     kept = None if tiers is None else TiersConfig(**{"max_local_cpu_size": 1.0, **tiers})
     with pytest.raises(UnsupportedCache, match=message):
         versions.check_config(SimpleNamespace(parallel_config=parallel), caches(*specs), version, tiers=kept)

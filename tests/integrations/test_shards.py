@@ -8,8 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from pdlink.integrations.vllm_parts.layout import CacheGroups, CacheLayout, UnsupportedCache, of_rank
+from pdlink.integrations.vllm_parts.layout import CacheGroups, CacheLayout, UnsupportedCache
 from pdlink.integrations.vllm_parts.requests import RequestBook, Scheduled
+from pdlink.integrations.vllm_parts.shards import Place, by_stage, dealt, shards_of
 from pdlink.integrations.vllm_parts.worker import WorkerHalf
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.memory.buffers import Buffer
@@ -55,28 +56,16 @@ def test_a_rank_with_several_shards_feeds_as_many_ranks(num_heads: int, shards: 
     peers = [Node(hub, f"decode/{shard}", sized(each, 8), TIMEOUTS).open() for shard in range(shards)]
     controls = tuple(node.node.address for node in nodes)
     news = threading.Event()
-    ranks = WorkerHalf(
-        [node.node for node in nodes],
-        CacheGroups.of([cache.shard(0, shards)], whole.num_blocks),
-        preemption_s=5.0,
-        news=news,
-    )
+    parts = [CacheGroups.of([cache.shard(shard, shards)], whole.num_blocks) for shard in range(shards)]
+    mine = [(shard, node.node, part) for shard, (node, part) in enumerate(zip(nodes, parts, strict=True))]
+    ranks = WorkerHalf(mine, CacheGroups.of([cache], whole.num_blocks), preemption_s=5.0, news=news)
     book = RequestBook(sends=True, receives=False, shares_prefixes=False)
     theirs = RequestBook(sends=False, receives=True, shares_prefixes=False)
     book.arrived("p", {"transfer_id": "a", "leg": "prefill"}, PROMPT)
     theirs.arrived("d", {"transfer_id": "a", "leg": "decode", "prefill": {"control": controls}}, PROMPT)
     theirs.allocated("d", [5, 2, 9, 7], 29)
     plan = theirs.step([])
-    receivers = [
-        WorkerHalf(
-            [peer.node],
-            CacheGroups.of([CacheLayout(peer.layout, cache.planes, 1)], peer.layout.num_blocks),
-            first_shard=shard,
-            preemption_s=5.0,
-            news=news,
-        )
-        for shard, peer in enumerate(peers)
-    ]
+    receivers = [half_of(peer, shard, cache.planes, news) for shard, peer in enumerate(peers)]
     try:
         for receiver in receivers:
             receiver.begin(plan)
@@ -103,6 +92,11 @@ def test_a_rank_with_several_shards_feeds_as_many_ranks(num_heads: int, shards: 
         source.close()
 
 
+def half_of(node: Node, shard: int, planes: dict[str, tuple[int, ...]], news: threading.Event) -> WorkerHalf:
+    cache = CacheGroups.of([CacheLayout(node.layout, planes, 1)], node.layout.num_blocks)
+    return WorkerHalf([(shard, node.node, cache)], cache, preemption_s=5.0, news=news)
+
+
 def vector(node: Node, blocks: list[int], layer: int, token: int) -> list[bytes]:
     """The head vectors of one token, K then V."""
     kv = node.layout
@@ -114,13 +108,100 @@ def vector(node: Node, blocks: list[int], layer: int, token: int) -> list[bytes]
     return [node.buffer.array[start : start + kv.head_nbytes].tobytes() for start in starts]
 
 
+STAGES = [["model.0"], ["model.1", "model.2"]]
+
+
+@pytest.mark.parametrize("one_prefills", [True, False])
+def test_a_rank_with_all_layers_and_two_stages_serve_each_other(one_prefills: bool) -> None:
+    """Stage 0 has layer 0, stage 1 the others; the server in one stage has a node for the layers of each."""
+    hub = LoopbackHub()
+
+    def sized(num_layers: int) -> KVLayout:
+        sizes = {"num_blocks": 32, "block_tokens": 4, "num_heads": 2, "head_dim": 4}
+        return paged_layout(dtype="float32", itemsize=4, num_layers=num_layers, order="LBPHT", **sizes)
+
+    cache = CacheLayout(sized(3), {name: (index,) for index, name in enumerate(NAMES)}, 1)
+    parts = [cache.of_layers(frozenset(names)) for names in STAGES]
+    memory = Buffer(cache.layout.extent(0))
+    memory.array[:] = np.random.default_rng(3).integers(0, 256, memory.nbytes, np.uint8)
+    whole = [ShardNode(hub, stage, part.layout, memory).open() for stage, part in enumerate(parts)]
+    staged = [Node(hub, f"staged/{stage}", sized(len(names)), TIMEOUTS).open() for stage, names in enumerate(STAGES)]
+    news = threading.Event()
+    groups = [CacheGroups.of([part], 32) for part in parts]
+    mine = [(stage, node.node, part) for stage, (node, part) in enumerate(zip(whole, groups, strict=True))]
+    one = WorkerHalf(mine, CacheGroups.of([cache], 32), preemption_s=5.0, news=news)
+    stages = [
+        half_of(node, stage, {name: (index,) for index, name in enumerate(names)}, news)
+        for stage, (node, names) in enumerate(zip(staged, STAGES, strict=True))
+    ]
+    senders, sending = ([one], whole) if one_prefills else (stages, staged)
+    receivers, receiving = (stages, staged) if one_prefills else ([one], whole)
+    controls = tuple(node.node.address for node in sending)
+    book = RequestBook(sends=True, receives=False, shares_prefixes=False)
+    theirs = RequestBook(sends=False, receives=True, shares_prefixes=False)
+    book.arrived("p", {"transfer_id": "a", "leg": "prefill"}, PROMPT)
+    theirs.arrived("d", {"transfer_id": "a", "leg": "decode", "prefill": {"control": controls}}, PROMPT)
+    dst = [5, 2, 9, 7, 11, 1, 0, 30]
+    theirs.allocated("d", dst, 29)
+    plan = theirs.step([])
+    try:
+        for receiver in receivers:
+            receiver.begin(plan)
+        prefills = book.step([Scheduled("p", tuple(SRC), True, 0, 30)])
+        for index, sender in enumerate(senders):
+            sender.begin(prefills)
+            for name in NAMES if one_prefills else STAGES[index]:
+                sender.layer_saved(name)
+            sender.end()
+        received: set[int] = set()
+        sent: set[int] = set()
+        deadline_s = time.monotonic() + WAIT_S
+        over = {"p"}
+        while len(received) < len(receivers) or len(sent) < len(senders):
+            assert time.monotonic() < deadline_s
+            received |= {index for index, each in enumerate(receivers) if each.results(()).received}
+            sent |= {index for index, each in enumerate(senders) if each.results(over).sent}
+            over = set()
+        for stage, names in enumerate(STAGES):
+            for layer in range(len(names)):
+                for token in range(29):
+                    got = vector(receiving[stage], dst, layer, token)
+                    assert got == vector(sending[stage], SRC, layer, token), (stage, layer, token)
+    finally:
+        for each in (*staged, *whole):
+            each.close()
+        memory.close()
+
+
+def test_shards_are_counted_alike_by_servers_of_other_ranks_and_stages() -> None:
+    every = range(8)
+    for stages, ranks in ((1, 1), (1, 2), (2, 1), (2, 4), (1, 4)):
+        places = [Place(stage, stages, rank, ranks) for stage in range(stages) for rank in range(ranks)]
+        held = [shard for place in places for shard in shards_of(place, 2, 4)]
+        assert sorted(shard.number for shard in held) == list(every)
+        assert all(shard.stage == shard.number // 4 for shard in held)
+    assert [shard.number for shard in shards_of(Place(0, 1, 1, 2), 2, 4)] == [2, 3, 6, 7]
+
+
+def test_layers_of_another_ranks_stage_are_refused() -> None:
+    def stage_of(name: str, num_stages: int) -> int:
+        return int(name.split(".")[1]) * num_stages // 4
+
+    names = ["model.0", "model.1"]
+    assert by_stage(names, [0, 1], 4, stage_of) == {0: ["model.0"], 1: ["model.1"]}
+    with pytest.raises(UnsupportedCache, match="stages: got 4, of which 2 has layer"):
+        by_stage([*names, "model.2"], [0, 1], 4, stage_of)
+    with pytest.raises(UnsupportedCache, match="no layer"):
+        by_stage(["model.0"], [0, 1], 4, stage_of)
+
+
 @pytest.mark.parametrize(("rank", "num_ranks", "num_shards"), [(0, 4, 2), (1, 2, 3), (0, 3, 4)])
 def test_shards_that_cannot_be_dealt_out_are_refused(rank: int, num_ranks: int, num_shards: int) -> None:
     with pytest.raises(UnsupportedCache, match="dealt out"):
-        of_rank(rank, num_ranks, num_shards)
+        dealt(rank, num_ranks, num_shards)
 
 
 def test_every_shard_has_one_rank() -> None:
     for num_ranks, num_shards in ((1, 1), (2, 2), (2, 8), (3, 6)):
-        dealt = [shard for rank in range(num_ranks) for shard in of_rank(rank, num_ranks, num_shards)]
-        assert dealt == list(range(num_shards))
+        found = [shard for rank in range(num_ranks) for shard in dealt(rank, num_ranks, num_shards)]
+        assert found == list(range(num_shards))

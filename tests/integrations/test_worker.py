@@ -30,6 +30,11 @@ def cache_of(node: Node, ratio: int = 1) -> CacheGroups:
     return CacheGroups(groups_of(node.layout), {name: (index,) for index, name in enumerate(NAMES)}, 1, (ratio,))
 
 
+def half_of(node: Node, ratio: int = 1, *, preemption_s: float, news: threading.Event) -> WorkerHalf:
+    cache = cache_of(node, ratio)
+    return WorkerHalf([(0, node.node, cache)], cache, preemption_s=preemption_s, news=news)
+
+
 class Server:
     """One vLLM server: a scheduler's half and one worker's, joined by steps."""
 
@@ -37,7 +42,7 @@ class Server:
         self.node = node
         self.book = RequestBook(sends=True, receives=True, shares_prefixes=True)
         news = threading.Event()
-        self.half = Steps(news, WorkerHalf([node.node], cache_of(node, ratio), preemption_s=5.0, news=news))
+        self.half = Steps(news, half_of(node, ratio, preemption_s=5.0, news=news))
         self.over: set[str] = set()
 
     def step(
@@ -372,7 +377,7 @@ def test_a_preemption_waits_for_pushes_in_flight(pair: Pair, servers: tuple[Serv
 def test_a_preemption_that_waits_too_long_ends_the_transfer(pair: Pair, servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
     news = threading.Event()
-    transfers = WorkerHalf([pair.prefill.node], cache_of(pair.prefill), preemption_s=0.1, news=news)
+    transfers = half_of(pair.prefill, preemption_s=0.1, news=news)
     prefill.half = Steps(news, transfers)
     offered(pair, prefill, decode)
     pair.hub.hold = True

@@ -28,6 +28,7 @@ from pdlink.kv.layout import KVLayout, LayerLayout, Part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
 
     from pdlink.kv.groups import AnyTables
 
@@ -91,6 +92,24 @@ class CacheLayout:
     record_orders: tuple[str, ...] = ("PTH",)
     """How the layers of `layout`, in turn, lie in records of a store (`store.record.shape_of`): as they do here where
     single elements would have to be moved otherwise."""
+
+    def of_layers(self, names: AbstractSet[str]) -> CacheLayout:
+        """The part with these layers. Raises UnsupportedCache if there is none with a cache of its own."""
+        if names >= self.planes.keys():
+            return self
+        planes: dict[str, tuple[int, ...]] = {}
+        kept: list[int] = []
+        for name, mine in self.planes.items():
+            if name in names:
+                planes[name] = tuple(range(len(kept), len(kept) + len(mine)))
+                kept += mine
+        if not kept:
+            raise UnsupportedCache(
+                f"stages: got one without layers of every group of KV caches ({sorted(self.planes)} are another's); "
+                "take servers of as many stages"
+            )
+        layout = replace(self.layout, layers=tuple(self.layout.layers[index] for index in kept))
+        return replace(self, layout=layout, planes=planes)
 
     def shard(self, index: int, count: int) -> CacheLayout:
         """The part of the heads that is shard `index` of `count`; a single head belongs to all of them.
@@ -157,14 +176,6 @@ class CacheGroups:
 
 def _split(blocks: Sequence[int], ratio: int) -> list[int]:
     return [block * ratio + part for block in blocks for part in range(ratio)]
-
-
-def of_rank(rank: int, num_ranks: int, num_shards: int) -> range:
-    """The shards that a rank holds. Raises UnsupportedCache if they cannot be dealt out evenly."""
-    each, left = divmod(num_shards, num_ranks)
-    if left or not each:
-        raise UnsupportedCache(f"{num_shards} shards cannot be dealt out to {num_ranks} ranks")
-    return range(rank * each, (rank + 1) * each)
 
 
 def describe(views: Sequence[LayerView], kind: GroupKind) -> CacheLayout:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pdlink.errors import ConfigError
@@ -13,8 +14,9 @@ from pdlink.events import listen
 from pdlink.integrations.shared_allocation import SharedAllocation
 from pdlink.integrations.trace_file import TraceFile
 from pdlink.integrations.vllm_parts import versions
-from pdlink.integrations.vllm_parts.layout import CacheGroups, LayerView, describe, of_rank
+from pdlink.integrations.vllm_parts.layout import CacheGroups, LayerView, describe
 from pdlink.integrations.vllm_parts.memory import regions
+from pdlink.integrations.vllm_parts.shards import by_stage, shards_of
 from pdlink.integrations.vllm_parts.stats import Counts, link_state
 from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.store_half import StoreHalf, VllmBlocks
@@ -45,17 +47,18 @@ class Rank:
     steps: Steps
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
-        """Raises UnsupportedCache for shards that do not fit the ranks, ConfigError for ranks that share a folder."""
+        """Raises UnsupportedCache for shards or stages that do not fit the ranks, ConfigError for ranks that share a
+        folder."""
         self._config, self._cache_config, self._settings = vllm_config, kv_cache_config, settings
-        parallel = vllm_config.parallel_config
-        self._rank: int = parallel.rank
-        self._num_shards: int = settings.shards or parallel.tensor_parallel_size
-        self._shards = of_rank(self._rank, parallel.tensor_parallel_size, self._num_shards)
+        self._place = place = versions.place(vllm_config)
+        num_parts, self._num_stages = settings.shards or place.num_ranks, settings.stages or place.num_stages
+        self._num_shards = num_parts * self._num_stages
+        self._shards = shards_of(place, self._num_stages, num_parts)
         directory = settings.tiers.local_disk if settings.tiers is not None else None
-        if directory and "{name}" not in directory and parallel.tensor_parallel_size > 1:
+        if directory and "{name}" not in directory and place.num_all > 1:
             raise ConfigError(
-                f"kv_connector_extra_config: tiers.local_disk: got {directory!r} for {parallel.tensor_parallel_size} "
-                "ranks; limit one each; put {name} into it"
+                f"kv_connector_extra_config: tiers.local_disk: got {directory!r} for {place.num_all} ranks; "
+                "limit one each; put {name} into it"
             )
         self.counts = Counts()
         self._allocation = SharedAllocation()
@@ -85,20 +88,16 @@ class Rank:
         caches = [describe([views[name] for name in kind.names], kind) for kind in kinds]
         num_blocks = self._cache_config.num_blocks
         timeline = self._settings.timeline
-        self._trace = TraceFile(self._name, timeline.replace("{rank}", str(self._rank))) if timeline else None
+        self._trace = TraceFile(self._name, timeline.replace("{rank}", str(self._place.of_all))) if timeline else None
         self._stop_counting = listen(self.counts)
-        count = len(self._shards)
-        parts = [CacheGroups.of([one.shard(index, count) for one in caches], num_blocks) for index in range(count)]
-        for shard, part in zip(self._shards, parts, strict=True):
-            self._nodes.append(self._open_shard(shard, part, buffers))
+        shards: list[tuple[int, Node, CacheGroups]] = []
+        for number, cache in self._parts(caches, list(tensors)):
+            node = self._open_shard(number, cache, buffers)
+            self._nodes.append(node)
+            shards.append((number, node, cache))
         news = threading.Event()
-        half = WorkerHalf(
-            self._nodes,
-            parts[0],
-            first_shard=self._shards.start,
-            preemption_s=self._settings.transport.batch_timeout_s,
-            news=news,
-        )
+        whole = CacheGroups.of(caches, num_blocks)
+        half = WorkerHalf(shards, whole, preemption_s=self._settings.transport.batch_timeout_s, news=news)
         for node in self._nodes:
             node.short_of_blocks = lambda: half.short_of_blocks
         store = None
@@ -106,10 +105,21 @@ class Rank:
         if source is not None:
             assert self._settings.tiers is not None
             faster = self._settings.tiers.load_if_faster
-            whole = CacheGroups.of(caches, num_blocks)
             store = self._store = StoreHalf(source, whole, news=news, load_if_faster=faster)
         self.steps = Steps(news, half, store)
         self.counts.look = self._look
+
+    def _parts(self, caches: Sequence[CacheLayout], names: Sequence[str]) -> list[tuple[int, CacheGroups]]:
+        """Number and cache of each shard. Raises UnsupportedCache."""
+        stages = sorted({shard.stage for shard in self._shards})
+        layers = by_stage(names, stages, self._num_stages, partial(versions.stage_of, self._config))
+        count, num_blocks = len(self._shards) // len(stages), self._cache_config.num_blocks
+        found = []
+        for shard in self._shards:
+            mine = frozenset(layers[shard.stage])
+            parts = [cache.of_layers(mine).shard(shard.part, count) for cache in caches]
+            found.append((shard.number, CacheGroups.of(parts, num_blocks)))
+        return found
 
     def _check_gpu(self) -> None:
         """Raises ConfigError for what host memory alone can have."""
@@ -161,8 +171,8 @@ class Rank:
         tiers = self._settings.tiers
         if tiers is None:
             return None
-        num_ranks = self._config.parallel_config.tensor_parallel_size
-        name = f"{self._name}/{self._rank}" if num_ranks > 1 else self._name
+        place = self._place
+        name = f"{self._name}/{place.of_all}" if place.num_all > 1 else self._name
         groups = [self._source_group(cache) for cache in caches]
         model = versions.model_name(self._config)
         return open_groups(tiers, name, groups, buffers, VllmBlocks(), model=model)
@@ -172,8 +182,7 @@ class Rank:
         revision = f"{identity['revision']} {identity['content']} {versions.precision(self._config)}"
         heads, num_heads = versions.heads(self._config, cache.layout.num_heads)
         if tiers is None or tiers.store is None or cache.token_unit > 1 or cache.layout.state:
-            num_ranks = self._config.parallel_config.tensor_parallel_size
-            revision, heads, num_heads = f"{revision} rank {self._rank} of {num_ranks}", None, None
+            revision, heads, num_heads = f"{revision} rank {self._place.rank} of {self._place.num_ranks}", None, None
         return SourceGroup(cache.layout, revision, cache.token_unit, cache.record_orders, heads, num_heads)
 
     def _look(self, link: LinkGauges, kept: StoreGauges) -> None:

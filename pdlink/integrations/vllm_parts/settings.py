@@ -34,13 +34,16 @@ class ConnectorSettings(BaseModel):
     control_host: str = "127.0.0.1"
     """Address that other servers dial, and that the tcp transport listens on."""
     control_port: Port = 0
-    """ZeroMQ. Shard s (rank s, unless `shards` says otherwise) listens on `control_port` + s; the proxy tells it to
-    decode servers, so prefill servers need it. 0 takes free ones."""
+    """ZeroMQ. Shard s (rank s, unless `shards` or `stages` say otherwise) listens on `control_port` + s; the proxy
+    tells it to decode servers, so prefill servers need it. 0 takes free ones."""
     advertise_host: str | None = None
     """Address other hosts reach this server by; None uses `control_host`."""
     shards: int | None = Field(default=None, ge=1, le=1024)
-    """Parts, by KV heads, in which the KV travels. None: one for each of this server's ranks, which is right where
-    both servers have as many. Otherwise the larger number of ranks, on both servers."""
+    """Parts, by KV heads, in which the KV of a stage travels. None: one for each of this server's tensor parallel
+    ranks, which is right where both servers have as many. Otherwise the larger number of ranks, on both servers."""
+    stages: int | None = Field(default=None, ge=1, le=1024)
+    """Parts, by layers, in which the KV travels. None: one for each of this server's pipeline stages, which is right
+    where both servers have as many. Otherwise the larger number of stages, on both servers."""
     layerwise: bool = True
     """Push every layer as soon as it is written. Has vLLM use piecewise graphs, between whose pieces it can tell us;
     off, a step's layers are pushed when the step ends."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pdlink.content import digest_of
 from pdlink.errors import ConfigError, LocalError
 from pdlink.integrations.vllm_parts.layout import COLUMNS, PACKED, ROWS, STATE, GroupKind, UnsupportedCache
+from pdlink.integrations.vllm_parts.shards import Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,7 +144,6 @@ def check_config(
         _check_tiers(kv_cache_config, version, tiers)
     parallel = vllm_config.parallel_config
     for what, size in (
-        ("pipeline parallel", parallel.pipeline_parallel_size),
         ("decode context parallel", getattr(parallel, "decode_context_parallel_size", 1)),
         ("prefill context parallel", getattr(parallel, "prefill_context_parallel_size", 1)),
     ):
@@ -273,12 +273,42 @@ def heads(vllm_config: Any, num_mine: int) -> tuple[range | None, int | None]:
 
     Ranks beyond the number of heads share them.
     """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    model, mine = vllm_config.model_config, place(vllm_config)
     if getattr(model, "use_mla", False):
         return None, None
     total = int(model.get_total_num_kv_heads())
-    first = parallel.rank * total // parallel.tensor_parallel_size
+    first = mine.rank * total // mine.num_ranks
     return range(first, first + num_mine), total
+
+
+def place(vllm_config: Any) -> Place:
+    """Of this process among the ranks of its engine: a stage's ranks follow each other."""
+    parallel = vllm_config.parallel_config
+    num_ranks = parallel.tensor_parallel_size
+    num_stages = getattr(parallel, "pipeline_parallel_size", 1)
+    stage, rank = divmod(parallel.rank, num_ranks)
+    return Place(stage % num_stages, num_stages, rank, num_ranks)
+
+
+def stage_of(vllm_config: Any, name: str, num_stages: int) -> int:
+    """In which of so many stages vLLM has a layer. A model's own drafts come after its last layer, in the last stage.
+
+    Raises UnsupportedCache for a layer without a number, for those of a draft model, and for stages that
+    VLLM_PP_LAYER_PARTITION does not describe.
+    """
+    from vllm.distributed.utils import get_pp_indices
+
+    numbers = [int(word) for word in name.split(".") if word.isdigit()]
+    if len(numbers) != 1 or name.startswith("draft"):
+        raise UnsupportedCache(
+            f"stages: got {num_stages} for layer {name}, whose stage is not known; take servers of as many stages"
+        )
+    num_layers = int(vllm_config.model_config.get_total_num_hidden_layers())
+    try:
+        ends = [get_pp_indices(num_layers, stage, num_stages)[1] for stage in range(num_stages)]
+    except ValueError as error:
+        raise UnsupportedCache(f"stages: got {num_stages}; vLLM says: {error}") from None
+    return next((stage for stage, end in enumerate(ends) if numbers[0] < end), num_stages - 1)
 
 
 def precision(vllm_config: Any) -> str:

@@ -1,7 +1,7 @@
 """A rank's half of the connector: what the step plans say goes to the ports of its nodes, one for each shard.
 
-A shard is a part of the KV heads with a node of its own; shard s of a prefill server sends to shard s of a decode
-server, whichever ranks hold them. A request is done when all shards are.
+Shard s of a prefill server sends to shard s of a decode server, whichever ranks hold them (`shards.py`). A request is
+done when all shards are.
 
 vLLM calls from one thread, between and inside forward passes. Nothing here waits, with two exceptions: blocks of a
 preempted request are given up when no push reads them any more, and a step that computes nothing waits a little for
@@ -27,7 +27,7 @@ from pdlink.node.port import EnginePort
 from pdlink.protocol.reasons import NOT_NEEDED, code_of, in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from pdlink.integrations.vllm_parts.layout import CacheGroups
     from pdlink.integrations.vllm_parts.requests import Announce, Chunk, Expect, Offer, StepPlan
@@ -76,25 +76,36 @@ class _Request:
     """Code of why it failed."""
 
 
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """One shard of this rank."""
+
+    number: int
+    port: EnginePort
+    planes: Mapping[str, tuple[int, ...]]
+    """Of its layers, by name."""
+    unsaved: set[str] = field(default_factory=set)
+    """Those that this step has not written yet."""
+
+
 class WorkerHalf:
     """The transfers of one rank."""
 
     def __init__(
         self,
-        nodes: Sequence[Node],
+        shards: Sequence[tuple[int, Node, CacheGroups]],
         cache: CacheGroups,
         *,
-        first_shard: int = 0,
         preemption_s: float,
         news: threading.Event,
     ) -> None:
-        """nodes: of this rank's shards, the first of which is `first_shard`. cache: of any of them.
+        """shards: of this rank: number, node and cache. cache: whose lists of blocks are those of all shards.
 
         preemption_s: longest wait for pushes of a preempted request. news: set when there is a result.
         """
-        self._ports = [EnginePort(node) for node in nodes]
-        self._cache, self._first_shard = cache, first_shard
-        self._unit = cache.token_unit
+        self._lanes = [_Lane(number, EnginePort(node), part.planes) for number, node, part in shards]
+        self._ports = [lane.port for lane in self._lanes]
+        self._cache, self._unit = cache, cache.token_unit
         self._preemption_s = preemption_s
         self._lock = threading.Lock()
         self._requests: dict[str, _Request] = {}
@@ -104,7 +115,6 @@ class WorkerHalf:
         """What this step computes for others: (request, start, end) in positions of the layout."""
         self._complete: list[str] = []
         """Requests whose last chunk is among them."""
-        self._unsaved: set[str] = set()
         self._offers: dict[str, Offer] = {}
         """Requests that wait for a load of the store's. vLLM's thread only."""
         self.short_of_blocks = False
@@ -138,7 +148,8 @@ class WorkerHalf:
             for chunk in plan.chunks:
                 self._publish(chunk)
         if self._spans:
-            self._unsaved = {name for name, planes in self._cache.planes.items() if planes}
+            for lane in self._lanes:
+                lane.unsaved = {name for name, planes in lane.planes.items() if planes}
             self._prefilling(on=True)
         for stop in plan.stops:
             self._stop(stop)
@@ -166,24 +177,27 @@ class WorkerHalf:
     def layer_saved(self, name: str) -> None:
         """In the forward pass: this layer's KV of the step's tokens is in its blocks.
 
-        A prompt is complete with the last layer of its last chunk: decode need not wait for what follows that layer's
-        attention here, nor for the sampling of a token that nobody reads.
+        A prompt is complete on a shard with the last of its layers of the last chunk: decode need not wait for what
+        follows that layer's attention here, nor for the sampling of a token that nobody reads.
         """
-        if not self._spans or name not in self._unsaved:
+        if not self._spans:
             return
-        self._unsaved.discard(name)
-        for port in self._ports:
-            for plane in self._cache.planes[name]:
-                port.layer_written(plane, self._spans)
-            for request_id in () if self._unsaved else self._complete:
-                port.finished(request_id)
+        for lane in self._lanes:
+            if name not in lane.unsaved:
+                continue
+            lane.unsaved.discard(name)
+            for plane in lane.planes[name]:
+                lane.port.layer_written(plane, self._spans)
+            for request_id in () if lane.unsaved else self._complete:
+                lane.port.finished(request_id)
 
     def end(self) -> None:
         """After the forward pass: layers whose hook did not run (a full graph) are ready now, too."""
         if self._spans:
             self._prefilling(on=False)
-            for name in self._cache.planes:
-                self.layer_saved(name)
+            for lane in self._lanes:
+                for name in lane.planes:
+                    self.layer_saved(name)
             self._spans, self._complete = [], []
 
     def results(self, over: Collection[str]) -> Results:
@@ -226,8 +240,8 @@ class WorkerHalf:
                 raise InvalidRequest(f"shard {shard} has no peer among {len(expect.addresses)} addresses")
             return port.receive(*_names(request), expect.addresses[shard], num_tokens, by_layer=False)
 
-        for shard, port in enumerate(self._ports, self._first_shard):
-            self._join(request, port, partial(receive, shard, port))
+        for lane in self._lanes:
+            self._join(request, lane.port, partial(receive, lane.number, lane.port))
 
     def _offer(self, offer: Offer) -> None:
         """vLLM has reserved blocks. A request that is over on all shards by now is reported at once."""

@@ -1,0 +1,91 @@
+"""Which parts of a server's KV travel by themselves: its shards, and which of them a rank has.
+
+A shard is a part of the KV heads of the layers of one pipeline stage, and has a node of its own. Both servers count
+in as many stages and parts, whichever ranks hold them, so shard s of prefill sends to shard s of decode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdlink.integrations.vllm_parts.layout import UnsupportedCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of a rank among those of its server."""
+
+    stage: int
+    num_stages: int
+    rank: int
+    """In its stage."""
+    num_ranks: int
+    """Tensor parallel: of a stage."""
+
+    @property
+    def of_all(self) -> int:
+        """Its number among all ranks, as vLLM counts them."""
+        return self.stage * self.num_ranks + self.rank
+
+    @property
+    def num_all(self) -> int:
+        return self.num_stages * self.num_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    number: int
+    """Among those of the server."""
+    stage: int
+    part: int
+    """Of the heads that the rank has, of as many as the rank has shards in a stage."""
+
+
+def dealt(rank: int, num_ranks: int, num_parts: int, what: str = "shards") -> range:
+    """The parts that a rank holds. Raises UnsupportedCache if they cannot be dealt out evenly."""
+    each, left = divmod(num_parts, num_ranks)
+    if left or not each:
+        raise UnsupportedCache(
+            f"{what}: got {num_parts}, which cannot be dealt out to {num_ranks} ranks; limit multiples of "
+            f"{num_ranks}; set the larger number of both servers on both"
+        )
+    return range(rank * each, (rank + 1) * each)
+
+
+def shards_of(place: Place, num_stages: int, num_parts: int) -> list[Shard]:
+    """The shards of a rank, ascending.
+
+    num_stages: in which the layers travel. num_parts: in which the heads of a stage do. Raises UnsupportedCache.
+    """
+    parts = dealt(place.rank, place.num_ranks, num_parts)
+    stages = dealt(place.stage, place.num_stages, num_stages, "stages")
+    return [Shard(stage * num_parts + part, stage, part - parts.start) for stage in stages for part in parts]
+
+
+def by_stage(
+    names: Sequence[str], mine: Sequence[int], num_stages: int, stage_of: Callable[[str, int], int]
+) -> dict[int, list[str]]:
+    """The layers of a rank, by the stages in which they travel.
+
+    mine: stages of this rank. stage_of: of a layer's name, among so many. Raises UnsupportedCache for layers that
+    would travel in a stage of another rank, and for stages without layers.
+    """
+    if len(mine) == 1:  # its layers are what its engine says
+        return {mine[0]: list(names)}
+    found: dict[int, list[str]] = {stage: [] for stage in mine}
+    for name in names:
+        stage = stage_of(name, num_stages)
+        if stage not in found:
+            raise UnsupportedCache(
+                f"stages: got {num_stages}, of which {stage} has layer {name}, and this rank has {list(mine)}; limit "
+                "stages that begin where this server's begin; take servers of as many stages"
+            )
+        found[stage].append(name)
+    empty = [stage for stage, layers in found.items() if not layers]
+    if empty:
+        raise UnsupportedCache(f"stages: got {num_stages}, of which {empty} have no layer with KV; take fewer")
+    return found
