@@ -19,7 +19,14 @@ from typing import Any, ClassVar, Self
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from pdlink.serve.ports import free_ports
 
@@ -56,6 +63,33 @@ def save_eagle_head(path: Path) -> None:
     width = head["layers.0.mlp.gate_proj.weight"].shape[1]
     head["fc.weight"] = torch.randn(width, 2 * width) * width**-0.5
     save_file(head, path / "model.safetensors")
+
+
+def save_mtp_model(path: Path) -> None:
+    """A MiMo, which is a Qwen2, with a multi-token prediction layer of random weights."""
+    config = Qwen2Config(
+        vocab_size=_VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=NUM_LAYERS + 1,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    _save(Qwen2ForCausalLM(config), path)
+    weights = load_file(path / "model.safetensors")
+    of_last, of_drafts, width = f"model.layers.{NUM_LAYERS}.", "model.mtp_layers.0.", config.hidden_size
+    saved = {name.replace(of_last, of_drafts): weight for name, weight in weights.items()}
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        saved[f"{of_drafts}{name}.weight"] = torch.ones(width)
+    saved[f"{of_drafts}input_proj.weight"] = torch.randn(width, 2 * width) * width**-0.5
+    save_file(saved, path / "model.safetensors", metadata={"format": "pt"})
+    said = json.loads((path / "config.json").read_text())
+    said |= {"architectures": ["MiMoForCausalLM"], "num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1}
+    said.pop("layer_types", None)
+    (path / "config.json").write_text(json.dumps(said))
 
 
 def save_latent_model(path: Path) -> None:

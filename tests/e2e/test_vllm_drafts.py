@@ -1,8 +1,8 @@
 """Real vLLM servers that draft tokens ahead, with the KV of their drafts, and servers that keep KV in FP8.
 
 The draft model of one pair is the model itself: each draft is accepted while its own KV is right, and hardly one
-otherwise. Another pair has an EAGLE head with random weights, whose drafts nobody accepts: what has arrived of its KV
-is compared with what was sent, by the checksums of its blocks.
+otherwise. Other pairs have an EAGLE head or a layer for multi-token prediction (MTP), with random weights, so that
+nobody accepts a draft: what has arrived of their KV is compared with what was sent, by the checksums of its blocks.
 
 Run with `make test-vllm`.
 """
@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.e2e.engine_servers import prompt_of, save_eagle_head, save_model, until  # noqa: E402
+from tests.e2e.engine_servers import prompt_of, save_eagle_head, save_model, save_mtp_model, until  # noqa: E402
 from tests.e2e.vllm_servers import Pair, Server  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -25,17 +25,19 @@ LENGTHS = [16, 33, 100, 513, 1200]
 FLAGS = ["--enforce-eager", "--block-size", "32", "--max-num-batched-tokens", "256", "--max-model-len", "4096"]
 
 
-def speculating(method: str, model: Path) -> list[str]:
-    return ["--speculative-config", json.dumps({"method": method, "model": str(model), "num_speculative_tokens": 3})]
+def speculating(method: str, model: Path, num_tokens: int = 3) -> list[str]:
+    config = {"method": method, "model": str(model), "num_speculative_tokens": num_tokens}
+    return ["--speculative-config", json.dumps(config)]
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle", "fp8"])
+@pytest.mark.parametrize("kind", ["draft_model", "eagle", "mtp", "fp8"])
 def test_tokens_and_accepted_drafts_equal_those_of_one_server(kind: str, tmp_path: Path) -> None:
-    save_model(tmp_path / "model")
+    (save_mtp_model if kind == "mtp" else save_model)(tmp_path / "model")
     save_eagle_head(tmp_path / "head")
     flags = {
         "draft_model": speculating("draft_model", tmp_path / "model"),
         "eagle": speculating("eagle", tmp_path / "head"),
+        "mtp": speculating("mtp", tmp_path / "model", 1),
         "fp8": ["--kv-cache-dtype", "fp8"],
     }[kind]
 
