@@ -11,6 +11,11 @@ from pdlink import _cuda
 from pdlink.cuda.driver import CudaUnavailable, Device
 
 
+def are_built() -> bool:
+    """Whether this build has machine code of the kernels: nvcc was there."""
+    return bool(_cuda.fatbin())
+
+
 class Kernels:
     """Loaded once per device; usable from any thread."""
 

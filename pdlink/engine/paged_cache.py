@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pdlink.cuda import ops
 from pdlink.cuda.buffers import DeviceBuffer
 from pdlink.cuda.driver import Device
+from pdlink.cuda.kernels import are_built
 from pdlink.engine.attention import AttentionPlan, Span
 from pdlink.kv.layout import paged_layout
 from pdlink.memory.buffers import Buffer
@@ -29,9 +31,19 @@ if TYPE_CHECKING:
 class PagedCache:
     """K and V of all layers. Used by one thread; peers may write blocks that no running request has."""
 
-    def __init__(self, model: LoadedModel, *, num_blocks: int, block_tokens: int, order: str = "LPBTH") -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        order: str = "LPBTH",
+        kernels: bool | None = None,
+    ) -> None:
         """Allocates the pool where the model is: num_blocks x block_tokens x the model's KV bytes per token.
 
+        kernels: whether ours (`cuda/ops.py`) move tokens into blocks and out of them, or torch's. None: on a GPU, in
+        a build that has them.
         Raises OSError or CudaFailure if there is not that much memory, ValueError for an impossible `order`.
         """
         self._dtype: torch.dtype = getattr(torch, model.dtype)
@@ -51,9 +63,10 @@ class PagedCache:
         """Owned by the cache; `close()` drops it."""
         self._views = _views(flat, self.layout, self._dtype)
         self._scratch = [torch.empty(0, dtype=self._dtype, device=self.device)] * 2
+        self._kernels = self.device.type == "cuda" and are_built() if kernels is None else kernels
         self.plan: AttentionPlan | None = None
         """Of the forward pass that is running."""
-        self._blocks_N = self._tokens_N = torch.empty(0, dtype=torch.int64)
+        self._blocks_N = self._tokens_N = self._slots_N = torch.empty(0, dtype=torch.int64)
         self._layer_written: Callable[[int], None] | None = None
         self._layer_needed: Callable[[int], None] | None = None
         self.layer_delay_s = 0.0
@@ -74,7 +87,11 @@ class PagedCache:
         """
         positions = torch.cat([torch.arange(span.start, span.end) for span in spans])
         table = torch.cat([span.blocks_B[torch.arange(span.start, span.end) // self.block_tokens] for span in spans])
-        self._blocks_N, self._tokens_N = table.to(self.device), (positions % self.block_tokens).to(self.device)
+        tokens = positions % self.block_tokens
+        if self._kernels:
+            self._slots_N = (table * self.block_tokens + tokens).to(self.device)
+        else:
+            self._blocks_N, self._tokens_N = table.to(self.device), tokens.to(self.device)
         self._layer_written, self._layer_needed = layer_written, layer_needed
         self.plan = AttentionPlan(spans, self.block_tokens, self._dtype, self.device)
         return positions[None].to(self.device)
@@ -87,7 +104,11 @@ class PagedCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by the model in each layer: store the new KV [1, H, N, D], and return it as it came."""
         for part, new in zip(self._views[layer], (key, value), strict=True):
-            part[self._blocks_N, self._tokens_N] = new[0].transpose(0, 1)
+            rows_NHD = new[0].transpose(0, 1)
+            if self._kernels:  # K and V have strides of their own: the model rotates K into new memory
+                ops.reshape([rows_NHD[:, None]], [part], None, self._slots_N)
+            else:
+                part[self._blocks_N, self._tokens_N] = rows_NHD
         if self._layer_written is not None:
             self._layer_written(layer)
             if self.layer_delay_s:
@@ -105,18 +126,20 @@ class PagedCache:
 
         The memory is kept: touching fresh pages in every layer took nine times as long as the copy (measured, 8 MB).
         """
-        copies = []
-        for index, part in enumerate(self._views[layer]):
-            size = (len(blocks), *part.shape[1:])
-            numel = math.prod(size)
-            if self._scratch[index].numel() < numel:
-                self._scratch[index] = torch.empty(
-                    numel * 5 // 4, dtype=self._dtype, device=self.device
-                )  # answers grow
-            copy = self._scratch[index][:numel].view(size)
-            torch.index_select(part, 0, blocks, out=copy)
-            copies.append(copy.flatten(0, 1))
-        return copies[0], copies[1]
+        parts = self._views[layer]
+        size = (len(blocks), *parts[0].shape[1:])
+        numel = math.prod(size)
+        if self._scratch[0].numel() < numel:
+            room = numel * 5 // 4  # answers grow
+            self._scratch = [torch.empty(room, dtype=self._dtype, device=self.device) for _ in parts]
+        copies = [scratch[:numel].view(size) for scratch in self._scratch]
+        if self._kernels:
+            tokens = torch.arange(self.block_tokens, device=self.device)
+            ops.reshape(parts, copies, (blocks[:, None] * self.block_tokens + tokens).flatten(), None)
+        else:
+            for part, copy in zip(parts, copies, strict=True):
+                torch.index_select(part, 0, blocks, out=copy)
+        return copies[0].flatten(0, 1), copies[1].flatten(0, 1)
 
     def get_seq_length(self, layer: int = 0) -> int:
         """Part of transformers' cache interface; positions are always given, so models do not depend on it."""

@@ -179,10 +179,11 @@ def rig(
     max_waiting: int = 256,
     threads: int = 1,
     layer_delay_s: float = 0.0,
+    kernels: bool | None = None,
 ) -> Rig:
     model = model or small_model()
     pool = BlockPool(num_blocks)
-    paged = PagedCache(model, num_blocks=num_blocks, block_tokens=BLOCK, order=order)
+    paged = PagedCache(model, num_blocks=num_blocks, block_tokens=BLOCK, order=order, kernels=kernels)
     paged.layer_delay_s = layer_delay_s
     heard = Recorder(pool)
     config = EngineConfig(

@@ -33,8 +33,9 @@ def test_prefix_hit_gives_the_same_tokens(length: int) -> None:
     assert worker.heard.cached == {"first": 0, "second": (length - 1) // BLOCK * BLOCK}
 
 
-def test_sixteen_requests_at_once_give_the_tokens_of_each_alone() -> None:
-    worker = rig(num_blocks=256, max_batched_tokens=40)
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
+def test_sixteen_requests_at_once_give_the_tokens_of_each_alone(kernels: bool) -> None:
+    worker = rig(num_blocks=256, max_batched_tokens=40, kernels=kernels)
     lengths = [1, 2, 7, 8, 9, 15, 16, 17, 23, 31, 43, 48, 60, 77, 90, 119]
     for length in lengths:
         worker.submit(f"r{length}", prompt_of(length), 10)

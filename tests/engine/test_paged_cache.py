@@ -15,10 +15,11 @@ from pdlink.memory.buffers import Buffer
 from tests.engine.small import BLOCK, NUM_LAYERS, oracle_model, prompt_of, rig, small_model
 
 
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
 @pytest.mark.parametrize("order", ["".join(order) for order in list(permutations("LPBTH"))[::11]])
-def test_every_vector_lies_where_the_layout_says(order: str) -> None:
+def test_every_vector_lies_where_the_layout_says(order: str, kernels: bool) -> None:
     model = small_model()
-    cache = PagedCache(model, num_blocks=5, block_tokens=4, order=order)
+    cache = PagedCache(model, num_blocks=5, block_tokens=4, order=order, kernels=kernels)
     blocks = [3, 0, 4]
     num_tokens = 11
     key, value = (torch.randn(1, model.num_kv_heads, num_tokens, model.head_dim) for _ in range(2))
@@ -41,6 +42,8 @@ def test_every_vector_lies_where_the_layout_says(order: str) -> None:
                 )
                 stored = memory[at : at + layout.head_nbytes].view(np.float32)
                 assert np.array_equal(stored, new[0, head, token].numpy())
+    for copy, new in zip(cache.gather(layer, torch.tensor(blocks)), (key, value), strict=True):
+        assert torch.equal(copy[:num_tokens], new[0].transpose(0, 1))
     written = int(np.count_nonzero(memory.view(np.float32)))
     assert written == 2 * num_tokens * model.num_kv_heads * model.head_dim, "something else was written too"
     cache.close()
