@@ -10,6 +10,7 @@ import numpy as np
 from pdlink import _cuda
 from pdlink.cuda.driver import CudaFailure, CudaUnavailable
 from pdlink.cuda.launches import SLOT_NBYTES, Launches
+from pdlink.cuda.strided import TOKEN_NBYTES, Strided
 from pdlink.kv.layout import Piece
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ multiprocessors to the model; shorter ones to a kernel, because each run is a co
 measured: no GPU was at hand."""
 MOST_ROWS: Final = SLOT_NBYTES // 24
 """Of one `begin`: a kernel's list of them lies in one slot."""
+MOST_TOKENS: Final = SLOT_NBYTES // TOKEN_NBYTES
+"""The same of `Strided`."""
 
 _WORLD: Final = [(0, 2**63 - 1)]
 """Every address as one region: the rows were checked before."""
@@ -47,12 +50,21 @@ class Copies(Launches[Work]):
         super().__init__(device, kernels, wake, num_slots)
         self._has_kernels, self._engine_run_nbytes = kernels is not None, engine_run_nbytes
 
-    def begin(self, work: Work, rows: driver.Copies) -> None:
-        """Copy up to `MOST_ROWS` rows of source address, destination address, nbytes; `has_room` is true.
+    def wants_tokens(self, run_nbytes: int, runs_nbytes: float) -> bool:
+        """Whether `Strided` is the better way to say a copy: a kernel makes it, from a list that is shorter.
 
-        Raises CudaFailure.
+        run_nbytes: of the runs that would say it. runs_nbytes: of their list, for one token.
         """
-        if not self._has_kernels or int(rows[:, 2].sum()) >= self._engine_run_nbytes * len(rows):
+        return self._has_kernels and run_nbytes < self._engine_run_nbytes and runs_nbytes > TOKEN_NBYTES
+
+    def begin(self, work: Work, rows: driver.Copies | Strided) -> None:
+        """Copy up to `MOST_ROWS` rows of source address, destination address, nbytes, or up to `MOST_TOKENS` tokens.
+
+        `has_room` is true. Raises CudaFailure.
+        """
+        if isinstance(rows, Strided):
+            self.put_tokens(work, rows)
+        elif not self._has_kernels or int(rows[:, 2].sum()) >= self._engine_run_nbytes * len(rows):
             self.copy(work, rows)
         else:
             self.put(work, _cuda.RowQueue([Piece(0, 0, 0, 0, np.ascontiguousarray(rows))], _WORLD, _WORLD), 2**62)

@@ -12,6 +12,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
+import numpy as np
+
 from pdlink import _cuda
 from pdlink.cuda.buffers import PinnedBuffer
 from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Event, Stream
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from pdlink.cuda.driver import Copies, Device
     from pdlink.cuda.kernels import Kernels
+    from pdlink.cuda.strided import Strided
 
 Work = TypeVar("Work")
 
@@ -38,6 +41,7 @@ class _Slot:
         self._list = PinnedBuffer(device, SLOT_NBYTES)
         self.place = (self._list.ptr, self._list.device_ptr, self._list.nbytes)
         """The list's address here and for kernels, and its size."""
+        self.array = self._list.array
         try:
             self.event = Event(device)
         except BaseException:
@@ -65,7 +69,7 @@ class Launches(Generic[Work]):
 
         Raises CudaFailure, CudaUnavailable.
         """
-        self._device, self._wake = device, wake
+        self._device, self._kernels, self._wake = device, kernels, wake
         self.in_flight: deque[Launch[Work]] = deque()
         self._bell_is_set = False
         self._all_slots: list[_Slot] = []
@@ -109,6 +113,20 @@ class Launches(Generic[Work]):
         if answer[0] in ("", "cuEventRecord"):
             self.in_flight.append(Launch(work, slot))
         self._check(answer)
+
+    def put_tokens(self, work: Work, tokens: Strided) -> None:
+        """Launch a kernel for these, whose slots fit into `SLOT_NBYTES`; `has_room` is true, and there are kernels.
+
+        Raises CudaFailure as `put` does.
+        """
+        assert self._kernels is not None
+        slot = self._slots.pop()
+        self.in_flight.append(Launch(work, slot))  # it may be on its way when a call fails
+        slot.array[: tokens.slots.nbytes] = tokens.slots.reshape(-1).view(np.uint8)
+        _, at, _ = slot.place
+        for launch in tokens.launches(at):
+            self._kernels.launch(launch, self._stream.handle)
+        slot.event.record(self._stream)
 
     def copy(self, work: Work, copies: Copies) -> None:
         """Give these copies to the copy engine; `has_room` is true. Raises CudaFailure as `put` does."""

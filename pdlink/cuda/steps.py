@@ -16,6 +16,7 @@ from pdlink.cuda.driver import CudaFailure
 
 if TYPE_CHECKING:
     from pdlink.cuda.driver import Copies, Device
+    from pdlink.kv.plan import IntArray as Offsets
     from pdlink.memory.buffers import Bytes
 
 
@@ -47,6 +48,17 @@ class PinnedSteps:
             self._bases[step] = self._pin(step, self._ptr + begin, nbytes) - begin
         runs[:, column] += self._bases[steps]
         return runs
+
+    def one_base(self, offsets: Offsets, nbytes: int) -> int | None:
+        """Address for the GPU less offset, if it is the same for all bytes of the ranges that begin at `offsets`.
+
+        It is where the GPU uses the host's addresses (unified addressing). Registers what is not. Raises CudaFailure,
+        ValueError for a range outside.
+        """
+        runs = np.zeros((len(offsets), 3), np.int64)
+        runs[:, 0], runs[:, 2] = offsets, nbytes
+        bases = self.placed(runs, 0)[:, 0] - self._cut(runs, 0)[:, 0]
+        return int(bases[0]) if (bases == bases[0]).all() else None
 
     @property
     def pinned_nbytes(self) -> int:

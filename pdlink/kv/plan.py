@@ -63,6 +63,11 @@ class LayerClass:
         runs.flags.writeable = False  # layers share them
         return runs
 
+    def of_span(self, num_tokens: int) -> tuple[int, int]:
+        """How many runs a span of so many tokens is, and their bytes."""
+        *counts, nbytes = _box(self.axes_table, num_tokens, self.head_nbytes)
+        return int(np.prod(counts)), int(nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerTemplate:
@@ -82,6 +87,13 @@ class Template:
     dst: KVLayout
     classes: tuple[LayerClass, ...]
     layers: tuple[LayerTemplate, ...]
+
+    def runs_of_token(self) -> tuple[int, float]:
+        """Bytes of the longest run of blocks that do not join, and how many runs a token of a layer is at most."""
+        span_tokens = min(self.src.block_tokens, self.dst.block_tokens)
+        spans = [shape.of_span(span_tokens) for shape in self.classes]
+        counts = [spans[layer.class_index][0] * len(layer.bases) for layer in self.layers]
+        return max(nbytes for _, nbytes in spans), max(counts) / span_tokens
 
 
 @dataclass(frozen=True, slots=True)

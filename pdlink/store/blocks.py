@@ -1,16 +1,21 @@
-"""`Blocks`, `RecordPlan`: what copies between an engine's pages and records are made from."""
+"""`Blocks`, `RecordPlan`, `SlotPlan`: what copies between an engine's pages and records are made from."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from pdlink.store.extents import ALIGNMENT_NBYTES
+
 if TYPE_CHECKING:
-    from pdlink.kv.layout import RunArray
-    from pdlink.kv.plan import Plan
+    from collections.abc import Sequence
+
+    from pdlink.kv.layout import KVLayout, RunArray
+    from pdlink.kv.plan import Plan, Template
+    from pdlink.store.slots import Slot
 
     Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -61,3 +66,39 @@ class RecordPlan:
             runs = np.concatenate(of_classes)
             found[regions] = runs[np.argsort(runs[:, 0], kind="stable")]
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlan:
+    """The same copies as a slot for each token and strides, for a kernel (`pdlink.cuda.strided`).
+
+    A record is a block of the arena that begins at a multiple of `ALIGNMENT_NBYTES`, which is the stride of blocks.
+    """
+
+    template: Template
+    page_slots: Numbers
+    record_slots: Numbers
+
+    @classmethod
+    def of(
+        cls, template: Template, slots: Sequence[tuple[Slot, int, int]], blocks: Blocks, pages: KVLayout
+    ) -> SlotPlan:
+        """slots: and the tokens [first, last) that are copied of each. pages: the side of `template` that is none.
+
+        Raises ValueError for blocks that do not exist.
+        """
+        record = template.dst if pages is template.src else template.src
+        tokens = np.concatenate([np.arange(first, last) for _, first, last in slots])
+        begins = np.concatenate([np.full(last - first, slot.offset) for slot, first, last in slots])
+        numbers = np.array(blocks.numbers, np.int64)
+        index = tokens // pages.block_tokens - blocks.begin // pages.block_tokens
+        if index.max() >= len(numbers) or numbers.min() < 0 or numbers.max() >= pages.num_blocks:
+            raise ValueError(f"blocks {blocks} do not hold tokens up to {tokens.max()}: there are {pages.num_blocks}")
+        return cls(
+            template,
+            numbers[index] * pages.block_tokens + tokens % pages.block_tokens,
+            begins // ALIGNMENT_NBYTES * record.block_tokens + tokens % record.block_tokens,
+        )
+
+
+AnyPlan: TypeAlias = "RecordPlan | SlotPlan"

@@ -26,11 +26,13 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
-from pdlink.cuda.copies import MOST_ROWS, Copies, kernels_if_any
+from pdlink.cuda.copies import MOST_ROWS, MOST_TOKENS, Copies, kernels_if_any
 from pdlink.cuda.driver import CudaFailure, Event
 from pdlink.cuda.steps import PinnedSteps
+from pdlink.cuda.strided import Paged, Strided
 from pdlink.cuda.ways import Ways, ways_of
 from pdlink.errors import ConfigError
+from pdlink.store.extents import ALIGNMENT_NBYTES
 from pdlink.store.interface import GROWTH_NBYTES
 
 if TYPE_CHECKING:
@@ -38,8 +40,10 @@ if TYPE_CHECKING:
 
     from pdlink.cuda import driver
     from pdlink.cuda.buffers import DeviceMemory
-    from pdlink.kv.layout import RunArray
+    from pdlink.kv.layout import KVLayout, RunArray
+    from pdlink.kv.plan import IntArray, Template
     from pdlink.memory.buffers import Bytes
+    from pdlink.store.blocks import SlotPlan
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +61,7 @@ _ABANDONED: Final[list[object]] = []
 class Job:
     """A copy, or a part of one that has many rows; of no rows it only ends behind those before it."""
 
-    rows: driver.Copies
+    rows: driver.Copies | Strided
     after: Event | None = None
     then: Then | None = None
     begun: Callable[[], None] | None = None
@@ -155,6 +159,41 @@ class GpuPages:
 
     # --- The store's copier
 
+    def wants_slots(self, template: Template, *, loading: bool) -> bool:
+        """Whether copies by this template are better said by a slot for each token than by runs (`SlotPlan`).
+
+        A recurrent state is not: its runs are long.
+        """
+        run_nbytes, runs_of_token = template.runs_of_token()
+        copies = (self._loads if loading else self._stores).copies
+        return not template.src.state and copies.wants_tokens(run_nbytes, 24 * runs_of_token)
+
+    def copy_slots(
+        self,
+        plan: SlotPlan,
+        layer: int,
+        arena: Bytes,
+        *,
+        loading: bool,
+        after: Event | None,
+        then: Then,
+        begun: Callable[[], None] | None = None,
+    ) -> Job:
+        """`copy` of one layer, which one kernel makes in pinned memory for up to `MOST_TOKENS` tokens."""
+        return self._copy(
+            lambda: self._strided(plan, layer, arena, loading=loading), loading, after=after, then=then, begun=begun
+        )
+
+    def one_base(self, arena: Bytes, offsets: IntArray, nbytes: int) -> bool:
+        """Whether the GPU finds these ranges of the arena at addresses of one base, which `copy_slots` takes.
+
+        Pins them. False, too, if that fails: `copy` tells its caller then.
+        """
+        try:
+            return self._pinned(arena).one_base(offsets, nbytes) is not None
+        except CudaFailure:
+            return False
+
     def copy(
         self,
         pieces: Iterable[tuple[int, RunArray]],
@@ -170,8 +209,22 @@ class GpuPages:
         pieces: region, and runs [n, 3] of source offset, destination offset, nbytes. begun: told when the copy is in
         its stream, so that `precede` holds. By one thread.
         """
+        return self._copy(
+            lambda: self._parts(pieces, arena, loading=loading), loading, after=after, then=then, begun=begun
+        )
+
+    def _copy(
+        self,
+        make: Callable[[], Sequence[driver.Copies | Strided]],
+        loading: bool,
+        *,
+        after: Event | None,
+        then: Then,
+        begun: Callable[[], None] | None,
+    ) -> Job:
+        parts: Sequence[driver.Copies | Strided] | None
         try:
-            parts = self._parts(pieces, arena, loading=loading)
+            parts = make()
         except CudaFailure as failure:  # no memory to pin: what was begun is as it was
             if not self._complained:
                 self._complained = True
@@ -335,19 +388,53 @@ class GpuPages:
 
     def _parts(self, pieces: Iterable[tuple[int, RunArray]], arena: Bytes, *, loading: bool) -> list[driver.Copies]:
         """Rows of addresses for the GPU, as many as one launch takes. Raises CudaFailure."""
+        pinned = self._pinned(arena)
+        here, there = (1, 0) if loading else (0, 1)
+        rows = []
+        for region, runs in pieces:
+            placed = pinned.placed(runs[runs[:, 2] > 0], there)
+            placed[:, here] += self._bases[region]
+            rows.append(placed)
+        whole = np.concatenate(rows) if rows else np.zeros((0, 3), np.int64)
+        return [whole[at : at + MOST_ROWS] for at in range(0, len(whole), MOST_ROWS)]
+
+    def _strided(self, plan: SlotPlan, layer: int, arena: Bytes, *, loading: bool) -> list[Strided]:
+        """One launch each. Parts that do not lie a constant distance apart on both sides go alone."""
+        of, to = plan.template.src, plan.template.dst
+        pages, record = (to, of) if loading else (of, to)
+        base = self._pinned(arena).one_base(plan.record_slots[:1] // record.block_tokens * ALIGNMENT_NBYTES, 1)
+        assert base is not None
+        page_parts = [int(self._bases[part.region]) + part.offset for part in pages.layers[layer].parts]
+        record_parts = [base + part.offset for part in record.layers[layer].parts]
+        steps = {
+            (page_parts[i + 1] - at, record_parts[i + 1] - record_parts[i]) for i, at in enumerate(page_parts[:-1])
+        }
+        num_parts = len(page_parts) if len(steps) < 2 else 1
+        page_step, record_step = steps.pop() if num_parts > 1 else (0, 0)
+        copies = []
+        for index in range(0, len(page_parts), num_parts):
+            page = _paged(pages, layer, page_parts[index], page_step, pages.num_blocks * pages.block_tokens)
+            kept = _paged(record, layer, record_parts[index], record_step, 1 << 62)
+            kept = kept._replace(block_stride=ALIGNMENT_NBYTES)
+            sides = (kept, page) if loading else (page, kept)
+            numbers = (plan.record_slots, plan.page_slots) if loading else (plan.page_slots, plan.record_slots)
+            whole = Strided(*sides, num_parts, of.num_heads, of.head_nbytes, np.stack(numbers))
+            copies += whole.cut(MOST_TOKENS)
+        return copies
+
+    def _pinned(self, arena: Bytes) -> PinnedSteps:
         if self._arena is None or self._arena.memory.ctypes.data != arena.ctypes.data:
             if self._arena is not None:
                 with self._lock:
                     self._old_arenas.append(self._arena)
             self._arena = PinnedSteps(self._device, arena, self._step_nbytes)
-        here, there = (1, 0) if loading else (0, 1)
-        rows = []
-        for region, runs in pieces:
-            placed = self._arena.placed(runs[runs[:, 2] > 0], there)
-            placed[:, here] += self._bases[region]
-            rows.append(placed)
-        whole = np.concatenate(rows) if rows else np.zeros((0, 3), np.int64)
-        return [whole[at : at + MOST_ROWS] for at in range(0, len(whole), MOST_ROWS)]
+        return self._arena
+
+
+def _paged(layout: KVLayout, layer: int, base: int, part_stride: int, num_slots: int) -> Paged:
+    shape = layout.layers[layer]
+    strides = shape.block_stride, shape.token_stride, shape.head_stride
+    return Paged(base, part_stride, *strides, layout.block_tokens, num_slots)
 
 
 def _tell(begun: Iterable[Job]) -> None:

@@ -138,7 +138,7 @@ class StoreLoad:
         if self._cancelled or not numbered:
             return wanted.begin
         end = min(wanted.end, (numbered[-1][0] + 1) * source.chunk_tokens)
-        plan = source.plan(source.from_record, numbered, self._blocks, wanted.begin, end)
+        plan = source.plan_move(numbered, self._blocks, wanted.begin, end, loading=True)
         last = len(source.layout.layers) - 1
         for layer in range(last + 1):
             if self._cancelled:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pdlink.cuda.driver import Event
     from pdlink.kv import hashing
-    from pdlink.store.blocks import RecordPlan
+    from pdlink.store.blocks import AnyPlan
     from pdlink.store.interface import AnyFetch
     from pdlink.store.record import Sums
     from pdlink.store.slots import Slot
@@ -52,7 +52,7 @@ class _Pass:
     end: int
     slots: list[tuple[int, Slot]] = field(default_factory=list)
     """By chunk. They and the plan come from the copier, at the first layer."""
-    plan: RecordPlan | None = None
+    plan: AnyPlan | None = None
     took_s: float = 0.0
     """Copying the layers so far."""
 
@@ -244,7 +244,7 @@ class StoredPrompt:
                 source.settle(partial(self._give_back, part))  # of layers that are on their way
             return
         if part.plan is None:
-            part.plan = source.plan(source.to_record, part.slots, part.blocks, part.begin, part.end)
+            part.plan = source.plan_move(part.slots, part.blocks, part.begin, part.end, loading=False)
         sums = np.zeros((len(part.slots), 2), np.uint64) if self._summed else None
         copied = partial(self._copied, part, layer, time.monotonic(), sums)
         source.move(part.plan, layer, loading=False, after=after, then=copied, sums=sums)

@@ -20,7 +20,7 @@ from pdlink import _copy
 from pdlink.errors import ConfigError
 from pdlink.kv import hashing
 from pdlink.kv.plan import Plan, bind, template
-from pdlink.store.blocks import RecordPlan
+from pdlink.store.blocks import RecordPlan, SlotPlan
 from pdlink.store.line import Line
 from pdlink.store.prompt import StoredPrompt
 from pdlink.store.record import SUM_LINE_NBYTES, layer_ranges, shape_of
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pdlink.kv.layout import KVLayout
     from pdlink.kv.plan import Template
     from pdlink.memory.buffers import AnyBuffer, HostBuffer
-    from pdlink.store.blocks import Blocks
+    from pdlink.store.blocks import AnyPlan, Blocks
     from pdlink.store.gpu_pages import GpuPages, Job
     from pdlink.store.interface import AnyStore
     from pdlink.store.record import Sums
@@ -193,7 +193,7 @@ class StoreSource:
 
     def move(
         self,
-        plan: RecordPlan,
+        plan: AnyPlan,
         layer: int,
         *,
         loading: bool,
@@ -207,9 +207,14 @@ class StoreSource:
         after: on a GPU a mark that the copy follows. begun: told there when `GpuPages.precede` holds of the result.
         """
         if self.gpu is None:
+            assert isinstance(plan, RecordPlan)
             self.copy(plan, layer, loading=loading, sums=sums)
             then("")
             return None
+        if isinstance(plan, SlotPlan):
+            told = partial(self._tell, then)
+            arena = self.store.array
+            return self.gpu.copy_slots(plan, layer, arena, loading=loading, after=after, then=told, begun=begun)
         pieces = []
         for piece in plan.plan.pieces(layer):
             runs = piece.runs + np.array([piece.src_base, piece.dst_base, 0])
@@ -260,6 +265,19 @@ class StoreSource:
         """Tokens whose KV the record of a chunk has: all of them, or the state after the last one."""
         end = (chunk + 1) * self.chunk_tokens
         return (end - 1 if self.layout.state else chunk * self.chunk_tokens), end
+
+    def plan_move(
+        self, slots: Sequence[tuple[int, Slot]], blocks: Blocks, begin: int, end: int, *, loading: bool
+    ) -> AnyPlan:
+        """`plan` for `move`: by slots of tokens where a GPU copies and runs are short. In the copier's thread."""
+        shape = self.from_record if loading else self.to_record
+        if self.gpu is not None and self.gpu.wants_slots(shape, loading=loading):
+            held = [(slot, *self.held_of(chunk)) for chunk, slot in slots]
+            spans = [(slot, max(begin, first), min(end, last)) for slot, first, last in held]
+            begins = np.array([slot.offset for _, slot in slots])
+            if self.gpu.one_base(self.store.array, begins, self.shape.nbytes):
+                return SlotPlan.of(shape, spans, blocks, self.layout)
+        return self.plan(shape, slots, blocks, begin, end)
 
     def plan(
         self, shape: Template, slots: Sequence[tuple[int, Slot]], blocks: Blocks, begin: int, end: int

@@ -147,6 +147,24 @@ struct Row {
     std::uint64_t src, dst, nbytes;
 };
 
+// What a kernel that moves tokens reads and writes, head by head.
+std::vector<Row> rows_of(const std::string& kernel, const pdlink::cuda::Reshape& job, unsigned planes) {
+    const std::uint64_t unit_nbytes = std::stoul(kernel.substr(std::strlen("pdlink_copy")));
+    const std::uint64_t head_nbytes = unit_nbytes * job.units_per_head.divisor();
+    const std::uint32_t heads = job.units_per_row / job.units_per_head.divisor();
+    std::vector<Row> rows;
+    for (unsigned plane = 0; plane < planes; ++plane)
+        for (std::uint32_t token = 0; token < job.num_strands / job.strands_per_row.divisor(); ++token) {
+            const std::int64_t src = job.src.slot(token), dst = job.dst.slot(token);
+            if (src < 0 || src >= job.src.num_slots || dst < 0 || dst >= job.dst.num_slots) continue;
+            const std::uint32_t layer = plane / job.num_parts.divisor(), part = plane % job.num_parts.divisor();
+            for (std::uint32_t head = 0; head < heads; ++head)
+                rows.push_back({job.src.row(plane, layer, part, src) + head * job.src.head_stride,
+                                job.dst.row(plane, layer, part, dst) + head * job.dst.head_stride, head_nbytes});
+        }
+    return rows;
+}
+
 // Which operations are in an order, and what is wrong.
 class Order {
   public:
@@ -683,6 +701,14 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
         const Row* rows = reinterpret_cast<const Row*>(list.runs);
         const std::lock_guard lock(world().mutex);
         world().order.run("pdlink_runs", stream, {rows, rows + count});
+    } else {  // so are the slots of tokens
+        const auto rows = rows_of(name, *reinterpret_cast<const pdlink::cuda::Reshape*>(bytes), y);
+        const std::lock_guard lock(world().mutex);
+        for (const Row& row : rows)
+            for (const std::uint64_t at : {row.src, row.src + row.nbytes - 1, row.dst, row.dst + row.nbytes - 1})
+                if (where(at, 1) != Where::kKnown)  // a kernel may go from one registration into the next
+                    world().order.faults.push_back(name + " reaches memory that the GPU does not know");
+        world().order.run(name.c_str(), stream, rows);
     }
     stream_of(stream).put([launch = std::move(launch)] {
         const std::lock_guard wait(world().gate);

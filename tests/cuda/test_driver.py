@@ -16,6 +16,7 @@ from pdlink import _cuda
 from pdlink.cuda import driver
 from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Device, Event, Stream
 from pdlink.cuda.kernels import Kernels
+from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import IMAGE, Fake
 
 HEADER = Path("/usr/local/cuda/include/cuda.h")
@@ -104,11 +105,12 @@ def test_a_copy_follows_what_its_stream_has_before_it(device: Device, double: Fa
 def test_a_launch_has_the_grid_and_the_argument_that_were_planned(device: Device, double: Fake) -> None:
     """More than one plane and a last block that is not full: the double runs exactly the grid it is given."""
     kernels = Kernels(device, IMAGE)
-    src, dst = torch.randn(3, 100, 1, 40), torch.zeros(3, 100, 1, 40)
+    memory = [Kv(device, 3 * 100 * 160, seed, Reached) for seed in range(2)]
+    src, dst = (torch.from_numpy(one.array[: 3 * 100 * 160]).view(3, 100, 1, 160) for one in memory)
     places = [
         _cuda.Place(
             base=side.data_ptr(),
-            layer_stride=side.stride(0) * 4,
+            layer_stride=side.stride(0),
             block_stride=160,
             token_stride=160,
             block_tokens=1,
@@ -122,6 +124,8 @@ def test_a_launch_has_the_grid_and_the_argument_that_were_planned(device: Device
     device.synchronize()
     assert torch.equal(src, dst)
     kernels.close()
+    for one in memory:
+        one.close()
 
 
 def test_kernels_that_cannot_be_loaded_say_why(device: Device, double: Fake) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -437,9 +438,9 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _tells_at_once(self: GpuPages, pieces: Any, arena: Any, **more: Any) -> Any:
+def _tells_at_once(self: GpuPages, make: Any, loading: bool, **more: Any) -> Any:
     then = more.pop("then")
-    job = COPY(self, pieces, arena, then=_nothing, **more)
+    job = COPY(self, make, loading, then=_nothing, **more)
     then("")
     return job
 
@@ -448,7 +449,7 @@ def _settles_at_once(self: GpuPages, then: Callable[[], None]) -> None:
     then()
 
 
-COPY = GpuPages.copy
+COPY = GpuPages._copy
 
 
 def _store_while_computing(made: Any, held: Any) -> None:
@@ -535,20 +536,23 @@ MUTANTS: dict[str, tuple[object, str, object, Callable[[Any, Any], None]]] = {
     "a store does not wait for the kernels": (Launches, "follow", _nothing, _store_while_computing),
     "a load does not wait for the kernels": (Launches, "follow", _nothing, _load_into_blocks_in_use),
     "a pass does not wait for a layer": (GpuPages, "precede", _nothing, _read_layers_on_their_way),
-    "slots are committed before the event": (GpuPages, "copy", _tells_at_once, _load_what_is_being_stored),
+    "slots are committed before the event": (GpuPages, "_copy", _tells_at_once, _load_what_is_being_stored),
     "blocks are given back before the event": (GpuPages, "settled", _settles_at_once, _reuse_blocks),
     "memory is unpinned before the event": (GpuPages, "settled", _settles_at_once, _unpin),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("mutated", [False, True], ids=["as it is", "mutant"])
+@pytest.mark.parametrize("order", ["LPBTH", "LPBHT"], ids=["by runs", "by slots of tokens"])
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_double_finds_every_event_that_is_missing(
-    made: Any, held: Any, double: Fake, monkeypatch: pytest.MonkeyPatch, name: str, mutated: bool
+    made: Any, held: Any, double: Fake, monkeypatch: pytest.MonkeyPatch, name: str, order: str, mutated: bool
 ) -> None:
+    of_order: Any = partial(made, order=order)
+    of_order.store = made.store
     where, what, instead, act = MUTANTS[name]
     if mutated:
         monkeypatch.setattr(where, what, instead)
-    act(made, held)
+    act(of_order, held)
     faults = double.take_faults()
     assert bool(faults) is mutated, faults
