@@ -27,9 +27,12 @@ from pdlink.kv.groups import KVGroups
 from pdlink.kv.plan import warm_up
 from pdlink.memory.blocks import BlockPool
 from pdlink.memory.borrowed import buffers_of
+from pdlink.memory.numa import node_of
 from pdlink.store.cleared import places_of
 from pdlink.store.codec import FP8
 from pdlink.store.copying import Copying
+from pdlink.store.gpu_copying import GpuCopying
+from pdlink.store.gpu_pages import GpuPages
 from pdlink.store.handle import Handle
 from pdlink.store.holds import Holds
 from pdlink.store.interface import MEMORY
@@ -46,8 +49,8 @@ from pdlink.store.turns import USUAL, tenant_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
+    from pdlink.cuda.buffers import DeviceMemory
     from pdlink.kv.layout import KVLayout
-    from pdlink.memory.buffers import HostBuffer
     from pdlink.store.interface import AnyFetch, Forgotten
     from pdlink.store.span import Span, Tokens
     from pdlink.store.tiers.base import Tier
@@ -105,7 +108,9 @@ class Cache:
         """Open the tiers, reserve the arena (its memory comes in steps, when needed) and start the threads.
 
         layout: where each byte of the engine's KV cache lies (`paged_layout`).
-        buffers: host memory for region 0, 1, ... of the layout, as `Node` takes it; borrowed. None allocates it.
+        buffers: memory for region 0, 1, ... of the layout, as `Node` takes it; borrowed. None allocates the host's.
+            Of one GPU: copies follow what the calling thread has launched on its current stream, and are over when a
+            call returns or a step is made. `run` is made in another thread: synchronise before it.
         nbytes: of the arena, the tier in memory. reserve_nbytes: of the host's memory, which are never taken.
         disk: directory of the tier below, made if it is not there; one process has it at a time. disk_nbytes: of it.
         state_dir: directory for what was cleared while a tier was away; None is $XDG_STATE_HOME/pdlink, or
@@ -121,7 +126,8 @@ class Cache:
         pin_quota_nbytes: most bytes that `pin` keeps.
         lookup_timeout_s: longest wait for what the tiers have. tier_deadline_s: longest one for what they bring.
         lease_s: longest life of what `lookup(pin=True)`, `prefetch` and `acquire` keep.
-        Raises ConfigError, LayoutMismatch, InvalidRequest (buffers), OSError (not enough memory).
+        Raises ConfigError, LayoutMismatch, InvalidRequest (buffers), OSError (not enough memory), CudaFailure,
+        CudaUnavailable. Calls raise TransferFailed when the GPU has failed.
         """
         layout.check("own")
         if chunk_tokens < 1:
@@ -141,8 +147,16 @@ class Cache:
         self._holds, self._closed = Holds(lease_s), False
         with ExitStack() as opened:
             self.buffers = buffers_of(KVGroups((layout,)), buffers, opened)
-            if any(buffer.kind != "host" for buffer in self.buffers):
-                raise InvalidRequest("buffers: got memory of a GPU; limit memory of the host; copy the pages to it")
+            kinds = {buffer.kind for buffer in self.buffers}
+            if len(kinds) > 1:
+                raise InvalidRequest(
+                    "buffers: got memory of the host and of a GPU; limit one kind; copy the pages to one of them"
+                )
+            gpu = node = None
+            if kinds == {"cuda"}:
+                pages = cast("list[DeviceMemory]", self.buffers)
+                gpu, node = GpuPages(pages), node_of(pages[0].device.pci_address)
+                opened.callback(gpu.close)
             shape = self._shape
             namespace = hashing.namespace(
                 model=model, revision=revision, dtype=shape.dtype, layout=shape.text, chunk_tokens=chunk_tokens
@@ -166,6 +180,7 @@ class Cache:
                 cleared=places_of(None if disk is None else Path(disk), state_directory(state_dir)),
                 tier_deadline_s=tier_deadline_s,
                 lease_s=lease_s,
+                numa_node=node,
             )
             warm_up()
             self._store.open()
@@ -173,15 +188,16 @@ class Cache:
             self._source = StoreSource(
                 self._store,
                 layout,
-                cast("list[HostBuffer]", self.buffers),
+                self.buffers,
                 BlockPool(layout.num_blocks),  # unused: callers keep their blocks
                 model=model,
                 revision=revision,
                 chunk_tokens=chunk_tokens,
                 lossy=lossy,
+                gpu=gpu,
             )
             opened.callback(self._source.close)
-            self._copying = Copying(self._source, lease_s)
+            self._copying = Copying(self._source, lease_s) if gpu is None else GpuCopying(self._source, lease_s)
             self._askers = Line("pdlink-cache-ask")
             opened.callback(self._askers.close, tier_deadline_s)
             self._opened = opened.pop_all()

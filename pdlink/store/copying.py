@@ -6,20 +6,20 @@ At once, in the calling thread, or layer by layer in the copier's thread while t
 from __future__ import annotations
 
 import time
-from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from pdlink import _copy
 from pdlink.errors import TransferFailed
 from pdlink.events import KVCopied, emit
+from pdlink.store.blocks import RecordPlan
 from pdlink.store.record import HEADER_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from concurrent.futures import Future
 
-    from pdlink.store.blocks import RecordPlan
+    from pdlink.store.blocks import AnyPlan
     from pdlink.store.handle import Chunk
     from pdlink.store.interface import AnyFetch
     from pdlink.store.slots import Slot
@@ -48,18 +48,21 @@ class Copying:
     def store(self, mine: Span, retention: Retention) -> int:
         """Keep what is not there yet; how many chunks that is."""
         slots = self._reserve(mine, retention)
+        copied = False
         try:
-            self._copy(mine, slots, loading=False)
-        except BaseException:
-            self._store.abandon([slot for _, slot in slots])
-            raise
+            copied = self._copy(mine, slots, loading=False)
+        finally:
+            if not copied and self._quiet():
+                self._store.abandon([slot for _, slot in slots])
+        if not copied:
+            return 0
         self._store.commit([slot for _, slot in slots], self._shape)
         return len(slots)
 
     def store_layers(self, mine: Span, retention: Retention) -> Generator[None]:
         """As `Cache.store_layers`."""
         slots = self._reserve(mine, retention)
-        copies: list[Future[None]] = []
+        copies: list[Future[str]] = []
         whole = False
         try:
             yield
@@ -67,16 +70,15 @@ class Copying:
             num_layers = len(self._layout.layers)
             for layer in range(num_layers):
                 if plan is not None:
-                    copies.append(self._source.copier.submit(partial(self._source.copy, plan, layer, loading=False)))
+                    copies.append(self._begin(plan, layer, loading=False))
                 if layer + 1 == num_layers:
-                    for copy in copies:
-                        copy.result()
-                    whole = True
-                    self._store.commit([slot for _, slot in slots], self._shape)
+                    errors = [self._wait(copy) for copy in copies]
+                    whole = not any(errors)
+                    if whole:
+                        self._store.commit([slot for _, slot in slots], self._shape)
                 yield
         finally:
-            if not whole:
-                self._source.copier.wait()
+            if not whole and self._quiet():
                 self._store.abandon([slot for _, slot in slots])
 
     def _reserve(self, mine: Span, retention: Retention) -> Chunks:
@@ -98,10 +100,10 @@ class Copying:
             return 0
         try:
             slots = self.arrived(mine, fetch)
-            self._copy(mine, slots, loading=True)
+            copied = self._copy(mine, slots, loading=True)
         finally:
             stood = fetch.close()
-        return self._num_tokens(mine, slots) if stood else 0
+        return self._num_tokens(mine, slots) if stood and copied else 0
 
     def load_layers(self, mine: Span, begin: Callable[[], AnyFetch]) -> Generator[int | None]:
         """As `Cache.retrieve_layers`. begin: called at the first step."""
@@ -112,21 +114,22 @@ class Copying:
             yield self._num_tokens(mine, slots)
             num_layers = len(self._layout.layers)
             for layer in range(num_layers):
-                if copies:
-                    copies[layer].result()
+                error = self._wait(copies[layer]) if copies else ""
+                if error:
+                    raise TransferFailed(f"layer {layer} was not copied: {error}")
                 if layer + 1 == num_layers and not fetch.close():
                     raise TransferFailed(f"a lease of {self._lease_s} s ended before the last layer; raise lease_s")
                 yield None
         finally:
-            self._source.copier.wait()
+            self._quiet()
             fetch.close()
 
-    def _copies(self, mine: Span, slots: Chunks) -> list[Future[None]]:
+    def _copies(self, mine: Span, slots: Chunks) -> list[Future[str]]:
         """All layers, one after the other in the copier's thread."""
         if not slots:
             return []
-        copy = partial(self._source.copy, self._plan(mine, slots, loading=True), loading=True)
-        return [self._source.copier.submit(partial(copy, layer)) for layer in range(len(self._layout.layers))]
+        plan = self._plan(mine, slots, loading=True)
+        return [self._begin(plan, layer, loading=True) for layer in range(len(self._layout.layers))]
 
     def _num_tokens(self, mine: Span, slots: Chunks) -> int:
         """Unmasked ones that these leading chunks hold."""
@@ -134,17 +137,36 @@ class Copying:
 
     # --- Both ways
 
+    def _begin(self, plan: AnyPlan, layer: int, *, loading: bool) -> Future[str]:
+        """One layer, in the copier's thread: "" when it is over, or why it is not copied."""
+        assert isinstance(plan, RecordPlan)
+
+        def copy() -> str:
+            self._source.copy(plan, layer, loading=loading)
+            return ""
+
+        return self._source.copier.submit(copy)
+
+    def _wait(self, copy: Future[str]) -> str:
+        return copy.result()
+
+    def _quiet(self) -> bool:
+        """Wait until nothing touches blocks and slots any more; whether that is so."""
+        self._source.copier.wait()
+        return True
+
     def chunk(self, slot: Slot) -> Chunk:
         """A record's KV: uint8 [layer, part, token, head, byte]."""
         layout, layers = self._layout, self._layout.layers
         shape = (len(layers), len(layers[0].parts), self._source.chunk_tokens, layout.num_heads, layout.head_nbytes)
         return slot.of(self._store.array)[HEADER_NBYTES : self._shape.nbytes].reshape(shape)
 
-    def _copy(self, mine: Span, slots: Chunks, *, loading: bool) -> None:
-        """All layers, in this thread."""
+    def _copy(self, mine: Span, slots: Chunks, *, loading: bool) -> bool:
+        """All layers, in this thread; whether they are copied."""
         if slots:
             began_s = time.monotonic()
             plan = self._plan(mine, slots, loading=loading)
+            assert isinstance(plan, RecordPlan)
             if plan.plan.num_runs <= _MOST_RUNS:
                 self._copy_whole(plan, loading=loading)
             else:
@@ -152,14 +174,18 @@ class Copying:
                     self._source.copy(plan, layer, loading=loading)
             nbytes, took_s = len(slots) * self._shape.payload_nbytes, time.monotonic() - began_s
             emit(KVCopied(direction="load" if loading else "store", nbytes=nbytes, took_s=took_s))
+        return True
 
     def _copy_whole(self, plan: RecordPlan, *, loading: bool) -> None:
         pages, arena = self._source.arrays, self._store.array
         for (src, dst), runs in plan.whole().items():
             _copy.nt_runs(pages[dst] if loading else arena, arena if loading else pages[src], runs)
 
-    def _plan(self, mine: Span, slots: Chunks, *, loading: bool) -> RecordPlan:
-        source, chunk_tokens = self._source, self._source.chunk_tokens
-        template = source.from_record if loading else source.to_record
-        begin, end = max(slots[0][0] * chunk_tokens, mine.blocks.begin), (slots[-1][0] + 1) * chunk_tokens
-        return source.plan(template, slots, mine.blocks, begin, end)
+    def _plan(self, mine: Span, slots: Chunks, *, loading: bool) -> AnyPlan:
+        template = self._source.from_record if loading else self._source.to_record
+        return self._source.plan(template, slots, mine.blocks, *self._tokens(mine, slots))
+
+    def _tokens(self, mine: Span, slots: Chunks) -> tuple[int, int]:
+        """Begin and end of what is copied."""
+        chunk_tokens = self._source.chunk_tokens
+        return max(slots[0][0] * chunk_tokens, mine.blocks.begin), (slots[-1][0] + 1) * chunk_tokens
