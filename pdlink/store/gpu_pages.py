@@ -157,7 +157,24 @@ class GpuPages:
                     if launch.work is job:
                         direction.copies.precede(self._compute_stream(), launch)
 
+    def follow_stores(self) -> None:
+        """What this thread launches from now on runs behind the stores that have begun. Raises CudaFailure."""
+        with self._lock:
+            stores = self._stores.copies
+            last = next((launch for launch in reversed(stores.in_flight) if launch.slot is not None), None)
+            if last is not None:  # they are in one stream
+                stores.precede(self._compute_stream(), last)
+
     # --- The store's copier
+
+    def when_stores_begun(self, then: Callable[[], None]) -> None:
+        """Call it when all stores so far are in their stream; now, if they are, or if the GPU has failed."""
+        with self._lock:
+            waits = bool(self._stores.line) and not self._broken
+            if waits:
+                self._stores.line.append(Job(np.zeros((0, 3), np.int64), begun=then))
+        if not waits:
+            then()
 
     def wants_slots(self, template: Template, *, loading: bool) -> bool:
         """Whether copies by this template are better said by a slot for each token than by runs (`SlotPlan`).

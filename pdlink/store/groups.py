@@ -69,6 +69,14 @@ class GroupedSource:
         """As `StoreSource.when_settled`."""
         self.sources[0].when_settled(then)
 
+    def when_read_by(self, then: Callable[[], None]) -> None:
+        """As `StoreSource.when_read_by`."""
+        self.sources[0].when_read_by(then)
+
+    def follow_stores(self) -> None:
+        """As `StoreSource.follow_stores`."""
+        self.sources[0].follow_stores()
+
     def close(self) -> None:
         """After the engine has ended: finish what is in line."""
         self.sources[0].close()

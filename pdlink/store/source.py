@@ -230,6 +230,23 @@ class StoreSource:
         else:
             self.gpu.settled(partial(self._later, then))
 
+    def when_read_by(self, then: Callable[[], None]) -> None:
+        """Call it when what is in the copier's line has been read from the pages; on a GPU, when a thread that calls
+        `follow_stores` then launches nothing before it is read. By any thread; not called by a closed source."""
+
+        def begun() -> None:
+            if self.gpu is None:
+                then()
+            else:
+                self.gpu.when_stores_begun(then)
+
+        self.copier.put(begun)
+
+    def follow_stores(self) -> None:
+        """On a GPU: what this thread launches from now on runs behind the copies into the store that have begun."""
+        if self.gpu is not None:
+            self.gpu.follow_stores()
+
     def when_settled(self, then: Callable[[], None]) -> None:
         """The same of what is in the copier's line, too. By any thread."""
 

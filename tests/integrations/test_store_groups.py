@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -34,6 +34,9 @@ from pdlink.store.source import StoreSource
 from pdlink.store.store import Store
 from pdlink.store.tiers.base import Tier
 from tests.store.stubs import StubTier
+
+if TYPE_CHECKING:
+    from pdlink.store.gpu_pages import GpuPages
 
 CHUNK = BLOCK = 16
 WINDOW, LAYERS, NUM_BLOCKS, HEAD = 12, 2, 120, 64
@@ -96,7 +99,8 @@ class Server:
     def __init__(self, store: Store, choose: random.Random, copies_s: float) -> None:
         self.choose = choose
         self.layouts = layouts()
-        self.buffers = [Buffer(layout.extent(region)) for region, layout in enumerate(self.layouts)]
+        self.buffers = [self.allocate(layout.extent(region)) for region, layout in enumerate(self.layouts)]
+        gpu = self.gpu()
         sources: list[StoreSource] = []
         for group, layout in enumerate(self.layouts):
             beside = sources[0] if sources else None
@@ -110,6 +114,7 @@ class Server:
                     revision=f"group {group}",
                     chunk_tokens=CHUNK,
                     beside=beside,
+                    gpu=gpu,
                 )
             )
         self.source = GroupedSource(sources)
@@ -134,12 +139,25 @@ class Server:
             for layer in range(LAYERS):
                 self.page(group, layer, NULL)[:] = 0x77
 
+    def allocate(self, nbytes: int) -> Any:
+        """The buffer of a group's pages, with its bytes as `array`."""
+        return Buffer(nbytes)
+
+    def gpu(self) -> GpuPages | None:
+        """What copies for these buffers."""
+        return None
+
+    def write(self, place: np.ndarray[Any, Any], what: Any) -> None:
+        """In the order of what the engine computes."""
+        place[:] = what
+
     # -- pages -------------------------------------------------------------------------------------------------------
 
     def page(self, group: int, layer: int, block: int) -> np.ndarray[Any, Any]:
         shape = self.layouts[group].layers[layer]
         begin = shape.parts[0].offset + block * shape.block_stride
-        return self.buffers[group].array[begin : begin + shape.block_stride]
+        memory: np.ndarray[Any, Any] = self.buffers[group].array
+        return memory[begin : begin + shape.block_stride]
 
     def vector(self, group: int, layer: int, table: list[int], token: int) -> np.ndarray[Any, Any]:
         """What is after `token`, or of it."""
@@ -263,7 +281,7 @@ class Server:
         for group, free in enumerate(self.free):
             for block in free:  # whose blocks they are now writes into them
                 for layer in range(LAYERS):
-                    self.page(group, layer, block)[:] = self.choose.randrange(256)
+                    self.write(self.page(group, layer, block), self.choose.randrange(256))
         mine = {request.name: request for request in self.running}
         for part in parts:
             self.check(mine[part.request_id])
@@ -273,7 +291,7 @@ class Server:
                     request = mine[part.request_id]
                     for token in range(part.start, part.start + part.count):
                         right = value(group, layer, request.prefixes[token])
-                        self.vector(group, layer, request.tables[group], token)[:] = right
+                        self.write(self.vector(group, layer, request.tables[group], token), right)
                 self.steps.layer_saved(NAMES[group][layer])
         for name in NAMES[2]:  # as if a hook of vLLM's came before the state is there
             self.steps.layer_saved(name)
@@ -282,7 +300,7 @@ class Server:
             request.computed = part.start + part.count
             for layer in range(LAYERS):
                 last = request.computed - 1
-                self.vector(2, layer, request.tables[2], last)[:] = value(2, layer, request.prefixes[last])
+                self.write(self.vector(2, layer, request.tables[2], last), value(2, layer, request.prefixes[last]))
         self.steps.end()
         over, self.over = self.over, set()
         results = self.steps.results(over)
@@ -327,7 +345,7 @@ class Server:
 
     def settle(self) -> None:
         done = threading.Event()
-        self.source.copier.put(done.set)
+        self.source.when_settled(done.set)
         assert done.wait(WAIT_S)
 
     def close(self) -> None:

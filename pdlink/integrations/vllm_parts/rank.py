@@ -123,11 +123,6 @@ class Rank:
 
     def _check_gpu(self) -> None:
         """Raises ConfigError for what host memory alone can have."""
-        if self._settings.tiers is not None and not versions.keeps_all(self._cache_config):
-            raise ConfigError(
-                "kv_connector_extra_config: tiers: got a KV cache on a GPU of a model with sliding windows or "
-                "recurrent layers, which they do not keep; take tiers out"
-            )
         verify = self._settings.transport.verify
         if verify != "off":
             raise ConfigError(

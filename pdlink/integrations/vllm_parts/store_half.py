@@ -4,6 +4,7 @@ vLLM calls from one thread, between and inside forward passes, and nothing here 
 their own, copies by the store's. vLLM keeps the blocks of a request until its copies have been made. The exception is
 a preempted one, whose copies are dropped (`StoredPrompt.withdraw`). Blocks that leave a window, and those of states,
 vLLM gives to others while their request goes on: a step ends when its copies of these have been made, or drops them.
+On a GPU a step ends when they are in the GPU's line, and what the next step launches runs behind them.
 """
 
 from __future__ import annotations
@@ -200,7 +201,9 @@ class StoreHalf:
         """From the next step on others may write into blocks that a request has given up."""
         if self._copied_before.is_set():  # else it is stuck since an earlier step
             copied = self._copied_before = threading.Event()
-            if not self.source.copier.put(copied.set) or copied.wait(self._copies_s):
+            self.source.when_read_by(copied.set)
+            if copied.wait(self._copies_s):
+                self.source.follow_stores()
                 return
             log.warning("the store does not take what is computed: windows and states are not kept until it does")
         for span in self._spans:
