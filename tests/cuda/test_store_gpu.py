@@ -426,6 +426,8 @@ def test_the_benchmark_of_tiers_compares_what_came_back(
     assert [one.name.split(",")[0] for one in figures[:2]] == ["GPU pages to arena", "arena to GPU pages"]
     assert all(one.ratio for one in figures[:2])
     assert len(figures) == 3 + 2 * len(RUN_NBYTES)
+    hnd = measured(device, order="LPBHT", **{**small, "heads": 2})
+    assert [one.name.split(",")[0] for one in hnd[:2]] == ["HND pages to arena", "arena to HND pages"]
     monkeypatch.setattr(Copies, "begin", lambda self, work, rows: self.note(work))  # copies nothing
     with pytest.raises(RuntimeError, match="with other bytes"):
         measured(device, ways=BY_KERNEL, **small)

@@ -35,7 +35,7 @@ BLOCK_TOKENS, CHUNK_TOKENS, WAIT_S = 16, 256, 30.0
 def run() -> list[Figure]:
     with closing(Device(0)) as device:
         device.open()
-        return measured(device)
+        return [*measured(device), *measured(device, order="LPBHT")[:2]]
 
 
 def measured(
@@ -45,10 +45,13 @@ def measured(
     tokens: int = 8192,
     heads: int = 8,
     repeats: int = 5,
+    order: str = "LPBTH",
     image: bytes | None = None,
     ways: Ways | None = None,
 ) -> list[Figure]:
     """tokens: of whole chunks. Medians of `repeats`, after one that pins the arena. image, ways: as of `GpuPages`.
+
+    order: of the pages' axes, NHD by default; of HND ones ("LPBHT") each head of a token goes alone.
 
     Raises RuntimeError if other bytes come back.
     """
@@ -60,7 +63,9 @@ def measured(
         block_tokens=BLOCK_TOKENS,
         num_heads=heads,
         head_dim=128,
+        order=order,
     )
+    kind = "GPU pages" if order == "LPBTH" else "HND pages"
     nbytes = layers * 2 * tokens * heads * 128 * 2
     with ExitStack() as made:
         pages = made.enter_context(closing(DeviceBuffer(device, layout.extent(0))))
@@ -92,9 +97,9 @@ def measured(
             loaded.append(_load(source, prompt, others))
         _compare(device, layout, pages, mine, others, host)
         figures = [
-            _figure("GPU pages to arena, layer by layer", statistics.median(stored[1:]), nbytes, outwards_s),
-            _figure("arena to GPU pages, layer by layer", statistics.median(loaded[1:]), nbytes, inwards_s),
-            Figure("GPU pages to arena, the first time", stored[0], nbytes / stored[0] / 1e9, note="pins the arena"),
+            _figure(f"{kind} to arena, layer by layer", statistics.median(stored[1:]), nbytes, outwards_s),
+            _figure(f"arena to {kind}, layer by layer", statistics.median(loaded[1:]), nbytes, inwards_s),
+            Figure(f"{kind} to arena, the first time", stored[0], nbytes / stored[0] / 1e9, note="pins the arena"),
         ]
         for row in gpu.ways.table:
             name = f"runs of {row.run_nbytes >> 10} KiB {'to' if row.to_device else 'from'} the GPU, copy engine"
