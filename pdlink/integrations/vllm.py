@@ -29,8 +29,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from pdlink.integrations.vllm_parts import cache_groups, stats, versions
 from pdlink.integrations.vllm_parts import settings as settings_of
-from pdlink.integrations.vllm_parts import stats, versions
 from pdlink.integrations.vllm_parts.origins import NO_TIERS, Origins
 from pdlink.integrations.vllm_parts.rank import Rank
 from pdlink.integrations.vllm_parts.requests import NOTHING, RequestBook, Scheduled, StepPlan
@@ -98,13 +98,13 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
                 settings.tiers.chunk_size,
                 versions.place(vllm_config).num_all,
                 keeps_answers=settings.tiers.save_decode_cache,
-                keeps_all=versions.keeps_all(kv_cache_config),
+                keeps_all=cache_groups.keeps_all(kv_cache_config),
             )
         self._book = RequestBook(
             sends=transfer.is_kv_producer,
             receives=transfer.is_kv_consumer,
             shares_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
-            keeps_all=versions.keeps_all(kv_cache_config),
+            keeps_all=cache_groups.keeps_all(kv_cache_config),
             store=store,
         )
         self._origins = Origins()
@@ -134,7 +134,7 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         return self._book.missing(request.request_id, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        tables = versions.tables(self._kv_cache_config, blocks.get_block_ids())
+        tables = cache_groups.tables(self._kv_cache_config, blocks.get_block_ids())
         request_id, store = request.request_id, self._book.store
         loaded = self._book.allocated(request_id, tables, num_external_tokens)
         chosen = NO_TIERS if store is None else store.chosen(request_id)
@@ -172,7 +172,7 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
         if told is not None and leg:
             said["pdlink_source"] = msgspec.to_builtins(sourced(told, leg))
         tokens = versions.computed_tokens(request) if self._book.store is not None else ()
-        tables = versions.tables(self._kv_cache_config, block_ids) if tokens else ()
+        tables = cache_groups.tables(self._kv_cache_config, block_ids) if tokens else ()
         # vLLM passes it with an answer that is no stream; the proxy takes it out, and tells its client in a header.
         return self._book.ended(request_id, tokens, tables), said or None
 

@@ -149,6 +149,31 @@ def test_blocks_of_a_form_of_their_own_travel_whole() -> None:
     assert cache.layout.dtype != other.layout.dtype, "the handshake refuses a peer with another form"
 
 
+def test_axes_inside_such_a_block_may_be_in_any_order_but_it_has_no_holes() -> None:
+    kind = GroupKind((), PACKED, head_size=SIZE, dtype="float32")
+    views, _ = _views([torch.zeros(6, 32, HEADS, SIZE).transpose(1, 2)])
+    assert describe(views, kind).layout.head_nbytes == HEADS * 32 * SIZE * 4
+    views, _ = _views([torch.zeros(6, HEADS, 32, SIZE)[..., :4]])
+    with pytest.raises(UnsupportedCache, match="form that is not known"):
+        describe(views, kind)
+
+
+def test_latents_and_an_indexers_keys_share_lists_of_blocks_and_travel_whole() -> None:
+    """The scales of an indexer's block lie behind all of its keys: a token's row is no token."""
+    latents, _ = _views([torch.zeros(6, 32, 24) for _ in range(LAYERS)])
+    keys, _ = _views([torch.zeros(6, 32, 132, dtype=torch.uint8) for _ in range(LAYERS)])
+    latent = describe(latents, GroupKind((), PACKED, latent=True, head_size=24, dtype="bfloat16"))
+    indexer = describe(
+        [replace(view, name=f"{view.name}.indexer", region=view.region + 8) for view in keys],
+        GroupKind((), PACKED, latent=True, head_size=132, dtype="uint8 DEEPSEEK_V32_INDEXER"),
+    )
+    cache = CacheGroups.of([latent, indexer], 6)
+    assert cache.token_unit == 32
+    assert cache.groups.overlaid == ()
+    assert [layout.head_nbytes for layout in cache.groups.layouts] == [32 * 24 * 4, 32 * 132]
+    assert cache.groups.needed(0, 2) == ((0, 2), (0, 2)), "33 tokens are two blocks of both"
+
+
 def test_layers_that_share_a_cache_are_sent_once() -> None:
     one = torch.zeros(6, HEADS, 4, 2 * SIZE)
     views, _ = _views([one, one])

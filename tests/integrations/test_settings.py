@@ -9,7 +9,7 @@ import pytest
 
 from pdlink.config import ProxyConfig, TiersConfig, TimeoutConfig
 from pdlink.errors import ConfigError
-from pdlink.integrations.vllm_parts import versions
+from pdlink.integrations.vllm_parts import cache_groups, versions
 from pdlink.integrations.vllm_parts.layout import COLUMNS, PACKED, ROWS, UnsupportedCache
 from pdlink.integrations.vllm_parts.settings import read
 
@@ -97,11 +97,25 @@ def backend(name: str) -> object:
         (SimpleNamespace(impl=SimpleNamespace(isa="amx"), attn_backend=backend("CPU_ATTN")), PACKED),
         (SimpleNamespace(impl=SimpleNamespace(), attn_backend=backend("CPU_ATTN")), PACKED),  # a version to come
         (SimpleNamespace(impl=SimpleNamespace(), attn_backend=backend("FLASH_ATTN")), ROWS),
+        (SimpleNamespace(get_attn_backend=lambda: backend("TRITON_MLA")), ROWS),
+        (SimpleNamespace(get_attn_backend=lambda: backend("DEEPSEEK_V32_INDEXER")), PACKED),
+        (SimpleNamespace(attn_backend=backend("ROCM_ATTN")), PACKED),
         (None, ROWS),
     ],
 )
 def test_the_form_of_a_block_follows_the_attention_kernel(layer: object, form: str) -> None:
-    assert versions.cache_form(layer) == form
+    assert cache_groups.cache_form(layer)[0] == form
+
+
+def test_blocks_that_only_a_kernel_can_read_are_named_after_it() -> None:
+    """Or a peer whose kernel packs them otherwise would take them for its own."""
+    slots = SimpleNamespace(num_head_slots=8)
+    assert cache_groups.cache_form(SimpleNamespace(isa="amx")) == (PACKED, "amx")
+    assert cache_groups.cache_form(SimpleNamespace(isa="neon")) == (PACKED, "neon")
+    assert cache_groups.cache_form(SimpleNamespace(attn_backend=backend("FLASHINFER")), slots) == (
+        PACKED,
+        "FLASHINFER",
+    )
 
 
 class SlidingWindowSpec:
@@ -154,18 +168,18 @@ def test_tiers_keep_windows_and_states_whose_blocks_end_where_chunks_do() -> Non
 
 
 def test_a_cache_that_does_not_keep_all_tokens_is_known_by_its_groups() -> None:
-    assert versions.keeps_all(caches(FULL, FULL))
-    assert not versions.keeps_all(caches(FULL, WINDOW))
-    assert not versions.keeps_all(caches(STATES))
-    assert not versions.keeps_all(caches(SimpleNamespace(kv_cache_specs={"a": FULL, "b": WINDOW})))
-    assert versions.window_of(WINDOW) == 67, "those kept for a draft model count"
+    assert cache_groups.keeps_all(caches(FULL, FULL))
+    assert not cache_groups.keeps_all(caches(FULL, WINDOW))
+    assert not cache_groups.keeps_all(caches(STATES))
+    assert not cache_groups.keeps_all(caches(SimpleNamespace(kv_cache_specs={"a": FULL, "b": WINDOW})))
+    assert cache_groups.window_of(WINDOW) == 67, "those kept for a draft model count"
 
 
 def test_every_group_that_is_transferred_has_a_list_of_blocks() -> None:
     several = caches(FULL, WINDOW, STATES)
     several.transfer_group_ids = (0, 2)
-    assert versions.tables(several, ([1, 2], [3], [4])) == ((1, 2), (4,))
-    assert versions.tables(caches(FULL), ([1, 2],)) == (1, 2)
+    assert cache_groups.tables(several, ([1, 2], [3], [4])) == ((1, 2), (4,))
+    assert cache_groups.tables(caches(FULL), ([1, 2],)) == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from vllm.v1.request import Request  # noqa: E402
 from pdlink.errors import ConfigError  # noqa: E402
 from pdlink.events import LayerLanded  # noqa: E402
 from pdlink.integrations.vllm import PDLinkConnector, PDLinkMetadata, PDLinkNews, PDLinkStats  # noqa: E402
-from pdlink.integrations.vllm_parts import versions  # noqa: E402
+from pdlink.integrations.vllm_parts import cache_groups, versions  # noqa: E402
 from pdlink.integrations.vllm_parts.layout import LayerView, UnsupportedCache, describe  # noqa: E402
 from pdlink.integrations.vllm_parts.requests import NOTHING, Expect, Offer, StepPlan  # noqa: E402
 from pdlink.integrations.vllm_parts.stats import Counts  # noqa: E402
@@ -196,7 +196,7 @@ def kinds_of(*specs: Any) -> list[Any]:
     groups = [KVCacheGroupSpec([f"layer.{index}"], spec) for index, spec in enumerate(specs)]
     cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
-    return versions.kinds(config, cache, [f"layer.{index}" for index in range(len(specs))])
+    return cache_groups.kinds(config, cache, [f"layer.{index}" for index in range(len(specs))])
 
 
 @needs_hybrid
@@ -218,6 +218,49 @@ def test_every_kind_of_cache_is_known_or_refused_by_its_name() -> None:
     ):
         with pytest.raises(UnsupportedCache, match=f"{type(spec).__name__}|4 tokens to an entry"):
             kinds_of(spec)
+
+
+class Indexer:
+    """As `DeepseekV32IndexerCache` names its backend."""
+
+    @staticmethod
+    def get_attn_backend() -> Any:
+        from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
+
+        return DeepseekV32IndexerBackend
+
+
+@needs_hybrid
+def test_latents_and_an_indexers_keys_in_one_group_of_vllm_are_two_of_ours_in_whole_blocks() -> None:
+    """DeepSeek V3.2, as vLLM puts its layers together."""
+    latent = {"block_size": 64, "num_kv_heads": 1}
+    specs = {
+        f"model.layers.{index}.{name}": kv.MLAAttentionSpec(**latent, head_size=size, dtype=dtype)
+        for index in range(2)
+        for name, size, dtype in (("attn", 576, torch.bfloat16), ("indexer.k_cache", 132, torch.uint8))
+    }
+    group = KVCacheGroupSpec(list(specs), kv.UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs=specs))
+    cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[group])
+    layers = {name: Indexer() for name in specs if "indexer" in name}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    attention, indexer = cache_groups.kinds(config, cache, list(specs))
+    assert [kind.form for kind in (attention, indexer)] == ["packed", "packed"]
+    assert indexer.dtype == "uint8 DEEPSEEK_V32_INDEXER"
+    assert attention.names == ("model.layers.0.attn", "model.layers.1.attn")
+    assert cache_groups.tables(cache, [[3, 1]]) == ((3, 1), (3, 1))
+    assert cache_groups.keeps_all(cache)
+
+
+@needs_hybrid
+def test_scales_inside_a_token_travel_with_it_and_others_with_whole_blocks() -> None:
+    inline, apart = kinds_of(
+        kv.FullAttentionSpec(**ATTENTION, state_content_bytes=2 * 8 * 4 + 8),
+        kv.FullAttentionSpec(**ATTENTION, num_head_slots=4, state_content_bytes=36),
+    )
+    assert (inline.form, apart.form) == ("rows", "packed")
+    views = [LayerView("layer.0", (8, 2, 16, 72), (2304, 1152, 72, 1), 1, 0, 0)]
+    layout = describe(views, inline).layout
+    assert (layout.head_nbytes, len(layout.layers[0].parts)) == (72, 1), "keys, values and both scales"
 
 
 @needs_hybrid

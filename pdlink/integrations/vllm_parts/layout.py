@@ -9,8 +9,8 @@ Forms (B blocks, H heads, N tokens of a block, D head size):
   [B, 2, N, H, D], [2, B, N, H, D]  K and V apart                                           (earlier, some backends)
   [B, H, N, C], [B, N, C]  MLA: one latent
   [B, H, N, 2D] of CPU_ATTN with vector instructions: within (block, head) first K as [D, N], then V as [N, D]
-CPU_ATTN on AMX, NEON and others packs K in its own ways: there a whole block of a layer is one unit, and both servers
-must use the same block size.
+CPU_ATTN on AMX, NEON and others packs K in its own ways, and some kernels of GPUs keep a block's scales together:
+there a whole block of a layer is one unit, and both servers must use the same kernel and block size.
   [B, ...], dense within a block: a recurrent state, of which only the model knows what is in it
 
 Layers that vLLM gives different lists of blocks are different groups. Its allocator lays groups over each other in
@@ -151,7 +151,8 @@ class CacheGroups:
     def of(cls, caches: Sequence[CacheLayout], num_blocks: int) -> CacheGroups:
         """num_blocks: of vLLM's scheduler. Raises UnsupportedCache."""
         units = {cache.token_unit for cache in caches}
-        if len(units) > 1 or (len(caches) > 1 and units != {1}):
+        keep_all = all(cache.layout.keeps_all for cache in caches)
+        if len(units) > 1 or (units != {1} and not keep_all):
             raise UnsupportedCache(
                 "a model with several groups of KV caches, in blocks that only a kernel can read (CPU_ATTN on AMX "
                 "and others), cannot be transferred; use a dtype that these kernels do not pack (float32)"
@@ -264,8 +265,14 @@ def _columns(view: LayerView, kind: GroupKind) -> tuple[_Size, list[LayerLayout]
 
 
 def _packed(view: LayerView, kind: GroupKind) -> tuple[_Size, list[LayerLayout]]:
-    blocks, heads, tokens = _whole_blocks(view)
-    nbytes = heads * tokens * view.shape[3] * view.itemsize
+    """Axes inside a block may be in any order: the kernel is the same on both sides, and named."""
+    blocks, nbytes = view.shape[0], view.itemsize
+    if len(view.shape) not in (3, 4):
+        raise _unknown(view)
+    for stride, size in sorted(zip(view.strides[1:], view.shape[1:], strict=True)):
+        if size > 1 and stride * view.itemsize != nbytes:
+            raise _unknown(view)
+        nbytes *= size
     part = Part(view.region, view.offset)
     return (blocks, 1, 1, nbytes), [LayerLayout((part,), view.strides[0] * view.itemsize, nbytes, nbytes)]
 
@@ -293,7 +300,8 @@ def _whole_blocks(view: LayerView) -> tuple[int, int, int]:
 
 
 def _block_tokens(view: LayerView) -> int:
-    return view.shape[2]
+    """Of [B, H, N, C], or [B, N, C]."""
+    return view.shape[-2]
 
 
 def _unknown(view: LayerView) -> UnsupportedCache:

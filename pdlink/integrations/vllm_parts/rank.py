@@ -13,7 +13,7 @@ from pdlink.errors import ConfigError
 from pdlink.events import listen
 from pdlink.integrations.shared_allocation import SharedAllocation
 from pdlink.integrations.trace_file import TraceFile
-from pdlink.integrations.vllm_parts import versions
+from pdlink.integrations.vllm_parts import cache_groups, versions
 from pdlink.integrations.vllm_parts.layout import CacheGroups, LayerView, describe
 from pdlink.integrations.vllm_parts.memory import regions
 from pdlink.integrations.vllm_parts.shards import by_stage, shards_of
@@ -84,7 +84,7 @@ class Rank:
         self._buffers = buffers
         if buffers[0].kind == "cuda":
             self._check_gpu()
-        kinds = versions.kinds(self._config, self._cache_config, list(tensors))
+        kinds = cache_groups.kinds(self._config, self._cache_config, list(tensors))
         caches = [describe([views[name] for name in kind.names], kind) for kind in kinds]
         num_blocks = self._cache_config.num_blocks
         timeline = self._settings.timeline

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdlink.content import digest_of
 from pdlink.errors import ConfigError, LocalError
-from pdlink.integrations.vllm_parts.layout import COLUMNS, PACKED, ROWS, STATE, GroupKind, UnsupportedCache
+from pdlink.integrations.vllm_parts.cache_groups import keeps_all, specs_of, tables, transfer_parts
+from pdlink.integrations.vllm_parts.layout import UnsupportedCache
 from pdlink.integrations.vllm_parts.shards import Place
 
 if TYPE_CHECKING:
@@ -61,12 +62,6 @@ def hybrid_bases(version: str) -> tuple[type, ...]:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 
     return (SupportsHMA,)
-
-
-def tables(kv_cache_config: Any, block_ids: Sequence[Sequence[int]]) -> AnyTables:
-    """Blocks as pdlink takes them: a list for each group that is transferred, or the list of the only one."""
-    ids = transfer_groups(kv_cache_config)
-    return tuple(block_ids[ids[0]]) if len(ids) == 1 else tuple(tuple(block_ids[index]) for index in ids)
 
 
 def leave_last_token(request: Any) -> None:
@@ -134,7 +129,7 @@ def check_config(
 
     tiers: of a server that keeps KV in a store.
     """
-    groups = len(transfer_groups(kv_cache_config))
+    groups = len(transfer_parts(kv_cache_config))
     if groups > 1:
         what = f"the model has {groups} groups of KV caches"
         remedy = "sliding windows can be kept like full attention: --disable-hybrid-kv-cache-manager"
@@ -165,7 +160,7 @@ def _check_tiers(kv_cache_config: Any, version: tuple[int, int], tiers: TiersCon
             "tiers.save_decode_cache: got true for a model with sliding windows or recurrent layers, of which there "
             "is too little left at the end of an answer; limit false; take it out"
         )
-    for spec in _specs(kv_cache_config):
+    for spec in specs_of(kv_cache_config):
         if not hasattr(spec, "shapes"):
             continue
         if getattr(spec, "mamba_cache_mode", "none") == "none":
@@ -178,82 +173,6 @@ def _check_tiers(kv_cache_config: Any, version: tuple[int, int], tiers: TiersCon
                 f"tiers.chunk_size: got {tiers.chunk_size}; limit divisors of {spec.block_size}, the tokens of a "
                 f"block of this model: its recurrent states are known where blocks end; set {spec.block_size}"
             )
-
-
-def _specs(kv_cache_config: Any) -> list[Any]:
-    """Of all layers that are transferred, or one for each group where all of its layers are alike."""
-    groups = [kv_cache_config.kv_cache_groups[index].kv_cache_spec for index in transfer_groups(kv_cache_config)]
-    return [one for group in groups for one in (getattr(group, "kv_cache_specs", None) or {"": group}).values()]
-
-
-def kinds(vllm_config: Any, kv_cache_config: Any, layer_names: list[str]) -> list[GroupKind]:
-    """The groups that are transferred. Raises UnsupportedCache.
-
-    layer_names: of all tensors. Those in no group share the cache of another layer.
-    """
-    layers = vllm_config.compilation_config.static_forward_context
-    found = []
-    for index in transfer_groups(kv_cache_config):
-        group = kv_cache_config.kv_cache_groups[index]
-        names = [name for name in layer_names if name in group.layer_names]
-        if len(kv_cache_config.kv_cache_groups) == 1:
-            names = layer_names
-        found.append(_kind(group.kv_cache_spec, tuple(names), [layers.get(name) for name in names]))
-    return found
-
-
-def _kind(spec: Any, names: tuple[str, ...], layers: list[Any]) -> GroupKind:
-    specs = getattr(spec, "kv_cache_specs", None)
-    if specs:  # one spec per layer; their geometry is compared by `describe`
-        spec = next(iter(specs.values()))
-        if len({window_of(one) for one in specs.values()}) > 1:
-            raise UnsupportedCache("layers of one group with different windows cannot be transferred")
-    if hasattr(spec, "shapes") and hasattr(spec, "dtypes"):
-        what = f"{[*spec.shapes]} {[f'{dtype}'.removeprefix('torch.') for dtype in spec.dtypes]}"
-        return GroupKind(names, STATE, dtype=what, block_tokens=spec.block_size)
-    bases = {base.__name__ for base in type(spec).__mro__}
-    if bases & _NOT_BY_TOKENS or not hasattr(spec, "head_size"):
-        raise UnsupportedCache(f"KV caches of kind {type(spec).__name__} cannot be transferred")
-    if getattr(spec, "tokens_per_state", 1) != 1:
-        raise UnsupportedCache(f"KV caches with {spec.tokens_per_state} tokens to an entry cannot be transferred")
-    forms = {cache_form(layer) for layer in layers}
-    if len(forms) != 1:
-        raise UnsupportedCache(f"layers with blocks of different forms cannot be transferred: {sorted(forms)}")
-    return GroupKind(
-        names,
-        forms.pop(),
-        latent="MLA" in type(spec).__name__,
-        head_size=spec.head_size,
-        dtype=f"{spec.dtype}".removeprefix("torch."),
-        block_tokens=spec.block_size,
-        window=window_of(spec),
-    )
-
-
-_NOT_BY_TOKENS = {
-    "ChunkedLocalAttentionSpec",
-    "CircularBufferSpec",
-    "CrossAttentionSpec",
-    "EncoderOnlyAttentionSpec",
-    "RSWASpec",
-    "SinkFullAttentionSpec",
-}
-"""Kinds of caches that do not keep all tokens, or the last ones, in blocks in their order."""
-
-
-def window_of(spec: Any) -> int:
-    """Tokens that the manager of a group of this kind keeps for the next one, that one included; 0: all.
-
-    Full attention may have a window that only its kernel knows; all of its blocks are kept.
-    """
-    if not any(base.__name__ == "SlidingWindowSpec" for base in type(spec).__mro__):
-        return 0
-    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
-
-
-def keeps_all(kv_cache_config: Any) -> bool:
-    """Whether all tokens of a prompt are in the blocks of all groups that are transferred."""
-    return not any(hasattr(spec, "shapes") or window_of(spec) for spec in _specs(kv_cache_config))
 
 
 def model_name(vllm_config: Any) -> str:
@@ -368,12 +287,6 @@ def _on_this_host(place: str, revision: str | None, folder: str | None) -> str |
         return None
 
 
-def transfer_groups(kv_cache_config: Any) -> tuple[int, ...]:
-    """Groups whose blocks take part in transfers (asked for since 0.32)."""
-    every = range(len(kv_cache_config.kv_cache_groups))
-    return tuple(getattr(kv_cache_config, "transfer_group_ids", every))
-
-
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
     """What `get_transfer_results` answers (since 0.30)."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -407,20 +320,6 @@ def share_log() -> None:
             ours.addHandler(handler)
         ours.setLevel(theirs.level)
         ours.propagate = not theirs.handlers
-
-
-def cache_form(layer: Any) -> str:
-    """How an attention layer of vLLM lays out the inside of a block (`layout.COLUMNS`, `PACKED` or `ROWS`).
-
-    CPU_ATTN names its kernel in `isa` before the cache is registered: until 0.28 that of the layer's implementation,
-    since 0.29 that of the layer.
-    """
-    isa = getattr(layer, "isa", None) or getattr(getattr(layer, "impl", None), "isa", None)
-    if isa is not None:
-        return COLUMNS if isa in ("vec", "vec16") else PACKED
-    backend = getattr(layer, "attn_backend", None)
-    # A version that names it elsewhere must not be taken for one without: whole blocks are right whatever is in them.
-    return PACKED if backend is not None and backend.get_name() == "CPU_ATTN" else ROWS
 
 
 def _text(version: tuple[int, int]) -> str:
