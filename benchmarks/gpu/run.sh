@@ -7,8 +7,8 @@
 #   benchmarks/gpu/run.sh --list                          (what would be run, and the bars; needs no GPU)
 #
 # PYTHON (python3, with its headers) must have torch, transformers, numpy, numba, pytest, pytest-timeout, hypothesis and
-# cmake or a cmake beside it; what else is missing (nanobind, msgspec, pydantic and what it needs, pyzmq, httptools,
-# libucx-cu13) may lie as wheels in the folder PDLINK_WHEELS (.whl), which benchmarks/gpu/wheels.sh fills.
+# cmake or a cmake beside it; pdlink's own dependencies, nanobind and libucx-cu13 may lie as wheels in the folder
+# PDLINK_WHEELS (.whl), which benchmarks/gpu/wheels.sh fills. What is missing is said at the start, a line each.
 # PDLINK_GPU_SECONDS: end before so much time is over, and leave out what no longer fits. Nothing is written into the
 # source tree but results.
 # Exit: 0 all done and every bar met, 1 something failed, missed its bar or was not measured, 3 no GPU (the build and the
@@ -65,7 +65,7 @@ build() {
     "$python" -m cmake --version > /dev/null 2>&1 && cmake=("$python" -m cmake) || cmake=(cmake)
     "${cmake[@]}" -S . -B "$work/build" -DCMAKE_BUILD_TYPE=Release \
         -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" || return
-    "${cmake[@]}" --build "$work/build" -j "$(nproc)" --target _copy _cuda _tcp _keys _index || return
+    "${cmake[@]}" --build "$work/build" -j "$(nproc)" --target _copy _cuda _tcp _keys _index _http _relay || return
     "${cmake[@]}" --build "$work/build" -j "$(nproc)" --target _ucx || echo "built without UCX"
     cp "$work"/build/*.so "$tree/pdlink/" || return
     "$python" -c 'from pdlink import _cuda; assert _cuda.fatbin(), "built without nvcc: no GPU kernels"'
@@ -78,6 +78,17 @@ if compgen -G "$wheels/*.whl" > /dev/null; then
     step "carried wheels" 120 "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
         --disable-pip-version-check --target "$work/site" "$wheels"/*.whl
 fi
+find_missing='
+import importlib.util, re, sys, tomllib
+names = {"pyyaml": "yaml", "pyzmq": "zmq", "prometheus-client": "prometheus_client"}
+ours = [re.split("[<>=!~ ]", one)[0] for one in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]]
+wanted = [*ours, "torch", "transformers", "pytest", "pytest-timeout", "hypothesis", "nanobind"]
+missing = [one for one in wanted if importlib.util.find_spec(names.get(one, one.replace("-", "_"))) is None]
+for one in missing:
+    print(f"== missing: {one}; install it, or carry its wheel (benchmarks/gpu/wheels.sh)")
+sys.exit(bool(missing))
+'
+"$python" -c "$find_missing" 2>&1 | tee -a "$log" || note "what is needed" "FAILED: see the lines above" 0
 step build 400 bash -c build || exit 1
 cd "$tree" || exit 1 # "python -c" finds modules in the working directory first
 # Warnings of versions that nobody chose here are no failures, nor are settings of pytest plugins that are not here.

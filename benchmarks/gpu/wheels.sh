@@ -10,13 +10,23 @@ platforms=()
 for tag in manylinux_2_34 manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014; do
     platforms+=(--platform "${tag}_$(uname -m)")
 done
-fetch() {
-    "$python" -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
+fetch() { # what is named, with what it needs
+    "$python" -m pip download -q --disable-pip-version-check --only-binary=:all: --implementation cp \
         --python-version "${version}" "${platforms[@]}" -d "$folder" "$@"
 }
 version=${1:-3.12}
 folder=${PDLINK_WHEELS:-.whl}
 rm -rf "$folder"
-fetch annotated-types httptools libucx-cu13 msgspec nanobind pydantic pyzmq typing-inspection
-fetch "pydantic-core$(unzip -p "$folder"/pydantic-2*.whl '*/METADATA' | sed -n 's/^Requires-Dist: pydantic-core *//p')"
+# The dependencies of pyproject.toml but for numpy and numba, and what builds the native modules.
+mapfile -t ours < <("$python" - << 'LIST'
+import re
+import tomllib
+
+for one in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]:
+    if re.split(r"[<>=!~ ]", one)[0] not in ("numpy", "numba"):
+        print(one)
+LIST
+)
+fetch "${ours[@]}" nanobind
+fetch --no-deps libucx-cu13
 du -sh "$folder"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -128,3 +129,11 @@ def test_the_plan_is_shown_without_torch_or_a_gpu() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert all(bar.figure in done.stdout for bar in BARS)
+
+
+def test_the_script_builds_every_native_module_that_the_package_imports() -> None:
+    """But the anchors, which are benchmarks' alone; _ucx is built if it can be."""
+    modules = set(re.findall(r"pdlink_native\((\w+)", (ROOT / "CMakeLists.txt").read_text())) - {"_anchors"}
+    script = (ROOT / "benchmarks" / "gpu" / "run.sh").read_text()
+    built = {name for names in re.findall(r"--target ((?:_\w+ )+)\|\|", script) for name in names.split()}
+    assert built == modules
