@@ -139,11 +139,21 @@ def _known(fleet: Fleet) -> float:
     return next(float(line.split()[1]) for line in lines if line.startswith("pdlink_proxy_kv_index_blocks "))
 
 
-def test_a_greedy_stream_whose_decode_server_is_killed_goes_on_at_the_other_one(fleet: Fleet) -> None:
-    """The last test: it ends a server. The client sees a pause, and the tokens of one server."""
-    body = {"prompt": prompt(2, 100), "max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 7}], ids=["greedy", "seeded"])
+def test_a_stream_whose_decode_server_is_killed_goes_on_at_the_other_one(
+    fleet: Fleet, sampling: dict[str, float]
+) -> None:
+    """The last test: it ends a server, and starts it again. The client sees a pause, and the tokens of one server."""
+    body = {
+        "prompt": prompt(2, 100),
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **sampling,
+    }
+    before = fleet.counted("pdlink_proxy_fallbacks_total", 'kind="recovered"')
     wanted = fleet.ask(fleet.servers["prefill-0"].facts["url"], body).body["choices"][0]
-    asked = {"model": "m", "temperature": 0, "stream": True, **body}
+    asked = {"model": "m", "stream": True, **body}
     connection = http.client.HTTPConnection(fleet.proxy.removeprefix("http://"), timeout=300)
     connection.request("POST", COMPLETIONS, json.dumps(asked), {"Content-Type": "application/json"})
     answer = connection.getresponse()
@@ -168,7 +178,10 @@ def test_a_greedy_stream_whose_decode_server_is_killed_goes_on_at_the_other_one(
     assert "".join(choice["text"] for choice in choices) == wanted["text"]
     assert [token for choice in choices for token in choice["token_ids"] or ()] == wanted["token_ids"]
     assert len(wanted["token_ids"]) == NUM_TOKENS
-    assert fleet.counted("pdlink_proxy_fallbacks_total", 'kind="recovered"') == 1
+    assert fleet.counted("pdlink_proxy_fallbacks_total", 'kind="recovered"') == before + 1
     found = request(f"{fleet.proxy}/decisions?request={answer.headers['X-Request-Id']}").body["decisions"]
     places = [each["decode"] for each in found if each["verdict"] == "placed"]
     assert places == [victim.label, *({"decode-0", "decode-1"} - {victim.label})]
+    victim.again()
+    victim.wait_ready(READY_S)
+    until(lambda: len(_well(fleet)) == 3, "the proxy sees its servers", 60)

@@ -145,13 +145,14 @@ def _vllm(servers: list[FakeVllm], **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("lost_at", [1, 3])
 @pytest.mark.parametrize("error", [False, True])
-async def test_a_greedy_stream_of_vllm_is_made_again_and_what_was_sent_is_dropped(
-    vllms: list[FakeVllm], lost_at: int, error: bool
+@pytest.mark.parametrize("repeatable", [{"temperature": 0}, {"temperature": 0.5, "seed": 7}])
+async def test_a_stream_of_vllm_that_can_be_repeated_is_made_again_and_what_was_sent_is_dropped(
+    vllms: list[FakeVllm], lost_at: int, error: bool, repeatable: dict[str, Any]
 ) -> None:
     prefill, bad, good = vllms
     async with proxy_of([prefill], [bad, good], **_vllm(vllms)) as proxy:
         for path, more in ((COMPLETIONS, {}), (CHAT, {}), (COMPLETIONS, {"n": 2, "logprobs": 1})):
-            fields = {"stream": True, "temperature": 0, "max_tokens": 5, "stream_options": {"include_usage": True}}
+            fields = {"stream": True, **repeatable, "max_tokens": 5, "stream_options": {"include_usage": True}}
             said = []
             for _ in range(4):
                 async with proxy.post(path, **fields, **more) as response:
@@ -175,11 +176,14 @@ def _texts(chunks: list[dict[str, Any]]) -> dict[int, str]:
     return found
 
 
-async def test_a_stream_of_vllm_with_drawn_tokens_ends_with_an_error_that_says_why(vllms: list[FakeVllm]) -> None:
+@pytest.mark.parametrize("drawn", [{"temperature": 0.5}, {"temperature": 0.5, "seed": -1}, {"seed": None}])
+async def test_a_stream_of_vllm_with_drawn_tokens_ends_with_an_error_that_says_why(
+    vllms: list[FakeVllm], drawn: dict[str, Any]
+) -> None:
     prefill, bad, _ = vllms
     bad.break_at = 2
     async with proxy_of([prefill], [bad], **_vllm(vllms)) as proxy:
-        async with proxy.post(stream=True, temperature=0.5, seed=1, max_tokens=5) as response:
+        async with proxy.post(stream=True, max_tokens=5, **drawn) as response:
             data = await response.read()
         last = chunks(data)[-1]
         assert last["error"]["type"] == "stream_error"

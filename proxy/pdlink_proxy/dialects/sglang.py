@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pdlink.errors import WorkerKeyRefused
+from pdlink.protocol.kv_path import TRANSFERRED
 
 from ..http_connection import HttpError
 from ..openai import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, sampling_of
@@ -34,9 +35,11 @@ from ..sse import rewritten
 from ..upstream import ask, post
 from .addresses import host_of
 from .base import Attempt, Dialect, Health, Known
-from .vllm import answers_in_turns, is_list, small_field, unless_greedy
+from .vllm import answers_in_turns, is_list, small_field
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ..http_client import HttpClient
     from ..openai import Call
     from ..upstream import Asking
@@ -154,6 +157,18 @@ async def _look(asking: Asking, known: Known) -> Health | str:
     )
 
 
+def _kv_path(_headers: Mapping[str, str], body: bytes) -> str | None:
+    """Decode computes no prompt, so an answer needed the KV; the head of a stream may come before it."""
+    return TRANSFERRED if body else None
+
+
+def _unless_greedy(call: Call) -> str:
+    """Why another server would answer something else: SGLang draws with a request's seed only where it was started
+    with `--enable-deterministic-inference`, which it does not say (0.5.23)."""
+    greedy = small_field(call, "temperature") == 0
+    return "" if greedy else "its tokens are drawn at random; send temperature 0 for streams that go on elsewhere"
+
+
 async def _abort(client: HttpClient, url: str, transfer_id: str, call: Call) -> None:
     rids = _rids(call, transfer_id)
     with suppress(HttpError, OSError, TimeoutError):
@@ -236,7 +251,8 @@ SGLANG = Dialect(
     rules_of=_rules_of,
     paths=(COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE),
     whole=_whole,
-    resumes=Resumes(unless_greedy),
+    resumes=Resumes(_unless_greedy),
+    kv_path=_kv_path,
     key_as_bearer=True,
     key_setting=_KEY_SETTING,
     decode_computes=False,

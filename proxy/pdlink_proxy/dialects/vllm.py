@@ -327,11 +327,13 @@ async def look(asking: Asking, known: Known) -> Health | str:
     return Health("ok", name, epoch, None, names[0], None, aliases=tuple(names[1:]))
 
 
-def unless_greedy(call: Call) -> str:
-    """Why another server would answer something else: the random numbers of vLLM and SGLang depend on all that was
-    drawn before in one process."""
-    greedy = small_field(call, "temperature") == 0
-    return "" if greedy else "its tokens are drawn at random; send temperature 0 for streams that go on elsewhere"
+def unless_repeatable(call: Call) -> str:
+    """Why another server of vLLM's would answer something else. A request with a seed has random numbers of its own
+    (`gpu_model_runner.py`, 0.32; -1 stands for none), others share those of the process."""
+    seed = small_field(call, "seed")
+    if small_field(call, "temperature") == 0 or (type(seed) is int and seed != -1):
+        return ""
+    return "its tokens are drawn at random; send temperature 0 or a seed for streams that go on elsewhere"
 
 
 VLLM = Dialect(
@@ -347,7 +349,7 @@ VLLM = Dialect(
     ),
     paths=(COMPLETIONS, CHAT, RESPONSES, MESSAGES),
     whole=needs_all_of_it,
-    resumes=Resumes(unless_greedy),
+    resumes=Resumes(unless_repeatable),
     kv_path=_kv_path,
     told=_told,
     key_as_bearer=True,
