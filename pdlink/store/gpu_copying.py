@@ -46,7 +46,8 @@ class GpuCopying(Copying):
         except CudaFailure as failure:
             raise TransferFailed(f"the GPU has failed: {failure}") from None
         over: Future[str] = Future()
-        self._source.copier.put(partial(self._move, plan, layer, over, mark, loading=loading))
+        if not self._source.copier.put(partial(self._move, plan, layer, over, mark, loading=loading)):
+            over.set_result("the cache is closed")
         return over
 
     def _move(self, plan: AnyPlan, layer: int, over: Future[str], mark: Event | None, *, loading: bool) -> None:

@@ -248,12 +248,13 @@ class StoreSource:
             self.gpu.follow_stores()
 
     def when_settled(self, then: Callable[[], None]) -> None:
-        """The same of what is in the copier's line, too. By any thread."""
+        """The same of what is in the copier's line, too. By any thread. Of a closed source now."""
 
         def settle() -> None:
             self.settle(then)
 
-        self.copier.put(settle)
+        if not self.copier.put(settle):
+            then()
 
     def _tell(self, then: Callable[[str], None], error: str) -> None:
         self._later(partial(then, error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -190,6 +191,23 @@ def test_a_load_that_is_left_early_touches_no_block_any_more(made: Callable[...,
     loading.close()
     pages.compute(PROMPT, mine)
     assert pages.cache._store._catalog.num_leases == 0
+
+
+def test_what_is_left_over_when_its_cache_is_closed_ends(made: Callable[..., GpuPages]) -> None:
+    """By the collector, perhaps, which must not wait for a thread that has ended."""
+    pages = made()
+    pages.stored()
+    loading = pages.cache.retrieve_layers(PROMPT, pages.table(2))
+    assert next(loading) == 96
+    other = [*PROMPT[:16], *range(80)]
+    storing = pages.cache.store_layers(other, pages.table(3))
+    next(storing)
+    assert pages.cache.health()["memory"]
+    pages.cache.close()
+    loading.close()
+    with pytest.raises((CancelledError, TransferFailed)):
+        next(storing)
+    storing.close()
 
 
 def test_memory_that_cannot_be_pinned_keeps_nothing_and_finds_nothing(
