@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _ROOT = Path(__file__).parents[2]
-_SOURCES = (_ROOT / "tests/cuda/fake_driver.cpp", _ROOT / "csrc/cuda/launches.cpp")
+_SOURCES = (*sorted((_ROOT / "tests/cuda").glob("fake_*.cpp")), _ROOT / "csrc/cuda/launches.cpp")
 IMAGE = b"fake: the double's kernels are loops of its own"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
@@ -92,7 +92,7 @@ class Fake:
 def fake() -> Fake:
     """The double of this process. Built when its sources are new, for all processes of this user."""
     assert COMPILER is not None
-    headers = sorted((_ROOT / "csrc/cuda").glob("*.h"))
+    headers = [*sorted((_ROOT / "csrc/cuda").glob("*.h")), *sorted((_ROOT / "tests/cuda").glob("*.h"))]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*_SOURCES, *headers))).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"pdlink-fake-cuda-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -4,148 +4,33 @@
 // right there.
 //
 // Streams are threads, so that what is not ordered by an event is not ordered. Device memory is a memory file, so
-// that another process can open it as it would by CUDA IPC. The fake_* functions at the end are the tests' side.
+// that another process can open it as it would by CUDA IPC. The fake_* functions at the end are the tests' side. What
+// there is lies in fake_world.h, which accesses are in an order in fake_order.h, virtual memory in fake_virtual.cpp.
 //
-// Two accesses to the same bytes, one of them a write, must be in an order: "Operations within a stream are ordered",
-// those of two streams by an event that one waits for (CUDA C++ Programming Guide 13.0, Asynchronous Concurrent
-// Execution), or because the host has seen the first end before it asks for the second. Whichever of the two runs first,
-// the double notes each pair without an order (`Order` below), and every test ends with none. It does not see what the
-// host reads and writes itself, nor other processes.
+// Rules in quotation marks are NVIDIA's words: cuda.h 13.0, the description of the call, if nothing else is named.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "cuda/launches.h"
+#include "fake_world.h"
+
+using namespace fake;
 
 namespace {
-
-enum Result {
-    kSuccess = 0,
-    kInvalidValue = 1,
-    kOutOfMemory = 2,
-    kNoDevice = 100,
-    kInvalidImage = 200,
-    kInvalidContext = 201,
-    kAlreadyMapped = 208,
-    kNotFound = 500,
-    kNotReady = 600,
-    kIllegalAddress = 700,
-    kAlreadyRegistered = 712,
-    kNotRegistered = 713,
-};
-
-struct Allocation {
-    std::uint64_t nbytes;
-    int fd;
-    bool ours;  // made by cuMemAlloc, not lent by a test
-    bool is_virtual = false;  // as of cuMemMap or a pool: cuIpcGetMemHandle does not take it
-};
-
-struct Handle {  // in a CUipcMemHandle
-    std::int64_t pid;
-    std::int32_t fd;
-    std::uint64_t address, nbytes, inode;
-};
-static_assert(sizeof(Handle) <= 64);
-
-class Stream {
-  public:
-    Stream() : thread_([this] { run(); }) {}
-    ~Stream() {
-        {
-            const std::lock_guard lock(mutex_);
-            ending_ = true;
-        }
-        changed_.notify_all();
-        thread_.join();
-    }
-    void put(std::function<void()> work) {
-        const std::lock_guard lock(mutex_);
-        work_.push_back(std::move(work));
-        changed_.notify_all();
-    }
-    void drain() {
-        std::unique_lock lock(mutex_);
-        changed_.wait(lock, [this] { return work_.empty(); });
-    }
-
-  private:
-    void run() {
-        std::unique_lock lock(mutex_);
-        while (true) {
-            changed_.wait(lock, [this] { return ending_ || !work_.empty(); });
-            if (work_.empty()) return;
-            const auto work = work_.front();
-            lock.unlock();
-            work();
-            lock.lock();
-            work_.pop_front();  // after it has run: empty means done
-            changed_.notify_all();
-        }
-    }
-    std::mutex mutex_;
-    std::condition_variable changed_;
-    std::deque<std::function<void()>> work_;
-    bool ending_ = false;
-    std::thread thread_;
-};
-
-// What has to be over before something begins: by stream, how many of its operations.
-using Clock = std::map<void*, std::uint64_t>;
-
-void join(Clock& clock, const Clock& other) {
-    for (const auto& [stream, count] : other) clock[stream] = std::max(clock[stream], count);
-}
-
-struct Span {
-    std::uint64_t begin, end;
-};
-
-// Sorted, neighbours joined.
-std::vector<Span> sorted(std::vector<Span> spans) {
-    std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
-    std::vector<Span> joined;
-    for (const Span& one : spans)
-        if (!joined.empty() && one.begin <= joined.back().end)
-            joined.back().end = std::max(joined.back().end, one.end);
-        else
-            joined.push_back(one);
-    return joined;
-}
-
-bool meet(const std::vector<Span>& a, const std::vector<Span>& b) {
-    for (std::size_t i = 0, j = 0; i < a.size() && j < b.size();) {
-        if (a[i].end <= b[j].begin)
-            ++i;
-        else if (b[j].end <= a[i].begin)
-            ++j;
-        else
-            return true;
-    }
-    return false;
-}
-
-struct Row {
-    std::uint64_t src, dst, nbytes;
-};
 
 // What a kernel that moves tokens reads and writes, head by head.
 std::vector<Row> rows_of(const std::string& kernel, const pdlink::cuda::Reshape& job, unsigned planes) {
@@ -165,159 +50,6 @@ std::vector<Row> rows_of(const std::string& kernel, const pdlink::cuda::Reshape&
     return rows;
 }
 
-// Which operations are in an order, and what is wrong.
-class Order {
-  public:
-    void run(const char* what, void* stream, const std::vector<Row>& rows) {
-        Operation one{what, stream, ++counts_[stream], {}, {}};
-        for (const Row& row : rows) {
-            one.reads.push_back({row.src, row.src + row.nbytes});
-            one.writes.push_back({row.dst, row.dst + row.nbytes});
-        }
-        one.reads = sorted(std::move(one.reads)), one.writes = sorted(std::move(one.writes));
-        Clock& before = before_[stream];
-        join(before, seen_);
-        std::erase_if(running_, [this](const Operation& old) { return old.number <= seen_[old.stream]; });
-        for (const Operation& old : running_)
-            if (old.number > before[old.stream] && old.stream != stream && conflict(one, old))
-                faults.push_back(one.what + " is in no order with " + old.what + " of the same bytes");
-        before[stream] = one.number;
-        running_.push_back(std::move(one));
-    }
-    Clock now(void* stream) {
-        join(before_[stream], seen_);
-        return before_[stream];
-    }
-    void wait(void* stream, const Clock& clock) { join(before_[stream], clock); }
-    void see(const Clock& clock) { join(seen_, clock); }
-    void see(void* stream) { see(now(stream)); }
-    // Nothing may use these bytes any more.
-    void end(const char* what, std::uint64_t address, std::uint64_t nbytes) {
-        const std::vector<Span> gone{{address, address + nbytes}};
-        for (const Operation& old : running_)
-            if (old.number > seen_[old.stream] && (meet(old.reads, gone) || meet(old.writes, gone)))
-                faults.push_back(std::string(what) + " of memory that " + old.what + " uses");
-        forget(address, nbytes);
-    }
-    // Other memory may be at these addresses soon.
-    void forget(std::uint64_t address, std::uint64_t nbytes) {
-        const std::vector<Span> gone{{address, address + nbytes}};
-        std::erase_if(running_, [&](const Operation& old) { return meet(old.reads, gone) || meet(old.writes, gone); });
-    }
-    void forget() { running_.clear(); }
-    std::vector<std::string> faults;
-
-  private:
-    struct Operation {
-        std::string what;
-        void* stream;
-        std::uint64_t number;  // in its stream, from 1
-        std::vector<Span> reads, writes;
-    };
-    static bool conflict(const Operation& a, const Operation& b) {
-        return meet(a.writes, b.writes) || meet(a.writes, b.reads) || meet(a.reads, b.writes);
-    }
-    std::map<void*, std::uint64_t> counts_;
-    std::map<void*, Clock> before_;  // what is before the next operation of a stream
-    Clock seen_;                     // to be over, by the host
-    std::vector<Operation> running_;
-};
-
-struct Mark {  // one cuEventRecord
-    Clock before;
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool reached = false;
-    void reach() {
-        const std::lock_guard lock(mutex);
-        reached = true;
-        changed.notify_all();
-    }
-    void wait() {
-        std::unique_lock lock(mutex);
-        changed.wait(lock, [this] { return reached; });
-    }
-    bool is_reached() {
-        const std::lock_guard lock(mutex);
-        return reached;
-    }
-};
-
-struct Event {
-    std::shared_ptr<Mark> mark;  // null: never recorded, which counts as done
-};
-
-struct World {
-    std::mutex mutex;
-    std::map<std::uint64_t, Allocation> allocations;  // by address
-    std::map<std::uint64_t, std::uint64_t> mapped;    // opened by IPC: address to nbytes
-    std::map<std::uint64_t, std::uint64_t> registered;  // host memory: address to nbytes
-    Order order;
-    std::map<void*, std::shared_ptr<Mark>> held;  // streams that a test holds
-    std::map<void*, std::unique_ptr<Stream>> streams;
-    std::set<Event*> events;
-    int modules = 0, contexts = 0;
-    std::vector<std::string> log;
-    std::map<std::string, std::pair<int, int>> failures;  // call: result, calls that still succeed
-    std::atomic<int> sticky = 0;                          // what every call in a context answers after a fault
-    std::mutex gate;                                      // held by a test: kernels wait
-};
-
-World& world() {
-    static World* one = new World;  // never destroyed: streams' threads may outlive main
-    return *one;
-}
-
-thread_local std::vector<void*> contexts;
-int primary;  // its address is the context
-
-// The first line of every call: write it down, fail if a test wants that, and demand a context where CUDA does.
-int enter(const char* call, bool needs_context) {
-    World& w = world();
-    const std::lock_guard lock(w.mutex);
-    w.log.push_back(std::string(call) + (contexts.empty() ? " -" : " +"));
-    const auto at = w.failures.find(call);
-    if (at != w.failures.end() && at->second.second-- == 0) {
-        const int result = at->second.first;
-        w.failures.erase(at);
-        return result;
-    }
-    if (needs_context && contexts.empty()) return kInvalidContext;
-    return needs_context ? w.sticky.load() : kSuccess;
-}
-
-#define ENTER(needs_context) \
-    if (const int failed = enter(__func__, needs_context)) return failed
-
-Stream& stream_of(void* handle) {
-    World& w = world();
-    const std::lock_guard lock(w.mutex);
-    std::unique_ptr<Stream>& stream = w.streams[handle];  // the default stream is made when first used
-    if (!stream) stream = std::make_unique<Stream>();
-    return *stream;
-}
-
-enum class Where { kKnown, kPageable, kInvalid };
-
-// "Memory regions requested must be either entirely registered with CUDA, or in the case of host pageable transfers,
-// not registered at all" (CUDA Driver API 13.0, API synchronization behavior). The caller holds the mutex.
-Where where(std::uint64_t begin, std::uint64_t nbytes) {
-    const World& w = world();
-    const std::uint64_t end = begin + nbytes;
-    bool touches = false;
-    const auto inside = [&](std::uint64_t at, std::uint64_t size) {
-        touches = touches || (begin < at + size && at < end);
-        return begin >= at && end <= at + size;
-    };
-    for (const auto& [at, allocation] : w.allocations)
-        if (inside(at, allocation.nbytes)) return Where::kKnown;
-    for (const auto& [at, size] : w.mapped)
-        if (inside(at, size)) return Where::kKnown;
-    for (const auto& [at, size] : w.registered)
-        if (inside(at, size)) return Where::kKnown;
-    return touches ? Where::kInvalid : Where::kPageable;
-}
-
 // Copies are given to a stream: whether their memory is such as an asynchronous copy takes.
 int begin_copies(const char* call, void* stream, const std::vector<Row>& rows) {
     World& w = world();
@@ -330,11 +62,6 @@ int begin_copies(const char* call, void* stream, const std::vector<Row>& rows) {
         }
     w.order.run(call, stream, rows);
     return kSuccess;
-}
-
-void* map_file(int fd, std::uint64_t nbytes) {
-    void* at = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    return at == MAP_FAILED ? nullptr : at;
 }
 
 const std::map<int, const char*> kNames = {
@@ -554,8 +281,8 @@ int cuMemcpyAsync(std::uint64_t dst, std::uint64_t src, std::size_t nbytes, void
     return kSuccess;
 }
 
-// "Must not be legacy NULL stream"; "attrsIdxs must always be 0" for the first; the batch is in stream order, its copies
-// are in none (cuda.h 13.0, cuMemcpyBatchAsync): here they run in the reverse of the order given.
+// "Must not be legacy NULL stream"; "attrsIdxs must always be 0" for the first; the batch is in stream order, its
+// copies are in none (cuda.h 13.0, cuMemcpyBatchAsync): here they run in the reverse of the order given.
 struct MemcpyAttributes {
     int src_access_order, src_hint[2], dst_hint[2];
     unsigned flags;
@@ -695,7 +422,7 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
     pdlink::cuda::Launch launch{name, x, y, {}};
     const auto* bytes = static_cast<const std::byte*>(arguments[0]);
     launch.argument.assign(bytes, bytes + nbytes);  // the driver copies it before it returns, too
-    if (name == "pdlink_runs") {  // the list is in pinned memory, and there by now
+    if (name == "pdlink_runs") {                    // the list is in pinned memory, and there by now
         const auto& list = *reinterpret_cast<const pdlink::cuda::RunList*>(bytes);
         const std::size_t count = list.num_shares / list.segments.divisor();
         const Row* rows = reinterpret_cast<const Row*>(list.runs);

@@ -1,0 +1,195 @@
+// What there is on the test double in fake_driver.cpp, and how every call of it begins.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "fake_order.h"
+
+namespace fake {
+
+enum Result {
+    kSuccess = 0,
+    kInvalidValue = 1,
+    kOutOfMemory = 2,
+    kNoDevice = 100,
+    kInvalidImage = 200,
+    kInvalidContext = 201,
+    kAlreadyMapped = 208,
+    kNotFound = 500,
+    kNotReady = 600,
+    kIllegalAddress = 700,
+    kAlreadyRegistered = 712,
+    kNotRegistered = 713,
+};
+
+struct Allocation {
+    std::uint64_t nbytes;
+    int fd;
+    bool ours;                // made by cuMemAlloc, not lent by a test
+    bool is_virtual = false;  // as of cuMemMap or a pool: cuIpcGetMemHandle does not take it
+};
+
+struct Handle {  // in a CUipcMemHandle
+    std::int64_t pid;
+    std::int32_t fd;
+    std::uint64_t address, nbytes, inode;
+};
+static_assert(sizeof(Handle) <= 64);
+
+class Stream {
+  public:
+    Stream() : thread_([this] { run(); }) {}
+    ~Stream() {
+        {
+            const std::lock_guard lock(mutex_);
+            ending_ = true;
+        }
+        changed_.notify_all();
+        thread_.join();
+    }
+    void put(std::function<void()> work) {
+        const std::lock_guard lock(mutex_);
+        work_.push_back(std::move(work));
+        changed_.notify_all();
+    }
+    void drain() {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [this] { return work_.empty(); });
+    }
+
+  private:
+    void run() {
+        std::unique_lock lock(mutex_);
+        while (true) {
+            changed_.wait(lock, [this] { return ending_ || !work_.empty(); });
+            if (work_.empty()) return;
+            const auto work = work_.front();
+            lock.unlock();
+            work();
+            lock.lock();
+            work_.pop_front();  // after it has run: empty means done
+            changed_.notify_all();
+        }
+    }
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::deque<std::function<void()>> work_;
+    bool ending_ = false;
+    std::thread thread_;
+};
+
+struct Mark {  // one cuEventRecord
+    Clock before;
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool reached = false;
+    void reach() {
+        const std::lock_guard lock(mutex);
+        reached = true;
+        changed.notify_all();
+    }
+    void wait() {
+        std::unique_lock lock(mutex);
+        changed.wait(lock, [this] { return reached; });
+    }
+    bool is_reached() {
+        const std::lock_guard lock(mutex);
+        return reached;
+    }
+};
+
+struct Event {
+    std::shared_ptr<Mark> mark;  // null: never recorded, which counts as done
+};
+
+struct World {
+    std::mutex mutex;
+    std::map<std::uint64_t, Allocation> allocations;    // by address
+    std::map<std::uint64_t, std::uint64_t> mapped;      // opened by IPC: address to nbytes
+    std::map<std::uint64_t, std::uint64_t> registered;  // host memory: address to nbytes
+    Order order;
+    std::map<void*, std::shared_ptr<Mark>> held;  // streams that a test holds
+    std::map<void*, std::unique_ptr<Stream>> streams;
+    std::set<Event*> events;
+    int modules = 0, contexts = 0;
+    std::vector<std::string> log;
+    std::map<std::string, std::pair<int, int>> failures;  // call: result, calls that still succeed
+    std::atomic<int> sticky = 0;                          // what every call in a context answers after a fault
+    std::mutex gate;                                      // held by a test: kernels wait
+};
+
+inline World& world() {
+    static World* one = new World;  // never destroyed: streams' threads may outlive main
+    return *one;
+}
+
+inline thread_local std::vector<void*> contexts;
+inline int primary;  // its address is the context
+
+// The first line of every call: write it down, fail if a test wants that, and demand a context where CUDA does.
+inline int enter(const char* call, bool needs_context) {
+    World& w = world();
+    const std::lock_guard lock(w.mutex);
+    w.log.push_back(std::string(call) + (contexts.empty() ? " -" : " +"));
+    const auto at = w.failures.find(call);
+    if (at != w.failures.end() && at->second.second-- == 0) {
+        const int result = at->second.first;
+        w.failures.erase(at);
+        return result;
+    }
+    if (needs_context && contexts.empty()) return kInvalidContext;
+    return needs_context ? w.sticky.load() : kSuccess;
+}
+
+#define ENTER(needs_context) \
+    if (const int failed = enter(__func__, needs_context)) return failed
+
+inline Stream& stream_of(void* handle) {
+    World& w = world();
+    const std::lock_guard lock(w.mutex);
+    std::unique_ptr<Stream>& stream = w.streams[handle];  // the default stream is made when first used
+    if (!stream) stream = std::make_unique<Stream>();
+    return *stream;
+}
+
+enum class Where { kKnown, kPageable, kInvalid };
+
+// "Memory regions requested must be either entirely registered with CUDA, or in the case of host pageable transfers,
+// not registered at all" (CUDA Driver API 13.0, API synchronization behavior). The caller holds the mutex.
+inline Where where(std::uint64_t begin, std::uint64_t nbytes) {
+    const World& w = world();
+    const std::uint64_t end = begin + nbytes;
+    bool touches = false;
+    const auto inside = [&](std::uint64_t at, std::uint64_t size) {
+        touches = touches || (begin < at + size && at < end);
+        return begin >= at && end <= at + size;
+    };
+    for (const auto& [at, allocation] : w.allocations)
+        if (inside(at, allocation.nbytes)) return Where::kKnown;
+    for (const auto& [at, size] : w.mapped)
+        if (inside(at, size)) return Where::kKnown;
+    for (const auto& [at, size] : w.registered)
+        if (inside(at, size)) return Where::kKnown;
+    return touches ? Where::kInvalid : Where::kPageable;
+}
+
+inline void* map_file(int fd, std::uint64_t nbytes) {
+    void* at = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    return at == MAP_FAILED ? nullptr : at;
+}
+
+}  // namespace fake
