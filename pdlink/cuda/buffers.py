@@ -1,8 +1,9 @@
 """Memory for GPUs: device pools that peers can map, and host pools that a GPU reaches directly.
 
 `DeviceBuffer` is a whole allocation of the driver, not a piece of torch's pool. Only a whole one can be exported, as
-a CUDA IPC handle. For the virtual memory of torch's expandable segments UCX leaves its CUDA lane silently, which is
-slower by orders of magnitude. torch uses the buffer through `__cuda_array_interface__`, without a copy.
+a CUDA IPC handle. Virtual memory, as of torch's expandable segments, has handles of another kind (`virtual.py`); for
+it UCX leaves its CUDA lane silently, which is slower by orders of magnitude. torch uses the buffer through
+`__cuda_array_interface__`, without a copy.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import msgspec
 
 from pdlink.cuda.driver import CudaUnavailable
+from pdlink.cuda.virtual import PeerRange, Range
 from pdlink.memory.buffers import Buffer
 from pdlink.memory.numa import node_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pdlink.cuda.driver import Device
+    from pdlink.cuda.virtual import Shared
     from pdlink.memory.buffers import Event
 
 
@@ -27,9 +32,11 @@ class Export(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """UUID of the GPU that holds the memory."""
     nbytes: int
     handle: bytes
-    """Of CUDA IPC."""
+    """Of CUDA IPC; empty for virtual memory, whose handles are asked for (`transport/handle_door.py`)."""
     offset: int = 0
-    """Of the buffer's first byte in the allocation that the handle names."""
+    """Of the buffer's first byte in the allocation that the handle names, or in the range."""
+    range_nbytes: int = 0
+    """Of the range of virtual memory that the buffer lies in."""
 
 
 class DeviceMemory:
@@ -44,13 +51,21 @@ class DeviceMemory:
         """For a process on this host. Raises CudaFailure."""
         raise NotImplementedError
 
+    def virtual_range(self) -> Range | None:
+        """What `export` is not for: the range of virtual memory that the buffer lies in; None elsewhere.
+
+        Raises CudaFailure, CudaUnavailable for memory that no other process can map.
+        """
+        return None
+
     def require_shared(self) -> None:
-        """Raises CudaUnavailable for memory that nothing but this process's own copies reaches."""
+        """Raises CudaUnavailable for memory that CUDA IPC does not share."""
         if not self.device.shares(self.ptr):
             raise CudaUnavailable(
                 f"buffer: got memory of GPU {self.device.index} that CUDA IPC does not share: virtual memory "
                 "(expandable_segments of torch, sleep mode of vLLM) or that of a pool. It travels through pinned "
-                "slots; for a faster lane take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF, or sleep mode off"
+                "slots, expandable_segments on one host over mapped-cuda; for this lane take expandable_segments out "
+                "of PYTORCH_CUDA_ALLOC_CONF, or sleep mode off"
             )
 
     def make_event(self) -> Event:
@@ -104,11 +119,26 @@ class BorrowedDeviceBuffer(DeviceMemory):
 
     borrowed: ClassVar[bool] = True
 
-    def __init__(self, device: Device, ptr: int, nbytes: int, owner: object) -> None:
-        """owner: kept, so that the memory stays. Opens the device. Raises CudaUnavailable, CudaFailure."""
+    def __init__(self, device: Device, ptr: int, nbytes: int, owner: object, *, stays: bool = True) -> None:
+        """owner: kept, so that the memory stays. stays: False if other physical memory may come to these addresses.
+
+        Opens the device. Raises CudaUnavailable, CudaFailure.
+        """
         self.device, self.ptr, self.nbytes = device, ptr, nbytes
         self.device.open()
-        self._owner = owner
+        self._owner, self._stays = owner, stays
+
+    def virtual_range(self) -> Range | None:
+        """As in the base. Raises CudaUnavailable for what does not stay, too: a peer would keep the old memory."""
+        if self.device.shares(self.ptr):
+            return None
+        if not self._stays:
+            raise CudaUnavailable(
+                f"buffer: got memory of GPU {self.device.index} that sleep mode takes away and gives back as other "
+                "memory at the same addresses, of which a peer would not hear. It travels through pinned slots; for "
+                "a faster lane turn sleep mode off"
+            )
+        return Range.under(self.device, self.ptr, self.nbytes)
 
     def export(self) -> Export:
         """For a process on this host: the allocation, and where in it the buffer begins.
@@ -131,20 +161,23 @@ class BorrowedDeviceBuffer(DeviceMemory):
 class PeerBuffer:
     """A peer's device buffer, mapped here."""
 
-    def __init__(self, device: Device, export: Export) -> None:
+    def __init__(self, device: Device, export: Export, chunks: Iterable[Shared] = ()) -> None:
         """device: its kernels will access the memory; the same GPU, or one with peer access to it.
 
+        chunks: of virtual memory, as the peer hands them out.
         Raises CudaFailure if the peer is gone, is this process, or the two GPUs cannot reach each other; ValueError
-        if the memory is smaller than announced: a kernel beyond its end would destroy this process's context.
+        if the memory is smaller than announced: a kernel beyond its end would destroy this process's context. And
+        what `chunks` raises.
         """
         self.nbytes = export.nbytes
         self._device = device
         self._closed = False
-        self._mapped = device.ipc_open(export.handle)
+        self._range = PeerRange(device, export.range_nbytes, chunks) if export.range_nbytes else None
+        self._mapped = device.ipc_open(export.handle) if self._range is None else self._range.ptr
         self.ptr = self._mapped + export.offset
         try:
-            start, nbytes = device.extent(self._mapped)
-            if export.offset < 0 or self.ptr + self.nbytes > start + nbytes:
+            nbytes = device.extent(self._mapped)[1] if self._range is None else self._range.nbytes
+            if export.offset < 0 or export.offset + self.nbytes > nbytes:
                 raise ValueError(f"the peer's buffer: got {nbytes} bytes; its invitation says {self.nbytes}")
         except BaseException:
             self.close()
@@ -159,7 +192,10 @@ class PeerBuffer:
         """Unmap. Nothing may be in flight there. Safe to call twice."""
         if not self._closed:
             self._closed = True
-            self._device.ipc_close(self._mapped)
+            if self._range is None:
+                self._device.ipc_close(self._mapped)
+            else:
+                self._range.close()
 
 
 class PinnedBuffer(Buffer):

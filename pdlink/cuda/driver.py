@@ -154,6 +154,11 @@ class Device:
         """The handle, for libraries that make it current in their own threads."""
         return self._context.value or 0
 
+    @property
+    def ordinal(self) -> int:
+        """The driver's number of the device in this process. Open."""
+        return self._ordinal.value
+
     # -- Facts -------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -237,8 +242,8 @@ class Device:
     def shares(self, ptr: int) -> bool:
         """Whether the allocation that an address is in can be exported (`ipc_export`).
 
-        Memory of `cuMemAlloc` can; virtual memory (torch's expandable segments, vLLM's sleep mode) and that of a pool
-        (`cuMemAllocAsync`) cannot: CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE.
+        Memory of `cuMemAlloc` can; virtual memory (`pdlink.cuda.virtual`) and that of a pool (`cuMemAllocAsync`)
+        cannot: CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE.
         """
         capable = c_int()
         with self.current() as driver:

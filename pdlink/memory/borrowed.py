@@ -53,6 +53,8 @@ class Place(NamedTuple):
     """Number of the GPU; None on the host."""
     owner: object
     """What must stay alive as long as the bytes are used."""
+    stays: bool = True
+    """False on a GPU if other physical memory may come to these addresses: no other process maps it then."""
 
 
 def borrow(source: Any, what: str) -> AnyBuffer:
@@ -75,7 +77,7 @@ def borrow_place(place: Place) -> AnyBuffer:
     from pdlink.cuda.buffers import BorrowedDeviceBuffer
     from pdlink.cuda.driver import Device
 
-    return BorrowedDeviceBuffer(Device(place.device), place.ptr, place.nbytes, place.owner)
+    return BorrowedDeviceBuffer(Device(place.device), place.ptr, place.nbytes, place.owner, stays=place.stays)
 
 
 def buffers_of(layout: KVGroups, given: Sequence[Any] | None, opened: ExitStack) -> list[AnyBuffer]:

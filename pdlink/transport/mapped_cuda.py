@@ -1,8 +1,9 @@
 """`MappedCudaTransport`: a kernel of the sender stores straight into the device memory of a process on the same host.
 
 The two may share a GPU or have one each with peer access (NVLink, PCIe). The invitation carries CUDA IPC handles of
-the registered device buffers, the writer maps them once, and every batch is one kernel launch, whatever its number of
-runs: a layer of scattered pages costs what one copy does, and the owner's CPU and streams take no part.
+the registered device buffers, or says where those of virtual memory are given out (`handle_door.py`). The writer maps
+the memory once, and every batch is one kernel launch, whatever its number of runs: a layer of scattered pages costs
+what one copy does, and the owner's CPU and streams take no part.
 
 What orders a write: `submit` means that the source bytes are there. Who makes them on a stream submits after their
 event is reached (`pdlink.node.layer_order`), so this transport needs to know no stream but its own. What orders a
@@ -34,13 +35,15 @@ from pdlink.transport.base import Occurrence, Probe, Site, Transport
 from pdlink.transport.edge import decoded, require_this_host, translated
 from pdlink.transport.gpu_batches import PeerMemory
 from pdlink.transport.gpu_copier import SLICE_NBYTES, GpuCopier
+from pdlink.transport.handle_door import HandleDoor, Place, handles
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from pdlink.capabilities import MemoryKind
     from pdlink.config import TransportConfig
     from pdlink.cuda.buffers import DeviceMemory
+    from pdlink.cuda.virtual import Range, Shared
     from pdlink.kv.layout import Piece
     from pdlink.memory.buffers import AnyBuffer
 
@@ -59,7 +62,7 @@ class _Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     export: Export | None
 
 
-class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="pdlink-mapped-cuda/3"):
+class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="pdlink-mapped-cuda/4"):
     boot_id: Annotated[str, msgspec.Meta(max_length=64)]
     pid_namespace: _Number
     pid: _Pid
@@ -71,6 +74,8 @@ class _Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
         Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)],
     ]
     """Descriptor, device, inode, and the nonce in the page, which proves that this process made the invitation."""
+    door: Place | None = None
+    """If there is virtual memory among the regions."""
 
 
 class MappedCudaTransport(Transport):
@@ -102,6 +107,7 @@ class MappedCudaTransport(Transport):
         self._copier: GpuCopier | None = None
         self._closed = False
         self._registering = threading.Lock()
+        self._door: HandleDoor | None = None
         self._regions: list[_Region] = []
         self._sources: list[tuple[int, int]] = []
         """Address for kernels and bytes of each region."""
@@ -153,27 +159,36 @@ class MappedCudaTransport(Transport):
         """Device memory as source and destination, a `PinnedBuffer` as source only: kernels read it in place."""
         self._open_copier()
         ptr: int | None = getattr(buffer, "device_ptr", None)
+        memory = None
         if buffer.kind == "cuda":
-            region, ptr = _Region(buffer.ptr, buffer.nbytes, self._export(cast("DeviceMemory", buffer))), buffer.ptr
+            export, memory = self._export(cast("DeviceMemory", buffer))
+            region, ptr = _Region(buffer.ptr, buffer.nbytes, export), buffer.ptr
         elif ptr is not None:
             region = _Region(0, 0, None)
         else:
             raise TransportUnavailable("the mapped-cuda transport moves device memory and pinned host memory only")
         with self._registering:
+            number = len(self._regions)
+            if memory is not None:
+                with translated("cannot hand out handles of device memory"):
+                    self._door = self._door or HandleDoor()
+                self._door.add(number, memory)
             self._regions.append(region)
             self._sources.append((ptr, buffer.nbytes))
-            return len(self._regions) - 1
+            return number
 
     def invite(self, peer: str) -> bytes:
         copier = self._open_copier()
         with self._registering:
-            regions = tuple(self._regions)
+            regions, door = tuple(self._regions), self._door
         if not regions:
             raise TransportUnavailable("register a buffer before inviting a peer to it")
         with translated(f"cannot invite peer {peer}"):
             boot, namespace = boot_id(), pid_namespace()
             gate = copier.invite(peer).name()  # last: it is not to be made for an invitation that cannot be given
-        return msgspec.msgpack.encode(_Invitation(boot, namespace, os.getpid(), regions, gate))
+        return msgspec.msgpack.encode(
+            _Invitation(boot, namespace, os.getpid(), regions, gate, None if door is None else door.place)
+        )
 
     def connect(self, peer: str, invitation: bytes) -> None:
         copier = self._open_copier()
@@ -210,6 +225,8 @@ class MappedCudaTransport(Transport):
             self._closed = True
             return
         self._closed = True
+        if self._door is not None:
+            self._door.close()
         if self._copier.close(_CLOSE_GRACE_S) and self._kernels is not None:
             self._kernels.close()
             self._device.close()
@@ -223,9 +240,14 @@ class MappedCudaTransport(Transport):
             raise TransportFailure(f"the mapped-cuda transport is {'closed' if self._closed else 'not open'}")
         return self._copier
 
-    def _export(self, buffer: DeviceMemory) -> Export:
+    def _export(self, buffer: DeviceMemory) -> tuple[Export, Range | None]:
+        """How peers map it, and what of it the door hands out."""
         try:
-            return buffer.export()
+            memory = buffer.virtual_range()
+            if memory is None:
+                return buffer.export(), None
+            offset = buffer.ptr - memory.start
+            return Export(buffer.device.uuid, buffer.nbytes, b"", offset, memory.nbytes), memory
         except (CudaFailure, CudaUnavailable) as error:
             raise TransportUnavailable(f"device memory cannot be shared between processes here: {error}") from error
 
@@ -244,8 +266,13 @@ class MappedCudaTransport(Transport):
                         raise ProtocolError(f"region {index} of peer {peer} is no device memory of this process")
                     regions.append((region.address, region.nbytes))
                 else:
+                    chunks: Iterable[Shared] = ()
+                    if region.export.range_nbytes:
+                        if there.door is None:
+                            raise ProtocolError(f"region {index} of peer {peer} is virtual memory without a door")
+                        chunks = handles(there.door, there.pid, index, region.export.range_nbytes)
                     try:
-                        buffer = PeerBuffer(self._device, region.export)
+                        buffer = PeerBuffer(self._device, region.export, chunks)
                     except CudaFailure as error:
                         raise TransportFailure(f"region {index} of peer {peer}: {error}") from error
                     made.callback(buffer.close)

@@ -20,7 +20,7 @@ COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
 class Counts(NamedTuple):
-    """What there is of each; `depth` is of the asking thread's stack of contexts."""
+    """What there is of each; `depth` is of the asking thread's stack of contexts, `handles` references to memory."""
 
     allocations: int = 0
     mappings: int = 0
@@ -30,6 +30,8 @@ class Counts(NamedTuple):
     modules: int = 0
     contexts: int = 0
     depth: int = 0
+    reserved: int = 0
+    handles: int = 0
 
 
 class Fake:
@@ -75,13 +77,13 @@ class Fake:
         return [(line[:-2], line.endswith("+")) for line in text.value.decode().splitlines()]
 
     def counts(self) -> Counts:
-        counts = (ctypes.c_int * 8)()
+        counts = (ctypes.c_int * len(Counts._fields))()
         self._library.fake_count(counts)
         return Counts(*counts)
 
-    def make_virtual(self, ptr: int) -> None:
-        """Let the allocation that begins there be virtual memory, as of torch's expandable segments."""
-        self._library.fake_make_virtual(ctypes.c_uint64(ptr))
+    def make_pooled(self, ptr: int) -> None:
+        """Let the allocation that begins there be one that nothing exports, as of a pool."""
+        self._library.fake_make_pooled(ctypes.c_uint64(ptr))
 
     def lend(self, ptr: int, nbytes: int, fd: int) -> None:
         """Call a memory file of the test device memory."""

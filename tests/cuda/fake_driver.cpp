@@ -64,6 +64,17 @@ int begin_copies(const char* call, void* stream, const std::vector<Row>& rows) {
     return kSuccess;
 }
 
+// Null: there is no such event (any more).
+Event* event_of(void* handle) {
+    const std::lock_guard lock(world().mutex);
+    Event* event = static_cast<Event*>(handle);
+    return world().events.contains(event) ? event : nullptr;
+}
+
+#define EVENT(name, handle)               \
+    Event* const name = event_of(handle); \
+    if (!name) return kInvalidHandle
+
 const std::map<int, const char*> kNames = {
     {kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},
     {kOutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY"},
@@ -71,10 +82,13 @@ const std::map<int, const char*> kNames = {
     {kInvalidImage, "CUDA_ERROR_INVALID_IMAGE"},
     {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"},
     {kAlreadyMapped, "CUDA_ERROR_ALREADY_MAPPED"},
+    {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
+    {kInvalidHandle, "CUDA_ERROR_INVALID_HANDLE"},
     {kNotFound, "CUDA_ERROR_NOT_FOUND"},
     {kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS"},
     {kAlreadyRegistered, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
     {kNotRegistered, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"},
+    {kNotPermitted, "CUDA_ERROR_NOT_PERMITTED"},
 };
 
 }  // namespace
@@ -211,7 +225,7 @@ int cuIpcGetMemHandle(char* handle, std::uint64_t address) {
     ENTER(true);
     const std::lock_guard lock(world().mutex);
     const auto at = world().allocations.find(address);
-    if (at == world().allocations.end() || at->second.is_virtual) return kInvalidValue;
+    if (at == world().allocations.end() || at->second.is_pooled) return kInvalidValue;
     struct stat status;
     ::fstat(at->second.fd, &status);
     const Handle inside{::getpid(), at->second.fd, address, at->second.nbytes, status.st_ino};
@@ -222,11 +236,17 @@ int cuIpcGetMemHandle(char* handle, std::uint64_t address) {
 struct IpcHandle {
     char reserved[64];
 };
+// "If the memory handle has already been opened by the current context, the reference count on the handle is
+// incremented by 1 and the existing device pointer is returned." A process cannot open what it has exported itself.
 int cuIpcOpenMemHandle_v2(std::uint64_t* address, IpcHandle handle, unsigned) {
     ENTER(true);
     Handle inside;
     std::memcpy(&inside, handle.reserved, sizeof inside);
     if (inside.pid == ::getpid()) return kInvalidContext;
+    const std::string name(handle.reserved, sizeof handle.reserved);
+    const std::lock_guard lock(world().mutex);
+    for (auto& [at, opened] : world().opened)
+        if (opened.handle == name) return ++opened.references, *address = at, kSuccess;
     const std::string path = "/proc/" + std::to_string(inside.pid) + "/fd/" + std::to_string(inside.fd);
     const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
     if (fd < 0) return kInvalidValue;
@@ -236,18 +256,19 @@ int cuIpcOpenMemHandle_v2(std::uint64_t* address, IpcHandle handle, unsigned) {
     ::close(fd);
     if (!at) return kInvalidValue;
     *address = reinterpret_cast<std::uint64_t>(at);
-    const std::lock_guard lock(world().mutex);
-    world().mapped[*address] = inside.nbytes;
+    world().opened[*address] = {inside.nbytes, name, 1};
     return kSuccess;
 }
+// "When the reference count reaches 0, this API unmaps the memory."
 int cuIpcCloseMemHandle(std::uint64_t address) {
     ENTER(true);
     const std::lock_guard lock(world().mutex);
-    const auto at = world().mapped.find(address);
-    if (at == world().mapped.end()) return kInvalidValue;
-    if (!world().sticky) world().order.end(__func__, at->first, at->second);
-    ::munmap(reinterpret_cast<void*>(address), at->second);
-    world().mapped.erase(at);
+    const auto at = world().opened.find(address);
+    if (at == world().opened.end()) return kInvalidValue;
+    if (--at->second.references > 0) return kSuccess;
+    if (!world().sticky) world().order.end(__func__, at->first, at->second.nbytes);
+    ::munmap(reinterpret_cast<void*>(address), at->second.nbytes);
+    world().opened.erase(at);
     return kSuccess;
 }
 int cuMemGetAddressRange_v2(std::uint64_t* start, std::size_t* nbytes, std::uint64_t address) {
@@ -256,25 +277,45 @@ int cuMemGetAddressRange_v2(std::uint64_t* start, std::size_t* nbytes, std::uint
     for (const auto& [at, allocation] : world().allocations)
         if (address >= at && address < at + allocation.nbytes)
             return *start = at, *nbytes = allocation.nbytes, kSuccess;
-    for (const auto& [at, size] : world().mapped)
-        if (address >= at && address < at + size) return *start = at, *nbytes = size, kSuccess;
+    for (const auto& [at, opened] : world().opened)
+        if (address >= at && address < at + opened.nbytes) return *start = at, *nbytes = opened.nbytes, kSuccess;
+    for (const auto& [at, mapping] : world().mapped)
+        if (address >= at && address < at + mapping.nbytes) return *start = at, *nbytes = mapping.nbytes, kSuccess;
     return kNotFound;
 }
-// CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: "suitable for cudaIpcGetMemHandle" (cuda.h 13.0). An address that
-// CUDA does not know is CUDA_ERROR_INVALID_VALUE.
+// IS_LEGACY_CUDA_IPC_CAPABLE: "suitable for cudaIpcGetMemHandle"; ALLOWED_HANDLE_TYPES: "Bitmask of allowed
+// CUmemAllocationHandleType for this allocation"; MAPPING_SIZE and MAPPING_BASE_ADDR: of "the actual underlying
+// mapping that the pointer belongs to". An address that CUDA does not know is CUDA_ERROR_INVALID_VALUE.
 int cuPointerGetAttribute(void* data, int attribute, std::uint64_t address) {
     ENTER(true);
-    if (attribute != 10) return kInvalidValue;
+    enum { kIpcCapable = 10, kHandleTypes = 14, kMappingNbytes = 18, kMappingBase = 19 };
+    const auto answer = [&](bool is_capable, std::uint64_t types, std::uint64_t base, std::uint64_t nbytes) -> int {
+        switch (attribute) {
+            case kIpcCapable:
+                return *static_cast<int*>(data) = is_capable, kSuccess;
+            case kHandleTypes:
+                return *static_cast<std::uint64_t*>(data) = types, kSuccess;
+            case kMappingNbytes:
+                return *static_cast<std::uint64_t*>(data) = nbytes, kSuccess;
+            case kMappingBase:
+                return *static_cast<std::uint64_t*>(data) = base, kSuccess;
+            default:
+                return kInvalidValue;
+        }
+    };
     const std::lock_guard lock(world().mutex);
-    for (const auto& [at, allocation] : world().allocations)
-        if (address >= at && address < at + allocation.nbytes)
-            return *static_cast<int*>(data) = !allocation.is_virtual, kSuccess;
+    for (const auto& [at, one] : world().allocations)
+        if (address >= at && address < at + one.nbytes) return answer(!one.is_pooled, 0, at, one.nbytes);
+    for (const auto& [at, one] : world().mapped)
+        if (address >= at && address < at + one.nbytes)
+            return answer(false, one.memory->handle_types, at, one.nbytes);
     return kInvalidValue;
 }
 int cuMemcpyAsync(std::uint64_t dst, std::uint64_t src, std::size_t nbytes, void* stream) {
     ENTER(true);
+    STREAM(line, stream);
     if (const int failed = begin_copies(__func__, stream, {{src, dst, nbytes}})) return failed;
-    stream_of(stream).put([=] {
+    line->put([=] {
         const std::lock_guard wait(world().gate);
         std::memcpy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), nbytes);
     });
@@ -296,8 +337,9 @@ int cuMemcpyBatchAsync_v2(std::uint64_t* dsts, std::uint64_t* srcs, std::size_t*
         if (attributes[i].src_access_order < 1 || attributes[i].src_access_order > 3) return kInvalidValue;
     std::vector<Row> copies;
     for (std::size_t i = count; i-- > 0;) copies.push_back({srcs[i], dsts[i], sizes[i]});
+    STREAM(line, stream);
     if (const int failed = begin_copies(__func__, stream, copies)) return failed;
-    stream_of(stream).put([copies] {
+    line->put([copies] {
         const std::lock_guard wait(world().gate);
         for (const Row& one : copies)
             std::memcpy(reinterpret_cast<void*>(one.dst), reinterpret_cast<const void*>(one.src), one.nbytes);
@@ -309,7 +351,8 @@ int cuStreamCreate(void** stream, unsigned) {
     ENTER(true);
     static std::atomic<std::uintptr_t> next = 1;
     *stream = reinterpret_cast<void*>(next++ << 4);
-    stream_of(*stream);
+    const std::lock_guard lock(world().mutex);
+    world().streams[*stream] = std::make_unique<Stream>();
     return kSuccess;
 }
 int cuStreamDestroy_v2(void* stream) {
@@ -322,14 +365,18 @@ int cuStreamDestroy_v2(void* stream) {
         gone = std::move(at->second);
         world().streams.erase(at);
     }
-    // Work that is left still runs, and nobody waits for it.
+    // "the function will return immediately": work that is left still runs.
     std::thread([left = gone.release()] { delete left; }).detach();
     return kSuccess;
 }
+// "Makes all future work submitted to hStream wait for all work captured in hEvent", which "use[s] the most recently
+// captured state at the time of the API call" (cuEventRecord).
 int cuStreamWaitEvent(void* stream, void* event, unsigned) {
     ENTER(true);
-    if (const auto mark = static_cast<Event*>(event)->mark) {
-        stream_of(stream).put([mark] { mark->wait(); });
+    STREAM(line, stream);
+    EVENT(one, event);
+    if (const auto mark = one->mark) {
+        line->put([mark] { mark->wait(); });
         const std::lock_guard lock(world().mutex);
         world().order.wait(stream, mark->before);
     }
@@ -337,20 +384,26 @@ int cuStreamWaitEvent(void* stream, void* event, unsigned) {
 }
 int cuStreamSynchronize(void* stream) {
     ENTER(true);
+    STREAM(line, stream);
     Clock before;
     {
         const std::lock_guard lock(world().mutex);
         before = world().order.now(stream);
     }
-    stream_of(stream).drain();
+    line->drain();
     const std::lock_guard lock(world().mutex);
     world().order.see(before);
     return kSuccess;
 }
+// "The function will be called after currently enqueued work and will block work added after it", and "will not be
+// called in the event of an error in the CUDA context".
 int cuLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
     ENTER(true);
-    stream_of(stream).put([=] {
+    STREAM(line, stream);
+    line->put([=] {
+        in_host_function = true;
         if (!world().sticky) function(argument);
+        in_host_function = false;
     });
     return kSuccess;
 }
@@ -360,26 +413,33 @@ int cuEventCreate(void** event, unsigned) {
     *event = *world().events.insert(new Event).first;
     return kSuccess;
 }
+// "Captures in hEvent the contents of hStream at the time of this call"; called again it "will overwrite the
+// previously captured state".
 int cuEventRecord(void* event, void* stream) {
     ENTER(true);
+    STREAM(line, stream);
+    EVENT(one, event);
     const auto mark = std::make_shared<Mark>();
-    static_cast<Event*>(event)->mark = mark;
+    one->mark = mark;
     {
         const std::lock_guard lock(world().mutex);
         mark->before = world().order.now(stream);
     }
-    stream_of(stream).put([mark] { mark->reach(); });
+    line->put([mark] { mark->reach(); });
     return kSuccess;
 }
+// "Before the first call to cuEventRecord(), an event represents an empty set of work".
 int cuEventQuery(void* event) {
     ENTER(true);
-    const auto mark = static_cast<Event*>(event)->mark;
+    EVENT(one, event);
+    const auto mark = one->mark;
     if (!mark) return kSuccess;
     if (!mark->is_reached()) return kNotReady;
     const std::lock_guard lock(world().mutex);
     world().order.see(mark->before);
     return kSuccess;
 }
+// "An event may be destroyed before it is complete".
 int cuEventDestroy_v2(void* event) {
     ENTER(true);
     const std::lock_guard lock(world().mutex);
@@ -416,6 +476,7 @@ int cuModuleGetFunction(void** function, void*, const char* name) {
 int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned, unsigned,
                    void* stream, void** arguments, void**) {
     ENTER(true);
+    STREAM(line, stream);
     if (!x || !y || z != 1 || y > 65535 || threads != pdlink::cuda::kThreads) return kInvalidValue;
     const std::string& name = *static_cast<std::string*>(function);
     const std::size_t nbytes = name == "pdlink_runs" ? sizeof(pdlink::cuda::RunList) : sizeof(pdlink::cuda::Reshape);
@@ -437,7 +498,7 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
                     world().order.faults.push_back(name + " reaches memory that the GPU does not know");
         world().order.run(name.c_str(), stream, rows);
     }
-    stream_of(stream).put([launch = std::move(launch)] {
+    line->put([launch = std::move(launch)] {
         const std::lock_guard wait(world().gate);
         pdlink::cuda::run_on_cpu(launch);
     });
@@ -459,7 +520,7 @@ void fake_go_on() { world().gate.unlock(); }
 // What is put into this stream from now on waits, or goes on.
 void fake_hold_stream(void* stream) {
     const auto mark = std::make_shared<Mark>();
-    stream_of(stream).put([mark] { mark->wait(); });
+    stream_of(stream)->put([mark] { mark->wait(); });
     const std::lock_guard lock(world().mutex);
     world().held[stream] = mark;
 }
@@ -487,27 +548,32 @@ std::size_t fake_take_log(char* text, std::size_t nbytes) {
     std::snprintf(text, nbytes, "%s", all.c_str());
     return all.size();
 }
-// What exists: allocations, IPC mappings, registrations, streams, events, modules, contexts, depth of this thread's
-// stack of contexts. The default stream does not count.
+// What exists: allocations, mappings of others' or physical memory, registrations, streams, events, modules,
+// contexts, depth of this thread's stack of contexts, reserved ranges, references to physical memory. The default
+// stream does not count.
 void fake_count(int* counts) {
     const std::lock_guard lock(world().mutex);
     World& w = world();
     int ours = 0;
     for (const auto& [address, allocation] : w.allocations) ours += allocation.ours;
-    const int values[8] = {ours,
-                           static_cast<int>(w.mapped.size()),
-                           static_cast<int>(w.registered.size()),
-                           static_cast<int>(w.streams.size() - w.streams.count(nullptr)),
-                           static_cast<int>(w.events.size()),
-                           w.modules,
-                           w.contexts,
-                           static_cast<int>(contexts.size())};
+    int handles = 0;
+    for (const auto& [number, handle] : w.handles) handles += handle.references;
+    const int values[10] = {ours,
+                            static_cast<int>(w.opened.size() + w.mapped.size()),
+                            static_cast<int>(w.registered.size()),
+                            static_cast<int>(w.streams.size() - w.streams.count(nullptr)),
+                            static_cast<int>(w.events.size()),
+                            w.modules,
+                            w.contexts,
+                            static_cast<int>(contexts.size()),
+                            static_cast<int>(w.reserved.size()),
+                            handles};
     std::memcpy(counts, values, sizeof values);
 }
-// Make an allocation one of virtual memory.
-void fake_make_virtual(std::uint64_t address) {
+// Make an allocation one that nothing exports, as of a pool.
+void fake_make_pooled(std::uint64_t address) {
     const std::lock_guard lock(world().mutex);
-    world().allocations.at(address).is_virtual = true;
+    world().allocations.at(address).is_pooled = true;
 }
 // Call a test's memory file, mapped at `address`, device memory; and no longer (nbytes 0).
 void fake_lend(std::uint64_t address, std::uint64_t nbytes, int fd) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -31,16 +32,56 @@ enum Result {
     kAlreadyMapped = 208,
     kNotFound = 500,
     kNotReady = 600,
+    kInvalidDevice = 101,
+    kInvalidHandle = 400,
     kIllegalAddress = 700,
     kAlreadyRegistered = 712,
     kNotRegistered = 713,
+    kNotPermitted = 800,
 };
 
 struct Allocation {
     std::uint64_t nbytes;
     int fd;
-    bool ours;                // made by cuMemAlloc, not lent by a test
-    bool is_virtual = false;  // as of cuMemMap or a pool: cuIpcGetMemHandle does not take it
+    bool ours;               // made by cuMemAlloc, not lent by a test
+    bool is_pooled = false;  // as of cuMemAllocAsync: cuIpcGetMemHandle does not take it, and nothing else exports it
+};
+
+// Of cuMemCreate, or imported (then nobody exports it again): it is there until the last handle is released and the
+// last mapping gone.
+struct Physical {
+    int fd;
+    std::uint64_t nbytes;
+    std::uint64_t handle_types;  // CUmemAllocationHandleType, which it may be exported as
+    Physical(int fd, std::uint64_t nbytes, std::uint64_t types) : fd(fd), nbytes(nbytes), handle_types(types) {}
+    Physical(const Physical&) = delete;
+    ~Physical() { close(); }
+    void close() {
+        if (fd >= 0) ::close(fd);
+        fd = -1;
+    }
+};
+
+struct PhysicalHandle {
+    std::shared_ptr<Physical> memory;
+    int references;
+};
+
+struct Mapping {  // by cuMemMap
+    std::uint64_t nbytes, handle;
+    std::shared_ptr<Physical> memory;
+    bool is_accessible;
+};
+
+struct Reservation {  // by cuMemAddressReserve
+    std::uint64_t nbytes;
+    bool is_lent;  // of a test's memory
+};
+
+struct Opened {  // by cuIpcOpenMemHandle
+    std::uint64_t nbytes;
+    std::string handle;
+    int references;
 };
 
 struct Handle {  // in a CUipcMemHandle
@@ -118,8 +159,11 @@ struct Event {
 
 struct World {
     std::mutex mutex;
-    std::map<std::uint64_t, Allocation> allocations;    // by address
-    std::map<std::uint64_t, std::uint64_t> mapped;      // opened by IPC: address to nbytes
+    std::map<std::uint64_t, Allocation> allocations;  // by address
+    std::map<std::uint64_t, Opened> opened;           // by address
+    std::map<std::uint64_t, PhysicalHandle> handles;
+    std::map<std::uint64_t, Reservation> reserved;      // by address
+    std::map<std::uint64_t, Mapping> mapped;            // by address
     std::map<std::uint64_t, std::uint64_t> registered;  // host memory: address to nbytes
     Order order;
     std::map<void*, std::shared_ptr<Mark>> held;  // streams that a test holds
@@ -138,6 +182,7 @@ inline World& world() {
 }
 
 inline thread_local std::vector<void*> contexts;
+inline thread_local bool in_host_function = false;
 inline int primary;  // its address is the context
 
 // The first line of every call: write it down, fail if a test wants that, and demand a context where CUDA does.
@@ -151,6 +196,11 @@ inline int enter(const char* call, bool needs_context) {
         w.failures.erase(at);
         return result;
     }
+    // cuLaunchHostFunc: "The host function must not make any CUDA API calls."
+    if (in_host_function) {
+        w.order.faults.push_back(std::string(call) + " by a host function");
+        return kNotPermitted;
+    }
     if (needs_context && contexts.empty()) return kInvalidContext;
     return needs_context ? w.sticky.load() : kSuccess;
 }
@@ -158,12 +208,30 @@ inline int enter(const char* call, bool needs_context) {
 #define ENTER(needs_context) \
     if (const int failed = enter(__func__, needs_context)) return failed
 
-inline Stream& stream_of(void* handle) {
+// Null: there is no such stream (any more).
+inline Stream* stream_of(void* handle) {
     World& w = world();
     const std::lock_guard lock(w.mutex);
-    std::unique_ptr<Stream>& stream = w.streams[handle];  // the default stream is made when first used
-    if (!stream) stream = std::make_unique<Stream>();
-    return *stream;
+    if (!handle && !w.streams.contains(handle)) w.streams[handle] = std::make_unique<Stream>();
+    const auto at = w.streams.find(handle);
+    return at == w.streams.end() ? nullptr : at->second.get();
+}
+
+#define STREAM(name, handle)                \
+    Stream* const name = stream_of(handle); \
+    if (!name) return kInvalidHandle
+
+// cuMemSetAccess: what has no access cannot be reached; mappings side by side can be, as one.
+inline bool is_mapped(std::uint64_t begin, std::uint64_t end) {
+    const World& w = world();
+    while (begin < end) {
+        auto at = w.mapped.upper_bound(begin);
+        if (at == w.mapped.begin()) return false;
+        --at;
+        if (!at->second.is_accessible || begin >= at->first + at->second.nbytes) return false;
+        begin = at->first + at->second.nbytes;
+    }
+    return true;
 }
 
 enum class Where { kKnown, kPageable, kInvalid };
@@ -180,8 +248,10 @@ inline Where where(std::uint64_t begin, std::uint64_t nbytes) {
     };
     for (const auto& [at, allocation] : w.allocations)
         if (inside(at, allocation.nbytes)) return Where::kKnown;
-    for (const auto& [at, size] : w.mapped)
-        if (inside(at, size)) return Where::kKnown;
+    for (const auto& [at, one] : w.opened)
+        if (inside(at, one.nbytes)) return Where::kKnown;
+    if (is_mapped(begin, end)) return Where::kKnown;
+    for (const auto& [at, one] : w.reserved) inside(at, one.nbytes);
     for (const auto& [at, size] : w.registered)
         if (inside(at, size)) return Where::kKnown;
     return touches ? Where::kInvalid : Where::kPageable;

@@ -88,7 +88,7 @@ def test_memory_that_cuda_ipc_does_not_share_is_told_before_it_is_exported(devic
     with closing(DeviceBuffer(device, 1 << 16)) as whole:
         borrowed = BorrowedDeviceBuffer(Device(0, double.path), whole.ptr + 4096, 4096, whole)
         assert borrowed.export().offset == 4096
-        double.make_virtual(whole.ptr)
+        double.make_pooled(whole.ptr)
         with pytest.raises(CudaUnavailable, match="expandable_segments of torch.*pinned slots.*ALLOC_CONF"):
             borrowed.export()
         borrowed.close()

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from pdlink import _cuda
-from pdlink.cuda import driver
+from pdlink.cuda import driver, virtual
 from pdlink.cuda.driver import CudaFailure, CudaUnavailable, Device, Event, Stream
 from pdlink.cuda.kernels import Kernels
 from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import IMAGE, Fake
+from tests.cuda.virtual import AllocationProp
 
 HEADER = Path("/usr/local/cuda/include/cuda.h")
 SOURCES = Path(__file__).parents[2] / "pdlink"
@@ -128,6 +129,36 @@ def test_a_launch_has_the_grid_and_the_argument_that_were_planned(device: Device
         one.close()
 
 
+def test_a_call_with_a_stream_or_an_event_that_is_gone_is_refused(device: Device) -> None:
+    stream, event = Stream(device), Event(device)
+    gone, last = stream.handle, event.handle
+    stream.close()
+    with pytest.raises(CudaFailure, match="cuMemcpyAsync failed with CUDA_ERROR_INVALID_HANDLE"):
+        device.copy(0, 0, 0, gone)
+    with pytest.raises(CudaFailure, match="cuEventRecord failed with CUDA_ERROR_INVALID_HANDLE"):
+        event.record(gone)
+    event.close()
+    event.handle = last
+    with pytest.raises(CudaFailure, match="cuEventRecord failed with CUDA_ERROR_INVALID_HANDLE"):
+        event.record(0)
+    event.handle = 0
+
+
+def test_a_host_function_must_not_call_the_driver(device: Device, double: Fake) -> None:
+    """Of the double: `cuLaunchHostFunc` forbids it, and a GPU may hang."""
+    answers: list[int] = []
+    called = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(
+        lambda _: answers.append(device.driver.status("cuInit", ctypes.c_uint(0)))
+    )
+    stream = Stream(device)
+    with device.current() as cuda:
+        cuda.call("cuLaunchHostFunc", ctypes.c_void_p(stream.handle), called, ctypes.c_void_p(0))
+    stream.synchronize()
+    stream.close()
+    assert answers == [800]
+    assert double.take_faults() == ["cuInit by a host function"]
+
+
 def test_kernels_that_cannot_be_loaded_say_why(device: Device, double: Fake) -> None:
     with pytest.raises(CudaUnavailable, match="built without nvcc"):
         Kernels(device, b"")
@@ -137,6 +168,7 @@ def test_kernels_that_cannot_be_loaded_say_why(device: Device, double: Fake) -> 
 
 SIZES = """
 #include <cuda.h>
+#include <stddef.h>
 #include <stdio.h>
 int main(void) {
     size_t numbers[] = {
@@ -144,6 +176,11 @@ int main(void) {
         CUDA_ERROR_NOT_READY, CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING, CU_STREAM_NON_BLOCKING,
         CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS,
         CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+        CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES, CU_POINTER_ATTRIBUTE_MAPPING_SIZE,
+        CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CU_MEM_HANDLE_TYPE_FABRIC,
+        CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+        sizeof(CUmemFabricHandle), sizeof(CUmemAccessDesc), offsetof(CUmemAccessDesc, flags),
+        sizeof(CUmemAllocationProp), offsetof(CUmemAllocationProp, location), CU_MEM_ALLOCATION_TYPE_PINNED,
     };
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; ++i) printf("%zu\\n", numbers[i]);
 }
@@ -161,6 +198,10 @@ def test_structures_and_numbers_are_those_of_the_header(tmp_path: Path) -> None:
         *(driver._NOT_READY, driver._EVENT_BLOCKING_SYNC, driver._EVENT_DISABLE_TIMING, driver._STREAM_NON_BLOCKING),
         *(driver._HOST_PORTABLE, driver._HOST_MAPPED, driver._IPC_LAZY_PEER_ACCESS),
         driver._ATTRIBUTE_IPC_CAPABLE,
+        *(virtual._ATTRIBUTE_HANDLE_TYPES, virtual._ATTRIBUTE_MAPPING_NBYTES, virtual._ATTRIBUTE_MAPPING_START),
+        *(virtual._POSIX_FD, virtual._FABRIC, virtual._ON_DEVICE, virtual._READ_AND_WRITE),
+        *(virtual.FABRIC_HANDLE_NBYTES, ctypes.sizeof(virtual.AccessDesc), virtual.AccessDesc.flags.offset),
+        *(ctypes.sizeof(AllocationProp), AllocationProp.location.offset, 1),
     ]
 
 

@@ -5,6 +5,7 @@ The tensors are said to be on a GPU; what they lie in is memory that the double 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -28,6 +29,7 @@ from pdlink.integrations.vllm_parts.settings import read
 from pdlink.integrations.vllm_parts.store_book import StoreBook
 from tests.cuda.double import Kv, Reached
 from tests.cuda.fake import Fake, fake
+from tests.cuda.virtual import Segment
 from tests.node.conftest import WAIT_S
 
 LAYERS, BLOCKS, HEADS, TOKENS, SIZE = 3, 16, 2, 4, 8
@@ -43,7 +45,7 @@ class GpuTensor:
 
     device = torch.device("cuda", 0)
 
-    def __init__(self, kv: Kv, layer: int) -> None:
+    def __init__(self, kv: Kv | VirtualKv, layer: int) -> None:
         self._kv, self._layer = kv, layer
         nbytes = int(np.prod(SHAPE)) * 4
         self.seen = kv.array[layer * nbytes : (layer + 1) * nbytes].view(np.float32).reshape(SHAPE)
@@ -62,13 +64,27 @@ class GpuTensor:
         return SimpleNamespace(data_ptr=lambda: self._kv.ptr, nbytes=lambda: self._kv.nbytes)
 
 
+class VirtualKv:
+    """Memory as of vLLM's cumem allocator."""
+
+    def __init__(self, device: Device, nbytes: int, seed: int) -> None:
+        self._segment = Segment(device, nbytes, 4096)
+        self.ptr, self.nbytes, self.array = self._segment.ptr, nbytes, self._segment.array
+        self.array[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+    def close(self) -> None:
+        self._segment.close()
+
+
 class Server:
     def __init__(
-        self, name: str, device: Device, seed: int, extra: dict[str, Any], *, is_virtual: bool = False
+        self, name: str, device: Device, seed: int, extra: dict[str, Any], *, memory: str = "", sleeps: bool = False
     ) -> None:
-        self.kv = Kv(device, LAYERS * int(np.prod(SHAPE)) * 4, seed, Reached)
-        if is_virtual:
-            fake().make_virtual(self.kv.ptr)
+        """memory: "pooled" for one that nothing exports, "virtual" for chunks that have shareable handles."""
+        nbytes = LAYERS * int(np.prod(SHAPE)) * 4
+        self.kv = VirtualKv(device, nbytes, seed) if memory == "virtual" else Kv(device, nbytes, seed, Reached)
+        if memory == "pooled":
+            fake().make_pooled(self.kv.ptr)
         self.tensors = {name: GpuTensor(self.kv, index) for index, name in enumerate(NAMES)}
         model = SimpleNamespace(
             served_model_name="m",
@@ -77,6 +93,7 @@ class Server:
             dtype="float32",
             quantization=None,
             get_total_num_kv_heads=lambda: HEADS,
+            enable_sleep_mode=sleeps,
         )
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
@@ -179,19 +196,32 @@ def test_a_prompt_crosses_between_two_gpus(server: Callable[..., Server], lane: 
     assert [peer["lane"] for peer in node.report().peers] == [lane]
 
 
-def test_virtual_memory_is_moved_through_slots_and_the_log_says_why(
-    server: Callable[..., Server], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("memory", "sleeps", "reason"),
+    [
+        ("pooled", False, "no other process can map: neither CUDA IPC nor a shareable handle exports it"),
+        ("virtual", True, "of which a peer would not hear.*turn sleep mode off"),
+    ],
+)
+def test_memory_that_no_peer_can_map_goes_through_slots_and_the_log_says_why(
+    server: Callable[..., Server], caplog: pytest.LogCaptureFixture, memory: str, sleeps: bool, reason: str
 ) -> None:
-    """As of expandable_segments and sleep mode: CUDA IPC does not share it, and UCX would leave its lane silently."""
-    one = server("p", 0, is_virtual=True).open()
+    """UCX would leave its CUDA lane silently."""
+    one = server("p", 0, memory=memory, sleeps=sleeps).open()
     [node] = one.rank._nodes
     assert node.transports[0] == "staged-mapped"
     assert "staged-tcp" in node.transports
     assert not {"mapped-cuda", "ucx"} & {*node.transports}
-    for lane in ("mapped-cuda", "ucx"):
-        [line] = [text for text in caplog.messages if f"cannot be used: {lane}: " in text]
-        assert "CUDA IPC does not share: virtual memory (expandable_segments" in line
-        assert "take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF, or sleep mode off" in line
+    told = {lane: text for lane in ("mapped-cuda", "ucx") for text in caplog.messages if f"used: {lane}: " in text}
+    assert re.search(reason, told["mapped-cuda"])
+    assert "CUDA IPC does not share: virtual memory (expandable_segments" in told["ucx"]
+    assert "take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF, or sleep mode off" in told["ucx"]
+
+
+def test_virtual_memory_with_handles_is_mapped_by_a_peer(server: Callable[..., Server]) -> None:
+    """As of `--enable-cumem-allocator` without sleep mode. `test_virtual.py` has bytes between processes."""
+    [node] = server("p", 0, memory="virtual").open().rank._nodes
+    assert node.transports[0] == "mapped-cuda"
 
 
 @pytest.mark.parametrize("hooks", [True, False], ids=["piecewise graphs", "full graphs"])
@@ -200,7 +230,7 @@ def test_a_prompt_is_kept_and_comes_back_into_other_blocks_of_the_gpu(
 ) -> None:
     """A step returns although the GPU has run nothing of it. Virtual memory is kept like other, too."""
     tiers = {"max_local_cpu_size": 0.01, "chunk_size": CHUNK, "load_if_faster": False}
-    one = server("p", 0, {"tiers": tiers}, is_virtual=not hooks).open()
+    one = server("p", 0, {"tiers": tiers}, memory="" if hooks else "virtual").open()
     assert one.book.store is not None
     src, dst, shared = [3, 9, 1, 12], [4, 0, 15, 7], len(PROMPT) // CHUNK * CHUNK
     one.book.store.arrived("a", PROMPT, "", "", ())

@@ -21,6 +21,7 @@ import vllm  # noqa: E402
 import vllm.v1.kv_cache_interface as kv  # noqa: E402
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
+from vllm.config import ModelConfig  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: E402
@@ -179,6 +180,7 @@ def test_the_fields_of_vllm_that_are_read_exist() -> None:
             SchedulerOutput,
             ("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "preempted_req_ids"),
         ),
+        (ModelConfig, ("enable_sleep_mode",)),
     ):
         assert set(names) <= set(kind.__dataclass_fields__), kind
     source = inspect.getsource(Request.__init__)

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 
 def regions(
-    tensors: Sequence[torch.Tensor], shared: Sequence[Buffer]
+    tensors: Sequence[torch.Tensor], shared: Sequence[Buffer], *, stays: bool = True
 ) -> tuple[list[AnyBuffer], list[tuple[int, int]]]:
     """The buffers under these tensors, and for each tensor (region, offset of its first element in bytes).
 
+    stays: False for a server that may sleep, and wake up with other memory at the same addresses.
     Raises UnsupportedCache for memory that is neither the host's nor all of one GPU, CudaUnavailable, CudaFailure.
     """
     buffers: list[AnyBuffer] = []
@@ -41,6 +42,6 @@ def regions(
             by_address[address] = len(buffers)
             ours = next((buffer for buffer in shared if buffer.ptr == address), None)
             gpu = tensor.device.index if tensor.device.type == "cuda" else None
-            buffers.append(ours or borrow_place(Place(address, storage.nbytes(), gpu, storage)))
+            buffers.append(ours or borrow_place(Place(address, storage.nbytes(), gpu, storage, stays)))
         places.append((by_address[address], tensor.data_ptr() - address))
     return buffers, places

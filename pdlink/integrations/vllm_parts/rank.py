@@ -76,7 +76,8 @@ class Rank:
         On a GPU every layer is pushed behind an event of vLLM's own stream (`node/layer_order.py`).
         Raises UnsupportedCache, ConfigError, TransportUnavailable, CudaUnavailable, CudaFailure, OSError.
         """
-        buffers, places = regions(list(tensors.values()), self._allocation.buffers)
+        stays = not versions.sleeps(self._config)
+        buffers, places = regions(list(tensors.values()), self._allocation.buffers, stays=stays)
         views = {
             name: LayerView(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size(), *place)
             for (name, tensor), place in zip(tensors.items(), places, strict=True)

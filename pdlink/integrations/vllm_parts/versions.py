@@ -236,6 +236,11 @@ def precision(vllm_config: Any) -> str:
     return f"{model.dtype} {model.quantization} {cache.cache_dtype}"
 
 
+def sleeps(vllm_config: Any) -> bool:
+    """Whether this server can be put to sleep, which takes the memory of its cache away until it wakes up."""
+    return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
+
+
 def data_parallel_index(vllm_config: Any) -> int:
     """Which of a server's data-parallel engines this is. Models without experts hide it from `data_parallel_rank`."""
     parallel = vllm_config.parallel_config

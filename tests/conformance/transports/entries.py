@@ -50,6 +50,13 @@ def _cuda_double() -> Transport:
     return DoubleTransport()
 
 
+def _cuda_virtual() -> Transport:
+    """The same of virtual memory: torch's expandable segments."""
+    from tests.cuda.virtual import VirtualTransport
+
+    return VirtualTransport()
+
+
 def _staged(below: Callable[[], Transport]) -> Transport:
     """The same memory through pinned slots over another transport."""
     from tests.cuda.double import DoubleStaged
@@ -73,6 +80,7 @@ ENTRIES = {
         Entry("ucx-tcp", lambda: lambda: UcxTransport(tls="tcp"), needs_peer=True),
         Entry("ucx-shm", lambda: lambda: UcxTransport(tls="shm")),
         Entry("mapped-cuda-double", lambda: _cuda_double, unusable=NO_COMPILER),
+        Entry("mapped-cuda-virtual", lambda: _cuda_virtual, unusable=NO_COMPILER),
         Entry(
             "staged-tcp", lambda: partial(_staged, TcpTransport), shorter=16, needs_peer=True, unusable=NO_COMPILER
         ),
