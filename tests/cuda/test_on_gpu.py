@@ -107,7 +107,7 @@ def test_torch_sees_our_buffers() -> None:
     device.close()
 
 
-@pytest.mark.parametrize("transport", ["mapped-cuda", "ucx"])
+@pytest.mark.parametrize("transport", ["mapped-cuda", "mapped-cuda, expandable_segments", "ucx"])
 def test_two_processes_share_a_gpu(transport: str) -> None:
     links = pytest.importorskip("pdlink_bench.gpu.links")
     try:

@@ -16,7 +16,7 @@ import statistics
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -24,9 +24,10 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from pdlink.cuda import ops
 from pdlink.cuda.buffers import DeviceBuffer
-from pdlink.cuda.driver import Device
+from pdlink.cuda.driver import CudaUnavailable, Device
 from pdlink.errors import PdlinkError
 from pdlink.kv.layout import Piece
+from pdlink.memory.borrowed import borrow
 from pdlink.node.layer_order import LayerOrder
 from pdlink.transport.base import BatchDone, Status
 from pdlink.transport.mapped import MappedTransport
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
+    from pdlink.cuda.buffers import BorrowedDeviceBuffer
     from pdlink.transport.base import Transport
 
 LAYERS, TOKENS, BLOCK_TOKENS, HEADS, HEAD_DIM = 32, 2048, 16, 8, 128
@@ -61,11 +63,31 @@ TRANSPORTS: dict[str, Callable[[], Transport]] = {
 }
 
 
+EXPANDABLE = "mapped-cuda, expandable_segments"
+"""The owner's pool is a tensor in torch's virtual memory: many chunks, each with a handle of its own."""
+TRANSPORTS[EXPANDABLE] = MappedCudaTransport
+
+
+def _owned(transport_name: str, device: Device) -> DeviceBuffer | BorrowedDeviceBuffer:
+    if transport_name != EXPANDABLE:
+        return DeviceBuffer(device, POOL_NBYTES)
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    tensor = torch.empty(POOL_NBYTES, dtype=torch.uint8, device="cuda:0")
+    pool = cast("BorrowedDeviceBuffer", borrow(tensor, "pool"))
+    if pool.virtual_range() is None:
+        raise CudaUnavailable("torch made no virtual memory of a pool under expandable_segments")
+    return pool
+
+
 def own_pool(transport_name: str, pipe: Connection) -> None:
     """The other process: a pool, an invitation, and digests of what has landed."""
     device = Device(0)
     device.open()
-    pool = DeviceBuffer(device, POOL_NBYTES)
+    try:
+        pool = _owned(transport_name, device)
+    except PdlinkError as error:
+        pipe.send(f"at the owner's: {error}")
+        return
     view = torch.as_tensor(pool, device="cuda:0")
     view.zero_()
     torch.cuda.synchronize()
