@@ -144,9 +144,9 @@ class ProxyConfig(Section):
     pauses that grow; of two or three workers one may be. 0 leaves none out."""
     recover_streams: int = Field(default=3, ge=0)
     """How often a stream whose decode worker died goes on at another one: all of pdlink's own workers, greedy ones
-    (temperature 0) of vLLM's. Greedy answers stay the same, up to what the batch changes in either engine; drawn ones
-    go on with the same seed, but may draw other tokens than an undisturbed worker. 0 ends such streams with an
-    error."""
+    (temperature 0) of vLLM's and SGLang's, and drawn ones that these repeat (docs/router.md). Greedy answers stay the
+    same, up to what the batch changes in any engine; drawn ones of pdlink's workers go on with the same seed, but may
+    draw other tokens than an undisturbed worker. 0 ends such streams with an error."""
     queue_size: int = Field(default=1024, ge=0)
     """Requests that may wait for a worker; more are answered 429. 0 never waits."""
     queue_timeout_s: Seconds = 60.0

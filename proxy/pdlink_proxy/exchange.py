@@ -148,7 +148,7 @@ class Exchange:
         if call.streaming:
             resumes, most = dialect.resumes, shared.config.recover_streams
             if most and resumes is not None and call.path in resumes.paths:
-                self._recovery = Recovery(call, resumes, most, self._seed)
+                self._recovery = Recovery(call, resumes, most, self._seed, lambda: shared.pools.links)
         self._rules = (dialect.rules_of(call) if dialect.rules_of is not None else None) or dialect.rules
         self._unasked: list[tuple[Event, float]] = []
         """What happened, and when, while there was no flow."""

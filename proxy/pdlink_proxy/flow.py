@@ -41,6 +41,7 @@ from .openai import (
 from .recovery import Diverged
 from .rules import News, Reaction, Rules, as_it_is
 from .sse import (
+    FAILURES,
     EventTooLong,
     has_error,
     has_named,
@@ -316,7 +317,7 @@ class Flow:
         if leg is Leg.DECODE:
             if Leg.PREFILL in self._legs:
                 forward = self._rules.merge_events(self._prefill_answer, forward)
-            if has_error(forward):
+            if has_error(forward) or (self._last_events and has_named(forward, FAILURES)):
                 if self._recovery is not None and (cut := until_error(forward)) and not is_rejection(cut[1]):
                     return self._broken_by(*cut, now)
                 forward, errors = self._words.in_our_words(forward)
@@ -330,7 +331,7 @@ class Flow:
                 return self._malformed(leg, str(error), b"", now, Loss.DIVERGED)
             if not forward:
                 return blames
-        if leg is Leg.DECODE and self._last_events and has_named(forward, (b"error",)):
+        if leg is Leg.DECODE and self._last_events and has_named(forward, FAILURES):
             self._error_passed = True
             detail = excerpt(forward)
             blames = [*blames, Blame(self.attempt, Leg.DECODE, Loss.ERROR, detail, _THEN[Reaction.ANSWER])]

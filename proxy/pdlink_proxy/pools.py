@@ -9,7 +9,7 @@ import itertools
 import logging
 import re
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -29,7 +29,7 @@ from .steps import Leg
 from .worker import State, Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from .dialects import Health
     from .membership import Entry, Members
@@ -150,6 +150,11 @@ class Pools:
     @property
     def all(self) -> list[Worker]:
         return self.workers[Leg.PREFILL] + self.workers[Leg.DECODE]
+
+    @property
+    def links(self) -> list[Mapping[str, Any]]:
+        """`Health.link` of every worker that is known."""
+        return [worker.health.link for worker in self.all if worker.health is not None]
 
     def usable(self, side: Leg, model: str | None = None) -> list[Worker]:
         """Workers that may get requests, for one model or any."""

@@ -117,6 +117,9 @@ def before_done(data: bytes, comment: bytes) -> bytes:
 
 
 ERROR_MARK = b'{"error"'
+ABORT_MARK = b'"abort"'
+FAILURES = (b"error", b"response.failed")
+"""Names of events that tell of a failure."""
 
 
 def has_error(data: bytes) -> bool:
@@ -131,12 +134,12 @@ def payloads(data: bytes) -> Iterator[bytes]:
 
 
 def until_error(data: bytes) -> tuple[bytes, bytes] | None:
-    """Whole events before the first error object, and that; None if there is none."""
+    """Whole events before the first error, and its object; None if there is none."""
     start = 0
     while (end := _BOUNDARY.search(data, start)) is not None:
         event = data[start : end.end()]
-        if ERROR_MARK in event and is_error(payload := _payload(event)):
-            return data[:start], payload
+        if (ERROR_MARK in event and is_error(_payload(event))) or has_named(event, FAILURES):
+            return data[:start], _payload(event)
         start = end.end()
     return None
 
@@ -172,6 +175,33 @@ class _Peek(msgspec.Struct):
     error: msgspec.Raw = msgspec.Raw(b"null")  # with `| None` msgspec 0.22 accepts null only
 
 
+class _End(msgspec.Struct):
+    type: str = ""
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _End | None = None
+
+
+class _Generated(msgspec.Struct):
+    meta_info: _Meta | None = None
+
+
+def abort_of(document: bytes) -> bytes:
+    """An error document for an event of SGLang's /generate that ends an answer because of a failure; else empty."""
+    try:
+        meta = msgspec.json.decode(document, type=_Generated).meta_info
+    except (ValueError, RecursionError):
+        return b""
+    end = meta.finish_reason if meta is not None else None
+    if end is None or end.type != "abort" or end.status_code is None or end.status_code < 400:
+        return b""  # somebody asked for the abort
+    message = end.message or "the server aborted the request"
+    return msgspec.json.encode({"error": {"message": message, "type": "stream_error", "code": end.status_code}})
+
+
 def problem_of(event: bytes) -> tuple[str, bytes] | None:
     """Why a first data event is not output token 0: (message, the worker's error document if it sent one)."""
     payload = _payload(event)
@@ -181,6 +211,6 @@ def problem_of(event: bytes) -> tuple[str, bytes] | None:
         error = msgspec.json.decode(payload, type=_Peek).error
     except (ValueError, RecursionError):
         return "the first event is not a JSON object", b""
-    if bytes(error) != b"null":
-        return "the stream began with an error", payload
-    return None
+    if bytes(error) == b"null":
+        payload = abort_of(payload) if ABORT_MARK in payload else b""
+    return ("the stream began with an error", payload) if payload else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,10 @@ class FakeSglang(FakeServer):
     """Waited for before the first byte of an answer."""
     break_at: int | None = None
     """Close the connection in place of this event of a stream."""
+    streams: Mapping[str, Sequence[bytes]] = field(default_factory=dict)
+    """By path, the events of its streams, in place of those that it makes."""
+    more_info: dict[str, Any] = field(default_factory=dict)
+    """In /server_info."""
     words: str = ""
     """It adds these to each token, as a server that computes something else."""
     kv_events: dict[str, Any] | None = None
@@ -64,6 +69,7 @@ class FakeSglang(FakeServer):
                 "max_total_num_tokens": 16384,
                 "internal_states": [{}],
                 "kv_events": self.kv_events,
+                **self.more_info,
             }
         )
 
@@ -84,6 +90,8 @@ class FakeSglang(FakeServer):
             return web.json_response(
                 {"object": "error", "message": "no", "code": self.fail_with}, status=self.fail_with
             )
+        if body.get("stream") and (events := self.streams.get(request.path)) is not None:
+            return await self._replayed(request, events)
         if request.path == "/generate":
             return await self._native(request, body)
         prompts = body.get("prompt", "")
@@ -110,6 +118,15 @@ class FakeSglang(FakeServer):
             event = {"choices": [{"index": number // limit, **_text(text, chat, "delta")}]}
             await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
         await response.write(DONE)
+        return response
+
+    async def _replayed(self, request: web.Request, events: Sequence[bytes]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for number, event in enumerate(events):
+            if number == self.break_at:
+                abort(request)
+            await response.write(event)
         return response
 
     async def _named(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

@@ -89,6 +89,6 @@ PDLINK = Dialect(
     _look,
     prefill_streams=True,
     kv_path=_kv_path,
-    resumes=Resumes(lambda _: "", _begun, _behind),
+    resumes=Resumes(lambda _call, _links: "", _begun, _behind),
     sources=_sources,
 )

@@ -31,17 +31,18 @@ from ..http_connection import HttpError
 from ..openai import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, sampling_of
 from ..recovery import Resumes
 from ..rules import Rules
-from ..sse import rewritten
+from ..sse import ABORT_MARK, abort_of, rewritten
 from ..upstream import ask, post
 from .addresses import host_of
 from .base import Attempt, Dialect, Health, Known
-from .vllm import answers_in_turns, is_list, small_field
+from .vllm import IN_TURNS, answers_in_turns, is_list, small_field
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..http_client import HttpClient
     from ..openai import Call
+    from ..recovery import Links
     from ..upstream import Asking
 
 HEALTH_S = 25.0
@@ -113,6 +114,8 @@ class _Info(msgspec.Struct):
     page_size: int | None = None
     max_total_num_tokens: int | None = None
     kv_events: _Publisher | None = None
+    enable_deterministic_inference: bool = False
+    incremental_streaming_output: bool = False
 
 
 class _Model(msgspec.Struct):
@@ -153,7 +156,11 @@ async def _look(asking: Asking, known: Known) -> Health | str:
         block_tokens=said.page_size,
         aliases=tuple(names[1:]),
         kv_events=said.kv_events.said() if said.kv_events is not None else (),
-        link={"bootstrap_port": said.disaggregation_bootstrap_port},
+        link={
+            "bootstrap_port": said.disaggregation_bootstrap_port,
+            "deterministic": said.enable_deterministic_inference,
+            "incremental": said.incremental_streaming_output,
+        },
     )
 
 
@@ -162,11 +169,39 @@ def _kv_path(_headers: Mapping[str, str], body: bytes) -> str | None:
     return TRANSFERRED if body else None
 
 
-def _unless_greedy(call: Call) -> str:
-    """Why another server would answer something else: SGLang draws with a request's seed only where it was started
-    with `--enable-deterministic-inference`, which it does not say (0.5.23)."""
-    greedy = small_field(call, "temperature") == 0
-    return "" if greedy else "its tokens are drawn at random; send temperature 0 for streams that go on elsewhere"
+class _Temperature(msgspec.Struct):
+    temperature: float | None = None
+
+
+def _is_greedy(call: Call) -> bool:
+    if call.path != GENERATE:
+        return bool(small_field(call, "temperature") == 0)
+    try:
+        said = msgspec.json.decode(call.fields.get("sampling_params", b"{}"), type=_Temperature | list[_Temperature])
+    except (ValueError, RecursionError):
+        return False
+    each = said if isinstance(said, list) else [said]
+    return bool(each) and all(params.temperature == 0 for params in each)
+
+
+def _unless_repeatable(call: Call, links: Links) -> str:
+    """Why another server would answer something else.
+
+    Drawn tokens are repeated where all servers were started with `--enable-deterministic-inference`: then a draw
+    depends on the request's seed (42 without one) and the token's place alone (layers/sampler.py,
+    sampling/sampling_batch_info.py, 0.5.23), and probabilities do not depend on the batch. Without it seeds count for
+    nothing.
+    """
+    if call.path == RESPONSES and answers_in_turns(call):
+        return IN_TURNS
+    if call.path == GENERATE and any(link.get("incremental") for link in links):
+        return "its events hold increments (--incremental-streaming-output)"
+    if _is_greedy(call) or (links and all(link.get("deterministic") for link in links)):
+        return ""
+    return (
+        "its tokens are drawn at random; send temperature 0, or start SGLang with --enable-deterministic-inference, "
+        "for streams that go on elsewhere"
+    )
 
 
 async def _abort(client: HttpClient, url: str, transfer_id: str, call: Call) -> None:
@@ -234,14 +269,33 @@ def _merge_events(prefill_answer: bytes, events: bytes) -> bytes:
     return rewritten(events, _OF_PROMPT_MARK, merged) if prefilled else events
 
 
+# ---- aborts of /generate
+
+
+def _with_errors(_prefill_answer: bytes, events: bytes) -> bytes:
+    """Events with those of aborts as errors: in a stream SGLang tells a failure (its KV did not come, it has no room)
+    as the end of an answer (`_handle_abort_finish_reason`, managers/tokenizer_manager.py)."""
+    return rewritten(events, ABORT_MARK, lambda document: abort_of(document) or document)
+
+
 _RULES = Rules(untold=True, lost_statuses=_LOST_STATUSES, no_kv_status=500)
-_WITH_LOGPROBS = replace(_RULES, merge_answer=_merge_answer, merge_events=_merge_events, awaits_prefill=True)
+_OF_GENERATE = replace(_RULES, merge_events=_with_errors)
+_WITH_LOGPROBS = replace(
+    _RULES,
+    merge_answer=_merge_answer,
+    merge_events=lambda prefill_answer, events: _with_errors(b"", _merge_events(prefill_answer, events)),
+    awaits_prefill=True,
+)
 
 
 def _rules_of(call: Call) -> Rules | None:
-    wanted = call.path == GENERATE and bytes(call.fields.get("return_logprob", b"null")) not in (b"null", b"false")
-    return _WITH_LOGPROBS if wanted else None
+    if call.path != GENERATE:
+        return None
+    with_logprobs = bytes(call.fields.get("return_logprob", b"null")) not in (b"null", b"false")
+    return _WITH_LOGPROBS if with_logprobs else _OF_GENERATE if call.streaming else None
 
+
+_PATHS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE)
 
 SGLANG = Dialect(
     "sglang",
@@ -249,9 +303,9 @@ SGLANG = Dialect(
     _look,
     _RULES,
     rules_of=_rules_of,
-    paths=(COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE),
+    paths=_PATHS,
     whole=_whole,
-    resumes=Resumes(_unless_greedy),
+    resumes=Resumes(_unless_repeatable, paths=_PATHS),
     kv_path=_kv_path,
     key_as_bearer=True,
     key_setting=_KEY_SETTING,

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..openai import Call
+    from ..recovery import Links
     from ..upstream import Asking
 
 _KEY_SETTING = "worker_key_file must hold the key that vLLM was given as --api-key"
@@ -145,6 +146,9 @@ def needs_all_of_it(call: Call) -> bool:
         or small_field(call, "truncate_prompt_tokens") is not None
         or bytes(call.fields.get("prompt_embeds", b"null")) != b"null"
     )
+
+
+IN_TURNS = "its server alone keeps what it depends on"
 
 
 class _Tool(msgspec.Struct):
@@ -327,14 +331,18 @@ async def look(asking: Asking, known: Known) -> Health | str:
     return Health("ok", name, epoch, None, names[0], None, aliases=tuple(names[1:]))
 
 
-def unless_repeatable(call: Call) -> str:
+def unless_repeatable(call: Call, _links: Links) -> str:
     """Why another server of vLLM's would answer something else. A request with a seed has random numbers of its own
     (`gpu_model_runner.py`, 0.32; -1 stands for none), others share those of the process."""
+    if call.path == RESPONSES and answers_in_turns(call):
+        return IN_TURNS
     seed = small_field(call, "seed")
     if small_field(call, "temperature") == 0 or (type(seed) is int and seed != -1):
         return ""
     return "its tokens are drawn at random; send temperature 0 or a seed for streams that go on elsewhere"
 
+
+_PATHS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
 
 VLLM = Dialect(
     "vllm",
@@ -347,9 +355,9 @@ VLLM = Dialect(
         merge_answer=_merge_answer,
         merge_events=_merge_events,
     ),
-    paths=(COMPLETIONS, CHAT, RESPONSES, MESSAGES),
+    paths=_PATHS,
     whole=needs_all_of_it,
-    resumes=Resumes(unless_repeatable),
+    resumes=Resumes(unless_repeatable, paths=_PATHS),
     kv_path=_kv_path,
     told=_told,
     key_as_bearer=True,
