@@ -182,6 +182,20 @@ def test_every_group_that_is_transferred_has_a_list_of_blocks() -> None:
     assert cache_groups.tables(caches(FULL), ([1, 2],)) == (1, 2)
 
 
+def test_layers_of_a_group_that_is_not_transferred_are_in_no_other() -> None:
+    """Sparse caches of vLLM have such groups. Layers in no group at all share the cache of one in the only group."""
+    spec = SimpleNamespace(head_size=8, dtype="float32", block_size=4)
+    several = caches(spec, spec)
+    for group, name in zip(several.kv_cache_groups, ("a", "b"), strict=True):
+        group.layer_names = [name]
+    several.transfer_group_ids = (0,)
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    assert [kind.names for kind in cache_groups.kinds(config, several, ["a", "b"])] == [("a",)]
+    one = caches(spec)
+    one.kv_cache_groups[0].layer_names = ["a"]
+    assert [kind.names for kind in cache_groups.kinds(config, one, ["a", "shares a"])] == [("a", "shares a")]
+
+
 @pytest.mark.parametrize(
     ("rank", "ranks", "mine", "heads"), [(0, 1, 4, range(4)), (1, 2, 2, range(2, 4)), (5, 8, 1, range(2, 3))]
 )

@@ -76,10 +76,11 @@ def kinds(vllm_config: Any, kv_cache_config: Any, layer_names: list[str]) -> lis
     """
     layers = vllm_config.compilation_config.static_forward_context
     parts = transfer_parts(kv_cache_config)
+    is_only = len(parts) == 1 == len(kv_cache_config.kv_cache_groups)
     found = []
     for index, mine in parts:
         group = kv_cache_config.kv_cache_groups[index]
-        names = layer_names if len(parts) == 1 else [name for name in layer_names if name in mine]
+        names = layer_names if is_only else [name for name in layer_names if name in mine]
         spec = group.kv_cache_spec
         specs = getattr(spec, "kv_cache_specs", None)
         if specs and mine:
