@@ -70,10 +70,7 @@ class DeviceMemory:
 
     def make_event(self) -> Event:
         """As in the contract: torch's, so that it follows the stream that torch computes on."""
-        import torch
-
-        event: Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        return event
+        return _TorchEvent(self.device.index)
 
     def compute_stream(self) -> int:
         """The stream that torch computes on in the calling thread, as the driver's handle; 0 is the default one."""
@@ -85,6 +82,24 @@ class DeviceMemory:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """As uint8 [nbytes]: `torch.as_tensor(buffer, device="cuda")` is a view. It does not keep the buffer open."""
         return _as_bytes(self.ptr, self.nbytes)
+
+
+class _TorchEvent:
+    """Of one GPU: a thread that never chose one has number 0 as its current one."""
+
+    def __init__(self, index: int) -> None:
+        import torch
+
+        self._index = index
+        self._event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        import torch
+
+        self._event.record(torch.cuda.current_stream(self._index))
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
 
 
 class DeviceBuffer(DeviceMemory):

@@ -13,11 +13,12 @@ import torch
 
 from pdlink.errors import ConfigError
 from pdlink.integrations.sglang_parts import host_pool, versions, wire
+from pdlink.integrations.sglang_parts.arrivals import DecodeRooms
 from pdlink.integrations.sglang_parts.ends import Cut, End, Ends, Rank, comes_from_another, shared_heads
 from pdlink.integrations.sglang_parts.hicache import HostPages, RankScheme
 from pdlink.integrations.sglang_parts.pages import restorable
-from pdlink.integrations.sglang_parts.pool import layout_of, state_of
-from pdlink.integrations.sglang_parts.rooms import KV, DecodeRooms, PrefillRooms
+from pdlink.integrations.sglang_parts.pool import Memory, layout_of, state_of
+from pdlink.integrations.sglang_parts.rooms import KV, PrefillRooms
 from pdlink.integrations.sglang_parts.settings import read_storage
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.kv.groups import KVGroups
@@ -40,7 +41,7 @@ class Side:
         described: Any = None
         if states:
             where = [one.ctypes.data for one in self.states], [one.nbytes for one in self.states]
-            described = state_of(*where, states, self, ())
+            described = state_of(*where, states, Memory(self))
 
         def node(layout: KVGroups, suffix: str, meaning: str) -> Node:
             memory: Any = described[1] if suffix.startswith("/s") else self.entries

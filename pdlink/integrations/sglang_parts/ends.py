@@ -20,6 +20,7 @@ from pdlink.node.port import EnginePort
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pdlink.memory.buffers import AnyBuffer
     from pdlink.node.node import Node
 
 
@@ -139,9 +140,11 @@ class Ends:
         layer_ids: Sequence[int],
         states: Sequence[KVGroups],
         open_node: Callable[[KVGroups, str, str], Node],
+        memory: Sequence[AnyBuffer] = (),
     ) -> None:
         """states: of what the model keeps beside its KV. open_node(layout, suffix of its name, what is meant, in
-        words equal on both sides): raises what Node does."""
+        words equal on both sides): raises what Node does. memory: that the nodes lie over; `close` gives it back."""
+        self.memory = memory
         self._whole, self._layer_ids, self._states, self._open_node = whole, tuple(layer_ids), states, open_node
         self._lock = threading.Lock()
         self._opened: dict[Cut | int, End] = {}
@@ -192,6 +195,9 @@ class Ends:
         self._closed = True
         for node in nodes:
             node.close()
+        for buffer in self.memory:
+            if buffer.borrowed:
+                buffer.close()
 
 
 def _by_layer(groups: KVGroups, num_layers: int) -> tuple[tuple[int, ...], ...]:

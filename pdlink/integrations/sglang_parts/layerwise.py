@@ -10,7 +10,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from pdlink.integrations.sglang_parts.gpu import WrittenPages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,8 +36,8 @@ class Layerwise:
         self._number = {layer: number for number, layer in enumerate(manager.layer_ids)}
         self._pass: tuple[Any, Any] | None = None
         """The scheduler and the batch of the forward pass that runs."""
-        self._rooms: list[tuple[int, int]] | None = None
-        """(Room, pages of it that this pass completes), from the first layer on."""
+        self._rooms: list[Callable[[int], None]] | None = None
+        """Of each room with pages that this pass completes, what reports one layer; from the first layer on."""
         self._told = False
 
     _current: ClassVar[Layerwise | None] = None
@@ -83,14 +86,14 @@ class Layerwise:
             scheduler, batch = self._pass
             found = [self._extended(scheduler, req) for req in batch.reqs]
             self._rooms = [room for room in found if room is not None]
-        for room, end_page in self._rooms:
-            self._manager.sending.written(room, number, end_page)
+        for report in self._rooms:
+            report(number)
         if self._rooms and not self._told and number == len(self._number) - 1:
             self._told = True  # once: without this line a server pushes by chunk only
             log.info("pdlink: a prompt's KV was pushed layer by layer, during its forward pass")
 
-    def _extended(self, scheduler: Any, req: Any) -> tuple[int, int] | None:
-        """The room of a request and the pages that it has after this pass; None if none can be pushed yet."""
+    def _extended(self, scheduler: Any, req: Any) -> Callable[[int], None] | None:
+        """What reports a layer of the pages that a request has after this pass; None if none can be pushed yet."""
         sender, page = req.disagg_kv_sender, self._manager.kv_args.page_size
         if getattr(sender, "kv_mgr", None) is not self._manager or getattr(sender, "num_kv_indices", None) is None:
             return None  # of a warm-up, or decode has not asked yet
@@ -102,9 +105,20 @@ class Layerwise:
         if num <= 0:
             return None
         slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start : end_page * page : page]
-        pages = (slots[:num] // page).tolist()
-        self._manager.sending.extend(sender.bootstrap_room, first, pages)
-        return sender.bootstrap_room, first + num
+        slots = scheduler.token_to_kv_pool_allocator.translate_kv_indices_for_transfer(slots)
+        sending, room, pages, gpu = (
+            self._manager.sending,
+            sender.bootstrap_room,
+            slots[:num] // page,
+            self._manager.gpu,
+        )
+        if gpu is None:
+            sending.extend(room, first, pages.tolist())
+            return lambda layer: sending.written(room, layer, first + num)
+        # To read the numbers here would wait for the pass before.
+        there = torch.empty(pages.shape, dtype=pages.dtype, pin_memory=True).copy_(pages, non_blocking=True)
+        part = WrittenPages(sending, room, first, there, first + num)
+        return lambda layer: part.written(gpu, layer)
 
 
 def _through(hook: Hooked) -> Hooked:

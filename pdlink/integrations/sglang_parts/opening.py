@@ -16,7 +16,7 @@ from pdlink.serve.keys import load_credentials
 if TYPE_CHECKING:
     from pdlink.config import SglangConfig
     from pdlink.kv.groups import KVGroups
-    from pdlink.memory.buffers import HostBuffer
+    from pdlink.memory.buffers import AnyBuffer
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +26,9 @@ CARRIED_STATES = ("mamba", "swa", "dsa", "swa_ring", "block_scale", "block_scale
 
 def check(args: Any, server_args: Any) -> None:
     """Raises UnsupportedSglang for what is not carried, by name."""
-    if server_args.device != "cpu":
+    if server_args.device not in ("cpu", "cuda"):
         raise UnsupportedSglang(
-            f"device: got {server_args.device}; limit cpu; KV of that device is not moved for SGLang yet"
+            f"device: got {server_args.device}; limit cpu, cuda; KV of that device is not moved for SGLang yet"
         )
     if getattr(args, "num_draft_entries", 0):
         raise UnsupportedSglang("draft model: got one; limit none; its KV is not transferred yet; leave it out")
@@ -74,13 +74,22 @@ def open_ends(
 ) -> tuple[Ends, list[int]]:
     """The ends, of which the one for equal servers is open, and SGLang's numbers of the layers.
 
-    Raises UnsupportedSglang, ConfigError, OSError.
+    Raises UnsupportedSglang, ConfigError, OSError, CudaUnavailable, CudaFailure.
     """
-    buffers, places = pool.buffers_of(args.kv_data_ptrs, args.kv_data_lens, args, ALLOCATION.buffers)
+    on_gpu = server_args.device == "cuda"
+    verify = settings.transport.verify
+    if on_gpu and verify != "off":
+        raise UnsupportedSglang(
+            f"PDLINK_TRANSPORT__VERIFY: got {verify}; limit off for KV on a GPU; checksums are of host memory alone"
+        )
+    # What `--enable-memory-saver` takes away comes back as other memory at the same addresses.
+    stays = not getattr(server_args, "enable_memory_saver", False)
+    place = pool.Memory(args, ALLOCATION.buffers, int(args.gpu_id) if on_gpu else None, stays)
+    buffers, places = pool.buffers_of(args.kv_data_ptrs, args.kv_data_lens, place)
     sizes = args.kv_data_lens, args.kv_item_lens, pool.numbers_of(args, first_layer(args, server_args), latent=latent)
     groups, layer_ids = pool.layout_of(places, *sizes, args.page_size, args.kv_cache_dtype_str)
     described = [
-        pool.state_of(*entry, args, ALLOCATION.buffers)
+        pool.state_of(*entry, place)
         for entry in zip(args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
     ]
     rank = args.engine_rank
@@ -92,7 +101,7 @@ def open_ends(
     name = f"sglang-{mode}-{os.getpid()}" if credentials is None else credentials.keys.name
     revision = f"sglang {versions.precision(server_args)} {args.kv_layout}"
 
-    def node(layout: KVGroups, memory: list[HostBuffer], suffix: str, meaning: str, port: int) -> Node:
+    def node(layout: KVGroups, memory: list[AnyBuffer], suffix: str, meaning: str, port: int) -> Node:
         return Node(
             f"{name}/{rank}{suffix}",
             layout,
@@ -116,4 +125,5 @@ def open_ends(
         port = settings.control_port + rank if settings.control_port and not suffix else 0
         return node(layout, buffers, suffix, meaning, port)
 
-    return Ends(groups, layer_ids, [one for one, _ in described], opened), layer_ids
+    memory = [*buffers, *(buffer for _, more in described for buffer in more)]
+    return Ends(groups, layer_ids, [one for one, _ in described], opened, memory), layer_ids

@@ -8,17 +8,17 @@ token is a slice of its page here, whatever it holds, and only whole pages trave
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, LayerLayout, Part
-from pdlink.memory.borrowed import BorrowedBuffer
+from pdlink.memory.borrowed import Place, borrow_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.memory.buffers import Buffer, HostBuffer
+    from pdlink.memory.buffers import AnyBuffer, Buffer
 
 
 def layout_of(
@@ -66,10 +66,10 @@ def layout_of(
 
 
 def state_of(
-    pointers: Sequence[int], lens: Sequence[int], item_lens: Sequence[int], owner: object, shared: Sequence[Buffer]
-) -> tuple[KVGroups, list[HostBuffer]]:
+    pointers: Sequence[int], lens: Sequence[int], item_lens: Sequence[int], memory: Memory
+) -> tuple[KVGroups, list[AnyBuffer]]:
     """What a model keeps beside its KV, as tensors of places of some bytes: a group for each size of them."""
-    buffers, places = buffers_of(pointers, lens, owner, shared)
+    buffers, places = buffers_of(pointers, lens, memory)
     groups = []
     for item in dict.fromkeys(item_lens):
         mine = [number for number in range(len(item_lens)) if item_lens[number] == item]
@@ -91,21 +91,34 @@ def numbers_of(kv_args: Any, first: int, *, latent: bool) -> list[int]:
 
 
 def buffers_of(
-    pointers: Sequence[int], lens: Sequence[int], owner: object, shared: Sequence[Buffer]
-) -> tuple[list[HostBuffer], list[tuple[int, int]]]:
+    pointers: Sequence[int], lens: Sequence[int], memory: Memory
+) -> tuple[list[AnyBuffer], list[tuple[int, int]]]:
     """The memory of the entries, by region, and the place of each entry in it.
 
-    shared: memory that servers of this host can map. SGLang may have put K and V of a layer into one piece of it.
+    Raises CudaUnavailable, CudaFailure.
     """
-    buffers: list[HostBuffer] = []
+    buffers: list[AnyBuffer] = []
     places = []
     for pointer, nbytes in zip(pointers, lens, strict=True):
-        found: HostBuffer | None = next((one for one in shared if _holds(one, pointer, nbytes)), None)
-        buffer = found or BorrowedBuffer(pointer, nbytes, owner)
+        found: AnyBuffer | None = next((one for one in memory.shared if _holds(one, pointer, nbytes)), None)
+        buffer = found or borrow_place(Place(pointer, nbytes, memory.gpu, memory.owner, memory.stays))
         if buffer not in buffers:
             buffers.append(buffer)
         places.append((buffers.index(buffer), pointer - buffer.ptr))
     return buffers, places
+
+
+class Memory(NamedTuple):
+    """What SGLang's pools lie in."""
+
+    owner: object
+    """Keeps them."""
+    shared: Sequence[Buffer] = ()
+    """What servers of this host can map. SGLang may have put K and V of a layer into one piece of it."""
+    gpu: int | None = None
+    """Number of the GPU; None on the host."""
+    stays: bool = True
+    """False on a GPU if SGLang may take it away and give it back (`--enable-memory-saver`)."""
 
 
 def _holds(buffer: Buffer, pointer: int, nbytes: int) -> bool:

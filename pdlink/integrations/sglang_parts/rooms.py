@@ -10,19 +10,17 @@ may be served by several of prefill.
 from __future__ import annotations
 
 import threading
-import uuid
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from pdlink.errors import PdlinkError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from pdlink.integrations.sglang_parts.ends import End
-    from pdlink.node.node import Incoming, Outgoing
+    from pdlink.node.node import Outgoing
 
 KV = -1
 """Number of the part that has the pages of the KV; states count from 0."""
@@ -67,7 +65,7 @@ class _Sent:
 
 
 class PrefillRooms:
-    """Pages on their way out. Every method may be called from any thread; the chunks of a room from one."""
+    """Pages on their way out. Every method may be called from any thread."""
 
     def __init__(self, concluded: Callable[[int, str, str], None], drained: Callable[[int], None]) -> None:
         """concluded(room, transfer id of its first receiver, error): all receivers have everything, or why one never
@@ -75,6 +73,8 @@ class PrefillRooms:
         thread, or in that of a chunk, and must not wait."""
         self._concluded, self._drained = concluded, drained
         self._lock = threading.Lock()
+        self._publishing = threading.RLock()
+        """Pages of a room come from the scheduler's thread, and on a GPU from the one that layers wait in."""
         self._rooms: dict[int, _Sent] = {}
         self._busy: Counter[int] = Counter()
         """Transfers of a room that may still read or write pages; more than one where a room is used again."""
@@ -112,15 +112,17 @@ class PrefillRooms:
         sent = self._rooms.get(room)
         return len(sent.parts) if sent is not None else 0
 
-    def extend(self, room: int, first_page: int, pages: Sequence[int]) -> None:
-        """Pages [first_page, ...) behind the prefix will be in these of the pool."""
-        for part in self._kv(room):
-            _extend(part, first_page, pages)
+    def extend(self, room: int, first_page: int, pages: Sequence[int], *, only: Container[str] | None = None) -> None:
+        """Pages [first_page, ...) behind the prefix will be in these of the pool. only: of the room's transfers."""
+        with self._publishing:
+            for part in self._kv(room, only):
+                _extend(part, first_page, pages)
 
-    def written(self, room: int, layer: int, end_page: int) -> None:
-        """Pages before `end_page` are written in one layer."""
-        for part in self._kv(room):
-            _written(part, layer, end_page)
+    def written(self, room: int, layer: int, end_page: int, *, only: Container[str] | None = None) -> None:
+        """Pages before `end_page` are written in one layer. only: of the room's transfers."""
+        with self._publishing:
+            for part in self._kv(room, only):
+                _written(part, layer, end_page)
 
     def chunk(
         self,
@@ -138,6 +140,21 @@ class PrefillRooms:
         sent = self._rooms.get(room)
         if sent is None:
             return
+        with self._publishing:
+            self._chunk(sent, first_page, pages, last=last, states=states)
+        if last:
+            sent.ended = True
+            self._look(room, sent)
+
+    def _chunk(
+        self,
+        sent: _Sent,
+        first_page: int,
+        pages: Sequence[int],
+        *,
+        last: bool,
+        states: Sequence[Sequence[int] | None] | None,
+    ) -> None:
         for part in sent.all_parts:
             if part.number == KV:
                 _extend(part, first_page, pages)
@@ -156,9 +173,6 @@ class PrefillRooms:
                 _written(part, layer, end)
             if last:
                 part.end.port.finished(part.transfer_id)
-        if last:
-            sent.ended = True
-            self._look(room, sent)
 
     def transfer_ids(self, room: int) -> tuple[str, ...]:
         """Of each decode rank that has asked."""
@@ -177,9 +191,10 @@ class PrefillRooms:
         for part in sent.all_parts if sent is not None else ():
             part.end.port.ended(part.transfer_id, reason)
 
-    def _kv(self, room: int) -> list[_Part]:
+    def _kv(self, room: int, only: Container[str] | None) -> list[_Part]:
         sent = self._rooms.get(room)
-        return [part for part in sent.all_parts if part.number == KV] if sent is not None else []
+        parts = [part for part in sent.all_parts if part.number == KV] if sent is not None else []
+        return parts if only is None else [part for part in parts if part.transfer_id in only]
 
     def _look(self, room: int, sent: _Sent) -> None:
         """Whether that was the last thing to wait for."""
@@ -222,180 +237,6 @@ def _written(part: _Part, layer: int, end: int) -> None:
         first, last = ((part.prefix + place) * part.end.unit for place in (begin, until))
         for number in part.end.layers[layer]:
             part.end.port.layer_written(number, [(part.transfer_id, first, last)])
-
-
-@dataclass(eq=False)
-class _Received:
-    """What one prefill rank sends for a room."""
-
-    prefix_pages: int
-    places: dict[int, tuple[int, ...]]
-    """By part, where it is to land; parts of nothing are left out."""
-    aux_row: int
-    incoming: dict[int, Incoming] = field(default_factory=dict)
-    ports: list[tuple[End, str]] = field(default_factory=list)
-    answered: bool = False
-    stopped: bool = False
-
-    @property
-    def arrived(self) -> bool:
-        there = list(self.incoming.values())
-        return len(there) == len(self.places) and all(one.done.is_set() and one.error is None for one in there)
-
-
-class DecodeRooms:
-    """Pages on their way in. Every method may be called from any thread."""
-
-    def __init__(self, failed: Callable[[int, str], None]) -> None:
-        """failed(room, reason): called in a node's thread; must not wait."""
-        self._failed = failed
-        self._lock = threading.Lock()
-        self._rooms: dict[int, dict[str, _Received]] = {}
-        """By room, and by the id of what one prefill rank sends for it."""
-
-    def open(
-        self,
-        room: int,
-        prefix_pages: int,
-        pages: Sequence[int],
-        aux_row: int,
-        states: Sequence[Sequence[int] | None] = (),
-        *,
-        dummy: bool = False,
-    ) -> str:
-        """Pages of the pool for what is missing behind the prefix, places for states; the id for one prefill rank.
-
-        Called again for the next rank that serves the room. dummy: one that sends nothing.
-        """
-        places = {KV: tuple(map(int, pages))}
-        places |= {number: tuple(map(int, one)) for number, one in enumerate(states) if one is not None}
-        received = _Received(
-            prefix_pages, {number: one for number, one in places.items() if one}, aux_row, answered=dummy
-        )
-        transfer_id = uuid.uuid4().hex
-        with self._lock:
-            self._rooms.setdefault(room, {})[transfer_id] = received
-        return transfer_id
-
-    def sender_is_at(
-        self, room: int, transfer_id: str, senders: Mapping[int, tuple[End, str]], *, needs_kv: bool = True
-    ) -> None:
-        """Let the nodes at these addresses write, by part. Late news of an earlier request counts for nothing.
-
-        needs_kv: False for a prefill rank whose heads another one sends, for the same pages.
-        """
-        reason, signals = "", []
-        with self._lock:
-            received = self._of(room, transfer_id)
-            if received is None or received.stopped or received.answered:
-                return
-            received.answered = True
-            if not needs_kv:
-                received.places.pop(KV, None)
-            try:
-                for number, places in received.places.items():
-                    end, address = senders[number]
-                    signals.append(_receive(received, number, end, part_id(transfer_id, number), address, places))
-            except (PdlinkError, KeyError) as error:
-                received.stopped = True
-                reason = str(error) if isinstance(error, PdlinkError) else f"prefill sends no part {error}"
-        for incoming in signals:
-            incoming.done.then(partial(self._done, room, transfer_id, incoming))
-        if reason:
-            for end, name in received.ports:
-                end.port.ended(name, "refused")
-            self._failed(room, reason)
-
-    def when_done(self, room: int, transfer_id: str, call: Callable[[], None]) -> None:
-        """Call when the outcome of what this rank sends is known here, too; never for another request's news."""
-        with self._lock:
-            received = self._of(room, transfer_id)
-            waited = list(received.incoming.values()) if received is not None else []
-        if received is None:
-            return
-        left = Counter(left=len(waited))
-
-        def one_more() -> None:
-            with self._lock:
-                left["left"] -= 1
-                last = left["left"] == 0
-            if last:
-                call()
-
-        for incoming in waited:
-            incoming.done.then(one_more)
-        if not waited:
-            call()
-
-    def landed(self, room: int, transfer_id: str, place_aux: Callable[[int], None]) -> bool:
-        """All of one rank is here: write the row by `place_aux(row)`. False if it is not, or is not wanted."""
-        with self._lock:
-            received = self._of(room, transfer_id)
-            if received is None or received.stopped or not received.arrived:
-                return False
-            place_aux(received.aux_row)
-            return True
-
-    def is_answered(self, room: int) -> bool:
-        """Whether every prefill rank has said where its node is; True for a room that is not open."""
-        return all(received.answered for received in self._all(room))
-
-    def which(self, room: int, transfer_ids: Sequence[str]) -> str:
-        """Which of these ids is one of the room's; empty for none."""
-        with self._lock:
-            here = self._rooms.get(room, {})
-            return next((one for one in transfer_ids if one in here), "")
-
-    def stop(self, room: int, reason: str) -> None:
-        """SGLang does not want it any more. Its pages are its own again when `is_quiet`."""
-        with self._lock:
-            stopped = [one for one in self._rooms.get(room, {}).values() if not one.stopped]
-            for received in stopped:
-                received.stopped = True
-        for received in stopped:
-            for end, name in received.ports:
-                end.port.ended(name, reason)
-
-    def is_quiet(self, room: int) -> bool:
-        """Nothing writes to the room's pages, and nothing ever will."""
-        return all(
-            (received.stopped or not received.places or len(received.incoming) == len(received.places))
-            and all(incoming.released.is_set() for incoming in list(received.incoming.values()))
-            for received in self._all(room)
-        )
-
-    def forget(self, room: int) -> None:
-        """The room is closed, and its pages are SGLang's."""
-        self.stop(room, "request_ended")
-        with self._lock:
-            self._rooms.pop(room, None)
-
-    def _all(self, room: int) -> list[_Received]:
-        with self._lock:
-            return list(self._rooms.get(room, {}).values())
-
-    def _of(self, room: int, transfer_id: str) -> _Received | None:
-        return self._rooms.get(room, {}).get(transfer_id)
-
-    def _done(self, room: int, transfer_id: str, incoming: Incoming) -> None:
-        if incoming.error is None:
-            return
-        with self._lock:
-            received = self._of(room, transfer_id)
-            mine = received is not None and not received.stopped
-        if mine:
-            self._failed(room, incoming.error.reason)
-
-
-def _receive(received: _Received, number: int, end: End, name: str, address: str, places: Sequence[int]) -> Incoming:
-    prefix = received.prefix_pages if number == KV else 0
-    table = [0] * prefix + list(places)
-    incoming = received.incoming[number] = end.port.receive(
-        name, name, address, len(table) * end.unit, by_layer=False
-    )
-    received.ports.append((end, name))
-    end.port.admitted(name, [table] * end.num_groups, prefix * end.unit)
-    return incoming
 
 
 def _reason(outgoing: Outgoing) -> str:

@@ -18,6 +18,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import sglang
@@ -32,10 +34,13 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from pdlink.config import SglangConfig, load
 from pdlink.errors import PdlinkError
 from pdlink.integrations.sglang_parts import opening, pool, versions, wire
+from pdlink.integrations.sglang_parts.arrivals import DecodeRooms
 from pdlink.integrations.sglang_parts.ends import Cut, Rank, comes_from_another, shared_heads
 from pdlink.integrations.sglang_parts.giving_up import GivingUp
+from pdlink.integrations.sglang_parts.gpu import GpuOrder
 from pdlink.integrations.sglang_parts.layerwise import Layerwise
-from pdlink.integrations.sglang_parts.rooms import KV, DecodeRooms, PrefillRooms
+from pdlink.integrations.sglang_parts.rooms import KV, PrefillRooms
+from pdlink.integrations.sglang_parts.stand_ins import Outstanding, Peer
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.integrations.trace_file import TraceFile
 from pdlink.store.line import Line
@@ -51,30 +56,6 @@ _MAX_REFUSED = 4096
 _LOOK_MS = 200
 """Of the listener, for `teardown`."""
 _STOP_S = 5.0
-
-
-class _Peer:
-    """What SGLang's code asks of an entry of `transfer_infos`: where decode's manager listens."""
-
-    def __init__(self, ask: wire.Ask) -> None:
-        self.endpoint, self.dst_port = ask.host, ask.port
-        self.is_dummy, self.required_dst_info_num = ask.dummy, ask.receivers
-
-
-class _Outstanding:
-    """SGLang's count of what is in flight for a room, from the transfers themselves."""
-
-    def __init__(self, rooms: PrefillRooms) -> None:
-        self._rooms = rooms
-
-    def get(self, room: int, default: int = 0) -> int:
-        return default if self._rooms.is_drained(room) else 1
-
-    def pop(self, room: int, default: int = 0) -> int:
-        return self.get(room, default)
-
-    def __contains__(self, room: int) -> bool:
-        return not self._rooms.is_drained(room)
 
 
 class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not installed where types are checked
@@ -93,6 +74,11 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         # The node is there before SGLang tells others about this rank.
         self.ends, self.layer_ids = opening.open_ends(settings, args, server_args, mode.value, latent=is_mla_backend)
         self.node = self.ends.own.port.node
+        memory: Any = self.ends.memory[0]
+        self.gpu: GpuOrder | None = None
+        """None where the KV is the host's."""
+        if memory.kind == "cuda":
+            self.gpu = GpuOrder(memory.make_event, memory.device.synchronize, memory.device.index)
         self.sending = PrefillRooms(self._sent, self._drained)
         self.receiving = DecodeRooms(self._lost)
         self._teller = Line("pdlink-sglang-tell")
@@ -102,7 +88,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         self.answer_s = settings.timeouts.other_leg_s
         super().__init__(args, mode, server_args, is_mla_backend)
         self.enable_staging = False
-        self._staging_outstanding = _Outstanding(self.sending)
+        self._staging_outstanding = Outstanding(self.sending)
         path = settings.timeline
         self._trace = TraceFile(self.node.name, path.replace("{rank}", str(args.engine_rank))) if path else None
         self._heartbeat: threading.Thread | None = None
@@ -130,6 +116,8 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         self._stopped.set()
         self._listener.join(_STOP_S)
         self._teller.close(_STOP_S)
+        if self.gpu is not None:
+            self.gpu.close()
         self.ends.close()
         if self._trace is not None:
             self._trace.close()
@@ -184,14 +172,19 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         is_last_chunk: bool,
         aux_index: int | None = None,
         state_indices: Any = None,
+        wait_event: Any = None,
         **_: Any,
     ) -> None:
-        """In the scheduler's thread. Does not wait: one native call for each layer."""
+        """In the scheduler's thread. Does not wait: one native call for each layer.
+
+        wait_event: of torch's, behind what may still write the pages (a cached prefix of the step before).
+        """
         if self.request_status.get(room) in (None, KVPoll.Failed):
             return
         if is_last_chunk and aux_index is not None:
             self._aux[room] = self.rows.read(aux_index)
-        self.sending.chunk(room, index_slice.start, kv_indices, last=is_last_chunk, states=state_indices)
+        with nullcontext() if self.gpu is None else self.gpu.behind(wait_event):
+            self.sending.chunk(room, index_slice.start, kv_indices, last=is_last_chunk, states=state_indices)
 
     def stop_room(self, room: int, reason: str) -> None:
         """Nothing of it is wanted any more, on this side."""
@@ -297,7 +290,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
                 self._ended(message)
 
     def _asked(self, ask: wire.Ask) -> None:
-        peer, refused = _Peer(ask), self._refused.get(ask.room, "")
+        peer, refused = Peer(ask), self._refused.get(ask.room, "")
         addresses: dict[int, str] = {}
         try:
             if not refused:
@@ -353,7 +346,11 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
             self._fail_here(here.room, str(error))
             return
         needless = comes_from_another(Rank(here.tp, rank.num_heads), rank.tp)
-        self.receiving.sender_is_at(here.room, here.transfer_id, ends, needs_kv=not needless)
+        offer = partial(self.receiving.sender_is_at, here.room, here.transfer_id, ends, needs_kv=not needless)
+        if self.gpu is None:
+            offer()
+        else:
+            self.gpu.after_all(offer, partial(self._lost, here.room))
 
     def _ended(self, news: wire.Status) -> None:
         """Where it is Success, decode's own node may hear a moment later that all is here."""
@@ -391,7 +388,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         self.sending.end(notice.room, "aborted")
         self._maybe_ack_drained_abort(notice.room)
 
-    def _send_to(self, peer: _Peer, frames: list[bytes]) -> None:
+    def _send_to(self, peer: Peer, frames: list[bytes]) -> None:
         from sglang.srt.utils.network import NetworkAddress
 
         place = NetworkAddress(peer.endpoint, peer.dst_port)

@@ -1,0 +1,234 @@
+"""SGLang's pools on a GPU: rooms, layers whose page numbers are still on the GPU, and offers, on the double.
+
+A rank's pools are memory that the double takes for a GPU's, K and V of each layer apart, as SGLang allocates them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pdlink.config.transport import TransportConfig
+from pdlink.cuda import buffers, driver
+from pdlink.cuda.buffers import DeviceMemory
+from pdlink.cuda.driver import Device, Event, Stream
+from pdlink.integrations.sglang_parts.arrivals import DecodeRooms
+from pdlink.integrations.sglang_parts.ends import Ends
+from pdlink.integrations.sglang_parts.gpu import GpuOrder, WrittenPages
+from pdlink.integrations.sglang_parts.pool import Memory, buffers_of, layout_of
+from pdlink.integrations.sglang_parts.rooms import KV, PrefillRooms
+from pdlink.kv.groups import KVGroups
+from pdlink.node.node import Node
+from tests.cuda.double import Kv, Reached
+from tests.cuda.fake import Fake
+
+PAGE, TOKEN, PAGES, LAYERS = 4, 64, 32, 3
+ITEM = PAGE * TOKEN
+WAIT_S = 20.0
+SRC, DST = [3, 9, 4, 12, 20], [4, 0, 15, 7, 21]
+
+
+class DriverEvent:
+    """A node's event, recorded on the stream that the test computes on."""
+
+    def __init__(self, device: Device, stream: Callable[[], int]) -> None:
+        self._event, self._stream = Event(device), stream
+
+    def record(self) -> None:
+        self._event.record(self._stream())
+
+    def synchronize(self) -> None:
+        while not self._event.done():
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        self._event.close()
+
+
+class Rank:
+    """Pools of one process, and what its manager keeps."""
+
+    def __init__(self, name: str, device: Device, seed: int, kind: str, made: ExitStack) -> None:
+        self.pools = [Kv(device, PAGES * ITEM, seed + entry, Reached) for entry in range(2 * LAYERS)]
+        pointers, lens = [one.ptr for one in self.pools], [PAGES * ITEM] * 2 * LAYERS
+        memory, places = buffers_of(pointers, lens, Memory(self, gpu=0))
+        groups, self.layers = layout_of(places, lens, [ITEM] * 2 * LAYERS, [*range(LAYERS)] * 2, PAGE, "float32")
+
+        def node(layout: KVGroups, suffix: str, meaning: str) -> Node:
+            return Node(f"{name}{suffix}", layout, memory, revision=meaning, transport=TransportConfig(kind=kind))
+
+        self.ends = Ends(groups, self.layers, [], node, memory)
+        self.gpu = GpuOrder(memory[0].make_event, device.synchronize, 0)  # type: ignore[arg-type]
+        self.lost: list[str] = []
+        self.over = threading.Event()
+        self.sending = PrefillRooms(self._concluded, lambda _: None)
+        self.receiving = DecodeRooms(lambda _, reason: self.lost.append(reason))
+        for one in self.pools:
+            made.callback(one.close)
+        made.callback(self.ends.close)
+        made.callback(self.gpu.close)
+
+    def _concluded(self, room: int, transfer_id: str, error: str) -> None:
+        self.lost += [error] if error else []
+        self.over.set()
+
+    def pages(self, numbers: list[int]) -> list[bytes]:
+        return [one.array[: PAGES * ITEM].reshape(PAGES, ITEM)[numbers].tobytes() for one in self.pools]
+
+
+Make = Callable[..., tuple[Rank, Rank]]
+
+
+@pytest.fixture
+def stream(device: Device) -> Iterator[Stream]:
+    """What both ranks compute on."""
+    made = Stream(device)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ranks(double: Fake, device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr(driver, "LIBRARY", double.path)
+    with ExitStack() as made:
+
+        def make_event(_: DeviceMemory) -> DriverEvent:
+            event = DriverEvent(device, lambda: stream.handle)
+            made.callback(event.close)
+            return event
+
+        monkeypatch.setattr(DeviceMemory, "make_event", make_event)
+        yield lambda kind="mapped": (Rank("p", device, 1, kind, made), Rank("d", device, 100, kind, made))
+
+
+def ask(prefill: Rank, decode: Rank, room: int, prefix: int = 0) -> str:
+    """Decode has pages and asks; its offer is the caller's."""
+    transfer_id = decode.receiving.open(room, prefix, DST, 0)
+    assert prefill.sending.asked(room, transfer_id, prefix, {KV: (prefill.ends.own, len(SRC))})
+    return transfer_id
+
+
+def offer(prefill: Rank, decode: Rank, room: int, transfer_id: str) -> Callable[[], None]:
+    where = {KV: (decode.ends.own, prefill.ends.own.port.node.address)}
+    return partial(decode.receiving.sender_is_at, room, transfer_id, where)
+
+
+@pytest.mark.parametrize(("kind", "lane"), [("mapped", "mapped-cuda"), ("tcp", "staged-tcp")])
+def test_a_chunk_goes_from_pools_to_pools(ranks: Make, kind: str, lane: str) -> None:
+    prefill, decode = ranks(kind)
+    transfer_id = ask(prefill, decode, 7)
+    decode.gpu.after_all(offer(prefill, decode, 7, transfer_id), decode.lost.append)
+    with prefill.gpu.behind(None):
+        prefill.sending.chunk(7, 0, SRC[:2], last=False)
+        prefill.sending.chunk(7, 2, SRC[2:], last=True)
+    assert prefill.over.wait(WAIT_S)
+    assert (prefill.lost, decode.lost) == ([], [])
+    assert decode.pages(DST) == prefill.pages(SRC)
+    assert [peer["lane"] for peer in prefill.ends.own.port.node.report().peers] == [lane]
+
+
+def test_a_layer_is_pushed_when_its_pass_has_written_it_and_the_hook_does_not_wait(
+    ranks: Make, double: Fake, stream: Stream
+) -> None:
+    """Nor are the numbers of its pages read before: they are on their way from the GPU, too."""
+    prefill, decode = ranks()
+    transfer_id = ask(prefill, decode, 7)
+    decode.gpu.after_all(offer(prefill, decode, 7, transfer_id), decode.lost.append)
+    assert wait(lambda: transfer_id in prefill.sending.transfer_ids(7))
+    before, numbers = decode.pages(DST), torch.zeros(len(SRC), dtype=torch.int64)
+    double.hold_stream(stream.handle)
+    try:
+        part = WrittenPages(prefill.sending, 7, 0, numbers, len(SRC))
+        for layer in range(LAYERS):
+            part.written(prefill.gpu, layer)
+        assert not prefill.over.wait(0.2)
+        assert decode.pages(DST) == before
+        numbers[:] = torch.tensor(SRC)
+    finally:
+        double.go_on_stream(stream.handle)
+    assert wait(lambda: decode.pages(DST) == prefill.pages(SRC)), "before the chunk is given"
+    prefill.sending.chunk(7, 0, SRC, last=True)
+    assert prefill.over.wait(WAIT_S)
+    assert (prefill.lost, decode.lost) == ([], [])
+
+
+def test_pages_of_a_pass_whose_room_is_another_request_s_by_now_are_dropped(
+    ranks: Make, double: Fake, stream: Stream
+) -> None:
+    prefill, decode = ranks()
+    ask(prefill, decode, 7)
+    double.hold_stream(stream.handle)
+    try:
+        part = WrittenPages(prefill.sending, 7, 0, torch.tensor([1, 1, 1, 1, 1]), len(SRC))
+        part.written(prefill.gpu, 0)
+        prefill.sending.end(7, "aborted")
+        decode.receiving.forget(7)
+        transfer_id = ask(prefill, decode, 7)
+    finally:
+        double.go_on_stream(stream.handle)
+    prefill.over.clear()
+    decode.gpu.after_all(offer(prefill, decode, 7, transfer_id), decode.lost.append)
+    prefill.gpu.later(lambda: prefill.sending.chunk(7, 0, SRC, last=True), prefill.lost.append)
+    assert wait(lambda: decode.pages(DST) == prefill.pages(SRC))
+
+
+def test_pages_are_offered_when_the_device_has_done_what_was_launched(
+    ranks: Make, double: Fake, device: Device
+) -> None:
+    """The last step of a request that has ended may still write them, on a stream that nobody tells us of."""
+    prefill, decode = ranks()
+    transfer_id = ask(prefill, decode, 7)
+    before = decode.pages(DST)
+    forward = Stream(device)
+    double.hold_stream(forward.handle)
+    try:
+        decode.gpu.after_all(offer(prefill, decode, 7, transfer_id), decode.lost.append)
+        prefill.sending.chunk(7, 0, SRC, last=True)
+        assert not prefill.over.wait(0.3)
+        assert decode.pages(DST) == before
+    finally:
+        double.go_on_stream(forward.handle)
+    assert prefill.over.wait(WAIT_S)
+    assert decode.pages(DST) == prefill.pages(SRC)
+    forward.close()
+
+
+def test_rooms_of_a_gpu_that_has_failed_hear_of_it(ranks: Make, double: Fake) -> None:
+    _, decode = ranks()
+    double.fail("cuCtxSynchronize", 700)
+    acted: list[int] = []
+    decode.gpu.after_all(lambda: acted.append(1), decode.lost.append)
+    assert wait(lambda: len(decode.lost) == 1)
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in decode.lost[0]
+    decode.gpu.after_all(lambda: acted.append(2), decode.lost.append)
+    assert wait(lambda: acted == [2])
+
+
+def test_an_event_is_recorded_on_the_stream_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that has chosen no GPU has number 0."""
+    recorded: list[object] = []
+    event = SimpleNamespace(record=recorded.append, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: f"stream of {index}")
+    memory: Any = DeviceMemory()
+    memory.device = SimpleNamespace(index=3)
+    memory.make_event().record()
+    assert recorded == ["stream of 3"]
+    assert isinstance(memory.make_event(), buffers._TorchEvent)
+
+
+def wait(true: Callable[[], object]) -> bool:
+    pause = threading.Event()
+    for _ in range(int(WAIT_S / 0.01)):
+        if true():
+            return True
+        pause.wait(0.01)
+    return False
