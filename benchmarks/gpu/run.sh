@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on a bare machine with nvcc, torch and no network: build, check on the GPU, benchmarks,
 # compute-sanitizer, check on the CPU. One stage that fails does not keep the others from running. A short table comes
-# last; the JSON is written after every benchmark, so that a run that is cut off leaves what it had.
+# last; the JSON is written after every benchmark, so that a run that is cut off leaves what it had. What a failure needs
+# lies beside it: gpu.log has the machine, all output and the tests' local variables, gpu-logs what servers have written.
 #
 #   benchmarks/gpu/run.sh [RESULTS_FOLDER [STAGE...]]     (default benchmarks/results, all stages: see `stages` below)
 #   benchmarks/gpu/run.sh --list                          (what would be run, and the bars; needs no GPU)
@@ -17,7 +18,7 @@ set -u -o pipefail
 PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
 cd "$(dirname "$0")/../.."
 source_tree=$PWD
-stages=(gpu-tests benchmarks vllm memcheck racecheck cpu-tests)
+stages=(gpu-tests benchmarks vllm sglang memcheck racecheck cpu-tests)
 python=${PYTHON:-python3}
 if [[ ${1:-} == --list || ${1:-} == --plan ]]; then
     echo "stages: build ${stages[*]}"
@@ -34,10 +35,28 @@ json=$results/$(date -u +%Y-%m-%d)-gpu.json
 outcomes=$work/stages
 log=$results/gpu.log
 mkdir -p "$work" && : > "$log" && : > "$outcomes" || exit 1
+rm -rf "$results/gpu-logs" "$work/pytest"
+{ # the machine, as far as it says
+    uname -srm
+    echo "files open at most: $(ulimit -n); cores: $(nproc); $(grep MemAvailable /proc/meminfo)"
+    nvidia-smi || echo "no nvidia-smi"
+    nvidia-smi topo -m
+    nvcc --version | tail -2
+    "$python" -m pip list --disable-pip-version-check 2> /dev/null | grep -iE '^(torch|triton|vllm|sglang|sgl|flashinfer|transformers|numba|numpy|pytest|libucx|nvidia-cuda-runtime|nixl|lmcache)'
+    env | grep -E '^(CUDA|NVIDIA|PYTORCH|TORCH|VLLM|SGLANG|UCX|PDLINK)_' | sort
+} >> "$log" 2>&1
 
 note() { # NAME OUTCOME SECONDS
     printf '%s\t%s\t%s\n' "$1" "$2" "$3" >> "$outcomes"
     [[ $2 == ok ]] || echo "== $1: $2" | tee -a "$log"
+}
+
+keep_logs() { # NAME: what servers have written in a stage that has failed, the last 256 KiB each
+    local folder=$results/gpu-logs/${1//[^[:alnum:]]/-} one
+    while IFS= read -r -d '' one; do
+        mkdir -p "$folder" && tail -c 262144 "$work/pytest/$one" > "$folder/${one//\//_}"
+    done < <(cd "$work/pytest" 2> /dev/null && find -- * -name '*.log' -type f -print0)
+    if [[ -d $folder ]]; then echo "== logs of its servers: $folder" | tee -a "$log"; fi
 }
 
 step() { # NAME SECONDS COMMAND...: run, write down how it ended; its status
@@ -54,6 +73,7 @@ step() { # NAME SECONDS COMMAND...: run, write down how it ended; its status
         124 | 137) note "$name" "FAILED: out of time" $((SECONDS - start)) ;;
         *) note "$name" "FAILED ($rc)" $((SECONDS - start)) ;;
     esac
+    ((rc == 0)) || keep_logs "$name"
     return "$rc"
 }
 
@@ -93,7 +113,7 @@ step build 400 bash -c build || exit 1
 cd "$tree" || exit 1 # "python -c" finds modules in the working directory first
 # Warnings of versions that nobody chose here are no failures, nor are settings of pytest plugins that are not here.
 pytest=("$python" -m pytest -p no:cacheprovider -p no:randomly -p no:benchmark -W default
-    -W ignore::pytest.PytestConfigWarning --timeout 120)
+    -W ignore::pytest.PytestConfigWarning --timeout 120 --showlocals --basetemp "$work/pytest")
 
 find_gpu='
 import sys
@@ -121,6 +141,13 @@ for stage in "${stages[@]}"; do
                 step "vLLM on the GPU" 300 "${pytest[@]}" tests/e2e/test_vllm_gpu.py -m "vllm and gpu"
             else
                 note "vLLM on the GPU" "absent: vLLM is not here" 0
+            fi
+            ;;
+        sglang)
+            if "$python" -c "import sglang" > /dev/null 2>&1; then
+                step "SGLang on the GPU" 300 "${pytest[@]}" tests/e2e/test_sglang_gpu.py -m "sglang and gpu"
+            else
+                note "SGLang on the GPU" "absent: SGLang is not here" 0
             fi
             ;;
         memcheck | racecheck)

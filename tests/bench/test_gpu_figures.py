@@ -137,3 +137,22 @@ def test_the_script_builds_every_native_module_that_the_package_imports() -> Non
     script = (ROOT / "benchmarks" / "gpu" / "run.sh").read_text()
     built = {name for names in re.findall(r"--target ((?:_\w+ )+)\|\|", script) for name in names.split()}
     assert built == modules
+
+
+def test_logs_of_servers_are_kept_of_a_stage_that_has_failed(tmp_path: Path) -> None:
+    """By the functions of the script; what pytest shows of a server that has died is often the last line alone."""
+    script = (ROOT / "benchmarks" / "gpu" / "run.sh").read_text()
+    functions = re.findall(r"^(?:note|keep_logs|step)\(\) \{.*?^\}$", script, re.DOTALL | re.MULTILINE)
+    assert len(functions) == 3
+    server = tmp_path / "work/pytest/one run0/pair"
+    server.mkdir(parents=True)
+    (server / "decode.log").write_text("x" * 300_000 + "the reason")
+    files = f"results={tmp_path} work={tmp_path}/work log={tmp_path}/gpu.log outcomes={tmp_path}/stages"
+    setting = f"set -u -o pipefail; {files} seconds=600"
+    commands = "step good 60 true; step 'vLLM on it' 60 false"
+    subprocess.run(["bash", "-c", "\n".join([setting, *functions, commands])], check=False, timeout=60)
+    [kept] = (tmp_path / "gpu-logs").rglob("*.*")
+    assert kept == tmp_path / "gpu-logs/vLLM-on-it/one run0_pair_decode.log"
+    assert kept.read_text().endswith("xxx" + "the reason")
+    assert kept.stat().st_size == 256 << 10
+    assert "vLLM on it\tFAILED (1)" in (tmp_path / "stages").read_text()

@@ -129,16 +129,20 @@ class SglangPair:
         flags: Sequence[str] = (),
         *,
         environment: Mapping[str, str] | None = None,
+        kind: type[SglangServer] = SglangServer,
         **of_role: Sequence[str],
     ) -> SglangPair:
-        """Servers of the checkpoint `model` in this folder, all ready. of_role: more flags for prefill or decode."""
+        """Servers of the checkpoint `model` in this folder, all ready. kind: of them.
+
+        of_role: more flags for prefill or decode.
+        """
         timeline = place / "timeline-0.json"
         backend = ["--disaggregation-transfer-backend", "pdlink", *flags]
         # SGLang's default keeps retracted requests in memory that only CUDA pins.
         backend += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
         timed = {"PDLINK_TIMELINE": str(place / "timeline-{rank}.json")}
         servers = [
-            SglangServer(
+            kind(
                 role,
                 place / "model",
                 place / f"{role}.log",

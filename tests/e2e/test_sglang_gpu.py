@@ -1,0 +1,106 @@
+"""SGLang on a GPU: prefill and decode share one by shares of its memory, and answer as one server alone.
+
+Needs SGLang's build for CUDA; a stage of `make gpu`. It has not run yet.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("needs SGLang", allow_module_level=True)
+
+import torch  # noqa: E402
+
+from tests.e2e.engine_servers import MODEL, prompt_of  # noqa: E402
+from tests.e2e.sglang_servers import ROOT, SglangPair, SglangServer, save_checkpoint, tokens_of  # noqa: E402
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.gpu,
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+FLAGS = [
+    *("--device", "cuda", "--dtype", "bfloat16", "--attention-backend", "triton", "--grammar-backend", "none"),
+    *("--sampling-backend", "pytorch", "--max-total-tokens", "16384", "--page-size", "16", "--host", "127.0.0.1"),
+    *("--mem-fraction-static", "0.3", "--context-length", "8192", "--chunked-prefill-size", "256"),
+    *("--served-model-name", MODEL, "--skip-server-warmup", "--disable-radix-cache"),
+]
+LENGTHS = [1, 33, 513, 2000]
+PLUGINS = "sglang.srt.plugins"
+
+
+class GpuServer(SglangServer):
+    def command(self) -> list[str]:
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model)]
+        command += ["--port", str(self.port), *FLAGS, *self.flags]
+        if "--disaggregation-mode" in self.flags:
+            command += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
+        return command
+
+    def settings(self) -> dict[str, str]:
+        place = Path(self.model).parent / "plugin"
+        if not any(
+            one.name == "pdlink" for one in entry_points(group=PLUGINS)
+        ):  # pdlink is a folder on the path here
+            told = place / "pdlink_plugin-0.dist-info"
+            told.mkdir(parents=True, exist_ok=True)
+            (told / "METADATA").write_text("Metadata-Version: 2.1\nName: pdlink-plugin\nVersion: 0\n")
+            (told / "entry_points.txt").write_text(f"[{PLUGINS}]\npdlink = pdlink.integrations.sglang:register\n")
+        path = ":".join([str(place), str(ROOT), *sys.path[1:]])
+        return {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path, **self.environment}
+
+
+class Lane(NamedTuple):
+    name: str
+    kind: str
+    flags: list[str]
+
+
+LANES = {
+    "mapped-cuda, layer by layer": Lane("mapped-cuda", "mapped", ["--cuda-graph-backend-prefill", "disabled"]),
+    "staged-tcp, without overlap": Lane("staged-tcp", "tcp", ["--disable-overlap-schedule"]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sglang-gpu")
+    save_checkpoint(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[int, list[int]]:
+    alone = GpuServer("alone", folder / "model", folder / "alone.log", []).start()
+    try:
+        alone.wait_ready()
+        return {length: tokens_of(alone.complete(prompt_of(length, length))) for length in LENGTHS}
+    finally:
+        alone.kill()
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_tokens_are_those_of_one_server_on_the_gpu(folder: Path, expected: dict[int, list[int]], lane: str) -> None:
+    name, kind, flags = LANES[lane]
+    place = folder / kind
+    place.mkdir()
+    (place / "model").symlink_to(folder / "model")
+    settings = {"PDLINK_TRANSPORT__KIND": kind, "PDLINK_TRANSPORT__REQUIRE": name}
+    pair = SglangPair.of(place, flags, environment=settings, kind=GpuServer)
+    try:
+        assert {length: pair.tokens(prompt_of(length, length)) for length in LENGTHS} == expected
+        early = "a prompt's KV was pushed layer by layer"
+        assert (early in pair.prefill.output()) or "layer by layer" not in lane
+    finally:
+        pair.stop()
