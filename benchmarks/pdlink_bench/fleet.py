@@ -38,6 +38,8 @@ REPORT_S = 0.5
 """Between two reports of a worker, as `ProxyConfig.health_interval_s`."""
 MANY_REPORT_S = 0.1
 """The same where several routers share the workers."""
+FAR = 20
+"""Times as long for KV to another rack."""
 TIMED = 16
 """One placement of so many has its CPU measured: asking for it may cost more than the placement."""
 
@@ -118,13 +120,15 @@ class Simulation:
         publish: bool = False,
         routers: int = 1,
         away: float = 0.0,
+        racks: int = 1,
         cache_tokens: tuple[int, int] | None = None,
         seed: int = 1,
     ) -> None:
         """slow: share of the workers of each leg that take twice as long. publish: workers say what KV they have.
         routers: that get the requests in turn, and know what they sent and what workers report. away: mean share of
-        the workers that fail or drain at any time, by a schedule of this seed. cache_tokens: of
-        prompts, that a worker of each leg keeps; None for all that its memory holds."""
+        the workers that fail or drain at any time, by a schedule of this seed. racks: over which the workers are
+        dealt out; KV takes `FAR` times as long between two. cache_tokens: of prompts, that a worker of each leg
+        keeps; None for all that its memory holds."""
         self._curves = curves = curves or Curves()
         kept = cache_tokens or (curves.pool_tokens, curves.pool_tokens)
         self._caches = [
@@ -145,7 +149,7 @@ class Simulation:
         self._numbers = itertools.count()
         self._now = 0.0
         self._place_s, self._num_places, self._cached_tokens = 0.0, 0, 0
-        self._away, self._seed, self._failed_legs = away, seed, 0
+        self._away, self._seed, self._failed_legs, self._racks = away, seed, 0, racks
 
     def run(self, traffic: Traffic) -> Outcome:
         """Every request to its end."""
@@ -213,7 +217,7 @@ class Simulation:
             for number in self._news[0] if len(self._routers) > 1 else ():
                 row = prefills[number]
                 router.worker(Leg.PREFILL, number).work.heard(int(row["requests"]), None, int(row["load"]))
-            router.compare()
+            router.compare(self._now)
         for news in self._news:
             news.clear()
         self._serve()
@@ -276,6 +280,7 @@ class Simulation:
             here.keep(keys)
             there.keep(keys)
         self._jobs[job.number] = job
+        moved *= 1 if one % self._racks == to % self._racks else FAR
         self._core.enter(job.number, one, to, new, moved, now)
         return True
 
@@ -306,6 +311,10 @@ class Simulation:
         seen.work.finished(job.work[leg], self._now, served=True)
         seen.breaker.end(job.calls[leg], self._now, failed=False)
         seen.judged()
+        if leg and job.wanted.answer_tokens > 1:
+            row, (one, to) = self._core.arrays.jobs[number], job.seen
+            took_s = float(row["began_s"] - row["prefilled_s"])
+            job.router.pair_times.took(one.work.key, to.work.key, job.wanted.num_tokens, took_s, self._now)
         self._news[leg].add(seen.work.row)
 
 

@@ -13,7 +13,7 @@ from pdlink_proxy.policies.registry import POLICIES
 
 from . import harness, plot
 from .chats import conversations
-from .fleet import Simulation, at_load
+from .fleet import FAR, Simulation, at_load
 from .harness import Report, Table, positive, positive_float
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _DEFAULT = ",".join(DEFAULT_POLICIES.values())
 _EVENTS = "events:"
+FOR_EVER_S = 1e9
+"""`Curves.grace_s` of engines whose answers are decode's alone."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="mean share of workers that fail or drain, for 20 s on average, by the seed; default %(default)s",
     )
+    parser.add_argument(
+        "--racks",
+        type=positive,
+        default=1,
+        help=f"over which the workers are dealt out: KV takes {FAR} times as long between two, and times are those "
+        "of decode's first token; default %(default)s",
+    )
     harness.add_output_arguments(parser, draws=True)
 
 
@@ -77,11 +86,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace, progress: Progress) -> Report:
-    curves, policies = Curves(), args.policy or [*POLICIES, _DEFAULT, f"{_EVENTS}{_DEFAULT}"]
+    curves = Curves(grace_s=FOR_EVER_S if args.racks > 1 else 0.0)
+    policies = args.policy or [*POLICIES, _DEFAULT, f"{_EVENTS}{_DEFAULT}"]
     requests = read_trace(args.trace, args.requests) if args.trace else conversations(args.requests, args.seed)
     what = requests.name
     fleets = args.fleet or [(8, 8), (100, 100)]
-    how = f"load {args.load:g}, slow {args.slow:g}, away {args.away:g}, routers {args.routers}, seed {args.seed}"
+    how = f"load {args.load:g}, slow {args.slow:g}, away {args.away:g}, racks {args.racks}, "
+    how += f"routers {args.routers}, seed {args.seed}"
     shown: list[str | Table] = [f"{what}: {len(requests)} requests, {how}"]
     kept: dict[str, dict[str, dict[str, float]]] = {}
     task = progress.add_task("route", total=len(fleets) * len(policies))
@@ -104,6 +115,8 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
                 publish=publish,
                 routers=args.routers,
                 away=args.away,
+                racks=args.racks,
+                curves=curves,
                 seed=args.seed,
             )
             outcome = simulation.run(paced)
@@ -128,6 +141,7 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
             "load": args.load,
             "slow": args.slow,
             "away": args.away,
+            "racks": args.racks,
             "routers": args.routers,
             "fleets": kept,
         },

@@ -14,7 +14,7 @@ from pdlink.kv.hashing import chain as chained
 from pdlink.kv.hashing import namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from .table import Column, Table, Workers
 
@@ -64,6 +64,8 @@ class PlacementRequest:
     """Of a text, its first token ids, as far as they are known; see `Tokenizing`."""
     held: Mapping[str, int] = field(default_factory=dict)
     """By key of a worker that `publishes`, tokens of the prompt whose KV it says it has."""
+    behind: Mapping[str, float] | None = None
+    """Of decode's worker, once it is chosen: see `pair_times.Behind`."""
 
     @property
     def keys(self) -> Sequence[Hashable]:
@@ -220,10 +222,15 @@ class WorkerState:
                 table.tell_room(self, self.row)
 
 
+def mean_speed(workers: Iterable[WorkerState]) -> float:
+    """Tokens per second of those of which it is measured; 0 if there are none."""
+    speeds = [worker.tokens_per_s for worker in workers if worker.tokens_per_s is not None]
+    return sum(speeds) / len(speeds) if speeds else 0.0
+
+
 def compare(workers: Sequence[WorkerState]) -> None:
     """Set `slowness` of the workers of one pool."""
-    speeds = [worker.tokens_per_s for worker in workers if worker.tokens_per_s is not None]
-    mean = sum(speeds) / len(speeds) if speeds else 0.0
+    mean = mean_speed(workers)
     for worker in workers:
         ratio = mean / worker.tokens_per_s if worker.tokens_per_s else 1.0
         worker.compared(ratio if ratio > _NOISE or ratio * _NOISE < 1 else 1.0)
@@ -244,6 +251,8 @@ class Fleet(msgspec.Struct, frozen=True):
     """Workers that serve requests by themselves."""
     grouped: bool = False
     """Its workers are of several groups (`WorkerState.group`)."""
+    behind: Mapping[str, Mapping[str, float]] = {}
+    """What its pairs differ by: see `pair_times.Behind`."""
 
 
 def fitting(workers: Workers, others: Workers) -> Workers:

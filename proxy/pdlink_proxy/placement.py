@@ -137,6 +137,7 @@ class Placer:
             return Placed(None, decode, misfit=there)
         if prefills.num == 1:
             return Placed(prefills[0], decode)
+        request.behind = fleet.behind.get(decode.key) if fleet.behind else None
         prefill = self._pick(self.prefill, request, prefills, turn)
         return Placed(prefill.worker, decode, prefill.cached_tokens)
 

@@ -17,11 +17,12 @@ import msgspec
 from pdlink.errors import ConfigError
 
 from .cells import Cells
-from .fleet import Fleet, PlacementRequest, WorkerState, compare
+from .fleet import Fleet, PlacementRequest, WorkerState, compare, mean_speed
 from .kv_events import KVEvents, source
 from .load_table import LoadTable, name_of
 from .mismatches import mismatched
 from .outliers import leave_out
+from .pair_times import PairTimes
 from .placement import Placed, Placer, Queued, Refused
 from .refusals import Refusals
 from .side import Side
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .dialects import Health
     from .membership import Entry, Members
     from .mismatches import Mismatch
+    from .records import Records
     from .refusals import RefusedPair
 
 log = logging.getLogger("pdlink.proxy")
@@ -78,6 +80,11 @@ class Pools:
         self._groups: set[tuple[str, str]] = set()
         """Of the workers: with one of them KV may move between any two."""
         self.refusals = Refusals()
+        self._pair_times = PairTimes()
+        self.records: Records | None = None
+        """Of the requests of this proxy: what their pairs took."""
+        self._num_read = 0
+        """Of them."""
         self.mismatches: list[Mismatch] = []
         """Of the last comparison."""
         self._alone: RefusedPair | None = None
@@ -247,9 +254,23 @@ class Pools:
             for side in Leg:
                 compare([each.work for each in self.workers[side]])
                 self._look_for_outliers(side)
+            self._compare_pairs()
+
+    def _compare_pairs(self) -> None:
+        if self.records is None or not (num_new := self.records.num_ended - self._num_read):
+            return
+        self._num_read, now = self.records.num_ended, time.monotonic()
+        keys = {worker.label: worker.work.key for worker in self.all}
+        for record in list(self.records)[-num_new:]:
+            if (took_s := record.handover_s) is None or record.prefill not in keys or record.decode not in keys:
+                continue
+            one, to = keys[record.prefill], keys[record.decode]
+            self._pair_times.took(one, to, record.prompt_tokens, took_s, now)
+        self._pair_times.compare(mean_speed(each.work for each in self.workers[Leg.PREFILL]), now)
 
     def _forget(self, work: WorkerState) -> None:
         self._placer.forget(work.key)
+        self._pair_times.forget(work.key)
         if self.load_table is not None:
             self.load_table.forget(work.beside_name)
         work.beside_name = 0
@@ -290,6 +311,7 @@ class Pools:
             needs_prefill,
             decode.plain or (),
             len(self._groups) > 1,
+            self._pair_times.behind,
         )
         placed = self._placer.place(request, fleet, full=full)
         if not isinstance(placed, Placed):

@@ -6,6 +6,8 @@ from collections import deque
 
 import msgspec
 
+from pdlink.protocol import kv_path
+
 MAX_RECORDS = 1000
 
 
@@ -59,6 +61,18 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     """Of all attempts, in the order in which they were sent."""
     per_token_s: float | None = None
     """Mean time of each token after the first one; None of an answer without such tokens."""
+
+    @property
+    def handover_s(self) -> float | None:
+        """Of a stream whose KV was transferred in its only attempt, how long decode's first token came after
+        prefill's; None of others. Of an answer in one piece decode's time is that of its end."""
+        if self.prefill is None or self.attempts != 1 or self.prefill_s is None or self.decode_s is None:
+            return None
+        if self.ttft_s is None or self.ttft_s == self.prefill_s or self.outcome != "ok":
+            return None
+        if kv_path.path_of(self.kv) == kv_path.RECOMPUTED:
+            return None
+        return self.decode_s - self.prefill_s
 
 
 class Records(deque[RequestRecord]):

@@ -76,6 +76,7 @@ class Shared:
     """A look for workers that other processes have left is due."""
 
     def __post_init__(self) -> None:
+        self.pools.records = self.records
         self.adopt(self.config)
 
     def adopt(self, config: ProxyConfig) -> None:

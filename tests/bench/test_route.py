@@ -13,6 +13,7 @@ from pdlink.plan.curves import Curves
 from pdlink.plan.fluid import play
 from pdlink_bench.chats import conversations
 from pdlink_bench.fleet import Outcome, Routed, Simulation, at_load
+from pdlink_proxy.pair_times import PairTimes
 from pdlink_proxy.policies.registry import POLICIES
 
 CURVES = Curves()
@@ -109,3 +110,16 @@ def test_workers_that_fail_and_drain_lose_no_request_and_breakers_keep_most_away
     # Without breakers every tenth leg would fail: 0.2 of the workers are away, and half of those fail.
     assert 0 < outcome.failed_legs < 0.05 * 2 * 600
     assert outcome.ttft_s == Simulation((policy, policy), 8, 8, away=0.2, seed=seed).run(requests).ttft_s
+
+
+def test_cost_learns_which_pairs_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before engines whose answers are decode's alone, and links that are slower than prefill."""
+    curves = Curves(grace_s=1e9)
+    requests = at_load(conversations(3000, 1), 0.6, 16, curves)
+
+    def mean_s() -> float:
+        return fmean(Simulation(("cost", "cost"), 16, 16, curves=curves, racks=4).run(requests).ttft_s)
+
+    knows = mean_s()
+    monkeypatch.setattr(PairTimes, "took", lambda *_: None)
+    assert knows < 0.9 * mean_s()

@@ -1,0 +1,137 @@
+"""What pairs of workers differ by: the way of the KV, as streams have shown it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdlink_proxy.fleet import Fleet
+from pdlink_proxy.pair_times import FEW, FORGOTTEN_S, MIN_TOKENS, PairTimes
+from pdlink_proxy.placement import Placed, Placer
+from pdlink_proxy.records import RequestRecord
+from pdlink_proxy.steps import Leg
+from tests.proxy.fakes import FakeWorker, proxy_of, until
+from tests.proxy.policies.fleets import pool, request
+
+SPEED = 1000.0
+"""Tokens per second of a mean prefill worker."""
+
+
+def took(times: PairTimes, seconds_per_token: dict[tuple[str, str], float]) -> None:
+    for (prefill, decode), each in seconds_per_token.items():
+        for _ in range(2 * FEW):
+            times.took(prefill, decode, 2000, 2000 * each, 0.0)
+    times.compare(SPEED, 0.0)
+
+
+def test_a_longer_way_is_told_in_tokens_of_prefill() -> None:
+    times = PairTimes()
+    took(times, {("near", "d"): 1e-3, ("far", "d"): 3e-3, ("far", "e"): 3e-3})
+    assert times.behind == {"d": {"far": pytest.approx(2.0)}}, "e has one pair, which nothing is better than"
+
+
+def test_what_a_decode_worker_takes_itself_makes_no_way_longer() -> None:
+    times = PairTimes()
+    took(times, {(prefill, decode): own for decode, own in (("d", 1e-3), ("e", 9e-3)) for prefill in ("a", "b")})
+    assert times.behind == {}
+
+
+def test_small_differences_few_prompts_and_short_ones_prove_nothing() -> None:
+    rng = random.Random(1)
+    times = PairTimes()
+    for _ in range(200):
+        for prefill in ("a", "b", "c"):
+            times.took(prefill, "d", 2000, 2000 * 1e-4 * rng.uniform(0.7, 1.3), 0.0)
+    for _ in range(FEW - 1):
+        times.took("seldom", "d", 2000, 90.0, 0.0)
+    for _ in range(FEW):
+        times.took("short", "d", MIN_TOKENS - 1, 90.0, 0.0)
+    times.compare(SPEED, 0.0)
+    assert times.behind == {}
+    times.took("seldom", "d", 2000, 90.0, 0.0)
+    times.compare(0.0, 0.0)
+    assert times.behind == {}, "nobody knows how fast prefill is"
+    times.compare(SPEED, 0.0)
+    assert times.behind["d"].keys() == {"seldom"}
+
+
+def test_a_pair_that_is_avoided_is_tried_again_and_one_that_is_gone_is_forgotten() -> None:
+    times = PairTimes()
+    pairs = {("near", "d"): 1e-3, ("far", "d"): 3e-3}
+    took(times, pairs)
+    times.compare(SPEED, FORGOTTEN_S)
+    assert times.behind
+    times.compare(SPEED, FORGOTTEN_S + 1)
+    assert times.behind == {}
+    for gone in ("far", "d"):
+        took(times, pairs)
+        times.forget(gone)
+        times.compare(SPEED, 0.0)
+        assert times.behind == {}
+
+
+def test_cost_sends_a_prompt_the_long_way_only_where_that_is_sooner() -> None:
+    prefills, decodes = pool(0, 0), pool(0)
+    near, far = prefills
+    behind = {decodes[0].key: {far.key: 2.0}}
+    placer = Placer("cost", "least_loaded")
+
+    def chosen() -> Any:
+        found = placer.place(request(1, 2, 3), Fleet(prefills, decodes, behind=behind))
+        assert isinstance(found, Placed)
+        return found.prefill
+
+    assert [chosen() for _ in range(4)] == [near] * 4
+    near.sent(2 * request(1, 2, 3).num_tokens + 1, 0.0)
+    assert chosen() is far
+
+
+def record_of(prefill: str, decode: str, handover_s: float) -> RequestRecord:
+    fields: dict[str, Any] = {
+        "request_id": "r",
+        "at_s": 0.0,
+        "outcome": "ok",
+        "kv": "transferred",
+        "prompt_tokens": 4000,
+    }
+    fields |= {"attempts": 1, "total_s": 9.0, "queued_s": 0.0, "prefill_s": 1.0, "decode_s": 1.0 + handover_s}
+    fields |= {"ttft_s": 1.01, "transfer_id": "t", "prefill": prefill, "decode": decode, "prompt_tokens": 4000}
+    return RequestRecord(**fields)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"ttft_s": 1.0},  # of an answer in one piece decode's time is its end
+        {"kv": "recomputed"},
+        {"outcome": "broken"},
+        {"attempts": 2},
+        {"prefill": None},
+        {"decode_s": None},
+        {"prefill_s": None},
+    ],
+)
+def test_only_streams_whose_kv_came_at_once_tell_of_the_way(more: dict[str, Any]) -> None:
+    assert record_of("p", "d", 0.25).handover_s == 0.25
+    assert msgspec.structs.replace(record_of("p", "d", 0.25), **more).handover_s is None
+
+
+async def test_a_proxy_learns_the_ways_of_its_workers_from_their_streams(
+    prefills: list[FakeWorker], decode: FakeWorker
+) -> None:
+    async with proxy_of(prefills, [decode], policy="cost") as proxy:
+        pools, records = proxy.router.shared.pools, proxy.router.shared.records
+        for each in pools.workers[Leg.PREFILL]:  # as they would be after some work
+            each.work.sent(4000, 0.0)
+            each.work.finished(4000, 1.0, served=True)
+        for label, handover_s in (("prefill-0", 2.0), ("prefill-1", 0.1)):
+            for _ in range(FEW):
+                records.append(record_of(label, "decode-0", handover_s))
+        await until(lambda: bool(pools._pair_times.behind), "the next comparison")
+        for _ in range(6):
+            async with proxy.post() as response:
+                assert response.status == 200
+        assert [len(each.received) for each in prefills] == [0, 6]
