@@ -54,7 +54,7 @@ def sparse(nbytes: int) -> torch.Tensor:
 
 
 def test_elements_past_two_to_the_31_are_reached() -> None:
-    """Two planes of 5 GiB: element numbers need 33 bits, byte offsets 34."""
+    """Two planes of 5 GiB: element numbers need 33 bits, byte offsets 34 (lmcache#2403)."""
     block_tokens, heads, head_dim = 16, 4, 64
     num_blocks = 5 * 2**30 // (block_tokens * heads * head_dim * 2)
     pages = sparse(10 * 2**30).view(torch.bfloat16).view(2, num_blocks, block_tokens, heads, head_dim)

@@ -110,7 +110,7 @@ def test_kv_of_gpus_travels_through_slots_and_into_blocks_of_another_size(
 def test_nothing_is_gathered_before_the_layer_is_written(
     pair: Callable[..., tuple[GpuNode, GpuNode]], double: Fake
 ) -> None:
-    """The event behind a layer stands for kernels that still run."""
+    """The event behind a layer stands for kernels that still run (sglang#33970)."""
     written = threading.Event()
 
     class Held(Reached):

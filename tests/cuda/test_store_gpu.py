@@ -185,6 +185,7 @@ def test_kv_of_the_host_comes_into_pages_of_a_gpu(made: Any) -> None:
 def test_a_layer_is_stored_when_the_kernels_that_write_it_have_run_and_the_engine_does_not_wait(
     made: Any, held: Any
 ) -> None:
+    """A store that read them sooner kept garbage (vllm#45704)."""
     engine = made()
     held(engine.stream.handle)
     prompt, blocks = engine.source.prompt("p", PROMPT), engine.blocks(1)
