@@ -50,6 +50,18 @@ def test_only_rank_of_a_key_has_the_name_of_the_key() -> None:
     assert names(keyed, KEYS, engines=1) == ["decode-1", "decode-1"], "each shard has a key, and its name"
 
 
+def test_engines_that_vllm_shares_out_by_itself_cannot_prefill_through_one_port() -> None:
+    """Decode would ask the one that has the port, whichever computes the prompt."""
+    with pytest.raises(ConfigError, match=r"control_port: got 8500 for several data parallel.*--data-parallel-rank"):
+        names({"control_port": 8500}, None, ranks=1, engines=2)
+    assert len(names({"control_port": 8500}, None, engines=1)) == 2
+    parallel = SimpleNamespace(
+        rank=0, tensor_parallel_size=1, data_parallel_index=1, data_parallel_external_lb=True, data_parallel_size=2
+    )
+    config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=SimpleNamespace(engine_id="e"))
+    assert Rank(config, None, read({"control_port": 8501}))
+
+
 def test_engine_id_of_any_characters_makes_a_name() -> None:
     parallel = SimpleNamespace(rank=0, tensor_parallel_size=1)
     config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=SimpleNamespace(engine_id="my engine\n#1"))

@@ -48,8 +48,14 @@ class Rank:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
         """Raises UnsupportedCache for shards or stages that do not fit the ranks, ConfigError for ranks that share a
-        folder."""
+        folder, or engines that share a control port."""
         self._config, self._cache_config, self._settings = vllm_config, kv_cache_config, settings
+        if settings.control_port and versions.shares_a_port(vllm_config):
+            raise ConfigError(
+                f"kv_connector_extra_config: control_port: got {settings.control_port} for several data parallel "
+                "engines behind one HTTP port, of which decode cannot tell the one that computes its prompt; limit "
+                "one engine for each prefill server; start each by itself, with --data-parallel-rank and its own port"
+            )
         self._place = place = versions.place(vllm_config)
         num_parts, self._num_stages = settings.shards or place.num_ranks, settings.stages or place.num_stages
         self._num_shards = num_parts * self._num_stages

@@ -247,6 +247,12 @@ def data_parallel_index(vllm_config: Any) -> int:
     return int(getattr(parallel, "data_parallel_index", 0) or getattr(parallel, "data_parallel_rank", 0))
 
 
+def shares_a_port(vllm_config: Any) -> bool:
+    """Whether this is a further data-parallel engine of a server, which vLLM gives requests by itself."""
+    parallel = vllm_config.parallel_config
+    return data_parallel_index(vllm_config) > 0 and not getattr(parallel, "data_parallel_external_lb", False)
+
+
 def content(vllm_config: Any) -> str:
     """Digest of the files that this server loads: a name that both servers serve says nothing about them.
 
