@@ -150,7 +150,12 @@ class ProxyConfig(Section):
     queue_size: int = Field(default=1024, ge=0)
     """Requests that may wait for a worker; more are answered 429. 0 never waits."""
     queue_timeout_s: Seconds = 60.0
-    """Longest wait while every decode worker is full, by its own account of free blocks."""
+    """Longest wait while every decode worker is full, by its own account of free blocks, or every prefill worker by
+    `prefill_queue_tokens`."""
+    prefill_queue_tokens: int = Field(default=0, ge=0)
+    """Tokens of prompts to compute with which a prefill worker gets no more requests: they wait here, where `shares`
+    and priorities count, and not in its line. An idle one gets any. What it computes in a few seconds keeps it busy.
+    0 sets no limit."""
     no_worker_timeout_s: float = Field(default=2.0, ge=0)
     """Longest wait while there is no healthy worker, as in a rolling update; then the answer is 503."""
     shares: dict[str, Annotated[float, Field(gt=0)]] = Field(default={}, repr=False)

@@ -91,11 +91,13 @@ class Placer:
             if routers > 1 and policy.herds
         }
         self._alone = alone
+        self.prefill_queue_tokens = 0
+        """A prefill worker that has so many to do gets no more; 0 for no limit."""
         self._turn = salt
         """Routers of equal turns would draw the same workers by chance."""
 
     def place(self, request: PlacementRequest, fleet: Fleet, *, full: bool = False) -> Decision:
-        """full: decode workers without room for it may get it, too."""
+        """full: workers without room for it may get it, too."""
         prefills, decodes = fleet.prefill, fleet.decode
         if not isinstance(prefills, Workers):
             prefills = Workers.of(prefills)
@@ -115,6 +117,10 @@ class Placer:
             prefills, decodes = _others(prefills, request.avoid), _others(decodes, request.avoid)
         if not full and not (decodes := _with_room(decodes, request.num_tokens + request.answer_tokens)).num:
             return Queued(f"no decode worker has room for {request.total_tokens} tokens", empty=False)
+        busy = False
+        if self.prefill_queue_tokens and not full and prefills.num:
+            free = prefills.only(prefills.table.load < self.prefill_queue_tokens)
+            busy, prefills = not free.num, free if free.num else prefills
         self._turn += 1
         if fleet.refused:
             decodes = _not_refused(decodes, prefills, fleet.refused) or decodes
@@ -127,6 +133,9 @@ class Placer:
         computes = request.held or self._alone.tokens or self._alone.idle_tokens  # else decode lacks too much
         if computes and not fleet.needs_prefill and (reason := self._alone.reason(request, decode)):
             return Placed(None, decode, alone=reason)
+        if busy:
+            limit = f"{self.prefill_queue_tokens} tokens to do (prefill_queue_tokens)"
+            return Queued(f"every prefill worker has at least {limit}", empty=False)
         if fleet.refused:
             prefills = prefills.without({one for one, to in fleet.refused if to == decode.key})
         if fleet.grouped:

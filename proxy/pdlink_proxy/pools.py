@@ -328,6 +328,10 @@ class Pools:
             self._tell_alone(refused)
         return Choice(None, to, refused=refused, alone=placed.alone)
 
+    def limit_prefill(self, tokens: int) -> None:
+        """See `Placer.prefill_queue_tokens`."""
+        self._placer.prefill_queue_tokens = tokens
+
     def _barred_legs(self) -> frozenset[str]:
         return frozenset(leg.value for leg in Leg if self.barred(leg))
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 LIVE = frozenset(
     (
         *("api_keys", "api_key_file", "rate_limit", "rate_limits", "shares"),
-        *("queue_size", "queue_timeout_s", "no_worker_timeout_s", "drain_s"),
+        *("queue_size", "queue_timeout_s", "no_worker_timeout_s", "prefill_queue_tokens", "drain_s"),
         *("retries", "hedge_factor", "hedge_after_s", "recover_streams", "on_no_prefill"),
         *("first_byte_timeout_s", "idle_timeout_s", "request_timeout_s", "kv_header_grace_s", "decision_share"),
         *("prefill", "decode", "both", "control", "cells", "kv_events"),

@@ -83,6 +83,7 @@ class Shared:
         """These are the settings from now on."""
         self.config = config
         self.queue.size, self.queue.weights = config.queue_size, config.shares
+        self.pools.limit_prefill(config.prefill_queue_tokens)
         self.may_decode_alone = config.on_no_prefill == "decode_only" and self.dialect.decode_computes
         self.limits = Limits(
             retries=config.retries,

@@ -72,6 +72,37 @@ def test_decode_without_room_gets_nothing_and_an_idle_one_is_asked_for_what_neve
     assert placer.place(request(1), Fleet(prefill, [idle])) == Placed(prefill[0], idle)
 
 
+def test_a_prefill_worker_with_enough_to_do_gets_nothing_more() -> None:
+    found = round_robin()
+    found.prefill_queue_tokens = 1000
+    prefills, decodes = [worker("p0"), worker("p1")], [worker("d")]
+    request = PlacementRequest("m", 5000, 10)
+
+    def given() -> list[str]:
+        names = []
+        for _ in range(4):
+            placed = found.place(request, Fleet(prefills, decodes))
+            names.append(placed.prefill.key if isinstance(placed, Placed) and placed.prefill is not None else "")
+        return names
+
+    assert set(given()) == {"p0", "p1"}, "an idle one gets a prompt of any length"
+    prefills[0].sent(1000, 0.0)
+    prefills[1].sent(999, 0.0)
+    assert given() == ["p1"] * 4
+    prefills[1].sent(1, 0.0)
+    assert given() == [""] * 4
+    queued = found.place(request, Fleet(prefills, decodes))
+    assert isinstance(queued, Queued)
+    assert not queued.empty
+    assert "1000 tokens" in queued.reason
+    assert isinstance(found.place(request, Fleet(prefills, decodes), full=True), Placed), "an attempt after a loss"
+    found = Placer("round_robin", "round_robin", Alone(tokens=5000))
+    found.prefill_queue_tokens = 1000
+    alone = found.place(request, Fleet(prefills, decodes))
+    assert isinstance(alone, Placed)
+    assert alone.alone == "short_prompt"
+
+
 def test_room_follows_what_is_sent_and_finished_between_reports() -> None:
     one = worker("w", room_tokens=1000)
     one.sent(600, 0.0)

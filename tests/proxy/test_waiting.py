@@ -101,6 +101,31 @@ async def test_a_full_pool_gets_the_next_request_when_one_ends(prefill: FakeWork
         assert await asyncio.gather(*asked) == [200] * 3
 
 
+async def test_shares_count_where_prefill_is_full(prefill: FakeWorker, decode: FakeWorker) -> None:
+    """One tenant asks for much, then another for a little: without a limit its prompts wait behind all the others."""
+    for limit, behind in ((0, 12), (1, 2)):
+        prefill.gate, prefill.received, decode.needs = asyncio.Event(), [], prefill
+        async with proxy_of([prefill], [decode], prefill_queue_tokens=limit) as proxy:
+
+            async def ask(tenant: str, proxy: Proxy = proxy) -> None:
+                body = {"model": "m", "prompt": "hello"}
+                headers = {"Authorization": f"Bearer {tenant}"}
+                async with proxy.client.post(proxy.url + "/v1/completions", json=body, headers=headers) as response:
+                    assert response.status == 200, await response.text()
+
+            asked = [asyncio.create_task(ask("much")) for _ in range(12)]
+            in_line = 12 if limit == 0 else 1
+            await until(lambda num=in_line: len(prefill.received) == num)  # type: ignore[misc]
+            await waits(proxy, 12 - in_line)
+            asked.append(asyncio.create_task(ask("little")))
+            await (until(lambda: len(prefill.received) == 13) if limit == 0 else waits(proxy, 12))
+            prefill.gate.set()
+            await asyncio.gather(*asked)
+        served = [each.headers["Authorization"] for each in prefill.received]
+        assert served.index("Bearer little") <= behind
+        assert (served.index("Bearer little") == 12) == (limit == 0)
+
+
 @pytest.mark.parametrize("retries", [0, 1])
 async def test_a_retry_waits_for_a_worker_too(prefill: FakeWorker, decode: FakeWorker, retries: int) -> None:
     async with proxy_of([prefill], [decode], retries=retries, **PATIENT) as proxy:
