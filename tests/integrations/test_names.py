@@ -59,7 +59,7 @@ def test_engines_that_vllm_shares_out_by_itself_cannot_prefill_through_one_port(
         rank=0, tensor_parallel_size=1, data_parallel_index=1, data_parallel_external_lb=True, data_parallel_size=2
     )
     config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=SimpleNamespace(engine_id="e"))
-    assert Rank(config, None, read({"control_port": 8501}))._name_of(0, None) == "e/dp1/0"
+    assert Rank(config, None, read({"control_port": 8501}))._name_of(0, None) == "e/0"
 
 
 def test_engine_id_of_any_characters_makes_a_name() -> None:
