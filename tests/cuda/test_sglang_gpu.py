@@ -5,12 +5,14 @@ A rank's pools are memory that the double takes for a GPU's, K and V of each lay
 
 from __future__ import annotations
 
+import importlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,6 +160,59 @@ def test_a_layer_is_pushed_when_its_pass_has_written_it_and_the_hook_does_not_wa
     prefill.sending.chunk(7, 0, SRC, last=True)
     assert prefill.over.wait(WAIT_S)
     assert (prefill.lost, decode.lost) == ([], [])
+
+
+def test_the_hooks_of_a_pass_push_its_pages_layer_by_layer(
+    ranks: Make, double: Fake, stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's hooks, without SGLang: its registry is a stand-in, its scheduler what the hooks read of one."""
+    registry = ModuleType("hook_registry")
+    registry.HookRegistry = registry.HookType = SimpleNamespace()  # type: ignore[attr-defined]
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", registry)
+    monkeypatch.delitem(sys.modules, "pdlink.integrations.sglang_parts.layerwise", raising=False)
+    layerwise = importlib.import_module("pdlink.integrations.sglang_parts.layerwise")
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **more: empty(*args, **more))
+
+    prefill, decode = ranks()
+    transfer_id = ask(prefill, decode, 7)
+    decode.gpu.after_all(offer(prefill, decode, 7, transfer_id), decode.lost.append)
+    manager: Any = SimpleNamespace(
+        sending=prefill.sending, gpu=prefill.gpu, layer_ids=prefill.layers, kv_args=SimpleNamespace(page_size=PAGE)
+    )
+    slots = torch.tensor([[page * PAGE + token for page in SRC for token in range(PAGE)]])
+    scheduler = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(req_to_token=slots),
+        token_to_kv_pool_allocator=SimpleNamespace(translate_kv_indices_for_transfer=lambda indices: indices),
+    )
+    sender = SimpleNamespace(kv_mgr=manager, num_kv_indices=len(SRC), curr_idx=0, bootstrap_room=7)
+    num_tokens = len(SRC) * PAGE
+    request = SimpleNamespace(
+        disagg_kv_sender=sender,
+        origin_input_ids=[0] * num_tokens,
+        extend_end=num_tokens,
+        start_send_idx=0,
+        kv=SimpleNamespace(req_pool_idx=0),
+    )
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: True), reqs=[request])
+    hooks = layerwise.Layerwise(manager)
+
+    def run(scheduler: Any, batch: Any) -> None:
+        for layer in range(LAYERS):
+            where = SimpleNamespace(layer_id=layer)
+            hooks.around_forward(lambda *_: None, None, None, None, None, where)
+
+    before = decode.pages(DST)
+    double.hold_stream(stream.handle)
+    try:
+        hooks.around_batch(run, scheduler, batch)  # returns although nothing of it has run
+        assert decode.pages(DST) == before
+    finally:
+        double.go_on_stream(stream.handle)
+    assert wait(lambda: decode.pages(DST) == prefill.pages(SRC)), "before the chunk is given"
+    monkeypatch.delitem(sys.modules, "pdlink.integrations.sglang_parts.layerwise")
 
 
 def test_pages_of_a_pass_whose_room_is_another_request_s_by_now_are_dropped(
