@@ -147,7 +147,13 @@ def handles(place: Place, pid: int, region: int, nbytes: int) -> Iterator[Shared
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_ANSWER_S)
-        connection.connect(_address(place))
+        try:
+            connection.connect(_address(place))
+        except ConnectionRefusedError as error:
+            raise TransportFailure(
+                f"handles of GPU memory: {error}: the peer has ended, or is in another network namespace; run both "
+                "in one, or take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"
+            ) from None
         if _caller(connection).pid != pid:
             raise ProtocolError("handles of GPU memory: another process listens there than the one that has invited")
         connection.send(msgspec.msgpack.encode(_Question(place.secret, region)))
