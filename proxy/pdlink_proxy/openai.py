@@ -115,6 +115,11 @@ class Call(msgspec.Struct, frozen=True, eq=False):
         return b"".join((memoryview(self.body)[:-1], b',"kv_transfer_params":', params, b"}"))
 
 
+def has_several(prompt: bytes) -> bool:
+    """Whether this JSON is a list of texts or of lists of token ids."""
+    return prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
+
+
 def parse(path: str, data: bytes, model: str | None = None) -> Call:
     """Raises BadField unless it is a JSON object with the fields that every request needs. model: of a request to
     `GENERATE` that names none."""

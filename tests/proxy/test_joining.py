@@ -86,7 +86,8 @@ def _halves(event: bytes, rng: random.Random) -> Iterator[bytes]:
 
 def recovery_of(name: str, limit: int = 3, **fields: Any) -> Recovery:
     path = path_of(name)
-    body = {"model": "m", "stream": True, "temperature": 0, _INPUTS[path]: [], **fields}
+    asked = ["a", "b"] if "batch" in name else [] if _INPUTS[path] == "messages" else "a"
+    body = {"model": "m", "stream": True, "temperature": 0, _INPUTS[path]: asked, **fields}
     if path == GENERATE:
         body["sampling_params"] = {"temperature": 0}
     resumes = DIALECTS["sglang" if name.startswith("sglang") else "vllm"].resumes

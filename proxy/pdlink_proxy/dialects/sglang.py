@@ -28,14 +28,14 @@ from pdlink.errors import WorkerKeyRefused
 from pdlink.protocol.kv_path import TRANSFERRED
 
 from ..http_connection import HttpError
-from ..openai import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, sampling_of
+from ..openai import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, has_several, sampling_of
 from ..recovery import Resumes
 from ..rules import Rules
 from ..sse import ABORT_MARK, abort_of, rewritten
 from ..upstream import ask, post
 from .addresses import host_of
 from .base import Attempt, Dialect, Health, Known
-from .vllm import IN_TURNS, answers_in_turns, is_list, small_field
+from .vllm import IN_TURNS, answers_in_turns, small_field
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,7 +76,7 @@ def _rids(call: Call, transfer_id: str) -> str | list[str]:
     """The ids of its prompts at both servers: one, or a list for a batch, also of one prompt."""
     if call.path == RESPONSES:
         return f"resp_{transfer_id}"  # the client is told this one
-    if call.path not in (COMPLETIONS, GENERATE) or not is_list(call.prompt):
+    if call.path not in (COMPLETIONS, GENERATE) or not has_several(call.prompt):
         return transfer_id
     num = len(msgspec.json.decode(call.prompt, type=list[msgspec.Raw]))
     return [f"{transfer_id}_{index}" for index in range(num)]
@@ -275,6 +275,8 @@ def _merge_events(prefill_answer: bytes, events: bytes) -> bytes:
 def _with_errors(_prefill_answer: bytes, events: bytes) -> bytes:
     """Events with those of aborts as errors: in a stream SGLang tells a failure (its KV did not come, it has no room)
     as the end of an answer (`_handle_abort_finish_reason`, managers/tokenizer_manager.py)."""
+    if ABORT_MARK not in events:
+        return events
     return rewritten(events, ABORT_MARK, lambda document: abort_of(document) or document)
 
 

@@ -29,7 +29,7 @@ import msgspec
 from pdlink.errors import WorkerKeyRefused
 from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the annotation at run time)
 
-from ..openai import CHAT, COMPLETIONS, KV_PARAMS, MESSAGES, RESPONSES
+from ..openai import CHAT, COMPLETIONS, KV_PARAMS, MESSAGES, RESPONSES, has_several
 from ..recovery import Resumes
 from ..rules import Rules
 from ..sse import rewritten
@@ -109,12 +109,7 @@ def _legs(call: Call, attempt: Attempt) -> tuple[bytes, bytes]:
 def num_prompts(call: Call) -> int:
     """Number of prompts in this request, so that prefill knows when all have arrived."""
     prompt = bytes(call.fields["prompt"]) if call.path == COMPLETIONS else b""
-    return len(msgspec.json.decode(prompt, type=list[msgspec.Raw])) if is_list(prompt) else 1
-
-
-def is_list(prompt: bytes) -> bool:
-    """Whether this JSON is a list of texts or of lists of token ids."""
-    return prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
+    return len(msgspec.json.decode(prompt, type=list[msgspec.Raw])) if has_several(prompt) else 1
 
 
 def small_field(call: Call, name: str) -> Any:
@@ -174,7 +169,7 @@ def for_one_reader(call: Call) -> bool:
     if needs_all_of_it(call) or (answers is not None and answers != 1):
         return True
     # A list, even of a single prompt.
-    return is_list(bytes(call.fields.get("prompt", b"null")))
+    return has_several(bytes(call.fields.get("prompt", b"null")))
 
 
 def params_of(answer: bytes) -> bytes | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..openai import GENERATE, MESSAGES, RESPONSES
+from ..openai import GENERATE, MESSAGES, RESPONSES, has_several
 from .base import Diverged, Had
 from .choices import Choices
 from .generated import Generated
@@ -13,12 +13,14 @@ from .named import Named
 if TYPE_CHECKING:
     from ..openai import Call
 
-_KINDS: dict[str, type[Choices | Generated | Named]] = {GENERATE: Generated, RESPONSES: Named, MESSAGES: Named}
+_WITH_NAMES = frozenset((RESPONSES, MESSAGES))
 
 
 def nothing_had(call: Call) -> Had:
     """Of a stream of which the client has nothing yet."""
-    return _KINDS.get(call.path, Choices)()
+    if call.path == GENERATE:
+        return Generated(batch=has_several(call.prompt))
+    return Named() if call.path in _WITH_NAMES else Choices()
 
 
 __all__ = ["Choices", "Diverged", "Generated", "Had", "Named", "nothing_had"]

@@ -6,6 +6,7 @@ So only the newest event of each answer is remembered, and of another worker's e
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -33,17 +34,30 @@ class _Place(msgspec.Struct):
 
 _UNREADABLE = -1
 """Place of an event that names none."""
+_LAST_FIELD, _LAST_NBYTES = re.compile(rb'"index": ?(\d{1,9})}\s*$'), 24
+"""Where SGLang writes the place."""
 _EVENT = msgspec.json.Decoder(_Event)
 _PLACE = msgspec.json.Decoder(_Place)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
+def _place_of(event: bytes) -> int:
+    if (found := _LAST_FIELD.search(event, max(0, len(event) - _LAST_NBYTES))) is not None:
+        return int(found[1])
+    try:
+        return _PLACE.decode(next(payloads(event))).index
+    except (ValueError, RecursionError):
+        return _UNREADABLE
+
+
 class Generated:
     mark = b'"meta_info"'
 
-    def __init__(self) -> None:
+    def __init__(self, *, batch: bool = True) -> None:
+        """batch: of several prompts, or of a list of one; only then events name their place."""
+        self._batch = batch
         self._newest: dict[int, bytes] = {}
-        """Payloads that were not read yet."""
+        """Events that were not read yet."""
         self._parts: dict[int, _Event] = {}
 
     @property
@@ -51,15 +65,19 @@ class Generated:
         return any(part.output_ids or part.text for part in self._parts.values())
 
     def sent(self, data: bytes) -> None:
-        for payload in payloads(data):
-            if self.mark in payload:
-                try:
-                    self._newest[_PLACE.decode(payload).index] = payload
-                except (ValueError, RecursionError):
-                    self._newest[_UNREADABLE] = payload
+        # Of a long answer each event is long: it is looked at from its end, and read if a worker dies.
+        if not self._batch:
+            if data.find(b"\n") != len(data) - 2:  # several events; one has no line ends in it
+                data = data[data.rfind(b"\n\n", 0, -2) + 2 :]
+            if data.rfind(self.mark) >= 0:
+                self._newest[0] = data
+            return
+        for event in data.split(b"\n\n"):
+            if self.mark in event:
+                self._newest[_place_of(event)] = event + b"\n\n"
 
     def take(self) -> bytes:
-        found = b"".join(b"data: " + payload + b"\n\n" for payload in self._newest.values())
+        found = b"".join(self._newest.values())
         self._newest.clear()
         return found
 
