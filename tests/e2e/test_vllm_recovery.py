@@ -24,6 +24,7 @@ from pdlink_proxy.fleet import PlacementRequest, WorkerState
 from pdlink_proxy.kv_events import KVEvents
 
 from .deployment import Answer, request, until
+from .readers import Reader
 from .test_vllm_proxy import COMPLETIONS, prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -143,7 +144,7 @@ def _known(fleet: Fleet) -> float:
 def test_a_stream_whose_decode_server_is_killed_goes_on_at_the_other_one(
     fleet: Fleet, sampling: dict[str, float]
 ) -> None:
-    """The last test: it ends a server, and starts it again. The client sees a pause, and the tokens of one server."""
+    """It ends a server, and starts it again. The client sees a pause, and the tokens of one server."""
     body = {
         "prompt": prompt(2, 100),
         "max_tokens": NUM_TOKENS,
@@ -185,3 +186,44 @@ def test_a_stream_whose_decode_server_is_killed_goes_on_at_the_other_one(
     victim.again()
     victim.wait_ready(READY_S)
     until(lambda: len(_well(fleet)) == 3, "the proxy sees its servers", 60)
+
+
+MANY_EVENTS = 12
+"""Of a stream that is in its middle."""
+
+
+def test_chats_responses_and_messages_go_on_at_the_other_server(fleet: Fleet) -> None:
+    """The last test: it ends a server. By these routes an answer may end early, so long ones are looked for."""
+    routes = {
+        "/v1/chat/completions": ("messages", {"max_tokens": NUM_TOKENS}),
+        "/v1/responses": ("input", {"max_output_tokens": NUM_TOKENS}),
+        "/v1/messages": ("messages", {"max_tokens": NUM_TOKENS}),
+    }
+    bodies, wanted = {}, {}
+    for path, (name, fields) in routes.items():
+        for number in range(40):
+            asked: Any = f"tell me {number}"
+            asked = asked if name == "input" else [{"role": "user", "content": asked}]
+            bodies[path] = {"model": "m", "temperature": 0, name: asked, **fields}
+            reader = Reader(fleet.proxy, path, bodies[path])
+            wanted[path] = reader.said()
+            if reader.num_events() > 10 * MANY_EVENTS:
+                break
+        else:
+            raise AssertionError(f"no long answer of {path}")
+    before = fleet.counted("pdlink_proxy_fallbacks_total", 'kind="recovered"')
+    readers = [Reader(fleet.proxy, path, bodies[path]).placed() for path in routes for _ in range(2)]
+
+    def at_victim() -> list[Reader]:
+        return [each for each in readers if each.decode == "decode-0" and each.num_events() >= MANY_EVENTS]
+
+    until(lambda: len(at_victim()) == len(routes), "one of each is in its middle there", 120)
+    lost = at_victim()
+    fleet.servers["decode-0"].kill()
+    assert all(reader.thread.is_alive() for reader in lost), "one had ended before"
+    for reader in readers:
+        said = reader.said()
+        assert said == wanted[reader.path], (reader.path, reader.decode)
+        assert len(said.names) == len(wanted[reader.path].names)
+    assert {reader.path for reader in lost} == routes.keys()
+    assert fleet.counted("pdlink_proxy_fallbacks_total", 'kind="recovered"') == before + len(lost)
