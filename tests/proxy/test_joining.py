@@ -123,6 +123,7 @@ def test_a_stream_that_is_cut_off_anywhere_reads_as_one_undisturbed_answer(name:
         said = Said.of(bytes(client), path)
         assert said == whole, cut
         assert len(said.names) <= len(whole.names)
+        assert len({found[0] for found in _CREATED.finditer(client)}) <= 1
         if cut > 2 and path != GENERATE:
             assert said.names & whole.names
 
@@ -203,6 +204,63 @@ def test_an_answer_of_which_nothing_was_said_goes_on_though_its_tokens_are_drawn
     assert recovery.go_on() == ""
     deliver(recovery, of_another(events, 1), bytearray())
     assert "drawn at random" in recovery.go_on()
+
+
+def _named(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\ndata: ".encode() + json.dumps({"type": kind, **fields}).encode() + b"\n\n"
+
+
+def _message(tool: str, *, text: str = "I look.", words: Sequence[str] = ('{"city":', ' "Bern"}')) -> list[bytes]:
+    """A text and a call of a tool, which this server calls `tool`."""
+
+    def delta(index: int, kind: str, field: str, value: str) -> bytes:
+        return _named("content_block_delta", index=index, delta={"type": kind, field: value})
+
+    call = {"type": "tool_use", "id": tool, "name": "weather", "input": {}}
+    return [
+        _named("message_start", message={"id": f"msg_{tool}", "type": "message", "content": []}),
+        _named("content_block_start", index=0, content_block={"type": "text", "text": ""}),
+        *(delta(0, "text_delta", "text", letter) for letter in text),
+        _named("content_block_stop", index=0),
+        _named("content_block_start", index=1, content_block=call),
+        *(delta(1, "input_json_delta", "partial_json", word) for word in words),
+        _named("content_block_stop", index=1),
+        _named("message_delta", delta={"stop_reason": "tool_use"}, usage={"output_tokens": 9}),
+        _named("message_stop"),
+    ]
+
+
+def test_calls_of_tools_in_a_message_go_on_under_the_clients_names() -> None:
+    events = _message("toolu_1")
+    for cut in range(len(events)):
+        client, recovery = bytearray(), recovery_of("sglang-messages")
+        deliver(recovery, events[:cut], client)
+        recovery.go_on()
+        deliver(recovery, _message("toolu_2", words=['{"city": "B', 'ern"}']), client)
+        assert client.count(b"toolu_") == 2, "of the message, and of the block"
+        assert client.count(b"toolu_2") == (2 if cut == 0 else 1 if cut <= 10 else 0)
+        found = [json.loads(line[6:]) for line in bytes(client).splitlines() if line.startswith(b"data: ")]
+        deltas = [event["delta"] for event in found if event["type"] == "content_block_delta"]
+        assert "".join(delta.get("text", "") for delta in deltas) == "I look."
+        assert "".join(delta.get("partial_json", "") for delta in deltas) == '{"city": "Bern"}'
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"text": "I look up."}, "says more|other words"),
+        ({"text": "I look. And"}, "says more"),
+        ({"text": "I"}, "other events"),
+        ({"text": ""}, "other events"),
+        ({"words": ['{"town":', ' "Bern"}']}, "other words"),
+    ],
+)
+def test_another_message_is_not_joined(other: dict[str, Any], why: str) -> None:
+    recovery = recovery_of("vllm-messages")
+    deliver(recovery, _message("toolu_1")[:12], bytearray())
+    recovery.go_on()
+    with pytest.raises(Diverged, match=why):
+        deliver(recovery, _message("toolu_2", **other), bytearray())
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
