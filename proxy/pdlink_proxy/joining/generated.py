@@ -86,9 +86,6 @@ class Generated:
             event = _EVENT.decode(payload)
         except (ValueError, RecursionError):
             return "an event that cannot be read"
-        had = self._parts.get(event.index)
-        if had is not None:
-            event.meta_info.id = had.meta_info.id  # the client's is that of the first worker
         self._parts[event.index] = event
         return ""
 
