@@ -22,6 +22,7 @@ from pdlink.integrations.vllm_parts.layout import (
     LayerView,
     UnsupportedCache,
     describe,
+    in_one_unit,
 )
 from pdlink.integrations.vllm_parts.memory import regions
 from pdlink.kv.plan import bind, template
@@ -248,9 +249,36 @@ def test_groups_are_laid_over_each_other_and_counted_together() -> None:
     assert cache.planes == {"layer.0": (0,), "layer.1": (1,), "state": (2,)}
     assert cache.kernel_blocks(((3, 1), (2,))) == [[6, 7, 2, 3], [2]]
     assert (full.layout.window, full.layout.window_step) == (5, 8), "whole blocks of vLLM's scheduler"
+
+
+def test_a_state_beside_blocks_that_only_a_kernel_reads_is_counted_in_whole_blocks() -> None:
+    """As of Qwen3-Next in bfloat16 on CPUs with AMX."""
+    tensors, _ = _caches("fused", 8, 4)
+    views, _ = _views(tensors)  # a block of vLLM's is two of 4 tokens
     packed = describe(views, GroupKind((), PACKED, head_size=SIZE, dtype="float32"))
-    with pytest.raises(UnsupportedCache, match="blocks that only a kernel can read"):
-        CacheGroups.of([packed, state], 8)
+    state = describe([_state(4)], GroupKind(("state",), STATE, dtype="u8", block_tokens=8))
+    caches = in_one_unit([packed, state])
+    groups = CacheGroups.of(caches, 4)
+    assert groups.token_unit == packed.token_unit == 4
+    assert [layout.block_tokens for layout in groups.groups.layouts] == [1, 2]
+    tables = groups.groups.tables(groups.kernel_blocks(((3, 1), (2, 0))))
+    assert tables == ((6, 7, 2, 3), (2, 0))
+    for num_tokens, block in ((1, 2), (8, 2), (9, 0), (16, 0)):
+        end = -(-num_tokens // 4)
+        whole, last = groups.groups.part(tables, 0, end)
+        assert (len(whole), last) == (end, (block,)), num_tokens
+
+
+def test_windows_and_uneven_sizes_beside_such_blocks_are_refused_by_name() -> None:
+    tensors, _ = _caches("fused", 8, 4)
+    views, _ = _views(tensors)
+    packed = describe(views, GroupKind((), PACKED, head_size=SIZE, dtype="float32"))
+    window = describe(views, GroupKind((), PACKED, head_size=SIZE, dtype="float32", block_tokens=8, window=5))
+    odd = describe([_state(4)], GroupKind(("state",), STATE, dtype="u8", block_tokens=101))
+    rows = describe(views, GroupKind((), ROWS, head_size=SIZE, dtype="float32"))
+    for caches in ([packed, window], [packed, odd], [packed, rows]):
+        with pytest.raises(UnsupportedCache, match="blocks that only a kernel can read"):
+            CacheGroups.of(in_one_unit(caches), 4)
 
 
 def test_handshake_takes_the_largest_layouts_of_attention_on_cpus() -> None:

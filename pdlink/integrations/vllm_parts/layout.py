@@ -151,11 +151,11 @@ class CacheGroups:
     def of(cls, caches: Sequence[CacheLayout], num_blocks: int) -> CacheGroups:
         """num_blocks: of vLLM's scheduler. Raises UnsupportedCache."""
         units = {cache.token_unit for cache in caches}
-        keep_all = all(cache.layout.keeps_all for cache in caches)
-        if len(units) > 1 or (units != {1} and not keep_all):
+        if len(units) > 1 or (units != {1} and any(cache.layout.window for cache in caches)):
             raise UnsupportedCache(
-                "a model with several groups of KV caches, in blocks that only a kernel can read (CPU_ATTN on AMX "
-                "and others), cannot be transferred; use a dtype that these kernels do not pack (float32)"
+                "a model with sliding windows, or blocks of several sizes, in blocks that only a kernel can read "
+                "(CPU_ATTN on AMX and others), cannot be transferred; use a dtype that these kernels do not pack "
+                "(float32)"
             )
         planes: dict[str, tuple[int, ...]] = {}
         first = 0
@@ -177,6 +177,22 @@ class CacheGroups:
 
 def _split(blocks: Sequence[int], ratio: int) -> list[int]:
     return [block * ratio + part for block in blocks for part in range(ratio)]
+
+
+def in_one_unit(caches: Sequence[CacheLayout]) -> list[CacheLayout]:
+    """The same caches, with states counted in whole blocks where those beside them are.
+
+    A state stands for all tokens up to a position, and is one page: it is the same one in either count.
+    """
+    units = {cache.token_unit for cache in caches} - {1}
+    unit = units.pop() if len(units) == 1 else 1
+    found = []
+    for cache in caches:
+        block_tokens, rest = divmod(cache.layout.block_tokens, unit)
+        if cache.token_unit == 1 and cache.layout.state and not rest:
+            cache = replace(cache, layout=replace(cache.layout, block_tokens=block_tokens), token_unit=unit)
+        found.append(cache)
+    return found
 
 
 def describe(views: Sequence[LayerView], kind: GroupKind) -> CacheLayout:

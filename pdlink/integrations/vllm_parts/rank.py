@@ -14,7 +14,7 @@ from pdlink.events import listen
 from pdlink.integrations.shared_allocation import SharedAllocation
 from pdlink.integrations.trace_file import TraceFile
 from pdlink.integrations.vllm_parts import cache_groups, versions
-from pdlink.integrations.vllm_parts.layout import CacheGroups, LayerView, describe
+from pdlink.integrations.vllm_parts.layout import CacheGroups, LayerView, describe, in_one_unit
 from pdlink.integrations.vllm_parts.memory import regions
 from pdlink.integrations.vllm_parts.shards import by_stage, shards_of
 from pdlink.integrations.vllm_parts.stats import Counts, link_state
@@ -92,7 +92,7 @@ class Rank:
         if buffers[0].kind == "cuda":
             self._check_gpu()
         kinds = cache_groups.kinds(self._config, self._cache_config, list(tensors))
-        caches = [describe([views[name] for name in kind.names], kind) for kind in kinds]
+        caches = in_one_unit([describe([views[name] for name in kind.names], kind) for kind in kinds])
         num_blocks = self._cache_config.num_blocks
         timeline = self._settings.timeline
         self._trace = TraceFile(self._name, timeline.replace("{rank}", str(self._place.of_all))) if timeline else None
