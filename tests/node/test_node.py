@@ -411,6 +411,7 @@ def test_live_transfers_show_their_layers_and_end(pair: Pair) -> None:
     incoming = pair.decode.receive("t", pair.prefill.address, DST, range(TOKENS))
     assert outgoing.accepted.wait(WAIT_S)
     outgoing.layer_ready(0)
+    until(lambda: bool(pair.hub.flights), "a layer is in flight")
     (sent,), (received,) = pair.prefill.transfers(), pair.decode.transfers()
     assert (sent.transfer_id, sent.side, sent.peer, sent.num_tokens, sent.nbytes) == ("t", "sender", "decode", 21, 0)
     assert sent.layers == "f.."
