@@ -122,7 +122,7 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
     def on_new_request(self, request: Any) -> None:
         params, store = request.kv_transfer_params, self._book.store
         if params or store is not None:
-            request_id, prompt, identity = request.request_id, request.prompt_token_ids, versions.identity(request)
+            request_id, prompt, identity = request.request_id, versions.prompt_of(request), versions.identity(request)
             if self._book.arrived(request_id, params, prompt, identity.words):
                 versions.leave_last_token(request)
             if store is not None and prompt is not None:

@@ -184,7 +184,14 @@ def test_the_fields_of_vllm_that_are_read_exist() -> None:
     ):
         assert set(names) <= set(kind.__dataclass_fields__), kind
     source = inspect.getsource(Request.__init__)
-    for name in ("kv_transfer_params", "prompt_token_ids", "lora_request", "cache_salt", "mm_features"):
+    for name in (
+        "kv_transfer_params",
+        "prompt_token_ids",
+        "lora_request",
+        "cache_salt",
+        "mm_features",
+        "prompt_embeds",
+    ):
         assert f"self.{name}" in source, name
 
 

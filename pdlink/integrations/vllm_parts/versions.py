@@ -64,6 +64,17 @@ def hybrid_bases(version: str) -> tuple[type, ...]:
     return (SupportsHMA,)
 
 
+def prompt_of(request: Any) -> Sequence[int] | None:
+    """The token ids that a prompt's KV depends on; None if all or some of it was given as embeddings.
+
+    Beside embeddings token ids may stand, too: placeholders, which say nothing of the KV.
+    """
+    if getattr(request, "prompt_embeds", None) is not None:
+        return None
+    tokens: Sequence[int] | None = request.prompt_token_ids
+    return tokens
+
+
 def leave_last_token(request: Any) -> None:
     """Let vLLM compute all but the last token of this prompt, which decode computes: it needs the state before it.
 
@@ -307,8 +318,10 @@ def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> An
 
 def computed_tokens(request: Any) -> Sequence[int]:
     """Tokens of prompt and answer whose KV is in the blocks of a request that has ended; none of one that was aborted
-    or has failed. The last one's KV was not computed."""
+    or has failed, or that no token ids describe. The last one's KV was not computed."""
     if request.status.name not in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"):
+        return ()
+    if prompt_of(request) is None:
         return ()
     tokens: list[int] = request.all_token_ids[: request.num_tokens - 1]
     return tokens[: request.num_computed_tokens]
