@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -233,6 +233,59 @@ def test_pages_of_a_pass_whose_room_is_another_request_s_by_now_are_dropped(
     decode.gpu.after_all(offer(prefill, decode, 7, transfer_id), decode.lost.append)
     prefill.gpu.later(lambda: prefill.sending.chunk(7, 0, SRC, last=True), prefill.lost.append)
     assert wait(lambda: decode.pages(DST) == prefill.pages(SRC))
+
+
+def test_a_prefix_that_the_step_before_may_still_write_follows_sglang_s_event(
+    ranks: Make, double: Fake, device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a stream of its own: what the scheduler launches next does not wait."""
+    current, forward, apart, written = [stream.handle], Stream(device), Stream(device), Event(device)
+
+    class SideStream:
+        def __init__(self, index: int) -> None:
+            assert index == 0
+            self.handle = apart.handle
+
+        def wait_event(self, event: Event) -> None:
+            device.wait(self.handle, event)
+
+    @contextmanager
+    def entered(side: SideStream) -> Iterator[None]:
+        current.append(side.handle)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", SideStream)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    with ExitStack() as events:
+
+        def make_event(_: DeviceMemory) -> DriverEvent:
+            event = DriverEvent(device, lambda: current[-1])
+            events.callback(event.close)
+            return event
+
+        monkeypatch.setattr(DeviceMemory, "make_event", make_event)
+        prefill, decode = ranks()
+        transfer_id = ask(prefill, decode, 7)
+        offer(prefill, decode, 7, transfer_id)()
+        before = decode.pages(DST)
+        double.hold_stream(forward.handle)
+        written.record(forward)
+        try:
+            with prefill.gpu.behind(written):
+                prefill.sending.chunk(7, 0, SRC, last=True)
+            assert not prefill.over.wait(0.3)
+            assert decode.pages(DST) == before
+        finally:
+            double.go_on_stream(forward.handle)
+        assert prefill.over.wait(WAIT_S)
+        assert decode.pages(DST) == prefill.pages(SRC)
+        assert current == [stream.handle]
+        for rank in (prefill, decode):
+            rank.ends.close()
+    written.close()
+    forward.close()
+    apart.close()
 
 
 def test_pages_are_offered_when_the_device_has_done_what_was_launched(
