@@ -17,6 +17,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import msgspec
@@ -35,8 +36,8 @@ SECRET_NBYTES: Final = 16
 _MOST_AT_ONCE: Final = 64
 """Chunks in one answer. The kernel passes 253 descriptors with one message (SCM_MAX_FD)."""
 _MOST_NBYTES: Final = 16 << 10
-_ANSWER_S: Final = 2.0
-"""For each answer: who asks is the thread that serves all peers."""
+_ANSWER_S: Final = 1.0
+"""For one asker, who may have come to hold the others up."""
 _CREDENTIALS: Final = struct.Struct("iii")
 
 Secret = Annotated[bytes, msgspec.Meta(min_length=SECRET_NBYTES, max_length=SECRET_NBYTES)]
@@ -140,13 +141,13 @@ class HandleDoor:
                 _close(_descriptors(shared))
 
 
-def handles(place: Place, pid: int, region: int, nbytes: int) -> Iterator[Shared]:
+def handles(place: Place, pid: int, region: int, nbytes: int, deadline_s: float) -> Iterator[Shared]:
     """The chunks of a region that a process offers, `nbytes` together or more. Each is the caller's from then on.
 
-    Raises TransportFailure, ProtocolError for what is no answer, OSError.
+    deadline_s: of `time.monotonic`. Raises TransportFailure, ProtocolError for what is no answer, OSError.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(_ANSWER_S)
+        _limit(connection, deadline_s)
         try:
             connection.connect(_address(place))
         except ConnectionRefusedError as error:
@@ -158,6 +159,7 @@ def handles(place: Place, pid: int, region: int, nbytes: int) -> Iterator[Shared
             raise ProtocolError("handles of GPU memory: another process listens there than the one that has invited")
         connection.send(msgspec.msgpack.encode(_Question(place.secret, region)))
         while nbytes > 0:
+            _limit(connection, deadline_s)
             chunks = _received(connection)
             try:
                 while chunks:
@@ -165,6 +167,13 @@ def handles(place: Place, pid: int, region: int, nbytes: int) -> Iterator[Shared
                     yield chunks.pop(0)
             finally:
                 _close(_descriptors(chunks))
+
+
+def _limit(connection: socket.socket, deadline_s: float) -> None:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("handles of GPU memory: the peer takes too long")
+    connection.settimeout(left_s)
 
 
 def _received(connection: socket.socket) -> list[Shared]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 
 _CLOSE_GRACE_S = 1.0
 _PROBE_NBYTES = 2 << 20
+_MAP_S = 2.0
+"""For the handles of one peer: who asks is the thread that serves all peers."""
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -191,6 +194,7 @@ class MappedCudaTransport(Transport):
         )
 
     def connect(self, peer: str, invitation: bytes) -> None:
+        """As in the contract, but for virtual memory: the peer's door is asked for handles, for 2 s at most."""
         copier = self._open_copier()
         there = decoded(invitation, _Invitation, "mapped device memory")
         with translated(f"cannot map the device memory of peer {peer}"):
@@ -252,6 +256,7 @@ class MappedCudaTransport(Transport):
             raise TransportUnavailable(f"device memory cannot be shared between processes here: {error}") from error
 
     def _map(self, peer: str, there: _Invitation) -> PeerMemory:
+        deadline_s = time.monotonic() + _MAP_S
         with contextlib.ExitStack() as made:
             life_fd = os.pidfd_open(there.pid)
             made.callback(os.close, life_fd)
@@ -270,7 +275,7 @@ class MappedCudaTransport(Transport):
                     if region.export.range_nbytes:
                         if there.door is None:
                             raise ProtocolError(f"region {index} of peer {peer} is virtual memory without a door")
-                        chunks = handles(there.door, there.pid, index, region.export.range_nbytes)
+                        chunks = handles(there.door, there.pid, index, region.export.range_nbytes, deadline_s)
                     try:
                         buffer = PeerBuffer(self._device, region.export, chunks)
                     except CudaFailure as error:

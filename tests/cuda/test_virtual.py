@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -152,11 +155,26 @@ def test_an_invitation_that_promises_another_size_is_refused(writer: Side, owner
 
 
 def test_a_peer_that_does_not_answer_is_given_up(double: Fake) -> None:
+    """In all, not for each answer: one that sends a chunk now and then would be waited for without end."""
+    name = f"pdlink-test-{os.getpid()}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(f"\0pdlink-test-{os.getpid()}")
+    listener.bind(f"\0{name}")
     listener.listen()
+
+    def trickle() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            while True:
+                connection.send(msgspec.msgpack.encode([[PAGE], [bytes(64)], ""]))
+                time.sleep(0.05)
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    began_s = time.monotonic()
     with listener, pytest.raises(TimeoutError):
-        next(handles(Place(f"pdlink-test-{os.getpid()}", bytes(16)), os.getpid(), 0, PAGE))
+        list(handles(Place(name, bytes(16)), os.getpid(), 0, 2**40, began_s + 0.5))
+    assert time.monotonic() - began_s < 10
+    thread.join(20)
 
 
 def test_the_range_under_a_buffer_is_that_of_its_chunks(device: Device) -> None:
