@@ -45,9 +45,9 @@ class Said:
         return said
 
     def _choices(self, event: dict[str, Any]) -> None:
-        self.names.add(event["id"])
         for choice in event["choices"]:
             at = choice["index"]
+            self.names.add((at, event["id"]))
             delta = choice.get("delta") or {}
             self._add(at, choice.get("text") or delta.get("content") or "")
             self.token_ids.setdefault(at, []).extend(choice.get("token_ids") or ())
