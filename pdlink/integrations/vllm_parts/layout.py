@@ -155,7 +155,7 @@ class CacheGroups:
             raise UnsupportedCache(
                 "a model with sliding windows, or blocks of several sizes, in blocks that only a kernel can read "
                 "(CPU_ATTN on AMX and others), cannot be transferred; use a dtype that these kernels do not pack "
-                "(float32)"
+                "(float32), or keep windows like full attention: --disable-hybrid-kv-cache-manager"
             )
         planes: dict[str, tuple[int, ...]] = {}
         first = 0
