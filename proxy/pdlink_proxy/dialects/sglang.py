@@ -189,8 +189,9 @@ def _unless_repeatable(call: Call, links: Links) -> str:
 
     Drawn tokens are repeated where all servers were started with `--enable-deterministic-inference`: then a draw
     depends on the request's seed (42 without one) and the token's place alone (layers/sampler.py,
-    sampling/sampling_batch_info.py, 0.5.23), and probabilities do not depend on the batch. Without it seeds count for
-    nothing.
+    sampling/sampling_batch_info.py, 0.5.23), and probabilities do not depend on the batch. But if one request of a
+    batch has top_p, top_k or temperature 0, all its draws are among sorted tokens (`simple_sampling_case`): a request
+    without these may differ, which the comparison notices. Without the flag seeds count for nothing.
     """
     if call.path == RESPONSES and answers_in_turns(call):
         return IN_TURNS
