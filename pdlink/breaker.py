@@ -10,7 +10,8 @@ class Breaker:
         """deadline_s: a call that takes longer counts as a failure, and keeps further ones away while it lasts.
         failures: in a row, before calls are kept away."""
         self._deadline_s, self._limit = deadline_s, failures
-        self._failures = 0
+        self.failures = 0
+        """In a row, until now."""
         self._pause_s = _FIRST_PAUSE_S
         self._closed_until_s = 0.0
         self._running: dict[int, float] = {}
@@ -21,13 +22,13 @@ class Breaker:
 
     def keeps_away(self, now_s: float) -> bool:
         """Whether it fails or stalls; until a call succeeds."""
-        return self._failures >= self._limit or self._stalls(now_s)
+        return self.failures >= self._limit or self._stalls(now_s)
 
     def allows(self, now_s: float) -> bool:
         """Whether a call may be made. While calls are kept away one at a time is let through after each pause."""
         if self._stalls(now_s):
             return False
-        return self._failures < self._limit or (now_s >= self._closed_until_s and not self._probes())
+        return self.failures < self._limit or (now_s >= self._closed_until_s and not self._probes())
 
     def begin(self, now_s: float) -> int:
         """A call begins; names it for `end`."""
@@ -39,10 +40,10 @@ class Breaker:
         """failed: it raised. A miss is no failure."""
         began_s = self._running.pop(call, now_s)
         if not failed and now_s - began_s <= self._deadline_s:
-            self._failures, self._pause_s = 0, _FIRST_PAUSE_S
+            self.failures, self._pause_s = 0, _FIRST_PAUSE_S
             return
-        self._failures += 1
-        if self._failures >= self._limit:
+        self.failures += 1
+        if self.failures >= self._limit:
             self._closed_until_s, self._old_calls = now_s + self._pause_s, self._calls
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 

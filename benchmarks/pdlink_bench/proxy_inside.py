@@ -104,8 +104,8 @@ class _Player:
             connection, transport = Connection(), _Transport()
             connection.connection_made(cast("asyncio.Transport", transport))
             url = router.pools.workers[leg][0].url + "/v1/completions"
-            address, _ = client._split("POST", url)
-            client._keep(address, connection)
+            connection.host, _ = client._split("POST", url)
+            client._keep(connection)
             self._workers[leg] = connection, transport
 
     def one(self, request: bytes, *, stream: bool) -> None:

@@ -3,7 +3,6 @@ the decision log what was decided. What is placed, and when, the flow says (`Pla
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from operator import itemgetter
@@ -23,12 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from .fleet import PlacementRequest, WorkerState
+    from .pools import Choice
     from .shared import Shared
     from .table import Column
     from .worker import Worker
 
 
 _score = itemgetter(1)
+
+FIRST = Place(Why.FIRST, frozenset())
+"""Workers for a request that has just come."""
 
 
 class Admission:
@@ -67,7 +70,7 @@ class Admission:
         """Workers of the newest attempt."""
         self.sampled = shared.sampled()
         """Its candidates are noted, and it has a line in the decision log."""
-        self._loop = asyncio.get_running_loop()
+        self._loop = shared.loop
         self.started_s = self.placed_s = self._loop.time()
         """When it came, and when the newest attempt had its workers."""
         self._shared, self._request_id, self._tenant, self._whole = shared, request_id, tenant, whole
@@ -76,9 +79,20 @@ class Admission:
         self.num_prompt_tokens = wanted.num_tokens
         """Without what `place` counts with it later."""
 
-    def place(self, action: Place, num_behind: int = 0) -> Placed | Unplaced | Waits:
+    def begun(self, since_s: float, choice: Choice, placement_s: float, placed: Decision, at_s: float) -> Placed:
+        """Its first attempt was placed, without this, and noted so. since_s, at_s: when it came, and when it was
+        placed."""
+        assert choice.prefill is not None
+        self._action, self.started_s, self.placed_s, self.placement_s = FIRST, since_s, at_s, placement_s
+        self.chosen = {Leg.PREFILL: choice.prefill, Leg.DECODE: choice.decode}
+        self.cached_tokens, self.decision = choice.cached_tokens, placed
+        return Placed(choice.prefill.work.key, choice.decode.work.key, bool(choice.prefill.learned))
+
+    def place(
+        self, action: Place, num_behind: int = 0, choice: Choice | Queued | Refused | None = None
+    ) -> Placed | Unplaced | Waits:
         """Workers for a new attempt, or the request waits for them. num_behind: tokens of its answer that the client
-        has, which count with the prompt now."""
+        has, which count with the prompt now. choice: of its first attempt, if it has been made."""
         shared, wanted = self._shared, self.wanted
         if more := num_behind - self._num_behind:
             self._num_behind = num_behind
@@ -88,14 +102,16 @@ class Admission:
         first = action.why is Why.FIRST
         if first:
             self.num_prompt_tokens = wanted.num_tokens
-            shared.retries.earn()
+            if choice is None:
+                shared.retries.earn()
         elif action.why in (Why.RETRY, Why.RECOVER, Why.HEDGE) and not shared.retries.spend(self._loop.time()):
             self.note("refused", "too many requests are tried again")
             return Unplaced("too many requests are tried again")
         queue = shared.queue
-        if first and (queue.num or queue.accounts.shared) and not queue.passes(wanted.model, self._loop.time()):
-            empty = not shared.pools.usable(Leg.DECODE, wanted.model)
-            found: Placed | Unplaced | Queued = Queued("other requests wait", empty)
+        if choice is not None:
+            found: Placed | Unplaced | Queued = self._judged(action, choice)
+        elif first and (queue.num or queue.accounts.shared) and not queue.passes(wanted.model, self._loop.time()):
+            found = Queued("other requests wait", not shared.pools.usable(Leg.DECODE, wanted.model))
         else:
             found = self._try(action)
         if not isinstance(found, Queued):
@@ -161,7 +177,7 @@ class Admission:
             prefill.work.load if prefill is not None else None,
             decode.work.load,
             self.cached_tokens if prefill is not None else 0,
-            {leg: _shown(*of) for leg, of in wanted.considered.items()} if wanted.considered else {},
+            shown(wanted),
         )
         self._shared.decisions.append(said)
 
@@ -199,6 +215,11 @@ class Admission:
         began_s = time.monotonic()
         choice = shared.pools.choose(self.wanted, needs_prefill=needs_prefill, full=full)
         self.placement_s = time.monotonic() - began_s
+        return self._judged(action, choice)
+
+    def _judged(self, action: Place, choice: Choice | Queued | Refused) -> Placed | Unplaced | Queued:
+        """What follows from the choice for an attempt."""
+        shared = self._shared
         if isinstance(choice, Queued):
             return choice
         if isinstance(choice, Refused):
@@ -261,6 +282,11 @@ class Admission:
 
 def _ignore(_said: object) -> None:
     pass
+
+
+def shown(wanted: PlacementRequest) -> dict[str, Considered]:
+    """By leg, what its policy chose from, as it is kept."""
+    return {leg: _shown(*of) for leg, of in wanted.considered.items()} if wanted.considered else {}
 
 
 def _shown(policy: str, workers: Sequence[WorkerState], scores: Sequence[float] | Column) -> Considered:

@@ -35,7 +35,6 @@ from .decisions import Decisions
 from .dialects import DIALECTS
 from .discovery.joined import Discovery
 from .discovery.register import Door
-from .exchange import Exchange
 from .family import MEMBERS_FILE
 from .family_answers import Beside, answers_of
 from .ids import new_id
@@ -47,6 +46,7 @@ from .page.reports import Reports
 from .page.routes import add_page
 from .passthrough import PATHS, PassThrough, own_headers
 from .placement import Alone, Placer
+from .plain import opened as opened_request
 from .pools import Pools
 from .probe import add_probe
 from .queue import Queue
@@ -73,8 +73,10 @@ if TYPE_CHECKING:
     from pdlink.config import ProxyConfig
     from pdlink.protocol.auth import Credentials
 
+    from .exchange import Exchange
     from .family import Family
     from .front import Head
+    from .plain import Plain
 
 log = logging.getLogger("pdlink.proxy")
 
@@ -280,7 +282,7 @@ class Router:
         if call.path in PATHS:
             headers = {**own_headers(self, request), **headers}
         client, over = ClientAnswer.of(request), asyncio.Event()
-        exchange = Exchange(self.shared, client, call, headers, request.headers, over.set)
+        exchange = opened_request(self.shared, client, call, headers, request.headers, over.set)
         with self.running(exchange):
             exchange.begin()
             try:
@@ -291,7 +293,7 @@ class Router:
 
     def taken(
         self, path: str, said: Head, body: bytes, client: ClientAnswer, ended: Callable[[], None]
-    ) -> Exchange | None:
+    ) -> Plain | Exchange | None:
         """A request that `Front` has read, ready to begin; None for one that is to be refused, which `generate` does.
 
         ended: called when its answer is written.
@@ -319,7 +321,7 @@ class Router:
             ended()
 
         assert self._shared is not None
-        exchange = Exchange(self._shared, client, call, self.leg_headers(said), said, over)
+        exchange = opened_request(self._shared, client, call, self.leg_headers(said), said, over)
         if not self._exchanges:
             self._idle.clear()
         self._exchanges.add(exchange)

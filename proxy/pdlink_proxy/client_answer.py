@@ -6,6 +6,7 @@ either: they took 20 us of a request, and a task switch of each event.
 
 from __future__ import annotations
 
+import asyncio
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,9 +15,9 @@ from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import HttpVersion11
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Mapping
 
+_OK_JSON = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: "
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
 
 
@@ -114,6 +115,15 @@ class ClientAnswer:
             length = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
             transport.write(self._head(status, length, headers) + body)
 
+    def respond_json(self, lines: str, body: bytes) -> None:
+        """The same with status 200. lines: headers as they are sent."""
+        self.begun = self.ended = True
+        transport = self._connection.transport
+        if transport is not None:
+            kept = "" if self.keep and self._chunked else self._kept
+            head = f"{_OK_JSON}{len(body)}\r\n{lines}{kept}Date: {rfc822_formatted_time()}\r\n\r\n"
+            transport.write(head.encode() + body)
+
     def begin(self, headers: Mapping[str, str], data: bytes) -> None:
         """The head of a stream of events, and the first of them."""
         self.begun = True
@@ -156,6 +166,16 @@ class ClientAnswer:
         """Wait until the client is no more `behind`. Raises ConnectionError if it leaves."""
         await self._connection.drain()
 
+    async def caught_up(self, timeout_s: float) -> None:
+        """Wait until the client is no more `behind`, or has left; close the connection of one that does not read."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._connection.drain()
+        except TimeoutError:
+            self.abort()
+        except ConnectionError:
+            pass
+
     def abort(self) -> None:
         """Close the connection now."""
         if (transport := self._connection.transport) is not None:
@@ -165,12 +185,16 @@ class ClientAnswer:
         """What the handler of the request returns to aiohttp."""
         return _SENT if self.keeps else _SENT_LAST
 
+    @property
+    def _kept(self) -> str:
+        return f"Connection: {'keep-alive' if self.keep else 'close'}\r\n"
+
     def _head(self, status: int, framing: str, headers: Mapping[str, str]) -> bytes:
         line = _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n"
         lines = ""
         for name, value in headers.items():
             lines += f"{name}: {value}\r\n"
-        kept = "" if self.keep and self._chunked else f"Connection: {'keep-alive' if self.keep else 'close'}\r\n"
+        kept = "" if self.keep and self._chunked else self._kept
         return f"{line}{framing}{lines}{kept}Date: {rfc822_formatted_time()}\r\n\r\n".encode()
 
     def _send(self, data: bytes) -> None:

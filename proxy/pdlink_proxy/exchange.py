@@ -7,12 +7,11 @@ back: that worker's connection is not read meanwhile.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import random
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdlink.errors import PdlinkError
 from pdlink.logs import about
@@ -20,13 +19,13 @@ from pdlink.protocol import kv_path
 
 from . import timing
 from .access import key_of
-from .admission import Admission
+from .admission import FIRST, Admission
 from .anthropic import error_for
 from .decision_log import Logged, Tally, hash_ids, said_usage
 from .decisions import Told
 from .flow import Flow
 from .metrics import exemplar_of
-from .openai import LAST_EVENTS, error_body, problem_of_answer, wanted
+from .openai import LAST_EVENTS, error_body, wanted
 from .records import RequestRecord
 from .recovery import Recovery
 from .running_attempt import RunningAttempt
@@ -56,16 +55,20 @@ from .steps import (
     TellToStop,
     Tick,
     Waits,
-    Why,
 )
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Coroutine, Mapping
     from typing import Any
 
     from .client_answer import ClientAnswer
+    from .decisions import Decision
+    from .fleet import PlacementRequest
     from .http_connection import Headers
     from .openai import Call
+    from .placement import Queued, Refused
+    from .pools import Choice
     from .running_leg import RunningLeg
     from .shared import Shared
 
@@ -78,27 +81,31 @@ _WORKER_HEADERS = {Leg.PREFILL: "X-Pdlink-Prefill", Leg.DECODE: "X-Pdlink-Decode
 
 _INTERNAL = error_body("the proxy failed unexpectedly; see its log", kind="server_error", code=PdlinkError.code)
 
-_STARTED, _PLACE_FIRST = Started(), Place(Why.FIRST, frozenset())
+_STARTED = Started()
 _WITH_TOKENS = frozenset({Outcome.OK, Outcome.BROKEN})
 _NO_STAGES: Mapping[str, float] = {}
 _BRING_DEADLINES = (Placed, Waits, Chunk)
 """Events after which the next deadline may be earlier than before."""
 
 
+class Begun(NamedTuple):
+    """A request whose first attempt is under way."""
+
+    choice: Choice
+    placement_s: float
+    """That the choice took."""
+    decision: Decision
+    placed_s: float
+    transfer_id: str
+    legs: Mapping[Leg, RunningLeg]
+    answered: Answered | None
+    """By prefill."""
+    answered_s: float
+
+
 class Exchange:
-    """One client request from its checked body to its answer.
+    """One client request from its checked body to its answer. `Plain` serves most that do not stream."""
 
-    A request in one piece at which nothing happens needs no decision: both legs leave at once, prefill answers, and
-    the client gets decode's answer. Its flow is made when something else happens, from what has happened until then.
-    """
-
-    _flow: Flow | None = None
-    """See `_asked`."""
-    _prefill_spoke_s: float | None = None
-    _decode_spoke_s: float | None = None
-    """The same as the flow's, while there is none."""
-    _outcome: Outcome | None = None
-    """Of a request that ended without a flow."""
     _recovery: Recovery | None = None
     """Of a stream that may go on elsewhere."""
     _attempt: RunningAttempt | None = None
@@ -135,32 +142,42 @@ class Exchange:
         headers: dict[str, str],
         said: Mapping[str, str],
         over: Callable[[], None],
+        *,
+        asked: PlacementRequest | None = None,
+        since_s: float | None = None,
+        seed: int | None = None,
     ) -> None:
         """headers: for both legs; X-Request-Id also for the client. said: the client's headers. over: called once,
-        when the answer is written or the client has left."""
+        when the answer is written or the client has left. asked, since_s, seed: of a request that has begun."""
         self._shared, self._call, self._leg_headers = shared, call, headers
-        self._loop = asyncio.get_running_loop()
-        self._started_s = self._loop.time()
+        self._loop = shared.loop
+        self._started_s = self._loop.time() if since_s is None else since_s
         request_id = headers["X-Request-Id"]
         dialect = shared.dialect
         self._trace = shared.tracer.begin(headers) if shared.tracer is not None else None
-        self._seed = random.getrandbits(32)
+        self._seed = random.getrandbits(32) if seed is None else seed
         if call.streaming:
             resumes, most = dialect.resumes, shared.config.recover_streams
             if most and resumes is not None and call.path in resumes.paths:
                 self._recovery = Recovery(call, resumes, most, self._seed, lambda: shared.pools.links)
-        self._rules = (dialect.rules_of(call) if dialect.rules_of is not None else None) or dialect.rules
-        self._unasked: list[tuple[Event, float]] = []
-        """What happened, and when, while there was no flow."""
+        self._flow = Flow(
+            shared.limits,
+            self._started_s,
+            (dialect.rules_of(call) if dialect.rules_of is not None else None) or dialect.rules,
+            request_id=request_id,
+            keyed=not (dialect.key_as_bearer and "Authorization" in headers),
+            recovery=self._recovery,
+            last_events=LAST_EVENTS.get(call.path, ()),
+        )
         self._attempts: dict[int, RunningAttempt] = {}
         self._admission = Admission(
             shared,
-            wanted(call, said.get("x-session-id")),
+            wanted(call, said.get("x-session-id")) if asked is None else asked,
             request_id=request_id,
             tenant=key_of(said),
             whole=dialect.whole is not None and dialect.whole(call),
             happen=self.happen,
-            failed=self._fail,
+            failed=self.fail,
         )
         self._request_id = request_id
         self._answer_headers = {"X-Request-Id": request_id}
@@ -173,6 +190,31 @@ class Exchange:
         self._exemplar = exemplar_of(headers)
         self._tell_over = over
 
+    def go_on(self, choice: Choice | Queued | Refused) -> None:
+        """From the choice of its workers on."""
+        try:
+            self._flow.on(_STARTED, self._started_s)  # it says: place it
+            self.happen(self._admission.place(FIRST, choice=choice))
+        except Exception as error:  # noqa: BLE001 -- of any policy or dialect
+            self.fail(error)
+
+    def take_over(self, begun: Begun) -> None:
+        """Its first attempt is under way. What the flow says to that has been done."""
+        flow, admission = self._flow, self._admission
+        placed = admission.begun(self._started_s, begun.choice, begun.placement_s, begun.decision, begun.placed_s)
+        attempt = RunningAttempt(
+            self._shared, 1, admission, self._call, self._leg_headers, self._seed, begun.transfer_id
+        )
+        attempt.legs.update(begun.legs)
+        self._attempts[1] = self._attempt = attempt
+        for leg in begun.legs.values():
+            leg.told_to(self)
+        flow.on(_STARTED, self._started_s)
+        flow.on(placed, begun.placed_s)
+        if begun.answered is not None:
+            flow.on(begun.answered, begun.answered_s)
+        self._arm(self._due_s())
+
     def begin(self) -> None:
         tokenizing, asked = self._shared.tokenizing, self._admission.wanted
         if tokenizing is not None and tokenizing.wanted(asked):
@@ -184,70 +226,17 @@ class Exchange:
         try:
             await prepared
         except Exception as error:  # noqa: BLE001 -- of any tokenizer
-            self._fail(error)
+            self.fail(error)
         self._preparing = None
         self._start()
 
     def _start(self) -> None:
         if self._closed:
             return
-        rules = self._rules
         try:
-            if self._call.streaming or not rules.plain or self._shared.config.hedge_factor:
-                self.happen(_STARTED)
-                return
-            found = self._admission.place(_PLACE_FIRST)
-            if not isinstance(found, Placed) or found.prefill is None:
-                self.happen(found)
-                return
-            now, limits = self._loop.time(), self._shared.limits
-            self._unasked.append((found, now))
-            self._start_legs(1, at_once=True)
-            self._arm(min(self._started_s + limits.request_s, now + limits.first_byte_s))
+            self.happen(_STARTED)
         except Exception as error:  # noqa: BLE001 -- of any policy or dialect
-            self._fail(error)
-
-    def _asked(self) -> Flow:
-        """The flow, as it would be had it heard of everything."""
-        if (flow := self._flow) is None:
-            dialect = self._shared.dialect
-            flow = self._flow = Flow(
-                self._shared.limits,
-                self._started_s,
-                self._rules,
-                request_id=self._request_id,
-                keyed=not (dialect.key_as_bearer and "Authorization" in self._leg_headers),
-                recovery=self._recovery,
-                last_events=LAST_EVENTS.get(self._call.path, ()),
-            )
-            if self._unasked or not self._call.streaming:
-                flow.on(_STARTED, self._started_s)
-            for event, at_s in self._unasked:
-                flow.on(event, at_s)  # what it says was done
-            self._unasked.clear()
-            if self._outcome is not None:  # the answer is written: nothing follows from what comes now
-                flow.outcome = self._outcome
-        return flow
-
-    def _goes_on_as_usual(self, leg: RunningLeg, event: Event) -> bool:
-        """Whether no flow need be asked what follows from the end of a leg; then it is done."""
-        if self._outcome is not None:
-            return True
-        if not isinstance(event, Answered) or not 200 <= event.status < 300:
-            return False
-        if problem_of_answer(event.content_type, event.body):
-            return False
-        now = self._loop.time()
-        if leg.leg is Leg.PREFILL:
-            self._prefill_spoke_s = now
-            self._unasked.append((event, now))
-            return True
-        self._decode_spoke_s, self._outcome = now, Outcome.OK
-        if self._prefill_spoke_s is None:
-            self._attempts[1].legs[Leg.PREFILL].let_go()
-        self._respond(event.status, "application/json", event.body)
-        self._end()
-        return True
+            self.fail(error)
 
     def leave(self) -> None:
         """The client has left. Nothing if its answer is written."""
@@ -267,10 +256,10 @@ class Exchange:
             return
         self._closed = True
         self._admission.leave()
-        if self._outcome is None and (self._flow is None or self._flow.outcome is None):
+        if self._flow.outcome is None:
             self.happen(ClientLeft())
         alarms = self._shared.alarms
-        alarms.clear(self._tick)
+        alarms.clear(self.tick)
         if self._early is not None:
             alarms.clear(self._open)
         for task in (self._preparing, self._catching_up, self._last):
@@ -279,7 +268,7 @@ class Exchange:
         metrics = self._shared.metrics
         if self._opened:
             metrics.active_streams.add(-1)
-        outcome, kv = self._outcome or self._asked().outcome or Outcome.FAILED, self._kv_value
+        outcome, kv = self._flow.outcome or Outcome.FAILED, self._kv_value
         record = self._record(outcome, kv)
         self._shared.records.append(record)
         if (log_ := self._shared.decision_log) is not None and self._admission.sampled:
@@ -317,7 +306,7 @@ class Exchange:
             outcome=outcome.value,
             kv=kv,
             prompt_tokens=prompt_tokens or self._admission.num_prompt_tokens,
-            attempts=1 if self._flow is None else self._flow.attempts,
+            attempts=self._flow.attempts,
             total_s=total_s,
             queued_s=self._admission.placed_s - self._started_s,
             prefill_s=prefill_s,
@@ -350,7 +339,7 @@ class Exchange:
             attempts=[attempt.logged() for attempt in self._attempts.values()],
         )
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Our own code failed."""
         if self._closed:
             return
@@ -370,7 +359,7 @@ class Exchange:
 
     def happen(self, event: Event) -> None:
         """Report an event to the flow and do its actions."""
-        flow, forward = self._flow or self._asked(), b""
+        flow, forward = self._flow, b""
         if self._lent is not None and self._relays is not None:
             self._relays.take_back(self._lent)
         for action in flow.on(event, self._loop.time()):
@@ -414,26 +403,27 @@ class Exchange:
 
     def _arm(self, due_s: float) -> None:
         self._armed_s = due_s
-        self._shared.alarms.set(self._tick, due_s)
+        self._shared.alarms.set(self.tick, due_s)
 
     def _due_s(self) -> float:
         """Time of the next tick. Silence of a worker does not count while its last bytes wait for the client."""
-        due_s = self._asked().deadline_s
+        due_s = self._flow.deadline_s
         if self._behind_since_s is not None:
             due_s = max(due_s, self._behind_since_s + self._shared.config.idle_timeout_s)
         return due_s
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
+        """A deadline may have passed."""
         self._armed_s = math.inf
         if self._lent is not None and self._relays is not None:
-            self._asked().heard(self._relays.heard_s(self._lent))
+            self._flow.heard(self._relays.heard_s(self._lent))
         if self._loop.time() < self._due_s():
             pass
         elif self._behind_since_s is not None:
             self._abort_client()
         else:
             self.happen(Tick())
-        if self._armed_s == math.inf and not self._asked().over:
+        if self._armed_s == math.inf and not self._flow.over:
             self._arm(self._due_s())
 
     def _blame(self, action: Blame) -> None:
@@ -500,7 +490,7 @@ class Exchange:
 
     def sent(self, leg: RunningLeg, data: bytes) -> None:
         """Bytes of its stream."""
-        if self._opened and self._asked().passes(leg.attempt, leg.leg, data, self._loop.time()):
+        if self._opened and self._flow.passes(leg.attempt, leg.leg, data, self._loop.time()):
             self._count(data)
             if self._relays is None or not self._lend(leg, data):
                 self.client.write(data)
@@ -528,7 +518,7 @@ class Exchange:
 
     def passed(self, leg: RunningLeg, data: bytes) -> None:
         """Events of its stream that the client was sent natively."""
-        self._asked().passed(data, self._loop.time())
+        self._flow.passed(data, self._loop.time())
         self._count(data)
 
     def returned(self, leg: RunningLeg, unsent: bytes, unread: bytes) -> None:
@@ -548,14 +538,13 @@ class Exchange:
                 leg.worker.learned = learn(event.body) or {}
             if (told := self._shared.dialect.told) is not None and (said := told(event.body)) is not None:
                 self._shared.decisions.told.append(Told(self._request_id, leg.worker.label, said))
-        if self._flow is not None or not self._goes_on_as_usual(leg, event):
-            self.happen(event)
+        self.happen(event)
 
     def broke(self, leg: RunningLeg, error: Exception) -> None:
         """Our own code failed at what it said."""
         self.happen(Lost(leg.attempt, leg.leg, Loss.LOCAL, f"internal error: {type(error).__name__}"))
-        if not self._asked().over:
-            self._fail(error)
+        if not self._flow.over:
+            self.fail(error)
 
     @property
     def _kv_value(self) -> str:
@@ -599,7 +588,7 @@ class Exchange:
             client.write(data)
         elif self._early is not None:
             self._early += data
-        elif self._asked().first_leg is Leg.PREFILL and not self._decode_spoke and self._grace_s > 0:
+        elif self._flow.first_leg is Leg.PREFILL and not self._decode_spoke and self._grace_s > 0:
             self._early = data
             self._shared.alarms.set(self._open, self._loop.time() + self._grace_s)
         else:
@@ -627,7 +616,7 @@ class Exchange:
         self.client.begin(headers, early + data)
         metrics = self._shared.metrics
         metrics.active_streams.add(1)
-        if (first := self._asked().first_leg) is not None:
+        if (first := self._flow.first_leg) is not None:
             metrics.ttft.observe(self._opened_s - self._started_s, first.value, exemplar=self._exemplar)
 
     def _end_stream(self, data: bytes) -> None:
@@ -650,7 +639,7 @@ class Exchange:
             if (prefill_s := self._spoke_s[0]) is not None:
                 ttft_s = prefill_s - self._started_s
                 self._shared.metrics.ttft.observe(ttft_s, Leg.PREFILL.value, exemplar=self._exemplar)
-        if status == 503 or (status == 429 and flow is not None and flow.outcome is Outcome.UNAVAILABLE):
+        if status == 503 or (status == 429 and flow.outcome is Outcome.UNAVAILABLE):
             headers["Retry-After"] = str(self._shared.queue.retry_after_s())
         self.client.respond(status, content_type, headers, error_for(self._call.path, status, body))
 
@@ -674,13 +663,7 @@ class Exchange:
 
     async def _let_catch_up(self) -> None:
         """The whole answer is on its way, to a client that reads slowly."""
-        try:
-            async with asyncio.timeout(self._shared.config.idle_timeout_s):
-                await self.client.drain()
-        except TimeoutError:
-            self.client.abort()
-        except ConnectionError:
-            log.debug("request %s: its client left before its end", self._request_id, extra=self._about())
+        await self.client.caught_up(self._shared.config.idle_timeout_s)
         self._last = None
         self._close()
 
@@ -695,14 +678,13 @@ class Exchange:
     def _times(self, last: str) -> str:
         admission, (prefill_s, decode_s) = self._admission, self._spoke_s
         self._stages = timing.stages(prefill_s, decode_s, admission)
-        return timing.server_timing(self._stages, decode_s, admission, last, self._loop.time())
+        since_s = None if decode_s is None else decode_s - admission.placed_s
+        return timing.server_timing(self._stages, since_s, last, self._loop.time() - admission.started_s)
 
     @property
     def _spoke_s(self) -> tuple[float | None, float | None]:
         """Time of prefill's token, and of decode's, in this attempt."""
-        if (flow := self._flow) is None:
-            return self._prefill_spoke_s, self._decode_spoke_s
-        return flow.prefill_spoke_s, flow.decode_spoke_s
+        return self._flow.prefill_spoke_s, self._flow.decode_spoke_s
 
     def _abort_client(self) -> None:
         """The client has stopped reading for too long."""

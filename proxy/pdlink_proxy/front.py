@@ -24,6 +24,7 @@ from .openai import CHAT, COMPLETIONS
 if TYPE_CHECKING:
     from .app import Router
     from .exchange import Exchange
+    from .plain import Plain
 
 MAX_HEAD_NBYTES = 16 * 1024
 MAX_HELD_NBYTES = 1 << 20
@@ -81,7 +82,7 @@ class Front(asyncio.Protocol):
         self.writing_paused = False
         self.idle_since_s = doors.loop.time()
         """Since its last request; while one runs, whenever it began."""
-        self._exchange: Exchange | None = None
+        self._exchange: Plain | Exchange | None = None
         self._held = b""
         """What has come and is not a whole request, or waits for the one that runs."""
         self._keeps = True

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 from .http_connection import Connection, NoConnection
 
@@ -26,7 +26,7 @@ closed connections."""
 _MAX_KNOWN = 10_000
 
 
-class _Address(NamedTuple):
+class Address(NamedTuple):
     scheme: str
     host: str
     port: int
@@ -35,6 +35,16 @@ class _Address(NamedTuple):
     def authority(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == (443 if self.scheme == "https" else 80) else f"{host}:{self.port}"
+
+
+class Host:
+    """A worker's address, and the connections to it that nobody uses, the newest last."""
+
+    __slots__ = ("__weakref__", "address", "idle")
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.idle: deque[Connection] = deque()
 
 
 class HttpClient:
@@ -55,11 +65,16 @@ class HttpClient:
         self._headers = header_lines(
             {"Accept-Encoding": "identity", "Content-Type": "application/json", **(headers or {})}
         )
-        self._known: dict[tuple[str, str], tuple[_Address, bytes]] = {}
-        """By method and URL."""
-        self._idle: dict[_Address, deque[Connection]] = {}
+        self._known: dict[tuple[str, str], tuple[Host, bytes]] = {}
+        """By method and URL, and how such a request begins."""
+        self._hosts: WeakValueDictionary[Address, Host] = WeakValueDictionary()
+        """All that somebody uses."""
+        self._resting: set[Host] = set()
+        """With connections that nobody uses."""
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._sweep: asyncio.TimerHandle | None = None
-        self._running: set[Request] = set()
+        self._running: set[Request | Connection] = set()
+        """Requests, and connections that listeners have without one (`send`)."""
         self._waiting: deque[Request] = deque()
         """For one of the connections that are in use."""
 
@@ -71,12 +86,13 @@ class HttpClient:
         if self._sweep is not None:
             self._sweep.cancel()
         self._waiting.clear()
-        connecting = [request for request in self._running if request.stop()]
-        for idle in self._idle.values():
-            for connection in idle:
+        connecting = [task for each in tuple(self._running) if (task := each.stop()) is not None]
+        for host in self._resting:
+            for connection in host.idle:
                 connection.abort()
-        self._idle.clear()
-        await asyncio.gather(*(request.connecting for request in connecting if request.connecting))
+            host.idle.clear()
+        self._resting.clear()
+        await asyncio.gather(*connecting)
         await asyncio.sleep(0)  # asyncio closes the sockets in its next turn
 
     def start(
@@ -89,18 +105,9 @@ class HttpClient:
     ) -> Request:
         """Send a request, now if a connection is idle; tell the listener what comes. Loss is NoConnection,
         Disconnected or BadAnswer. lines: more headers, of `header_lines`."""
-        address, begin = self._known.get((method, url)) or self._split(method, url)
+        host, begin = self._known.get((method, url)) or self._split(method, url)
         head = b"%b%bContent-Length: %d\r\n\r\n" % (begin, lines, len(body))
-        request = Request(self, address)
-        if not self._limit or len(self._running) < self._limit:
-            idle = self._idle.get(address)
-            while idle:
-                connection = idle.pop()  # the newest: the others may end
-                if connection.keeps:
-                    self._running.add(request)
-                    request.connection, connection.reused = connection, True
-                    connection.ask(head, body, listener, partial(self.finished, request))
-                    return request
+        request = Request(self, host)
         request.unsent = head, body, listener
         if self._limit and len(self._running) >= self._limit:
             self._waiting.append(request)
@@ -108,20 +115,41 @@ class HttpClient:
             self._begin(request)
         return request
 
-    def _split(self, method: str, url: str) -> tuple[_Address, bytes]:
+    def send(
+        self, method: str, url: str, listener: Listener, body: bytes = b"", lines: bytes = b""
+    ) -> Connection | Request:
+        """As `start`, with a connection in place of a request where one is idle: it serves the listener until the
+        listener has heard the end, and others then."""
+        host, begin = self._known.get((method, url)) or self._split(method, url)
+        idle, running = host.idle, self._running
+        if not self._limit or len(running) < self._limit:
+            while idle:
+                connection = idle.pop()  # the newest: the others may end
+                if connection.keeps:
+                    running.add(connection)
+                    connection.reused = True
+                    head = b"%b%bContent-Length: %d\r\n\r\n" % (begin, lines, len(body))
+                    connection.ask(head, body, listener, self)
+                    return connection
+        return self.start(method, url, listener, body, lines)
+
+    def _split(self, method: str, url: str) -> tuple[Host, bytes]:
         """Where a request goes, and how it begins."""
         at = url.index("/", url.index("://") + 3)
         parts = urlsplit(url[:at])
-        address = _Address(parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+        address = Address(parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
         begin = f"{method} {url[at:]} HTTP/1.1\r\nHost: {address.authority}\r\n".encode() + self._headers
         if len(self._known) >= _MAX_KNOWN:  # stop calls have a transfer id in their path
             self._known.clear()
-        self._known[method, url] = address, begin
-        return address, begin
+        host = self._hosts.get(address)
+        if host is None:
+            host = self._hosts[address] = Host(address)
+        found = self._known[method, url] = host, begin
+        return found
 
     def _begin(self, request: Request) -> None:
         self._running.add(request)
-        idle = self._idle.get(request.address)
+        idle = request.host.idle
         while idle:
             connection = idle.pop()  # the newest: the others may end
             if connection.keeps:
@@ -131,7 +159,7 @@ class HttpClient:
         request.connecting = asyncio.get_running_loop().create_task(self._connect(request))
 
     async def _connect(self, request: Request) -> None:
-        loop, address = asyncio.get_running_loop(), request.address
+        loop, address = asyncio.get_running_loop(), request.host.address
         tls = None
         if address.scheme == "https":
             tls = self._tls = self._tls or ssl.create_default_context()
@@ -139,6 +167,7 @@ class HttpClient:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await loop.create_connection(Connection, address.host, address.port, ssl=tls)
+            connection.host = request.host
             request.connecting = None
             request.sent_on(connection)
             return
@@ -153,18 +182,21 @@ class HttpClient:
             self.finished(request)
             request.lost(error)
 
+    def freed(self, connection: Connection) -> None:
+        """Its listener needs it no more. Of `send`."""
+        self._running.discard(connection)
+        self._keep(connection)
+        if self._waiting:
+            self._next()
+
     def finished(self, request: Request) -> None:
         """The request needs its connection no more. For `Request`."""
         self._running.discard(request)
-        connection = request.connection
-        if connection is not None:
+        if (connection := request.connection) is not None:
             request.connection = None
-            if connection.keeps:
-                self._keep(request.address, connection)
-            else:
-                connection.abort()
-        while self._waiting and len(self._running) < self._limit:
-            self._begin(self._waiting.popleft())
+            self._keep(connection)
+        if self._waiting:
+            self._next()
 
     def forget(self, request: Request) -> None:
         """It is not to be sent any more. For `Request`."""
@@ -173,35 +205,44 @@ class HttpClient:
         elif request in self._waiting:
             self._waiting.remove(request)
 
-    def _keep(self, address: _Address, connection: Connection) -> None:
-        loop = asyncio.get_running_loop()
+    def _next(self) -> None:
+        while self._waiting and len(self._running) < self._limit:
+            self._begin(self._waiting.popleft())
+
+    def _keep(self, connection: Connection) -> None:
+        if not connection.keeps:
+            connection.abort()
+            return
+        loop = self._loop
+        if loop is None:
+            loop = self._loop = asyncio.get_running_loop()
         connection.idle_since_s = loop.time()
-        idle = self._idle.get(address)
-        if idle is None:
-            idle = self._idle[address] = deque()
-        idle.append(connection)
+        host = connection.host
+        if not host.idle:
+            self._resting.add(host)
+        host.idle.append(connection)
         if self._sweep is None:
             self._sweep = loop.call_later(KEEPALIVE_S, self._drop_old)
 
     def _drop_old(self) -> None:
-        loop, left = asyncio.get_running_loop(), 0
+        loop = asyncio.get_running_loop()
         self._sweep = None
-        for idle in self._idle.values():
+        for host in self._resting:
+            idle = host.idle
             while idle and idle[0].idle_since_s <= loop.time() - KEEPALIVE_S:
                 idle.popleft().abort()
-            left += len(idle)
-        self._idle = {address: idle for address, idle in self._idle.items() if idle}
-        if left:
+        self._resting = {host for host in self._resting if host.idle}
+        if self._resting:
             self._sweep = loop.call_later(KEEPALIVE_S / 4, self._drop_old)
 
 
 class Request:
     """One request under way."""
 
-    __slots__ = ("_client", "address", "connecting", "connection", "unsent")
+    __slots__ = ("_client", "connecting", "connection", "host", "unsent")
 
-    def __init__(self, client: HttpClient, address: _Address) -> None:
-        self._client, self.address = client, address
+    def __init__(self, client: HttpClient, host: Host) -> None:
+        self._client, self.host = client, host
         self.connection: Connection | None = None
         """While it has one."""
         self.unsent: tuple[bytes, bytes, Listener] | None = None
@@ -214,7 +255,11 @@ class Request:
         assert self.unsent is not None
         (head, body, listener), self.unsent = self.unsent, None
         self.connection = connection
-        connection.ask(head, body, listener, partial(self._client.finished, self))
+        connection.ask(head, body, listener, self)
+
+    def freed(self, _connection: Connection) -> None:
+        """It needs its connection no more."""
+        self._client.finished(self)
 
     def lost(self, error: HttpError) -> None:
         """It has no connection, and gets none."""
@@ -248,13 +293,13 @@ class Request:
         if self.connection is not None:
             self.connection.give_back(unread)
 
-    def stop(self) -> bool:
-        """Break it off: the listener hears of its loss soon. Whether it is connecting, which then ends."""
+    def stop(self) -> asyncio.Task[None] | None:
+        """Break it off: the listener hears of its loss soon. The task of its connecting, which then ends."""
         if self.connection is not None:
             self.connection.abort()
         elif self.connecting is not None:
             self.connecting.cancel()
-        return self.connecting is not None
+        return self.connecting
 
 
 def header_lines(headers: Mapping[str, str]) -> bytes:

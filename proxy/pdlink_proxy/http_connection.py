@@ -18,7 +18,7 @@ import httptools
 from pdlink._http import whole_answer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from .http_client import Host
 
 _T = TypeVar("_T")
 
@@ -136,8 +136,41 @@ class Listener(Protocol):
     def on_lost(self, error: HttpError) -> None: ...
 
 
+class Uses(Protocol):
+    """What a connection is used for."""
+
+    def freed(self, connection: Connection) -> None:
+        """The connection is not needed any more, for this."""
+
+
 class Connection(asyncio.Protocol):
     """One request at a time uses it."""
+
+    __slots__ = (
+        "_between",
+        "_end",
+        "_fresh",
+        "_head_nbytes",
+        "_lent",
+        "_listener",
+        "_lost",
+        "_pairs",
+        "_parser",
+        "_parts",
+        "_paused",
+        "_status",
+        "_told",
+        "_transport",
+        "_uses",
+        "host",
+        "idle_since_s",
+        "keeps",
+        "on_body",
+        "on_chunk_complete",
+        "reused",
+    )
+    host: Host
+    """Where it leads; the client sets it."""
 
     def __init__(self) -> None:
         self.reused = False
@@ -145,7 +178,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._listener: Listener | None = None
-        self._over: Callable[[], None] | None = None
+        self._uses: Uses | None = None
         self._parts: list[bytes] = []
         """Of the body, from the present read. llhttp appends them."""
         self.on_body = self._parts.append
@@ -169,13 +202,13 @@ class Connection(asyncio.Protocol):
         self._fresh = True
         """Nothing of the answer has come."""
 
-    def ask(self, head: bytes, body: bytes, listener: Listener, over: Callable[[], None]) -> None:
-        """over: called when the connection is not needed any more, before the listener hears of the end."""
+    def ask(self, head: bytes, body: bytes, listener: Listener, uses: Uses) -> None:
+        """uses: hears that the connection is free before the listener hears of the end."""
         if self._transport is None:
             raise RuntimeError("asks before it is connected")
         if self._parser is None:
             self._parser = httptools.HttpResponseParser(self)
-        self._listener, self._over = listener, over
+        self._listener, self._uses = listener, uses
         if not self._fresh:
             self._fresh = True
             self._status, self._told, self._head_nbytes, self._end = 0, False, 0, None
@@ -232,12 +265,16 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def stop(self) -> None:
+        """As `Request.stop`."""
+        self.abort()
+
     def _finish(self) -> Listener | None:
         """The request is over: who is to hear it."""
-        listener, over = self._listener, self._over
-        self._listener = self._over = None
-        if over is not None:
-            over()
+        listener, uses = self._listener, self._uses
+        self._listener = self._uses = None
+        if uses is not None:
+            uses.freed(self)
         return listener
 
     def _fail(self, error: HttpError) -> None:

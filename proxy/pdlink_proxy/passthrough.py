@@ -310,14 +310,14 @@ def _counted(shared: Shared, worker: Worker, wanted: PlacementRequest) -> Iterat
     count = _Count(shared, worker)
     work, breaker = worker.work, worker.breaker  # of the life of the worker that gets it
     call = breaker.begin(time.monotonic())
-    worker.in_flight += 1
+    worker.passing += 1
     work.sent(wanted.total_tokens, time.monotonic())
     shared.pools.tell_beside(work)
     try:
         yield count
     finally:
         now = time.monotonic()
-        worker.in_flight -= 1
+        worker.passing -= 1
         work.finished(wanted.total_tokens, now, served=count.failure is False)
         shared.pools.tell_beside(work)
         if count.failure is None:

@@ -56,13 +56,15 @@ class RunningAttempt:
         call: Call,
         leg_headers: Mapping[str, str],
         seed: int,
+        transfer_id: str | None = None,
     ) -> None:
-        """admission: has just placed it. call: what the workers are asked. leg_headers: for both legs."""
+        """admission: has just placed it. call: what the workers are asked. leg_headers: for both legs. transfer_id:
+        of one that runs already."""
         self._shared, self.number, self._call = shared, number, call
         self._leg_headers, self._lines, self._seed = leg_headers, header_lines(leg_headers), seed
         self._wanted, self._cached_tokens = admission.wanted, admission.cached_tokens
         self.chosen, self.decision = admission.chosen, admission.decision
-        self.transfer_id = f"xfer-{new_id()}"
+        self.transfer_id = transfer_id or f"xfer-{new_id()}"
         self.legs: dict[Leg, RunningLeg] = {}
         self.kv = admission.recomputed
         """How its KV came, once known."""
@@ -103,7 +105,9 @@ class RunningAttempt:
 
     def cancel(self, leg: Leg) -> None:
         """Close the leg's connection; the worker aborts."""
-        running = self.legs[leg]
+        running = self.legs.get(leg)
+        if running is None:  # our own code failed before it was sent
+            return
         running.cancel()
         if (abort := self._shared.dialect.abort) is not None:
             self._shared.spawn(abort(self._shared.control, running.worker.url, self.transfer_id, self._call))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from typing import TYPE_CHECKING, Protocol
@@ -15,9 +14,12 @@ from .steps import Answered, Ended, Event, Leg, Lost
 from .upstream import describe, loss_of, tell_to_stop, too_long
 
 if TYPE_CHECKING:
+    import asyncio
+
     from .dialects.arrivals import Arrivals
     from .fleet import PlacementRequest
-    from .http_connection import HttpError
+    from .http_client import Request
+    from .http_connection import Connection, HttpError
     from .shared import Shared
     from .worker import Worker
 
@@ -82,6 +84,28 @@ class _Nobody:
 _NOBODY = _Nobody()
 
 
+class _Ended:
+    """The request of a leg that has been answered: its connection serves others."""
+
+    def leave(self) -> None:
+        pass
+
+    def pause(self) -> None:
+        pass
+
+    def resume(self) -> None:
+        pass
+
+    def lend(self) -> int | None:
+        return None
+
+    def give_back(self, _unread: bytes) -> None:
+        pass
+
+
+_ENDED = _Ended()
+
+
 class RunningLeg(Listener):
     """Listens to one answer. Once it is over, or `cancel` was called, it tells no more."""
 
@@ -112,6 +136,10 @@ class RunningLeg(Listener):
     _counted = False
     """Its breaker and its outlier have heard how it went."""
     _let_go = False
+    _call = 0
+    """Its breaker's number of it, while the worker is on trial."""
+    _probe = False
+    """It finds out whether an outlier is well again."""
 
     def __init__(
         self,
@@ -129,6 +157,7 @@ class RunningLeg(Listener):
         self._hears: Hears = request
         self.attempt, self.leg, self.worker, self.transfer_id = attempt, leg, worker, transfer_id
         self._streams = streams
+        self._request: Connection | Request | _Ended = _ENDED
 
     def start(self, path: str, body: bytes, lines: bytes, request: PlacementRequest, tokens: int) -> None:
         """lines: headers. tokens: that the worker has to do for it."""
@@ -137,16 +166,13 @@ class RunningLeg(Listener):
         self._began_s = self.sent_s = now = time.monotonic()
         self._work = work = shared.pools.sent(request, worker, tokens, now)
         self._ahead = work.load
-        self._breaker = breaker = worker.breaker  # of the life of the worker that gets the leg
-        self._call = breaker.begin(now)
-        self._outlier = outlier = worker.outlier
-        self._probe = outlier.out
-        if outlier.out:
-            outlier.begin()
-        worker.in_flight += 1
+        self._breaker, self._outlier = worker.breaker, worker.outlier  # of the life of the worker that gets the leg
+        if worker.on_trial:  # else no leg finds anything out
+            self._call = self._breaker.begin(now)
+            self._probe = self._outlier.begin()
         worker.legs.add(self)
         self.url = url = worker.url + path
-        self._request = shared.clients[self.leg].start("POST", url, self, body, lines)
+        self._request = shared.clients[self.leg].send("POST", url, self, body, lines)
 
     def cancel(self) -> None:
         """Close its connection; the worker aborts."""
@@ -164,7 +190,7 @@ class RunningLeg(Listener):
         """It is not needed any more: close its connection unless it ends by itself in a moment."""
         self.fate = self.fate or ("served" if self.leg is Leg.DECODE else "let go")  # decode's answer was whole
         self._let_go = True
-        self._shared.alarms.set(self.cancel, asyncio.get_running_loop().time() + LET_GO_S)
+        self._shared.alarms.set(self.cancel, self._shared.loop.time() + LET_GO_S)
 
     def pause(self) -> None:
         """Hold the worker back: its bytes are not read."""
@@ -180,6 +206,11 @@ class RunningLeg(Listener):
 
     def give_back(self, unread: bytes) -> None:
         self._request.give_back(unread)
+
+    def told_to(self, request: Hears) -> None:
+        """From now on this hears of it, unless it is over."""
+        if not self._over:
+            self._hears = request
 
     def blame(self) -> None:
         """The worker is at fault for what came of it."""
@@ -248,7 +279,6 @@ class RunningLeg(Listener):
         self._over = True
         self.ended_s = time.monotonic()
         self.fate = self.fate or "cancelled"
-        self.worker.in_flight -= 1
         self.worker.legs.discard(self)
         if self._settling is not None:
             self._settling.cancel()
@@ -274,24 +304,23 @@ class RunningLeg(Listener):
         if not well:
             self.served(well=False)  # before another attempt is placed
         self._hears.says(self, event)
-        if self._over:
-            return
-        if self._done or self.failed:
-            self.served(well=not self.failed)
-            self._end()
-        else:
-            self._end_well()
+        self._close(well=not self.failed)
 
-    def _end_well(self) -> None:
+    def _close(self, *, well: bool) -> None:
+        if not self._over:
+            self.served(well=well)
+            self._end()
+
+    def _end_well(self, now: float) -> None:
         """`served` and `_end` at once, as they are of most legs."""
-        worker, shared, now = self.worker, self._shared, time.monotonic()
+        worker, shared, breaker = self.worker, self._shared, self._breaker
         self._done = self._counted = self._over = True
         self.ended_s = now
         if not self.fate:
             self.fate = "served"
-        worker.in_flight -= 1
         worker.legs.discard(self)
-        self._breaker.end(self._call, now, failed=False)
+        if breaker.failures or self._call:
+            breaker.end(self._call, now, failed=False)
         pace = self._pace(now) if self._streams or self._ahead >= MIN_PACE_TOKENS else None
         self._outlier.end(now, probe=self._probe, failed=False, pace=pace)
         if worker.on_trial:  # nothing else can change
@@ -370,6 +399,7 @@ class RunningLeg(Listener):
             self._broke(error)
 
     def on_end(self) -> None:
+        self._request = _ENDED
         try:
             if self._streams:
                 self._finish(Ended(self.attempt, self.leg), well=True)
@@ -379,16 +409,25 @@ class RunningLeg(Listener):
             self._broke(error)
 
     def on_whole(self, status: int, headers: Headers, body: bytes) -> None:
-        if self._streams or len(body) > self._shared.config.max_body_nbytes:
+        shared = self._shared
+        if self._streams or len(body) > shared.config.max_body_nbytes:
             super().on_whole(status, headers, body)
             return
+        self._request = _ENDED
         self._status, self.headers, self._nbytes = status, headers, len(body)
-        self.answered_s = time.monotonic()
+        self.answered_s = now = time.monotonic()
         try:
-            if 200 <= status < 300 and self.leg is Leg.DECODE:
-                self._began_s = self.answered_s
+            if status >= 300 or shared.arrivals is not None:
+                self._answered(body)
+                return
+            if self.leg is Leg.DECODE:
+                self._began_s = now
                 self._hears.began(self, headers)
-            self._answered(body)
+            self._hears.says(self, Answered(self.attempt, self.leg, status, body, headers.content_type))
+            if self._done or self.failed or self._over:
+                self._close(well=not self.failed)
+            else:
+                self._end_well(now)
         except Exception as error:  # noqa: BLE001
             self._broke(error)
 
@@ -401,6 +440,7 @@ class RunningLeg(Listener):
             self._finish(answered, well=well)
 
     def on_lost(self, error: HttpError) -> None:
+        self._request = _ENDED
         try:
             lost = Lost(self.attempt, self.leg, loss_of(error), f"{self.url}: {describe(error)}")
             self._finish(lost, well=False)

@@ -66,6 +66,8 @@ class Shared:
     """Pass streams natively, where that is built."""
     retries: RetryBudget = field(default_factory=RetryBudget)
     alarms: Alarms = field(default_factory=Alarms)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    """Asking asyncio for it takes a system call in CPython 3.11."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     """Health watchers, and stop calls."""
     limits: Limits = field(init=False)

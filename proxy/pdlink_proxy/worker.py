@@ -92,10 +92,10 @@ class Worker:
     """The last valid one, kept while the worker is away: it names its model."""
     heard_s: float | None = None
     """time.monotonic of the last answer."""
-    in_flight: int = 0
-    """Our running legs."""
     legs: set[Gone] = field(default_factory=set)
-    """The same, to be told that it is gone."""
+    """That run, to be told that it is gone."""
+    passing: int = 0
+    """Requests that it serves without legs."""
     hushed: str = ""
     """Why its beats count as over, until it answers a probe."""
     incarnations: int = 0
@@ -136,6 +136,11 @@ class Worker:
     def key(self) -> str:
         """Names this incarnation: a restarted worker is another one."""
         return f"{self.url}#{self.health.epoch if self.health else ''}"
+
+    @property
+    def in_flight(self) -> int:
+        """What it runs for us."""
+        return len(self.legs) + self.passing
 
     @property
     def name(self) -> str:

@@ -290,7 +290,7 @@ async def test_idle_connections_are_closed_before_the_server_closes_them(monkeyp
     async with server(talk) as url, client() as http:
         await ask(http, url + "/").ended()
         await asyncio.wait_for(closed.wait(), 10)
-        assert http._idle == {}, "nothing is kept of workers that come and go"
+        assert not http._resting, "nothing is kept of workers that come and go"
 
 
 async def test_leaving_early_closes_the_connection() -> None:

@@ -245,7 +245,7 @@ async def test_words_that_differ_from_those_of_a_dead_worker_blame_nobody(vllms:
         assert "another worker answers in other words" in chunks(data)[-1]["error"]["message"]
         assert proxy.counted("leg_failures_total", leg="decode", reason="diverged") >= 1
         state = next(worker for worker in proxy.router.pools.all if worker.url == other.url)
-        assert (state.breaker._failures, state.outlier.failed) == (0, 0)
+        assert (state.breaker.failures, state.outlier.failed) == (0, 0)
 
 
 async def test_tokens_that_came_with_an_error_are_sent_before_the_stream_ends(

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import msgspec
 
 from pdlink.config import ProxyConfig
-from pdlink_proxy import admission, exchange, pools, refusals, running_leg, watching
+from pdlink_proxy import admission, exchange, plain, pools, refusals, running_leg, watching
 from pdlink_proxy import worker as of_worker
 from pdlink_proxy.client_answer import ClientAnswer
 from pdlink_proxy.decisions import Decisions
@@ -32,6 +32,7 @@ from pdlink_proxy.membership import Entry, Members, Membership
 from pdlink_proxy.metrics import Metrics
 from pdlink_proxy.openai import COMPLETIONS, parse
 from pdlink_proxy.placement import Placer
+from pdlink_proxy.plain import opened
 from pdlink_proxy.queue import Queue
 from pdlink_proxy.records import Records
 from pdlink_proxy.shared import Shared
@@ -80,7 +81,7 @@ def in_virtual_time(play: Callable[[], Awaitable[None]]) -> None:
     loop = _VirtualLoop()
     clock = SimpleNamespace(monotonic=loop.time, time=loop.time)
     with ExitStack() as stack:
-        for module in (admission, exchange, pools, refusals, running_leg, of_worker):
+        for module in (admission, exchange, plain, pools, refusals, running_leg, of_worker):
             stack.enter_context(patch.object(module, "time", clock))
         runner = stack.enter_context(asyncio.Runner(loop_factory=lambda: loop))
         runner.run(cast("Any", play()))
@@ -268,7 +269,7 @@ class World:
         request_id = f"r{len(self.clients)}"
         self._by_id[request_id] = client
         over, headers = asyncio.Event(), {"X-Request-Id": request_id}
-        running = exchange.Exchange(self.shared, ClientAnswer(client), call, headers, client.headers, over.set)
+        running = opened(self.shared, ClientAnswer(client), call, headers, client.headers, over.set)
 
         async def run() -> None:
             try:
@@ -325,6 +326,8 @@ class World:
                 self.served_tokens[client.tenant] += client.tokens
             client.placed_s.append(self.now_s)
         return _Answer(worker, listener, client.tokens)
+
+    send = start
 
     def _watch(self, worker: of_worker.Worker) -> asyncio.Task[None]:
         asking = Asking(cast("HttpClient", self), worker.url, self.config.connect_timeout_s)

@@ -1,0 +1,373 @@
+"""A request that is answered in one piece, while there is nothing to decide: its workers are chosen, both legs leave
+at once, prefill answers, and the client gets decode's answer as it is.
+
+Most requests that do not stream are never anything else, so this is written for speed: in two steps, each in one
+place, what takes `Exchange`, `Admission` and `RunningAttempt` many. When something else happens, those are made, as
+they would be had they heard of everything, and go on.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING
+
+from pdlink.protocol import kv_path
+
+from . import timing
+from .admission import shown
+from .decision_log import said_usage
+from .decisions import Decision, Told
+from .dialects import Attempt
+from .exchange import Begun, Exchange
+from .http_client import header_lines
+from .ids import new_id
+from .metrics import exemplar_of
+from .openai import problem_of_answer, wanted
+from .pools import Choice
+from .records import RequestRecord
+from .running_leg import RunningLeg
+from .steps import Answered, Leg
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Mapping
+
+    from .client_answer import ClientAnswer
+    from .fleet import PlacementRequest
+    from .http_connection import Headers
+    from .openai import Call
+    from .shared import Shared
+    from .steps import Event
+
+
+def opened(
+    shared: Shared,
+    client: ClientAnswer,
+    call: Call,
+    headers: dict[str, str],
+    said: Mapping[str, str],
+    over: Callable[[], None],
+) -> Plain | Exchange:
+    """A request that is ready to begin. As of `Exchange`."""
+    dialect = shared.dialect
+    if (
+        call.streaming
+        or dialect.headers is not None
+        or shared.config.hedge_factor
+        or shared.decision_log is not None
+        or shared.tracer is not None
+        or shared.arrivals is not None
+        or (dialect.whole is not None and dialect.whole(call))
+        or not ((dialect.rules_of(call) if dialect.rules_of is not None else None) or dialect.rules).plain
+    ):
+        return Exchange(shared, client, call, headers, said, over)
+    return Plain(shared, client, call, headers, said, over)
+
+
+class Plain:
+    """As `Exchange`, for what it serves."""
+
+    __slots__ = (
+        "_answered",
+        "_answered_s",
+        "_asked",
+        "_call",
+        "_choice",
+        "_closed",
+        "_decision",
+        "_exchange",
+        "_headers",
+        "_last",
+        "_legs",
+        "_over",
+        "_placed_s",
+        "_placement_s",
+        "_request_id",
+        "_said",
+        "_seed",
+        "_shared",
+        "_started_s",
+        "_tail",
+        "_transfer_id",
+        "client",
+    )
+
+    def __init__(
+        self,
+        shared: Shared,
+        client: ClientAnswer,
+        call: Call,
+        headers: dict[str, str],
+        said: Mapping[str, str],
+        over: Callable[[], None],
+    ) -> None:
+        """As of `Exchange`."""
+        self._shared, self.client, self._call = shared, client, call
+        self._headers, self._said, self._over = headers, said, over
+        self._request_id = headers["X-Request-Id"]
+        self._started_s = shared.loop.time()
+        self._asked = wanted(call, said.get("x-session-id"))
+        self._seed = random.getrandbits(32)
+        self._exchange: Exchange | None = None
+        """What goes on with it."""
+        self._legs: dict[Leg, RunningLeg] = {}
+        self._answered: Answered | None = None
+        """By prefill."""
+        self._tail: bytes | None = None
+        """Decode's answer, which the client has been sent."""
+        self._answered_s = self._placed_s = self._placement_s = 0.0
+        self._choice: Choice
+        self._decision: Decision
+        self._transfer_id = ""
+        self._closed = False
+        self._last: asyncio.Task[None] | None = None
+        """Waits until the client has read the end."""
+
+    # ---- its beginning
+
+    def begin(self) -> None:
+        shared = self._shared
+        asked = self._asked
+        try:
+            queue, tokenizing = shared.queue, shared.tokenizing
+            if (
+                queue.num
+                or (queue.accounts.shared and not queue.passes(asked.model, self._started_s))
+                or (tokenizing is not None and tokenizing.wanted(asked))
+            ):
+                self._unusual().begin()
+                return
+            shared.retries.earn()
+            if shared.sampled():
+                asked.considered = {}
+            began_s = time.monotonic()
+            choice = shared.pools.choose(asked, needs_prefill=not shared.may_decode_alone, full=False)
+            self._placement_s = time.monotonic() - began_s
+            if isinstance(choice, Choice) and choice.prefill is not None:
+                self._start(asked, choice)
+            else:
+                self._unusual().go_on(choice)
+        except Exception as error:  # noqa: BLE001 -- of any policy or dialect
+            self._unusual().fail(error)
+
+    def _start(self, asked: PlacementRequest, choice: Choice) -> None:
+        """Both legs leave."""
+        shared, call, seed = self._shared, self._call, self._seed
+        prefill, decode, cached_tokens = choice.prefill, choice.decode, choice.cached_tokens
+        assert prefill is not None
+        shared.metrics.attempts.inc("first")
+        self._placed_s = placed_s = shared.loop.time()
+        self._transfer_id = transfer_id = f"xfer-{new_id()}"
+        now_s = time.time()
+        self._choice = choice
+        self._decision = decision = Decision(
+            self._request_id,
+            now_s,
+            "first",
+            "placed",
+            "",
+            asked.num_tokens,
+            placed_s - self._started_s,
+            prefill.label,
+            decode.label,
+            prefill.work.load,
+            decode.work.load,
+            cached_tokens,
+            shown(asked) if asked.considered else {},
+        )
+        shared.decisions.append(decision)
+        attempt = Attempt(
+            transfer_id,
+            int(now_s),
+            seed,
+            prefill.address,
+            shared.config.decode_ranks,
+            prefill.url,
+            decode.url,
+            prefill.control,
+            decode.control,
+            prefill.link,
+        )
+        bodies = shared.dialect.legs(call, attempt)
+        lines, tokens = header_lines(self._headers), asked.num_tokens
+        leg = self._legs[Leg.PREFILL] = RunningLeg(shared, self, 1, Leg.PREFILL, prefill, transfer_id, streams=False)
+        leg.start(call.path, bodies[0], lines, asked, max(1, tokens - cached_tokens))
+        leg = self._legs[Leg.DECODE] = RunningLeg(shared, self, 1, Leg.DECODE, decode, transfer_id, streams=False)
+        leg.start(call.path, bodies[1], lines, asked, tokens + asked.answer_tokens)
+        limits = shared.limits
+        shared.alarms.set(self._tick, min(self._started_s + limits.request_s, placed_s + limits.first_byte_s))
+
+    # ---- its end
+
+    def says(self, leg: RunningLeg, event: Event) -> None:
+        """The end of a leg."""
+        if self._tail is not None:  # of prefill's, after decode's
+            return
+        if (
+            not isinstance(event, Answered)
+            or not 200 <= event.status < 300
+            or problem_of_answer(event.content_type, event.body)
+        ):
+            self._unusual().says(leg, event)
+            return
+        shared, dialect, now_s = self._shared, self._shared.dialect, self._shared.loop.time()
+        if dialect.told is not None and (said := dialect.told(event.body)) is not None:
+            shared.decisions.told.append(Told(self._request_id, leg.worker.label, said))
+        if leg.leg is Leg.DECODE:
+            self._answer(
+                event.body, kv_path.checked(dialect.kv_path(leg.headers, event.body)) or kv_path.UNKNOWN, now_s
+            )
+            return
+        if dialect.learn is not None:
+            leg.worker.learned = dialect.learn(event.body) or {}
+        self._answered, self._answered_s = event, now_s
+
+    def _answer(self, body: bytes, kv: str, now_s: float) -> None:
+        """The client gets decode's answer."""
+        shared, choice, started_s, placed_s = self._shared, self._choice, self._started_s, self._placed_s
+        metrics, prefill, request_id = shared.metrics, choice.prefill, self._request_id
+        assert prefill is not None
+        self._tail = body
+        stages = {"queue": placed_s - started_s, "placement": self._placement_s}
+        prefill_s = None
+        exemplar = exemplar_of(self._headers)
+        if self._answered is None:
+            self._legs[Leg.PREFILL].let_go()
+        else:
+            prefill_s = self._answered_s - started_s
+            stages["prefill"] = self._answered_s - placed_s
+            stages["transfer"] = now_s - self._answered_s
+            metrics.ttft.observe(prefill_s, "prefill", exemplar=exemplar)
+        told = timing.server_timing(stages, now_s - placed_s, "total", now_s - started_s)
+        self.client.respond_json(
+            f"X-Request-Id: {request_id}\r\nServer-Timing: {told}\r\nX-Pdlink-Transfer: {self._transfer_id}\r\n"
+            f"X-Pdlink-Prefill: {prefill.label}\r\nX-Pdlink-Decode: {choice.decode.label}\r\n"
+            f"{kv_path.HEADER}: {kv}\r\n",
+            body,
+        )
+        total_s, at_s = now_s - started_s, time.time()
+        prompt_tokens, answer_tokens = said_usage(body)
+        per_token_s = None
+        if answer_tokens > 1 and prefill_s is not None:
+            per_token_s = (total_s - prefill_s) / (answer_tokens - 1)
+            metrics.per_token.observe(per_token_s)
+        legs = self._legs
+        record = RequestRecord(
+            request_id,
+            at_s,
+            "ok",
+            kv,
+            prompt_tokens or self._asked.num_tokens,
+            1,
+            total_s,
+            stages["queue"],
+            prefill_s,
+            total_s,
+            prefill_s,
+            self._transfer_id,
+            prefill.label,
+            choice.decode.label,
+            [legs[Leg.PREFILL].record(started_s), legs[Leg.DECODE].record(started_s)],
+            per_token_s,
+        )
+        shared.records.append(record)
+        shared.decisions.append(
+            Decision(request_id, at_s, "first", "ended", f"ok, KV {kv}", self._asked.num_tokens, total_s)
+        )
+        metrics.requests.inc("ok")
+        metrics.duration.observe(total_s, "ok", exemplar=exemplar)
+        metrics.kv.inc(kv_path.path_of(kv))
+        metrics.stages.observe_each(stages)
+        shared.alarms.clear(self._tick)
+        if self.client.behind and not self.client.gone:
+            self._last = shared.spawn(self._let_catch_up())
+        else:
+            self._close()
+
+    async def _let_catch_up(self) -> None:
+        """The whole answer is on its way, to a client that reads slowly."""
+        await self.client.caught_up(self._shared.config.idle_timeout_s)
+        self._last = None
+        self._close()
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            if self._last is not None:
+                self._last.cancel()
+            over, self._over = self._over, _nothing  # it has this, too, and the collector would have to find both
+            over()
+
+    # ---- what is unusual
+
+    def leave(self) -> None:
+        """The client has left. Nothing if its answer is written."""
+        if self._tail is not None:
+            self._close()
+        elif not self._closed:
+            self._unusual().leave()
+
+    def shut_down(self) -> None:
+        """End it now, with an error for the client."""
+        if self._tail is None:
+            self._unusual().shut_down()
+
+    def _tick(self) -> None:
+        self._unusual().tick()
+
+    def began(self, leg: RunningLeg, _headers: Headers) -> None:
+        """A 2xx answer begins."""
+        refusals = self._shared.pools.refusals
+        if refusals.pairs and leg.leg is Leg.DECODE:
+            refusals.fits(self._legs[Leg.PREFILL].worker, leg.worker)
+
+    def broke(self, leg: RunningLeg, error: Exception) -> None:
+        """Our own code failed at what it said."""
+        if self._tail is None:
+            self._unusual().broke(leg, error)
+
+    def sent(self, _leg: RunningLeg, _data: bytes) -> None:
+        """Its legs do not stream."""
+
+    passed = sent
+
+    def returned(self, _leg: RunningLeg, _unsent: bytes, _unread: bytes) -> None:
+        """The same."""
+
+    def _unusual(self) -> Exchange:
+        """What goes on with it, from where it is."""
+        if self._exchange is not None:
+            return self._exchange
+        shared = self._shared
+        self._exchange = exchange = Exchange(
+            shared,
+            self.client,
+            self._call,
+            self._headers,
+            self._said,
+            self._over,
+            asked=self._asked,
+            since_s=self._started_s,
+            seed=self._seed,
+        )
+        self._over = _nothing
+        if self._legs:
+            shared.alarms.clear(self._tick)
+            exchange.take_over(
+                Begun(
+                    self._choice,
+                    self._placement_s,
+                    self._decision,
+                    self._placed_s,
+                    self._transfer_id,
+                    self._legs,
+                    self._answered,
+                    self._answered_s,
+                )
+            )
+        return exchange
+
+
+def _nothing() -> None:
+    pass
