@@ -1,10 +1,22 @@
 """Heads of HTTP/1.1 messages of the plain kind, which is nearly all of them (`csrc/http`). What is not plain is None
 here, and a whole parser reads it."""
 
-def fields(data: bytes, start: int, end: int) -> dict[str, str] | None:
-    """The fields in these bytes, which end with an empty line: each name once, in lower case; values without the
-    spaces around them. None if a name comes twice, or a line is not a token (RFC 9110 5.6.2), a colon and printable
-    ASCII. Raises IndexError for an `end` beyond the bytes."""
+def plain_request(data: bytes, start: int, end: int) -> tuple[dict[str, str], int, bool] | None:
+    """The fields of a request in these bytes, which end with an empty line: each name once, in lower case; values
+    without the spaces around them. Then the bytes of its body, and whether the connection stays. None if a name comes
+    twice, a line is not a token (RFC 9110 5.6.2), a colon and printable ASCII, there is no host or length, or a field
+    changes how it is read. Raises IndexError for an `end` beyond the bytes."""
+
+def server_timing(
+    queue_s: float,
+    placement_s: float,
+    prefill_s: float | None,
+    transfer_s: float | None,
+    decode_s: float | None,
+    last: str,
+    until_now_s: float,
+) -> str:
+    """The value of Server-Timing, in ms. last: the name of `until_now_s`."""
 
 def whole_answer(data: bytes) -> tuple[int, list[tuple[bytes, bytes]], bytes] | None:
     """Status, fields as they came, and body, if these bytes are one whole answer with a body of known length, after

@@ -42,6 +42,38 @@ bool same(std::string_view one, std::string_view lower) {
     return true;
 }
 
+bool is_unusual(std::string_view name) {
+    switch (name.size()) {
+        case 2:
+            return same(name, "te");
+        case 6:
+            return same(name, "expect");
+        case 7:
+            return same(name, "upgrade") || same(name, "trailer");
+        case 16:
+            return same(name, "content-encoding");
+        case 17:
+            return same(name, "transfer-encoding");
+        default:
+            return false;
+    }
+}
+
+// False for anything but digits.
+bool read_length(std::string_view text, std::uint64_t& nbytes) {
+    if (text.size() > kMaxDigits) return false;
+    const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), nbytes);
+    return error == std::errc{} && stop == text.data() + text.size();
+}
+
+void add(std::string& text, std::string_view name, double seconds, int digits) {
+    std::array<char, 64> number;
+    const auto [end, error] =
+        std::to_chars(number.data(), number.data() + number.size(), seconds * 1000, std::chars_format::fixed, digits);
+    text.append(text.empty() ? "" : ", ").append(name).append(";dur=");
+    text.append(number.data(), error == std::errc{} ? static_cast<std::size_t>(end - number.data()) : 0);
+}
+
 }  // namespace
 
 std::optional<std::vector<Field>> fields(std::string_view lines) {
@@ -65,6 +97,40 @@ std::optional<std::vector<Field>> fields(std::string_view lines) {
     return found;
 }
 
+std::optional<Request> plain_request(std::string_view lines) {
+    if (lines.size() > kMaxHeadNbytes) return std::nullopt;
+    std::optional<std::vector<Field>> found = fields(lines);
+    if (!found) return std::nullopt;
+    bool has_host = false, has_length = false, keep = true;
+    std::uint64_t nbytes = 0;
+    for (const auto& [name, value] : *found) {
+        if (is_unusual(name)) return std::nullopt;
+        if (same(name, "host")) {
+            has_host = true;
+        } else if (same(name, "content-length")) {
+            if (!read_length(value, nbytes)) return std::nullopt;
+            has_length = true;
+        } else if (same(name, "connection")) {
+            keep = same(value, "keep-alive");
+            if (!keep && !same(value, "close")) return std::nullopt;
+        }
+    }
+    if (!has_host || !has_length) return std::nullopt;
+    return Request{std::move(*found), nbytes, keep};
+}
+
+std::string server_timing(const Stages& stages, std::string_view last, double until_now_s) {
+    std::string text;
+    text.reserve(160);
+    add(text, "queue", stages.queue_s, 1);
+    add(text, "placement", stages.placement_s, 3);
+    if (stages.prefill_s) add(text, "prefill", *stages.prefill_s, 1);
+    if (stages.transfer_s) add(text, "transfer", *stages.transfer_s, 1);
+    if (stages.decode_s) add(text, "decode", *stages.decode_s, 1);
+    add(text, last, until_now_s, 1);
+    return text;
+}
+
 std::optional<Answer> whole_answer(std::string_view bytes) {
     if (!bytes.starts_with(kBegin)) return std::nullopt;
     const std::size_t line = bytes.find(kLineEnd);
@@ -84,10 +150,7 @@ std::optional<Answer> whole_answer(std::string_view bytes) {
         switch (name.size()) {  // that of one of these names
             case 14:
                 if (same(name, "content-length")) {
-                    const auto [stop, error] = std::from_chars(value.data(), value.data() + value.size(), nbytes);
-                    if (known || value.size() > kMaxDigits || error != std::errc{} ||
-                        stop != value.data() + value.size())
-                        return std::nullopt;
+                    if (known || !read_length(value, nbytes)) return std::nullopt;
                     known = true;
                 }
                 break;

@@ -1,9 +1,12 @@
 // Python's view of plain heads; `pdlink/_http.pyi` is its manual.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "http/heads.h"
 
@@ -17,19 +20,37 @@ std::string_view view(const nb::bytes& data) { return {data.c_str(), data.size()
 
 nb::bytes bytes_of(std::string_view text) { return nb::bytes(text.data(), text.size()); }
 
-nb::object fields_of(const nb::bytes& data, std::size_t start, std::size_t end) {
+std::string_view part(const nb::bytes& data, std::size_t start, std::size_t end) {
     const std::string_view all = view(data);
     if (start > end || end > all.size()) throw std::out_of_range("start, end: limit the bytes that are there");
-    const auto found = fields(all.substr(start, end - start));
-    if (!found) return nb::none();
-    nb::dict by_name;
-    for (const auto& [name, value] : *found) {
+    return all.substr(start, end - start);
+}
+
+// None if a name comes twice.
+nb::object by_name(const std::vector<Field>& fields) {
+    nb::dict found;
+    for (const auto& [name, value] : fields) {
         std::string lower(name);
         for (char& c : lower) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c | 0x20) : c;
-        by_name[nb::str(lower.data(), lower.size())] = nb::str(value.data(), value.size());
+        found[nb::str(lower.data(), lower.size())] = nb::str(value.data(), value.size());
     }
-    if (by_name.size() != found->size()) return nb::none();
-    return by_name;
+    if (found.size() != fields.size()) return nb::none();
+    return found;
+}
+
+nb::object request_of(const nb::bytes& data, std::size_t start, std::size_t end) {
+    const auto found = plain_request(part(data, start, end));
+    if (!found) return nb::none();
+    nb::object fields = by_name(found->fields);
+    return fields.is_none() ? fields : nb::make_tuple(fields, found->nbytes, found->keep);
+}
+
+nb::str timing_of(double queue_s, double placement_s, std::optional<double> prefill_s,
+                  std::optional<double> transfer_s, std::optional<double> decode_s, const nb::str& last,
+                  double until_now_s) {
+    const std::string text =
+        server_timing({queue_s, placement_s, prefill_s, transfer_s, decode_s}, last.c_str(), until_now_s);
+    return nb::str(text.data(), text.size());
 }
 
 nb::object answer_of(const nb::bytes& data) {
@@ -44,6 +65,8 @@ nb::object answer_of(const nb::bytes& data) {
 }  // namespace pdlink::http
 
 NB_MODULE(_http, m) {
-    m.def("fields", &pdlink::http::fields_of, "data"_a, "start"_a, "end"_a);
+    m.def("plain_request", &pdlink::http::request_of, "data"_a, "start"_a, "end"_a);
+    m.def("server_timing", &pdlink::http::timing_of, "queue_s"_a, "placement_s"_a, "prefill_s"_a.none(),
+          "transfer_s"_a.none(), "decode_s"_a.none(), "last"_a, "until_now_s"_a);
     m.def("whole_answer", &pdlink::http::answer_of, "data"_a);
 }

@@ -139,6 +139,8 @@ class Histogram(Metric):
         """The newest of each bucket: what it names, its number and its Unix time."""
         self.samples: dict[tuple[str, ...], list[float]] | None = None
         """With a dictionary, every single number is kept in it, too; of each series `MAX_SAMPLES` at most."""
+        self._by_label: dict[str, list[float]] = {}
+        """The series of the one label."""
         super().__init__(name, text, of_all=False, **labels)
 
     def _zero(self) -> list[float]:
@@ -161,9 +163,12 @@ class Histogram(Metric):
             for label, number in numbers.items():
                 self.observe(number, label)
             return
+        known, buckets = self._by_label, self.buckets
         for label, number in numbers.items():
-            found = self.values.get((label,)) or self.series(label)
-            found[bisect_left(self.buckets, number)] += 1
+            found = known.get(label)
+            if found is None:
+                found = known[label] = self.series(label)
+            found[bisect_left(buckets, number)] += 1
             found[-1] += number
 
     def family(self, values: Iterable[tuple[tuple[str, ...], list[float]]]) -> Family:

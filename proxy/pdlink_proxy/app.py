@@ -75,7 +75,6 @@ if TYPE_CHECKING:
 
     from .exchange import Exchange
     from .family import Family
-    from .front import Head
     from .plain import Plain
 
 log = logging.getLogger("pdlink.proxy")
@@ -292,7 +291,7 @@ class Router:
             return client.result()
 
     def taken(
-        self, path: str, said: Head, body: bytes, client: ClientAnswer, ended: Callable[[], None]
+        self, path: str, said: dict[str, str], body: bytes, client: ClientAnswer, ended: Callable[[], None]
     ) -> Plain | Exchange | None:
         """A request that `Front` has read, ready to begin; None for one that is to be refused, which `generate` does.
 
@@ -327,15 +326,17 @@ class Router:
         self._exchanges.add(exchange)
         return exchange
 
-    def leg_headers(self, said: Head | CIMultiDictProxy[str]) -> dict[str, str]:
+    def leg_headers(self, said: dict[str, str] | CIMultiDictProxy[str]) -> dict[str, str]:
         """What is passed on of a client's headers, with an X-Request-Id."""
         request_id = clean(said["x-request-id"]) if "x-request-id" in said else None
         if request_id is None or any(mark in request_id for mark in _ADDRESS_MARKS):
             request_id = f"req-{new_id()}"
         headers = {"X-Request-Id": request_id}
         for name in TRACE_HEADERS:  # or each worker would begin its own trace
-            if name in said and (value := clean(",".join(said.getall(name, ())))):
-                headers[name] = value
+            if name in said:
+                value = said[name] if isinstance(said, dict) else ",".join(said.getall(name))
+                if kept := clean(value):
+                    headers[name] = kept
         authorization = clean(said["authorization"]) if "authorization" in said else None
         if authorization and "Authorization" not in self._worker_headers:
             headers["Authorization"] = authorization

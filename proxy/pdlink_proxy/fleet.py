@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -32,40 +33,47 @@ _NOISE = 1.3
 """Speeds this far from the mean are measured where workers are equal: their prompts differ."""
 
 
-@dataclass(eq=False)
 class PlacementRequest:
-    """What is to be placed."""
+    """What is to be placed. One is made for each request, so only what it was given is its own."""
 
-    model: str
-    num_tokens: int
-    """Of the prompt; an estimate where only its text is known."""
-    answer_tokens: int = UNKNOWN_ANSWER_TOKENS
-    """At most."""
-    prompt: bytes = b""
-    """In JSON: text, token ids or messages."""
-    salt: str = ""
-    """Requests with different ones share no prefix."""
-    session: str = ""
-    """Of the client, where it names one."""
-    priority: int = 0
-    """Lower is earlier."""
-    whole: bool = False
+    whole = False
     """One worker must serve it: its prompt's KV is not enough for its answer, or cannot be moved."""
-    plain: bool = False
+    plain = False
     """That must be a plain server: decode computes no prompts."""
     avoid: frozenset[str] = frozenset()
     """Keys of workers that are taken only where there is no other."""
-    key_tokens: int = KEY_TOKENS
+    key_tokens = KEY_TOKENS
     chain: Sequence[Hashable] | None = None
     """`keys`, once they are known."""
     considered: dict[str, tuple[str, Sequence[WorkerState], Sequence[float] | Column]] | None = None
     """Set it to a mapping to learn, by leg, the policy, the workers it chose from, and their scores."""
     known_ids: Tokens | None = None
     """Of a text, its first token ids, as far as they are known; see `Tokenizing`."""
-    held: Mapping[str, int] = field(default_factory=dict)
+    held: Mapping[str, int] = MappingProxyType({})
     """By key of a worker that `publishes`, tokens of the prompt whose KV it says it has."""
     behind: Mapping[str, float] | None = None
     """Of decode's worker, once it is chosen: see `pair_times.Behind`."""
+
+    def __init__(
+        self,
+        model: str,
+        num_tokens: int,
+        answer_tokens: int = UNKNOWN_ANSWER_TOKENS,
+        prompt: bytes = b"",
+        salt: str = "",
+        session: str = "",
+        priority: int = 0,
+        **more: Any,
+    ) -> None:
+        """num_tokens: of the prompt; an estimate where only its text is known. answer_tokens: at most. prompt: in
+        JSON: text, token ids or messages. salt: requests with different ones share no prefix. session: of the client,
+        where it names one. priority: lower is earlier. more: of the attributes above."""
+        self.model, self.num_tokens, self.answer_tokens = model, num_tokens, answer_tokens
+        self.prompt, self.salt, self.session, self.priority = prompt, salt, session, priority
+        for name, value in more.items():
+            if name not in _FURTHER:
+                raise TypeError(f"a placement request has no {name}")
+            setattr(self, name, value)
 
     @property
     def keys(self) -> Sequence[Hashable]:
@@ -90,6 +98,9 @@ class PlacementRequest:
     @property
     def total_tokens(self) -> int:
         return self.num_tokens + self.answer_tokens
+
+
+_FURTHER = frozenset(name for name in vars(PlacementRequest) if not name.startswith("_"))
 
 
 @lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 from aiohttp import web
 from aiohttp.tcp_helpers import tcp_keepalive, tcp_nodelay
 
-from pdlink._http import fields
+from pdlink._http import plain_request
 
 from .client_answer import ClientAnswer
 from .openai import CHAT, COMPLETIONS
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .exchange import Exchange
     from .plain import Plain
 
-MAX_HEAD_NBYTES = 16 * 1024
 MAX_HELD_NBYTES = 1 << 20
 """Of a body that comes in parts; aiohttp waits for longer ones."""
 SWEEP_S = 1.0
@@ -34,31 +33,6 @@ SWEEP_S = 1.0
 
 MAX_START_NBYTES = 64
 """Of the first line of a request, as far as it is looked for."""
-
-_MAX_DIGITS = 12
-"""Of the length of a body."""
-_UNUSUAL = frozenset({"transfer-encoding", "expect", "upgrade", "content-encoding", "te", "trailer"})
-
-
-class Head(dict[str, str]):
-    """Of a request: each name once, in lower case."""
-
-    def getall(self, name: str, default: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """As of aiohttp's headers."""
-        value = self.get(name)
-        return default if value is None else (value,)
-
-
-def plain_head(data: bytes, start: int, end: int) -> Head | None:
-    """The headers in these bytes, which end with an empty line; None for any that are not plain."""
-    found = fields(data, start, end) if end - start <= MAX_HEAD_NBYTES else None
-    if found is None or "host" not in found or not _UNUSUAL.isdisjoint(found):
-        return None
-    length = found.get("content-length", "")
-    if not length.isdigit() or len(length) > _MAX_DIGITS:
-        return None
-    connection = found.get("connection")
-    return Head(found) if connection is None or connection.lower() in ("keep-alive", "close") else None
 
 
 class Front(asyncio.Protocol):
@@ -163,19 +137,18 @@ class Front(asyncio.Protocol):
         line = data.find(b"\r\n", 0, MAX_START_NBYTES) + 2
         path = self._doors.paths.get(data[:line])
         end = data.find(b"\r\n\r\n", line - 2) + 4
-        head = plain_head(data, line, end) if path is not None and end >= 4 else None
-        if path is None or head is None:
+        found = plain_request(data, line, end) if path is not None and end >= 4 else None
+        if path is None or found is None:
             self._hand_over(data)
             return
-        nbytes = int(head["content-length"])
+        head, nbytes, keep = found
         if end + nbytes > len(data):
             if nbytes > MAX_HELD_NBYTES:
                 self._hand_over(data)
             else:
                 self._held, self.idle_since_s = data, self._doors.loop.time()
             return
-        keep = self._keeps and head.get("connection", "").lower() != "close"
-        client = ClientAnswer(self, keep=keep)
+        client = ClientAnswer(self, keep=keep and self._keeps)
         exchange = self._doors.router.taken(path, head, data[end : end + nbytes], client, self._ended)
         if exchange is None:
             self._hand_over(data)

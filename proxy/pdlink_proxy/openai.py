@@ -62,6 +62,23 @@ _VALUES: dict[type, msgspec.json.Decoder[Any]] = {
 }
 
 
+class Said(msgspec.Struct, gc=False):
+    """Small fields that placement reads, of a request in which all of them are of their types."""
+
+    model: str | None = None
+    stream: bool | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    priority: int | None = None
+
+
+_SAID = msgspec.json.Decoder(Said)
+
+
 class BadField(InvalidRequest):
     """An invalid request body, or one invalid field of it."""
 
@@ -82,6 +99,8 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     """The client's top level without `kv_transfer_params`, with which a client could name any address."""
     body: bytes
     """`fields` as one JSON object."""
+    said: Said | None = None
+    """None where a field is of another type, or has been changed: then `fields` are read."""
 
     @property
     def prompt(self) -> bytes:
@@ -102,7 +121,8 @@ class Call(msgspec.Struct, frozen=True, eq=False):
             body = msgspec.json.encode(fields)
         else:
             body = b"".join((self.body[:-1], b",", msgspec.json.encode(more)[1:]))
-        return msgspec.structs.replace(self, fields=fields, body=body, seed=self.seed if seed is None else seed)
+        seed = self.seed if seed is None else seed
+        return msgspec.structs.replace(self, fields=fields, body=body, seed=seed, said=None)
 
     def with_params(self, params: object) -> bytes:
         """The body with `kv_transfer_params`."""
@@ -129,7 +149,12 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
         raise BadField("the body must be a JSON object") from None
     except (ValueError, RecursionError) as error:
         raise BadField(f"the body is not valid JSON: {error}") from None
-    model = _field(fields, "model", str, "a string") or (model if path == GENERATE else None)
+    try:
+        said: Said | None = _SAID.decode(data)
+    except (ValueError, RecursionError):
+        said = None
+    named = _field(fields, "model", str, "a string") if said is None else said.model
+    model = named or (model if path == GENERATE else None)
     if model is None:
         raise BadField("field 'model' is required", "model")
     known = _INPUT_FIELDS[path]
@@ -139,23 +164,37 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
         if raw is None or (path == GENERATE and bytes(raw) == b"null"):
             continue
         number += 1
-        first_bytes, wanted = known[name]
-        if number == 1 and memoryview(raw)[0] not in first_bytes:  # no copy of a long prompt
-            raise BadField(f"field {name!r} must be {wanted}", name)
+        if number == 1 and memoryview(raw)[0] not in known[name][0]:  # no copy of a long prompt
+            raise BadField(f"field {name!r} must be {known[name][1]}", name)
     if number != 1:
         names = " or ".join(map(repr, known))
         raise BadField(f"field {names} is required", next(iter(known)))
+    fields.pop(KV_PARAMS, None)
+    if said is not None:
+        return Call(path, model, said.stream or False, said.seed, fields, msgspec.json.encode(fields), said)
     streaming = ("stream" in fields and _field(fields, "stream", bool, "a boolean")) or False
     seed = _field(fields, "seed", int, "an integer") if "seed" in fields else None
-    fields.pop(KV_PARAMS, None)
     return Call(path, model, streaming, seed, fields, msgspec.json.encode(fields))
 
 
 def wanted(call: Call, session: str | None) -> PlacementRequest:
     """What placement must know of a request. session: the client's header; otherwise its `user` counts."""
-    prompt = call.prompt
-    limit = None
-    if call.path == GENERATE:
+    prompt, said, path, limit = call.prompt, call.said, call.path, None
+    if said is not None and path in (COMPLETIONS, CHAT):
+        if path == CHAT:
+            limit = said.max_completion_tokens
+        if not limit and "max_tokens" in call.fields:
+            limit = said.max_tokens
+        return PlacementRequest(
+            call.model,
+            count_tokens(prompt),
+            UNKNOWN_ANSWER_TOKENS if limit is None else max(0, limit),
+            prompt,
+            said.cache_salt or "",
+            session or said.user or "",
+            said.priority or 0,
+        )
+    if path == GENERATE:
         limit = sampling_of(call).max_new_tokens
     else:
         for name in _LIMITS[call.path]:
@@ -264,26 +303,45 @@ class _Answer(msgspec.Struct):
     """Of `MESSAGES`."""
     meta_info: dict[str, msgspec.Raw] | None = None
     """Of `GENERATE`; a batch is answered with a list of such objects."""
+    usage: msgspec.Raw = msgspec.Raw()
 
 
-_NOTHING = (None,) * 4
+class Usage(msgspec.Struct, frozen=True, gc=False):
+    """Tokens that an answer says it took; 0 where it does not."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+_NOTHING = (None,) * 3
 _ANSWER = msgspec.json.Decoder(_Answer | list[_Answer])
+_USAGE, _NO_USAGE = msgspec.json.Decoder(Usage), Usage()
 
 
 def problem_of_answer(content_type: str, body: bytes) -> str:
     """Why an answer with status 200 is invalid; empty if it is valid."""
+    found = read_answer(content_type, body)
+    return found if isinstance(found, str) else ""
+
+
+def read_answer(content_type: str, body: bytes) -> Usage | str:
+    """What an answer with status 200 took, or why it is invalid."""
     if content_type != "application/json":
         return "the answer's type is not application/json"
     try:
         found = _ANSWER.decode(body)
     except (ValueError, RecursionError):
         found = []
-    if isinstance(found, _Answer):
-        known = found.choices, found.output, found.content, found.meta_info
-        well = known != _NOTHING
-    else:
+    if not isinstance(found, _Answer):
         well = bool(found) and all(each.meta_info is not None for each in found)
-    return "" if well else "the answer is not a JSON object with choices"
+    elif found.choices is None:
+        well = (found.output, found.content, found.meta_info) != _NOTHING
+    else:
+        try:
+            return _USAGE.decode(found.usage) if found.usage else _NO_USAGE
+        except (ValueError, RecursionError):
+            return _NO_USAGE
+    return _NO_USAGE if well else "the answer is not a JSON object with choices"
 
 
 def excerpt(body: bytes) -> str:

@@ -16,14 +16,13 @@ from pdlink.protocol import kv_path
 
 from . import timing
 from .admission import shown
-from .decision_log import said_usage
 from .decisions import Decision, Told
 from .dialects import Attempt
 from .exchange import Begun, Exchange
 from .http_client import header_lines
 from .ids import new_id
 from .metrics import exemplar_of
-from .openai import problem_of_answer, wanted
+from .openai import read_answer, wanted
 from .pools import Choice
 from .records import RequestRecord
 from .running_leg import RunningLeg
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from .client_answer import ClientAnswer
     from .fleet import PlacementRequest
     from .http_connection import Headers
-    from .openai import Call
+    from .openai import Call, Usage
     from .shared import Shared
     from .steps import Event
 
@@ -204,26 +203,25 @@ class Plain:
         """The end of a leg."""
         if self._tail is not None:  # of prefill's, after decode's
             return
-        if (
-            not isinstance(event, Answered)
-            or not 200 <= event.status < 300
-            or problem_of_answer(event.content_type, event.body)
-        ):
+        if not isinstance(event, Answered) or not 200 <= event.status < 300:
+            self._unusual().says(leg, event)
+            return
+        usage = read_answer(event.content_type, event.body)
+        if isinstance(usage, str):
             self._unusual().says(leg, event)
             return
         shared, dialect, now_s = self._shared, self._shared.dialect, self._shared.loop.time()
         if dialect.told is not None and (said := dialect.told(event.body)) is not None:
             shared.decisions.told.append(Told(self._request_id, leg.worker.label, said))
         if leg.leg is Leg.DECODE:
-            self._answer(
-                event.body, kv_path.checked(dialect.kv_path(leg.headers, event.body)) or kv_path.UNKNOWN, now_s
-            )
+            kv = kv_path.checked(dialect.kv_path(leg.headers, event.body))
+            self._answer(event.body, kv or kv_path.UNKNOWN, usage, now_s)
             return
         if dialect.learn is not None:
             leg.worker.learned = dialect.learn(event.body) or {}
         self._answered, self._answered_s = event, now_s
 
-    def _answer(self, body: bytes, kv: str, now_s: float) -> None:
+    def _answer(self, body: bytes, kv: str, usage: Usage, now_s: float) -> None:
         """The client gets decode's answer."""
         shared, choice, started_s, placed_s = self._shared, self._choice, self._started_s, self._placed_s
         metrics, prefill, request_id = shared.metrics, choice.prefill, self._request_id
@@ -247,10 +245,9 @@ class Plain:
             body,
         )
         total_s, at_s = now_s - started_s, time.time()
-        prompt_tokens, answer_tokens = said_usage(body)
         per_token_s = None
-        if answer_tokens > 1 and prefill_s is not None:
-            per_token_s = (total_s - prefill_s) / (answer_tokens - 1)
+        if usage.completion_tokens > 1 and prefill_s is not None:
+            per_token_s = (total_s - prefill_s) / (usage.completion_tokens - 1)
             metrics.per_token.observe(per_token_s)
         legs = self._legs
         record = RequestRecord(
@@ -258,7 +255,7 @@ class Plain:
             at_s,
             "ok",
             kv,
-            prompt_tokens or self._asked.num_tokens,
+            usage.prompt_tokens or self._asked.num_tokens,
             1,
             total_s,
             stages["queue"],

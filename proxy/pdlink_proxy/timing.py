@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pdlink._http import server_timing as written
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -32,14 +34,8 @@ def stages(prefill_s: float | None, decode_s: float | None, admission: Admission
 def server_timing(found: Mapping[str, float], decode_s: float | None, last: str, until_now_s: float) -> str:
     """The header's value. found: the stages. decode_s: of decode's token, since the legs began. last: `ttft` or
     `total`."""
-    text = f"queue;dur={found['queue'] * 1000:.1f}, placement;dur={found['placement'] * 1000:.3f}"
-    if "prefill" in found:
-        text += f", prefill;dur={found['prefill'] * 1000:.1f}"
-    if "transfer" in found:
-        text += f", transfer;dur={found['transfer'] * 1000:.1f}"
-    if decode_s is not None:
-        text += f", decode;dur={decode_s * 1000:.1f}"
-    return f"{text}, {last};dur={until_now_s * 1000:.1f}"
+    get = found.get
+    return written(found["queue"], found["placement"], get("prefill"), get("transfer"), decode_s, last, until_now_s)
 
 
 def comment(value: str) -> bytes:

@@ -7,7 +7,7 @@ import random
 import httptools
 import pytest
 
-from pdlink._http import fields, whole_answer
+from pdlink._http import plain_request, server_timing, whole_answer
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 
@@ -91,11 +91,53 @@ class _Heard:
         self.ended, self.keeps = True, self.parser.should_keep_alive()
 
 
-def test_fields_are_named_in_lower_case_and_come_once() -> None:
-    head = b"POST / HTTP/1.1\r\nHost: x\r\nX-Empty:\r\nAccept:  a b \t\r\n\r\nbody"
+def test_a_plain_request_has_each_field_once_in_lower_case() -> None:
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nX-Empty:\r\nAccept:  a b \t\r\nContent-length: 04\r\n\r\nbody"
     start, end = head.index(b"\r\n") + 2, head.index(b"\r\n\r\n") + 4
-    assert fields(head, start, end) == {"host": "x", "x-empty": "", "accept": "a b"}
-    assert fields(head.replace(b"X-Empty", b"hoST"), start, end - 3) is None
-    assert fields(head, start, end - 1) is None
+    found = {"host": "x", "x-empty": "", "accept": "a b", "content-length": "04"}
+    assert plain_request(head, start, end) == (found, 4, True)
+    assert plain_request(head.replace(b"X-Empty", b"hoST"), start, end - 3) is None
+    assert plain_request(head, start, end - 1) is None
     with pytest.raises(IndexError):
-        fields(head, 0, len(head) + 1)
+        plain_request(head, 0, len(head) + 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "keep"),
+    [
+        (b"X-A: b", True),
+        (b"Connection: Keep-Alive", True),
+        (b"Connection: close", False),
+        (b"Connection: upgrade", None),
+        (b"Transfer-Encoding: chunked", None),
+        (b"Content-Encoding: gzip", None),
+        (b"Expect: 100-continue", None),
+        (b"Upgrade: h2c", None),
+        (b"TE: trailers", None),
+        (b"Trailer: x", None),
+        (b"Content-Length: 4", None),
+        (b"X-Long: " + b"v" * 16384, None),
+    ],
+)
+def test_what_changes_how_a_request_is_read_is_left_to_a_whole_parser(line: bytes, keep: bool | None) -> None:
+    head = b"Host: x\r\nContent-Length: 4\r\n%b\r\n\r\n" % line
+    found = plain_request(head, 0, len(head))
+    assert (None if found is None else found[2]) == keep
+
+
+@pytest.mark.parametrize("length", [b"", b"-1", b"+1", b"0x1", b"1 1", b"1" * 13])
+def test_a_length_that_is_no_number_is_left_to_a_whole_parser(length: bytes) -> None:
+    head = b"Host: x\r\nContent-Length: %b\r\n\r\n" % length
+    assert plain_request(head, 0, len(head)) is None
+    assert plain_request(b"Content-Length: 1\r\n\r\n", 0, 21) is None, "no host"
+
+
+def test_the_stages_of_a_request_are_written_in_ms_and_those_unknown_are_left_out() -> None:
+    known = server_timing(0.0123, 0.00045678, 0.5, 0.25, 0.75, "total", 61.00004)
+    assert known == (
+        "queue;dur=12.3, placement;dur=0.457, prefill;dur=500.0, transfer;dur=250.0, decode;dur=750.0, "
+        "total;dur=61000.0"
+    )
+    assert server_timing(0.0, 0.0, None, None, None, "ttft", -0.001) == (
+        "queue;dur=0.0, placement;dur=0.000, ttft;dur=-1.0"
+    )
