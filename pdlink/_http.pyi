@@ -18,6 +18,7 @@ def server_timing(
 ) -> str:
     """The value of Server-Timing, in ms. last: the name of `until_now_s`."""
 
-def whole_answer(data: bytes) -> tuple[int, list[tuple[bytes, bytes]], bytes] | None:
-    """Status, fields as they came, and body, if these bytes are one whole answer with a body of known length, after
-    which the connection stays. None for any other: a part of one, a stream, an interim answer, more than one."""
+def whole_answer(data: bytes) -> tuple[int, list[tuple[bytes, bytes]], bytes, bool] | None:
+    """Status, fields as they came, body, and whether that is of type application/json, if these bytes are one whole
+    answer with a body of known length, after which the connection stays. None for any other: a part of one, a stream,
+    an interim answer, more than one."""

@@ -144,7 +144,7 @@ std::optional<Answer> whole_answer(std::string_view bytes) {
     const std::size_t begin = line + kLineEnd.size();
     std::optional<std::vector<Field>> found = fields(bytes.substr(begin, end + kHeadEnd.size() - begin));
     if (!found) return std::nullopt;
-    bool known = false;
+    bool known = false, is_json = false, has_type = false;
     std::uint64_t nbytes = 0;
     for (const auto& [name, value] : *found) {
         switch (name.size()) {  // that of one of these names
@@ -152,6 +152,12 @@ std::optional<Answer> whole_answer(std::string_view bytes) {
                 if (same(name, "content-length")) {
                     if (known || !read_length(value, nbytes)) return std::nullopt;
                     known = true;
+                }
+                break;
+            case 12:
+                if (same(name, "content-type")) {
+                    is_json = !has_type && value == "application/json";
+                    has_type = true;
                 }
                 break;
             case 10:
@@ -169,7 +175,7 @@ std::optional<Answer> whole_answer(std::string_view bytes) {
     }
     const std::string_view body = bytes.substr(end + kHeadEnd.size());
     if (!known || body.size() != nbytes) return std::nullopt;
-    return Answer{status, std::move(*found), body};
+    return Answer{status, std::move(*found), body, is_json};
 }
 
 }  // namespace pdlink::http

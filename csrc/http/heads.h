@@ -40,6 +40,7 @@ struct Answer {
     int status;
     std::vector<Field> fields;
     std::string_view body;
+    bool is_json;  // its one Content-Type says application/json and no more
 };
 
 // The one whole answer that `bytes` are, if it has a body of known length and the connection stays after it.

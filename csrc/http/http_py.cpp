@@ -58,7 +58,7 @@ nb::object answer_of(const nb::bytes& data) {
     if (!found) return nb::none();
     nb::list pairs;
     for (const auto& [name, value] : found->fields) pairs.append(nb::make_tuple(bytes_of(name), bytes_of(value)));
-    return nb::make_tuple(found->status, pairs, bytes_of(found->body));
+    return nb::make_tuple(found->status, pairs, bytes_of(found->body), found->is_json);
 }
 
 }  // namespace

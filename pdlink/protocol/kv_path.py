@@ -23,6 +23,8 @@ PATHS = (TRANSFERRED, CACHED, RECOMPUTED, TRANSFERRING, UNKNOWN)
 
 _VALUE = re.compile(r"transferred|cached|unknown|recomputed(;reason=[a-z0-9_:.-]{1,64})?")
 
+_USUAL = frozenset({TRANSFERRED, CACHED, UNKNOWN})
+
 
 def recomputed(code: str) -> str:
     """Decode computed the prompt. code: as of `reasons.code_of`."""
@@ -36,7 +38,7 @@ def comment(value: str) -> bytes:
 
 def checked(value: str | None) -> str | None:
     """A worker's value if it is valid, else None."""
-    return value if value is not None and _VALUE.fullmatch(value) else None
+    return value if value in _USUAL or (value is not None and _VALUE.fullmatch(value)) else None
 
 
 def path_of(value: str) -> str:

@@ -260,7 +260,7 @@ class Admission:
         self._note_placed(prefill, decode)
         if prefill is None:
             return Placed(None, decode.work.key)
-        overdue_s = self._overdue_s(prefill) if shared.config.hedge_factor else math.inf
+        overdue_s = self._overdue_s(prefill) if shared.hedges else math.inf
         return Placed(prefill.work.key, decode.work.key, bool(prefill.learned), overdue_s)
 
     def _overdue_s(self, prefill: Worker) -> float:

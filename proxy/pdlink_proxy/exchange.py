@@ -98,7 +98,7 @@ class Begun(NamedTuple):
     placed_s: float
     transfer_id: str
     legs: Mapping[Leg, RunningLeg]
-    answered: Answered | None
+    answered: bytes | None
     """By prefill."""
     answered_s: float
 
@@ -207,13 +207,16 @@ class Exchange:
         )
         attempt.legs.update(begun.legs)
         self._attempts[1] = self._attempt = attempt
-        for leg in begun.legs.values():
-            leg.told_to(self)
         flow.on(_STARTED, self._started_s)
         flow.on(placed, begun.placed_s)
         if begun.answered is not None:
-            flow.on(begun.answered, begun.answered_s)
+            flow.on(Answered(1, Leg.PREFILL, 200, begun.answered), begun.answered_s)
         self._arm(self._due_s())
+
+    def running(self, leg: Leg) -> RunningLeg:
+        """Of its newest attempt."""
+        assert self._attempt is not None
+        return self._attempt.legs[leg]
 
     def begin(self) -> None:
         tokenizing, asked = self._shared.tokenizing, self._admission.wanted

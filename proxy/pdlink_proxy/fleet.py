@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -160,32 +160,46 @@ class WorkerState:
     """Where `row` is kept up to date."""
     row: int = 0
     _mean_tokens: float = 0.0
-    _counted: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """Tokens finished and seconds they took, each finished request counting less than the next."""
+    _done_tokens: float = 0.0
+    """Finished, each request counting less than the next; `_done_s` they took."""
+    _done_s: float = 0.0
     _since_s: float = 0.0
+    _counts_alone: bool = False
+    """Nothing but our tokens changes its load, and it has told no room."""
 
     def sent(self, tokens: int, now: float) -> None:
         """A request of ours leaves for it."""
-        if self.requests == 0:
+        requests, mean = self.requests, self._mean_tokens
+        if not requests:
             self._since_s = now
-        self.requests += 1
+        self.requests = requests + 1
+        self._mean_tokens = mean + 0.1 * (tokens - mean) if mean else float(tokens)
         self.tokens += tokens
-        self._mean_tokens += (0.1 if self._mean_tokens else 1.0) * (tokens - self._mean_tokens)
+        if self._counts_alone:
+            self.load = load = self.load + tokens
+            if (table := self.table) is not None:
+                table.load[self.row] = load
+            return
         if self.room_tokens is not None:
             self.room_tokens -= tokens
         self._weigh()
 
     def finished(self, tokens: int, now: float, *, served: bool) -> None:
         """A request that was `sent` needs nothing of it any more. served: it did what it was asked."""
-        self.requests -= 1
+        self.requests = requests = self.requests - 1
         self.tokens -= tokens
+        if served:
+            self._done_tokens = done = self._done_tokens * _DECAY + tokens
+            self._done_s = took_s = self._done_s * _DECAY + now - self._since_s
+            self.tokens_per_s = done / took_s if took_s > 0 else None
+        self._since_s = now
+        if self._counts_alone and requests:  # at rest it is counted anew: sums of floats lose a little
+            self.load = load = self.load - tokens
+            if (table := self.table) is not None:
+                table.load[self.row] = load
+            return
         if self.room_tokens is not None:
             self.room_tokens += tokens
-        if served:
-            counted = self._counted
-            counted[:] = counted[0] * _DECAY + tokens, counted[1] * _DECAY + now - self._since_s
-            self.tokens_per_s = counted[0] / counted[1] if counted[1] > 0 else None
-        self._since_s = now
         self._weigh()
 
     def heard(self, requests: int, free_tokens: int | None, load_tokens: int | None = None) -> None:
@@ -227,6 +241,7 @@ class WorkerState:
         if foreign is None:
             foreign = self.foreign * (self._mean_tokens or 1.0)
         self.load = load = self.tokens + self.beside_tokens + foreign
+        self._counts_alone = not self.foreign and self.room_tokens is None
         if (table := self.table) is not None:
             table.load[self.row] = load
             if self.room_tokens is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
@@ -71,7 +72,6 @@ class HttpClient:
         """All that somebody uses."""
         self._resting: set[Host] = set()
         """With connections that nobody uses."""
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._sweep: asyncio.TimerHandle | None = None
         self._running: set[Request | Connection] = set()
         """Requests, and connections that listeners have without one (`send`)."""
@@ -185,7 +185,13 @@ class HttpClient:
     def freed(self, connection: Connection) -> None:
         """Its listener needs it no more. Of `send`."""
         self._running.discard(connection)
-        self._keep(connection)
+        if connection.keeps and self._sweep is not None:  # as `_keep` does
+            connection.idle_since_s, host = time.monotonic(), connection.host
+            if not host.idle:
+                self._resting.add(host)
+            host.idle.append(connection)
+        else:
+            self._keep(connection)
         if self._waiting:
             self._next()
 
@@ -213,27 +219,21 @@ class HttpClient:
         if not connection.keeps:
             connection.abort()
             return
-        loop = self._loop
-        if loop is None:
-            loop = self._loop = asyncio.get_running_loop()
-        connection.idle_since_s = loop.time()
-        host = connection.host
-        if not host.idle:
-            self._resting.add(host)
+        connection.idle_since_s, host = time.monotonic(), connection.host
+        self._resting.add(host)
         host.idle.append(connection)
         if self._sweep is None:
-            self._sweep = loop.call_later(KEEPALIVE_S, self._drop_old)
+            self._sweep = asyncio.get_running_loop().call_later(KEEPALIVE_S, self._drop_old)
 
     def _drop_old(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._sweep = None
+        self._sweep, oldest_s = None, time.monotonic() - KEEPALIVE_S
         for host in self._resting:
             idle = host.idle
-            while idle and idle[0].idle_since_s <= loop.time() - KEEPALIVE_S:
+            while idle and idle[0].idle_since_s <= oldest_s:
                 idle.popleft().abort()
         self._resting = {host for host in self._resting if host.idle}
         if self._resting:
-            self._sweep = loop.call_later(KEEPALIVE_S / 4, self._drop_old)
+            self._sweep = asyncio.get_running_loop().call_later(KEEPALIVE_S / 4, self._drop_old)
 
 
 class Request:
@@ -265,6 +265,13 @@ class Request:
         """It has no connection, and gets none."""
         if self.unsent is not None:
             self.unsent[2].on_lost(error)
+
+    def pass_to(self, listener: Listener) -> None:
+        """As of `Connection`."""
+        if self.connection is not None:
+            self.connection.pass_to(listener)
+        elif self.unsent is not None:
+            self.unsent = (*self.unsent[:2], listener)
 
     def leave(self) -> None:
         """The answer is not wanted: the listener hears no more, and the worker aborts. Nothing after its end."""

@@ -60,10 +60,11 @@ class BadAnswer(HttpError):
 class Headers(Mapping[str, str]):
     """Of an answer, as they came: names in any case, the first of a name. Decoded when they are asked for."""
 
-    __slots__ = ("_pairs",)
+    __slots__ = ("_pairs", "is_json")
 
-    def __init__(self, pairs: list[tuple[bytes, bytes]]) -> None:
-        self._pairs = pairs
+    def __init__(self, pairs: list[tuple[bytes, bytes]], is_json: bool = False) -> None:
+        """is_json: they are known to say so."""
+        self._pairs, self.is_json = pairs, is_json
 
     def __getitem__(self, name: str) -> str:
         if (found := self.get(name)) is None:
@@ -95,10 +96,10 @@ class Headers(Mapping[str, str]):
     @property
     def content_type(self) -> str:
         """Without parameters; empty if there is none."""
+        if self.is_json:
+            return "application/json"
         for name, value in self._pairs:
             if len(name) == 12 and name.lower() == b"content-type":
-                if value == b"application/json":
-                    return "application/json"
                 return value.partition(b";")[0].strip().lower().decode("latin-1")
         return ""
 
@@ -220,6 +221,11 @@ class Connection(asyncio.Protocol):
             self._transport.write(head)
             self._transport.write(body)
 
+    def pass_to(self, listener: Listener) -> None:
+        """From now on this hears the answer, in place of the listener that waits for it."""
+        if self._listener is not None:
+            self._listener = listener
+
     def leave(self) -> None:
         """The listener hears no more, and the worker aborts."""
         self.keeps = False
@@ -301,11 +307,13 @@ class Connection(asyncio.Protocol):
             return
         if self._fresh and (whole := whole_answer(data)) is not None:
             # The usual answer to what does not stream. llhttp would call back for each of its lines.
-            status, pairs, body = whole
+            status, pairs, body, is_json = whole
             if self._paused:
                 self.resume()
-            self._finish()
-            listener.on_whole(status, Headers(pairs), body)
+            uses, self._listener, self._uses = self._uses, None, None
+            if uses is not None:
+                uses.freed(self)
+            listener.on_whole(status, Headers(pairs, is_json), body)
             return
         self._fresh = False
         error: BadAnswer | None = None
@@ -319,6 +327,7 @@ class Connection(asyncio.Protocol):
             if self._status:
                 self._told = True
                 listener.on_head(self._status, Headers(self._pairs))
+                listener = self._listener or listener  # it may have passed the answer to another one
             elif self._head_nbytes > MAX_HEAD_NBYTES:
                 error = BadAnswer(f"the head of an answer of more than {MAX_HEAD_NBYTES} bytes")
         parts, end = self._parts, self._end

@@ -84,6 +84,11 @@ class Placer:
         """prefill, decode: the policy of each leg, by name. routers: before the same workers; each of them needs
         another salt then. Raises ConfigError."""
         self.prefill, self.decode = make_policy(prefill), make_policy(decode)
+        self.noting = {
+            leg: policy if policy.notes else None
+            for leg, policy in (("prefill", self.prefill), ("decode", self.decode))
+        }
+        """By leg, the policy if it is to be told where requests go (`Policy.placed`)."""
         self._names = {self.prefill: ("prefill", prefill), self.decode: ("decode", decode)}
         self._candidates = {
             policy: Candidates(salt + number, affine=policy.affine)
@@ -189,8 +194,7 @@ class Placer:
 
     def sent(self, request: PlacementRequest, leg: str, worker: WorkerState) -> None:
         """A leg of the request leaves for the worker."""
-        policy = self.prefill if leg == "prefill" else self.decode
-        if policy.notes:
+        if (policy := self.noting[leg]) is not None:
             policy.placed(request, worker)
 
     def share(self, tables: Mapping[str, PrefixTable]) -> None:

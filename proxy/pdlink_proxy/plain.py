@@ -8,10 +8,12 @@ they would be had they heard of everything, and go on.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from typing import TYPE_CHECKING
 
+from pdlink.logs import about
 from pdlink.protocol import kv_path
 
 from . import timing
@@ -20,13 +22,14 @@ from .decisions import Decision, Told
 from .dialects import Attempt
 from .exchange import Begun, Exchange
 from .http_client import header_lines
+from .http_connection import Listener
 from .ids import new_id
 from .metrics import exemplar_of
 from .openai import read_answer, wanted
 from .pools import Choice
-from .records import RequestRecord
-from .running_leg import RunningLeg
-from .steps import Answered, Leg
+from .records import LegRecord, RequestRecord
+from .running_leg import MIN_PACE_TOKENS, NOBODY, RunningLeg
+from .steps import Leg
 
 if TYPE_CHECKING:
     import asyncio
@@ -34,10 +37,14 @@ if TYPE_CHECKING:
 
     from .client_answer import ClientAnswer
     from .fleet import PlacementRequest
-    from .http_connection import Headers
+    from .http_client import Request
+    from .http_connection import Connection, Headers, HttpError
     from .openai import Call, Usage
+    from .running_leg import Hears
     from .shared import Shared
-    from .steps import Event
+    from .worker import Worker
+
+log = logging.getLogger("pdlink.proxy")
 
 
 def opened(
@@ -53,7 +60,7 @@ def opened(
     if (
         call.streaming
         or dialect.headers is not None
-        or shared.config.hedge_factor
+        or shared.hedges
         or shared.decision_log is not None
         or shared.tracer is not None
         or shared.arrivals is not None
@@ -78,17 +85,18 @@ class Plain:
         "_exchange",
         "_headers",
         "_last",
-        "_legs",
+        "_prefill",
+        "_decode",
         "_over",
         "_placed_s",
         "_placement_s",
         "_request_id",
-        "_said",
+        "_said_by_client",
         "_seed",
-        "_shared",
+        "shared",
         "_started_s",
         "_tail",
-        "_transfer_id",
+        "transfer_id",
         "client",
     )
 
@@ -102,23 +110,24 @@ class Plain:
         over: Callable[[], None],
     ) -> None:
         """As of `Exchange`."""
-        self._shared, self.client, self._call = shared, client, call
-        self._headers, self._said, self._over = headers, said, over
+        self.shared, self.client, self._call = shared, client, call
+        self._headers, self._said_by_client, self._over = headers, said, over
         self._request_id = headers["X-Request-Id"]
         self._started_s = shared.loop.time()
         self._asked = wanted(call, said.get("x-session-id"))
         self._seed = random.getrandbits(32)
         self._exchange: Exchange | None = None
         """What goes on with it."""
-        self._legs: dict[Leg, RunningLeg] = {}
-        self._answered: Answered | None = None
-        """By prefill."""
+        self._prefill: _Leg | None = None
+        self._decode: _Leg | None = None
+        self._answered: bytes | None = None
+        """Prefill's answer."""
         self._tail: bytes | None = None
         """Decode's answer, which the client has been sent."""
         self._answered_s = self._placed_s = self._placement_s = 0.0
         self._choice: Choice
         self._decision: Decision
-        self._transfer_id = ""
+        self.transfer_id = ""
         self._closed = False
         self._last: asyncio.Task[None] | None = None
         """Waits until the client has read the end."""
@@ -126,7 +135,7 @@ class Plain:
     # ---- its beginning
 
     def begin(self) -> None:
-        shared = self._shared
+        shared = self.shared
         asked = self._asked
         try:
             queue, tokenizing = shared.queue, shared.tokenizing
@@ -143,7 +152,11 @@ class Plain:
             began_s = time.monotonic()
             choice = shared.pools.choose(asked, needs_prefill=not shared.may_decode_alone, full=False)
             self._placement_s = time.monotonic() - began_s
-            if isinstance(choice, Choice) and choice.prefill is not None:
+            if (
+                isinstance(choice, Choice)
+                and choice.prefill is not None
+                and not (choice.prefill.on_trial or choice.decode.on_trial)
+            ):
                 self._start(asked, choice)
             else:
                 self._unusual().go_on(choice)
@@ -152,12 +165,12 @@ class Plain:
 
     def _start(self, asked: PlacementRequest, choice: Choice) -> None:
         """Both legs leave."""
-        shared, call, seed = self._shared, self._call, self._seed
+        shared, call, seed = self.shared, self._call, self._seed
         prefill, decode, cached_tokens = choice.prefill, choice.decode, choice.cached_tokens
         assert prefill is not None
         shared.metrics.attempts.inc("first")
         self._placed_s = placed_s = shared.loop.time()
-        self._transfer_id = transfer_id = f"xfer-{new_id()}"
+        self.transfer_id = transfer_id = f"xfer-{new_id()}"
         now_s = time.time()
         self._choice = choice
         self._decision = decision = Decision(
@@ -190,48 +203,45 @@ class Plain:
         )
         bodies = shared.dialect.legs(call, attempt)
         lines, tokens = header_lines(self._headers), asked.num_tokens
-        leg = self._legs[Leg.PREFILL] = RunningLeg(shared, self, 1, Leg.PREFILL, prefill, transfer_id, streams=False)
-        leg.start(call.path, bodies[0], lines, asked, max(1, tokens - cached_tokens))
-        leg = self._legs[Leg.DECODE] = RunningLeg(shared, self, 1, Leg.DECODE, decode, transfer_id, streams=False)
-        leg.start(call.path, bodies[1], lines, asked, tokens + asked.answer_tokens)
+        self._prefill = _Leg(self, Leg.PREFILL, prefill)
+        self._prefill.start(call.path, bodies[0], lines, asked, max(1, tokens - cached_tokens))
+        self._decode = _Leg(self, Leg.DECODE, decode)
+        self._decode.start(call.path, bodies[1], lines, asked, tokens + asked.answer_tokens)
         limits = shared.limits
         shared.alarms.set(self._tick, min(self._started_s + limits.request_s, placed_s + limits.first_byte_s))
 
     # ---- its end
 
-    def says(self, leg: RunningLeg, event: Event) -> None:
-        """The end of a leg."""
-        if self._tail is not None:  # of prefill's, after decode's
-            return
-        if not isinstance(event, Answered) or not 200 <= event.status < 300:
-            self._unusual().says(leg, event)
-            return
-        usage = read_answer(event.content_type, event.body)
-        if isinstance(usage, str):
-            self._unusual().says(leg, event)
-            return
-        shared, dialect, now_s = self._shared, self._shared.dialect, self._shared.loop.time()
-        if dialect.told is not None and (said := dialect.told(event.body)) is not None:
+    def said(self, leg: _Leg, headers: Headers, body: bytes, usage: Usage) -> None:
+        """The whole answer of a leg, which is well."""
+        shared = self.shared
+        dialect, now_s = shared.dialect, shared.loop.time()
+        if dialect.told is not None and (said := dialect.told(body)) is not None:
             shared.decisions.told.append(Told(self._request_id, leg.worker.label, said))
-        if leg.leg is Leg.DECODE:
-            kv = kv_path.checked(dialect.kv_path(leg.headers, event.body))
-            self._answer(event.body, kv or kv_path.UNKNOWN, usage, now_s)
+        if leg.leg is Leg.PREFILL:
+            if dialect.learn is not None:
+                leg.worker.learned = dialect.learn(body) or {}
+            self._answered, self._answered_s = body, now_s
             return
-        if dialect.learn is not None:
-            leg.worker.learned = dialect.learn(event.body) or {}
-        self._answered, self._answered_s = event, now_s
+        if (refusals := shared.pools.refusals).pairs and (prefill := self._choice.prefill) is not None:
+            refusals.fits(prefill, leg.worker)
+        kv = kv_path.checked(dialect.kv_path(headers, body)) or kv_path.UNKNOWN
+        self._answer(body, kv, usage, now_s)
 
     def _answer(self, body: bytes, kv: str, usage: Usage, now_s: float) -> None:
         """The client gets decode's answer."""
-        shared, choice, started_s, placed_s = self._shared, self._choice, self._started_s, self._placed_s
+        shared, choice, started_s, placed_s = self.shared, self._choice, self._started_s, self._placed_s
         metrics, prefill, request_id = shared.metrics, choice.prefill, self._request_id
+        prefill_leg, decode_leg = self._prefill, self._decode
         assert prefill is not None
+        assert prefill_leg is not None
+        assert decode_leg is not None
         self._tail = body
         stages = {"queue": placed_s - started_s, "placement": self._placement_s}
         prefill_s = None
         exemplar = exemplar_of(self._headers)
         if self._answered is None:
-            self._legs[Leg.PREFILL].let_go()
+            self._grown(prefill_leg).let_go()
         else:
             prefill_s = self._answered_s - started_s
             stages["prefill"] = self._answered_s - placed_s
@@ -239,7 +249,7 @@ class Plain:
             metrics.ttft.observe(prefill_s, "prefill", exemplar=exemplar)
         told = timing.server_timing(stages, now_s - placed_s, "total", now_s - started_s)
         self.client.respond_json(
-            f"X-Request-Id: {request_id}\r\nServer-Timing: {told}\r\nX-Pdlink-Transfer: {self._transfer_id}\r\n"
+            f"X-Request-Id: {request_id}\r\nServer-Timing: {told}\r\nX-Pdlink-Transfer: {self.transfer_id}\r\n"
             f"X-Pdlink-Prefill: {prefill.label}\r\nX-Pdlink-Decode: {choice.decode.label}\r\n"
             f"{kv_path.HEADER}: {kv}\r\n",
             body,
@@ -249,7 +259,6 @@ class Plain:
         if usage.completion_tokens > 1 and prefill_s is not None:
             per_token_s = (total_s - prefill_s) / (usage.completion_tokens - 1)
             metrics.per_token.observe(per_token_s)
-        legs = self._legs
         record = RequestRecord(
             request_id,
             at_s,
@@ -262,10 +271,10 @@ class Plain:
             prefill_s,
             total_s,
             prefill_s,
-            self._transfer_id,
+            self.transfer_id,
             prefill.label,
             choice.decode.label,
-            [legs[Leg.PREFILL].record(started_s), legs[Leg.DECODE].record(started_s)],
+            [prefill_leg.record(started_s), decode_leg.record(started_s)],
             per_token_s,
         )
         shared.records.append(record)
@@ -284,13 +293,14 @@ class Plain:
 
     async def _let_catch_up(self) -> None:
         """The whole answer is on its way, to a client that reads slowly."""
-        await self.client.caught_up(self._shared.config.idle_timeout_s)
+        await self.client.caught_up(self.shared.config.idle_timeout_s)
         self._last = None
         self._close()
 
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._prefill = self._decode = None  # each has this
             if self._last is not None:
                 self._last.cancel()
             over, self._over = self._over, _nothing  # it has this, too, and the collector would have to find both
@@ -313,57 +323,161 @@ class Plain:
     def _tick(self) -> None:
         self._unusual().tick()
 
-    def began(self, leg: RunningLeg, _headers: Headers) -> None:
-        """A 2xx answer begins."""
-        refusals = self._shared.pools.refusals
-        if refusals.pairs and leg.leg is Leg.DECODE:
-            refusals.fits(self._legs[Leg.PREFILL].worker, leg.worker)
+    def unusual(self, leg: _Leg) -> RunningLeg:
+        """Something else than a good answer has happened to this leg: what goes on with it. Nobody hears of it if the
+        client has its answer."""
+        if self._tail is not None:
+            return self._grown(leg)
+        return self._unusual().running(leg.leg)
 
-    def broke(self, leg: RunningLeg, error: Exception) -> None:
-        """Our own code failed at what it said."""
+    def broke(self, leg: _Leg, error: Exception) -> None:
+        """Our own code failed at its answer."""
+        words = "transfer %s: its request failed unexpectedly"
+        log.error(words, self.transfer_id, exc_info=error, extra=about(transfer_id=self.transfer_id))
         if self._tail is None:
-            self._unusual().broke(leg, error)
+            exchange = self._unusual()
+            exchange.broke(exchange.running(leg.leg), error)
+        else:
+            self._close()
 
-    def sent(self, _leg: RunningLeg, _data: bytes) -> None:
-        """Its legs do not stream."""
-
-    passed = sent
-
-    def returned(self, _leg: RunningLeg, _unsent: bytes, _unread: bytes) -> None:
-        """The same."""
+    def _grown(self, leg: _Leg, hears: Hears = NOBODY) -> RunningLeg:
+        """The same leg, as one to which anything can happen."""
+        return RunningLeg.grown(leg, self.shared, hears, self.transfer_id)
 
     def _unusual(self) -> Exchange:
         """What goes on with it, from where it is."""
         if self._exchange is not None:
             return self._exchange
-        shared = self._shared
+        shared = self.shared
         self._exchange = exchange = Exchange(
             shared,
             self.client,
             self._call,
             self._headers,
-            self._said,
+            self._said_by_client,
             self._over,
             asked=self._asked,
             since_s=self._started_s,
             seed=self._seed,
         )
         self._over = _nothing
-        if self._legs:
+        if self._prefill is not None:
             shared.alarms.clear(self._tick)
+            legs = [leg for leg in (self._prefill, self._decode) if leg is not None]
             exchange.take_over(
                 Begun(
                     self._choice,
                     self._placement_s,
                     self._decision,
                     self._placed_s,
-                    self._transfer_id,
-                    self._legs,
+                    self.transfer_id,
+                    {leg.leg: self._grown(leg, exchange) for leg in legs},
                     self._answered,
                     self._answered_s,
                 )
             )
+            self._prefill = self._decode = None
         return exchange
+
+
+class _Leg(Listener):
+    """One of the two legs. `RunningLeg` in short, for a worker that is not on trial and an answer in one piece."""
+
+    __slots__ = (
+        "_hears",
+        "ahead",
+        "answered_s",
+        "leg",
+        "outlier",
+        "request",
+        "sent_s",
+        "tokens",
+        "url",
+        "work",
+        "worker",
+    )
+
+    def __init__(self, hears: Plain, leg: Leg, worker: Worker) -> None:
+        self._hears, self.leg, self.worker = hears, leg, worker
+        self.answered_s: float | None = None
+        """Its whole answer has come."""
+        self.request: Connection | Request | None = None
+        """None when that has come."""
+
+    def start(self, path: str, body: bytes, lines: bytes, request: PlacementRequest, tokens: int) -> None:
+        """As of `RunningLeg`."""
+        worker, shared = self.worker, self._hears.shared
+        self.tokens = tokens
+        self.sent_s = now = time.monotonic()
+        self.work = work = shared.pools.sent(request, worker, tokens, now)
+        self.ahead, self.outlier = work.load, worker.outlier
+        worker.legs.add(self)
+        self.url = url = worker.url + path
+        self.request = shared.clients[self.leg].send("POST", url, self, body, lines)
+
+    def on_whole(self, status: int, headers: Headers, body: bytes) -> None:
+        hears, worker = self._hears, self.worker
+        shared = hears.shared
+        if 200 <= status < 300 and len(body) <= shared.max_body_nbytes:
+            usage = read_answer(headers.content_type, body)
+            if not isinstance(usage, str):
+                self.answered_s = now = time.monotonic()
+                self.request = None
+                worker.legs.discard(self)
+                breaker, pace = worker.breaker, None
+                if breaker.failures and worker.outlier is self.outlier:  # of the same life of the worker
+                    breaker.end(0, now, failed=False)
+                if self.ahead >= MIN_PACE_TOKENS and self.leg is Leg.PREFILL:
+                    pace = (now - self.sent_s) / self.ahead
+                self.outlier.end(now, probe=False, failed=False, pace=pace)
+                if worker.on_trial:
+                    worker.judged()
+                self.work.finished(self.tokens, now, served=True)
+                if shared.pools.load_table is not None:
+                    shared.pools.tell_beside(self.work)
+                if shared.queue.num:
+                    shared.serve_queue()
+                try:
+                    hears.said(self, headers, body, usage)
+                except Exception as error:  # noqa: BLE001 -- the connection serves other requests already
+                    hears.broke(self, error)
+                return
+        hears.unusual(self).on_whole(status, headers, body)
+
+    def record(self, zero_s: float) -> LegRecord:
+        """As of `RunningLeg`."""
+        answered_s, end = self.answered_s, "served"
+        if answered_s is None:
+            end = "let go"
+        else:
+            answered_s -= zero_s
+        return LegRecord(
+            self._hears.transfer_id,
+            self.leg.value,
+            self.worker.label,
+            self.sent_s - zero_s,
+            answered_s,
+            answered_s,
+            end,
+        )
+
+    # ---- what is unusual
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._hears.unusual(self).on_head(status, headers)
+
+    def on_data(self, data: bytes) -> None:
+        self._hears.unusual(self).on_data(data)
+
+    def on_end(self) -> None:
+        self._hears.unusual(self).on_end()
+
+    def on_lost(self, error: HttpError) -> None:
+        self._hears.unusual(self).on_lost(error)
+
+    def gone(self, reason: str) -> None:
+        """Its worker is not there any more."""
+        self._hears.unusual(self).gone(reason)
 
 
 def _nothing() -> None:

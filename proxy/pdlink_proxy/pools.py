@@ -342,11 +342,13 @@ class Pools:
 
     def sent(self, request: PlacementRequest, worker: Worker, tokens: int, now: float) -> WorkerState:
         """A leg with so many tokens to do leaves for the worker; the caller says when it is `finished`."""
-        self._placer.sent(request, worker.side.value, worker.work)
-        worker.work.sent(tokens, now)
+        work = worker.work
+        if (policy := self._placer.noting[worker.side.value]) is not None:
+            policy.placed(request, work)
+        work.sent(tokens, now)
         if self.load_table is not None:
-            self.tell_beside(worker.work)
-        return worker.work
+            self.tell_beside(work)
+        return work
 
     def tell_beside(self, work: WorkerState) -> None:
         """For the other processes of this proxy: what this one has there has changed."""

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     import asyncio
 
     from .dialects.arrivals import Arrivals
-    from .fleet import PlacementRequest
+    from .fleet import PlacementRequest, WorkerState
     from .http_client import Request
     from .http_connection import Connection, HttpError
+    from .outliers import Outlier
     from .shared import Shared
     from .worker import Worker
 
@@ -58,6 +59,25 @@ class Hears(Protocol):
         """It is cancelled, because one of these calls raised."""
 
 
+class PlainLeg(Protocol):
+    """A leg of a request to which nothing unusual has happened."""
+
+    leg: Leg
+    worker: Worker
+    url: str
+    sent_s: float
+    answered_s: float | None
+    tokens: int
+    """That its worker was sent with it; it had so many `ahead` then."""
+    ahead: float
+    work: WorkerState
+    outlier: Outlier
+    request: Connection | Request | None
+    """None when its whole answer has come."""
+
+    def gone(self, reason: str) -> None: ...
+
+
 class _Nobody:
     """Hears of a leg that has ended. So the leg does not hold its request, which holds the leg: the collector would
     have to find them."""
@@ -81,7 +101,7 @@ class _Nobody:
         pass
 
 
-_NOBODY = _Nobody()
+NOBODY = _Nobody()
 
 
 class _Ended:
@@ -159,6 +179,24 @@ class RunningLeg(Listener):
         self._streams = streams
         self._request: Connection | Request | _Ended = _ENDED
 
+    @classmethod
+    def grown(cls, leg: PlainLeg, shared: Shared, request: Hears, transfer_id: str) -> RunningLeg:
+        """Of a request's first attempt, from where it is."""
+        self = cls(shared, request, 1, leg.leg, leg.worker, transfer_id, streams=False)
+        self.url, self._num_tokens, self._ahead, self._work = leg.url, leg.tokens, leg.ahead, leg.work
+        self._began_s = self.sent_s = leg.sent_s
+        self._breaker, self._outlier = leg.worker.breaker, leg.outlier
+        self.answered_s = self.ended_s = leg.answered_s
+        if leg.request is None:
+            self._done = self._counted = self._over = True
+            self.fate, self._hears = "served", NOBODY
+        else:
+            leg.worker.legs.discard(leg)
+            leg.worker.legs.add(self)
+            leg.request.pass_to(self)
+            self._request, leg.request = leg.request, None
+        return self
+
     def start(self, path: str, body: bytes, lines: bytes, request: PlacementRequest, tokens: int) -> None:
         """lines: headers. tokens: that the worker has to do for it."""
         worker, shared = self.worker, self._shared
@@ -206,11 +244,6 @@ class RunningLeg(Listener):
 
     def give_back(self, unread: bytes) -> None:
         self._request.give_back(unread)
-
-    def told_to(self, request: Hears) -> None:
-        """From now on this hears of it, unless it is over."""
-        if not self._over:
-            self._hears = request
 
     def blame(self) -> None:
         """The worker is at fault for what came of it."""
@@ -295,7 +328,7 @@ class RunningLeg(Listener):
                 self.worker.judged()
         if self._let_go:
             self._shared.alarms.clear(self.cancel)
-        self._hears = _NOBODY
+        self._hears = NOBODY
 
     def _finish(self, event: Event, *, well: bool) -> None:
         """The worker's last word."""
@@ -334,7 +367,7 @@ class RunningLeg(Listener):
             shared.arrivals.forget(self.transfer_id)
         if self._let_go:
             shared.alarms.clear(self.cancel)
-        self._hears = _NOBODY
+        self._hears = NOBODY
 
     def _broke(self, error: Exception) -> None:
         words = "transfer %s: its request failed unexpectedly"
@@ -378,7 +411,7 @@ class RunningLeg(Listener):
             self._parts = []
         self._parts.append(data)
         self._nbytes += len(data)
-        most = self._shared.config.max_body_nbytes
+        most = self._shared.max_body_nbytes
         if self._nbytes > most:
             self._request.leave()
             self.on_lost(too_long(most))
@@ -410,7 +443,7 @@ class RunningLeg(Listener):
 
     def on_whole(self, status: int, headers: Headers, body: bytes) -> None:
         shared = self._shared
-        if self._streams or len(body) > shared.config.max_body_nbytes:
+        if self._streams or len(body) > shared.max_body_nbytes:
             super().on_whole(status, headers, body)
             return
         self._request = _ENDED

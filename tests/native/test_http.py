@@ -13,7 +13,7 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\
 
 
 def test_a_whole_answer_is_read_in_one_call() -> None:
-    assert whole_answer(OK) == (200, [(b"Content-Type", b"application/json"), (b"Content-Length", b"2")], b"{}")
+    assert whole_answer(OK) == (200, [(b"Content-Type", b"application/json"), (b"Content-Length", b"2")], b"{}", True)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,22 @@ def test_a_whole_answer_is_read_in_one_call() -> None:
 )
 def test_what_is_not_plain_is_left_to_a_whole_parser(answer: bytes) -> None:
     assert whole_answer(answer) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "is_json"),
+    [
+        (b"content-TYPE:application/json", True),
+        (b"Content-Type: application/json; charset=utf-8", False),
+        (b"Content-Type: Application/JSON", False),
+        (b"Content-Type: text/html\r\nContent-Type: application/json", False),
+        (b"X-Type: application/json", False),
+    ],
+)
+def test_an_answer_is_json_if_its_first_type_says_just_that(line: bytes, is_json: bool) -> None:
+    found = whole_answer(OK.replace(b"Content-Type: application/json", line))
+    assert found is not None
+    assert found[3] is is_json
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -137,7 +137,7 @@ class _Answer:
         self._worker, self._listener = worker, listener
         world, loop = worker.world, asyncio.get_running_loop()
         if not worker.up:
-            self._timer = loop.call_later(0.001, listener.on_lost, NoConnection("refused"))
+            self._timer = loop.call_later(0.001, lambda: self._listener.on_lost(NoConnection("refused")))
         elif worker.sick:
             self._timer = loop.call_later(0.01, self._end, 500, b"{}")
         else:
@@ -147,14 +147,15 @@ class _Answer:
 
     def _end(self, status: int, body: bytes) -> None:
         self._worker.took.pop(self, None)
-        self._listener.on_head(status, _JSON)
-        self._listener.on_data(body)
-        self._listener.on_end()
+        self._listener.on_whole(status, _JSON, body)
 
     def lose(self) -> None:
         self.leave()
         error = Disconnected(None, reused=False, answered=False)
         asyncio.get_running_loop().call_soon(self._listener.on_lost, error)
+
+    def pass_to(self, listener: Listener) -> None:
+        self._listener = listener
 
     def leave(self) -> None:
         self._timer.cancel()
@@ -314,12 +315,12 @@ class World:
     def start(self, _method: str, url: str, listener: Any, _body: bytes = b"", _lines: bytes = b"") -> Any:
         base = url.removesuffix(COMPLETIONS)
         worker = self.workers.get(base)
-        if worker is None or not isinstance(listener, running_leg.RunningLeg):
+        if worker is None or not isinstance(listener, running_leg.RunningLeg | plain._Leg):
             return _Nobody(listener)  # a stop call
         assert base in self.listed, f"{base} was removed and gets a request"
         assert not self.listed[base], f"{base} is listed as draining and gets a request"
         assert base not in self.heard_draining, f"{base} says that it drains and gets a request"
-        client = self._by_id[listener._hears._request_id]  # type: ignore[attr-defined]
+        client = self._by_id[listener._hears._request_id]  # type: ignore[union-attr]
         if worker.side is Leg.DECODE:
             if not client.placed_s:
                 self.placed.append(client)
