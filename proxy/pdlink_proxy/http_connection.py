@@ -205,10 +205,9 @@ class Connection(asyncio.Protocol):
 
     def ask(self, head: bytes, body: bytes, listener: Listener, uses: Uses) -> None:
         """uses: hears that the connection is free before the listener hears of the end."""
-        if self._transport is None:
+        transport = self._transport
+        if transport is None:
             raise RuntimeError("asks before it is connected")
-        if self._parser is None:
-            self._parser = httptools.HttpResponseParser(self)
         self._listener, self._uses = listener, uses
         if not self._fresh:
             self._fresh = True
@@ -216,10 +215,10 @@ class Connection(asyncio.Protocol):
             self._pairs = []
             self._between = self._lent = False
         if len(body) < MAX_HEAD_NBYTES:
-            self._transport.write(head + body)
+            transport.write(head + body)
         else:
-            self._transport.write(head)
-            self._transport.write(body)
+            transport.write(head)
+            transport.write(body)
 
     def pass_to(self, listener: Listener) -> None:
         """From now on this hears the answer, in place of the listener that waits for it."""
@@ -301,7 +300,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         listener = self._listener
-        if listener is None or self._parser is None:  # nobody has asked
+        if listener is None:  # nobody has asked
             self.keeps = False
             self.abort()
             return
@@ -317,6 +316,8 @@ class Connection(asyncio.Protocol):
             return
         self._fresh = False
         error: BadAnswer | None = None
+        if self._parser is None:
+            self._parser = httptools.HttpResponseParser(self)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as problem:

@@ -36,6 +36,9 @@ _INPUT_FIELDS = {
     GENERATE: {"text": (b'"[', "a string or a list"), "input_ids": (b"[", "a list")},
 }
 
+_PLAIN = {COMPLETIONS: "prompt", CHAT: "messages"}
+"""The one input of most requests."""
+
 # What stands before the input in the prompt.
 _FIRST_FIELDS = {RESPONSES: "instructions", MESSAGES: "system"}
 _LIMITS = {COMPLETIONS: ("max_tokens",), CHAT: ("max_completion_tokens", "max_tokens")} | {
@@ -107,6 +110,8 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     @property
     def prompt(self) -> bytes:
         """What it begins with, in JSON: text, token ids, messages, or a list of prompts."""
+        if (plain := _PLAIN.get(self.path)) is not None:
+            return bytes(self.fields[plain])
         found = b""
         for name in _INPUT_FIELDS[self.path]:
             if (raw := self.fields.get(name)) is not None:
@@ -162,8 +167,10 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
     if model is None:
         raise BadField("field 'model' is required", "model")
     known = _INPUT_FIELDS[path]
-    number = 0
-    for name in known:
+    number, plain = 0, _PLAIN.get(path)
+    if plain is not None and (raw := fields.get(plain)) is not None and memoryview(raw)[0] in known[plain][0]:
+        number = 1  # no copy of a long prompt
+    for name in known if not number else ():
         raw = fields.get(name)
         if raw is None or (path == GENERATE and bytes(raw) == b"null"):
             continue

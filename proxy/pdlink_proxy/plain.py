@@ -22,13 +22,13 @@ from .decisions import Decision, Told
 from .dialects import Attempt
 from .exchange import Begun, Exchange
 from .http_client import header_lines
-from .http_connection import Listener
 from .ids import new_id
 from .metrics import exemplar_of
-from .openai import read_answer, wanted
+from .openai import wanted
+from .plain_leg import PlainLeg
 from .pools import Choice
-from .records import LegRecord, RequestRecord
-from .running_leg import MIN_PACE_TOKENS, NOBODY, RunningLeg
+from .records import RequestRecord
+from .running_leg import NOBODY, RunningLeg
 from .steps import Leg
 
 if TYPE_CHECKING:
@@ -37,12 +37,10 @@ if TYPE_CHECKING:
 
     from .client_answer import ClientAnswer
     from .fleet import PlacementRequest
-    from .http_client import Request
-    from .http_connection import Connection, Headers, HttpError
+    from .http_connection import Headers
     from .openai import Call, Usage
     from .running_leg import Hears
     from .shared import Shared
-    from .worker import Worker
 
 log = logging.getLogger("pdlink.proxy")
 
@@ -118,8 +116,8 @@ class Plain:
         self._seed = random.getrandbits(32)
         self._exchange: Exchange | None = None
         """What goes on with it."""
-        self._prefill: _Leg | None = None
-        self._decode: _Leg | None = None
+        self._prefill: PlainLeg | None = None
+        self._decode: PlainLeg | None = None
         self._answered: bytes | None = None
         """Prefill's answer."""
         self._tail: bytes | None = None
@@ -203,16 +201,16 @@ class Plain:
         )
         bodies = shared.dialect.legs(call, attempt)
         lines, tokens = header_lines(self._headers), asked.num_tokens
-        self._prefill = _Leg(self, Leg.PREFILL, prefill)
+        self._prefill = PlainLeg(self, Leg.PREFILL, prefill)
         self._prefill.start(call.path, bodies[0], lines, asked, max(1, tokens - cached_tokens))
-        self._decode = _Leg(self, Leg.DECODE, decode)
+        self._decode = PlainLeg(self, Leg.DECODE, decode)
         self._decode.start(call.path, bodies[1], lines, asked, tokens + asked.answer_tokens)
         limits = shared.limits
         shared.alarms.set(self._tick, min(self._started_s + limits.request_s, placed_s + limits.first_byte_s))
 
     # ---- its end
 
-    def said(self, leg: _Leg, headers: Headers, body: bytes, usage: Usage) -> None:
+    def said(self, leg: PlainLeg, headers: Headers, body: bytes, usage: Usage) -> None:
         """The whole answer of a leg, which is well."""
         shared = self.shared
         dialect, now_s = shared.dialect, shared.loop.time()
@@ -323,14 +321,14 @@ class Plain:
     def _tick(self) -> None:
         self._unusual().tick()
 
-    def unusual(self, leg: _Leg) -> RunningLeg:
+    def unusual(self, leg: PlainLeg) -> RunningLeg:
         """Something else than a good answer has happened to this leg: what goes on with it. Nobody hears of it if the
         client has its answer."""
         if self._tail is not None:
             return self._grown(leg)
         return self._unusual().running(leg.leg)
 
-    def broke(self, leg: _Leg, error: Exception) -> None:
+    def broke(self, leg: PlainLeg, error: Exception) -> None:
         """Our own code failed at its answer."""
         words = "transfer %s: its request failed unexpectedly"
         log.error(words, self.transfer_id, exc_info=error, extra=about(transfer_id=self.transfer_id))
@@ -340,7 +338,7 @@ class Plain:
         else:
             self._close()
 
-    def _grown(self, leg: _Leg, hears: Hears = NOBODY) -> RunningLeg:
+    def _grown(self, leg: PlainLeg, hears: Hears = NOBODY) -> RunningLeg:
         """The same leg, as one to which anything can happen."""
         return RunningLeg.grown(leg, self.shared, hears, self.transfer_id)
 
@@ -378,106 +376,6 @@ class Plain:
             )
             self._prefill = self._decode = None
         return exchange
-
-
-class _Leg(Listener):
-    """One of the two legs. `RunningLeg` in short, for a worker that is not on trial and an answer in one piece."""
-
-    __slots__ = (
-        "_hears",
-        "ahead",
-        "answered_s",
-        "leg",
-        "outlier",
-        "request",
-        "sent_s",
-        "tokens",
-        "url",
-        "work",
-        "worker",
-    )
-
-    def __init__(self, hears: Plain, leg: Leg, worker: Worker) -> None:
-        self._hears, self.leg, self.worker = hears, leg, worker
-        self.answered_s: float | None = None
-        """Its whole answer has come."""
-        self.request: Connection | Request | None = None
-        """None when that has come."""
-
-    def start(self, path: str, body: bytes, lines: bytes, request: PlacementRequest, tokens: int) -> None:
-        """As of `RunningLeg`."""
-        worker, shared = self.worker, self._hears.shared
-        self.tokens = tokens
-        self.sent_s = now = time.monotonic()
-        self.work = work = shared.pools.sent(request, worker, tokens, now)
-        self.ahead, self.outlier = work.load, worker.outlier
-        worker.legs.add(self)
-        self.url = url = worker.url + path
-        self.request = shared.clients[self.leg].send("POST", url, self, body, lines)
-
-    def on_whole(self, status: int, headers: Headers, body: bytes) -> None:
-        hears, worker = self._hears, self.worker
-        shared = hears.shared
-        if 200 <= status < 300 and len(body) <= shared.max_body_nbytes:
-            usage = read_answer(headers.content_type, body)
-            if not isinstance(usage, str):
-                self.answered_s = now = time.monotonic()
-                self.request = None
-                worker.legs.discard(self)
-                breaker, pace = worker.breaker, None
-                if breaker.failures and worker.outlier is self.outlier:  # of the same life of the worker
-                    breaker.end(0, now, failed=False)
-                if self.ahead >= MIN_PACE_TOKENS and self.leg is Leg.PREFILL:
-                    pace = (now - self.sent_s) / self.ahead
-                self.outlier.end(now, probe=False, failed=False, pace=pace)
-                if worker.on_trial:
-                    worker.judged()
-                self.work.finished(self.tokens, now, served=True)
-                if shared.pools.load_table is not None:
-                    shared.pools.tell_beside(self.work)
-                if shared.queue.num:
-                    shared.serve_queue()
-                try:
-                    hears.said(self, headers, body, usage)
-                except Exception as error:  # noqa: BLE001 -- the connection serves other requests already
-                    hears.broke(self, error)
-                return
-        hears.unusual(self).on_whole(status, headers, body)
-
-    def record(self, zero_s: float) -> LegRecord:
-        """As of `RunningLeg`."""
-        answered_s, end = self.answered_s, "served"
-        if answered_s is None:
-            end = "let go"
-        else:
-            answered_s -= zero_s
-        return LegRecord(
-            self._hears.transfer_id,
-            self.leg.value,
-            self.worker.label,
-            self.sent_s - zero_s,
-            answered_s,
-            answered_s,
-            end,
-        )
-
-    # ---- what is unusual
-
-    def on_head(self, status: int, headers: Headers) -> None:
-        self._hears.unusual(self).on_head(status, headers)
-
-    def on_data(self, data: bytes) -> None:
-        self._hears.unusual(self).on_data(data)
-
-    def on_end(self) -> None:
-        self._hears.unusual(self).on_end()
-
-    def on_lost(self, error: HttpError) -> None:
-        self._hears.unusual(self).on_lost(error)
-
-    def gone(self, reason: str) -> None:
-        """Its worker is not there any more."""
-        self._hears.unusual(self).gone(reason)
 
 
 def _nothing() -> None:

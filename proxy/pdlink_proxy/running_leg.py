@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     import asyncio
 
     from .dialects.arrivals import Arrivals
-    from .fleet import PlacementRequest, WorkerState
+    from .fleet import PlacementRequest
     from .http_client import Request
     from .http_connection import Connection, HttpError
-    from .outliers import Outlier
+    from .plain_leg import PlainLeg
     from .shared import Shared
     from .worker import Worker
 
@@ -57,25 +57,6 @@ class Hears(Protocol):
 
     def broke(self, leg: RunningLeg, error: Exception) -> None:
         """It is cancelled, because one of these calls raised."""
-
-
-class PlainLeg(Protocol):
-    """A leg of a request to which nothing unusual has happened."""
-
-    leg: Leg
-    worker: Worker
-    url: str
-    sent_s: float
-    answered_s: float | None
-    tokens: int
-    """That its worker was sent with it; it had so many `ahead` then."""
-    ahead: float
-    work: WorkerState
-    outlier: Outlier
-    request: Connection | Request | None
-    """None when its whole answer has come."""
-
-    def gone(self, reason: str) -> None: ...
 
 
 class _Nobody:
