@@ -151,12 +151,10 @@ class Admission:
             self._shared.queue.remove(self._waiting)
         self._happen = self._failed = _ignore  # of the request that has this: the collector would have to find both
 
-    def ended(self, reason: str, at_s: float, waited_s: float) -> None:
-        """The last decision about it. at_s: unix time."""
-        why = self._action.why.value if self._action is not None else ""
-        said = Decision(self._request_id, at_s, why, "ended", reason, self.wanted.num_tokens, waited_s)
-        self.decision = said
-        self._shared.decisions.append(said)
+    @property
+    def why(self) -> str:
+        """Of the newest attempt; empty if workers were never looked for."""
+        return self._action.why.value if self._action is not None else ""
 
     def _note_placed(self, prefill: Worker | None, decode: Worker) -> None:
         """As `note` would: it is done for each request."""

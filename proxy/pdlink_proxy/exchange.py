@@ -21,8 +21,9 @@ from . import timing
 from .access import key_of
 from .admission import FIRST, Admission
 from .anthropic import error_for
-from .decision_log import Logged, Tally, hash_ids, said_usage
+from .decision_log import Tally, said_usage
 from .decisions import Told
+from .ending import keep, logged
 from .flow import Flow
 from .metrics import exemplar_of
 from .openai import LAST_EVENTS, error_body, wanted
@@ -82,7 +83,6 @@ _WORKER_HEADERS = {Leg.PREFILL: "X-Pdlink-Prefill", Leg.DECODE: "X-Pdlink-Decode
 _INTERNAL = error_body("the proxy failed unexpectedly; see its log", kind="server_error", code=PdlinkError.code)
 
 _STARTED = Started()
-_WITH_TOKENS = frozenset({Outcome.OK, Outcome.BROKEN})
 _NO_STAGES: Mapping[str, float] = {}
 _BRING_DEADLINES = (Placed, Waits, Chunk)
 """Events after which the next deadline may be earlier than before."""
@@ -268,24 +268,16 @@ class Exchange:
         for task in (self._preparing, self._catching_up, self._last):
             if task is not None:
                 task.cancel()
-        metrics = self._shared.metrics
         if self._opened:
-            metrics.active_streams.add(-1)
+            self._shared.metrics.active_streams.add(-1)
         outcome, kv = self._flow.outcome or Outcome.FAILED, self._kv_value
         record = self._record(outcome, kv)
-        self._shared.records.append(record)
-        if (log_ := self._shared.decision_log) is not None and self._admission.sampled:
-            log_.add(self._logged(record))
+        if self._tally is not None and (log_ := self._shared.decision_log) is not None:
+            log_.add(logged(record, self._admission, self._tally, self._attempts.values()))
         if self._trace is not None:
             self._trace.ended(record, self._call)
-        self._admission.ended(f"{outcome.value}, KV {kv}", record.at_s, record.total_s)
-        metrics.requests.inc(outcome.value)
-        metrics.duration.observe(record.total_s, outcome.value, exemplar=self._exemplar)
-        if outcome in _WITH_TOKENS:
-            metrics.kv.inc(kv_path.path_of(kv))
-            metrics.stages.observe_each(self._stages)
-        if record.per_token_s is not None:
-            metrics.per_token.observe(record.per_token_s)
+        asked = self._admission.wanted
+        keep(self._shared, record, self._admission.why, asked.num_tokens, self._stages, self._exemplar)
         over, self._tell_over = self._tell_over, _nothing
         over()
 
@@ -320,26 +312,6 @@ class Exchange:
             decode=chosen[Leg.DECODE].label if Leg.DECODE in chosen else None,
             legs=legs,
             per_token_s=per_token_s,
-        )
-
-    def _logged(self, record: RequestRecord) -> Logged:
-        wanted, tally, last = self._admission.wanted, self._tally, self._admission.decision
-        assert tally is not None
-        return Logged(
-            timestamp=int((record.at_s - record.total_s) * 1000),
-            input_length=record.prompt_tokens if tally.prompt_tokens is None else tally.prompt_tokens,
-            output_length=tally.answer_tokens,
-            hash_ids=hash_ids(wanted.keys),
-            request_id=record.request_id,
-            model=wanted.model,
-            outcome=record.outcome,
-            kv=record.kv,
-            reason=last.reason if last is not None else "",
-            queued_s=record.queued_s,
-            prefill_s=record.prefill_s,
-            ttft_s=record.ttft_s,
-            total_s=record.total_s,
-            attempts=[attempt.logged() for attempt in self._attempts.values()],
         )
 
     def fail(self, error: Exception) -> None:

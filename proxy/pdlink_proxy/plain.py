@@ -20,6 +20,7 @@ from . import timing
 from .admission import shown
 from .decisions import Decision, Told
 from .dialects import Attempt
+from .ending import keep
 from .exchange import Begun, Exchange
 from .http_client import header_lines
 from .ids import new_id
@@ -256,7 +257,6 @@ class Plain:
         per_token_s = None
         if usage.completion_tokens > 1 and prefill_s is not None:
             per_token_s = (total_s - prefill_s) / (usage.completion_tokens - 1)
-            metrics.per_token.observe(per_token_s)
         record = RequestRecord(
             request_id,
             at_s,
@@ -275,14 +275,7 @@ class Plain:
             [prefill_leg.record(started_s), decode_leg.record(started_s)],
             per_token_s,
         )
-        shared.records.append(record)
-        shared.decisions.append(
-            Decision(request_id, at_s, "first", "ended", f"ok, KV {kv}", self._asked.num_tokens, total_s)
-        )
-        metrics.requests.inc("ok")
-        metrics.duration.observe(total_s, "ok", exemplar=exemplar)
-        metrics.kv.inc(kv_path.path_of(kv))
-        metrics.stages.observe_each(stages)
+        keep(shared, record, "first", self._asked.num_tokens, stages, exemplar)
         shared.alarms.clear(self._tick)
         if self.client.behind and not self.client.gone:
             self._last = shared.spawn(self._let_catch_up())
