@@ -221,7 +221,7 @@ def run_proxy(
             else "every request is answered 503"
         )
         log.warning("prefill: no prefill workers, so %s; --prefill URL names one", what)
-    if not app[ROUTER].api_keys and not is_loopback(config.host):
+    if not app[ROUTER].entry.api_keys and not is_loopback(config.host):
         log.warning("host %s without api_keys: the proxy is open to anybody who reaches it", config.host)
 
     def ready(url: str) -> dict[str, Any]:

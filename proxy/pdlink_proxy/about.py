@@ -63,8 +63,8 @@ class About:
         app.router.add_get("/metrics", self.exposition)
 
     async def models(self, request: web.Request) -> web.Response:
-        if not self._router.may_enter(request):
-            return self._router.no_entry()
+        if not self._router.entry.may_enter(request):
+            return self._router.entry.no_entry()
         data = [
             {"id": model, "object": "model", "created": self._router.started, "owned_by": "pdlink"}
             for model in self._router.pools.models()
@@ -78,7 +78,7 @@ class About:
         """
         status, reason = self._router.standing()
         http_status = 200 if status in _SERVING else 503
-        if not self._router.may_enter(request):
+        if not self._router.entry.may_enter(request):
             return _json(http_status, {"status": status})
         beside = await self._router.beside()
         running = self._router.num_running + sum(each.running for each in beside)
@@ -111,8 +111,8 @@ class About:
 
     async def explain(self, request: web.Request) -> web.Response:
         """GET /decisions: why the last requests, or that of `?request=ID`, went where they went."""
-        if not self._router.may_enter(request):
-            return self._router.no_entry()
+        if not self._router.entry.may_enter(request):
+            return self._router.entry.no_entry()
         request_id = request.query.get("request")
         decisions = self._router.decisions.of(request_id)
         if self._router.family is not None:
@@ -167,15 +167,16 @@ class About:
         return list(itertools.chain(said, *await asyncio.gather(*map(of, asked))))
 
     async def version(self, request: web.Request) -> web.Response:
-        return _json(200, {"version": __version__}) if self._router.may_enter(request) else self._router.no_entry()
+        entry = self._router.entry
+        return _json(200, {"version": __version__}) if entry.may_enter(request) else entry.no_entry()
 
     async def about(self, _: web.Request) -> web.Response:
         """GET /: a page for people."""
         return web.Response(text=_ABOUT)
 
     async def exposition(self, request: web.Request) -> web.Response:
-        if not self._router.may_enter(request):
-            return self._router.no_entry()
+        if not self._router.entry.may_enter(request):
+            return self._router.entry.no_entry()
         others = await self._router.family.ask_all("numbers") if self._router.family is not None else []
         accept = request.headers.get("Accept", "")
         body, content_type = self._router.metrics.exposition(accept, msgspec.convert(others, list[Numbers]))

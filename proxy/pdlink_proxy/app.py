@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
 import os
 import platform
 import time
@@ -18,14 +17,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from aiohttp import web
 
-from pdlink.config.proxy import RateLimit
-from pdlink.errors import ConfigError, InvalidApiKey, InvalidRequest, NoWorker, RateLimited, UnknownModel
+from pdlink.errors import ConfigError
 from pdlink.extras import needed
 from pdlink.observe.otlp import SpanSender
 from pdlink.observe.summary import tell
 
 from .about import About
-from .access import admin_keys, api_keys, clean, key_of, may_enter, worker_headers
+from .access import admin_keys, worker_headers
 from .admin import add_routes
 from .anthropic import reworded
 from .beats import Beats
@@ -35,13 +33,12 @@ from .decisions import Decisions
 from .dialects import DIALECTS
 from .discovery.joined import Discovery
 from .discovery.register import Door
+from .entry import Entry
 from .family import MEMBERS_FILE
 from .family_answers import Beside, answers_of
-from .ids import new_id
-from .limits import RateLimits
 from .membership import Membership, from_settings
 from .metrics import Metrics
-from .openai import GENERATE, BadField, Call, error_body, parse, wanted
+from .openai import wanted
 from .page.reports import Reports
 from .page.routes import add_page
 from .passthrough import PATHS, PassThrough, own_headers
@@ -55,7 +52,7 @@ from .relaying import opened_relays
 from .reloading import WORKERS, taken
 from .routes_only import Decider
 from .shared import Shared
-from .spans import TRACE_HEADERS, Tracer
+from .spans import Tracer
 from .steps import Leg
 from .summary import ProxySummary
 from .timeline import add_timeline
@@ -68,8 +65,6 @@ from .worker import State, Worker
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-    from multidict import CIMultiDictProxy
-
     from pdlink.config import ProxyConfig
     from pdlink.protocol.auth import Credentials
 
@@ -78,9 +73,6 @@ if TYPE_CHECKING:
     from .plain import Plain
 
 log = logging.getLogger("pdlink.proxy")
-
-_ADDRESS_MARKS = ("___prefill_addr_", "___decode_addr_")
-"""With these in X-Request-Id a client could name the servers that vLLM's P2pNccl and MoRI-IO connectors talk to."""
 
 
 class Endable(Protocol):
@@ -101,9 +93,6 @@ class Router:
         for an invalid worker URL, and for a key file without keys."""
         self.config, self.family = config, family
         self.dialect = DIALECTS[config.dialect]
-        self.api_keys = api_keys(config)
-        self.limits = _limits(config)
-        """None where nothing is limited."""
         alone = Alone(config.decode_alone_tokens, config.decode_alone_idle_tokens)
         placer = Placer(
             config.policy_of("prefill"),
@@ -125,6 +114,7 @@ class Router:
         door = Door(beats, credentials, config.insecure, family.place.number if family is not None else 0)
         self.discovery = Discovery.of(config.discover, self.dialect, self.membership.replace, members, door)
         self._worker_headers = worker_headers(config, bearer=self.dialect.key_as_bearer)
+        self.entry = Entry(config, self.pools, family, keyed="Authorization" in self._worker_headers)
         self._tokenizers = opened(config.tokenizers)
         self.metrics = Metrics()
         self.metrics.before_reading(self._take_stock)
@@ -144,7 +134,6 @@ class Router:
         self._exchanges: set[Endable] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._draining = False
 
     async def open(self, _app: web.Application) -> AsyncIterator[None]:
         """Connections and health watchers, for as long as the app runs."""
@@ -227,7 +216,7 @@ class Router:
     def reload(self) -> None:
         """Read files again: keys and workers; go on in a new decision log. Running requests go on."""
         try:
-            self.api_keys = api_keys(self.config)
+            self.entry.read_keys()
         except ConfigError as error:
             log.error("the keys are unchanged: %s", error)
         self.membership.read()
@@ -246,8 +235,7 @@ class Router:
         self.config = config
         if self._shared is not None:
             self._shared.adopt(config)
-        if changed & {"rate_limit", "rate_limits"}:
-            self.limits = _limits(config)
+        self.entry.adopt(config, anew=bool(changed & {"rate_limit", "rate_limits"}))
         if changed:
             log.info("new settings: %s", ", ".join(sorted(changed)))
         if ignored:
@@ -255,7 +243,7 @@ class Router:
 
     async def drain(self) -> None:
         """Take no new request and give running ones `drain_s` to finish, then end them with an error."""
-        self._draining = True
+        self.entry.draining = True
         self.pools.leaving()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_s):
@@ -266,15 +254,16 @@ class Router:
     # ---- routes
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        headers = self.leg_headers(request.headers)
-        call = await self._checked(request)
+        entry = self.entry
+        headers = entry.leg_headers(request.headers)
+        call = await entry.checked(request)
         if isinstance(call, web.Response):
             call.headers["X-Request-Id"] = headers["X-Request-Id"]
             self.metrics.requests.inc("unavailable" if call.status == 503 else "rejected")
             return reworded(request.path, call)
-        if self.limits is not None:
+        if entry.limits is not None:
             asked = wanted(call, None)
-            if (refusal := await self.over_limit(request, asked.total_tokens)) is not None:
+            if (refusal := await entry.over_limit(request, asked.total_tokens)) is not None:
                 refusal.headers["X-Request-Id"] = headers["X-Request-Id"]
                 self.metrics.requests.inc("rejected")
                 return reworded(request.path, refusal)
@@ -297,21 +286,9 @@ class Router:
 
         ended: called when its answer is written.
         """
-        if self._draining or len(body) > self.config.max_body_nbytes:
+        call = self.entry.taken(path, said, body)
+        if call is None:
             return None
-        if self.api_keys and not may_enter(self.api_keys, said):
-            return None
-        try:
-            call = parse(path, body)
-        except BadField:
-            return None
-        if not self.pools.serves(call.model):
-            return None
-        if self.limits is not None:
-            if self.family is not None:
-                return None  # another process may have to be asked
-            if self.limits.take(key_of(said), wanted(call, None).total_tokens, time.monotonic()):
-                return None
 
         def over() -> None:
             self._exchanges.discard(exchange)
@@ -320,45 +297,11 @@ class Router:
             ended()
 
         assert self._shared is not None
-        exchange = opened_request(self._shared, client, call, self.leg_headers(said), said, over)
+        exchange = opened_request(self._shared, client, call, self.entry.leg_headers(said), said, over)
         if not self._exchanges:
             self._idle.clear()
         self._exchanges.add(exchange)
         return exchange
-
-    def leg_headers(self, said: dict[str, str] | CIMultiDictProxy[str]) -> dict[str, str]:
-        """What is passed on of a client's headers, with an X-Request-Id."""
-        request_id = clean(said["x-request-id"]) if "x-request-id" in said else None
-        if request_id is None or any(mark in request_id for mark in _ADDRESS_MARKS):
-            request_id = f"req-{new_id()}"
-        headers = {"X-Request-Id": request_id}
-        for name in TRACE_HEADERS:  # or each worker would begin its own trace
-            if name in said:
-                value = said[name] if isinstance(said, dict) else ",".join(said.getall(name))
-                if kept := clean(value):
-                    headers[name] = kept
-        authorization = clean(said["authorization"]) if "authorization" in said else None
-        if authorization and "Authorization" not in self._worker_headers:
-            headers["Authorization"] = authorization
-        return headers
-
-    async def over_limit(self, request: web.Request, tokens: int) -> web.Response | None:
-        """Counts a request of so many tokens; the error response if its key has asked too much."""
-        if self.limits is None:
-            return None
-        key, wait_s = key_of(request.headers), None
-        if self.family is not None and (owner := self.family.owner_of(key)) != self.family.place.number:
-            wait_s = await self.family.ask(owner, "take", [key, tokens])
-        if wait_s is None:  # it is ours to count, or the owner is being started again
-            wait_s = self.limits.take(key, tokens, time.monotonic())
-        if not wait_s:
-            return None
-        message = f"rate_limit: this API key has asked too much; limit as configured; try again in {wait_s:.0f} s"
-        body = error_body(message, kind="rate_limit_error", code=RateLimited.code)
-        headers = {"Retry-After": str(math.ceil(wait_s))}
-        return web.Response(
-            status=RateLimited.http_status, body=body, content_type="application/json", headers=headers
-        )
 
     @contextlib.contextmanager
     def running(self, exchange: Endable) -> Iterator[None]:
@@ -375,57 +318,6 @@ class Router:
         if not self._exchanges:
             self._idle.set()
 
-    async def admitted(self, request: web.Request) -> bytes | web.Response:
-        """The body of a client's request that may be served, or the error response."""
-        if not self.may_enter(request):
-            return self.no_entry()
-        if self._draining:
-            refusal = _error(503, "the proxy is shutting down", NoWorker.code)
-            refusal.force_close()
-            return refusal
-        try:
-            return await self._body(request)
-        except web.HTTPRequestEntityTooLarge:
-            limit = self.config.max_body_nbytes
-            return _error(413, f"the body is larger than max_body_nbytes = {limit}", InvalidRequest.code)
-        except TimeoutError:
-            limit_s = self.config.idle_timeout_s
-            return _error(408, f"the body did not arrive within {limit_s:g} s", InvalidRequest.code)
-
-    async def _checked(self, request: web.Request) -> Call | web.Response:
-        """The client's checked request, or the error response."""
-        data = await self.admitted(request)
-        if isinstance(data, web.Response):
-            return data
-        try:
-            models = self.pools.models() if request.path == GENERATE else ()
-            call = parse(request.path, data, models[0] if len(models) == 1 else None)
-        except BadField as error:
-            return _error(error.http_status, str(error), error.code, error.param)
-        return self.unknown_model(call.model) or call
-
-    def unknown_model(self, model: str) -> web.Response | None:
-        """The error response if no worker serves it, also none that has not answered yet."""
-        if self.pools.serves(model):
-            return None
-        message = f"model {model!r} is not served here; known: {', '.join(self.pools.models())}"
-        return _error(UnknownModel.http_status, message, UnknownModel.code, "model")
-
-    async def _body(self, request: web.Request) -> bytes:
-        """Raises HTTPRequestEntityTooLarge, TimeoutError."""
-        content = request.content
-        if content.is_eof():  # it came with the head: nothing to wait for
-            data = content.read_nowait()
-            if len(data) > self.config.max_body_nbytes:
-                raise web.HTTPRequestEntityTooLarge(self.config.max_body_nbytes, len(data))
-            return data
-        async with asyncio.timeout(self.config.idle_timeout_s):
-            return await request.read()
-
-    def may_enter(self, request: web.Request) -> bool:
-        """Whether the caller has a key, if the proxy has some."""
-        return may_enter(self.api_keys, request.headers)
-
     @property
     def num_running(self) -> int:
         return len(self._exchanges)
@@ -434,18 +326,9 @@ class Router:
     def num_queued(self) -> int:
         return len(self._shared.queue) if self._shared else 0
 
-    def no_entry(self) -> web.Response:
-        """The answer without a valid key. It closes the connection, so that the client stops sending the body."""
-        refusal = _error(
-            InvalidApiKey.http_status, "send a valid key as `Authorization: Bearer KEY`", InvalidApiKey.code
-        )
-        refusal.headers["WWW-Authenticate"] = "Bearer"
-        refusal.force_close()
-        return refusal
-
     def standing(self) -> tuple[str, str]:
         """The status, and the reason if it is not plainly ok."""
-        if self._draining:
+        if self.entry.draining:
             return "draining", "the proxy is shutting down"
         missing = [side for side in Leg if not self.pools.usable(side)]
         if missing == [Leg.PREFILL] and self.pools.has_plain():
@@ -540,15 +423,3 @@ def _role_loop(router: Router) -> RoleLoop | None:
     if config.mode == "off" or (family is not None and family.place.number):
         return None
     return RoleLoop(config, router.pools, router.metrics, lambda: router.num_queued)
-
-
-def _limits(config: ProxyConfig) -> RateLimits | None:
-    limited = config.rate_limits or config.rate_limit != RateLimit()
-    return RateLimits(config.rate_limit, config.rate_limits) if limited else None
-
-
-def _error(status: int, message: str, code: str, param: str | None = None) -> web.Response:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    body = error_body(message, kind=kind, code=code, param=param)
-    headers = {"Retry-After": "1"} if status == 503 else {}
-    return web.Response(status=status, body=body, content_type="application/json", headers=headers)

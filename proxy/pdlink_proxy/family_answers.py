@@ -39,7 +39,7 @@ def answers_of(router: Router) -> dict[str, Callable[[Any], object]]:
 
     def take(asked: Any) -> object:
         key, tokens = asked
-        return 0.0 if router.limits is None else router.limits.take(key, tokens, time.monotonic())
+        return 0.0 if router.entry.limits is None else router.entry.limits.take(key, tokens, time.monotonic())
 
     def members(_: Any) -> object:
         router.membership.read_kept()

@@ -78,10 +78,10 @@ class PassThrough:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         router = self._router
-        headers = router.leg_headers(request.headers)
+        headers = router.entry.leg_headers(request.headers)
         outcome = Outcome.FAILED
         try:
-            body = await router.admitted(request)
+            body = await router.entry.admitted(request)
             if isinstance(body, web.Response):
                 outcome = Outcome.UNAVAILABLE if body.status == 503 else Outcome.REJECTED
                 answer: web.StreamResponse = body
@@ -102,11 +102,11 @@ class PassThrough:
     ) -> tuple[web.StreamResponse, Outcome]:
         router, shared, loop = self._router, self._router.shared, asyncio.get_running_loop()
         named = _named(body)
-        if named.model is not None and (unknown := router.unknown_model(named.model)) is not None:
+        if named.model is not None and (unknown := router.entry.unknown_model(named.model)) is not None:
             return unknown, Outcome.REJECTED
         most = max(0, named.max_tokens or named.max_output_tokens or 0)
         wanted = PlacementRequest(named.model or "", count_tokens(body), most, body)
-        if (refusal := await router.over_limit(request, wanted.total_tokens)) is not None:
+        if (refusal := await router.entry.over_limit(request, wanted.total_tokens)) is not None:
             return refusal, Outcome.REJECTED
         shared.retries.earn()
         if (refusal := await self._wait_for_any(request, wanted, named.model)) is not None:
@@ -247,7 +247,7 @@ class PassThrough:
 
 def own_headers(router: Router, request: web.Request) -> dict[str, str]:
     """The headers of a client that mean something to the servers of these routes."""
-    names = _OWN_HEADERS if router.api_keys else (*_OWN_HEADERS, "x-api-key")  # else it is ours, to check
+    names = _OWN_HEADERS if router.entry.api_keys else (*_OWN_HEADERS, "x-api-key")  # else it is ours, to check
     return {name: said for name in names if (said := clean(request.headers.get(name)))}
 
 

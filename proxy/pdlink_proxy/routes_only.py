@@ -77,7 +77,7 @@ class Decider:
     async def decide(self, request: web.Request) -> web.Response:
         """200 with the workers, and what to change in the client's body for each of them."""
         router = self._router
-        data = await router.admitted(request)
+        data = await router.entry.admitted(request)
         if isinstance(data, web.Response):
             return data
         if len(self._reserved) >= MAX_RESERVED:
@@ -89,9 +89,9 @@ class Decider:
             call, asked = _read(data)
         except (BadField, InvalidRequest) as error:
             return _error(InvalidRequest.http_status, str(error), InvalidRequest.code)
-        if (refusal := await router.over_limit(request, asked.total_tokens)) is not None:
+        if (refusal := await router.entry.over_limit(request, asked.total_tokens)) is not None:
             return refusal
-        request_id = router.leg_headers(request.headers)["X-Request-Id"]
+        request_id = router.entry.leg_headers(request.headers)["X-Request-Id"]
         placed, admission = await self._place(call, asked, request_id, key_of(request.headers))
         if isinstance(placed, Unplaced):
             code = InvalidRequest.code if placed.unfit else Overloaded.code if placed.full else NoWorker.code
@@ -102,8 +102,8 @@ class Decider:
     async def report(self, request: web.Request) -> web.Response:
         """DELETE /route/ID: the request of this decision has ended."""
         router = self._router
-        if not router.may_enter(request):
-            return router.no_entry()
+        if not router.entry.may_enter(request):
+            return router.entry.no_entry()
         transfer_id = request.match_info["id"]
         if self.ended(transfer_id):
             return web.Response(status=204)

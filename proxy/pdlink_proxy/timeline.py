@@ -35,8 +35,8 @@ def add_timeline(app: web.Application, router: Router) -> None:
     """With `?request=ID`, an X-Request-Id or X-Pdlink-Transfer, of that one alone."""
 
     async def timeline(request: web.Request) -> web.Response:
-        if not router.may_enter(request):
-            return router.no_entry()
+        if not router.entry.may_enter(request):
+            return router.entry.no_entry()
         asked = request.query.get("request")
         kept = router.recorded(await router.beside(records=True))
         records = [each for each in kept if asked is None or asked in (each.request_id, *_transfers(each))]

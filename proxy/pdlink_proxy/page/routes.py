@@ -39,8 +39,8 @@ def add_page(app: web.Application, router: Router) -> None:
         return web.Response(status=308, headers={"Location": "pdlink/"})  # relative: a prefix may stand before it
 
     async def state(request: web.Request) -> web.Response:
-        if not router.may_enter(request):
-            return router.no_entry()
+        if not router.entry.may_enter(request):
+            return router.entry.no_entry()
         return web.Response(
             body=msgspec.json.encode(await state_of(router)),
             content_type="application/json",

@@ -1,0 +1,181 @@
+"""What every request is checked for before a worker is involved: key, body, model and rate; and which of its headers
+are passed on."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from pdlink.config.proxy import RateLimit
+from pdlink.errors import InvalidApiKey, InvalidRequest, NoWorker, RateLimited, UnknownModel
+
+from .access import api_keys, clean, key_of, may_enter
+from .ids import new_id
+from .limits import RateLimits
+from .openai import GENERATE, BadField, Call, error_body, parse, wanted
+from .spans import TRACE_HEADERS
+
+if TYPE_CHECKING:
+    from multidict import CIMultiDictProxy
+
+    from pdlink.config import ProxyConfig
+
+    from .family import Family
+    from .pools import Pools
+
+_ADDRESS_MARKS = ("___prefill_addr_", "___decode_addr_")
+"""With these in X-Request-Id a client could name the servers that vLLM's P2pNccl and MoRI-IO connectors talk to."""
+
+
+class Entry:
+    """Of one proxy."""
+
+    def __init__(self, config: ProxyConfig, pools: Pools, family: Family | None, *, keyed: bool) -> None:
+        """family: the other processes of this proxy. keyed: workers get the proxy's own Authorization. Raises
+        ConfigError for a key file without keys."""
+        self._config, self._pools, self._family, self._keyed = config, pools, family, keyed
+        self.api_keys = api_keys(config)
+        self.limits = _limits(config)
+        """None where nothing is limited."""
+        self.draining = False
+        """Nothing is let in any more."""
+
+    def read_keys(self) -> None:
+        """Again. Raises ConfigError, and keeps those it has."""
+        self.api_keys = api_keys(self._config)
+
+    def adopt(self, config: ProxyConfig, *, anew: bool) -> None:
+        """These are the settings from now on. anew: rates are counted anew."""
+        self._config = config
+        if anew:
+            self.limits = _limits(config)
+
+    def taken(self, path: str, said: dict[str, str], body: bytes) -> Call | None:
+        """A request that may be served, read from its head and body; None for one that is to be refused, or judged by
+        `checked`."""
+        if self.draining or len(body) > self._config.max_body_nbytes:
+            return None
+        if self.api_keys and not may_enter(self.api_keys, said):
+            return None
+        try:
+            call = parse(path, body)
+        except BadField:
+            return None
+        if not self._pools.serves(call.model):
+            return None
+        if self.limits is not None:
+            if self._family is not None:
+                return None  # another process may have to be asked
+            if self.limits.take(key_of(said), wanted(call, None).total_tokens, time.monotonic()):
+                return None
+        return call
+
+    async def checked(self, request: web.Request) -> Call | web.Response:
+        """The client's checked request, or the error response."""
+        data = await self.admitted(request)
+        if isinstance(data, web.Response):
+            return data
+        try:
+            models = self._pools.models() if request.path == GENERATE else ()
+            call = parse(request.path, data, models[0] if len(models) == 1 else None)
+        except BadField as error:
+            return refused(error.http_status, str(error), error.code, error.param)
+        return self.unknown_model(call.model) or call
+
+    async def admitted(self, request: web.Request) -> bytes | web.Response:
+        """The body of a client's request that may be served, or the error response."""
+        if not self.may_enter(request):
+            return self.no_entry()
+        if self.draining:
+            refusal = refused(503, "the proxy is shutting down", NoWorker.code)
+            refusal.force_close()
+            return refusal
+        try:
+            return await self._body(request)
+        except web.HTTPRequestEntityTooLarge:
+            limit = self._config.max_body_nbytes
+            return refused(413, f"the body is larger than max_body_nbytes = {limit}", InvalidRequest.code)
+        except TimeoutError:
+            limit_s = self._config.idle_timeout_s
+            return refused(408, f"the body did not arrive within {limit_s:g} s", InvalidRequest.code)
+
+    async def _body(self, request: web.Request) -> bytes:
+        """Raises HTTPRequestEntityTooLarge, TimeoutError."""
+        content = request.content
+        if content.is_eof():  # it came with the head: nothing to wait for
+            data = content.read_nowait()
+            if len(data) > self._config.max_body_nbytes:
+                raise web.HTTPRequestEntityTooLarge(self._config.max_body_nbytes, len(data))
+            return data
+        async with asyncio.timeout(self._config.idle_timeout_s):
+            return await request.read()
+
+    def may_enter(self, request: web.Request) -> bool:
+        """Whether the caller has a key, if the proxy has some."""
+        return may_enter(self.api_keys, request.headers)
+
+    def no_entry(self) -> web.Response:
+        """The answer without a valid key. It closes the connection, so that the client stops sending the body."""
+        refusal = refused(
+            InvalidApiKey.http_status, "send a valid key as `Authorization: Bearer KEY`", InvalidApiKey.code
+        )
+        refusal.headers["WWW-Authenticate"] = "Bearer"
+        refusal.force_close()
+        return refusal
+
+    def unknown_model(self, model: str) -> web.Response | None:
+        """The error response if no worker serves it, also none that has not answered yet."""
+        if self._pools.serves(model):
+            return None
+        message = f"model {model!r} is not served here; known: {', '.join(self._pools.models())}"
+        return refused(UnknownModel.http_status, message, UnknownModel.code, "model")
+
+    async def over_limit(self, request: web.Request, tokens: int) -> web.Response | None:
+        """Counts a request of so many tokens; the error response if its key has asked too much."""
+        if self.limits is None:
+            return None
+        key, wait_s = key_of(request.headers), None
+        if self._family is not None and (owner := self._family.owner_of(key)) != self._family.place.number:
+            wait_s = await self._family.ask(owner, "take", [key, tokens])
+        if wait_s is None:  # it is ours to count, or the owner is being started again
+            wait_s = self.limits.take(key, tokens, time.monotonic())
+        if not wait_s:
+            return None
+        message = f"rate_limit: this API key has asked too much; limit as configured; try again in {wait_s:.0f} s"
+        body = error_body(message, kind="rate_limit_error", code=RateLimited.code)
+        headers = {"Retry-After": str(math.ceil(wait_s))}
+        return web.Response(
+            status=RateLimited.http_status, body=body, content_type="application/json", headers=headers
+        )
+
+    def leg_headers(self, said: dict[str, str] | CIMultiDictProxy[str]) -> dict[str, str]:
+        """What is passed on of a client's headers, with an X-Request-Id."""
+        request_id = clean(said["x-request-id"]) if "x-request-id" in said else None
+        if request_id is None or any(mark in request_id for mark in _ADDRESS_MARKS):
+            request_id = f"req-{new_id()}"
+        headers = {"X-Request-Id": request_id}
+        for name in TRACE_HEADERS:  # or each worker would begin its own trace
+            if name in said:
+                value = said[name] if isinstance(said, dict) else ",".join(said.getall(name))
+                if kept := clean(value):
+                    headers[name] = kept
+        authorization = clean(said["authorization"]) if "authorization" in said else None
+        if authorization and not self._keyed:
+            headers["Authorization"] = authorization
+        return headers
+
+
+def _limits(config: ProxyConfig) -> RateLimits | None:
+    limited = config.rate_limits or config.rate_limit != RateLimit()
+    return RateLimits(config.rate_limit, config.rate_limits) if limited else None
+
+
+def refused(status: int, message: str, code: str, param: str | None = None) -> web.Response:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    body = error_body(message, kind=kind, code=code, param=param)
+    headers = {"Retry-After": "1"} if status == 503 else {}
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
