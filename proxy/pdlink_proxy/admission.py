@@ -17,6 +17,7 @@ from .decisions import MAX_CONSIDERED, Considered, Decision
 from .placement import Queued, Refused
 from .queue import Waiting
 from .steps import Event, Leg, Place, Placed, Unplaced, Waits, Why
+from .table import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -288,7 +289,9 @@ def shown(wanted: PlacementRequest) -> dict[str, Considered]:
 
 
 def _shown(policy: str, workers: Sequence[WorkerState], scores: Sequence[float] | Column) -> Considered:
-    if len(workers) > MAX_CONSIDERED:
+    if isinstance(workers, Workers) and workers.few and len(scores) <= MAX_CONSIDERED:
+        scored = list(zip(workers.labels, scores, strict=True))
+    elif len(workers) > MAX_CONSIDERED:
         column = np.asarray(scores, np.float64)
         best = np.argpartition(column, MAX_CONSIDERED)[:MAX_CONSIDERED]
         scored = [(workers[int(index)].label, float(column[index])) for index in best]

@@ -105,7 +105,7 @@ class Call(msgspec.Struct, frozen=True, eq=False):
     body: bytes
     """`fields` as one JSON object."""
     said: Said | None = None
-    """None where a field is of another type, or has been changed: then `fields` are read."""
+    """None where a field is of another type or has been changed, and of long bodies: then `fields` are read."""
 
     @property
     def prompt(self) -> bytes:
@@ -158,10 +158,12 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
         raise BadField("the body must be a JSON object") from None
     except (ValueError, RecursionError) as error:
         raise BadField(f"the body is not valid JSON: {error}") from None
-    try:
-        said: Said | None = _SAID.decode(data)
-    except (ValueError, RecursionError):
-        said = None
+    said: Said | None = None
+    if len(data) < _SMALL_NBYTES:  # a second look at a long prompt takes longer than a look for each field
+        try:
+            said = _SAID.decode(data)
+        except (ValueError, RecursionError):
+            said = None
     named = _field(fields, "model", str, "a string") if said is None else said.model
     model = named or (model if path == GENERATE else None)
     if model is None:

@@ -73,8 +73,6 @@ class Alone(NamedTuple):
 
 
 _NEVER = Alone()
-_FEW = 16
-"""Workers that a loop looks through sooner than numpy."""
 
 
 class Placer:
@@ -188,7 +186,10 @@ class Placer:
         pick = policy.pick(request, workers, turn)
         if request.considered is not None:
             leg, name = self._names[policy]
-            scores = pick.scores if len(pick.scores) else [worker.load for worker in workers]
+            scores: Sequence[float] | Column = pick.scores
+            if not len(scores):
+                few = isinstance(workers, Workers) and workers.few
+                scores = workers.table.load.tolist() if few else [worker.load for worker in workers]  # type: ignore[attr-defined]
             request.considered[leg] = name, workers, scores
         return pick
 
@@ -214,7 +215,7 @@ def _others(workers: Workers, avoid: Set[str]) -> Workers:
 
 def _with_room(workers: Workers, need: int) -> Workers:
     room = workers.table.room
-    if workers.fit is None and len(room) <= _FEW and min(room.tolist()) >= need:
+    if workers.few and min(room.tolist()) >= need:
         return workers
     return workers.only(room >= need)
 

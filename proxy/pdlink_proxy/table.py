@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 Group: TypeAlias = tuple[str, str]
 
+FEW = 16
+"""Workers that a loop looks through sooner than numpy."""
+
 
 class Table:
     """A row for each worker. Its length does not change."""
@@ -103,13 +106,16 @@ class Table:
 class Workers(Sequence["WorkerState"]):
     """The workers of a table that `fit`, in its order; all, if that is None."""
 
-    __slots__ = ("_rows", "fit", "num", "table")
+    __slots__ = ("_labels", "_rows", "few", "fit", "num", "table")
 
     def __init__(self, table: Table, fit: Mask | None = None) -> None:
         self.table, self.fit = table, fit
         self.num = len(table.states) if fit is None else int(np.count_nonzero(fit))
         """The same as `len`, which costs a call."""
+        self.few = fit is None and self.num <= FEW
+        """All of a small table: lists of its columns are quicker than they are."""
         self._rows: Rows | None = None
+        self._labels: list[str] | None = None
 
     @classmethod
     def of(cls, workers: Sequence[WorkerState]) -> Workers:
@@ -134,6 +140,13 @@ class Workers(Sequence["WorkerState"]):
 
     def __iter__(self) -> Iterator[WorkerState]:
         return iter(self.table.states) if self.fit is None else map(self.table.states.__getitem__, self.rows)
+
+    @property
+    def labels(self) -> list[str]:
+        """For people. A row keeps its label."""
+        if self._labels is None:
+            self._labels = [state.label for state in self]
+        return self._labels
 
     @property
     def rows(self) -> Rows:
@@ -164,10 +177,21 @@ class Workers(Sequence["WorkerState"]):
     def least(self, column: Column, turn: int) -> int:
         """The row of the one with the smallest value. Equal ones take turns: else the first gets all requests of an
         idle pool."""
+        if self.few:
+            return least_of(column.tolist(), turn)
         if self.fit is not None:
             column = np.where(self.fit, column, math.inf)
         equal = np.flatnonzero(column == column.min())
         return int(equal[turn % len(equal)])
+
+
+def least_of(values: list[float], turn: int) -> int:
+    """The place of the smallest. Equal ones take turns."""
+    least = min(values)
+    at = values.index(least)
+    for _ in range(turn % values.count(least)):
+        at = values.index(least, at + 1)
+    return at
 
 
 def _fit(one: Group, other: Group) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterable
 
     from ..fleet import PlacementRequest, WorkerState
     from ..prefix_table import PrefixTable
@@ -63,6 +63,21 @@ class PrefixIndex:
                 found[row] = tokens
         return found
 
+    def cached_of_few(self, request: PlacementRequest, workers: Workers) -> list[int]:
+        """The same as a list; without a look at columns where nothing can be held."""
+        found, rows = [0] * workers.num, workers.table.rows
+        if self.beside is not None and request.keys:
+            for at, num in self.beside.found(request.keys, rows):
+                found[at] = min(num * request.key_tokens, request.num_tokens)
+        for holders, tokens in self._sent(request):
+            for key in holders.keys if isinstance(holders, _Holders) else (holders,):
+                if (row := rows.get(key)) is not None and tokens > found[row]:
+                    found[row] = tokens
+        for key, tokens in request.held.items():
+            if (row := rows.get(key)) is not None and tokens > found[row]:
+                found[row] = tokens
+        return found
+
     def _sent(self, request: PlacementRequest) -> list[tuple[str | _Holders, int]]:
         """Who was sent how many tokens of the prompt, the fewest first: a worker may be named more than once."""
         keys, per_key, num_tokens, of = request.keys, request.key_tokens, request.num_tokens, self._holders
@@ -84,7 +99,7 @@ class PrefixIndex:
 
     def note(self, request: PlacementRequest, worker: WorkerState) -> None:
         """The worker is sent the prompt. Nothing is noted of one that was never looked up."""
-        if request.chain is None:
+        if not request.chain:
             return
         name = worker.key
         held = self._of.setdefault(name, OrderedDict())
@@ -158,6 +173,10 @@ class _Holders:
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    @property
+    def keys(self) -> Iterable[str]:
+        return self._keys
 
     @property
     def one(self) -> str:
