@@ -204,7 +204,7 @@ def _table(head: str, found: dict[str, Measured], rows: list[str], names: tuple[
 def _proxies(args: argparse.Namespace, progress: Progress) -> dict[str, Measured]:
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
-        stubs = {role: stack.enter_context(Stub(role)).url for role in ("prefill", "decode")}
+        stubs = {role: (stack.enter_context(Stub(role)).url,) for role in ("prefill", "decode")}
         routers = [stack.enter_context(Router(name, "", stubs, cores[0])) for name in (OURS, UNOBSERVED)]
         for router in routers:
             router.wait()

@@ -30,7 +30,7 @@ from .proxy_stub import CHUNKS
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rich.progress import Progress
 
@@ -42,13 +42,13 @@ _SETTLE_S = 1.0
 
 _ROUTERS = {
     # Versions that these lines were written for: 0.3.2, 0.1.17, 1.13.0.
-    "sglang-router": "-m sglang_router.launch_router --pd-disaggregation --prefill {prefill} 9900 --decode {decode} "
-    "--policy round_robin --disable-health-check --log-level warn",
-    "vllm-router": "-m vllm_router.launch_router --vllm-pd-disaggregation --prefill {prefill} --decode {decode} "
-    "--policy round_robin --log-level warning",
-    "smg": "-m smg.launch_router --pd-disaggregation --prefill {prefill} --decode {decode} --policy round_robin "
+    "sglang-router": "-m sglang_router.launch_router --pd-disaggregation --policy {policy} --disable-health-check "
     "--log-level warn",
+    "vllm-router": "-m vllm_router.launch_router --vllm-pd-disaggregation --policy {policy} --log-level warning",
+    "smg": "-m smg.launch_router --pd-disaggregation --policy {policy} --log-level warn",
 }
+_BOOTSTRAP_PORT = {"sglang-router": ("9900",)}
+"""What follows the URL of a prefill worker."""
 OURS = "pdlink"
 UNOBSERVED = "pdlink, unobserved"
 """For `pdlink bench observe`."""
@@ -103,6 +103,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=positive, default=5, help="turns of each router; default %(default)s")
     parser.add_argument("--seconds", type=positive_float, default=3.0, help="of each load; default %(default)s")
     parser.add_argument(
+        "--workers",
+        type=positive,
+        default=1,
+        help="on each side; default %(default)s. With more the routers look for prompts' beginnings (policy "
+        "cache_aware; pdlink's own default), nginx and bare Python use one",
+    )
+    parser.add_argument(
         "--routers",
         metavar="PYTHON",
         default=sys.executable,
@@ -123,7 +130,10 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
     os.sched_setaffinity(0, mine)
     try:
         with ExitStack() as stack:
-            workers = {role: stack.enter_context(Stub(role)).url for role in ("prefill", "decode")}
+            workers = {
+                role: tuple(stack.enter_context(Stub(role)).url for _ in range(args.workers))
+                for role in ("prefill", "decode")
+            }
             routers = [
                 stack.enter_context(Router(name, args.routers, workers, cores[0]))
                 for name in (OURS, FLOOR, *_ROUTERS, NGINX)
@@ -140,7 +150,10 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
         os.sched_setaffinity(0, cores)
     measured = {router.name: router.measured for router in routers}
     return Report(
-        {"rounds": args.rounds, "routers": measured}, [_table(measured)], [_panel(measured)], problems=measured
+        {"rounds": args.rounds, "workers": args.workers, "routers": measured},
+        [_table(measured)],
+        [_panel(measured)],
+        problems=measured,
     )
 
 
@@ -208,25 +221,32 @@ class Stub(Process):
 
 
 class Router(Process):
-    def __init__(self, name: str, python: str, workers: dict[str, str], core: int) -> None:
+    def __init__(self, name: str, python: str, workers: Mapping[str, Sequence[str]], core: int) -> None:
+        """workers: URLs by role."""
         self.name, self.measured = name, Measured()
         self.port = free_ports(2)
         metrics_port = self.port + 1
         self._at = tempfile.TemporaryDirectory(prefix="pdlink-bench-")
         if name == NGINX:
             conf = Path(self._at.name, "nginx.conf")
-            decode = workers["decode"].removeprefix("http://")
+            decode = workers["decode"][0].removeprefix("http://")
             conf.write_text(_NGINX_CONF.format(at=self._at.name, decode=decode, port=self.port), encoding="ascii")
             nginx = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin") or "nginx"
             command = [nginx, "-c", str(conf)]
         elif name in (OURS, UNOBSERVED):
             module = "pdlink" if name == OURS else "pdlink_bench.unobserved"
             command = [sys.executable, "-m", module, "proxy", "--port", str(self.port)]
-            command += [f"--{role}={url}" for role, url in workers.items()]
+            command += [f"--{role}={url}" for role, urls in workers.items() for url in urls]
         elif name == FLOOR:
-            command = [sys.executable, "-m", "pdlink_bench.proxy_floor", str(self.port), *workers.values()]
+            ones = (urls[0] for urls in workers.values())
+            command = [sys.executable, "-m", "pdlink_bench.proxy_floor", str(self.port), *ones]
         else:
-            command = [python, *_ROUTERS[name].format(**workers).split(), "--port", str(self.port)]
+            policy = "round_robin" if len(workers["decode"]) == 1 else "cache_aware"
+            command = [python, *_ROUTERS[name].format(policy=policy).split(), "--port", str(self.port)]
+            for url in workers["prefill"]:
+                command += ["--prefill", url, *_BOOTSTRAP_PORT.get(name, ())]
+            for url in workers["decode"]:
+                command += ["--decode", url]
             command += ["--prometheus-port", str(metrics_port)]
         super().__init__(command, core)
 
