@@ -253,7 +253,7 @@ class Plain:
             f"{kv_path.HEADER}: {kv}\r\n",
             body,
         )
-        total_s, at_s = now_s - started_s, time.time()
+        total_s, at_s = shared.loop.time() - started_s, time.time()  # of one moment: traces take one from the other
         per_token_s = None
         if usage.completion_tokens > 1 and prefill_s is not None:
             per_token_s = (total_s - prefill_s) / (usage.completion_tokens - 1)
@@ -267,7 +267,7 @@ class Plain:
             total_s,
             stages["queue"],
             prefill_s,
-            total_s,
+            now_s - started_s,
             prefill_s,
             self.transfer_id,
             prefill.label,
