@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
 from pdlink_proxy import app, plain
+from pdlink_proxy.client_answer import ClientAnswer
 from pdlink_proxy.exchange import Exchange
 from pdlink_proxy.plain import Plain
 from pdlink_proxy.steps import Outcome
@@ -171,3 +173,21 @@ async def test_running_plain_requests_end_with_an_error_when_the_drain_time_is_o
         await until(lambda: bool(prefill.received and decode.received), "both legs")
         await proxy.router.drain()
         assert (await asked)[0] == 503
+
+
+async def test_the_end_of_a_record_and_its_duration_are_of_one_moment(
+    prefill: FakeWorker, decode: FakeWorker, monkeypatch: pytest.MonkeyPatch, exchanges: list[Exchange]
+) -> None:
+    """Traces take one from the other: a request would begin after the transfer that it starts."""
+    respond = ClientAnswer.respond_json
+
+    def slowly(self: ClientAnswer, lines: str, body: bytes) -> None:
+        respond(self, lines, body)
+        time.sleep(0.2)  # of the proxy's own code
+
+    monkeypatch.setattr(ClientAnswer, "respond_json", slowly)
+    async with proxy_of([prefill], [decode]) as proxy:
+        await _served(proxy)
+        (record,), (placed, _) = proxy.router.records, proxy.router.decisions
+        assert abs((record.at_s - record.total_s) - (placed.at_s - placed.waited_s)) < 0.1
+        assert not exchanges
