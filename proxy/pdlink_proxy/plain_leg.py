@@ -45,6 +45,7 @@ class PlainLeg(Listener):
         "_hears",
         "ahead",
         "answered_s",
+        "breaker",
         "leg",
         "outlier",
         "request",
@@ -68,7 +69,8 @@ class PlainLeg(Listener):
         self.tokens = tokens
         self.sent_s = now = time.monotonic()
         self.work = work = shared.pools.sent(request, worker, tokens, now)
-        self.ahead, self.outlier = work.load, worker.outlier
+        self.ahead = work.load
+        self.breaker, self.outlier = worker.breaker, worker.outlier  # of the life of the worker that gets the leg
         worker.legs.add(self)
         self.url = url = worker.url + path
         self.request = shared.clients[self.leg].send("POST", url, self, body, lines)
@@ -82,9 +84,9 @@ class PlainLeg(Listener):
                 self.answered_s = now = time.monotonic()
                 self.request = None
                 worker.legs.discard(self)
-                breaker, pace = worker.breaker, None
-                if breaker.failures and worker.outlier is self.outlier:  # of the same life of the worker
-                    breaker.end(0, now, failed=False)
+                pace = None
+                if self.breaker.failures:
+                    self.breaker.end(0, now, failed=False)
                 if self.ahead >= MIN_PACE_TOKENS and self.leg is Leg.PREFILL:
                     pace = (now - self.sent_s) / self.ahead
                 self.outlier.end(now, probe=False, failed=False, pace=pace)

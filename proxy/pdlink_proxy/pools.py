@@ -343,8 +343,7 @@ class Pools:
     def sent(self, request: PlacementRequest, worker: Worker, tokens: int, now: float) -> WorkerState:
         """A leg with so many tokens to do leaves for the worker; the caller says when it is `finished`."""
         work = worker.work
-        if (policy := self._placer.noting[worker.side.value]) is not None:
-            policy.placed(request, work)
+        self._placer.sent(request, worker.side.value, work)
         work.sent(tokens, now)
         if self.load_table is not None:
             self.tell_beside(work)

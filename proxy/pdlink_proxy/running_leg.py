@@ -166,7 +166,7 @@ class RunningLeg(Listener):
         self = cls(shared, request, 1, leg.leg, leg.worker, transfer_id, streams=False)
         self.url, self._num_tokens, self._ahead, self._work = leg.url, leg.tokens, leg.ahead, leg.work
         self._began_s = self.sent_s = leg.sent_s
-        self._breaker, self._outlier = leg.worker.breaker, leg.outlier
+        self._breaker, self._outlier = leg.breaker, leg.outlier
         self.answered_s = self.ended_s = leg.answered_s
         if leg.request is None:
             self._done = self._counted = self._over = True
