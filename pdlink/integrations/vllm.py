@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from pdlink.integrations.vllm_parts import cache_groups, stats, versions
 from pdlink.integrations.vllm_parts import settings as settings_of
+from pdlink.integrations.vllm_parts.embeddings import Embeddings
 from pdlink.integrations.vllm_parts.origins import NO_TIERS, Origins
 from pdlink.integrations.vllm_parts.rank import Rank
 from pdlink.integrations.vllm_parts.requests import NOTHING, RequestBook, Scheduled, StepPlan
@@ -121,13 +122,18 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
 
     def on_new_request(self, request: Any) -> None:
         params, store = request.kv_transfer_params, self._book.store
-        if params or store is not None:
-            request_id, prompt, identity = request.request_id, versions.prompt_of(request), versions.identity(request)
-            if self._book.arrived(request_id, params, prompt, identity.words):
+        if not params and store is None:
+            return
+        request_id, identity, given = request.request_id, versions.identity(request), Embeddings.of(request)
+        if params:
+            words = [*identity.words, *(given.words if given is not None else ())]
+            if self._book.arrived(request_id, params, versions.prompt_of(request), words):
                 versions.leave_last_token(request)
-            if store is not None and prompt is not None:
-                receives = self._book.comes_from_elsewhere(request_id)
-                store.arrived(request_id, request.prompt_token_ids, *identity, receives=receives)
+        if store is not None:
+            if given is not None:
+                identity = identity._replace(media=tuple(sorted(identity.media + given.media(store.chunk_tokens))))
+            receives = self._book.comes_from_elsewhere(request_id)
+            store.arrived(request_id, versions.prompt_of(request), *identity, receives=receives)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._origins.asked(request.request_id, num_computed_tokens)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+from xxhash import xxh3_128
 
 from pdlink import errors
 from pdlink.errors import InvalidRequest, PdlinkError
 
-from .fleet import UNKNOWN_ANSWER_TOKENS, PlacementRequest, count_tokens
+from .fleet import BYTES_PER_TOKEN, UNKNOWN_ANSWER_TOKENS, PlacementRequest, count_tokens
 from .sse import DONE
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ _INPUT_FIELDS = {
 
 _PLAIN = {COMPLETIONS: "prompt", CHAT: "messages"}
 """The one input of most requests."""
+
+EMBEDS = "prompt_embeds"
+"""Of COMPLETIONS on vLLM: beside the input, or in its place; base64 of a tensor, or a list of these."""
+_TOKEN_OF_EMBEDS_NBYTES = 4096 * 2 * 4 // 3
+"""Of a token in these: an estimate, of 4,096 elements with 16 bits each."""
 
 # What stands before the input in the prompt.
 _FIRST_FIELDS = {RESPONSES: "instructions", MESSAGES: "system"}
@@ -109,7 +115,10 @@ class Call(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def prompt(self) -> bytes:
-        """What it begins with, in JSON: text, token ids, messages, or a list of prompts."""
+        """What it begins with, in JSON: text, token ids, messages, or a list of prompts. Of embeddings a name, as
+        long as a text of so many tokens: equal beginnings of their base64 say nothing."""
+        if self.has_embeds:
+            return _stand_in([self.fields[name] for name in (EMBEDS, "prompt") if name in self.fields])
         if (plain := _PLAIN.get(self.path)) is not None:
             return bytes(self.fields[plain])
         found = b""
@@ -120,6 +129,11 @@ class Call(msgspec.Struct, frozen=True, eq=False):
         if self.path not in _FIRST_FIELDS or (first := self.fields.get(_FIRST_FIELDS[self.path])) is None:
             return found
         return bytes(first) + found
+
+    @property
+    def has_embeds(self) -> bool:
+        """Whether a prompt, all or some of it, is given as embeddings in a field of their own."""
+        return self.path == COMPLETIONS and not _is_null(self.fields.get(EMBEDS))
 
     def extended(self, more: Mapping[str, object], *, seed: int | None = None) -> Call:
         """The same request with these fields; seed: if they hold one."""
@@ -174,11 +188,13 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
         number = 1  # no copy of a long prompt
     for name in known if not number else ():
         raw = fields.get(name)
-        if raw is None or (path == GENERATE and bytes(raw) == b"null"):
+        if raw is None or (path in (COMPLETIONS, GENERATE) and _is_null(raw)):
             continue
         number += 1
         if number == 1 and memoryview(raw)[0] not in known[name][0]:  # no copy of a long prompt
             raise BadField(f"field {name!r} must be {known[name][1]}", name)
+    if not number and path == COMPLETIONS and not _is_null(fields.get(EMBEDS)):
+        number = 1
     if number != 1:
         names = " or ".join(map(repr, known))
         raise BadField(f"field {names} is required", next(iter(known)))
@@ -222,6 +238,21 @@ def wanted(call: Call, session: str | None) -> PlacementRequest:
         session or (_said(call, "user", str) or "" if "user" in call.fields else ""),
         (_said(call, "priority", int) or 0) if "priority" in call.fields else 0,
     )
+
+
+def _is_null(raw: msgspec.Raw | None) -> bool:
+    """Or absent."""
+    return raw is None or bytes(memoryview(raw)[:4]) == b"null"
+
+
+def _stand_in(raws: list[msgspec.Raw]) -> bytes:
+    name, nbytes = xxh3_128(), 0
+    for raw in raws:
+        name.update(memoryview(raw))
+        nbytes += memoryview(raw).nbytes
+    num_tokens = nbytes // _TOKEN_OF_EMBEDS_NBYTES + 1
+    word = name.hexdigest().encode()
+    return word * -(-num_tokens * BYTES_PER_TOKEN // len(word))
 
 
 class Sampling(msgspec.Struct):

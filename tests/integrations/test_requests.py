@@ -266,7 +266,7 @@ class TestParameters:
     def test_a_leg_that_the_role_does_not_serve_is_no_transfer(self) -> None:
         requests = book(sends=False)
         requests.arrived("r", PREFILL, PROMPT)
-        requests.arrived("s", None, None)
+        requests.arrived("s", None, PROMPT)
         assert not requests.ended("r")
 
     def test_one_id_names_a_transfer_for_each_prompt(self) -> None:

@@ -208,16 +208,6 @@ def test_a_rank_knows_its_heads(rank: int, ranks: int, mine: int, heads: range) 
     assert versions.heads(config, 1) == (None, None)
 
 
-def test_a_prompt_given_as_embeddings_has_no_token_ids_that_name_its_kv() -> None:
-    """Beside embeddings vLLM has placeholders, which are the same for all of them."""
-    status = SimpleNamespace(name="FINISHED_STOPPED")
-    of_answer = {"status": status, "all_token_ids": [1, 2, 3, 4], "num_tokens": 4, "num_computed_tokens": 4}
-    ids = SimpleNamespace(prompt_token_ids=[1, 2], prompt_embeds=None, **of_answer)
-    mixed = SimpleNamespace(prompt_token_ids=[1, 2], prompt_embeds=object(), **of_answer)
-    assert (versions.prompt_of(ids), versions.prompt_of(mixed)) == ([1, 2], None)
-    assert (versions.computed_tokens(ids), versions.computed_tokens(mixed)) == ([1, 2, 3], ())
-
-
 def test_the_kv_of_a_prompt_depends_on_lora_salt_and_media() -> None:
     request = SimpleNamespace(
         lora_request=SimpleNamespace(lora_name="l"),

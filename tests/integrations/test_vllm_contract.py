@@ -191,6 +191,7 @@ def test_the_fields_of_vllm_that_are_read_exist() -> None:
         "cache_salt",
         "mm_features",
         "prompt_embeds",
+        "num_prompt_tokens",
     ):
         assert f"self.{name}" in source, name
 

@@ -305,9 +305,13 @@ def _prompts(body: dict[str, Any]) -> list[Any]:
         return [body["input"]]
     if "messages" in body:
         return ["".join(message["content"] for message in body["messages"])]
-    prompt = body["prompt"]
-    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
-    return list(prompt) if several else [prompt]
+    found: list[Any] = []
+    for prompt in (body.get("prompt_embeds"), body.get("prompt")):  # in the order of the answers
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            found += prompt
+        elif prompt is not None:
+            found.append(prompt)
+    return found
 
 
 def _problem(body: dict[str, Any]) -> str:

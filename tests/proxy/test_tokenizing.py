@@ -253,7 +253,8 @@ def test_prompts_of_other_tools_templates_models_or_media_are_other_texts() -> N
     said = [keys(), keys(tools=[{}]), keys(chat_template_kwargs={"a": 1}), keys(model="n")]
     assert len({str(each) for each in said}) == 4
     assert keys(temperature=1, stream=True) == keys()
-    assert keys(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}, TEXT]}]) is None
+    for part in ({"type": "image_url", "image_url": {}}, {"type": "prompt_embeds", "data": "AAAA"}):
+        assert keys(messages=[{"role": "user", "content": [part, TEXT]}]) is None
 
 
 def test_a_question_pays_where_it_saves_more_time_than_it_takes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,9 @@ import pytest_asyncio
 from pdlink.config import ProxyConfig, load
 from pdlink.errors import ConfigError
 from pdlink_proxy.dialects import DIALECTS, Attempt, PrefillAddress
-from pdlink_proxy.openai import CHAT, COMPLETIONS, parse
+from pdlink_proxy.fleet import PlacementRequest
+from pdlink_proxy.known_tokens import text_of
+from pdlink_proxy.openai import CHAT, COMPLETIONS, BadField, parse, wanted
 from pdlink_proxy.steps import Leg
 from pdlink_proxy.worker import State
 from tests.private import write_private
@@ -148,6 +151,10 @@ async def test_prefill_is_asked_for_the_same_prompt_and_one_token(
         (COMPLETIONS, '[ "a", "b"]', 2),
         (COMPLETIONS, "[[1, 2], [3], [4]]", 3),
         (COMPLETIONS, '["a", "\\"[x"]', 2),
+        (COMPLETIONS, 'null,"prompt_embeds":"AAAA"', 1),
+        (COMPLETIONS, '"x","prompt_embeds":"AAAA"', 2),
+        (COMPLETIONS, '["x", "y"],"prompt_embeds":["AAAA", "AAAB"]', 4),
+        (COMPLETIONS, '["x", "y"],"prompt_embeds": null', 2),
     ],
 )
 def test_prefill_is_told_how_many_prompts_will_come(path: str, prompt: str, count: int) -> None:
@@ -309,7 +316,6 @@ async def test_cached_tokens_that_are_not_known_yet_are_not_told(pair: Pair) -> 
         (COMPLETIONS, {"echo": True, "max_tokens": 0}),
         (COMPLETIONS, {"use_beam_search": True, "n": 2}),
         (COMPLETIONS, {"truncate_prompt_tokens": -1}),
-        (COMPLETIONS, {"prompt_embeds": "AAAA"}),
     ],
 )
 @BOTH
@@ -323,7 +329,46 @@ async def test_what_the_kv_alone_cannot_answer_is_served_by_decode_whole(
     assert "kv_transfer_params" not in pair.decode.received[0].body
 
 
-@pytest.mark.parametrize("body", [{"n": 2}, {"prompt": ["a", "b"]}, {"prompt": [ [1], [2]]}])  # fmt: skip
+@pytest.mark.parametrize("prompt", [{}, {"prompt": None}, {"prompt": "text"}, {"prompt": [1, 2]}])
+async def test_embeddings_go_to_both_servers_as_they_are(pair: Pair, prompt: dict[str, Any]) -> None:
+    body = {"model": "m", "prompt_embeds": "AAAA", "max_tokens": 4, **prompt}
+    async with pair.proxy(CONCURRENT) as proxy, proxy.client.post(proxy.url + COMPLETIONS, json=body) as response:
+        assert response.status == 200
+        assert len((await response.json())["choices"]) == (2 if prompt.get("prompt") else 1)
+        await until(lambda: len(pair.prefill.received) == 1)
+    for worker in (pair.prefill, pair.decode):
+        received = worker.received[0].body
+        assert {name: received[name] for name in ("prompt_embeds", *prompt)} == {"prompt_embeds": "AAAA", **prompt}
+
+
+@pytest.mark.parametrize("body", [{"prompt": None}, {}, {"prompt_embeds": None}, {"prompt": 5, "prompt_embeds": "A"}])
+def test_a_completion_without_a_prompt_is_refused(body: dict[str, Any]) -> None:
+    with pytest.raises(BadField, match="prompt"):
+        parse(COMPLETIONS, msgspec.json.encode({"model": "m", **body}))
+
+
+def embeds(rows: bytes, **more: Any) -> PlacementRequest:
+    """A tensor of torch's begins as all others of its shape do."""
+    given = base64.b64encode(bytes(2000) + rows).decode()
+    return wanted(parse(COMPLETIONS, msgspec.json.encode({"model": "m", "prompt_embeds": given, **more})), None)
+
+
+def test_embeddings_begin_alike_only_where_all_of_them_are_equal() -> None:
+    rows = bytes(1024 * 8192)
+    one, same, other = embeds(rows), embeds(rows), embeds(rows[:-1] + b"1")
+    assert one.keys == same.keys
+    assert len(one.keys) == 2, "as a text of so many tokens"
+    assert 1000 < one.num_tokens < 1100
+    assert not set(one.keys) & (set(other.keys) | set(embeds(rows, prompt="x").keys))
+    assert len(one.prompt) < 5000, "what is hashed and compared by its beginnings is not the tensor"
+    assert one.ids is None
+    call = parse(COMPLETIONS, msgspec.json.encode({"model": "m", "prompt_embeds": "A" * 10**8}))
+    assert text_of(wanted(call, None), call) is None, "no worker is asked for its tokens"
+
+
+@pytest.mark.parametrize(
+    "body", [{"n": 2}, {"prompt": ["a", "b"]}, {"prompt": [ [1], [2]]}, {"prompt_embeds": "AAAA"}]
+)  # fmt: skip
 async def test_nixl_gives_the_blocks_of_one_prompt_to_one_reader(pair: Pair, body: dict[str, Any]) -> None:
     """The second one would read blocks that are free already."""
     async with pair.proxy(SEQUENTIAL) as proxy:

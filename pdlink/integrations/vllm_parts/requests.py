@@ -198,7 +198,7 @@ class RequestBook:
         self,
         request_id: str,
         params: Mapping[str, object] | None,
-        prompt: Sequence[int] | None,
+        prompt: Sequence[int],
         identity: Iterable[str] = (),
     ) -> int:
         """A new request. One without parameters, or with some that cannot be used, is served as if alone.
@@ -209,8 +209,6 @@ class RequestBook:
             return 0
         try:
             leg = legs.parse(params)
-            if prompt is None:
-                raise InvalidRequest("a prompt without token ids cannot be transferred")
             if not (self.sends if isinstance(leg, legs.PrefillParams) else self.receives):
                 raise InvalidRequest("this server's kv_role has no part in this leg")
         except InvalidRequest as error:

@@ -179,7 +179,7 @@ class StoreBook:
         keeps_all: whether every group of layers keeps all tokens; else a prefix that one rank has is none where
         another rank has less of it.
         """
-        self._chunk_tokens, self._num_ranks, self._keeps_answers = chunk_tokens, num_ranks, keeps_answers
+        self.chunk_tokens, self._num_ranks, self._keeps_answers = chunk_tokens, num_ranks, keeps_answers
         self._keeps_all = keeps_all
         self._requests: dict[str, _Request] = {}
         self._plan = StorePlan()
@@ -351,4 +351,4 @@ class StoreBook:
 
     def _whole(self, num_tokens: int) -> int:
         """Of so many tokens those in full chunks."""
-        return num_tokens // self._chunk_tokens * self._chunk_tokens
+        return num_tokens // self.chunk_tokens * self.chunk_tokens

@@ -64,14 +64,11 @@ def hybrid_bases(version: str) -> tuple[type, ...]:
     return (SupportsHMA,)
 
 
-def prompt_of(request: Any) -> Sequence[int] | None:
-    """The token ids that a prompt's KV depends on; None if all or some of it was given as embeddings.
-
-    Beside embeddings token ids may stand, too: placeholders, which say nothing of the KV.
-    """
-    if getattr(request, "prompt_embeds", None) is not None:
-        return None
-    tokens: Sequence[int] | None = request.prompt_token_ids
+def prompt_of(request: Any) -> Sequence[int]:
+    """A token id for each token of a prompt. Where it was given as embeddings these say nothing: see `Embeddings`."""
+    tokens: Sequence[int] = request.prompt_token_ids
+    if request.prompt_embeds is not None:
+        tokens = request.all_token_ids[: request.num_prompt_tokens]
     return tokens
 
 
@@ -80,7 +77,10 @@ def leave_last_token(request: Any) -> None:
 
     What vLLM then samples is nobody's answer. NixlConnector does the same (0.32). Before the request is queued.
     """
-    request.prompt_token_ids = request.prompt_token_ids[:-1]
+    for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):  # what it has, a part for each token
+        given = getattr(request, name, None)
+        if given is not None:
+            setattr(request, name, given[:-1])
     del request._all_token_ids[-1:]
     request.num_prompt_tokens -= 1
     request.max_tokens = 1  # a second token would change the state
@@ -318,10 +318,8 @@ def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> An
 
 def computed_tokens(request: Any) -> Sequence[int]:
     """Tokens of prompt and answer whose KV is in the blocks of a request that has ended; none of one that was aborted
-    or has failed, or that no token ids describe. The last one's KV was not computed."""
+    or has failed. The last one's KV was not computed."""
     if request.status.name not in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"):
-        return ()
-    if prompt_of(request) is None:
         return ()
     tokens: list[int] = request.all_token_ids[: request.num_tokens - 1]
     return tokens[: request.num_computed_tokens]

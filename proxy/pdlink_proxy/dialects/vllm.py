@@ -29,7 +29,7 @@ import msgspec
 from pdlink.errors import WorkerKeyRefused
 from pdlink.observe.sources import Sourced  # noqa: TC001  (msgspec reads the annotation at run time)
 
-from ..openai import CHAT, COMPLETIONS, KV_PARAMS, MESSAGES, RESPONSES, has_several
+from ..openai import CHAT, COMPLETIONS, EMBEDS, KV_PARAMS, MESSAGES, RESPONSES, has_several
 from ..recovery import Resumes
 from ..rules import Rules
 from ..sse import rewritten
@@ -108,8 +108,15 @@ def _legs(call: Call, attempt: Attempt) -> tuple[bytes, bytes]:
 
 def num_prompts(call: Call) -> int:
     """Number of prompts in this request, so that prefill knows when all have arrived."""
-    prompt = bytes(call.fields["prompt"]) if call.path == COMPLETIONS else b""
-    return len(msgspec.json.decode(prompt, type=list[msgspec.Raw])) if has_several(prompt) else 1
+    if not call.has_embeds:
+        return _count(call.prompt) if call.path == COMPLETIONS else 1
+    given = (bytes(call.fields[name]) for name in ("prompt", EMBEDS) if name in call.fields)
+    return sum(_count(raw) for raw in given if raw != b"null")
+
+
+def _count(prompts: bytes) -> int:
+    """Of a field of COMPLETIONS."""
+    return len(msgspec.json.decode(prompts, type=list[msgspec.Raw])) if has_several(prompts) else 1
 
 
 def small_field(call: Call, name: str) -> Any:
@@ -128,7 +135,7 @@ def needs_all_of_it(call: Call) -> bool:
 
     Log-probabilities of the prompt need every position to be computed where the answer is made, and `max_tokens: 0`
     is asked for nothing else; beams make requests of their own; a truncated prompt may be cut differently for a leg
-    with another `max_tokens`; embeddings have no token ids to know them by.
+    with another `max_tokens`.
     """
     if call.path == RESPONSES and answers_in_turns(call):
         return True
@@ -136,11 +143,7 @@ def needs_all_of_it(call: Call) -> bool:
         return True
     if small_field(call, "echo") and small_field(call, "logprobs") is not None:
         return True
-    return bool(
-        small_field(call, "use_beam_search")
-        or small_field(call, "truncate_prompt_tokens") is not None
-        or bytes(call.fields.get("prompt_embeds", b"null")) != b"null"
-    )
+    return bool(small_field(call, "use_beam_search") or small_field(call, "truncate_prompt_tokens") is not None)
 
 
 IN_TURNS = "its server alone keeps what it depends on"
@@ -164,9 +167,10 @@ def answers_in_turns(call: Call) -> bool:
 
 
 def for_one_reader(call: Call) -> bool:
-    """`needs_all_of_it`, for connectors that give the KV of one prompt to one reader."""
+    """`needs_all_of_it`, for connectors that give the KV of one prompt to one reader. Some of them name it by token
+    ids, which embeddings do not have."""
     answers = small_field(call, "n")
-    if needs_all_of_it(call) or (answers is not None and answers != 1):
+    if needs_all_of_it(call) or call.has_embeds or (answers is not None and answers != 1):
         return True
     # A list, even of a single prompt.
     return has_several(bytes(call.fields.get("prompt", b"null")))
