@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 
 from pdlink.cuda.copies import MOST_ROWS, MOST_TOKENS, Copies, kernels_if_any
-from pdlink.cuda.driver import CudaFailure, Event
+from pdlink.cuda.driver import CudaFailure, Event, Stream
 from pdlink.cuda.steps import PinnedSteps
 from pdlink.cuda.strided import Paged, Strided
 from pdlink.cuda.ways import Ways, ways_of
@@ -64,7 +64,7 @@ class Job:
     rows: driver.Copies | Strided
     after: Event | None = None
     then: Then | None = None
-    begun: Callable[[], None] | None = None
+    begun: Callable[[Job], None] | None = None
     """Told when it is in its stream."""
     is_over: bool = False
 
@@ -105,6 +105,8 @@ class GpuPages:
         self._lock = threading.Lock()
         self._spare: list[Event] = []
         self._events: list[Event] = []
+        self._joint: Stream | None = None
+        """Where marks of several streams meet."""
         self._arena: PinnedSteps | None = None
         self._old_arenas: list[PinnedSteps] = []
         """Of stores that have ended; closed when no copy is under way."""
@@ -132,15 +134,29 @@ class GpuPages:
 
     # --- The engine's thread
 
-    def mark(self) -> Event:
-        """Stands for what this thread has launched by now. For one `copy`, or `unmark`. Raises CudaFailure."""
+    def mark(self, *streams: int) -> Event:
+        """Stands for what this thread has launched by now, and for what these streams have been given.
+
+        For one `copy`, or `unmark`. Raises CudaFailure.
+        """
         with self._lock:
-            event = self._spare.pop() if self._spare else None
-            if event is None:
-                event = Event(self._device)
-                self._events.append(event)
-        event.record(self._compute_stream())
+            event = self._unused()
+            if not streams:
+                event.record(self._compute_stream())
+                return event
+            if self._joint is None:
+                self._joint = Stream(self._device)
+            for stream in (self._compute_stream(), *streams):
+                event.record(stream)
+                self._device.wait(self._joint.handle, event)
+            event.record(self._joint)
         return event
+
+    def _unused(self) -> Event:
+        if self._spare:
+            return self._spare.pop()
+        self._events.append(Event(self._device))
+        return self._events[-1]
 
     def unmark(self, mark: Event) -> None:
         """It is not needed."""
@@ -172,7 +188,7 @@ class GpuPages:
         with self._lock:
             waits = bool(self._stores.line) and not self._broken
             if waits:
-                self._stores.line.append(Job(np.zeros((0, 3), np.int64), begun=then))
+                self._stores.line.append(Job(np.zeros((0, 3), np.int64), begun=lambda _: then()))
         if not waits:
             then()
 
@@ -194,7 +210,7 @@ class GpuPages:
         loading: bool,
         after: Event | None,
         then: Then,
-        begun: Callable[[], None] | None = None,
+        begun: Callable[[Job], None] | None = None,
     ) -> Job:
         """`copy` of one layer, which one kernel makes in pinned memory for up to `MOST_TOKENS` tokens."""
         return self._copy(
@@ -219,12 +235,12 @@ class GpuPages:
         loading: bool,
         after: Event | None,
         then: Then,
-        begun: Callable[[], None] | None = None,
+        begun: Callable[[Job], None] | None = None,
     ) -> Job:
         """Copy between regions and the arena, behind the mark `after`, and say when that is over.
 
-        pieces: region, and runs [n, 3] of source offset, destination offset, nbytes. begun: told when the copy is in
-        its stream, so that `precede` holds. By one thread.
+        pieces: region, and runs [n, 3] of source offset, destination offset, nbytes. begun: told in any thread, with
+        the result, when the copy is in its stream, so that `precede` holds. By one thread.
         """
         return self._copy(
             lambda: self._parts(pieces, arena, loading=loading), loading, after=after, then=then, begun=begun
@@ -237,7 +253,7 @@ class GpuPages:
         *,
         after: Event | None,
         then: Then,
-        begun: Callable[[], None] | None,
+        begun: Callable[[Job], None] | None,
     ) -> Job:
         parts: Sequence[driver.Copies | Strided] | None
         try:
@@ -312,6 +328,8 @@ class GpuPages:
                 arena.close()
             for event in self._events:
                 event.close()
+            if self._joint is not None:
+                self._joint.close()
         self._opened.close()
 
     # --- Under the lock
@@ -457,4 +475,4 @@ def _paged(layout: KVLayout, layer: int, base: int, part_stride: int, num_slots:
 def _tell(begun: Iterable[Job]) -> None:
     for job in begun:
         if job.begun is not None:
-            job.begun()
+            job.begun(job)

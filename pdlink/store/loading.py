@@ -53,9 +53,7 @@ class StoreLoad:
         self._landed = threading.Condition()
         self._num_layers = 0
         self._jobs: dict[int, Job] = {}
-        """Copies of a GPU, by layer."""
-        self._begun: set[int] = set()
-        """Layers whose copies are in the GPU's stream."""
+        """Copies of a GPU that are in its stream, by layer."""
         self._num_copied = 0
         self._after = source.mark()
         """Kernels that were launched before may still use the blocks."""
@@ -75,7 +73,7 @@ class StoreLoad:
         """On a GPU by the thread that launches what reads the layer, which is then behind it in the GPU's order."""
         with self._landed:
             if not self._landed.wait_for(
-                lambda: self._failed or layer < self._num_layers or self._can_follow(layer), timeout_s
+                lambda: self._failed or layer < self._num_layers or layer in self._jobs, timeout_s
             ):
                 raise DeadlineExceeded(f"layer {layer} is not here after {timeout_s} s")
             job = None if self._failed or layer < self._num_layers else self._jobs[layer]
@@ -147,21 +145,13 @@ class StoreLoad:
             after, self._after = self._after, None
             begun = partial(self._is_begun, layer) if follows else None
             come = partial(self._came, layer, end)
-            job = source.move(plan, layer, loading=True, after=after, then=come, begun=begun)
-            if job is not None:
-                with self._landed:
-                    self._jobs[layer] = job
-                    self._landed.notify_all()
+            source.move(plan, layer, loading=True, after=after, then=come, begun=begun)
         return end
 
-    def _can_follow(self, layer: int) -> bool:
-        """Whether a GPU can have something run behind the copy of this layer."""
-        return layer in self._begun and layer in self._jobs
-
-    def _is_begun(self, layer: int) -> None:
-        """In any thread."""
+    def _is_begun(self, layer: int, job: Job) -> None:
+        """In any thread. What reads the layer can run behind the copy now."""
         with self._landed:
-            self._begun.add(layer)
+            self._jobs[layer] = job
             self._landed.notify_all()
 
     def _came(self, layer: int, end: int, error: str) -> None:

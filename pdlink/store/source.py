@@ -200,11 +200,11 @@ class StoreSource:
         after: Event | None,
         then: Callable[[str], None],
         sums: Sums | None = None,
-        begun: Callable[[], None] | None = None,
+        begun: Callable[[Job], None] | None = None,
     ) -> Job | None:
         """`copy`, and then(what went wrong, or "") in the copier's thread when it is over: for pages of the host now.
 
-        after: on a GPU a mark that the copy follows. begun: told there when `GpuPages.precede` holds of the result.
+        after: on a GPU a mark that the copy follows. begun: told, on a GPU, when `GpuPages.precede` holds of the job.
         """
         if self.gpu is None:
             assert isinstance(plan, RecordPlan)

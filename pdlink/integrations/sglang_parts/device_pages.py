@@ -2,58 +2,91 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pdlink.errors import TransferFailed
+from pdlink.integrations.sglang_parts.device_loads import Load, LoadBatch
+from pdlink.integrations.sglang_parts.gpu import to_host
 from pdlink.integrations.sglang_parts.hicache import open_records, plan_of
+from pdlink.integrations.sglang_parts.host_pool import pages_at
+from pdlink.integrations.sglang_parts.pages import StillCopied
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.kv.layout import KVLayout, LayerLayout, Part
-from pdlink.memory.borrowed import BorrowedBuffer
+from pdlink.memory.borrowed import Place, borrow_place
+from pdlink.store.gpu_copying import LayerCopies
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from pdlink.cuda.driver import Event as Mark
     from pdlink.integrations.sglang_parts.hicache import RankScheme
     from pdlink.integrations.sglang_parts.settings import StoreSettings
-    from pdlink.memory.buffers import HostBuffer
-    from pdlink.store.blocks import RecordPlan
-    from pdlink.store.interface import AnyFetch
-    from pdlink.store.source import StoreSource
+    from pdlink.memory.buffers import AnyBuffer, Event
+    from pdlink.store.slots import Slot
+
+    Pages = Callable[[], list[int]]
+    """Numbers of pages, which are read when what was launched before has run."""
+
+_SCALES = ("k_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
 
 
-def layout_of(pool: Any, page_tokens: int) -> tuple[KVLayout, list[HostBuffer]]:
-    """A pool of plain attention on the CPU: for each layer a tensor [slot, head, dim] of K and one of V.
+def is_latent(pool: Any) -> bool:
+    """Whether a pool has one tensor for each layer, as of MLA."""
+    return not getattr(pool, "k_buffer", None) and bool(getattr(pool, "kv_buffer", None))
 
-    Raises UnsupportedSglang for other pools.
+
+def layout_of(pool: Any, page_tokens: int) -> tuple[KVLayout, list[AnyBuffer]]:
+    """A pool of plain attention, with tensors [slot, head, dim]: for each layer one of K and one of V, or a latent.
+
+    Opens the GPU that they are on, for each buffer. Raises UnsupportedSglang for other pools, CudaUnavailable,
+    CudaFailure.
     """
+    name = type(pool).__name__
     keys, values = getattr(pool, "k_buffer", None), getattr(pool, "v_buffer", None)
-    if not keys or not values or len(keys) != len(values):
+    if is_latent(pool):
+        by_layer: list[tuple[Any, ...]] = [(latent,) for latent in pool.kv_buffer]
+    elif keys and values and len(keys) == len(values):
+        by_layer = [*zip(keys, values, strict=True)]
+    else:
         raise UnsupportedSglang(
-            f"KV pool {type(pool).__name__}: got no K and V for each layer; limit plain attention; use HiCache"
+            f"KV pool {name}: got no K and V for each layer, nor a latent; limit plain attention; use HiCache"
         )
-    tensors = [tensor for pair in zip(keys, values, strict=True) for tensor in pair]
+    if scales := [one for one in _SCALES if getattr(pool, one, None) is not None]:
+        raise UnsupportedSglang(
+            f"KV pool {name}: got scales beside the KV ({scales[0]}); limit KV that needs none; set "
+            "--kv-cache-dtype auto, or fp8_e4m3"
+        )
+    tensors = [tensor for of_layer in by_layer for tensor in of_layer]
     first = tensors[0]
     if any(
-        one.device.type != "cpu" or one.shape != first.shape or one.ndim != 3 or not one.is_contiguous()
+        one.device != first.device or one.shape != first.shape or one.ndim != 3 or not one.is_contiguous()
         for one in tensors
-    ):
+    ) or first.device.type not in ("cpu", "cuda"):
         raise UnsupportedSglang(
-            f"KV pool {type(pool).__name__}: got {tuple(first.shape)} on {first.device} and others; limit dense "
-            "tensors [slot, head, dim] of one shape on the CPU; use HiCache"
+            f"KV pool {name}: got {tuple(first.shape)} on {first.device} and others; limit dense tensors "
+            "[slot, head, dim] of one shape, on the CPU or one GPU of CUDA; use HiCache"
         )
     slots, num_heads, dim = first.shape
     head = dim * first.element_size()
     token = num_heads * head
+    num_parts = len(by_layer[0])
     layers = tuple(
-        LayerLayout((Part(2 * number, 0), Part(2 * number + 1, 0)), page_tokens * token, token, head)
-        for number in range(len(keys))
+        LayerLayout(
+            tuple(Part(num_parts * number + part, 0) for part in range(num_parts)), page_tokens * token, token, head
+        )
+        for number in range(len(by_layer))
     )
     dtype = str(first.dtype).removeprefix("torch.")
     layout = KVLayout(dtype, page_tokens, slots // page_tokens, num_heads, head, layers)
-    return layout, [BorrowedBuffer(one.data_ptr(), one.numel() * one.element_size(), one) for one in tensors]
+    gpu = first.device.index if first.device.type == "cuda" else None
+    return layout, [
+        borrow_place(Place(one.data_ptr(), one.numel() * one.element_size(), gpu, one)) for one in tensors
+    ]
 
 
 class DevicePages:
-    """Thread-safe, as the store is."""
+    """Thread-safe, as the store is, but for `store` and the batches, each of one thread at a time."""
 
     def __init__(
         self,
@@ -65,44 +98,103 @@ class DevicePages:
         model: str,
         revision: str,
         num_kv_heads: int,
+        streams: Sequence[int] = (),
     ) -> None:
-        """Raises ConfigError, UnsupportedSglang, OSError."""
-        layout, buffers = layout_of(pool, page_tokens)
+        """streams: of a GPU, that write the pool beside the one that the calling thread computes on.
+
+        Raises ConfigError, UnsupportedSglang, OSError, and for a pool on a GPU CudaUnavailable, CudaFailure.
+        """
+        layout, self._buffers = layout_of(pool, page_tokens)
+        self._page, self._streams = page_tokens, streams
         self.num_layers = len(layout.layers)
         self.source, self.records = open_records(
-            settings, ranks, layout, buffers, model=model, revision=revision, num_kv_heads=num_kv_heads
+            settings, ranks, layout, self._buffers, model=model, revision=revision, num_kv_heads=num_kv_heads
         )
+        self._copies = LayerCopies(self.source)
+        self._stores = not ranks.latent or ranks.tp[0] == 0 or settings.tiers.store is None
+        """Whether this rank stores: all have the same latent."""
 
-    def begin(self, hashes: Sequence[str], pages: Sequence[int]) -> Load | None:
+    @property
+    def on_gpu(self) -> bool:
+        return self.source.gpu is not None
+
+    @property
+    def lost(self) -> bool:
+        """Whether a GPU has failed with copies under way, which may write to pages until this process ends."""
+        return self._copies.lost
+
+    # --- The scheduler's thread
+
+    def pages(self, slots: Any) -> Pages:
+        """The pages that a tensor of slots names."""
+        if slots.device.type == "cpu":
+            numbers = pages_at(slots, self._page)
+            return lambda: numbers
+        there = to_host(slots)
+        return lambda: pages_at(there, self._page)
+
+    def begin(self, hashes: Sequence[str], pages: Pages) -> Load | None:
         """Hold the records of these pages until they are loaded; None if the store has not all of them."""
         fetch = self.records.hold(hashes, "linker")
-        return None if fetch is None else Load(self.source, fetch, pages)
+        return None if fetch is None else Load(self.source, fetch, len(hashes), pages)
+
+    def batch(self, loads: Sequence[Load]) -> LoadBatch:
+        """For the pass that computes these prompts. On a GPU it follows what was launched by now."""
+        return LoadBatch(self.source, self._copies, loads, *self._launched())
+
+    def offer(self, hashes: Sequence[str], pages: Pages) -> Callable[[], list[bool]]:
+        """To be called by a thread that may wait: stores what is not there yet, once what was launched by now has
+        written it; for each page whether it is there."""
+        if not self._stores:
+            return lambda: [True] * len(hashes)
+        ready, mark = self._launched()
+        if ready is None or mark is None:
+            return lambda: self.records.set(hashes, pages())
+
+        def store() -> list[bool]:
+            unused = [mark]
+            try:
+                ready.synchronize()
+                return self.records.set(hashes, pages(), partial(self._store, unused))
+            finally:
+                for one in unused:
+                    self.source.unmark(one)
+
+        return store
+
+    def _launched(self) -> tuple[Event | None, Mark | None]:
+        """On a GPU an event behind the numbers of pages, and a mark behind all that writes the pool."""
+        if self.source.gpu is None:
+            return None, None
+        ready = self._buffers[0].make_event()
+        assert ready is not None
+        ready.record()
+        return ready, self.source.gpu.mark(*self._streams)
+
+    # --- A thread that may wait
+
+    def _store(
+        self, marks: list[Mark], slots: Sequence[tuple[int, Slot]], pages: Sequence[int], *, loading: bool
+    ) -> None:
+        """On a GPU. marks: taken; the copies follow the first."""
+        copies = self._copies
+        plan = copies.planned(partial(plan_of, self.source, slots, pages, loading=loading))
+        after = marks.pop()
+        begun = [
+            copies.begin(plan, layer, loading=loading, after=None if layer else after)
+            for layer in range(self.num_layers)
+        ]
+        try:
+            errors = [copies.wait(one) for one in begun]
+        except BaseException:
+            if not copies.quiet():
+                raise StillCopied("the GPU has failed with copies under way") from None
+            raise
+        if any(errors):
+            raise TransferFailed(f"the GPU has not copied: {next(filter(None, errors))}")
 
     def close(self) -> None:
         self.source.close()
         self.source.store.close()
-
-
-class Load:
-    """Records on their way into pages. Used by one thread."""
-
-    def __init__(self, source: StoreSource, fetch: AnyFetch, pages: Sequence[int]) -> None:
-        self._source, self._fetch, self._pages = source, fetch, pages
-        self._plan: RecordPlan | None = None
-
-    def wait(self) -> bool:
-        """Until all records are in memory; False if one does not come."""
-        slots = self._fetch.done.result()
-        if len(slots) < len(self._pages):
-            return False
-        self._plan = plan_of(self._source, list(enumerate(slots)), self._pages, loading=True)
-        return True
-
-    def layer(self, number: int) -> None:
-        """Copy one layer, after `wait`. What it has written counts once `close` says so."""
-        assert self._plan is not None
-        self._source.copy(self._plan, number, loading=True)
-
-    def close(self) -> bool:
-        """Whether the records stood all the time."""
-        return bool(self._fetch.close())
+        for buffer in self._buffers:
+            buffer.close()

@@ -94,6 +94,16 @@ class GpuOrder:
                 act()
 
 
+def to_host(numbers: Any) -> Any:
+    """The numbers of a tensor on a GPU, in a tensor of the host that is filled behind what this thread has launched.
+
+    To read them here would wait for the pass before.
+    """
+    import torch
+
+    return torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
+
+
 class WrittenPages:
     """Pages of one room that a forward pass completes, whose numbers are still on their way from the GPU."""
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pdlink.integrations.sglang_parts.settings import StorageSettings, StoreSettings
     from pdlink.kv.layout import KVLayout
-    from pdlink.memory.buffers import HostBuffer
+    from pdlink.memory.buffers import AnyBuffer
     from pdlink.store.blocks import RecordPlan
     from pdlink.store.slots import Slot
     from pdlink.store.source import StoreSource
@@ -156,7 +156,7 @@ def open_records(
     settings: StoreSettings,
     ranks: RankScheme,
     layout: KVLayout,
-    buffers: Sequence[HostBuffer],
+    buffers: Sequence[AnyBuffer],
     *,
     model: str,
     revision: str,
@@ -164,7 +164,8 @@ def open_records(
 ) -> tuple[StoreSource, PageRecords]:
     """The store for pages of plain KV that lie so in these buffers. Close the source, then its store.
 
-    num_kv_heads: as of `HostPages`. Raises ConfigError, OSError.
+    num_kv_heads: as of `HostPages`. Of buffers of a GPU the caller makes the copies.
+    Raises ConfigError, OSError, and for a GPU CudaFailure, CudaUnavailable.
     """
     tiers = settings.tiers.model_copy(update={"chunk_size": layout.block_tokens})
     heads = total = None

@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from pdlink.integrations.sglang_parts.gpu import WrittenPages
+from pdlink.integrations.sglang_parts.gpu import WrittenPages, to_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,9 +114,7 @@ class Layerwise:
         if gpu is None:
             sending.extend(room, first, pages.tolist())
             return lambda layer: sending.written(room, layer, first + num)
-        # To read the numbers here would wait for the pass before.
-        there = torch.empty(pages.shape, dtype=pages.dtype, pin_memory=True).copy_(pages, non_blocking=True)
-        part = WrittenPages(sending, room, first, there, first + num)
+        part = WrittenPages(sending, room, first, to_host(pages), first + num)
         return lambda layer: part.written(gpu, layer)
 
 

@@ -27,6 +27,10 @@ class CopyPages(Protocol):
     def __call__(self, slots: Sequence[tuple[int, Slot]], pages: Sequence[int], *, loading: bool) -> None: ...
 
 
+class StillCopied(Exception):
+    """Copies into records may be under way that nobody can wait for. The records stay reserved."""
+
+
 class PageRecords:
     """The pages of one host pool in a store. Thread-safe, as the store is."""
 
@@ -86,14 +90,19 @@ class PageRecords:
             result += [True] * run + [False] * (rest + run < len(hashes))
         return result
 
-    def set(self, hashes: Sequence[str], pages: Sequence[int]) -> list[bool]:
-        """Keep what is not there yet; for each page whether it is there now, or this rank's share of it."""
+    def set(self, hashes: Sequence[str], pages: Sequence[int], copy: CopyPages | None = None) -> list[bool]:
+        """Keep what is not there yet; for each page whether it is there now, or this rank's share of it.
+
+        copy: in place of the usual one.
+        """
         keys = self._keys(hashes)
         index_of = {key: index for index, key in enumerate(keys)}
         slots = self._store.reserve(list(index_of), self._shape, "engine", self._share)
         try:
             if slots:
-                self._copy([(index_of[slot.key], slot) for slot in slots], pages, loading=False)
+                (copy or self._copy)([(index_of[slot.key], slot) for slot in slots], pages, loading=False)
+        except StillCopied:
+            raise
         except BaseException:
             self._store.abandon(slots)
             raise

@@ -1,0 +1,236 @@
+"""SGLang's prefix tree and KV pool with our linker in a process of their own, without a model.
+
+Takes a line of JSON for each thing to do, and answers with one. Run by `test_sglang_linker.py`. A pool on a GPU is
+one of the host that says so, whose memory the double of the CUDA driver takes for a GPU's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from sglang.srt.utils.network import get_open_port
+from sglang.test.kits.unified_radix_cache.config import CacheConfig
+from sglang.test.kits.unified_radix_cache.fixtures import build_fixture
+
+from pdlink.cuda import driver
+from pdlink.cuda.buffers import DeviceMemory
+from pdlink.cuda.driver import Device, Stream
+from tests.cuda.double import Reached
+from tests.cuda.fake import fake
+
+PAGE, LAYERS = 16, 3
+WAIT_S = 60.0
+
+
+class OnGpu:
+    """A tensor of the host that the double takes for one on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        fake().lend(tensor.data_ptr(), tensor.numel() * tensor.element_size(), -1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor, name)
+
+
+class Engine:
+    def open(self, store: str, *, latent: bool = False, gpu: bool = False, other: bool = False) -> dict[str, Any]:
+        get_parallel().override_permanently(
+            tp_rank=0, tp_size=1, attn_tp_rank=0, attn_tp_size=1, pp_rank=0, pp_size=1
+        )
+        config = CacheConfig(page_size=PAGE, num_layers=LAYERS, kv_size=512, head_num=2, head_dim=8)
+        self.cache, made, _ = build_fixture(config)
+        server = ServerArgs(model_path="dummy", page_size=PAGE)
+        set_global_server_args_for_scheduler(server)
+        self.pool = made.get_kvcache()
+        if latent:
+            self.pool = MLATokenToKVPool(
+                size=512,
+                page_size=PAGE,
+                dtype=torch.bfloat16,
+                kv_lora_rank=24,
+                qk_rope_head_dim=8,
+                layer_num=LAYERS,
+                device="cpu",
+                enable_memory_saver=False,
+            )
+        params = self.cache.cache_init_params
+        # The kit's own gives out slots from 1 on, also with pages.
+        self.allocator = PagedTokenToKVPoolAllocator(512, PAGE, torch.bfloat16, "cpu", self.pool, need_sort=False)
+        self.cache.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator = self.allocator
+        if other:
+            self.pool.__class__ = type("OtherPool", (type(self.pool),), {})
+        self.gpu, forward = gpu, None
+        if gpu:
+            driver.LIBRARY = fake().path  # type: ignore[misc]
+            self.device = Device(0, fake().path)
+            self.device.open()
+            forward, self.computing = Stream(self.device), Stream(self.device)
+            DeviceMemory.make_event = lambda _: Reached()  # type: ignore[method-assign,assignment]
+            DeviceMemory.compute_stream = lambda _: self.computing.handle  # type: ignore[method-assign,assignment]
+            for name in ("kv_buffer",) if latent else ("k_buffer", "v_buffer"):
+                setattr(self.pool, name, [OnGpu(tensor) for tensor in getattr(self.pool, name)])
+            self.read = OnGpu(torch.zeros_like(self._buffers()[0]))
+        linker = {
+            "linker": "PDLinkLinker",
+            "linker_module_path": "pdlink.integrations.sglang_linker",
+            "linker_extra_config": {"tiers": {"store": store}},
+        }
+        self.linker: Any = create_unified_cache_linker(
+            server,
+            params,
+            backend="dynamic",
+            config=linker,
+            components=set(self.cache.components),
+            forward_stream=SimpleNamespace(cuda_stream=forward.handle) if forward is not None else None,
+        )
+        self.cache.init_cache_linker(self.linker)
+        self.counter = self.cache.linker.layer_done_counter
+        self.pool.register_layer_transfer_counter(self.counter)
+        return {"on_gpu": self.linker._pages.on_gpu}
+
+    def store(self, start: int, pages: int) -> dict[str, Any]:
+        """A prompt that was computed joins the tree, which offers it to the linker."""
+        tokens = self._tokens(start, pages)
+        slots = self.allocator.alloc(len(tokens))
+        for kind, buffer in enumerate(self._buffers()):
+            buffer[slots] = self._values(kind, tokens, buffer)
+        self.cache.insert(InsertParams(key=RadixKey(array("q", tokens)), value=slots))
+        offered, deadline_s = len(self.cache.linker.pending_offloads), time.monotonic() + WAIT_S
+        while self.cache.linker.pending_offloads and time.monotonic() < deadline_s:
+            self.cache.check_hicache_events()
+            time.sleep(0.01)
+        return {"offered": offered, "left": len(self.cache.linker.pending_offloads)}
+
+    def forget(self) -> dict[str, Any]:
+        self.cache.reset()
+        self.allocator.clear()
+        for buffer in self._buffers():
+            buffer.zero_()
+        return {}
+
+    def fetch(self, start: int, pages: int) -> dict[str, Any]:
+        """A prompt comes, and a pass computes what is beyond its prefix: as the scheduler calls tree and pool.
+
+        launched: whether attention got every layer while the GPU had copied nothing. wrong: values in the pool.
+        """
+        tokens = self._tokens(start, pages)
+        request = Req(
+            rid=f"fetch {start}",
+            origin_input_text="",
+            origin_input_ids=array("q", tokens),
+            sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
+        )
+        match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens)), req=request))
+        if not match.host_hit_length:
+            return {"tokens": 0}
+        request.last_node = match.last_device_node
+        params = InitLoadBackParams(
+            best_match_node=match.best_match_node, host_hit_length=match.host_hit_length, req=request
+        )
+        self.cache.init_load_back(params)
+        slots = self.cache.linker.private_load_indices[request.rid]
+        stream = self._loads()
+        if stream is not None:
+            fake().hold_stream(stream)
+        self.counter.set_consumer(self.cache.ready_to_load_host_cache())
+        reading = threading.Thread(target=self._attend, daemon=True)
+        reading.start()
+        if stream is not None:
+            reading.join(WAIT_S)
+        launched, empty = not reading.is_alive(), not any(buffer.any() for buffer in self._buffers())
+        if stream is not None:
+            fake().go_on_stream(stream)
+        reading.join(WAIT_S)
+        if stream is not None:
+            self.computing.synchronize()
+        failed = self.cache.finish_external_linker_loads([request])
+        self.counter.set_consumer(-1)
+        wrong = sum(
+            int((buffer[slots] != self._values(kind, tokens, buffer)).sum())
+            for kind, buffer in enumerate(self._buffers())
+        )
+        answer = {"tokens": len(slots), "wrong": wrong, "failed": len(failed)}
+        return answer | ({"launched": launched and empty} if stream is not None else {})
+
+    def fail(self, call: str) -> dict[str, Any]:
+        """Let the driver refuse one call."""
+        fake().fail(call, 2)
+        return {}
+
+    def faults(self) -> dict[str, Any]:
+        return {"faults": fake().take_faults() if self.gpu else []}
+
+    def close(self) -> dict[str, Any]:
+        self.cache.linker.close()
+        return {}
+
+    def _attend(self) -> None:
+        for layer in range(LAYERS):
+            held = self.pool.get_key_buffer(layer)
+            if self.gpu:  # the double notes it if that is in no order with the copies
+                nbytes = held.numel() * held.element_size()
+                self.device.copy(self.read.data_ptr(), held.data_ptr(), nbytes, self.computing.handle)
+
+    def _loads(self) -> int | None:
+        gpu = self.linker._pages.source.gpu
+        return None if gpu is None else int(gpu._loads.copies._stream.handle)
+
+    def _buffers(self) -> list[Any]:
+        latent = isinstance(self.pool, MLATokenToKVPool)
+        held = self.pool.kv_buffer if latent else [*self.pool.k_buffer, *self.pool.v_buffer]
+        return [getattr(one, "tensor", one) for one in held]
+
+    @staticmethod
+    def _tokens(start: int, pages: int) -> list[int]:
+        return list(range(start, start + pages * PAGE))
+
+    @staticmethod
+    def _values(kind: int, tokens: list[int], like: Any) -> Any:
+        values = (torch.tensor(tokens) * 7 + kind * 3) % 127 + 1
+        spread = torch.arange(like[0].numel()).reshape(like[0].shape)
+        return (values.reshape(-1, *[1] * spread.ndim) + spread).to(like.dtype)
+
+
+def main() -> None:
+    place = f"tcp://127.0.0.1:{get_open_port()}"
+    torch.distributed.init_process_group("gloo", init_method=place, rank=0, world_size=1)
+    engine = Engine()
+    answers = sys.stdout
+    sys.stdout = sys.stderr
+    try:
+        for line in sys.stdin:
+            call = json.loads(line)
+            try:
+                answer = getattr(engine, call.pop("do"))(**call)
+            except Exception as error:  # noqa: BLE001  the test shows it
+                answer = {"error": f"{type(error).__name__}: {error}"}
+                import traceback
+
+                traceback.print_exc()
+            print(json.dumps(answer), file=answers, flush=True)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

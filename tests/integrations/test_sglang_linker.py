@@ -1,0 +1,87 @@
+"""The linker behind SGLang's own prefix tree, KV pools and counter of layers, on a `pdlink store`.
+
+Run with `make test-sglang`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from .sglang_process import Engine
+from .test_sglang_hicache import Store
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("needs SGLang", allow_module_level=True)
+
+pytestmark = [pytest.mark.sglang, pytest.mark.e2e, pytest.mark.timeout(300)]
+
+PAGE = 16
+
+Make = Callable[[], Engine]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    store = Store(tmp_path_factory.mktemp("store"))
+    yield store
+    store.kill()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    with ExitStack() as made:
+
+        def one() -> Engine:
+            engine = Engine("sglang_linked", tmp_path / f"{len(list(tmp_path.iterdir()))}.log")
+            made.callback(engine.close)
+            return engine
+
+        yield one
+
+
+@pytest.mark.parametrize("latent", [False, True], ids=["K and V", "a latent"])
+def test_a_pool_on_a_gpu_and_one_on_the_host_have_the_same_prompts(make: Make, store: Store, latent: bool) -> None:
+    """On a GPU attention is launched before anything is copied."""
+    gpu, host = make(), make()
+    for engine, on_gpu in ((gpu, True), (host, False)):
+        engine.send("open", store=store.address, latent=latent, gpu=on_gpu)
+    assert [gpu.answer(), host.answer()] == [{"on_gpu": True}, {"on_gpu": False}]
+    start = 5000 if latent else 1000
+    assert gpu("store", start=start, pages=4) == {"offered": 1, "left": 0}
+    assert host("store", start=start + 2000, pages=3) == {"offered": 1, "left": 0}
+    for engine, more in ((gpu, {"launched": True}), (host, {})):
+        engine("forget")
+        assert engine("fetch", start=start, pages=4) == {"tokens": 4 * PAGE, "wrong": 0, "failed": 0, **more}
+        engine("forget")
+        assert engine("fetch", start=start + 2000, pages=3) == {"tokens": 3 * PAGE, "wrong": 0, "failed": 0, **more}
+        assert engine("fetch", start=start + 9000, pages=3) == {"tokens": 0}
+    assert gpu("faults") == {"faults": []}
+    for engine in (gpu, host):
+        engine("close")
+
+
+def test_a_gpu_that_cannot_copy_costs_one_batch_and_is_asked_no_more(make: Make, store: Store) -> None:
+    """SGLang aborts the requests of a batch that was not loaded, so none of the next may be promised anything."""
+    gpu = make()
+    gpu("open", store=store.address, gpu=True)
+    assert gpu("store", start=20000, pages=2) == {"offered": 1, "left": 0}
+    gpu("close")
+    gpu.close()
+    gpu = make()
+    gpu("open", store=store.address, gpu=True)
+    gpu("fail", call="cuMemHostRegister_v2")
+    found = gpu("fetch", start=20000, pages=2)
+    assert (found["tokens"], found["failed"]) == (2 * PAGE, 1)
+    assert gpu("fetch", start=20000, pages=2) == {"tokens": 0}
+    gpu("close")
+
+
+def test_a_pool_that_is_not_plain_is_refused_by_name(make: Make, store: Store) -> None:
+    engine = make()
+    with pytest.raises(AssertionError, match="KV pool: got OtherPool; limit MHATokenToKVPool, MLATokenToKVPool; use"):
+        engine("open", store=store.address, other=True)
