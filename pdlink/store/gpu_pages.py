@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Mark: TypeAlias = Event
+"""Stands for what was launched before it."""
 Then: TypeAlias = "Callable[[str], None]"
 """What went wrong, or ""."""
 _NUM_SLOTS: Final = 16

@@ -6,6 +6,7 @@ Needs SGLang's build for CUDA; a stage of `make gpu`. It has not run yet.
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,8 +19,15 @@ if importlib.util.find_spec("sglang") is None:
 
 import torch  # noqa: E402
 
-from tests.e2e.engine_servers import MODEL, prompt_of  # noqa: E402
-from tests.e2e.sglang_servers import ROOT, SglangPair, SglangServer, save_checkpoint, tokens_of  # noqa: E402
+from tests.e2e.engine_servers import MODEL, prompt_of, until  # noqa: E402
+from tests.e2e.sglang_servers import (  # noqa: E402
+    ROOT,
+    SglangPair,
+    SglangServer,
+    cached_of,
+    save_checkpoint,
+    tokens_of,
+)
 
 pytestmark = [
     pytest.mark.sglang,
@@ -30,13 +38,24 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
+PAGE = 16
 FLAGS = [
     *("--device", "cuda", "--dtype", "bfloat16", "--attention-backend", "triton", "--grammar-backend", "none"),
-    *("--sampling-backend", "pytorch", "--max-total-tokens", "16384", "--page-size", "16", "--host", "127.0.0.1"),
+    *(
+        "--sampling-backend",
+        "pytorch",
+        "--max-total-tokens",
+        "16384",
+        "--page-size",
+        str(PAGE),
+        "--host",
+        "127.0.0.1",
+    ),
     *("--mem-fraction-static", "0.3", "--context-length", "8192", "--chunked-prefill-size", "256"),
-    *("--served-model-name", MODEL, "--skip-server-warmup", "--disable-radix-cache"),
+    *("--served-model-name", MODEL, "--skip-server-warmup"),
 ]
-LENGTHS = [1, 33, 513, 2000]
+NO_CACHE = "--disable-radix-cache"
+LENGTHS = [1, 33, 513, 2001]
 PLUGINS = "sglang.srt.plugins"
 
 
@@ -82,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[int, list[int]]:
-    alone = GpuServer("alone", folder / "model", folder / "alone.log", []).start()
+    alone = GpuServer("alone", folder / "model", folder / "alone.log", [NO_CACHE]).start()
     try:
         alone.wait_ready()
         return {length: tokens_of(alone.complete(prompt_of(length, length))) for length in LENGTHS}
@@ -97,10 +116,35 @@ def test_tokens_are_those_of_one_server_on_the_gpu(folder: Path, expected: dict[
     place.mkdir()
     (place / "model").symlink_to(folder / "model")
     settings = {"PDLINK_TRANSPORT__KIND": kind, "PDLINK_TRANSPORT__REQUIRE": name}
-    pair = SglangPair.of(place, flags, environment=settings, kind=GpuServer)
+    pair = SglangPair.of(place, [NO_CACHE, *flags], environment=settings, kind=GpuServer)
     try:
         assert {length: pair.tokens(prompt_of(length, length)) for length in LENGTHS} == expected
         early = "a prompt's KV was pushed layer by layer"
         assert (early in pair.prefill.output()) or "layer by layer" not in lane
     finally:
         pair.stop()
+
+
+def test_a_prompt_seen_before_comes_back_from_the_linker_of_a_gpu(folder: Path) -> None:
+    """It goes on as after a prefix in the server's own cache, which was emptied: the passes are the same."""
+    config = {
+        "linker": "PDLinkLinker",
+        "linker_module_path": "pdlink.integrations.sglang_linker",
+        "linker_extra_config": {"tiers": {"max_local_cpu_size": 0.5}},
+    }
+    flags = ["--enable-unified-cache-external-linker", "--unified-cache-external-linker-backend", "dynamic"]
+    flags += ["--unified-cache-external-linker-config", json.dumps(config)]
+    server = GpuServer("linked", folder / "model", folder / "linked.log", flags).start()
+    try:
+        server.wait_ready()
+        for length in LENGTHS:
+            prompt = prompt_of(length, length)
+            assert cached_of(server.generate(prompt)) == 0
+            kept = server.generate(prompt)
+            # Refused while it works. What it still stores is stored then.
+            until(lambda: server.call("POST", "/flush_cache") == 200, "its cache is empty")
+            loaded = server.generate(prompt)
+            assert cached_of(loaded) == cached_of(kept) == length // PAGE * PAGE
+            assert tokens_of(loaded) == tokens_of(kept), length
+    finally:
+        server.kill()

@@ -5,16 +5,18 @@ Takes a line of JSON for each thing to do, and answers with one. Run by `test_sg
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
 from array import array
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import get_storage_hash_str
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.runtime_context import get_parallel, get_serving
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from sglang.srt.utils.network import get_open_port
@@ -23,6 +25,9 @@ from sglang.test.kits.unified_radix_cache.fixtures import build_fixture, match_p
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 from sglang.test.test_utils import CustomTestCase
 
+from pdlink.cuda.driver import Device
+from pdlink.integrations.sglang import PDLinkHiCache
+from tests.cuda.fake import fake
 from tests.sglang_cpu import host_pools
 
 PAGE = 16
@@ -53,7 +58,13 @@ FORMS = {
 class Engine(UnifiedRadixCacheStorageFixtures, CustomTestCase):  # type: ignore[misc]
     def runTest(self) -> None: ...
 
-    def open(self, form: str, extra: dict[str, Any], layout: str, tp: tuple[int, int]) -> None:
+    def open(
+        self, form: str, extra: dict[str, Any], layout: str, tp: tuple[int, int], *, registered: bool = False
+    ) -> None:
+        """registered: the host pools are those of a server with a GPU, registered with the double of its driver."""
+        host_pools.install(registered=registered)
+        if registered:
+            torch.cuda.cudart = Runtime
         self.cfg = FORMS[form]
         get_parallel().override_permanently(tp_rank=tp[0], tp_size=tp[1], pp_rank=0, pp_size=1)
         self.cache, self.allocator, self.requests = build_fixture(self.cfg)
@@ -123,6 +134,61 @@ class Engine(UnifiedRadixCacheStorageFixtures, CustomTestCase):  # type: ignore[
             time.sleep(0.1)
         return {"known": known}
 
+    def layouts(self) -> dict[str, Any]:
+        """A page of each host pool, of every layout, in mapped and in shared memory, is loaded into the next pool.
+
+        registered: pools that the GPU still has where SGLang has registered them.
+        """
+        controller = self.cache.cache_controller
+        names, config = ["layer_first", "page_first", "page_first_direct", "page_head"], controller.storage_config
+        pool = self._get_full_kv_pool(self.allocator)
+        info = pool.get_device_pool_infos()[0].buffer_info
+        hosts = [
+            MHATokenToKVPoolHost(
+                info,
+                2.0,
+                0,
+                PAGE,
+                name,
+                device_capacity_tokens=self.cfg.kv_size,
+                start_layer=0,
+                end_layer=self.cfg.num_layers,
+                allocator_type=kind,
+            )
+            for name in names
+            for kind in ("default", "shm")
+        ]
+        backends = [PDLinkHiCache(config, {}) for _ in hosts]
+        for backend, host in zip(backends, hosts, strict=True):
+            backend.register_mem_pool_host(host)
+        values = torch.randint(0, 100, (2, self.cfg.num_layers, PAGE, self.cfg.head_num, self.cfg.head_dim))
+        values = values.to(info.dtype)
+        for number, host in enumerate(hosts):
+            host.kv_buffer.zero_()
+            self._paged(host)[:] = values if number == 0 else 0
+        where, wrong = torch.arange(3 * PAGE, 4 * PAGE), 0
+        for number, (backend, host) in enumerate(zip(backends, hosts, strict=True)):
+            if number:
+                wrong += backend.batch_get_v1([f"layouts {number - 1}"], where) != [True]
+                wrong += int((self._paged(host) != values).sum())
+                wrong += int((host.kv_buffer != 0).sum()) - int((values != 0).sum())
+            wrong += backend.batch_set_v1([f"layouts {number}"], where) != [True]
+        for backend in backends:
+            backend.close()
+        ranges = [(host.kv_buffer.data_ptr(), host.kv_buffer.numel() * info.dtype.itemsize) for host in hosts]
+        return {"pools": len(hosts), "wrong": wrong, "registered": sum(one in Runtime.ranges for one in ranges)}
+
+    @staticmethod
+    def _paged(host: Any) -> Any:
+        """Page 3 of a host pool, as [part, layer, token, head, dim]."""
+        kv, page = host.kv_buffer, slice(3 * PAGE, 4 * PAGE)
+        return {
+            "layer_first": lambda: kv[:, :, page],
+            "page_first": lambda: kv[:, page].transpose(1, 2),
+            "page_first_direct": lambda: kv[:, 3],
+            "page_head": lambda: kv[:, 3].permute(0, 3, 2, 1, 4),
+        }[host.layout]()
+
     def clear(self) -> dict[str, Any]:
         return {"cleared": self.cache.clear_storage_backend()}
 
@@ -181,8 +247,32 @@ class Engine(UnifiedRadixCacheStorageFixtures, CustomTestCase):  # type: ignore[
         return (values.reshape(-1, *[1] * spread.ndim) + spread).to(like.dtype)
 
 
+class Runtime:
+    """What SGLang calls of the CUDA runtime to register host pools, on the double of the driver."""
+
+    ranges: ClassVar[list[tuple[int, int]]] = []
+
+    @classmethod
+    @functools.cache
+    def _device(cls) -> Device:
+        device = Device(0, fake().path)
+        device.open()
+        return device
+
+    @classmethod
+    def cudaHostRegister(cls, ptr: int, nbytes: int, flags: int) -> int:
+        cls._device().pin(ptr, nbytes)
+        cls.ranges.append((ptr, nbytes))
+        return 0
+
+    @classmethod
+    def cudaHostUnregister(cls, ptr: int) -> int:
+        cls._device().unpin(ptr)
+        cls.ranges = [one for one in cls.ranges if one[0] != ptr]
+        return 0
+
+
 def main() -> None:
-    host_pools.install()
     place = f"tcp://127.0.0.1:{get_open_port()}"
     torch.distributed.init_process_group("gloo", init_method=place, rank=0, world_size=1)
     engine = Engine()

@@ -105,6 +105,18 @@ def test_pages_of_one_engine_are_right_in_another_with_another_host_layout(engin
     assert writer("fetch", start=5000, pages=3) == {"tokens": 3 * PAGE, "wrong": 0}
 
 
+def test_host_pools_of_a_server_with_a_gpu_are_kept_in_every_layout(store: Store, tmp_path: Path) -> None:
+    """SGLang registers their memory with the GPU, from mmap or shared memory; the double of the driver has it."""
+    engine = Engine("sglang_cache", tmp_path / "log")
+    extra = settings_of(store.address)
+    engine("open", form="plain", extra=extra, layout="page_first_direct", tp=(0, 1), registered=True)
+    assert engine("store", start=40000, pages=3) == {"known": 3}
+    assert engine("forget")["emptied"] > 3
+    assert engine("fetch", start=40000, pages=3) == {"tokens": 3 * PAGE, "wrong": 0}
+    assert engine("layouts") == {"pools": 8, "wrong": 0, "registered": 8}
+    engine.close()
+
+
 def test_a_prefix_is_as_long_as_what_is_there(engines: list[Engine]) -> None:
     writer, reader = engines[:2]
     assert writer("store", start=10000, pages=2) == {"known": 2}

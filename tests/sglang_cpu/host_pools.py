@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 
-def install() -> None:
+def install(*, registered: bool = False) -> None:
+    """registered: SGLang's own code makes the pools, as for a GPU, and calls the CUDA runtime, which the test has."""
     from sglang.srt.mem_cache.pool_host import base, common, mamba, mha, mla
 
     def allocate(
@@ -16,14 +17,16 @@ def install() -> None:
     ) -> Any:
         return allocator.allocate(dims, dtype=dtype, device=device)
 
-    common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 28
+    if not registered:
+        common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
     made = base.HostKVCache.__init__
 
     def unpinned(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **{**kwargs, "pin_memory": False})
 
-    base.HostKVCache.__init__ = unpinned
+    if not registered:
+        base.HostKVCache.__init__ = unpinned
     for module in (mamba, mha, mla):
         for function in (transfer_kv_direct, transfer_kv_all_layer_direct_lf_pf, transfer_kv_per_layer_direct_pf_lf):
             setattr(module, function.__name__, function)

@@ -15,11 +15,10 @@ from pdlink.integrations.sglang_parts.hicache import plan_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.cuda.driver import Event as Mark
     from pdlink.memory.buffers import Event
     from pdlink.store.blocks import RecordPlan
     from pdlink.store.gpu_copying import LayerCopies
-    from pdlink.store.gpu_pages import Job
+    from pdlink.store.gpu_pages import Job, Mark
     from pdlink.store.interface import AnyFetch
     from pdlink.store.source import StoreSource
 

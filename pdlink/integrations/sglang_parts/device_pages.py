@@ -19,10 +19,10 @@ from pdlink.store.gpu_copying import LayerCopies
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.cuda.driver import Event as Mark
     from pdlink.integrations.sglang_parts.hicache import RankScheme
     from pdlink.integrations.sglang_parts.settings import StoreSettings
     from pdlink.memory.buffers import AnyBuffer, Event
+    from pdlink.store.gpu_pages import Mark
     from pdlink.store.slots import Slot
 
     Pages = Callable[[], list[int]]
