@@ -39,8 +39,11 @@ def save_window_model(path: Path) -> None:
     _save(Gemma3ForCausalLM(config), path, embedding=config.hidden_size**-0.5)
 
 
-def save_recurrent_model(path: Path) -> None:
-    """Gated delta nets and full attention, in turn, with experts. vLLM runs it in bfloat16 on CPUs."""
+def save_recurrent_model(path: Path, *, head_dim: int = 32) -> None:
+    """Gated delta nets and full attention, in turn, with experts. vLLM runs it in bfloat16 on CPUs.
+
+    head_dim: of attention; no multiple of 32 has a kernel that leaves a block's heads apart on CPUs with AMX, too.
+    """
     config = Qwen3NextConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -49,7 +52,7 @@ def save_recurrent_model(path: Path) -> None:
         full_attention_interval=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=head_dim,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=128,

@@ -98,6 +98,7 @@ class Pair:
         store: dict[str, Any] | None = None,
         decode_store: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
+        prefill_connector: dict[str, Any] | None = None,
         decode_connector: dict[str, Any] | None = None,
     ) -> Pair:
         """Servers of the checkpoint `model` in this folder, both ready.
@@ -105,7 +106,7 @@ class Pair:
         ranks: of each server, where both have as many; else shards and stages. transport: its kind, or more of its
         settings. both: each can prefill for the other. tier: another connector,
         which decode asks for KV first. store, decode_store: section `tiers` of prefill, and of decode.
-        decode_connector: name and module of another connector for decode.
+        prefill_connector, decode_connector: name and module of another connector for it.
         """
         model, count = folder / "model", max(ranks, shards * stages)
         control_port, back_port = free_ports(count), free_ports(count) if both else 0
@@ -140,6 +141,7 @@ class Pair:
                 "kv_load_failure_policy": on_failure,
                 "kv_connector_extra_config": {"connectors": [tier, OURS | decode]},
             }
+        prefill |= prefill_connector or {}
         decode |= decode_connector or {}
         more = environment or {}
         pair = cls(

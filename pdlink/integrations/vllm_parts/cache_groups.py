@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pdlink.integrations.vllm_parts.layout import COLUMNS, PACKED, ROWS, STATE, GroupKind, UnsupportedCache
+from pdlink.integrations.vllm_parts.states import inside_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +40,16 @@ def transfer_parts(kv_cache_config: Any) -> list[tuple[int, tuple[str, ...]]]:
     return parts
 
 
-_SIZES = ("num_kv_heads", "head_size", "head_size_v", "dtype", "num_head_slots", "state_content_bytes")
+_SIZES = (
+    "num_kv_heads",
+    "head_size",
+    "head_size_v",
+    "dtype",
+    "num_head_slots",
+    "state_content_bytes",
+    "shapes",
+    "dtypes",
+)
 
 
 def tables(kv_cache_config: Any, block_ids: Sequence[Sequence[int]]) -> AnyTables:
@@ -101,7 +111,7 @@ def kinds(vllm_config: Any, kv_cache_config: Any, layer_names: list[str]) -> lis
 def _kind(spec: Any, names: tuple[str, ...], layers: list[Any]) -> GroupKind:
     if hasattr(spec, "shapes") and hasattr(spec, "dtypes"):
         what = f"{[*spec.shapes]} {[f'{dtype}'.removeprefix('torch.') for dtype in spec.dtypes]}"
-        return GroupKind(names, STATE, dtype=what, block_tokens=spec.block_size)
+        return GroupKind(names, STATE, dtype=what, block_tokens=spec.block_size, inside=inside_of(spec, layers))
     bases = {base.__name__ for base in type(spec).__mro__}
     if bases & _NOT_BY_TOKENS or not hasattr(spec, "head_size"):
         raise UnsupportedCache(f"KV caches of kind {type(spec).__name__} cannot be transferred")

@@ -11,7 +11,7 @@ Forms (B blocks, H heads, N tokens of a block, D head size):
   [B, H, N, 2D] of CPU_ATTN with vector instructions: within (block, head) first K as [D, N], then V as [N, D]
 CPU_ATTN on AMX, NEON and others packs K in its own ways, and some kernels of GPUs keep a block's scales together:
 there a whole block of a layer is one unit, and both servers must use the same kernel and block size.
-  [B, ...], dense within a block: a recurrent state, of which only the model knows what is in it
+  [B, ...], dense within a block: a recurrent state; what is in it is only looked at where ranks differ (`states.py`)
 
 Layers that vLLM gives different lists of blocks are different groups. Its allocator lays groups over each other in
 memory: page b of the n-th layer of every group is the same page, and a block belongs to one group at a time.
@@ -20,6 +20,7 @@ memory: page b of the n-th layer of every group is the same page, and a block be
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
 from pdlink.errors import LocalError
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from collections.abc import Set as AbstractSet
 
+    from pdlink.integrations.vllm_parts.states import StateTensor
     from pdlink.kv.groups import AnyTables
 
 COLUMNS = "columns"
@@ -78,6 +80,8 @@ class GroupKind:
     """Tokens to a block as vLLM's scheduler counts them."""
     window: int = 0
     """Tokens that a token attends to; 0 stands for all before it."""
+    inside: tuple[StateTensor, ...] = ()
+    """Of STATE: what its page holds, if that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,10 @@ class CacheLayout:
     record_orders: tuple[str, ...] = ("PTH",)
     """How the layers of `layout`, in turn, lie in records of a store (`store.record.shape_of`): as they do here where
     single elements would have to be moved otherwise."""
+    inside: tuple[StateTensor, ...] = ()
+    """Of recurrent states: what a page holds, if that is known."""
+    shares_blocks: bool = False
+    """Whether its lists of blocks are those of the cache before it."""
 
     def of_layers(self, names: AbstractSet[str]) -> CacheLayout:
         """The part with these layers. Raises UnsupportedCache if there is none with a cache of its own."""
@@ -120,7 +128,10 @@ class CacheLayout:
         if count == 1 or (layout.num_heads == 1 and self.token_unit == 1 and not layout.state):
             return self
         if layout.state:
-            raise UnsupportedCache(f"a recurrent state of a rank cannot travel in {count} shards; take equal ranks")
+            raise UnsupportedCache(
+                f"a recurrent state of a rank cannot travel in {count} shards: what is in it ({layout.dtype}) is not "
+                "known; take equal ranks"
+            )
         if layout.num_heads % count or self.token_unit > 1:
             raise UnsupportedCache(f"{layout.num_heads} KV heads of a rank cannot travel in {count} shards")
         heads = layout.num_heads // count
@@ -146,6 +157,8 @@ class CacheGroups:
     token_unit: int
     block_ratios: tuple[int, ...]
     """By group: its blocks to one block of vLLM's scheduler."""
+    lists: tuple[int, ...] = ()
+    """By group: which of the lists of vLLM's scheduler has its blocks; empty if each group has one."""
 
     @classmethod
     def of(cls, caches: Sequence[CacheLayout], num_blocks: int) -> CacheGroups:
@@ -160,19 +173,24 @@ class CacheGroups:
         planes: dict[str, tuple[int, ...]] = {}
         first = 0
         for cache in caches:
-            planes |= {name: tuple(first + plane for plane in mine) for name, mine in cache.planes.items()}
+            for name, mine in cache.planes.items():
+                planes[name] = planes.get(name, ()) + tuple(first + plane for plane in mine)
             first += len(cache.layout.layers)
         layouts = tuple(cache.layout for cache in caches)
-        return cls(KVGroups(layouts), planes, units.pop(), tuple(one.num_blocks // num_blocks for one in layouts))
+        ratios = tuple(one.num_blocks // num_blocks for one in layouts)
+        lists = accumulate((not cache.shares_blocks for cache in caches[1:]), initial=0)
+        one_each = not any(cache.shares_blocks for cache in caches)
+        return cls(KVGroups(layouts), planes, units.pop(), ratios, () if one_each else tuple(lists))
 
     def kernel_blocks(self, blocks: AnyTables) -> AnyTables:
         """Blocks of the layout for those of vLLM's scheduler: lists by group, or the list of the only group."""
-        if set(self.block_ratios) == {1}:
+        if not blocks or (set(self.block_ratios) == {1} and not self.lists):
             return blocks
         if len(self.block_ratios) == 1:
             return _split(cast("Sequence[int]", blocks), self.block_ratios[0])
-        tables = cast("Sequence[Sequence[int]]", blocks)
-        return [_split(table, ratio) for table, ratio in zip(tables, self.block_ratios, strict=True)]
+        lists = self.lists or range(len(self.block_ratios))
+        tables = cast("Sequence[Sequence[int]]", blocks if lists[-1] else (blocks,))
+        return [_split(tables[at], ratio) for at, ratio in zip(lists, self.block_ratios, strict=True)]
 
 
 def _split(blocks: Sequence[int], ratio: int) -> list[int]:
@@ -229,7 +247,8 @@ def describe(views: Sequence[LayerView], kind: GroupKind) -> CacheLayout:
         state=form == STATE,
     )
     unit = _block_tokens(views[0]) if form == PACKED else 1
-    return CacheLayout(layout, planes, unit, ("HPT", "HTP") if form == COLUMNS else ("PTH",))
+    orders = ("HPT", "HTP") if form == COLUMNS else ("PTH",)
+    return CacheLayout(layout, planes, unit, orders, kind.inside)
 
 
 _Size = tuple[int, int, int, int]

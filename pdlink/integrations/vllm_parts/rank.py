@@ -13,7 +13,7 @@ from pdlink.errors import ConfigError
 from pdlink.events import listen
 from pdlink.integrations.shared_allocation import SharedAllocation
 from pdlink.integrations.trace_file import TraceFile
-from pdlink.integrations.vllm_parts import cache_groups, versions
+from pdlink.integrations.vllm_parts import cache_groups, states, versions
 from pdlink.integrations.vllm_parts.layout import CacheGroups, LayerView, describe, in_one_unit
 from pdlink.integrations.vllm_parts.memory import regions
 from pdlink.integrations.vllm_parts.shards import by_stage, shards_of
@@ -104,7 +104,7 @@ class Rank:
             shards.append((number, node, cache))
         news = threading.Event()
         whole = CacheGroups.of(caches, num_blocks)
-        half = WorkerHalf(shards, whole, preemption_s=self._settings.transport.batch_timeout_s, news=news)
+        half = WorkerHalf(shards, shards[0][2], preemption_s=self._settings.transport.batch_timeout_s, news=news)
         for node in self._nodes:
             node.short_of_blocks = lambda: half.short_of_blocks
         store = None
@@ -121,10 +121,15 @@ class Rank:
         stages = sorted({shard.stage for shard in self._shards})
         layers = by_stage(names, stages, self._num_stages, partial(versions.stage_of, self._config))
         count, num_blocks = len(self._shards) // len(stages), self._cache_config.num_blocks
+        opened = self._settings.shards is not None
         found = []
         for shard in self._shards:
             mine = frozenset(layers[shard.stage])
-            parts = [cache.of_layers(mine).shard(shard.part, count) for cache in caches]
+            parts = [
+                part
+                for cache in caches
+                for part in states.shard(cache.of_layers(mine), shard.part, count, opened=opened)
+            ]
             found.append((shard.number, CacheGroups.of(parts, num_blocks)))
         return found
 
