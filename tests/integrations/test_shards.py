@@ -181,6 +181,8 @@ def test_shards_are_counted_alike_by_servers_of_other_ranks_and_stages() -> None
         assert sorted(shard.number for shard in held) == list(every)
         assert all(shard.stage == shard.number // 4 for shard in held)
     assert [shard.number for shard in shards_of(Place(0, 1, 1, 2), 2, 4)] == [2, 3, 6, 7]
+    assert shards_of(Place(1, 2, 1, 2, 0, 3), 2, 2) == shards_of(Place(1, 2, 1, 2), 2, 2), "of those with the same KV"
+    assert shards_of(Place(1, 2, 1, 2, 2, 3), 2, 2) == [], "one sends"
 
 
 def test_layers_of_another_ranks_stage_are_refused() -> None:

@@ -26,7 +26,7 @@ from pdlink.serve.keys import as_name, load_credentials
 from pdlink.store.opening import SourceGroup, open_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -71,6 +71,7 @@ class Rank:
         self._nodes: list[Node] = []
         self._buffers: list[AnyBuffer] = []
         self._store: StoreHalf | None = None
+        self._stop_counting: Callable[[], None] | None = None
 
     def allocation(self) -> AbstractContextManager[Any]:
         """The context in which vLLM allocates its cache."""
@@ -104,7 +105,12 @@ class Rank:
             shards.append((number, node, cache))
         news = threading.Event()
         whole = CacheGroups.of(caches, num_blocks)
-        half = WorkerHalf(shards, shards[0][2], preemption_s=self._settings.transport.batch_timeout_s, news=news)
+        half = WorkerHalf(
+            shards,
+            shards[0][2] if shards else whole,
+            preemption_s=self._settings.transport.batch_timeout_s,
+            news=news,
+        )
         for node in self._nodes:
             node.short_of_blocks = lambda: half.short_of_blocks
         store = None
@@ -117,7 +123,9 @@ class Rank:
         self.counts.look = self._look
 
     def _parts(self, caches: Sequence[CacheLayout], names: Sequence[str]) -> list[tuple[int, CacheGroups]]:
-        """Number and cache of each shard. Raises UnsupportedCache."""
+        """Number and cache of each shard; none of a rank that has another's KV. Raises UnsupportedCache."""
+        if not self._shards:
+            return []
         stages = sorted({shard.stage for shard in self._shards})
         layers = by_stage(names, stages, self._num_stages, partial(versions.stage_of, self._config))
         count, num_blocks = len(self._shards) // len(stages), self._cache_config.num_blocks
@@ -210,8 +218,9 @@ class Rank:
         for buffer in buffers:
             if buffer.borrowed:
                 buffer.close()
-        if nodes:
-            self._stop_counting()
+        stop_counting, self._stop_counting = self._stop_counting, None
+        if stop_counting is not None:
+            stop_counting()
             if self._trace is not None:
                 self._trace.close()
 

@@ -25,15 +25,18 @@ class Place:
     """In its stage."""
     num_ranks: int
     """Tensor parallel: of a stage."""
+    copy: int = 0
+    """Prefill context parallel: which of the ranks that have the same KV, all of it. The first one sends."""
+    num_copies: int = 1
 
     @property
     def of_all(self) -> int:
         """Its number among all ranks, as vLLM counts them."""
-        return self.stage * self.num_ranks + self.rank
+        return (self.stage * self.num_copies + self.copy) * self.num_ranks + self.rank
 
     @property
     def num_all(self) -> int:
-        return self.num_stages * self.num_ranks
+        return self.num_stages * self.num_copies * self.num_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +60,12 @@ def dealt(rank: int, num_ranks: int, num_parts: int, what: str = "shards") -> ra
 
 
 def shards_of(place: Place, num_stages: int, num_parts: int) -> list[Shard]:
-    """The shards of a rank, ascending.
+    """The shards of a rank, ascending; none of one that has another's KV.
 
     num_stages: in which the layers travel. num_parts: in which the heads of a stage do. Raises UnsupportedCache.
     """
     parts = dealt(place.rank, place.num_ranks, num_parts)
-    stages = dealt(place.stage, place.num_stages, num_stages, "stages")
+    stages = dealt(place.stage, place.num_stages, num_stages, "stages") if not place.copy else ()
     return [Shard(stage * num_parts + part, stage, part - parts.start) for stage in stages for part in parts]
 
 

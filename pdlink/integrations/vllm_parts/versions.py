@@ -148,13 +148,32 @@ def check_config(
             raise UnsupportedCache(f"{what}, which are transferred from vLLM {_text(HYBRID)} on; {remedy}")
     if tiers is not None and tiers.max_local_cpu_size:
         _check_tiers(kv_cache_config, version, tiers)
+    _check_context_parallel(vllm_config, version, tiers)
+
+
+def _check_context_parallel(vllm_config: Any, version: tuple[int, int], tiers: TiersConfig | None) -> None:
+    """Raises UnsupportedCache.
+
+    Without decode context parallelism every rank of vLLM's prefill context parallelism keeps all of the KV since 0.32
+    (`_gather_prefill_cache_inputs`), so that one of them can send it. What is received or loaded would have to be
+    written on all.
+    """
     parallel = vllm_config.parallel_config
-    for what, size in (
-        ("decode context parallel", getattr(parallel, "decode_context_parallel_size", 1)),
-        ("prefill context parallel", getattr(parallel, "prefill_context_parallel_size", 1)),
-    ):
-        if size != 1:
-            raise UnsupportedCache(f"{what} servers ({size} ranks) cannot transfer KV yet")
+    decode = getattr(parallel, "decode_context_parallel_size", 1)
+    if decode != 1:
+        raise UnsupportedCache(f"decode context parallel servers ({decode} ranks) cannot transfer KV yet")
+    prefill = getattr(parallel, "prefill_context_parallel_size", 1)
+    if prefill == 1:
+        return
+    what = f"prefill_context_parallel_size: got {prefill}"
+    if version < HYBRID:
+        raise UnsupportedCache(
+            f"{what} with vLLM {_text(version)}; limit {_text(HYBRID)}, where every rank keeps all KV"
+        )
+    if vllm_config.kv_transfer_config.is_kv_consumer:
+        raise UnsupportedCache(f"{what} for a server that receives KV; limit 1; take kv_role: kv_producer, or 1 rank")
+    if tiers is not None:
+        raise UnsupportedCache(f"{what} beside tiers; limit 1; take tiers out")
 
 
 def _check_tiers(kv_cache_config: Any, version: tuple[int, int], tiers: TiersConfig) -> None:
@@ -212,12 +231,14 @@ def heads(vllm_config: Any, num_mine: int) -> tuple[range | None, int | None]:
 
 
 def place(vllm_config: Any) -> Place:
-    """Of this process among the ranks of its engine: a stage's ranks follow each other."""
+    """Of this process among the ranks of its engine: a stage's ranks follow each other, copy by copy."""
     parallel = vllm_config.parallel_config
     num_ranks = parallel.tensor_parallel_size
     num_stages = getattr(parallel, "pipeline_parallel_size", 1)
-    stage, rank = divmod(parallel.rank, num_ranks)
-    return Place(stage % num_stages, num_stages, rank, num_ranks)
+    num_copies = getattr(parallel, "prefill_context_parallel_size", 1)
+    before, rank = divmod(parallel.rank, num_ranks)
+    stage, copy = divmod(before, num_copies)
+    return Place(stage % num_stages, num_stages, rank, num_ranks, copy, num_copies)
 
 
 def stage_of(vllm_config: Any, name: str, num_stages: int) -> int:
