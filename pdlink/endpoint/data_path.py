@@ -80,8 +80,7 @@ class DataPath:
         if backlog is None:
             if peer.flow is None:
                 peer.flow = lane.order.flow()
-            offer = pushes[0].offer
-            backlog = transfer.backlog = lane.order.backlog(peer.flow, self._groups.nbytes(offer.start, offer.end))
+            backlog = transfer.backlog = lane.order.backlog(peer.flow, transfer.machine.nbytes)
         flights = [Flight(transfer, push, now_s) for push in pushes]
         for nbytes, job in jobs_of(peer.templates, self._groups.index_of, flights, self._sharing.part_nbytes):
             lane.order.add(Part(backlog, nbytes, job))

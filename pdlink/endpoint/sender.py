@@ -234,7 +234,8 @@ class Sender(Half[Outgoing]):
             self._refuse(peer, machine.transfer_id, "taken_by_another_receiver")
             return
         if offer is not None:
-            self.run(transfer, machine.stop(problem) if problem else machine.offer(offer))
+            assert peer.identity is not None
+            self.run(transfer, machine.stop(problem) if problem else machine.offer(offer, peer.identity.groups))
 
     def _on_stop(self, peer: Peer, transfer_id: str, reason: str) -> None:
         """A receiver ends a transfer. Always answer *quiet*, also for an unknown id, or it fences us."""

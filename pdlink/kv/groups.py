@@ -52,7 +52,7 @@ class KVGroups:
 
     @cached_property
     def token_nbytes(self) -> tuple[int, ...]:
-        """By group: payload of one token in all of its layers."""
+        """By group: payload of one position in all of its layers."""
         return tuple(layout.token_nbytes for layout in self.layouts)
 
     @cached_property
@@ -61,14 +61,15 @@ class KVGroups:
         return all(layout.keeps_all for layout in self.layouts)
 
     def needed(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
-        """By group: what is transferred of tokens [start, end)."""
+        """By group: positions [first, last) of what is transferred of tokens [start, end)."""
         return tuple(layout.needed(start, end) for layout in self.layouts)
 
     def nbytes(self, start: int, end: int) -> int:
         """Payload of tokens [start, end) in all groups."""
-        if len(self.layouts) == 1 and self.keeps_all:
-            return (end - start) * self.token_nbytes[0]
-        ranges = self.needed(start, end)
+        return self.nbytes_of(self.needed(start, end))
+
+    def nbytes_of(self, ranges: Sequence[tuple[int, int]]) -> int:
+        """Payload of positions [first, last) of each group."""
         return sum((last - first) * each for each, (first, last) in zip(self.token_nbytes, ranges, strict=True))
 
     def tables(self, blocks: AnyTables) -> Tables:
@@ -101,9 +102,8 @@ class KVGroups:
             covering = layout.blocks_of(first, last)
             if len(table) != covering.stop - covering.start:
                 where = f" of group {group}" if group else ""
-                return (
-                    f"of {len(table)} blocks{where}; tokens [{first}, {last}) take {covering.stop - covering.start}"
-                )
+                tokens = f"[{first * layout.position_tokens}, {last * layout.position_tokens})"
+                return f"of {len(table)} blocks{where}; tokens {tokens} take {covering.stop - covering.start}"
             if table and not 0 <= min(table) <= max(table) < layout.num_blocks:
                 return f"names a block outside 0..{layout.num_blocks - 1}"
             if len(set(table)) != len(table):

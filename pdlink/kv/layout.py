@@ -7,6 +7,10 @@ order in which buffers were registered with the transport), never by an address.
 The byte of (layer, part, block, token, head) is at
     parts[part].offset + block * block_stride + token * token_stride + head * head_stride
 of region parts[part].region, and `head_nbytes` bytes from there are contiguous.
+
+What lies at one such place is a *position*: a token of most caches, or several tokens that cannot be told apart, such
+as a block that only a kernel can read, or an entry of a compressed cache. Blocks and plans count in positions,
+transfers count in tokens, and `KVLayout.needed` translates.
 """
 
 from __future__ import annotations
@@ -73,10 +77,11 @@ class KVLayout:
     dtype: str
     """Element type as torch spells it ("bfloat16"); only compared, never interpreted."""
     block_tokens: int
+    """Positions of a block."""
     num_blocks: int
     num_heads: int
     head_nbytes: int
-    """Bytes of one (token, head) vector: head_dim x element size."""
+    """Bytes of one (position, head) vector: head_dim x element size where a position is a token."""
     layers: tuple[LayerLayout, ...]
     window: int = 0
     """Tokens that a token attends to, itself included (a sliding window); 0 stands for all before it."""
@@ -85,6 +90,8 @@ class KVLayout:
     state: bool = False
     """A block holds no tokens but a recurrent state: all that is known after the last of its tokens. `block_tokens`
     says which block that is; `token_stride` is 0, because one token's worth is the whole state."""
+    position_tokens: int = 1
+    """Tokens to a position."""
 
     @property
     def keeps_all(self) -> bool:
@@ -92,25 +99,28 @@ class KVLayout:
         return not (self.window or self.state)
 
     def needed(self, start: int, end: int) -> tuple[int, int]:
-        """Of tokens [start, end) the ones that a model needs in these layers to go on with token `end`."""
+        """Of tokens [start, end) the positions [first, last) that a model needs in these layers for token `end`."""
         if self.state:
             return max(start, end - 1), end
         if self.window:
-            return max(start, min(end, end - self.window + 1) // self.window_step * self.window_step), end
-        return start, end
+            start = max(start, min(end, end - self.window + 1) // self.window_step * self.window_step)
+        if self.position_tokens == 1:
+            return start, end
+        last = -(-end // self.position_tokens)
+        return (start // self.position_tokens if start < end else last), last
 
     def blocks_of(self, start: int, end: int) -> slice:
-        """Which of a request's blocks, counted from token 0, hold tokens [start, end)."""
+        """Which of a request's blocks, counted from token 0, hold positions [start, end)."""
         first = start // self.block_tokens
         return slice(first, -(-end // self.block_tokens) if end > start else first)
 
     @property
     def token_nbytes(self) -> int:
-        """Payload bytes of one token over all layers and parts."""
+        """Payload bytes of one position over all layers and parts."""
         return sum(len(layer.parts) for layer in self.layers) * self.num_heads * self.head_nbytes
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens (the last one may be partial)."""
+        """Blocks that hold `num_tokens` positions (the last one may be partial)."""
         return -(-num_tokens // self.block_tokens)
 
     def extent(self, region: int) -> int:
@@ -129,7 +139,7 @@ class KVLayout:
         Raises LayoutMismatch, naming `side` and the layer. Whether it fits the registered buffers is for the
         transport to check.
         """
-        for name in ("block_tokens", "num_blocks", "num_heads", "head_nbytes"):
+        for name in ("block_tokens", "num_blocks", "num_heads", "head_nbytes", "position_tokens"):
             value = getattr(self, name)
             if not 1 <= value < MAX_OFFSET:
                 raise LayoutMismatch(f"{side} layout is malformed: {name} is {value}")
@@ -137,6 +147,10 @@ class KVLayout:
         if not 0 <= window < MAX_OFFSET or not 1 <= step < MAX_OFFSET or (window and self.state):
             raise LayoutMismatch(
                 f"{side} layout is malformed: window {window} in steps of {step}, state {self.state}"
+            )
+        if self.state and self.position_tokens > 1:
+            raise LayoutMismatch(
+                f"{side} layout is malformed: a state of {self.position_tokens} tokens to a position"
             )
         for index, layer in enumerate(self.layers):
             if self.state and layer.token_stride:

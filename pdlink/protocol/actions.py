@@ -17,7 +17,7 @@ class Send(msgspec.Struct, frozen=True, gc=False):
 
 
 class Push(msgspec.Struct, frozen=True, gc=False):
-    """Copy tokens [start, end) of one layer; report its end with `landed`, `dropped` or `lost(push_id)`."""
+    """Copy positions [start, end) of one layer; report its end with `landed`, `dropped` or `lost(push_id)`."""
 
     push_id: int
     layer: int
@@ -26,7 +26,7 @@ class Push(msgspec.Struct, frozen=True, gc=False):
     blocks: tuple[int, ...]
     """The source: block table of the sender for the layer's group, from token 0 on."""
     offer: Offer
-    """The destination: `offer.blocks[group]`, the first of which holds token `first`."""
+    """The destination: `offer.blocks[group]`, the first of which holds position `first`."""
     group: int = 0
     first: int = 0
 

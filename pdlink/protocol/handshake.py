@@ -76,8 +76,8 @@ def _factors(identity: Identity) -> dict[str, object]:
         "head_nbytes": _of(layouts, lambda layout: layout.head_nbytes),
         "parts per layer": _of(layouts, lambda layout: tuple(len(layer.parts) for layer in layout.layers)),
         "window": _of(layouts, lambda layout: layout.window),
-        "window_step": _of(layouts, lambda layout: layout.window_step),
         "state": _of(layouts, lambda layout: layout.state),
+        "position_tokens": _of(layouts, lambda layout: layout.position_tokens),
     }
 
 

@@ -20,7 +20,7 @@ from pdlink.errors import ProtocolError
 from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout  # noqa: TC001  (msgspec reads the annotation at run time)
 
-VERSION = 3
+VERSION = 4
 MAX_FRAME_NBYTES = 4 * 2**20
 """ZeroMQ refuses larger frames unread; an offer of 800,000 blocks fits. A peer can make us hold this times the length
 of a queue."""

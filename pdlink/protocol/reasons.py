@@ -14,6 +14,8 @@ OTHER_PROMPT = "other_prompt"
 """Prefill computes another prompt under this attempt's id."""
 NOT_NEEDED = "not_needed"
 """The receiver has all of it in its own prefix cache: no failure."""
+WINDOW_BLOCKS = "window_blocks"
+"""Prefill's blocks are no multiple of decode's, and windows are kept in whole blocks."""
 OTHER = "other"
 """Any other reason."""
 
@@ -34,6 +36,8 @@ WORDS = {
     "taken_by_another_receiver": "another decode server asked for it first",
     "too_many_early_blocks": "too many offers wait at prefill for their requests",
     "too_many_early_offers": "too many offers wait at prefill for their requests",
+    WINDOW_BLOCKS: "prefill keeps sliding windows in blocks that are no multiple of decode's: give prefill a block "
+    "size that is a multiple of decode's",
 }
 """Codes, and their meaning in words."""
 

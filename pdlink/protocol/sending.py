@@ -4,7 +4,8 @@ A push needs two things: the layer is written here, and the receiver has offered
 triggers the push. A layer is written front to back, possibly in chunks, so one position per layer is its whole state.
 
 Groups of layers differ in the part of the offered tokens that is pushed (`KVLayout.needed`), and in their blocks. The
-part of a recurrent state is the last token, so the state is pushed once, when it is that of the whole prompt.
+part of a recurrent state is the last token, so the state is pushed once, when it is that of the whole prompt. Where
+several tokens make a position, it is pushed when the last of them is written, or the last one offered.
 
 No I/O, no clock: every method returns actions for the driver.
 """
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.protocol import messages
 from pdlink.protocol.actions import Action, End, Fail, Push, Send
+from pdlink.protocol.reasons import WINDOW_BLOCKS
 from pdlink.protocol.states import SENDER, SENDER_ENDS, SenderEvent, SenderState
 
 if TYPE_CHECKING:
@@ -40,12 +42,12 @@ class Sending:
         self.num_tokens = 0
         self._groups, self._group_of = groups, groups.group_of
         self._num_layers = groups.num_layers
-        self._firsts: tuple[int, ...] = ()
-        """Per group: the first offered token that is needed; empty before the offer."""
+        self._needed: tuple[tuple[int, int], ...] = ()
+        """Per group: offered positions [first, last) that the receiver needs; empty before the offer."""
         self._written = [0] * self._num_layers
         """Per layer: tokens [0, n) are in the source blocks."""
         self._pushed = [0] * self._num_layers
-        """Per layer: of the tokens that are needed, those before n have been handed to the transport."""
+        """Per layer: of the positions that are needed, those before n have been handed to the transport."""
         self._in_flight: dict[int, Push] = {}
         self._next_push_id = 0
         self._first_token: int | None = None
@@ -95,15 +97,24 @@ class Sending:
 
     # -- the receiver's messages -------------------------------------------------------------------------------------
 
-    def offer(self, offer: messages.Offer) -> list[Action]:
-        """The receiver's blocks, and its missing tokens. A second offer is ignored."""
+    def offer(self, offer: messages.Offer, theirs: KVGroups | None = None) -> list[Action]:
+        """The receiver's blocks, and its missing tokens. A second offer is ignored.
+
+        theirs: the receiver's groups, whose blocks may have another size; by default as here.
+        """
         if self.state is not SenderState.WAITING:
             return []
         if offer.num_layers != self._num_layers:
             return self.stop(f"offer of {offer.num_layers} layers; the model here has {self._num_layers}")
+        theirs = self._groups if theirs is None else theirs
+        if any(
+            ours.window and ours.window_step % its.window_step
+            for ours, its in zip(self._groups.layouts, theirs.layouts, strict=True)
+        ):
+            return self.stop(WINDOW_BLOCKS)  # this side may have given up what the receiver's first block begins with
         self.offered = offer
-        self._firsts = tuple(first for first, _ in self._groups.needed(offer.start, offer.end))
-        self._pushed = [self._firsts[group] for group in self._group_of]
+        self._needed = theirs.needed(offer.start, offer.end)
+        self._pushed = [self._needed[group][0] for group in self._group_of]
         self._move(SenderEvent.OFFER)
         return self._check_range() or self._push_ready(range(self._num_layers)) + self._complete()
 
@@ -132,8 +143,9 @@ class Sending:
         if self.offered is not None and self.offered.per_layer:
             # Pushes of one layer land in any order: announce tokens only up to the first one in flight.
             starts = [other.start for other in self._in_flight.values() if other.layer == push.layer]
-            end = min(starts, default=self._pushed[push.layer])
-            if end > push.start:
+            position = min(starts, default=self._pushed[push.layer])
+            if position > push.start:
+                end = min(position * self._groups.layouts[push.group].position_tokens, self.offered.end)
                 actions.append(Send(messages.Landed(self.transfer_id, push.layer, end, self._first_token)))
         return actions + self._complete()
 
@@ -176,15 +188,27 @@ class Sending:
         room, `f` in flight, `l` landed. handed: layers of which the transport has a part.
         """
         end = self.num_tokens if self.offered is None else self.offered.end
+        handed_over = self._handed_over()
         pushed = {push.layer for push in self._in_flight.values()}
         return "".join(
             "f" if layer in handed
             else "w" if layer in pushed
-            else "l" if self.offered is not None and self._pushed[layer] >= end
+            else "l" if handed_over[layer]
             else "w" if self.blocks is not None and self._written[layer] >= end
             else "."
             for layer in range(self._num_layers)
         )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that the receiver needs; 0 before the offer."""
+        return self._groups.nbytes_of(self._needed) if self._needed else 0
+
+    def _handed_over(self) -> list[bool]:
+        """Per layer: whether the transport has been handed all that the receiver needs."""
+        if not self._needed:
+            return [False] * self._num_layers
+        return [self._pushed[layer] >= self._needed[group][1] for layer, group in enumerate(self._group_of)]
 
     def _move(self, event: SenderEvent) -> None:
         self.state = SENDER[self.state, event]
@@ -206,10 +230,13 @@ class Sending:
         actions: list[Action] = []
         offer, blocks = self.offered, self.blocks
         for layer in layers:
-            start, end = self._pushed[layer], min(self._written[layer], offer.end)
+            group = self._group_of[layer]
+            first, last = self._needed[group]
+            start, end = self._pushed[layer], last
+            if self._written[layer] < offer.end:
+                end = min(last, self._written[layer] // self._groups.layouts[group].position_tokens)
             if start < end:
-                group = self._group_of[layer]
-                push = Push(self._next_push_id, layer, start, end, blocks[group], offer, group, self._firsts[group])
+                push = Push(self._next_push_id, layer, start, end, blocks[group], offer, group, first)
                 self._next_push_id += 1
                 self._in_flight[push.push_id] = push
                 self._pushed[layer] = end
@@ -225,8 +252,8 @@ class Sending:
             transfer_id=self.transfer_id,
             start=self.offered.start,
             end=self.offered.end,
-            num_layers=sum(position >= self.offered.end for position in self._pushed),
-            nbytes=self._groups.nbytes(self.offered.start, self.offered.end),
+            num_layers=sum(self._handed_over()),
+            nbytes=self.nbytes,
             first_token=self._first_token,
         )
         return [Send(done)]

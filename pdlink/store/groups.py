@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 class GroupedSource:
-    """What the prompts of one engine have in common. Tokens are counted in positions, as by `StoreSource`."""
+    """What the prompts of one engine have in common. Counts in tokens; each group's source counts in positions."""
 
     def __init__(self, sources: Sequence[StoreSource]) -> None:
         """By group. All but the first are `beside` it."""
         self.sources = tuple(sources)
         first = self.sources[0]
         self.store, self.copier, self.speeds = first.store, first.copier, first.speeds
-        self.chunk_tokens, self.lookup_timeout_s = first.chunk_tokens, first.lookup_timeout_s
+        self.chunk_tokens, self.lookup_timeout_s = first.chunk_tokens * first.token_unit, first.lookup_timeout_s
         self.layouts = tuple(source.layout for source in self.sources)
         self.keeps_all = all(layout.keeps_all for layout in self.layouts)
         """Whether any part of a prefix is of use."""
@@ -54,7 +54,7 @@ class GroupedSource:
     ) -> GroupedPrompt:
         """The store for one request. Costs one hash of the prompt for each group."""
         parts = [source.prompt(request_id, tokens, salt, lora=lora, media=media) for source in self.sources]
-        return GroupedPrompt(self, tuple(parts))
+        return GroupedPrompt(self, tuple(parts), len(tokens))
 
     def rename(self, era: str) -> None:
         """As `StoreSource.rename`."""
@@ -89,13 +89,10 @@ class GroupedPrompt:
     source: GroupedSource
     parts: tuple[StoredPrompt, ...]
     """By group."""
+    num_tokens: int
     end: int = 0
     """What the last look-up found ends there; 0 for nothing."""
     _goes_on: int | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return self.parts[0].num_tokens
 
     def lookup(self, begin: int, timeout_s: float, goes_on: int | None = None) -> int:
         """Where what the store has of the prompt ends; 0 for nothing, and never behind its last token but one.
@@ -110,7 +107,7 @@ class GroupedPrompt:
         for index, part in enumerate(self.parts):
             if part.source.layout.keeps_all:
                 found = part.lookup(timeout_s=max(0.0, deadline_s - time.monotonic()))
-                num_chunks = min(num_chunks, found[0].end // chunk_tokens if found else 0)
+                num_chunks = min(num_chunks, found[0].end // part.source.chunk_tokens if found else 0)
                 known[index] = [True] * num_chunks
         self.end = 0
         if num_chunks * chunk_tokens <= begin and not self.source.keeps_all:
@@ -135,8 +132,11 @@ class GroupedPrompt:
         """As `StoredPrompt.tokens_by_place`, of a group that has all tokens; else all are where the last ones are."""
         for part in self.parts:
             if part.source.layout.keeps_all:
-                return part.tokens_by_place(begin, end)
-        last = self.parts[0].records_at(end - 1, end) if end > begin else []
+                unit = part.source.token_unit
+                found = part.tokens_by_place(begin // unit, end // unit)
+                return {place: count * unit for place, count in found.items()}
+        unit = self.parts[0].source.token_unit
+        last = self.parts[0].records_at(end // unit - 1, end // unit) if end > begin else []
         return {self.source.store.places[place]: end - begin for place, _ in last}
 
     def fetch(self, begin: int, end: int) -> GroupedFetch:
@@ -168,7 +168,8 @@ class GroupedPrompt:
             if not stops or end % chunk_tokens:
                 return
             begin = end - chunk_tokens
-        part.store(begin, end, table, layer)
+        unit = part.source.token_unit
+        part.store(begin // unit, end // unit, table, layer)
 
     def close(self) -> None:
         """The request has ended: nothing more is stored, and chunks that are not complete are dropped."""
@@ -197,7 +198,7 @@ class GroupedFetch:
         end: int,
         fetches: Sequence[tuple[StoredPrompt, int, int, AnyFetch]],
     ) -> None:
-        """fetches: of some tokens [first, last) of a group each."""
+        """fetches: of some positions [first, last) of a group each."""
         self._source, self._begin, self._end, self._fetches = source, begin, end, fetches
         self._began_s = time.monotonic()
         self._took_s = 0.0
@@ -208,10 +209,9 @@ class GroupedFetch:
     def _settled(self) -> None:
         self._took_s = time.monotonic() - self._began_s
         chunk_tokens, ends = self._source.chunk_tokens, [self._end]
-        for _, first, last, fetch in self._fetches:
-            ends.append(min(last, (first // chunk_tokens + len(fetch.done.result())) * chunk_tokens))
-            if ends[-1] == last:
-                ends[-1] = self._end
+        for part, first, last, fetch in self._fetches:
+            came = first // part.source.chunk_tokens + len(fetch.done.result())
+            ends.append(self._end if came * part.source.chunk_tokens >= last else came * chunk_tokens)
         end = max(self._begin, min(ends))
         self.done.set_result(end if end == self._end or self._source.keeps_all else self._begin)
 
@@ -255,7 +255,7 @@ class GroupedLoad:
         ends, keeps_all = [self._end], True
         for part, last, load in self._loads:
             came = load.done.result()
-            ends.append(self._end if came == last else came)
+            ends.append(self._end if came == last else came * part.source.token_unit)
             keeps_all = keeps_all and part.source.layout.keeps_all
         end = max(self._begin, min(ends))
         self.done.set_result(end if end == self._end or keeps_all else self._begin)

@@ -45,7 +45,6 @@ class SourceGroup:
     layout: KVLayout
     revision: str
     """KV of equal ones may be shared. Of groups of one engine each has another."""
-    token_unit: int = 1
     orders: Sequence[str] = ("PTH",)
     heads: range | None = None
     num_heads: int | None = None
@@ -60,7 +59,6 @@ def open_source(
     *,
     model: str,
     revision: str,
-    token_unit: int = 1,
     orders: Sequence[str] = ("PTH",),
     heads: range | None = None,
     num_heads: int | None = None,
@@ -73,7 +71,7 @@ def open_source(
     peers: tiers that are stores of other nodes.
     Raises ConfigError, OSError if there is not enough memory, and for buffers of a GPU what `GpuPages` raises.
     """
-    group = SourceGroup(layout, revision, token_unit, orders, heads, num_heads)
+    group = SourceGroup(layout, revision, orders, heads, num_heads)
     opened = open_groups(config, name, [group], buffers, pool, model=model, released=released, peers=peers)
     return None if opened is None else opened.sources[0]
 
@@ -99,7 +97,9 @@ def open_groups(
             f"tiers.codec: got {FP8!r}, which changes the KV; limit it with tiers.lossy: {FP8}; set both, or use lz4"
         )
     shapes = [
-        shape_of(group.layout, config.chunk_size // group.token_unit, group.num_heads, group.orders, lossy)
+        shape_of(
+            group.layout, config.chunk_size // group.layout.position_tokens, group.num_heads, group.orders, lossy
+        )
         for group in groups
     ]
     largest_nbytes = max(shape.nbytes for shape in shapes)
@@ -137,7 +137,6 @@ def open_groups(
             model=model,
             revision=group.revision,
             chunk_tokens=config.chunk_size,
-            token_unit=group.token_unit,
             orders=group.orders,
             heads=group.heads,
             num_heads=group.num_heads,

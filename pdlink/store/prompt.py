@@ -114,12 +114,12 @@ class StoredPrompt:
     def choose(self, cached: int, other: Speed, *, always: bool = False) -> Choice:
         """How much of what was found to load, where the engine's blocks have the first `cached` tokens.
 
-        other: seconds for tokens that are not loaded. always: load all, whatever it takes.
+        other: seconds for tokens that are not loaded. always: load all, whatever it takes. Counts in tokens.
         """
         source, found = self.source, self._found.places if self._found is not None else ()
-        chunk = (source.chunk_tokens, source.shape.nbytes)
-        choice = choose(cached, found, *chunk, source.speeds, other, time.monotonic())
-        end = len(found) * source.chunk_tokens
+        chunk_tokens = source.chunk_tokens * source.token_unit
+        choice = choose(cached, found, chunk_tokens, source.shape.nbytes, source.speeds, other, time.monotonic())
+        end = len(found) * chunk_tokens
         return choice._replace(end=end, reason="always") if always and end > cached else choice
 
     def tokens_by_place(self, begin: int, end: int) -> dict[str, int]:

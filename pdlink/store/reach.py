@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 
 
 def part_of(layout: KVLayout, begin: int, end: int, goes_on: int) -> tuple[int, int]:
-    """Of tokens [begin, end) those that a group needs to go on with token `goes_on`; an empty range if none."""
+    """Positions of tokens [begin, end) that a group needs to go on with token `goes_on`; an empty range if none.
+
+    end: of a chunk.
+    """
     first, last = layout.needed(begin, goes_on)
+    end //= layout.position_tokens
     return (first, min(last, end)) if first < end else (end, end)
 
 
 def chunks_of(begin: int, end: int, chunk_tokens: int) -> range:
-    """The chunks that hold tokens [begin, end)."""
+    """The chunks of so many positions that hold positions [begin, end)."""
     return range(begin // chunk_tokens, -(-end // chunk_tokens) if end > begin else begin // chunk_tokens)
 
 
@@ -46,7 +50,11 @@ def reach(
             num_chunks = min(num_chunks, (*has, False).index(False))
     partial = [(layout, has) for layout, has in zip(layouts, known, strict=True) if not layout.keeps_all]
     for end in range(num_chunks * chunk_tokens, begin, -chunk_tokens):
-        parts = ((has, part_of(layout, begin, end, end if goes_on is None else goes_on)) for layout, has in partial)
-        if all(has[chunk] for has, part in parts for chunk in chunks_of(*part, chunk_tokens)):
+        then = end if goes_on is None else goes_on
+        if all(
+            has[chunk]
+            for layout, has in partial
+            for chunk in chunks_of(*part_of(layout, begin, end, then), chunk_tokens // layout.position_tokens)
+        ):
             return end
     return 0

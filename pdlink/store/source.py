@@ -69,7 +69,6 @@ class StoreSource:
         model: str,
         revision: str,
         chunk_tokens: int,
-        token_unit: int = 1,
         orders: Sequence[str] = ("PTH",),
         heads: range | None = None,
         num_heads: int | None = None,
@@ -82,7 +81,7 @@ class StoreSource:
     ) -> None:
         """buffers: of the engine's cache, by region index of `layout`. lookup_timeout_s: for the tiers' answers.
 
-        token_unit: tokens to a position of `layout`. All but `chunk_tokens` and prompts is counted in positions.
+        All but `chunk_tokens` and prompts is counted in positions of `layout`.
         orders, lossy: see `shape_of`.
         heads, num_heads: for a tensor parallel rank: which KV heads `layout` holds, of how many. Ranks of one store
         fill the same records, whatever the number of ranks, and find what all of them have stored.
@@ -96,10 +95,11 @@ class StoreSource:
         self.store, self.layout, self.pool = store, layout, pool
         self.gpu = gpu
         self.arrays = [] if gpu is not None else [buffer.array for buffer in cast("Sequence[HostBuffer]", buffers)]
+        token_unit = layout.position_tokens
         if chunk_tokens % token_unit:
             raise ConfigError(
-                f"tiers.chunk_size: got {chunk_tokens} tokens; limit a multiple of {token_unit}, the tokens of a "
-                "block, whose inside only this engine knows; choose one"
+                f"tiers.chunk_size: got {chunk_tokens} tokens; limit a multiple of {token_unit}, the tokens that "
+                "only this engine can tell apart (a block of its kernel, an entry of a compressed cache); choose one"
             )
         self.chunk_tokens, self.lookup_timeout_s = chunk_tokens // token_unit, lookup_timeout_s
         self.token_unit = token_unit

@@ -59,6 +59,25 @@ CROSSING = [900 + 30 * count for count in range(8)]
 KINDS = {
     # name: model, flags of both, of decode, transport, lengths whose answers are compared, many at once, groups
     "windows": (save_window_model, [], ["--num-gpu-blocks-override", "60"], "auto", LENGTHS, LENGTHS[1:], 3),
+    "windows in other blocks": (
+        save_window_model,
+        [],
+        ["--block-size", "32", "--num-gpu-blocks-override", "220"],
+        "tcp",
+        LENGTHS,
+        LENGTHS[1:],
+        3,
+    ),
+    # With AMX blocks that only its kernel can read.
+    "windows in bfloat16": (
+        save_window_model,
+        ["--dtype", "bfloat16"],
+        ["--num-gpu-blocks-override", "60"],
+        "auto",
+        LAST_ALONE,
+        LENGTHS[1:],
+        3,
+    ),
     "states": (
         save_recurrent_model,
         ["--dtype", "bfloat16"],
@@ -71,7 +90,15 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=["windows", pytest.param("states", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "windows",
+        "windows in other blocks",
+        pytest.param("windows in bfloat16", marks=pytest.mark.slow),
+        pytest.param("states", marks=pytest.mark.slow),
+    ],
+)
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hybrid]:
     save, flags, more, transport, lengths, crowd, num_groups = KINDS[request.param]
     place = tmp_path_factory.mktemp(request.param)

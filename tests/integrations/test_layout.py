@@ -22,7 +22,6 @@ from pdlink.integrations.vllm_parts.layout import (
     LayerView,
     UnsupportedCache,
     describe,
-    in_one_unit,
 )
 from pdlink.integrations.vllm_parts.memory import regions
 from pdlink.kv.plan import bind, template
@@ -144,7 +143,7 @@ def test_mla_is_one_latent(shape: tuple[int, ...]) -> None:
 def test_blocks_of_a_form_of_their_own_travel_whole() -> None:
     views, _ = _views(list(torch.zeros(LAYERS, 6, HEADS, 32, 2 * SIZE)))
     cache = describe(views, GroupKind((), PACKED, head_size=SIZE, dtype="float32"))
-    assert cache.token_unit == 32
+    assert cache.layout.position_tokens == 32
     assert (cache.layout.block_tokens, cache.layout.head_nbytes) == (1, HEADS * 32 * 2 * SIZE * 4)
     other = describe(views, GroupKind((), COLUMNS, head_size=SIZE, dtype="float32"))
     assert cache.layout.dtype != other.layout.dtype, "the handshake refuses a peer with another form"
@@ -169,10 +168,11 @@ def test_latents_and_an_indexers_keys_share_lists_of_blocks_and_travel_whole() -
         GroupKind((), PACKED, latent=True, head_size=132, dtype="uint8 DEEPSEEK_V32_INDEXER"),
     )
     cache = CacheGroups.of([latent, indexer], 6)
-    assert cache.token_unit == 32
+    assert [layout.position_tokens for layout in cache.groups.layouts] == [32, 32]
     assert cache.groups.overlaid == ()
     assert [layout.head_nbytes for layout in cache.groups.layouts] == [32 * 24 * 4, 32 * 132]
-    assert cache.groups.needed(0, 2) == ((0, 2), (0, 2)), "33 tokens are two blocks of both"
+    assert cache.groups.needed(0, 33) == ((0, 2), (0, 2)), "33 tokens are two blocks of both"
+    assert (latent.shard(1, 2), indexer.shard(0, 2)) == (latent, indexer), "each rank has the same"
 
 
 def test_layers_that_share_a_cache_are_sent_once() -> None:
@@ -251,34 +251,35 @@ def test_groups_are_laid_over_each_other_and_counted_together() -> None:
     assert (full.layout.window, full.layout.window_step) == (5, 8), "whole blocks of vLLM's scheduler"
 
 
-def test_a_state_beside_blocks_that_only_a_kernel_reads_is_counted_in_whole_blocks() -> None:
-    """As of Qwen3-Next in bfloat16 on CPUs with AMX."""
+def test_a_state_and_a_window_stand_beside_blocks_that_only_a_kernel_reads() -> None:
+    """As of Qwen3-Next and Gemma 3 in bfloat16 on CPUs with AMX."""
     tensors, _ = _caches("fused", 8, 4)
     views, _ = _views(tensors)  # a block of vLLM's is two of 4 tokens
-    packed = describe(views, GroupKind((), PACKED, head_size=SIZE, dtype="float32"))
-    state = describe([_state(4)], GroupKind(("state",), STATE, dtype="u8", block_tokens=8))
-    caches = in_one_unit([packed, state])
-    groups = CacheGroups.of(caches, 4)
-    assert groups.token_unit == packed.token_unit == 4
-    assert [layout.block_tokens for layout in groups.groups.layouts] == [1, 2]
-    tables = groups.groups.tables(groups.kernel_blocks(((3, 1), (2, 0))))
-    assert tables == ((6, 7, 2, 3), (2, 0))
-    for num_tokens, block in ((1, 2), (8, 2), (9, 0), (16, 0)):
-        end = -(-num_tokens // 4)
-        whole, last = groups.groups.part(tables, 0, end)
-        assert (len(whole), last) == (end, (block,)), num_tokens
-
-
-def test_windows_and_uneven_sizes_beside_such_blocks_are_refused_by_name() -> None:
-    tensors, _ = _caches("fused", 8, 4)
-    views, _ = _views(tensors)
-    packed = describe(views, GroupKind((), PACKED, head_size=SIZE, dtype="float32"))
+    packed = describe(views, GroupKind((), PACKED, head_size=SIZE, dtype="float32", block_tokens=8))
     window = describe(views, GroupKind((), PACKED, head_size=SIZE, dtype="float32", block_tokens=8, window=5))
-    odd = describe([_state(4)], GroupKind(("state",), STATE, dtype="u8", block_tokens=101))
-    rows = describe(views, GroupKind((), ROWS, head_size=SIZE, dtype="float32"))
-    for caches in ([packed, window], [packed, odd], [packed, rows]):
-        with pytest.raises(UnsupportedCache, match="blocks that only a kernel can read"):
-            CacheGroups.of(in_one_unit(caches), 4)
+    state = describe([_state(4)], GroupKind(("state",), STATE, dtype="u8", block_tokens=8))
+    groups = CacheGroups.of([packed, window, state], 4)
+    assert [layout.position_tokens for layout in groups.groups.layouts] == [4, 4, 1]
+    tables = groups.groups.tables(groups.kernel_blocks(((3, 1), (0, 2), (2, 0))))
+    assert tables == ((6, 7, 2, 3), (0, 1, 4, 5), (2, 0))
+    for num_tokens, num_blocks, kept, block in (
+        (1, 1, (0,), 2),
+        (8, 2, (0, 1), 2),
+        (12, 3, (4,), 0),
+        (16, 4, (4, 5), 0),
+    ):
+        assert groups.groups.part(tables, 0, num_tokens) == (tables[0][:num_blocks], kept, (block,)), num_tokens
+
+
+def test_an_entry_of_a_compressed_cache_is_a_position() -> None:
+    """As of DeepSeek V4: latents of 4 tokens to an entry, in rows or in whole blocks."""
+    fours, _ = _views([torch.zeros(6, 64, 24)])
+    for form, positions, position_tokens in ((ROWS, 64, 4), (PACKED, 1, 256)):
+        kind = GroupKind((), form, latent=True, head_size=24, dtype="bfloat16", block_tokens=256, entry_tokens=4)
+        layout = describe(fours, kind).layout
+        assert (layout.block_tokens, layout.position_tokens) == (positions, position_tokens)
+        assert layout.needed(0, 257) == (0, -(-257 // position_tokens)), "the last one is begun"
+        layout.check("own")
 
 
 def test_handshake_takes_the_largest_layouts_of_attention_on_cpus() -> None:

@@ -29,14 +29,14 @@ def test_steps_with_tokens_of_prompts_are_measured_and_others_are_not() -> None:
     assert not pace.receiving.known
 
 
-def test_what_another_server_sends_is_measured_in_positions_if_it_comes() -> None:
+def test_what_another_server_sends_is_measured_if_it_comes() -> None:
     clock = Clock()
-    pace = Pace(token_unit=16, clock=clock)
+    pace = Pace(clock=clock)
     pace.offered("a", 160)
     pace.offered("b", 160)
     clock.now_s += 1.0
     pace.received({"a", "b", "stranger"}, failed={"b"})
     clock.now_s += 7.0
     pace.received({"a"}, failed=set())
-    assert pace.receiving.takes_s(10, clock.now_s) == pytest.approx(1.0)
+    assert pace.receiving.takes_s(160, clock.now_s) == pytest.approx(1.0)
     assert not pace.computing.known

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from .sglang_process import Engine
-from .test_sglang_hicache import Store
-
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang", allow_module_level=True)
+
+from .sglang_process import Engine  # noqa: E402
+from .test_sglang_hicache import Store  # noqa: E402
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -49,7 +49,7 @@ def test_a_rank_with_several_shards_feeds_as_many_ranks(num_heads: int, shards: 
         )
 
     whole = sized(num_heads, 4)
-    cache = CacheLayout(whole, {name: (index,) for index, name in enumerate(NAMES)}, 1)
+    cache = CacheLayout(whole, {name: (index,) for index, name in enumerate(NAMES)})
     source = Buffer(whole.extent(0))
     source.array[:] = np.random.default_rng(3).integers(0, 256, source.nbytes, np.uint8)
     nodes = [ShardNode(hub, shard, cache.shard(shard, shards).layout, source).open() for shard in range(shards)]
@@ -93,7 +93,7 @@ def test_a_rank_with_several_shards_feeds_as_many_ranks(num_heads: int, shards: 
 
 
 def half_of(node: Node, shard: int, planes: dict[str, tuple[int, ...]], news: threading.Event) -> WorkerHalf:
-    cache = CacheGroups.of([CacheLayout(node.layout, planes, 1)], node.layout.num_blocks)
+    cache = CacheGroups.of([CacheLayout(node.layout, planes)], node.layout.num_blocks)
     return WorkerHalf([(shard, node.node, cache)], cache, preemption_s=5.0, news=news)
 
 
@@ -120,7 +120,7 @@ def test_a_rank_with_all_layers_and_two_stages_serve_each_other(one_prefills: bo
         sizes = {"num_blocks": 32, "block_tokens": 4, "num_heads": 2, "head_dim": 4}
         return paged_layout(dtype="float32", itemsize=4, num_layers=num_layers, order="LBPHT", **sizes)
 
-    cache = CacheLayout(sized(3), {name: (index,) for index, name in enumerate(NAMES)}, 1)
+    cache = CacheLayout(sized(3), {name: (index,) for index, name in enumerate(NAMES)})
     parts = [cache.of_layers(frozenset(names)) for names in STAGES]
     memory = Buffer(cache.layout.extent(0))
     memory.array[:] = np.random.default_rng(3).integers(0, 256, memory.nbytes, np.uint8)

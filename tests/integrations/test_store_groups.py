@@ -10,7 +10,7 @@ import random
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -69,6 +69,13 @@ def layouts() -> list[KVLayout]:
     return [full, window, state]
 
 
+def in_whole_blocks(layout: KVLayout) -> KVLayout:
+    """The same memory, as blocks that only a kernel can read."""
+    nbytes, tokens = layout.block_tokens * HEAD, layout.block_tokens
+    layers = tuple(replace(layer, token_stride=nbytes, head_stride=nbytes) for layer in layout.layers)
+    return replace(layout, block_tokens=1, head_nbytes=nbytes, position_tokens=tokens, layers=layers)
+
+
 @dataclass
 class Request:
     """As vLLM's scheduler knows it."""
@@ -96,13 +103,15 @@ def new_request(name: str, prompt: list[int]) -> Request:
 class Server:
     """One rank without a link, and a scheduler that gives blocks away as early as vLLM's does."""
 
-    def __init__(self, store: Store, choose: random.Random, copies_s: float) -> None:
+    def __init__(self, store: Store, choose: random.Random, copies_s: float, packed: Sequence[int] = ()) -> None:
+        """packed: groups whose blocks only a kernel can read."""
         self.choose = choose
         self.layouts = layouts()
         self.buffers = [self.allocate(layout.extent(region)) for region, layout in enumerate(self.layouts)]
         gpu = self.gpu()
         sources: list[StoreSource] = []
-        for group, layout in enumerate(self.layouts):
+        described = [in_whole_blocks(one) if group in packed else one for group, one in enumerate(self.layouts)]
+        for group, layout in enumerate(described):
             beside = sources[0] if sources else None
             sources.append(
                 StoreSource(
@@ -119,7 +128,7 @@ class Server:
             )
         self.source = GroupedSource(sources)
         planes: dict[str, tuple[int, ...]] = {name: (at,) for at, name in enumerate(sum(NAMES, []))}
-        cache = CacheGroups(KVGroups(tuple(self.layouts)), planes, 1, (1, 1, 1))
+        cache = CacheGroups(KVGroups(tuple(described)), planes, (1, 1, 1))
         news = threading.Event()
         self.half = StoreHalf(self.source, cache, news=news, load_if_faster=False, copies_s=copies_s)
         self.steps = Steps(news, WorkerHalf([], cache, preemption_s=5.0, news=news), self.half)
@@ -361,11 +370,15 @@ def value(group: int, layer: int, prefix: int) -> np.ndarray[Any, Any]:
 
 @contextmanager
 def serving(
-    choose: random.Random, nbytes: int = 1 << 20, tiers: list[Tier] | None = None, copies_s: float = WAIT_S
+    choose: random.Random,
+    nbytes: int = 1 << 20,
+    tiers: list[Tier] | None = None,
+    copies_s: float = WAIT_S,
+    packed: Sequence[int] = (),
 ) -> Iterator[tuple[Server, Store]]:
     store = Store(nbytes, make_policy("lru"), tiers or [])
     store.open()
-    server = Server(store, choose, copies_s)
+    server = Server(store, choose, copies_s, packed)
     try:
         yield server, store
         server.step()  # which reports what has ended
@@ -391,8 +404,9 @@ def keys_of(server: Server, group: int, prompt: list[int] = PROMPT) -> list[byte
     return server.source.sources[group].prompt("any", prompt).keys
 
 
-def test_what_was_computed_once_is_loaded_into_every_group() -> None:
-    with serving(random.Random(0)) as (server, _):
+@pytest.mark.parametrize("packed", [(), (1,), (0, 1)], ids=str)
+def test_what_was_computed_once_is_loaded_into_every_group(packed: tuple[int, ...]) -> None:
+    with serving(random.Random(0), packed=packed) as (server, _):
         assert server.run("first", PROMPT) == 0
         assert server.run("again", PROMPT) == 96, "a step ended there, and left a state"
         assert server.run("longer", [*PROMPT, 1, 2, 3]) == 112
@@ -400,13 +414,14 @@ def test_what_was_computed_once_is_loaded_into_every_group() -> None:
         assert server.run("other", [*PROMPT[:40], *range(60)]) == 32
 
 
+@pytest.mark.parametrize("packed", [(), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize(
     ("group", "chunk", "reaches"),
     [(0, 0, 0), (0, 5, 64), (1, 5, 64), (1, 4, 96), (1, 0, 96), (2, 5, 64), (2, 3, 96), (2, 1, 96)],
 )
-def test_a_hit_is_complete_in_every_group(group: int, chunk: int, reaches: int) -> None:
+def test_a_hit_is_complete_in_every_group(group: int, chunk: int, reaches: int, packed: tuple[int, ...]) -> None:
     """Steps of 32 leave states at 32, 64 and 96; before 96 the window has tokens of chunk 5 only."""
-    with serving(random.Random(0)) as (server, store):
+    with serving(random.Random(0), packed=packed) as (server, store):
         server.run("first", PROMPT)
         store.clear([keys_of(server, group)[chunk]])
         assert server.run("again", PROMPT) == reaches
@@ -464,7 +479,8 @@ def test_whatever_happens_no_step_reads_what_is_not_its_own() -> None:
     print("seed", seed)
     choose = random.Random(seed)
     roots = [[choose.randrange(1000) for _ in range(130)] for _ in range(4)]
-    with serving(choose, nbytes=1 << 19) as (server, store):
+    packed = choose.choice([(), (1,), (0, 1)])
+    with serving(choose, nbytes=1 << 19, packed=packed) as (server, store):
         alive: list[Request] = []
         for turn in range(250):
             if len(alive) < 4:

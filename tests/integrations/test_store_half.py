@@ -69,7 +69,6 @@ class Server:
             model="m",
             revision=revision,
             chunk_tokens=CHUNK,
-            token_unit=cache.token_unit,
             orders=cache.record_orders,
             own_places=own_places,
         )

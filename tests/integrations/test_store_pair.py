@@ -33,7 +33,7 @@ class Decode(Server):
 
     def __init__(self, pair: Pair, store: Store) -> None:
         super().__init__(pair.decode, ratio=2)
-        cache = CacheLayout(pair.decode.layout, {name: (at,) for at, name in enumerate(NAMES)}, 1)
+        cache = CacheLayout(pair.decode.layout, {name: (at,) for at, name in enumerate(NAMES)})
         source = StoreSource(
             store,
             cache.layout,

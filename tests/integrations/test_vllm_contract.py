@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import warnings
+from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -224,10 +225,98 @@ def test_every_kind_of_cache_is_known_or_refused_by_its_name() -> None:
         kv.ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=32),
         kv.CrossAttentionSpec(**ATTENTION),
         kv.EncoderOnlyAttentionSpec(**ATTENTION),
-        kv.FullAttentionSpec(**ATTENTION, tokens_per_state=4),
+        kv.FullAttentionSpec(**ATTENTION, tokens_per_state=Fraction(1, 4)),
+        kv.SlidingWindowMLASpec(**ATTENTION, sliding_window=40, bounded_replay=True),
     ):
-        with pytest.raises(UnsupportedCache, match=f"{type(spec).__name__}|4 tokens to an entry"):
+        expected = f"{type(spec).__name__}|1/4 tokens to an entry|--no-swa-bounded-replay"
+        with pytest.raises(UnsupportedCache, match=expected):
             kinds_of(spec)
+
+
+@needs_hybrid
+def test_compressed_caches_of_deepseek_v4_are_described_as_vllm_lays_them_out() -> None:
+    """Latents of 4 and 128 tokens to an entry and an indexer's keys share lists of blocks; windows hold what is not
+    compressed yet. No kernel of these runs on CPUs: the tensors are made as vLLM makes them."""
+    latent = {"block_size": 256, "num_kv_heads": 1, "model_version": "deepseek_v4", "alignment": 512}
+    compressed = {
+        "l.0.attn": kv.MLAAttentionSpec(**latent, head_size=512, dtype=torch.bfloat16, tokens_per_state=4),
+        "l.1.attn": kv.MLAAttentionSpec(**latent, head_size=512, dtype=torch.bfloat16, tokens_per_state=128),
+        "l.0.indexer": kv.MLAAttentionSpec(**latent, head_size=132, dtype=torch.uint8, tokens_per_state=4),
+    }
+    window = {"num_kv_heads": 1, "model_version": "deepseek_v4", "alignment": 512, "dtype": torch.float32}
+    groups = [
+        KVCacheGroupSpec([*compressed], kv.UniformTypeKVCacheSpecs(block_size=256, kv_cache_specs=compressed)),
+        KVCacheGroupSpec(
+            ["l.0.swa"], kv.SlidingWindowMLASpec(**window, block_size=64, head_size=512, sliding_window=128)
+        ),
+        KVCacheGroupSpec(
+            ["l.0.state"], kv.SlidingWindowMLASpec(**window, block_size=4, head_size=1024, sliding_window=8)
+        ),
+    ]
+    cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+    names = [name for group in groups for name in group.layer_names]
+    layers = {"l.0.attn": Unknown(), "l.0.indexer": Indexer(), "l.0.state": Unknown()}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    specs = compressed | {group.layer_names[0]: group.kv_cache_spec for group in groups[1:]}
+    found, blocks = {}, 8
+    for kind in cache_groups.kinds(config, cache, names):
+        (name,) = kind.names
+        shape, strides = _tensor_of(specs[name], blocks)
+        view = LayerView(name, shape, strides, 1, 0, 0)
+        found[name] = describe([view], kind).layout
+    assert {name: (one.block_tokens, one.position_tokens, one.window) for name, one in found.items()} == {
+        "l.0.attn": (1, 256, 0),
+        "l.1.attn": (2, 128, 0),
+        "l.0.indexer": (1, 256, 0),
+        "l.0.swa": (64, 1, 128),
+        "l.0.state": (1, 4, 8),
+    }
+    assert cache_groups.tables(cache, [[1, 2], [3, 4, 5, 6, 7], [7] * 80]) == (
+        *[(1, 2)] * 3,
+        (3, 4, 5, 6, 7),
+        (7,) * 80,
+    )
+    assert not cache_groups.keeps_all(cache)
+    for name, needed in (
+        ("l.0.attn", (0, 2)),
+        ("l.1.attn", (0, 3)),
+        ("l.0.swa", (128, 300)),
+        ("l.0.state", (73, 75)),
+    ):
+        assert found[name].needed(0, 300) == needed
+        nbytes = specs[name].unpadded_page_size_bytes
+        layout = found[name]
+        assert layout.block_tokens * layout.head_nbytes == nbytes, "a block holds all of a page but its padding"
+
+
+class Unknown:
+    """A layer with a backend of its own, as compressors have."""
+
+    @staticmethod
+    def get_attn_backend() -> Any:
+        return SimpleNamespace(get_name=lambda: "CompressorBackend")
+
+
+def _tensor_of(spec: Any, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides in bytes of the tensor that vLLM makes: [block, head, state, bytes of a state]."""
+    width = spec.state_content_size_bytes
+    shape = (num_blocks, spec.num_heads, spec.num_states, width)
+    return shape, (spec.page_size_bytes, spec.num_states * width, width, 1)
+
+
+@needs_hybrid
+def test_the_ring_of_a_compressor_is_one_block_that_is_pushed_last() -> None:
+    """DeepSeek V4.1 and others keep a request's open group of tokens in one block for as long as it runs."""
+    spec = kv.CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=64, head_size_v=0, dtype=torch.float32)
+    (kind,) = kinds_of(spec)
+    shape, strides = _tensor_of(spec, 8)
+    layout = describe([LayerView("layer.0", shape, strides, 1, 0, 0)], kind).layout
+    assert (layout.state, layout.head_nbytes) == (True, spec.page_size_bytes)
+    layout.check("own")
+    for num_tokens in (1, 9, 2**20):
+        assert layout.blocks_of(*layout.needed(0, num_tokens)) == slice(0, 1)
+    config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a"], spec)])
+    assert not cache_groups.keeps_all(config)
 
 
 class Indexer:
@@ -241,7 +330,7 @@ class Indexer:
 
 
 @needs_hybrid
-def test_latents_and_an_indexers_keys_in_one_group_of_vllm_are_two_of_ours_in_whole_blocks() -> None:
+def test_latents_and_an_indexers_keys_in_one_group_of_vllm_are_two_of_ours() -> None:
     """DeepSeek V3.2, as vLLM puts its layers together."""
     latent = {"block_size": 64, "num_kv_heads": 1}
     specs = {
@@ -254,7 +343,7 @@ def test_latents_and_an_indexers_keys_in_one_group_of_vllm_are_two_of_ours_in_wh
     layers = {name: Indexer() for name in specs if "indexer" in name}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     attention, indexer = cache_groups.kinds(config, cache, list(specs))
-    assert [kind.form for kind in (attention, indexer)] == ["packed", "packed"]
+    assert [kind.form for kind in (attention, indexer)] == ["rows", "packed"]
     assert indexer.dtype == "uint8 DEEPSEEK_V32_INDEXER"
     assert attention.names == ("model.layers.0.attn", "model.layers.1.attn")
     assert cache_groups.tables(cache, [[3, 1]]) == ((3, 1), (3, 1))

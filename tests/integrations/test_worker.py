@@ -27,7 +27,7 @@ NAMES = ("model.0", "model.1", "model.2")
 
 
 def cache_of(node: Node, ratio: int = 1) -> CacheGroups:
-    return CacheGroups(groups_of(node.layout), {name: (index,) for index, name in enumerate(NAMES)}, 1, (ratio,))
+    return CacheGroups(groups_of(node.layout), {name: (index,) for index, name in enumerate(NAMES)}, (ratio,))
 
 
 def half_of(node: Node, ratio: int = 1, *, preemption_s: float, news: threading.Event) -> WorkerHalf:

@@ -57,6 +57,26 @@ def test_a_window_needs_its_last_tokens_and_a_state_the_last_one(
     )
 
 
+@pytest.mark.parametrize(
+    ("start", "end", "full", "window"),
+    [
+        (0, 22, (0, 6), (4, 6)),
+        (0, 21, (0, 6), (4, 6)),
+        (8, 20, (2, 5), (3, 5)),
+        (7, 8, (1, 2), (1, 2)),
+        (9, 9, (3, 3), (3, 3)),
+    ],
+)
+def test_positions_of_several_tokens_are_needed_whole(
+    start: int, end: int, full: tuple[int, int], window: tuple[int, int]
+) -> None:
+    """The last one may have some of its tokens only."""
+    fours = replace(layout(), position_tokens=4)
+    both = KVGroups((fours, replace(fours, window=6, window_step=4)))
+    assert both.needed(start, end) == (full, window)
+    assert both.nbytes(start, end) == (full[1] - full[0] + window[1] - window[0]) * fours.token_nbytes
+
+
 def test_every_group_gives_the_blocks_of_what_it_needs() -> None:
     tables = ((1, 2, 3, 4, 5, 6), (1, 2, 3), (8,))
     part = GROUPS.part(tables, 5, 22)
@@ -104,6 +124,8 @@ def test_layers_are_counted_through_all_groups() -> None:
         (KVGroups((replace(layout(), window_step=0),)), "in steps of 0"),
         (KVGroups((replace(state(), window=5),)), "window 5 in steps of 1, state True"),
         (KVGroups((replace(layout(), state=True),)), "a state with a step between tokens"),
+        (KVGroups((replace(layout(), position_tokens=0),)), "position_tokens is 0"),
+        (KVGroups((replace(state(), position_tokens=2),)), "a state of 2 tokens to a position"),
     ],
 )
 def test_a_malformed_group_is_refused(groups: KVGroups, message: str) -> None:

@@ -24,18 +24,25 @@ WINDOW, STEP, TOKENS = 5, 4, 22
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
-def _group(region: int, head_nbytes: int, block_tokens: int, *, token_stride: int) -> KVLayout:
+def _group(
+    region: int, head_nbytes: int, block_tokens: int, *, token_stride: int, page_nbytes: int = PAGE_NBYTES
+) -> KVLayout:
     layers = tuple(
-        LayerLayout((Part(region, layer * NUM_BLOCKS * PAGE_NBYTES),), PAGE_NBYTES, token_stride, head_nbytes)
+        LayerLayout((Part(region, layer * NUM_BLOCKS * page_nbytes),), page_nbytes, token_stride, head_nbytes)
         for layer in range(LAYERS)
     )
     return KVLayout("u8", block_tokens, NUM_BLOCKS, 1, head_nbytes, layers)
 
 
-def groups(block_tokens: int, *, overlaid: bool) -> KVGroups:
-    """Full attention, a window, a recurrent state; over each other as in vLLM, or in memory of their own."""
+def groups(block_tokens: int, step: int, position_tokens: int, *, overlaid: bool) -> KVGroups:
+    """Full attention, a window, a recurrent state; over each other as in vLLM, or in memory of their own.
+
+    step: tokens of a window's block. position_tokens: of the window.
+    """
     full = _group(0, 8, block_tokens, token_stride=8)
-    window = replace(_group(0 if overlaid else 1, 16, STEP, token_stride=16), window=WINDOW, window_step=STEP)
+    nbytes = 16 * position_tokens
+    window = _group(0 if overlaid else 1, nbytes, step // position_tokens, token_stride=nbytes, page_nbytes=16 * step)
+    window = replace(window, window=WINDOW, window_step=step, position_tokens=position_tokens)
     state = replace(_group(0 if overlaid else 2, STATE_NBYTES, 1000, token_stride=0), state=True)
     return KVGroups((full, window, state))
 
@@ -53,21 +60,29 @@ def memory(node: pdlink.Node) -> list[HostBuffer]:
 class Ends:
     """A pair of nodes; the first one's pages are random."""
 
-    def __init__(self, transport: str, *, overlaid: bool = True) -> None:
+    def __init__(
+        self,
+        transport: str,
+        *,
+        overlaid: bool = True,
+        steps: tuple[int, int] = (STEP, STEP),
+        position_tokens: int = 1,
+    ) -> None:
+        """steps: tokens of a window's block, on each side."""
         hub = LoopbackHub()
 
-        def node(name: str, block_tokens: int) -> pdlink.Node:
+        def node(name: str, block_tokens: int, step: int) -> pdlink.Node:
             """With checksums of all that is sent."""
             kind = "auto" if transport == "loopback" else transport
             return pdlink.Node(
                 name,
-                groups(block_tokens, overlaid=overlaid),
+                groups(block_tokens, step, position_tokens, overlaid=overlaid),
                 transport=TransportConfig(kind=kind, verify="all"),
                 transports=[LoopbackTransport(hub)] if transport == "loopback" else None,
                 timeouts=TIMEOUTS,
             )
 
-        self.prefill, self.decode = node("prefill", 4), node("decode", 8)
+        self.prefill, self.decode = node("prefill", 4, steps[0]), node("decode", 8, steps[1])
         rng = np.random.default_rng(1)
         for buffer in memory(self.prefill):
             buffer.array[:] = rng.integers(1, 255, buffer.nbytes, np.uint8)
@@ -168,3 +183,47 @@ def test_blocks_are_taken_by_group(ends: Ends) -> None:
     ):
         with pytest.raises(InvalidRequest, match=message):
             ends.decode.receive(f"t-{message}", ends.prefill.address, blocks, range(TOKENS))
+
+
+def test_windows_are_sent_between_blocks_of_other_sizes() -> None:
+    """Where prefill's are a multiple of decode's, it has what decode's first block begins with; else it may not."""
+    ends = Ends("tcp", overlaid=False, steps=(8, 4))
+    try:
+        src, dst = ((0, 1, 2, 3, 4, 5), (23, 6, 7), (10,)), ((11, 13, 12), (14, 15), (17,))
+        outgoing = ends.prefill.send("t", src, TOKENS)
+        with ends.decode.receive("t", ends.prefill.address, dst, range(TOKENS)) as incoming:
+            compute(outgoing)
+            assert incoming.wait(WAIT_S) == 42
+        for layer in range(LAYERS, 2 * LAYERS):
+            np.testing.assert_array_equal(
+                ends.rows(ends.decode, layer, dst[1], 16), ends.rows(ends.prefill, layer, src[1][2:], 16)
+            )
+        back = ends.decode.send("u", ((0, 1, 2), (0, 0, 0, 0, 14, 15), (17,)), TOKENS)
+        with ends.prefill.receive(
+            "u", ends.decode.address, ((0, 1, 2, 3, 4, 5), (7,), (10,)), range(TOKENS)
+        ) as incoming:
+            with pytest.raises(TransferFailed, match="window_blocks"):
+                incoming.wait(WAIT_S)
+            with pytest.raises(TransferFailed, match="window_blocks"):
+                back.wait(WAIT_S)
+    finally:
+        ends.close()
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_blocks_that_only_a_kernel_can_read_travel_whole_beside_tokens(transport: str) -> None:
+    """A window in whole blocks of four tokens, beside full attention by tokens and a state; in three chunks."""
+    ends = Ends(transport, overlaid=False, position_tokens=STEP)
+    try:
+        src, dst = ((0, 1, 2, 3, 4, 5), (23, 23, 6, 7, 8, 9), (10,)), ((11, 13, 12), (14, 15), (17,))
+        outgoing = ends.prefill.send("t", src, TOKENS)
+        with ends.decode.receive("t", ends.prefill.address, dst, range(TOKENS)) as incoming:
+            compute(outgoing, (7, 18, TOKENS))
+            assert incoming.wait(WAIT_S) == 42
+        for layer in range(LAYERS, 2 * LAYERS):
+            np.testing.assert_array_equal(
+                ends.decode.pages(layer)[list(dst[1])], ends.prefill.pages(layer)[list(src[1][4:])]
+            )
+        assert outgoing.nbytes == LAYERS * (TOKENS * 8 + 2 * PAGE_NBYTES + STATE_NBYTES)
+    finally:
+        ends.close()

@@ -45,7 +45,15 @@ def _group(num_layers: int, **kind: Any) -> KVLayout:
 
 
 ONE = KVGroups((_group(2),))
-MIXED = KVGroups((_group(1), _group(1, window=3, window_step=2), _group(1, state=True)))
+MIXED = KVGroups(
+    (
+        _group(1),
+        _group(1, window=3, window_step=2),
+        _group(1, state=True),
+        _group(1, position_tokens=2),
+        _group(1, window=3, window_step=2, position_tokens=2),
+    )
+)
 
 
 class World:
@@ -79,6 +87,8 @@ class World:
                     self.run_sender(self.sender.lost(push.push_id, "refused"))
                     self.cut_sender()
                 case Push() as push:
+                    end = push.end * self.groups.layouts[push.group].position_tokens
+                    assert min(end, TOKENS) <= self.written[push.layer], "a push read what is not written"
                     self.in_flight[push.push_id] = push
                 case End():
                     assert not self.sender_freed, "sender ended twice"
@@ -119,7 +129,7 @@ class World:
             moves.append(self.publish)
         elif not self.finished:
             layer = min(range(self.num_layers), key=lambda index: (self.written[index], index))
-            moves += [lambda: self.write(layer, 4), lambda: self.write(layer, TOKENS)] * 2
+            moves += [lambda step=step: self.write(layer, step) for step in (3, 4, TOKENS, TOKENS)]  # type: ignore[misc]
         if self.receiver.offered is None and self.connected:
             moves += [self.offer, self.offer]
         if self.to_receiver:
@@ -324,9 +334,20 @@ class _LostIsQuiet(Sending):
 class _AllOfEveryGroup(Sending):
     """Planted bug: pushes the offered tokens of every group, also those that a window has left behind."""
 
-    def offer(self, offer: messages.Offer) -> list[Action]:
-        actions = super().offer(offer)
+    def offer(self, offer: messages.Offer, theirs: KVGroups | None = None) -> list[Action]:
+        actions = super().offer(offer, theirs)
         self._pushed = [min(offer.start, first) for first in self._pushed]
+        return actions
+
+
+class _EveryPositionBegun(Sending):
+    """Planted bug: pushes a position when the first of its tokens is written."""
+
+    def _push_ready(self, layers: object) -> list[Action]:
+        written = self._written
+        self._written = [token + token % 2 for token in written]
+        actions = super()._push_ready(layers)  # type: ignore[arg-type]
+        self._written = written
         return actions
 
 
@@ -341,7 +362,8 @@ class _StateWithEveryChunk(Sending):
 
 
 @pytest.mark.parametrize(
-    "mutant", [_QuietAtStop, _DoneWhenPushed, _LostIsQuiet, _AllOfEveryGroup, _StateWithEveryChunk]
+    "mutant",
+    [_QuietAtStop, _DoneWhenPushed, _LostIsQuiet, _AllOfEveryGroup, _EveryPositionBegun, _StateWithEveryChunk],
 )
 def test_model_catches_planted_bugs(mutant: type[Sending]) -> None:
     """A search ends at its first find, after 500 schedules in the mean: so many that none goes by unseen."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import paged_layout
 from pdlink.protocol import messages
 from pdlink.protocol.actions import Action, End, Fail, Push, Send
+from pdlink.protocol.reasons import WINDOW_BLOCKS, code_of
 from pdlink.protocol.sending import Sending, offer_problem
 from pdlink.protocol.states import SenderState
 
@@ -245,3 +249,33 @@ def test_stage_of_each_layer_says_whether_computing_or_the_link_is_late() -> Non
     assert machine.stages(()) == "l..", "half of layer 1 is not computed yet"
     machine.written(1, 4, 8)
     assert machine.stages({1}) == "lf."
+
+
+def test_several_tokens_to_a_position_are_pushed_when_the_last_of_them_is_written() -> None:
+    """And what a layer has landed is told in tokens, of the last position those that were offered."""
+    machine = Sending("t", KVGroups((replace(LAYOUT, position_tokens=4),)))
+    machine.offer(msgspec.structs.replace(offer(0, 4), end=14, per_layer=True))
+    machine.publish(((1, 2),), 14, 0)
+    first, then = machine.written(0, 0, 9), machine.written(0, 9, 14)
+    assert [(push.start, push.end) for push in pushes(first + then)] == [(0, 2), (2, 4)]
+    assert machine.landed(0) == [Send(messages.Landed("t", 0, 8, None))]
+    assert machine.landed(1) == [Send(messages.Landed("t", 0, 14, None))]
+
+
+def test_a_window_begins_where_the_receivers_blocks_do() -> None:
+    """The receiver's prefix cache shares whole blocks, so the first one of a window is filled from its beginning."""
+    ours, theirs = (KVGroups((replace(LAYOUT, window=3, window_step=step),)) for step in (8, 4))
+    machine = Sending("t", ours)
+    machine.offer(messages.Offer("t", 0, 16, ((7,),), LAYERS), theirs)
+    begun = pushes(machine.publish(((0, 0, 5, 6),), 16, 16))
+    assert {(push.start, push.end, push.first) for push in begun} == {(12, 16, 12)}
+    assert machine.nbytes == 4 * TOKEN_NBYTES == theirs.nbytes(0, 16)
+
+
+def test_a_window_that_the_sender_may_have_given_up_is_not_sent() -> None:
+    ours, theirs = (KVGroups((replace(LAYOUT, window=3, window_step=step),)) for step in (4, 8))
+    machine = Sending("t", ours)
+    actions = machine.offer(messages.Offer("t", 0, 16, ((7, 8),), LAYERS), theirs)
+    assert actions[0] == Send(messages.Stop("t", WINDOW_BLOCKS))
+    assert machine.state is SenderState.FAILED
+    assert code_of(WINDOW_BLOCKS) == WINDOW_BLOCKS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -427,10 +428,10 @@ def test_a_withdrawn_prompt_keeps_what_was_copied_before_and_nothing_after() -> 
 def test_records_of_whole_blocks_are_counted_in_blocks() -> None:
     """Where only the kernel knows the inside of a block, a position of the layout is a block."""
     with opened() as store, engine(store, block_tokens=1) as made:
-        pages = store, made.layout, [made.buffer], made.pool
+        pages = store, replace(made.layout, position_tokens=8), [made.buffer], made.pool
         with pytest.raises(ConfigError, match=r"tiers\.chunk_size: got 20 tokens; limit a multiple of 8"):
-            StoreSource(*pages, model="m", revision="r", chunk_tokens=20, token_unit=8)
-        source = StoreSource(*pages, model="m", revision="r", chunk_tokens=16, token_unit=8)
+            StoreSource(*pages, model="m", revision="r", chunk_tokens=20)
+        source = StoreSource(*pages, model="m", revision="r", chunk_tokens=16)
         prompt, blocks = source.prompt("p", PROMPT), made.blocks(1)
         made.prefill(prompt, blocks, [3, 5])
         source.close()

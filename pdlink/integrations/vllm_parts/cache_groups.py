@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pdlink.integrations.vllm_parts.layout import COLUMNS, PACKED, ROWS, STATE, GroupKind, UnsupportedCache
@@ -41,6 +40,7 @@ def transfer_parts(kv_cache_config: Any) -> list[tuple[int, tuple[str, ...]]]:
 
 
 _SIZES = (
+    "tokens_per_state",
     "num_kv_heads",
     "head_size",
     "head_size_v",
@@ -60,7 +60,7 @@ def tables(kv_cache_config: Any, block_ids: Sequence[Sequence[int]]) -> AnyTable
 
 def keeps_all(kv_cache_config: Any) -> bool:
     """Whether all tokens of a prompt are in the blocks of all groups that are transferred."""
-    return not any(hasattr(spec, "shapes") or window_of(spec) for spec in specs_of(kv_cache_config))
+    return not any(hasattr(spec, "shapes") or is_ring(spec) or window_of(spec) for spec in specs_of(kv_cache_config))
 
 
 def window_of(spec: Any) -> int:
@@ -71,6 +71,11 @@ def window_of(spec: Any) -> int:
     if not any(base.__name__ == "SlidingWindowSpec" for base in type(spec).__mro__):
         return 0
     return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+
+
+def is_ring(spec: Any) -> bool:
+    """Whether a request has one block of this kind, with what of its last tokens is not compressed yet."""
+    return any(base.__name__ == "CircularBufferSpec" for base in type(spec).__mro__)
 
 
 def specs_of(kv_cache_config: Any) -> list[Any]:
@@ -98,13 +103,6 @@ def kinds(vllm_config: Any, kv_cache_config: Any, layer_names: list[str]) -> lis
                 raise UnsupportedCache("layers of one group with different windows cannot be transferred")
             spec = specs[mine[0]]
         found.append(_kind(spec, tuple(names), [layers.get(name) for name in names]))
-    split = {index for index, _ in parts if [other for other, _ in parts].count(index) > 1}
-    if any(kind.form == PACKED for kind, (index, _) in zip(found, parts, strict=True) if index in split):
-        # They share lists of blocks, so positions have to be whole blocks in all of them.
-        return [
-            replace(kind, form=PACKED) if index in split else kind
-            for kind, (index, _) in zip(found, parts, strict=True)
-        ]
     return found
 
 
@@ -115,8 +113,17 @@ def _kind(spec: Any, names: tuple[str, ...], layers: list[Any]) -> GroupKind:
     bases = {base.__name__ for base in type(spec).__mro__}
     if bases & _NOT_BY_TOKENS or not hasattr(spec, "head_size"):
         raise UnsupportedCache(f"KV caches of kind {type(spec).__name__} cannot be transferred")
-    if getattr(spec, "tokens_per_state", 1) != 1:
-        raise UnsupportedCache(f"KV caches with {spec.tokens_per_state} tokens to an entry cannot be transferred")
+    if getattr(spec, "bounded_replay", False):
+        raise UnsupportedCache(
+            "a window that vLLM computes again after a hit of its prefix cache (swa_bounded_replay) cannot be "
+            "transferred; start both servers with --no-swa-bounded-replay"
+        )
+    entry_tokens = getattr(spec, "tokens_per_state", 1)
+    if not isinstance(entry_tokens, int):
+        raise UnsupportedCache(f"KV caches with {entry_tokens} tokens to an entry cannot be transferred")
+    if is_ring(spec):
+        what = f"ring of {spec.block_size} x {spec.num_kv_heads} x {spec.head_size} {spec.dtype}"
+        return GroupKind(names, STATE, dtype=what, block_tokens=_ONE_BLOCK)
     forms = {cache_form(layer, spec) for layer in layers}
     if len(forms) != 1:
         raise UnsupportedCache(f"layers with blocks of different forms cannot be transferred: {sorted(forms)}")
@@ -129,12 +136,15 @@ def _kind(spec: Any, names: tuple[str, ...], layers: list[Any]) -> GroupKind:
         dtype=f"{spec.dtype} {inside}".removeprefix("torch.").rstrip(),
         block_tokens=spec.block_size,
         window=window_of(spec),
+        entry_tokens=entry_tokens,
     )
 
 
+_ONE_BLOCK = 2**40
+"""Tokens to the only block of a request: more than any request has."""
+
 _NOT_BY_TOKENS = {
     "ChunkedLocalAttentionSpec",
-    "CircularBufferSpec",
     "CrossAttentionSpec",
     "EncoderOnlyAttentionSpec",
     "RSWASpec",

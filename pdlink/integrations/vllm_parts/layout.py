@@ -10,7 +10,8 @@ Forms (B blocks, H heads, N tokens of a block, D head size):
   [B, H, N, C], [B, N, C]  MLA: one latent
   [B, H, N, 2D] of CPU_ATTN with vector instructions: within (block, head) first K as [D, N], then V as [N, D]
 CPU_ATTN on AMX, NEON and others packs K in its own ways, and some kernels of GPUs keep a block's scales together:
-there a whole block of a layer is one unit, and both servers must use the same kernel and block size.
+there a whole block of a layer is one position, and both servers must use the same kernel and block size. Compressed
+caches have one entry for several tokens, which is a position then.
   [B, ...], dense within a block: a recurrent state; what is in it is only looked at where ranks differ (`states.py`)
 
 Layers that vLLM gives different lists of blocks are different groups. Its allocator lays groups over each other in
@@ -82,6 +83,8 @@ class GroupKind:
     """Tokens that a token attends to; 0 stands for all before it."""
     inside: tuple[StateTensor, ...] = ()
     """Of STATE: what its page holds, if that is known."""
+    entry_tokens: int = 1
+    """Tokens to an entry of a compressed cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,6 @@ class CacheLayout:
     layout: KVLayout
     planes: dict[str, tuple[int, ...]]
     """Name of a layer to the layers of `layout` that it is; empty if it shares another layer's cache."""
-    token_unit: int
-    """Tokens to one position of `layout`: 1, or a whole block if that is what moves."""
     record_orders: tuple[str, ...] = ("PTH",)
     """How the layers of `layout`, in turn, lie in records of a store (`store.record.shape_of`): as they do here where
     single elements would have to be moved otherwise."""
@@ -100,6 +101,8 @@ class CacheLayout:
     """Of recurrent states: what a page holds, if that is known."""
     shares_blocks: bool = False
     """Whether its lists of blocks are those of the cache before it."""
+    is_latent: bool = False
+    """Every rank has the same."""
 
     def of_layers(self, names: AbstractSet[str]) -> CacheLayout:
         """The part with these layers. Raises UnsupportedCache if there is none with a cache of its own."""
@@ -125,14 +128,15 @@ class CacheLayout:
         Raises UnsupportedCache if the heads cannot be divided so.
         """
         layout = self.layout
-        if count == 1 or (layout.num_heads == 1 and self.token_unit == 1 and not layout.state):
+        one_head = layout.num_heads == 1 and layout.position_tokens == 1 and not layout.state
+        if count == 1 or self.is_latent or one_head:
             return self
         if layout.state:
             raise UnsupportedCache(
                 f"a recurrent state of a rank cannot travel in {count} shards: what is in it ({layout.dtype}) is not "
                 "known; take equal ranks"
             )
-        if layout.num_heads % count or self.token_unit > 1:
+        if layout.num_heads % count or layout.position_tokens > 1:
             raise UnsupportedCache(f"{layout.num_heads} KV heads of a rank cannot travel in {count} shards")
         heads = layout.num_heads // count
         layers = tuple(
@@ -154,7 +158,6 @@ class CacheGroups:
     groups: KVGroups
     planes: dict[str, tuple[int, ...]]
     """As in `CacheLayout`, with the layers of all groups counted."""
-    token_unit: int
     block_ratios: tuple[int, ...]
     """By group: its blocks to one block of vLLM's scheduler."""
     lists: tuple[int, ...] = ()
@@ -162,14 +165,7 @@ class CacheGroups:
 
     @classmethod
     def of(cls, caches: Sequence[CacheLayout], num_blocks: int) -> CacheGroups:
-        """num_blocks: of vLLM's scheduler. Raises UnsupportedCache."""
-        units = {cache.token_unit for cache in caches}
-        if len(units) > 1 or (units != {1} and any(cache.layout.window for cache in caches)):
-            raise UnsupportedCache(
-                "a model with sliding windows, or blocks of several sizes, in blocks that only a kernel can read "
-                "(CPU_ATTN on AMX and others), cannot be transferred; use a dtype that these kernels do not pack "
-                "(float32), or keep windows like full attention: --disable-hybrid-kv-cache-manager"
-            )
+        """num_blocks: of vLLM's scheduler."""
         planes: dict[str, tuple[int, ...]] = {}
         first = 0
         for cache in caches:
@@ -180,7 +176,7 @@ class CacheGroups:
         ratios = tuple(one.num_blocks // num_blocks for one in layouts)
         lists = accumulate((not cache.shares_blocks for cache in caches[1:]), initial=0)
         one_each = not any(cache.shares_blocks for cache in caches)
-        return cls(KVGroups(layouts), planes, units.pop(), ratios, () if one_each else tuple(lists))
+        return cls(KVGroups(layouts), planes, ratios, () if one_each else tuple(lists))
 
     def kernel_blocks(self, blocks: AnyTables) -> AnyTables:
         """Blocks of the layout for those of vLLM's scheduler: lists by group, or the list of the only group."""
@@ -195,22 +191,6 @@ class CacheGroups:
 
 def _split(blocks: Sequence[int], ratio: int) -> list[int]:
     return [block * ratio + part for block in blocks for part in range(ratio)]
-
-
-def in_one_unit(caches: Sequence[CacheLayout]) -> list[CacheLayout]:
-    """The same caches, with states counted in whole blocks where those beside them are.
-
-    A state stands for all tokens up to a position, and is one page: it is the same one in either count.
-    """
-    units = {cache.token_unit for cache in caches} - {1}
-    unit = units.pop() if len(units) == 1 else 1
-    found = []
-    for cache in caches:
-        block_tokens, rest = divmod(cache.layout.block_tokens, unit)
-        if cache.token_unit == 1 and cache.layout.state and not rest:
-            cache = replace(cache, layout=replace(cache.layout, block_tokens=block_tokens), token_unit=unit)
-        found.append(cache)
-    return found
 
 
 def describe(views: Sequence[LayerView], kind: GroupKind) -> CacheLayout:
@@ -245,10 +225,10 @@ def describe(views: Sequence[LayerView], kind: GroupKind) -> CacheLayout:
         window=kind.window,
         window_step=kind.block_tokens if kind.window else 1,
         state=form == STATE,
+        position_tokens=kind.entry_tokens * (_block_tokens(views[0]) if form == PACKED else 1),
     )
-    unit = _block_tokens(views[0]) if form == PACKED else 1
     orders = ("HPT", "HTP") if form == COLUMNS else ("PTH",)
-    return CacheLayout(layout, planes, unit, orders, kind.inside)
+    return CacheLayout(layout, planes, orders, kind.inside, is_latent=kind.latent)
 
 
 _Size = tuple[int, int, int, int]
@@ -335,7 +315,7 @@ def _whole_blocks(view: LayerView) -> tuple[int, int, int]:
 
 
 def _block_tokens(view: LayerView) -> int:
-    """Of [B, H, N, C], or [B, N, C]."""
+    """Entries of [B, H, N, C], or [B, N, C]."""
     return view.shape[-2]
 
 

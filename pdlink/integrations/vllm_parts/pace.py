@@ -12,12 +12,11 @@ if TYPE_CHECKING:
 
 
 class Pace:
-    """Measured by vLLM's thread; others read `computing` and `receiving`, seconds for positions of the layout."""
+    """Measured by vLLM's thread; others read `computing` and `receiving`, seconds for tokens."""
 
-    def __init__(self, token_unit: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
-        """token_unit: tokens to a position."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.computing, self.receiving = Speed(), Speed()
-        self._unit, self._clock = token_unit, clock
+        self._clock = clock
         self._step: tuple[float, int] | None = None
         """Since when the step runs, and the tokens of prompts that it computes."""
         self._offers: dict[str, tuple[float, int]] = {}
@@ -32,7 +31,7 @@ class Pace:
         if step is not None:
             began_s, num_tokens = step
             now_s = self._clock()
-            self.computing.measured(num_tokens / self._unit, now_s - began_s, now_s)
+            self.computing.measured(num_tokens, now_s - began_s, now_s)
 
     def offered(self, request_id: str, num_tokens: int) -> None:
         """Another server is asked for so many tokens."""
@@ -44,4 +43,4 @@ class Pace:
             offered_s, num_tokens = self._offers.pop(request_id, (0.0, 0))
             if num_tokens and request_id not in failed:
                 now_s = self._clock()
-                self.receiving.measured(num_tokens / self._unit, now_s - offered_s, now_s)
+                self.receiving.measured(num_tokens, now_s - offered_s, now_s)

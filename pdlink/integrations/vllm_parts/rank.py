@@ -9,12 +9,14 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pdlink.errors import ConfigError
 from pdlink.events import listen
 from pdlink.integrations.shared_allocation import SharedAllocation
 from pdlink.integrations.trace_file import TraceFile
 from pdlink.integrations.vllm_parts import cache_groups, states, versions
-from pdlink.integrations.vllm_parts.layout import CacheGroups, LayerView, describe, in_one_unit
+from pdlink.integrations.vllm_parts.layout import CacheGroups, LayerView, describe
 from pdlink.integrations.vllm_parts.memory import regions
 from pdlink.integrations.vllm_parts.shards import by_stage, shards_of
 from pdlink.integrations.vllm_parts.stats import Counts, link_state
@@ -28,8 +30,6 @@ from pdlink.store.opening import SourceGroup, open_groups
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
-
-    import torch
 
     from pdlink.integrations.vllm_parts.layout import CacheLayout
     from pdlink.integrations.vllm_parts.settings import ConnectorSettings
@@ -93,7 +93,9 @@ class Rank:
         if buffers[0].kind == "cuda":
             self._check_gpu()
         kinds = cache_groups.kinds(self._config, self._cache_config, list(tensors))
-        caches = in_one_unit([describe([views[name] for name in kind.names], kind) for kind in kinds])
+        caches = [describe([views[name] for name in kind.names], kind) for kind in kinds]
+        if any(kind.dtype.endswith(" amx") for kind in kinds):
+            torch.cpu._init_amx()  # vLLM does not ask for AMX, and died where a step of one token came first (0.32)
         num_blocks = self._cache_config.num_blocks
         timeline = self._settings.timeline
         self._trace = TraceFile(self._name, timeline.replace("{rank}", str(self._place.of_all))) if timeline else None
@@ -196,9 +198,9 @@ class Rank:
         tiers, identity = self._settings.tiers, self._identity(cache.planes)  # with the names of its layers
         revision = f"{identity['revision']} {identity['content']} {versions.precision(self._config)}"
         heads, num_heads = versions.heads(self._config, cache.layout.num_heads)
-        if tiers is None or tiers.store is None or cache.token_unit > 1 or cache.layout.state:
+        if tiers is None or tiers.store is None or cache.layout.position_tokens > 1 or cache.layout.state:
             revision, heads, num_heads = f"{revision} rank {self._place.rank} of {self._place.num_ranks}", None, None
-        return SourceGroup(cache.layout, revision, cache.token_unit, cache.record_orders, heads, num_heads)
+        return SourceGroup(cache.layout, revision, cache.record_orders, heads, num_heads)
 
     def _look(self, link: LinkGauges, kept: StoreGauges) -> None:
         link.set(link_state(node.report() for node in self._nodes))

@@ -82,7 +82,7 @@ class _Saving:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """What this step computes of a prompt, in positions of the layout."""
+    """What this step computes of a prompt."""
 
     saving: _Saving
     start: int
@@ -110,9 +110,9 @@ class StoreHalf:
         windows and states.
         """
         self.source = source
-        self.pace = Pace(cache.token_unit)
+        self.pace = Pace()
         self._load_if_faster = load_if_faster
-        self._cache, self._unit = cache, cache.token_unit
+        self._cache = cache
         group_of = cache.groups.group_of
         self._planes = [
             [plane for plane, mine in enumerate(group_of) if mine == group] for group in range(len(source.layouts))
@@ -248,11 +248,11 @@ class StoreHalf:
         found = _Look(look.request_id, look.turn, self._clock(), stored, receives=look.receives)
         with self._lock:
             self._looks[look.request_id] = found
-        begun = self._lookers.submit(partial(self._find, found, look.begin // self._unit))
+        begun = self._lookers.submit(partial(self._find, found, look.begin))
         begun.add_done_callback(partial(self._begun, found))
 
     def _find(self, look: _Look, begin: int) -> None:
-        """In a thread that may wait for tiers: no longer than the prompt would take otherwise. begin: a position."""
+        """In a thread that may wait for tiers: no longer than the prompt would take otherwise."""
         other = self.pace.receiving if look.receives else self.pace.computing
         timeout_s = self.source.lookup_timeout_s
         if self._load_if_faster:
@@ -279,17 +279,17 @@ class StoreHalf:
         self._answer(look, begin, end if end > begin else 0)
 
     def _answer(self, look: _Look, begin: int, end: int) -> None:
-        """What is in memory ends there, in positions; 0 for nothing that is loaded."""
-        stored, choice, unit = look.stored, look.chosen, self._unit
-        places = tuple((place, count * unit) for place, count in stored.tokens_by_place(begin, end).items())
-        found = stored.end * unit
+        """What is in memory ends there; 0 for nothing that is loaded."""
+        stored, choice = look.stored, look.chosen
+        places = tuple(stored.tokens_by_place(begin, end).items())
+        found = stored.end
         chosen = Chosen("look_up_failed", found)
         if choice is not None:
             chosen = Chosen(choice.reason, found, choice.load_s, choice.other_s, places)
         with self._lock:
             look.answered = True
             if look.wanted:
-                self._results.looked.append(Looked(look.request_id, look.turn, end * unit, chosen))
+                self._results.looked.append(Looked(look.request_id, look.turn, end, chosen))
                 self._news.set()
         if not look.wanted or not end:  # not here: this may be the thread that hears the store's answer
             self._lookers.put(partial(_close, look))
@@ -297,7 +297,7 @@ class StoreHalf:
     def _load(self, load: Load) -> None:
         with self._lock:
             look = self._looks.pop(load.request_id)
-        loading = look.stored.load(load.begin // self._unit, load.end // self._unit, self._tables(load.blocks))
+        loading = look.stored.load(load.begin, load.end, self._tables(load.blocks))
         with self._lock:
             self._loads[load.request_id] = loading
         loading.done.add_done_callback(partial(self._loaded, load))
@@ -305,11 +305,11 @@ class StoreHalf:
     def _loaded(self, load: Load, done: Future[int]) -> None:
         """In any thread."""
         end = done.result()
-        whole = end >= load.end // self._unit
+        whole = end >= load.end
         with self._lock:
             del self._loads[load.request_id]
             if load.receives:  # what it did not bring is asked of the other server
-                self._results.loaded.append((load.request_id, max(load.begin, end * self._unit)))
+                self._results.loaded.append((load.request_id, max(load.begin, end)))
                 self._news.set()
                 return
             self._results.received.add(load.request_id)
@@ -328,19 +328,17 @@ class StoreHalf:
         for table, more in zip(saving.tables, self._tables(save.blocks) if save.blocks else (), strict=False):
             table += more
         self._saved.add(save.request_id)
-        start, end = save.start // self._unit, save.end // self._unit
-        if start < end:
-            self._spans.append(_Span(saving, start, end, save.stops))
+        self._spans.append(_Span(saving, save.start, save.end, save.stops))
 
     def _keep(self, keep: Keep) -> None:
         """Its blocks are reported with the end of the request, which is in this step."""
         request_id = keep.prompt.request_id
         self._prompts.setdefault(request_id, keep.prompt)
         self._saved.add(request_id)
-        stored, end = self._stored(keep.prompt), keep.num_tokens // self._unit
+        stored = self._stored(keep.prompt)
         for group, (planes, table) in enumerate(zip(self._planes, self._tables(keep.blocks), strict=True)):
             for layer in range(len(planes)):
-                stored.store(group, 0, end, table, layer, stops=False)
+                stored.store(group, 0, keep.num_tokens, table, layer, stops=False)
         stored.close()
 
     def _ended(self, request_id: str) -> None:
@@ -391,7 +389,8 @@ class StoreHalf:
         """vLLM's blocks from the one with `token` on. Of several groups none: since 0.30 nobody asks."""
         if len(self._planes) > 1:
             return ()
-        per_block = self.source.layouts[0].block_tokens * self._unit * self._cache.block_ratios[0]
+        layout = self.source.layouts[0]
+        per_block = layout.block_tokens * layout.position_tokens * self._cache.block_ratios[0]
         return cast("Sequence[int]", blocks)[token // per_block :]
 
 

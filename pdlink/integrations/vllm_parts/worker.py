@@ -105,14 +105,14 @@ class WorkerHalf:
         """
         self._lanes = [_Lane(number, EnginePort(node), part.planes) for number, node, part in shards]
         self._ports = [lane.port for lane in self._lanes]
-        self._cache, self._unit = cache, cache.token_unit
+        self._cache = cache
         self._preemption_s = preemption_s
         self._lock = threading.Lock()
         self._requests: dict[str, _Request] = {}
         self._results = Results()
         self._news = news
         self._spans: list[tuple[str, int, int]] = []
-        """What this step computes for others: (request, start, end) in positions of the layout."""
+        """What this step computes for others: (request, start, end)."""
         self._complete: list[str] = []
         """Requests whose last chunk is among them."""
         self._offers: dict[str, Offer] = {}
@@ -226,19 +226,17 @@ class WorkerHalf:
     # -- the plan ----------------------------------------------------------------------------------------------------
 
     def _announce(self, announce: Announce) -> None:
-        num_tokens = -(-announce.num_tokens // self._unit)
         request = self._new(announce.request_id, announce.transfer_id, sends=True)
         for port in self._ports:
-            self._join(request, port, partial(port.send, *_names(request), num_tokens))
+            self._join(request, port, partial(port.send, *_names(request), announce.num_tokens))
 
     def _expect(self, expect: Expect) -> None:
-        num_tokens = -(-expect.num_tokens // self._unit)
         request = self._new(expect.request_id, expect.transfer_id, sends=False)
 
         def receive(shard: int, port: EnginePort) -> Incoming:
             if shard >= len(expect.addresses):
                 raise InvalidRequest(f"shard {shard} has no peer among {len(expect.addresses)} addresses")
-            return port.receive(*_names(request), expect.addresses[shard], num_tokens, by_layer=False)
+            return port.receive(*_names(request), expect.addresses[shard], expect.num_tokens, by_layer=False)
 
         for lane in self._lanes:
             self._join(request, lane.port, partial(receive, lane.number, lane.port))
@@ -254,7 +252,7 @@ class WorkerHalf:
             self._report(request)
         blocks = self._cache.kernel_blocks(offer.blocks)
         for port in self._ports:
-            port.admitted(offer.request_id, blocks, offer.start // self._unit)
+            port.admitted(offer.request_id, blocks, offer.start)
 
     def _publish(self, chunk: Chunk) -> None:
         with self._lock:
@@ -267,10 +265,8 @@ class WorkerHalf:
                 port.admitted(chunk.request_id, blocks)
             elif blocks:
                 port.extended(chunk.request_id, blocks)
-        is_last = chunk.end == chunk.num_tokens
-        end = -(-chunk.end // self._unit) if is_last else chunk.end // self._unit
-        self._spans.append((chunk.request_id, chunk.start // self._unit, end))
-        if is_last:
+        self._spans.append((chunk.request_id, chunk.start, chunk.end))
+        if chunk.end == chunk.num_tokens:
             self._complete.append(chunk.request_id)
 
     def _stop(self, stop: Stop) -> None:
@@ -290,7 +286,7 @@ class WorkerHalf:
         if len(self._cache.block_ratios) > 1:
             return ()
         layout = self._cache.groups.layouts[0]
-        block_tokens = layout.block_tokens * self._unit * self._cache.block_ratios[0]
+        block_tokens = layout.block_tokens * layout.position_tokens * self._cache.block_ratios[0]
         return tuple(cast("Sequence[int]", offer.blocks))[offer.start // block_tokens :]
 
     # -- transfers ---------------------------------------------------------------------------------------------------
