@@ -10,8 +10,8 @@
 # PYTHON (python3, with its headers) must have torch, transformers, numpy, numba, pytest, pytest-timeout, hypothesis and
 # cmake or a cmake beside it; pdlink's own dependencies, nanobind and libucx-cu13 may lie as wheels in the folder
 # PDLINK_WHEELS (.whl), which benchmarks/gpu/wheels.sh fills. What is missing is said at the start, a line each.
-# PDLINK_GPU_SECONDS: end before so much time is over, and leave out what no longer fits. Nothing is written into the
-# source tree but results.
+# PDLINK_GPU_SECONDS (600): end before so much time is over, and leave out what no longer fits. Each stage leaves those
+# after it the time that they need at least. Nothing is written into the source tree but results.
 # Exit: 0 all done and every bar met, 1 something failed, missed its bar or was not measured, 3 no GPU (the build and the
 # CPU checks are done).
 set -u -o pipefail
@@ -19,6 +19,8 @@ PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
 cd "$(dirname "$0")/../.."
 source_tree=$PWD
 stages=(gpu-tests benchmarks vllm sglang memcheck racecheck cpu-tests)
+declare -A most=([gpu-tests]=200 [benchmarks]=300 [vllm]=260 [sglang]=260 [memcheck]=100 [racecheck]=100 [cpu-tests]=240)
+declare -A least=([gpu-tests]=60 [benchmarks]=100 [vllm]=120 [sglang]=100 [memcheck]=30 [racecheck]=30 [cpu-tests]=0)
 python=${PYTHON:-python3}
 if [[ ${1:-} == --list || ${1:-} == --plan ]]; then
     echo "stages: build ${stages[*]}"
@@ -30,7 +32,8 @@ shift || true
 work=${TMPDIR:-/tmp}/pdlink-gpu-$(id -u)
 tree=$work/tree
 wheels=${PDLINK_WHEELS:-.whl}
-seconds=${PDLINK_GPU_SECONDS:-3600}
+seconds=${PDLINK_GPU_SECONDS:-600}
+reserved=0 # seconds that later stages need
 json=$results/$(date -u +%Y-%m-%d)-gpu.json
 outcomes=$work/stages
 log=$results/gpu.log
@@ -60,17 +63,27 @@ keep_logs() { # NAME: what servers have written in a stage that has failed, the 
 }
 
 step() { # NAME SECONDS COMMAND...: run, write down how it ended; its status
-    local name=$1 limit=$2 left=$((seconds - SECONDS - 10)) start=$SECONDS rc=0
+    local name=$1 limit=$2 left=$((seconds - SECONDS - 10)) start=$SECONDS rc=0 out pid tee_pid
     shift 2
     if ((left < 10)); then
         note "$name" "not run: out of time" 0
         return 1
     fi
-    echo "== $name" | tee -a "$log"
-    timeout --kill-after=5 "$((limit < left ? limit : left))" "$@" 2>&1 | tee -a "$log" || rc=$?
+    ((left - reserved < 60)) || left=$((left - reserved))
+    limit=$((limit < left ? limit : left))
+    echo "== $name (at most $limit s)" | tee -a "$log"
+    # Not in a pipe: a process that the command has left would keep it open, and the GPU. Those in its group end with it.
+    exec {out}> >(exec tee -a "$log")
+    tee_pid=$!
+    timeout --kill-after=5 "$limit" "$@" >&"$out" 2>&1 < /dev/null &
+    pid=$!
+    wait "$pid" || rc=$?
+    kill -KILL -- "-$pid" 2> /dev/null
+    exec {out}>&-
+    timeout 3 tail --pid="$tee_pid" -f /dev/null
     case $rc in
         0) note "$name" ok $((SECONDS - start)) ;;
-        124 | 137) note "$name" "FAILED: out of time" $((SECONDS - start)) ;;
+        124 | 137) note "$name" "FAILED: out of time ($limit s)" $((SECONDS - start)) ;;
         *) note "$name" "FAILED ($rc)" $((SECONDS - start)) ;;
     esac
     ((rc == 0)) || keep_logs "$name"
@@ -91,29 +104,49 @@ build() {
     "$python" -c 'from pdlink import _cuda; assert _cuda.fatbin(), "built without nvcc: no GPU kernels"'
 }
 
+# Servers of the tests are forks: where torch asks the driver whether there is a GPU, forks cannot use it any more.
+export PYTORCH_NVML_BASED_CUDA_CHECK=1
 export PYTHONPATH=$tree:$tree/proxy:$tree/benchmarks:$work/site PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export -f build
 export python work tree
-if compgen -G "$wheels/*.whl" > /dev/null; then
-    step "carried wheels" 120 "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
-        --disable-pip-version-check --target "$work/site" "$wheels"/*.whl
+rm -rf "$work/site"
+find_carried='
+import importlib.metadata, pathlib, sys
+for wheel in sorted(pathlib.Path(sys.argv[1]).glob("*.whl")):
+    try:
+        importlib.metadata.version(wheel.name.split("-")[0])
+    except importlib.metadata.PackageNotFoundError:
+        print(wheel)
+'
+# What is installed stays as it is: vLLM and SGLang were installed with their own versions of it.
+mapfile -t carried < <("$python" -c "$find_carried" "$wheels")
+if ((${#carried[@]})); then
+    step "carried wheels" 120 "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
+        --disable-pip-version-check --target "$work/site" "${carried[@]}"
 fi
 find_missing='
-import importlib.util, re, sys, tomllib
+import importlib.util, pathlib, re, shutil, sys, sysconfig, tomllib
 names = {"pyyaml": "yaml", "pyzmq": "zmq", "prometheus-client": "prometheus_client"}
 ours = [re.split("[<>=!~ ]", one)[0] for one in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]]
 wanted = [*ours, "torch", "transformers", "pytest", "pytest-timeout", "hypothesis", "nanobind"]
 missing = [one for one in wanted if importlib.util.find_spec(names.get(one, one.replace("-", "_"))) is None]
 for one in missing:
     print(f"== missing: {one}; install it, or carry its wheel (benchmarks/gpu/wheels.sh)")
+tools = {"nvcc": shutil.which("nvcc"), "a C++ compiler": shutil.which("c++") or shutil.which("g++")}
+tools["cmake"] = shutil.which("cmake") or importlib.util.find_spec("cmake")
+header = pathlib.Path(sysconfig.get_path("include"), "Python.h")
+tools[f"the headers of this python ({header})"] = header.exists()
+missing += [one for one, found in tools.items() if not found]
+for one in [one for one, found in tools.items() if not found]:
+    print(f"== missing: {one}; install it on the machine")
 sys.exit(bool(missing))
 '
 "$python" -c "$find_missing" 2>&1 | tee -a "$log" || note "what is needed" "FAILED: see the lines above" 0
-step build 400 bash -c build || exit 1
+step build 300 bash -c build || exit 1
 cd "$tree" || exit 1 # "python -c" finds modules in the working directory first
 # Warnings of versions that nobody chose here are no failures, nor are settings of pytest plugins that are not here.
 pytest=("$python" -m pytest -p no:cacheprovider -p no:randomly -p no:benchmark -W default
-    -W ignore::pytest.PytestConfigWarning --timeout 120 --showlocals --basetemp "$work/pytest")
+    -W ignore::pytest.PytestConfigWarning --timeout 120 --showlocals -rs --basetemp "$work/pytest")
 
 find_gpu='
 import sys
@@ -124,37 +157,53 @@ try:
     device.open()
 except PdlinkError as error:
     sys.exit(f"== {error}")
-print("GPU:", device.name, "- driver for CUDA", device.driver.version)
+print(f"{device.name}, driver for CUDA {device.driver.version}")
 '
-cpu_tests() { step "CPU checks: kernels as loops, driver calls on a test double" 240 "${pytest[@]}" tests/cuda -m "not gpu"; }
-if ! "$python" -c "$find_gpu" 2>&1 | tee -a "$log"; then
+check_torch='
+import sys, torch
+if not torch.cuda.is_available():
+    built = f"torch {torch.__version__}, built for CUDA {torch.version.cuda}"
+    sys.exit(f"== {built}, finds no GPU, though the driver has one: what needs torch is skipped or fails")
+'
+cpu_tests() { step "CPU checks: kernels as loops, driver calls on a test double" "${most[cpu-tests]}" "${pytest[@]}" tests/cuda -m "not gpu"; }
+if ! gpu=$("$python" -c "$find_gpu" 2>&1); then
+    echo "$gpu" | tee -a "$log"
     cpu_tests
     echo "== NO GPU: only the build and the CPU checks above were done, nothing was measured"
     exit 3
 fi
-for stage in "${stages[@]}"; do
+echo "GPU: $gpu" | tee -a "$log"
+"$python" -c 'import os, pdlink; print("pdlink is that of", os.path.dirname(pdlink.__file__))' 2>&1 | tee -a "$log"
+"$python" -c "$check_torch" 2>&1 | tee -a "$log" || note "torch and the GPU" "FAILED: see the line above" 0
+
+is_here() { # STAGE: whether what it needs is installed; that it can be imported is what the stage shows
+    case $1 in
+        vllm | sglang) "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" ;;
+        memcheck | racecheck) command -v compute-sanitizer > /dev/null ;;
+    esac
+}
+engine_tests() { # STAGE NAME: of a real engine's servers
+    if is_here "$1"; then
+        step "$2 on the GPU" "${most[$1]}" "${pytest[@]}" "tests/e2e/test_$1_gpu.py" -m "$1 and gpu"
+    else
+        note "$2 on the GPU" "absent: $2 is not here" 0
+    fi
+}
+for number in "${!stages[@]}"; do
+    stage=${stages[number]} reserved=0
+    for later in "${stages[@]:number + 1}"; do
+        if is_here "$later"; then reserved=$((reserved + ${least[$later]:-0})); fi
+    done
     case $stage in
-        gpu-tests) step "checks on the GPU" 260 "${pytest[@]}" tests/cuda -m gpu ;;
-        benchmarks) step benchmarks 400 "$python" -m pdlink_bench.gpu.bench --out "$json" ;;
-        vllm)
-            if "$python" -c "import vllm" > /dev/null 2>&1; then
-                step "vLLM on the GPU" 300 "${pytest[@]}" tests/e2e/test_vllm_gpu.py -m "vllm and gpu"
-            else
-                note "vLLM on the GPU" "absent: vLLM is not here" 0
-            fi
-            ;;
-        sglang)
-            if "$python" -c "import sglang" > /dev/null 2>&1; then
-                step "SGLang on the GPU" 300 "${pytest[@]}" tests/e2e/test_sglang_gpu.py -m "sglang and gpu"
-            else
-                note "SGLang on the GPU" "absent: SGLang is not here" 0
-            fi
-            ;;
+        gpu-tests) step "checks on the GPU" "${most[$stage]}" "${pytest[@]}" tests/cuda -m gpu ;;
+        benchmarks) step benchmarks "${most[$stage]}" "$python" -m pdlink_bench.gpu.bench --out "$json" ;;
+        vllm) engine_tests vllm vLLM ;;
+        sglang) engine_tests sglang SGLang ;;
         memcheck | racecheck)
-            if command -v compute-sanitizer > /dev/null; then
+            if is_here "$stage"; then
                 # What the driver answers is looked at by our own code, and torch asks it for things it may not have.
-                step "compute-sanitizer $stage" 150 compute-sanitizer --tool "$stage" --error-exitcode 9 \
-                    --report-api-errors no "$python" -m pdlink_bench.gpu.sanitize
+                step "compute-sanitizer $stage" "${most[$stage]}" compute-sanitizer --tool "$stage" \
+                    --error-exitcode 9 --report-api-errors no "$python" -m pdlink_bench.gpu.sanitize
             else
                 note "compute-sanitizer $stage" "not run: it is not here" 0
             fi
@@ -163,7 +212,7 @@ for stage in "${stages[@]}"; do
         *) note "$stage" "FAILED: there is no such stage" 0 ;;
     esac
 done
-"$python" -m pdlink_bench.gpu.bench --show "$json" --stages "$outcomes" | tee -a "$log"
+"$python" -m pdlink_bench.gpu.bench --show "$json" --stages "$outcomes" --device "$gpu" | tee -a "$log"
 rc=$?
 echo "results: ${json#"$source_tree"/}"
 exit "$rc"

@@ -139,20 +139,64 @@ def test_the_script_builds_every_native_module_that_the_package_imports() -> Non
     assert built == modules
 
 
+def script(tmp_path: Path, commands: str, seconds: int = 600) -> str:
+    """What the functions of the script say when they run these commands."""
+    text = (ROOT / "benchmarks" / "gpu" / "run.sh").read_text()
+    functions = re.findall(r"^(?:note|keep_logs|step)\(\) \{.*?^\}$", text, re.DOTALL | re.MULTILINE)
+    assert len(functions) == 3
+    files = f"results={tmp_path} work={tmp_path}/work log={tmp_path}/gpu.log outcomes={tmp_path}/stages"
+    setting = f"set -u -o pipefail; {files} seconds={seconds} reserved=0"
+    whole = "\n".join([setting, *functions, commands])
+    done = subprocess.run(["bash", "-c", whole], capture_output=True, text=True, check=False, timeout=60)
+    assert not done.stderr
+    return done.stdout
+
+
 def test_logs_of_servers_are_kept_of_a_stage_that_has_failed(tmp_path: Path) -> None:
     """By the functions of the script; what pytest shows of a server that has died is often the last line alone."""
-    script = (ROOT / "benchmarks" / "gpu" / "run.sh").read_text()
-    functions = re.findall(r"^(?:note|keep_logs|step)\(\) \{.*?^\}$", script, re.DOTALL | re.MULTILINE)
-    assert len(functions) == 3
     server = tmp_path / "work/pytest/one run0/pair"
     server.mkdir(parents=True)
     (server / "decode.log").write_text("x" * 300_000 + "the reason")
-    files = f"results={tmp_path} work={tmp_path}/work log={tmp_path}/gpu.log outcomes={tmp_path}/stages"
-    setting = f"set -u -o pipefail; {files} seconds=600"
-    commands = "step good 60 true; step 'vLLM on it' 60 false"
-    subprocess.run(["bash", "-c", "\n".join([setting, *functions, commands])], check=False, timeout=60)
+    script(tmp_path, "step good 60 true; step 'vLLM on it' 60 false")
     [kept] = (tmp_path / "gpu-logs").rglob("*.*")
     assert kept == tmp_path / "gpu-logs/vLLM-on-it/one run0_pair_decode.log"
     assert kept.read_text().endswith("xxx" + "the reason")
     assert kept.stat().st_size == 256 << 10
     assert "vLLM on it\tFAILED (1)" in (tmp_path / "stages").read_text()
+
+
+def test_a_stage_ends_with_its_command_and_what_that_has_left(tmp_path: Path) -> None:
+    """A process that has the output open, and the GPU, may not hold up the stages behind it."""
+    said = script(tmp_path, "step first 60 bash -c 'sleep 1234 & echo left $!'; step second 60 echo done")
+    assert said.splitlines()[::2] == ["== first (at most 60 s)", "== second (at most 60 s)"]
+    left = int(said.splitlines()[1].removeprefix("left "))
+    assert not Path(f"/proc/{left}").exists() or "(sleep) Z" in Path(f"/proc/{left}/stat").read_text()
+    assert (tmp_path / "gpu.log").read_text() == said
+    assert [line.split("\t")[1] for line in (tmp_path / "stages").read_text().splitlines()] == ["ok", "ok"]
+
+
+def test_a_stage_leaves_the_others_their_time_but_has_a_minute_itself(tmp_path: Path) -> None:
+    steps = "reserved=500; step a 200 true; reserved=570; step b 200 true; seconds=40; step c 200 true; seconds=9"
+    said = script(tmp_path, f"{steps}; step d 200 true")
+    limits = [int(found) for found in re.findall(r"at most (\d+) s", said)]
+    assert 80 <= limits[0] <= 90
+    assert limits[1] == 200, "less than a minute would be left else"
+    assert 20 <= limits[2] <= 30
+    assert "== d: not run: out of time" in said
+
+
+def test_the_stages_of_the_script_have_times(tmp_path: Path) -> None:
+    text = (ROOT / "benchmarks" / "gpu" / "run.sh").read_text()
+    [stages] = re.findall(r"^stages=\((.*)\)$", text, re.MULTILINE)
+    for name in ("most", "least"):
+        [times] = re.findall(rf"^declare -A {name}=\((.*)\)$", text, re.MULTILINE)
+        assert re.findall(r"\[(\S+)\]=\d+", times) == stages.split()
+
+
+def test_a_file_names_the_gpu_although_no_case_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    assert bench.main(["--show", str(path), "--device", "some GPU"]) == 1
+    assert json.loads(path.read_text())["machine"]["device"] == "some GPU"
+    Run({"device": "the GPU of a case"}).write(path)
+    bench.main(["--show", str(path), "--device", "some GPU"])
+    assert json.loads(path.read_text())["machine"]["device"] == "the GPU of a case"

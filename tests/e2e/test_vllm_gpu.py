@@ -5,6 +5,7 @@ Needs vLLM's build for CUDA; a stage of `make gpu`. It has not run yet.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-SHARE = ["--gpu-memory-utilization", "0.2", "--max-num-batched-tokens", "512", "--no-enable-prefix-caching"]
+SHARE = [
+    # In bytes: two servers that start at once would each count the other's memory as its own while they profile.
+    *("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(1 << 30)),
+    *("--max-num-batched-tokens", "512", "--no-enable-prefix-caching", "--attention-backend", "TRITON_ATTN"),
+]
 LENGTHS = [1, 33, 513, 2000]
 LANES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mapped-cuda, piecewise graphs": ({"kind": "mapped", "require": "mapped-cuda"}, []),
@@ -35,6 +40,16 @@ LANES: dict[str, tuple[dict[str, Any], list[str]]] = {
     # mapped-cuda if this build of vLLM makes its virtual memory with handles, else pinned slots; the log says which.
     "virtual memory, eager": ({"kind": "mapped"}, ["--enforce-eager", "--enable-cumem-allocator"]),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def servers() -> Iterator[None]:
+    """Their environment. In float32 other chunks of a prompt give the same tokens; with TF32 they might not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_F32_DEFAULT", "ieee")
+        patch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it would be compiled at the start
+        patch.setattr(Server, "ready_s", 150.0)
+        yield
 
 
 @pytest.fixture(scope="module")

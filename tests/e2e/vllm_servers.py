@@ -30,7 +30,9 @@ class Server(EngineServer):
     """`kv_transfer_config`; it need not name PDLinkConnector."""
 
     def command(self) -> list[str]:
-        command = [str(Path(sys.executable).parent / "vllm"), "serve", str(self.model), "--skip-tokenizer-init"]
+        beside = Path(sys.executable).parent / "vllm"  # not where python and packages have folders of their own
+        vllm = [str(beside)] if beside.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+        command = [*vllm, "serve", str(self.model), "--skip-tokenizer-init"]
         command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--max-model-len", "8192", *self.flags]
         if self.connector is not None:

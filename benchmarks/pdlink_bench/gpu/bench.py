@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="CASE", help="with --out: only these")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of a file and judge it")
     parser.add_argument("--stages", type=Path, metavar="FILE", help="with --show: add how the stages of run.sh ended")
+    parser.add_argument("--device", metavar="TEXT", help="with --show: what to call the GPU if no case has said it")
     parser.add_argument("--case", choices=list(CASES), help=argparse.SUPPRESS)
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.part.write_text(json.dumps({"machine": _machine(), "figures": [asdict(one) for one in figures]}))
         return 0
     if args.show:
-        return _show(args.show, args.stages)
+        return _show(args.show, args.stages, args.device)
     if args.out is None:
         parser.error("--out or --show is needed")
     return _run_all(args.out, args.only or list(CASES))
@@ -135,12 +136,15 @@ def _run_case(case: str) -> tuple[dict[str, Any], str]:
         return content, ""
 
 
-def _show(path: Path, stages: Path | None) -> int:
+def _show(path: Path, stages: Path | None, device: str | None) -> int:
     """0 if every stage that can be run here went well, and every bar was met."""
     run = Run.read(path)
     if stages is not None and stages.exists():
         rows = [line.split("\t") for line in stages.read_text(encoding="utf-8").splitlines()]
         run.stages = [{"name": name, "outcome": outcome, "seconds": seconds} for name, outcome, seconds in rows]
+    if device is not None:
+        run.machine.setdefault("device", device)
+    if stages is not None or device is not None:
         run.write(path)
     for stage in run.stages:
         print(f"{stage['outcome']:>10}  {stage['name']} ({stage['seconds']} s)")
