@@ -12,9 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba.core import caching
 
-from pdlink.compiled import compiled
 from pdlink.errors import LayoutMismatch
 from pdlink.kv import plan as plan_module
 from pdlink.kv.layout import MAX_OFFSET, KVLayout, LayerLayout, Part, paged_layout
@@ -452,13 +450,3 @@ def num_specialisations() -> list[int]:
     """For how many argument types there is machine code of each loop that Python calls."""
     dispatchers: list[Any] = [plan_module._first_missing, plan_module._runs]
     return [len(dispatcher.signatures) for dispatcher in dispatchers]
-
-
-def test_no_place_for_compiled_code_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed package may be read-only and its user without a home."""
-    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
-
-    def double(value: int) -> int:
-        return 2 * value
-
-    assert compiled(double)(21) == 42
