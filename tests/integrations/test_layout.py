@@ -233,10 +233,18 @@ def test_a_state_is_one_piece_of_its_page() -> None:
     cache.layout.check("own")
     cache.layout.check_writable("own")
     assert cache.shard(0, 1) is cache
-    with pytest.raises(UnsupportedCache, match="recurrent state of a rank cannot travel in 2 shards"):
+    with pytest.raises(UnsupportedCache, match="shards: got 2 for each rank, of recurrent states"):
         cache.shard(0, 2)
     with pytest.raises(UnsupportedCache, match="form that is not known"):
         describe([replace(_state(), shape=(6, 2, 1, 25), strides=(64, 30, 25, 1))], kind)
+
+
+def test_heads_that_cannot_be_divided_are_refused_by_name() -> None:
+    views, _ = _views(list(torch.zeros(LAYERS, 6, HEADS, 32, 2 * SIZE)))
+    for form, message in ((ROWS, "which has 3 KV heads; limit divisors"), (PACKED, "blocks that only a kernel can")):
+        cache = describe(views, GroupKind((), form, head_size=SIZE, dtype="bfloat16"))
+        with pytest.raises(UnsupportedCache, match=f"shards: got 2 for each rank, .*{message}"):
+            cache.shard(0, 2)
 
 
 def test_groups_are_laid_over_each_other_and_counted_together() -> None:

@@ -131,13 +131,22 @@ class CacheLayout:
         one_head = layout.num_heads == 1 and layout.position_tokens == 1 and not layout.state
         if count == 1 or self.is_latent or one_head:
             return self
+        got = f"shards: got {count} for each rank"
         if layout.state:
             raise UnsupportedCache(
-                f"a recurrent state of a rank cannot travel in {count} shards: what is in it ({layout.dtype}) is not "
-                "known; take equal ranks"
+                f"{got}, of recurrent states whose inside is not known ({layout.dtype}); limit 1; take servers of as "
+                "many ranks"
             )
-        if layout.num_heads % count or layout.position_tokens > 1:
-            raise UnsupportedCache(f"{layout.num_heads} KV heads of a rank cannot travel in {count} shards")
+        if layout.position_tokens > 1:
+            raise UnsupportedCache(
+                f"{got}, of blocks that only a kernel can read ({layout.dtype}); limit 1; take servers of as many "
+                "ranks"
+            )
+        if layout.num_heads % count:
+            raise UnsupportedCache(
+                f"{got}, which has {layout.num_heads} KV heads; limit divisors of that; take servers of other "
+                "numbers of ranks"
+            )
         heads = layout.num_heads // count
         layers = tuple(
             replace(

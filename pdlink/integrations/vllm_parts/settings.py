@@ -39,8 +39,9 @@ class ConnectorSettings(BaseModel):
     advertise_host: str | None = None
     """Address other hosts reach this server by; None uses `control_host`."""
     shards: int | None = Field(default=None, ge=1, le=1024)
-    """Parts, by KV heads, in which the KV of a stage travels. None: one for each of this server's tensor parallel
-    ranks, which is right where both servers have as many. Otherwise the larger number of ranks, on both servers."""
+    """Parts, by heads, in which the KV of a stage travels. None: one for each of this server's tensor parallel
+    ranks, which is right where both servers have as many. Otherwise the larger number of ranks, on both servers: set,
+    it has the insides of recurrent states described, which both sides have to do alike."""
     stages: int | None = Field(default=None, ge=1, le=1024)
     """Parts, by layers, in which the KV travels. None: one for each of this server's pipeline stages, which is right
     where both servers have as many. Otherwise the larger number of stages, on both servers."""
