@@ -26,7 +26,7 @@ def take_out() -> None:
     """Before anything that observes is imported."""
     vars(events)["listen"] = _listen
     from pdlink.observe import series
-    from pdlink_proxy import admission, decision_log, decisions, exchange, records
+    from pdlink_proxy import admission, answering, decision_log, decisions, records
 
     for kind, names in (
         (series.Counter, ("inc", "add", "set")),
@@ -36,12 +36,12 @@ def take_out() -> None:
         (records.Records, ("append",)),
         (decisions.Decisions, ("append",)),
         (admission.Admission, ("note",)),
-        (exchange.Exchange, ("_count",)),
+        (answering.Answering, ("count",)),
     ):
         for name in names:
             assert hasattr(kind, name), f"{kind.__name__}.{name}"
             setattr(kind, name, _nothing)
-    vars(exchange)["exemplar_of"] = _nothing
+    vars(answering)["exemplar_of"] = _nothing
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One client request: does what `flow.py` decides, and reports events to it.
+"""One client request: does what `flow.py` decides, and reports events to it; `answering.py` has the client's side.
 
 No task works on a request. It goes on when a worker's connection has bytes: they are told to the flow, and what it
 lets through is written to the client's connection in the same step. A client that reads slowly holds its own worker
@@ -10,27 +10,21 @@ from __future__ import annotations
 import logging
 import math
 import random
-import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdlink.errors import PdlinkError
 from pdlink.logs import about
-from pdlink.protocol import kv_path
 
-from . import timing
 from .access import key_of
 from .admission import FIRST, Admission
-from .anthropic import error_for
-from .decision_log import Tally, said_usage
+from .answering import Answering
+from .decision_log import Tally
 from .decisions import Told
 from .ending import keep, logged
 from .flow import Flow
-from .metrics import exemplar_of
 from .openai import LAST_EVENTS, error_body, wanted
-from .records import RequestRecord
 from .recovery import Recovery
 from .running_attempt import RunningAttempt
-from .sse import before_done
 from .steps import (
     Answered,
     Blame,
@@ -78,12 +72,9 @@ log = logging.getLogger("pdlink.proxy")
 _OWN_FAULTS = frozenset({Loss.CONNECT, Loss.RESET, Loss.TIMEOUT, Loss.MALFORMED, Loss.ERROR})
 """Losses that are the worker's own, and not its peer's or ours."""
 
-_WORKER_HEADERS = {Leg.PREFILL: "X-Pdlink-Prefill", Leg.DECODE: "X-Pdlink-Decode"}
-
 _INTERNAL = error_body("the proxy failed unexpectedly; see its log", kind="server_error", code=PdlinkError.code)
 
 _STARTED = Started()
-_NO_STAGES: Mapping[str, float] = {}
 _BRING_DEADLINES = (Placed, Waits, Chunk)
 """Events after which the next deadline may be earlier than before."""
 
@@ -108,19 +99,8 @@ class Exchange:
 
     _recovery: Recovery | None = None
     """Of a stream that may go on elsewhere."""
-    _attempt: RunningAttempt | None = None
-    """The one that the client hears of; of two that run, the newer one until one of them wins."""
-    _events = 0
-    """Of its stream, so far: about its tokens."""
-    _tail = b""
-    """The last part of its answer."""
     _lent: int | None = None
     """Its key at `_relays` while its stream passes natively."""
-    _opened = False
-    """A stream has begun."""
-    _opened_s = 0.0
-    _early: bytes | None = None
-    """Events of prefill's that wait for decode's KV path: the client's headers cannot be changed later."""
     _behind_since_s: float | None = None
     """The client has not read what was sent to it."""
     _catching_up: asyncio.Task[None] | None = None
@@ -131,8 +111,6 @@ class Exchange:
     _last: asyncio.Task[None] | None = None
     """Waits until the client has read the end."""
     _armed_s = math.inf
-    _stages: Mapping[str, float] = _NO_STAGES
-    """Of the time to its first token, as it was told last."""
 
     def __init__(
         self,
@@ -180,14 +158,13 @@ class Exchange:
             failed=self.fail,
         )
         self._request_id = request_id
-        self._answer_headers = {"X-Request-Id": request_id}
         self.client = client
-        logs = shared.decision_log is not None and self._admission.sampled
-        self._tally = Tally() if logs else None
+        self._answering = Answering(shared, client, call, headers, self._flow, self._admission, self._started_s)
+        if shared.decision_log is not None and self._admission.sampled:
+            self._answering.tally = Tally()
         relays = shared.relays if call.path not in LAST_EVENTS else None  # it knows no named end
         self._relays = relays
         """Where its stream may pass natively."""
-        self._exemplar = exemplar_of(headers)
         self._tell_over = over
 
     def go_on(self, choice: Choice | Queued | Refused) -> None:
@@ -206,7 +183,7 @@ class Exchange:
             self._shared, 1, admission, self._call, self._leg_headers, self._seed, begun.transfer_id
         )
         attempt.legs.update(begun.legs)
-        self._attempts[1] = self._attempt = attempt
+        self._attempts[1] = self._answering.attempt = attempt
         flow.on(_STARTED, self._started_s)
         flow.on(placed, begun.placed_s)
         if begun.answered is not None:
@@ -215,8 +192,8 @@ class Exchange:
 
     def running(self, leg: Leg) -> RunningLeg:
         """Of its newest attempt."""
-        assert self._attempt is not None
-        return self._attempt.legs[leg]
+        assert self._answering.attempt is not None
+        return self._answering.attempt.legs[leg]
 
     def begin(self) -> None:
         tokenizing, asked = self._shared.tokenizing, self._admission.wanted
@@ -261,69 +238,28 @@ class Exchange:
         self._admission.leave()
         if self._flow.outcome is None:
             self.happen(ClientLeft())
-        alarms = self._shared.alarms
-        alarms.clear(self.tick)
-        if self._early is not None:
-            alarms.clear(self._open)
+        self._shared.alarms.clear(self.tick)
+        answering = self._answering
+        answering.close()
         for task in (self._preparing, self._catching_up, self._last):
             if task is not None:
                 task.cancel()
-        if self._opened:
-            self._shared.metrics.active_streams.add(-1)
-        outcome, kv = self._flow.outcome or Outcome.FAILED, self._kv_value
-        record = self._record(outcome, kv)
-        if self._tally is not None and (log_ := self._shared.decision_log) is not None:
-            log_.add(logged(record, self._admission, self._tally, self._attempts.values()))
+        record = answering.record(self._flow.outcome or Outcome.FAILED, self._attempts.values())
+        if answering.tally is not None and (log_ := self._shared.decision_log) is not None:
+            log_.add(logged(record, self._admission, answering.tally, self._attempts.values()))
         if self._trace is not None:
             self._trace.ended(record, self._call)
         asked = self._admission.wanted
-        keep(self._shared, record, self._admission.why, asked.num_tokens, self._stages, self._exemplar)
+        keep(self._shared, record, self._admission.why, asked.num_tokens, answering.stages, answering.exemplar)
         over, self._tell_over = self._tell_over, _nothing
         over()
-
-    def _record(self, outcome: Outcome, kv: str) -> RequestRecord:
-        (spoke_s, decode_spoke_s), attempt = self._spoke_s, self._attempt
-        chosen = attempt.chosen if attempt is not None else {}
-        started_s, legs = self._started_s, []
-        for each in self._attempts.values():
-            for leg in each.legs.values():
-                legs.append(leg.record(started_s))  # noqa: PERF401 -- two comprehensions are two calls
-        prefill_s = None if spoke_s is None else spoke_s - self._started_s
-        ttft_s = self._opened_s - self._started_s if self._opened else None if self._call.streaming else prefill_s
-        total_s, (prompt_tokens, answer_tokens) = self._loop.time() - self._started_s, said_usage(self._tail)
-        further = (answer_tokens or self._events) - 1
-        per_token_s: float | None = None
-        if outcome is Outcome.OK and ttft_s is not None and further > 0:
-            per_token_s = (total_s - ttft_s) / further
-        return RequestRecord(
-            request_id=self._request_id,
-            at_s=time.time(),
-            outcome=outcome.value,
-            kv=kv,
-            prompt_tokens=prompt_tokens or self._admission.num_prompt_tokens,
-            attempts=self._flow.attempts,
-            total_s=total_s,
-            queued_s=self._admission.placed_s - self._started_s,
-            prefill_s=prefill_s,
-            decode_s=None if decode_spoke_s is None else decode_spoke_s - self._started_s,
-            ttft_s=ttft_s,
-            transfer_id=attempt.transfer_id if attempt is not None else "",
-            prefill=chosen[Leg.PREFILL].label if Leg.PREFILL in chosen else None,
-            decode=chosen[Leg.DECODE].label if Leg.DECODE in chosen else None,
-            legs=legs,
-            per_token_s=per_token_s,
-        )
 
     def fail(self, error: Exception) -> None:
         """Our own code failed."""
         if self._closed:
             return
         log.error("request %s failed unexpectedly", self._request_id, exc_info=error, extra=self._about())
-        if self.client.begun:
-            self.client.abort()
-        else:
-            body = error_for(self._call.path, 500, _INTERNAL)
-            self.client.respond(500, "application/json", self._answer_headers, body)
+        self._answering.fail(_INTERNAL)
         self._close()
 
     def shut_down(self) -> None:
@@ -346,16 +282,16 @@ class Exchange:
                     self._start_legs(action.attempt, at_once=action.at_once)
                 case Place():
                     if forward:  # what follows may end the stream
-                        self._forward(forward)
+                        self._answering.forward(forward)
                         forward = b""
                     num_behind = self._recovery.num_behind if self._recovery is not None else 0
                     self.happen(self._admission.place(action, num_behind))
                 case Respond(status=status, content_type=content_type, body=body):
-                    self._respond(status, content_type, body)
+                    self._answering.respond(status, content_type, body)
                 case LetGo(attempt=attempt, leg=leg):
                     self._attempts[attempt].legs[leg].let_go()
                 case EndStream(data=data):
-                    self._end_stream(forward + data)
+                    self._answering.end_stream(forward + data)
                     forward = b""
                 case CancelLeg(attempt=attempt, leg=leg):
                     self._attempts[attempt].cancel(leg)
@@ -368,7 +304,7 @@ class Exchange:
                 case HedgeOver(won=won, lost=lost):
                     self._hedge_over(won, lost)
         if forward:
-            self._forward(forward)
+            self._answering.forward(forward)
         if flow.outcome is not None:
             self._end()
         elif isinstance(event, _BRING_DEADLINES) and (due_s := flow.deadline_s) < self._armed_s:
@@ -437,14 +373,14 @@ class Exchange:
         call = self._call if recovery is None else recovery.call  # the client's request, or the rest of it
         attempt = RunningAttempt(self._shared, number, admission, call, self._leg_headers, self._seed)
         attempt.trace = self._trace
-        self._attempts[number] = self._attempt = attempt
+        self._attempts[number] = self._answering.attempt = attempt
         attempt.start(self, at_once=at_once)
 
     def _hedge_over(self, won: int, lost: int) -> None:
         result = "won" if won > lost else "lost"
         self._shared.metrics.hedges.inc(result)
-        self._attempt = self._attempts[won]
-        chosen = self._attempt.chosen
+        attempt = self._answering.attempt = self._attempts[won]
+        chosen = attempt.chosen
         self._admission.note("hedged", f"the second attempt {result}", chosen.get(Leg.PREFILL), chosen[Leg.DECODE])
 
     # ---- what legs report
@@ -460,13 +396,13 @@ class Exchange:
         if self._call.streaming:
             attempt.note_kv(headers, b"")
             attempt.decode_spoke = True
-            if self._early is not None and attempt is self._attempt:
-                self._open()
+            if attempt is self._answering.attempt:
+                self._answering.decode_spoke()
 
     def sent(self, leg: RunningLeg, data: bytes) -> None:
         """Bytes of its stream."""
-        if self._opened and self._flow.passes(leg.attempt, leg.leg, data, self._loop.time()):
-            self._count(data)
+        if self._answering.opened and self._flow.passes(leg.attempt, leg.leg, data, self._loop.time()):
+            self._answering.count(data)
             if self._relays is None or not self._lend(leg, data):
                 self.client.write(data)
         else:
@@ -494,7 +430,7 @@ class Exchange:
     def passed(self, leg: RunningLeg, data: bytes) -> None:
         """Events of its stream that the client was sent natively."""
         self._flow.passed(data, self._loop.time())
-        self._count(data)
+        self._answering.count(data)
 
     def returned(self, leg: RunningLeg, unsent: bytes, unread: bytes) -> None:
         """Its stream is no more lent."""
@@ -521,19 +457,6 @@ class Exchange:
         if not self._flow.over:
             self.fail(error)
 
-    @property
-    def _kv_value(self) -> str:
-        """The client's header value now."""
-        attempt = self._attempt
-        if attempt is not None and attempt.kv is not None:
-            return attempt.kv
-        return kv_path.TRANSFERRING if self._call.streaming and not self._decode_spoke else kv_path.UNKNOWN
-
-    @property
-    def _decode_spoke(self) -> bool:
-        """Decode has sent its headers; a stream's KV path is known then, or not at all."""
-        return self._attempt is not None and self._attempt.decode_spoke
-
     async def _tell_to_stop(self, leg: RunningLeg, reason: str) -> None:
         if not await leg.tell_to_stop(reason):
             # No error: its own deadline ends the transfer.
@@ -547,76 +470,7 @@ class Exchange:
         """Of a line about this request."""
         return about(request_id=self._request_id, transfer_id=transfer_id)
 
-    # ---- the client's side
-
-    def _count(self, data: bytes) -> None:
-        """Bytes of its stream that pass; this is done for every token, so it looks for as little as it can."""
-        self._events += data.count(b"\n\n")
-        self._tail = data
-        if self._tally is not None:
-            self._tally.add(data)
-
-    def _forward(self, data: bytes) -> None:
-        client = self.client
-        self._count(data)
-        if client.begun:
-            client.write(data)
-        elif self._early is not None:
-            self._early += data
-        elif self._flow.first_leg is Leg.PREFILL and not self._decode_spoke and self._grace_s > 0:
-            self._early = data
-            self._shared.alarms.set(self._open, self._loop.time() + self._grace_s)
-        else:
-            self._open(data)
-
-    @property
-    def _grace_s(self) -> float:
-        return self._shared.config.kv_header_grace_s
-
-    def _open(self, data: bytes = b"") -> None:
-        """Begin the answer, with the events that waited for it and these."""
-        if self._opened:
-            return
-        self._opened, self._opened_s = True, self._loop.time()
-        headers = self._answer_headers
-        headers[timing.HEADER] = self._times("ttft")
-        self._name_attempt()
-        headers[kv_path.HEADER] = self._kv_value
-        headers["Cache-Control"] = "no-cache"
-        headers["X-Accel-Buffering"] = "no"  # or nginx in front would collect tokens
-        early = b""
-        if self._early is not None:
-            early, self._early = self._early, None
-            self._shared.alarms.clear(self._open)
-        self.client.begin(headers, early + data)
-        metrics = self._shared.metrics
-        metrics.active_streams.add(1)
-        if (first := self._flow.first_leg) is not None:
-            metrics.ttft.observe(self._opened_s - self._started_s, first.value, exemplar=self._exemplar)
-
-    def _end_stream(self, data: bytes) -> None:
-        if self._tally is not None:
-            self._tally.add(data)
-        self._tail += data
-        self._open()
-        times = timing.comment(self._times("total"))
-        self.client.end(before_done(data, times + kv_path.comment(self._kv_value)))
-
-    def _respond(self, status: int, content_type: str, body: bytes) -> None:
-        headers, flow = self._answer_headers, self._flow
-        headers[timing.HEADER] = self._times("total")
-        self._name_attempt()
-        if 200 <= status < 300:
-            if self._tally is not None:
-                self._tally.whole(body)
-            self._tail = body
-            headers[kv_path.HEADER] = self._kv_value
-            if (prefill_s := self._spoke_s[0]) is not None:
-                ttft_s = prefill_s - self._started_s
-                self._shared.metrics.ttft.observe(ttft_s, Leg.PREFILL.value, exemplar=self._exemplar)
-        if status == 503 or (status == 429 and flow.outcome is Outcome.UNAVAILABLE):
-            headers["Retry-After"] = str(self._shared.queue.retry_after_s())
-        self.client.respond(status, content_type, headers, error_for(self._call.path, status, body))
+    # ---- a client that reads slowly
 
     def _hold(self, leg: RunningLeg) -> None:
         """Read no more of this leg until the client has read what it was sent."""
@@ -641,25 +495,6 @@ class Exchange:
         await self.client.caught_up(self._shared.config.idle_timeout_s)
         self._last = None
         self._close()
-
-    def _name_attempt(self) -> None:
-        """Which transfer and which workers, by their labels: names may contain host names."""
-        if (attempt := self._attempt) is None:
-            return
-        self._answer_headers["X-Pdlink-Transfer"] = attempt.transfer_id
-        for leg, worker in attempt.chosen.items():
-            self._answer_headers[_WORKER_HEADERS[leg]] = worker.label
-
-    def _times(self, last: str) -> str:
-        admission, (prefill_s, decode_s) = self._admission, self._spoke_s
-        self._stages = timing.stages(prefill_s, decode_s, admission)
-        since_s = None if decode_s is None else decode_s - admission.placed_s
-        return timing.server_timing(self._stages, since_s, last, self._loop.time() - admission.started_s)
-
-    @property
-    def _spoke_s(self) -> tuple[float | None, float | None]:
-        """Time of prefill's token, and of decode's, in this attempt."""
-        return self._flow.prefill_spoke_s, self._flow.decode_spoke_s
 
     def _abort_client(self) -> None:
         """The client has stopped reading for too long."""

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import msgspec
 
 from pdlink.config import ProxyConfig
-from pdlink_proxy import admission, exchange, plain, plain_leg, pools, refusals, running_leg, watching
+from pdlink_proxy import admission, answering, plain, plain_leg, pools, refusals, running_leg, watching
 from pdlink_proxy import worker as of_worker
 from pdlink_proxy.client_answer import ClientAnswer
 from pdlink_proxy.decisions import Decisions
@@ -81,7 +81,7 @@ def in_virtual_time(play: Callable[[], Awaitable[None]]) -> None:
     loop = _VirtualLoop()
     clock = SimpleNamespace(monotonic=loop.time, time=loop.time)
     with ExitStack() as stack:
-        for module in (admission, exchange, plain, plain_leg, pools, refusals, running_leg, of_worker):
+        for module in (admission, answering, plain, plain_leg, pools, refusals, running_leg, of_worker):
             stack.enter_context(patch.object(module, "time", clock))
         runner = stack.enter_context(asyncio.Runner(loop_factory=lambda: loop))
         runner.run(cast("Any", play()))

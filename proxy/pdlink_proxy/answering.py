@@ -1,0 +1,227 @@
+"""What the client of an `Exchange` gets: the head of its answer, the events of a stream, its end; and its record.
+
+A stream's head says how the KV came, and cannot be changed later. So the first events may wait a moment for decode to
+say it (`kv_header_grace_s`).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from pdlink.protocol import kv_path
+
+from . import timing
+from .anthropic import error_for
+from .decision_log import said_usage
+from .metrics import exemplar_of
+from .records import RequestRecord
+from .sse import before_done
+from .steps import Leg, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from .admission import Admission
+    from .client_answer import ClientAnswer
+    from .decision_log import Tally
+    from .flow import Flow
+    from .openai import Call
+    from .running_attempt import RunningAttempt
+    from .shared import Shared
+
+_WORKER_HEADERS = {Leg.PREFILL: "X-Pdlink-Prefill", Leg.DECODE: "X-Pdlink-Decode"}
+_NO_STAGES: Mapping[str, float] = {}
+
+
+class Answering:
+    """The answer to one request."""
+
+    attempt: RunningAttempt | None = None
+    """The one that the client hears of; of two that run, the newer one until one of them wins."""
+    tally: Tally | None = None
+    """Counts for the decision log, if it has this request."""
+    opened = False
+    """A stream has begun."""
+    stages: Mapping[str, float] = _NO_STAGES
+    """Of the time to its first token, as the client was told last."""
+    _opened_s = 0.0
+    _events = 0
+    """Of its stream, so far: about its tokens."""
+    _tail = b""
+    """The last part of the answer."""
+    _early: bytes | None = None
+    """Events of prefill's that wait for decode's KV path."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        client: ClientAnswer,
+        call: Call,
+        headers: Mapping[str, str],
+        flow: Flow,
+        admission: Admission,
+        started_s: float,
+    ) -> None:
+        """headers: of the legs. started_s: when the request came."""
+        self._shared, self.client, self._call, self._flow = shared, client, call, flow
+        self._admission, self._started_s = admission, started_s
+        self._request_id = headers["X-Request-Id"]
+        self._headers = {"X-Request-Id": self._request_id}
+        self.exemplar = exemplar_of(headers)
+
+    @property
+    def kv_value(self) -> str:
+        """How the KV came, as far as it is known now."""
+        attempt = self.attempt
+        if attempt is not None and attempt.kv is not None:
+            return attempt.kv
+        return kv_path.TRANSFERRING if self._call.streaming and not self._decode_spoke else kv_path.UNKNOWN
+
+    # ---- a stream
+
+    def count(self, data: bytes) -> None:
+        """Bytes of it that pass; this is done for every token, so it looks for as little as it can."""
+        self._events += data.count(b"\n\n")
+        self._tail = data
+        if self.tally is not None:
+            self.tally.add(data)
+
+    def forward(self, data: bytes) -> None:
+        """Events for the client, the first of which begin the stream."""
+        client, grace_s = self.client, self._shared.config.kv_header_grace_s
+        self.count(data)
+        if client.begun:
+            client.write(data)
+        elif self._early is not None:
+            self._early += data
+        elif self._flow.first_leg is Leg.PREFILL and not self._decode_spoke and grace_s > 0:
+            self._early = data
+            self._shared.alarms.set(self.open, self._shared.loop.time() + grace_s)
+        else:
+            self.open(data)
+
+    def decode_spoke(self) -> None:
+        """Decode of the client's attempt has sent its headers: events wait no longer."""
+        if self._early is not None:
+            self.open()
+
+    def open(self, data: bytes = b"") -> None:
+        """Begin the stream, with the events that waited for it and these."""
+        if self.opened:
+            return
+        self.opened, self._opened_s = True, self._shared.loop.time()
+        headers = self._headers
+        headers[timing.HEADER] = self._times("ttft")
+        self._name_attempt()
+        headers[kv_path.HEADER] = self.kv_value
+        headers["Cache-Control"] = "no-cache"
+        headers["X-Accel-Buffering"] = "no"  # or nginx in front would collect tokens
+        early = b""
+        if self._early is not None:
+            early, self._early = self._early, None
+            self._shared.alarms.clear(self.open)
+        self.client.begin(headers, early + data)
+        metrics = self._shared.metrics
+        metrics.active_streams.add(1)
+        if (first := self._flow.first_leg) is not None:
+            metrics.ttft.observe(self._opened_s - self._started_s, first.value, exemplar=self.exemplar)
+
+    def end_stream(self, data: bytes) -> None:
+        """Its last events."""
+        if self.tally is not None:
+            self.tally.add(data)
+        self._tail += data
+        self.open()
+        times = timing.comment(self._times("total"))
+        self.client.end(before_done(data, times + kv_path.comment(self.kv_value)))
+
+    # ---- an answer in one piece
+
+    def respond(self, status: int, content_type: str, body: bytes) -> None:
+        headers, flow = self._headers, self._flow
+        headers[timing.HEADER] = self._times("total")
+        self._name_attempt()
+        if 200 <= status < 300:
+            if self.tally is not None:
+                self.tally.whole(body)
+            self._tail = body
+            headers[kv_path.HEADER] = self.kv_value
+            if (prefill_s := flow.prefill_spoke_s) is not None:
+                ttft_s = prefill_s - self._started_s
+                self._shared.metrics.ttft.observe(ttft_s, Leg.PREFILL.value, exemplar=self.exemplar)
+        if status == 503 or (status == 429 and flow.outcome is Outcome.UNAVAILABLE):
+            headers["Retry-After"] = str(self._shared.queue.retry_after_s())
+        self.client.respond(status, content_type, headers, error_for(self._call.path, status, body))
+
+    def fail(self, body: bytes) -> None:
+        """Our own code failed. body: an error, for a client that has heard nothing yet."""
+        if self.client.begun:
+            self.client.abort()
+        else:
+            self.client.respond(500, "application/json", self._headers, error_for(self._call.path, 500, body))
+
+    # ---- its end
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        if self._early is not None:
+            self._shared.alarms.clear(self.open)
+        if self.opened:
+            self._shared.metrics.active_streams.add(-1)
+
+    def record(self, outcome: Outcome, attempts: Iterable[RunningAttempt]) -> RequestRecord:
+        """attempts: all that were made."""
+        flow, attempt, started_s = self._flow, self.attempt, self._started_s
+        chosen = attempt.chosen if attempt is not None else {}
+        legs = []
+        for each in attempts:
+            for leg in each.legs.values():
+                legs.append(leg.record(started_s))  # noqa: PERF401 -- two comprehensions are two calls
+        prefill_s = None if flow.prefill_spoke_s is None else flow.prefill_spoke_s - started_s
+        decode_s = None if flow.decode_spoke_s is None else flow.decode_spoke_s - started_s
+        ttft_s = self._opened_s - started_s if self.opened else None if self._call.streaming else prefill_s
+        total_s, (prompt_tokens, answer_tokens) = self._shared.loop.time() - started_s, said_usage(self._tail)
+        further = (answer_tokens or self._events) - 1
+        per_token_s: float | None = None
+        if outcome is Outcome.OK and ttft_s is not None and further > 0:
+            per_token_s = (total_s - ttft_s) / further
+        return RequestRecord(
+            request_id=self._request_id,
+            at_s=time.time(),
+            outcome=outcome.value,
+            kv=self.kv_value,
+            prompt_tokens=prompt_tokens or self._admission.num_prompt_tokens,
+            attempts=flow.attempts,
+            total_s=total_s,
+            queued_s=self._admission.placed_s - started_s,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+            ttft_s=ttft_s,
+            transfer_id=attempt.transfer_id if attempt is not None else "",
+            prefill=chosen[Leg.PREFILL].label if Leg.PREFILL in chosen else None,
+            decode=chosen[Leg.DECODE].label if Leg.DECODE in chosen else None,
+            legs=legs,
+            per_token_s=per_token_s,
+        )
+
+    # ---- small things
+
+    @property
+    def _decode_spoke(self) -> bool:
+        """Decode has sent its headers; a stream's KV path is known then, or not at all."""
+        return self.attempt is not None and self.attempt.decode_spoke
+
+    def _name_attempt(self) -> None:
+        """Which transfer and which workers, by their labels: names may contain host names."""
+        if (attempt := self.attempt) is None:
+            return
+        self._headers["X-Pdlink-Transfer"] = attempt.transfer_id
+        for leg, worker in attempt.chosen.items():
+            self._headers[_WORKER_HEADERS[leg]] = worker.label
+
+    def _times(self, last: str) -> str:
+        admission, decode_s = self._admission, self._flow.decode_spoke_s
+        self.stages = timing.stages(self._flow.prefill_spoke_s, decode_s, admission)
+        since_s = None if decode_s is None else decode_s - admission.placed_s
+        return timing.server_timing(self.stages, since_s, last, self._shared.loop.time() - admission.started_s)
