@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from pdlink.config.log import LogConfig
+from pdlink.config.port_ranges import in_full
 from pdlink.config.roles import RolesConfig
 from pdlink.config.section import Port, Seconds, Section, in_pairs, no_use
 from pdlink.config.tracing import TracingConfig
@@ -26,6 +27,9 @@ DialectName = Literal[
     "sglang",
 ]
 _WITH_CONTROL = ("vllm", "vllm-mooncake", "vllm-moriio-write", "lmcache")
+
+MAX_ENGINES = 4096
+"""Data-parallel engines of one server."""
 
 OF_JOINING = ("key_file", "allow_file", "insecure")
 """Settings of what a proxy says to workers that register."""
@@ -75,12 +79,13 @@ class ProxyConfig(Section):
     what begins sooner there."""
     workers_file: str | None = None
     """YAML or JSON with the lists `prefill`, `decode` and `both`, of URLs or of mappings with url, drain, control,
-    kv_events, cell. It is watched: what it lists replaces what it listed before. In place of those settings."""
+    data_parallel, kv_events, cell. It is watched: what it lists replaces what it listed before. In place of those
+    settings."""
     discover: tuple[str, ...] = ()
     """Where workers are found, besides `prefill`, `decode` and `both`: "file:PATH", a directory with one JSON file a
     worker, or a file as `workers_file`; "dns:prefill=HOST:PORT,decode=HOST:PORT", all addresses of a name;
     "kubernetes:prefill=SERVICE,decode=SERVICE", their EndpointSlices, with port=NAME, control=NAME (dialect vllm:
-    what names of the connectors' ports begin with), cell=NAME and namespace=NAME if need be;
+    what names of the connectors' ports begin with), data_parallel=N, cell=NAME and namespace=NAME if need be;
     "register:tcp://HOST:PORT", where workers with `join.proxies` dial this proxy. With `processes`, each listens at a
     port of its own, from PORT on. A source that is down keeps what it listed last."""
     key_file: str | None = None
@@ -99,10 +104,14 @@ class ProxyConfig(Section):
     """Dialect vllm: tensor parallel ranks of a decode server, where they are not as many as a prefill server's."""
     control: dict[str, tuple[str, ...]] = {}
     """By base URL of a worker, the address its connector listens on, or a list with one for each tensor parallel
-    rank. vllm: of prefill workers, "tcp://10.0.0.1:8101". vllm-mooncake: of prefill workers, "http://10.0.0.1:8998"
+    rank. vllm: of prefill workers, "tcp://10.0.0.1:8101", or "tcp://10.0.0.1:8101-8104" for several ports; with
+    `data_parallel` those of the first engine, then of the second. vllm-mooncake: of prefill workers, "http://10.0.0.1:8998"
     (8998 is the default). vllm-moriio-write: of both, handshake and notify port, "tcp://HOST:6301,tcp://HOST:61005"
     (the default). lmcache: of decode workers, "tcp://HOST:INIT_PORT,tcp://HOST:ALLOC_PORT". Others say it
     themselves."""
+    data_parallel: dict[str, Annotated[int, Field(ge=1, le=MAX_ENGINES)]] = {}
+    """Dialect vllm: by base URL of a prefill worker, its --data-parallel-size, if it has several engines behind its
+    port. Each is a worker of its own here, and gets its requests by X-data-parallel-rank."""
     notify: str = "tcp://127.0.0.1:8500"
     """Dialect lmcache: where this proxy hears that KV has arrived; LMCache's `pd_proxy_host` and `pd_proxy_port`."""
     kv_events: dict[str, tuple[str, ...]] = {}
@@ -221,6 +230,11 @@ class ProxyConfig(Section):
             return value
         return {url: (found,) if isinstance(found, str) else found for url, found in value.items()}
 
+    @field_validator("control", mode="after")
+    @classmethod
+    def _in_full(cls, value: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        return {url: in_full(found) for url, found in value.items()}
+
     @model_validator(mode="after")
     def _complete(self) -> ProxyConfig:
         in_pairs(self, "", ("tls_cert", "tls_key"), ("key_file", "allow_file"))
@@ -240,7 +254,9 @@ class ProxyConfig(Section):
         if self.dialect != "pdlink":
             no_use(self, "", ("roles",), f"is for dialect: pdlink, whose workers can turn; it is {self.dialect}")
         if self.dialect != "vllm":
-            no_use(self, "", ("decode_ranks",), f"is for dialect: vllm, and dialect is {self.dialect}")
+            no_use(
+                self, "", ("decode_ranks", "data_parallel"), f"is for dialect: vllm, and dialect is {self.dialect}"
+            )
         if self.dialect not in _WITH_CONTROL:
             no_use(self, "", ("control",), f"is for dialect: vllm, and dialect is {self.dialect}")
         if self.dialect != "lmcache":

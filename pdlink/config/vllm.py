@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from pdlink.config.proxy import MAX_ENGINES
 from pdlink.config.section import Port, Seconds, Section
 
 
@@ -41,6 +42,8 @@ class VllmConfig(Section):
     """What decode does when the KV does not arrive (`kv_load_failure_policy`)."""
     prefill_ranks: int = Field(default=1, ge=1)
     """--tensor-parallel-size of each prefill server."""
+    prefill_engines: int = Field(default=1, ge=1, le=MAX_ENGINES)
+    """--data-parallel-size of each prefill server: engines behind its port, of which the proxy chooses."""
     decode_ranks: int = Field(default=1, ge=1)
     """The same of each decode server."""
     host: str = "127.0.0.1"
@@ -50,7 +53,7 @@ class VllmConfig(Section):
     decode_port: Port = 8200
     """The same for decode servers."""
     control_port: Port = 8500
-    """First of the ports that prefill servers listen on for decode servers, one for each rank."""
+    """First of the ports that prefill servers listen on for decode servers, one for each rank of each engine."""
     start_timeout_s: Seconds = 600.0
     """Longest wait for a server; loading a large model and compiling take most of it."""
     log_dir: str | None = None

@@ -106,6 +106,7 @@ class PDLinkConnector(KVConnectorBase_V1, *versions.hybrid_bases(vllm.__version_
             receives=transfer.is_kv_consumer,
             shares_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
             keeps_all=cache_groups.keeps_all(kv_cache_config),
+            engine=versions.engine_of_port(vllm_config),
             store=store,
         )
         self._origins = Origins()

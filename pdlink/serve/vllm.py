@@ -33,31 +33,34 @@ def plan(config: VllmConfig, num_prefill: int, num_decode: int, *, executable: s
     found = []
     for role, count in (("prefill", num_prefill), ("decode", num_decode)):
         ranks = config.prefill_ranks if role == "prefill" else config.decode_ranks
+        engines = config.prefill_engines if role == "prefill" else 1
+        num_ports = ranks * engines
         devices = config.prefill_devices if role == "prefill" else config.decode_devices
         first_port = config.prefill_port if role == "prefill" else config.decode_port
         places = devices_of(f"vllm.{role}_devices", devices, count, role)
         for index in range(count):
             label = f"{role}-{index}"
             port = first_port + index if first_port else free_ports(1)
-            control_port = config.control_port + index * ranks if config.control_port else free_ports(ranks)
+            control_port = config.control_port + index * num_ports if config.control_port else free_ports(num_ports)
             transfer = _transfer_config(config, role, label, control_port)
             dialed = role == "prefill" and config.connector == "pdlink"
             host = transfer["kv_connector_extra_config"].get("advertise_host") or config.host
             more = config.prefill_args if role == "prefill" else config.decode_args
             environment = config.environment | places[index]
             if config.connector != "pdlink":
-                environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(ranks))
+                environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(num_ports))
             found.append(
                 Plan(
                     label,
                     role,
                     f"http://{config.host}:{port}",
-                    tuple(f"tcp://{host}:{control_port + rank}" for rank in range(ranks)) if dialed else (),
+                    tuple(f"tcp://{host}:{control_port + number}" for number in range(num_ports)) if dialed else (),
                     (
                         *(executable, "serve", model, "--served-model-name", config.model_name),
                         *("--host", config.host, "--port", str(port)),
                         "--disable-uvicorn-access-log",  # the proxy asks /health twice a second
                         *(("--tensor-parallel-size", str(ranks)) if ranks > 1 else ()),
+                        *(("--data-parallel-size", str(engines)) if engines > 1 else ()),
                         *(*config.args, *more),
                         *("--kv-transfer-config", json.dumps(transfer)),
                     ),
@@ -83,11 +86,13 @@ def _transfer_config(config: VllmConfig, role: str, label: str, control_port: in
 
 
 def proxy_settings(config: VllmConfig, plans: Sequence[Plan]) -> dict[str, Any]:
+    several = config.prefill_engines > 1 and config.connector == "pdlink"
     unequal = config.prefill_ranks != config.decode_ranks and config.connector == "pdlink"
     return {
         "dialect": CONNECTORS[config.connector][1],
         "prefill": [plan.url for plan in plans if plan.role == "prefill"],
         "decode": [plan.url for plan in plans if plan.role == "decode"],
         "control": {plan.url: list(plan.control) for plan in plans if plan.control},
+        "data_parallel": {plan.url: config.prefill_engines for plan in plans if plan.control and several},
         "decode_ranks": config.decode_ranks if unequal else None,
     }

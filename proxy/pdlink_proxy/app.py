@@ -362,14 +362,16 @@ class Router:
 
     def described(self, side: Leg, beside: Sequence[Beside]) -> list[dict[str, Any]]:
         """The workers of one side, with the legs of all processes."""
-        found = [worker.describe() for worker in self.pools.workers[side]]
-        for worker in found:
-            worker["in_flight"] += sum(each.in_flight.get(f"{side.value} {worker['url']}", 0) for each in beside)
+        found = []
+        for worker in self.pools.workers[side]:
+            said = worker.describe()
+            said["in_flight"] += sum(each.in_flight.get(f"{side.value} {worker.id}", 0) for each in beside)
+            found.append(said)
         return found
 
     def _take_stock(self) -> None:
         """Bring the gauges up to date."""
-        legs = {(worker.url, worker.side.value): worker for worker in self.pools.all}
+        legs = {(worker.id, worker.side.value): worker for worker in self.pools.all}
         self.metrics.healthy.replace({leg: worker.state is State.OK for leg, worker in legs.items()})
         self.metrics.in_flight.replace({leg: worker.in_flight for leg, worker in legs.items()})
         self.metrics.left_out.replace({leg: worker.outlier.out for leg, worker in legs.items()})

@@ -153,7 +153,7 @@ class Exchange:
             wanted(call, said.get("x-session-id")) if asked is None else asked,
             request_id=request_id,
             tenant=key_of(said),
-            whole=dialect.whole is not None and dialect.whole(call),
+            whole=shared.whole(call),
             happen=self.happen,
             failed=self.fail,
         )
@@ -347,7 +347,7 @@ class Exchange:
         log.log(
             _level_of(action.reason),
             "request %s, transfer %s: %s leg on %s failed (%s: %s); %s",
-            *(self._request_id, run.transfer_id, action.leg.value, worker.url),
+            *(self._request_id, run.transfer_id, action.leg.value, worker.id),
             *(reason, action.detail, action.then),
             extra=self._about(run.transfer_id),
         )
@@ -357,7 +357,7 @@ class Exchange:
             run.blame()
         match action.reason:
             case Loss.CONNECT | Loss.RESET:
-                worker.fault(f"a request's connection failed ({reason})")
+                self._shared.pools.fault(worker, f"a request's connection failed ({reason})")
             case Loss.BARRED:
                 worker.barred(f"it refuses requests: {self._shared.dialect.key_setting}")
                 worker.poke.set()

@@ -23,7 +23,7 @@ class Beside(msgspec.Struct, frozen=True):
     running: int
     queued: int
     in_flight: dict[str, int]
-    """Legs, by side and URL of the worker."""
+    """Legs, by side and id of the worker."""
     records: list[RequestRecord] = []
 
 
@@ -34,7 +34,7 @@ def answers_of(router: Router) -> dict[str, Callable[[Any], object]]:
         return router.metrics.numbers()
 
     def now(records: Any) -> object:
-        in_flight = {f"{worker.side.value} {worker.url}": worker.in_flight for worker in router.pools.all}
+        in_flight = {f"{worker.side.value} {worker.id}": worker.in_flight for worker in router.pools.all}
         return Beside(router.num_running, router.num_queued, in_flight, list(router.records) if records else [])
 
     def take(asked: Any) -> object:

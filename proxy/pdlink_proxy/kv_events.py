@@ -98,7 +98,7 @@ class KVEvents:
     def __init__(self) -> None:
         self.index = KVIndex()
         self.sources: Mapping[str, Sequence[str]] = {}
-        """By base URL of a worker, where its events are published, as `source` reads it, if it does not say so."""
+        """By id of a worker, where its events are published, as `source` reads it, if it does not say so."""
         self._told: dict[str, _Told] = {}
         """By URL."""
         self._listening: dict[tuple[Source, str], _Listening] = {}

@@ -11,13 +11,16 @@ import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 import yaml
 
+from pdlink.config.port_ranges import in_full
+from pdlink.config.proxy import MAX_ENGINES
 from pdlink.errors import ConfigError
 
+from .engines import engines_of
 from .steps import Leg
 
 if TYPE_CHECKING:
@@ -52,6 +55,8 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     """Control addresses, by rank, as in `ProxyConfig`."""
     kv_events: tuple[str, ...] = ()
     """Where it publishes its KV, as in `ProxyConfig`."""
+    data_parallel: Annotated[int, msgspec.Meta(ge=1, le=MAX_ENGINES)] = 1
+    """Engines of a prefill server behind its URL, as in `ProxyConfig`."""
     cell: str = ""
     """KV moves within a cell only, a rack or one RDMA network; without one it moves to and from every cell."""
 
@@ -87,6 +92,7 @@ def from_settings(config: ProxyConfig, dialect: Dialect) -> Members:
     control = {url.rstrip("/"): addresses for url, addresses in config.control.items()}
     kv_events = {url.rstrip("/"): sources for url, sources in config.kv_events.items()}
     cells = {url.rstrip("/"): cell for url, cell in config.cells.items()}
+    engines = {url.rstrip("/"): count for url, count in config.data_parallel.items()}
     urls = {role: [url.rstrip("/") for url in getattr(config, role)] for role in get_args(Role)}
     if unknown := control.keys() - {url for listed in urls.values() for url in listed}:
         raise ConfigError(f"control: got {', '.join(sorted(unknown))}; limit workers of this proxy; list it there")
@@ -94,26 +100,55 @@ def from_settings(config: ProxyConfig, dialect: Dialect) -> Members:
         raise ConfigError(f"cells: got {', '.join(sorted(unknown))}; limit workers of this proxy; list it there")
     if unknown := kv_events.keys() - {url for listed in urls.values() for url in listed}:
         raise ConfigError(f"kv_events: got {', '.join(sorted(unknown))}; limit workers of this proxy; list it there")
+    if unknown := engines.keys() - set(urls["prefill"]):
+        raise ConfigError(
+            f"data_parallel: got {', '.join(sorted(unknown))}; limit prefill workers of this proxy; list it there"
+        )
     members = Members(
         *(
             tuple(
-                Entry(url, control=control.get(url, ()), kv_events=kv_events.get(url, ()), cell=cells.get(url, ""))
+                Entry(
+                    url,
+                    control=control.get(url, ()),
+                    kv_events=kv_events.get(url, ()),
+                    data_parallel=engines.get(url, 1) if role == "prefill" else 1,
+                    cell=cells.get(url, ""),
+                )
                 for url in urls[role]
             )
             for role in get_args(Role)
         )
     )
     if config.workers_file is None:
-        _check_control(members, "control", dialect)
+        _check(members, "control", dialect)
     return members
 
 
-def _check_control(members: Members, what: str, dialect: Dialect) -> None:
+def _check(members: Members, what: str, dialect: Dialect) -> None:
     for entry in (*members.prefill, *members.decode):
         dialect.check_control(entry.control)
+        engines_of(entry)
+    other = [entry.url for entry in (*members.decode, *members.both) if entry.data_parallel > 1]
+    if not dialect.engine_paths:
+        other += [entry.url for entry in members.prefill if entry.data_parallel > 1]
+    if other:
+        raise ConfigError(
+            f"{what}: data_parallel: got it for {', '.join(other)}; limit prefill workers of dialect: vllm; leave it "
+            "out: others share requests out among their engines by themselves"
+        )
     side = dialect.needs_control
     if side is not None and (missing := [entry.url for entry in members.of(side) if not entry.control]):
         raise ConfigError(f"{what}: no control for {', '.join(missing)}; give the addresses of its connector")
+
+
+def _in_full(members: Members) -> Members:
+    """With an address for each port of a range. Raises ValueError."""
+    return Members(
+        *(
+            tuple(msgspec.structs.replace(entry, control=in_full(entry.control)) for entry in entries)
+            for entries in (members.prefill, members.decode, members.both)
+        )
+    )
 
 
 def parse(document: Any, what: str, *, dialect: Dialect) -> Members:
@@ -133,12 +168,12 @@ def parse(document: Any, what: str, *, dialect: Dialect) -> Members:
         for side, entries in document.items()
     }
     try:
-        members = msgspec.convert(plain, Members)
-    except (msgspec.ValidationError, RecursionError) as error:
+        members = _in_full(msgspec.convert(plain, Members))
+    except (ValueError, RecursionError) as error:  # msgspec.ValidationError is a ValueError
         raise ConfigError(f"{what}: {error}") from None
     if len(members.prefill) + len(members.decode) + len(members.both) > MAX_WORKERS:
         raise ConfigError(f"{what}: got more than {MAX_WORKERS} workers; limit {MAX_WORKERS}; use several proxies")
-    _check_control(members, what, dialect)
+    _check(members, what, dialect)
     return members
 
 

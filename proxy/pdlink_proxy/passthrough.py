@@ -296,7 +296,7 @@ class _Count:
     def lost(self, loss: Loss) -> None:
         self.failed(loss.value)
         if loss in (Loss.CONNECT, Loss.RESET):
-            self._worker.fault(f"a request's connection failed ({loss.value})")
+            self._shared.pools.fault(self._worker, f"a request's connection failed ({loss.value})")
         if loss in (Loss.STALE, Loss.LOCAL):
             self.failure = None
 

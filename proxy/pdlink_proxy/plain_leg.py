@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Protocol
 
+from .http_client import header_lines
 from .http_connection import Listener
 from .openai import read_answer
 from .records import LegRecord
@@ -73,6 +74,8 @@ class PlainLeg(Listener):
         self.breaker, self.outlier = worker.breaker, worker.outlier  # of the life of the worker that gets the leg
         worker.legs.add(self)
         self.url = url = worker.url + path
+        if worker.headers:
+            lines += header_lines(worker.headers)
         self.request = shared.clients[self.leg].send("POST", url, self, body, lines)
 
     def on_whole(self, status: int, headers: Headers, body: bytes) -> None:

@@ -17,6 +17,7 @@ import msgspec
 from pdlink.errors import ConfigError
 
 from .cells import Cells
+from .engines import engines_of, id_of
 from .fleet import Fleet, PlacementRequest, WorkerState, compare, mean_speed
 from .kv_events import KVEvents, source
 from .load_table import LoadTable, name_of
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from .dialects import Health
+    from .engines import Engine
     from .membership import Entry, Members
     from .mismatches import Mismatch
     from .records import Records
@@ -71,6 +73,8 @@ class Pools:
         self.kv_events = KVEvents()
         self._compared_s = 0.0
         self._any_plain = False
+        self.has_engines = False
+        """Some prefill server has several engines, so that legs name theirs."""
         self._at: dict[str, list[Worker]] = {}
         """By URL."""
         self._turning: set[str] = set()
@@ -97,13 +101,13 @@ class Pools:
         """
         listed = self._on_both_sides({side: members.of(side) for side in Leg})
         listed[Leg.DECODE] += members.both
-        checked = {side: _base_urls(side.value, [entry.url for entry in listed[side]]) for side in Leg}
+        checked = {side: _checked(side.value, listed[side]) for side in Leg}
         sources: dict[str, tuple[str, ...]] = {}
-        for side, urls in checked.items():
-            for url, entry in zip(urls, listed[side], strict=True):
-                for text in entry.kv_events:
-                    source(text, url)
-                sources[url] = entry.kv_events or sources.get(url, ())
+        for url, _, engine in itertools.chain(*checked.values()):
+            for text in engine.kv_events:
+                source(text, url)
+            name = id_of(url, engine.number)
+            sources[name] = engine.kv_events or sources.get(name, ())
         self.kv_events.follow(sources)
         both = frozenset(members.both)
         free = {
@@ -112,17 +116,18 @@ class Pools:
         }
         allotted = self._cells.allot(free[Leg.PREFILL], free[Leg.DECODE])
         self._any_plain = bool(both)
-        for side, urls in checked.items():
-            known = {worker.url: worker for worker in self.workers[side]}
+        self.has_engines = any(engine.number is not None for _, _, engine in checked[Leg.PREFILL])
+        for side, servers in checked.items():
+            known = {worker.id: worker for worker in self.workers[side]}
             found = []
-            for url, entry in zip(urls, listed[side], strict=True):
+            for url, entry, engine in servers:
                 plain = side is Leg.DECODE and entry in both
-                worker = known.pop(url, None)
+                worker = known.pop(id_of(url, engine.number), None)
                 if worker is None or worker.plain != plain:
                     label = f"both-{next(self._both)}" if plain else f"{side.value}-{next(self._labels[side])}"
-                    worker = Worker(url, side, label, plain=plain)
+                    worker = Worker(url, side, label, engine.number, engine.headers, plain=plain)
                 worker.cell = entry.cell or allotted.get(url, "")
-                worker.control, worker.listed_as_draining = entry.control, entry.drain
+                worker.control, worker.listed_as_draining = engine.control, entry.drain
                 found.append(worker)
             self._sides[side].replace(found)
             for gone in known.values():
@@ -147,7 +152,7 @@ class Pools:
         }
 
     def at(self, url: str) -> Sequence[Worker]:
-        """The workers of this URL: one, or one of each side."""
+        """The workers of this URL: one, or one of each side, or several engines."""
         return self._at.get(url.rstrip("/"), ())
 
     @property
@@ -194,7 +199,7 @@ class Pools:
         self.refusals.heard(worker, self._sides[worker.side.other].workers)
         self._update(worker)
         if worker.state is State.OK and worker.health is not None:
-            self.kv_events.heard(worker.url, worker.work, worker.health.model, worker.health.kv_events)
+            self.kv_events.heard(worker.id, worker.work, worker.health.model, worker.health.kv_events)
         if self._alone is not None and self.refusals.known(self._alone.prefill, self._alone.decode) is None:
             self._tell_alone(None)
 
@@ -208,6 +213,12 @@ class Pools:
     def barred(self, side: Leg) -> bool:
         """Whether some worker refuses this proxy's key."""
         return self._sides[side].barred
+
+    def fault(self, worker: Worker, reason: str) -> None:
+        """A leg found the worker gone, and with it the other engines behind its URL."""
+        for each in self.at(worker.url) if worker.engine is not None else (worker,):
+            if each is worker or each.engine is not None:
+                each.fault(reason)
 
     def mispaired(self, prefill: Worker, decode: Worker) -> None:
         """A request found that decode refuses this prefill worker."""
@@ -289,10 +300,10 @@ class Pools:
             if worker.outlier.out and worker not in self._left_out:
                 self._left_out.add(worker)
                 worker.judged()
-                log.warning("%s worker %s is left out: %s", side.value, worker.url, worker.outlier.why)
+                log.warning("%s worker %s is left out: %s", side.value, worker.id, worker.outlier.why)
         for worker in [each for each in self._left_out if not each.outlier.out or each not in self.all]:
             self._left_out.discard(worker)
-            log.warning("%s worker %s is no more left out", worker.side.value, worker.url)
+            log.warning("%s worker %s is no more left out", worker.side.value, worker.id)
 
     def choose(self, request: PlacementRequest, *, needs_prefill: bool, full: bool) -> Choice | Queued | Refused:
         """A pair for a request. full: see `Placer.place`."""
@@ -388,15 +399,20 @@ class Choice(msgspec.Struct, frozen=True):
     """See `Placed`."""
 
 
-def _base_urls(side: str, urls: Iterable[str]) -> list[str]:
-    found: list[str] = []
-    for text in urls:
-        url = text.rstrip("/")
+def _checked(side: str, entries: Iterable[Entry]) -> list[tuple[str, Entry, Engine]]:
+    """All workers that are listed, with their base URLs."""
+    found: list[tuple[str, Entry, Engine]] = []
+    urls = set()
+    for entry in entries:
+        url = entry.url.rstrip("/")
         if not is_base_url(url):
-            raise ConfigError(f"{side}: got {text!r}; limit http://HOST:PORT or https://HOST:PORT; write one of them")
-        if url in found:
+            raise ConfigError(
+                f"{side}: got {entry.url!r}; limit http://HOST:PORT or https://HOST:PORT; write one of them"
+            )
+        if url in urls:
             raise ConfigError(f"{side}: {url} is listed twice")
-        found.append(url)
+        urls.add(url)
+        found += [(url, entry, engine) for engine in engines_of(entry)]
     return found
 
 

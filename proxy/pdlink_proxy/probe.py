@@ -179,7 +179,7 @@ class Prober:
     ) -> tuple[Leg, Mapping[str, str], bytes, str]:
         """Its headers and body, or why there are none."""
         answer = Streamed()
-        lines = header_lines({"X-Request-Id": request_id})
+        lines = header_lines({"X-Request-Id": request_id, **worker.headers})
         request = self._router.shared.control.start("POST", worker.url + COMPLETIONS, answer, body, lines)
         answer.request = request
         try:

@@ -63,7 +63,7 @@ class Refusals:
 
     def __init__(self) -> None:
         self.pairs: dict[tuple[str, str], RefusedPair] = {}
-        """By the URLs of both workers. Each request asks whether there are some."""
+        """By the ids of both workers. Each request asks whether there are some."""
         self._of: dict[Worker, dict[tuple[str, str], None]] = {}
         """Keys of a worker's pairs."""
         self._said: dict[Worker, tuple[object, ...]] = {}
@@ -178,7 +178,7 @@ class Refusals:
 
 
 def _key(prefill: Worker, decode: Worker) -> tuple[str, str]:
-    return prefill.url, decode.url
+    return prefill.id, decode.id
 
 
 def _said(worker: Worker) -> tuple[object, ...]:

@@ -137,7 +137,7 @@ class Decider:
             asked,
             request_id=request_id,
             tenant=tenant,
-            whole=shared.dialect.whole is not None and shared.dialect.whole(call),
+            whole=shared.whole(call),
             happen=happen,
             failed=failed,
         )
@@ -176,7 +176,8 @@ class Decider:
             )
             bodies = dialect.legs(call, attempt)
             more = dialect.headers(attempt) if dialect.headers is not None else ({}, {})
-            answer["prefill"] = {"url": prefill.url, "label": prefill.label, "headers": {**signed[0], **more[0]}}
+            to_prefill = {**signed[0], **more[0], **prefill.headers}
+            answer["prefill"] = {"url": prefill.url, "label": prefill.label, "headers": to_prefill}
             answer["prefill"] |= _changes(call, bodies[0])
             answer["decode"] = {**to_decode, "headers": {**signed[1], **more[1]}, **_changes(call, bodies[1])}
             # Then decode's `kv_transfer_params` are those of prefill's answer.

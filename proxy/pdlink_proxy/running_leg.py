@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pdlink.logs import about
 
+from .http_client import header_lines
 from .http_connection import Disconnected, Headers, Listener
 from .records import LegRecord
 from .steps import Answered, Ended, Event, Leg, Lost
@@ -191,6 +192,8 @@ class RunningLeg(Listener):
             self._probe = self._outlier.begin()
         worker.legs.add(self)
         self.url = url = worker.url + path
+        if worker.headers:
+            lines += header_lines(worker.headers)
         self._request = shared.clients[self.leg].send("POST", url, self, body, lines)
 
     def cancel(self) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .dialects.arrivals import Arrivals
     from .http_client import HttpClient
     from .metrics import Metrics
+    from .openai import Call
     from .pools import Pools
     from .queue import Queue
     from .records import Records
@@ -101,6 +102,13 @@ class Shared:
             request_s=config.request_timeout_s,
             decode_alone=self.may_decode_alone,
         )
+
+    def whole(self, call: Call) -> bool:
+        """Whether decode must serve a request alone."""
+        dialect = self.dialect
+        if dialect.whole is not None and dialect.whole(call):
+            return True
+        return self.pools.has_engines and call.path not in dialect.engine_paths
 
     def sampled(self) -> bool:
         """Whether the next request is one whose candidates are noted and that is logged."""

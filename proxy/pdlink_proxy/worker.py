@@ -1,8 +1,9 @@
 """One worker: its last health, whether it may get requests, and how its legs fare.
 
-A worker is known by its URL. A leg's refused or broken connection takes it out at once, and the next good health,
-asked for *after* that, takes it back. So there is no list of banned workers to clear by hand, and a client's mistake
-never counts against a worker. The same URL with another epoch is another incarnation.
+A worker is known by its URL, and one of several engines behind it also by its number. A leg's refused or broken
+connection takes it out at once, and the next good health, asked for *after* that, takes it back. So there is no list
+of banned workers to clear by hand, and a client's mistake never counts against a worker. The same URL with another
+epoch is another incarnation.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from pdlink.breaker import Breaker
 from pdlink.events import PeerChanged, emit
 
 from .dialects import Health, PrefillAddress
+from .engines import id_of
 from .fleet import WorkerState
 from .outliers import Outlier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from pdlink.protocol.presence import Load
 
@@ -79,9 +81,14 @@ class Worker:
     """Everything known about one worker. Only the event loop's thread touches it."""
 
     url: str
+    """Where it is sent to; engines of one server share it."""
     side: Leg
     label: str = ""
     """Its place in this proxy's list, "prefill-0"; clients see this, not the URL."""
+    engine: int | None = None
+    """Which of the data-parallel engines behind its URL it is; None of a server that is one worker."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """More headers of its legs."""
     control: tuple[str, ...] = ()
     """Configured control addresses, by rank, if its health does not report them."""
     listed_as_draining: bool = False
@@ -133,9 +140,14 @@ class Worker:
     """time.monotonic of the warning, until the worker is back."""
 
     @property
+    def id(self) -> str:
+        """Names it among the workers of its side: its URL, and its engine if that has several."""
+        return id_of(self.url, self.engine)
+
+    @property
     def key(self) -> str:
         """Names this incarnation: a restarted worker is another one."""
-        return f"{self.url}#{self.health.epoch if self.health else ''}"
+        return f"{self.id}#{self.health.epoch if self.health else ''}"
 
     @property
     def in_flight(self) -> int:
@@ -146,7 +158,8 @@ class Worker:
     def name(self) -> str:
         """For people: its reported name if that is printable, else its URL."""
         said = self.health.name if self.health else ""
-        return said if said.isprintable() and 0 < len(said) <= _MAX_NAME_CHARS else self.url
+        name = said if said.isprintable() and 0 < len(said) <= _MAX_NAME_CHARS else self.url
+        return name if self.engine is None else f"{name}/dp{self.engine}"
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -158,9 +171,9 @@ class Worker:
     def address(self) -> PrefillAddress:
         """Its name and control address for decode. Its health must be known."""
         if self.health is None:
-            raise RuntimeError(f"{self.url} has not been heard")
+            raise RuntimeError(f"{self.id} has not been heard")
         control = self.control or self.health.control or ""
-        return PrefillAddress(self.health.name, control[0] if len(control) == 1 else control)
+        return PrefillAddress(self.health.name, control[0] if len(control) == 1 else control, self.engine)
 
     @property
     def link(self) -> dict[str, Any]:
@@ -178,7 +191,7 @@ class Worker:
         if self.health is None or self.health.epoch != health.epoch:
             self.incarnations += 1
             if self.incarnations > 1:
-                log.info("%s worker %s was restarted", self.side.value, self.url)
+                log.info("%s worker %s was restarted", self.side.value, self.id)
             self.breaker, self.outlier = Breaker(math.inf, failures=FAILURES), Outlier()
             self.learned, self.routes, self.lacks = {}, None, set()
             self.judged()
@@ -255,7 +268,7 @@ class Worker:
         self.state, self.reason = state, reason
         if changed:
             self._tell()
-            emit(PeerChanged(peer=self.url, state=state.value, reason=reason))
+            emit(PeerChanged(peer=self.id, state=state.value, reason=reason))
         now, warned_s = time.monotonic(), self._warned_s
         if state is State.OK:
             self._warned_s = None
@@ -271,7 +284,7 @@ class Worker:
             self._log(logging.INFO, f" ({reason})")
 
     def _log(self, level: int, more: str) -> None:
-        log.log(level, "%s worker %s: %s%s", self.side.value, self.url, self.state.value, more)
+        log.log(level, "%s worker %s: %s%s", self.side.value, self.id, self.state.value, more)
 
     def describe(self) -> dict[str, Any]:
         """Its entry in the proxy's GET /health."""
@@ -282,6 +295,7 @@ class Worker:
         return {
             "label": self.label,
             "url": self.url,
+            "data_parallel_rank": self.engine,
             "state": self.state.value if not self.listed_as_draining else State.DRAINING.value,
             "reason": self.reason,
             "heard_s_ago": None if self.heard_s is None else round(now - self.heard_s, 3),

@@ -50,6 +50,7 @@ VALUES: dict[str, Any] = {
     "kv_events.replay_endpoint": "tcp://127.0.0.1:5558",
     "memory_fraction": 0.5,
     "control": {"http://a:1": ["tcp://a:2"]},
+    "data_parallel": {"http://a:1": 2},
     "kv_events": {"http://a:1": ["tcp://a:2"]},
     "policy": {"prefill": "prefix"},
     "shares": {"m": 2.0},
@@ -95,9 +96,14 @@ TOGETHER: dict[str, dict[str, Any]] = {
 TOGETHER_HERE = {
     "control": {"dialect": "vllm"},
     "decode_ranks": {"dialect": "vllm"},
+    "data_parallel": {"dialect": "vllm"},
     "notify": {"dialect": "lmcache"},
 }
 """The same for settings that are given to the proxy itself."""
+
+
+MADE = ("prefill", "decode", "dialect", "control", "data_parallel", "decode_ranks", "notify")
+"""Settings of the proxy that follow from the workers which `pdlink up` starts."""
 
 
 def other_value(dotted: str, field: FieldInfo) -> Any:
@@ -311,7 +317,7 @@ def test_every_setting_of_up_arrives_at_its_processes(
             assert all(at(settings, below) == plain(value) for settings in found), dotted
         else:
             assert started.described() != usual.described(), f"{dotted} = {value!r} changes nothing"
-    made = {f"proxy.{name}" for name in ("prefill", "decode", "dialect", "control", "decode_ranks", "notify")}
+    made = {f"proxy.{name}" for name in MADE}
     strange = tuple(f"{other}." for other in ENGINES if other != engine)
     if engine in ENGINES:
         others = {dotted for dotted in settings_of(UpConfig) if dotted.startswith(("prefill.", "decode.", *strange))}
@@ -343,7 +349,7 @@ def test_every_setting_of_ray_up_arrives_or_is_refused(
         else:
             refused[dotted] = capsys.readouterr().err
         assert arrived == []
-    made = {f"proxy.{name}" for name in ("prefill", "decode", "dialect", "control", "decode_ranks", "notify")}
+    made = {f"proxy.{name}" for name in MADE}
     made |= {f"proxy.{name}" for name in (*OF_JOINING, "worker_key_file", "processes")}
     made |= {
         dotted

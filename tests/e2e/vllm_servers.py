@@ -75,6 +75,7 @@ class Pair:
     prefill: Server
     decode: Server
     control: tuple[str, ...]
+    """Where prefill's connector listens, of each engine in turn."""
 
     timeline: Path
     """What prefill's timeline is kept in."""
@@ -93,6 +94,7 @@ class Pair:
         shards: int = 1,
         stages: int = 1,
         ranks: int = 1,
+        engines: int = 1,
         verify: str = "off",
         on_failure: str = "recompute",
         both: bool = False,
@@ -105,13 +107,15 @@ class Pair:
     ) -> Pair:
         """Servers of the checkpoint `model` in this folder, both ready.
 
-        ranks: of each server, where both have as many; else shards and stages. transport: its kind, or more of its
-        settings. both: each can prefill for the other. tier: another connector,
-        which decode asks for KV first. store, decode_store: section `tiers` of prefill, and of decode.
-        prefill_connector, decode_connector: name and module of another connector for it.
+        ranks: of each server, where both have as many; else shards and stages. engines: of prefill, data parallel
+        behind its port. transport: its kind, or more of its settings. both: each can prefill for the other. tier:
+        another connector, which decode asks for KV first. store, decode_store: section `tiers` of prefill, and of
+        decode. prefill_connector, decode_connector: name and module of another connector for it.
         """
         model, count = folder / "model", max(ranks, shards * stages)
-        control_port, back_port = free_ports(count), free_ports(count) if both else 0
+        control_port, back_port = free_ports(count * engines), free_ports(count) if both else 0
+        if engines > 1:
+            prefill_flags = [*prefill_flags, "--data-parallel-size", str(engines)]
         # Patient with a peer that gets no CPU; a killed one is noticed by its connections.
         timeouts = {"heartbeat_s": 0.5, "peer_s": PEER_S, "connect_s": 15.0, "lease_s": 20.0, "offer_s": 60.0}
         common: dict[str, Any] = {
@@ -149,7 +153,7 @@ class Pair:
         pair = cls(
             Server("prefill", model, folder / "prefill.log", prefill_flags, prefill, environment=more).start(),
             Server("decode", model, folder / "decode.log", decode_flags, decode, environment=more).start(),
-            tuple(f"tcp://127.0.0.1:{control_port + shard}" for shard in range(count)),
+            tuple(f"tcp://127.0.0.1:{control_port + number}" for number in range(count * engines)),
             folder / "timeline-0.json",
             tuple(f"tcp://127.0.0.1:{back_port + shard}" for shard in range(count)) if both else (),
         )

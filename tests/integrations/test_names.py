@@ -50,16 +50,38 @@ def test_only_rank_of_a_key_has_the_name_of_the_key() -> None:
     assert names(keyed, KEYS, engines=1) == ["decode-1", "decode-1"], "each shard has a key, and its name"
 
 
-def test_engines_that_vllm_shares_out_by_itself_cannot_prefill_through_one_port() -> None:
-    """Decode would ask the one that has the port, whichever computes the prompt."""
-    with pytest.raises(ConfigError, match=r"control_port: got 8500 for several data parallel.*--data-parallel-rank"):
-        names({"control_port": 8500}, None, ranks=1, engines=2)
-    assert len(names({"control_port": 8500}, None, engines=1)) == 2
-    parallel = SimpleNamespace(
-        rank=0, tensor_parallel_size=1, data_parallel_index=1, data_parallel_external_lb=True, data_parallel_size=2
-    )
-    config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=SimpleNamespace(engine_id="e"))
-    assert Rank(config, None, read({"control_port": 8501}))._name_of(0, None) == "e/0"
+def ports(extra: dict[str, Any], *, ranks: int = 1, **parallel: Any) -> list[int]:
+    """What the endpoints of one engine listen on."""
+    found = []
+    for rank in range(ranks):
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=ranks, **parallel),
+            kv_transfer_config=SimpleNamespace(engine_id="e"),
+        )
+        of_rank = Rank(config, None, read({"control_port": 8500, **extra}))
+        found += [of_rank.settings_of(shard.number).control_port for shard in of_rank._shards]
+    return found
+
+
+def test_each_engine_behind_one_port_listens_on_ports_of_its_own() -> None:
+    assert [ports({}, data_parallel_index=engine) for engine in range(3)] == [[8500], [8501], [8502]]
+    assert ports({}, ranks=2, data_parallel_index=1) == [8502, 8503]
+    assert ports({"shards": 4}, ranks=2, data_parallel_index=1) == [8504, 8505, 8506, 8507]
+    assert ports({"control_port": 0}, data_parallel_index=1) == [0]
+
+
+def test_an_engine_with_a_port_of_its_own_listens_where_it_was_told() -> None:
+    assert ports({}, data_parallel_index=3, data_parallel_external_lb=True) == [8500]
+    of_its_host = {"data_parallel_hybrid_lb": True, "data_parallel_rank_local": 1}
+    assert ports({}, data_parallel_index=5, **of_its_host) == [8501], "its host has another port than the others"
+
+
+def test_engines_whose_ports_end_beyond_the_last_one_do_not_start() -> None:
+    assert ports({"control_port": 65534}, data_parallel_index=1) == [65535]
+    with pytest.raises(
+        ConfigError, match=r"control_port: got 65534, which makes 65537 the last .* engine 1; limit 65535"
+    ):
+        ports({"control_port": 65534}, ranks=2, data_parallel_index=1)
 
 
 def test_engine_id_of_any_characters_makes_a_name() -> None:
@@ -77,4 +99,8 @@ def test_ranks_do_not_share_the_directory_of_a_tier() -> None:
     tiers = {"tiers": {"local_disk": "/kv", "max_local_disk_size": 1}}
     with pytest.raises(ConfigError, match=r"tiers\.local_disk: got '/kv' for 2 ranks; limit one each"):
         names(tiers, None, ranks=2)
-    assert names(tiers, None, ranks=1)
+    assert names(tiers, None, ranks=1, engines=1)
+    with pytest.raises(
+        ConfigError, match=r"got '/kv' for data-parallel engine 1; limit one each; put \{name\} into it"
+    ):
+        names(tiers, None, ranks=1)

@@ -26,8 +26,8 @@ DECODE = {"transfer_id": "a", "leg": "decode", "prefill": {"name": "p", "control
 ID = params.transfer_id("a", PROMPT)
 
 
-def book(*, shares_prefixes: bool = True, sends: bool = True, receives: bool = True) -> RequestBook:
-    return RequestBook(sends=sends, receives=receives, shares_prefixes=shares_prefixes)
+def book(*, shares_prefixes: bool = True, sends: bool = True, receives: bool = True, engine: int = 0) -> RequestBook:
+    return RequestBook(sends=sends, receives=receives, shares_prefixes=shares_prefixes, engine=engine)
 
 
 class TestSending:
@@ -268,6 +268,19 @@ class TestParameters:
         requests.arrived("r", PREFILL, PROMPT)
         requests.arrived("s", None, PROMPT)
         assert not requests.ended("r")
+
+    def test_a_leg_at_another_engine_than_decode_asks_is_no_transfer_and_says_so(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        requests = book(engine=1)
+        requests.arrived("r", {**PREFILL, "data_parallel_rank": 1}, PROMPT)
+        for request_id, params_of in (("s", PREFILL), ("t", {**PREFILL, "data_parallel_rank": 2})):
+            requests.arrived(request_id, {**params_of, "transfer_id": request_id}, PROMPT)
+        plan = requests.step([])
+        assert [each.request_id for each in plan.announces] == ["r"]
+        first, second = (record.getMessage() for record in caplog.records)
+        assert "data_parallel_rank: got 0 at data-parallel engine 1" in first, "a client that names no engine"
+        assert "send the leg with the header X-data-parallel-rank: 2" in second
 
     def test_one_id_names_a_transfer_for_each_prompt(self) -> None:
         ids = {

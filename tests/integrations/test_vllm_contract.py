@@ -22,7 +22,7 @@ import vllm  # noqa: E402
 import vllm.v1.kv_cache_interface as kv  # noqa: E402
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
-from vllm.config import ModelConfig  # noqa: E402
+from vllm.config import ModelConfig, ParallelConfig  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: E402
@@ -40,6 +40,8 @@ from pdlink.integrations.vllm_parts.requests import NOTHING, Expect, Offer, Step
 from pdlink.integrations.vllm_parts.stats import Counts  # noqa: E402
 from pdlink.integrations.vllm_parts.store_book import Look, Looked, Prompt, StorePlan  # noqa: E402
 from pdlink.observe.gauges import LinkState  # noqa: E402
+from pdlink_proxy.dialects import DIALECTS  # noqa: E402
+from pdlink_proxy.openai import CHAT, COMPLETIONS, MESSAGES, RESPONSES  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -49,6 +51,15 @@ OVERRIDDEN = sorted(
     if callable(getattr(PDLinkConnector, name)) and hasattr(KVConnectorBase_V1, name) and not name.startswith("_")
     if not isinstance(value, property)
 )
+
+
+SERVING = {
+    COMPLETIONS: "vllm.entrypoints.openai.completion.serving",
+    CHAT: "vllm.entrypoints.openai.chat_completion.serving",
+    MESSAGES: "vllm.entrypoints.anthropic.serving",
+    RESPONSES: "vllm.entrypoints.openai.responses.serving",
+}
+"""By path, where vLLM hands its requests to the engine (0.24 to 0.32)."""
 
 
 def test_this_vllm_is_one_the_connector_knows() -> None:
@@ -182,6 +193,13 @@ def test_the_fields_of_vllm_that_are_read_exist() -> None:
             ("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "preempted_req_ids"),
         ),
         (ModelConfig, ("enable_sleep_mode",)),
+        (
+            ParallelConfig,
+            (
+                *("data_parallel_index", "data_parallel_external_lb"),
+                *("data_parallel_hybrid_lb", "data_parallel_rank_local"),
+            ),
+        ),
     ):
         assert set(names) <= set(kind.__dataclass_fields__), kind
     source = inspect.getsource(Request.__init__)
@@ -195,6 +213,31 @@ def test_the_fields_of_vllm_that_are_read_exist() -> None:
         "num_prompt_tokens",
     ):
         assert f"self.{name}" in source, name
+
+
+@pytest.mark.parametrize(("path", "module"), SERVING.items())
+def test_the_header_that_names_an_engine_chooses_it_on_the_paths_that_the_proxy_takes_for_such(
+    path: str, module: str
+) -> None:
+    """And on no other: with engines behind one port decode serves those alone."""
+    source = inspect.getsource(pytest.importorskip(module, exc_type=ImportError))
+    takes = (
+        "_get_data_parallel_rank(raw_request)" in source or "create_chat_completion(chat_req, raw_request)" in source
+    )
+    assert takes == (path in DIALECTS["vllm"].engine_paths)
+
+
+def test_an_engine_knows_its_number_behind_its_port() -> None:
+    def engine(**said: Any) -> int:
+        config = ParallelConfig()
+        for name, value in said.items():
+            setattr(config, name, value)
+        return versions.engine_of_port(SimpleNamespace(parallel_config=config))
+
+    assert engine() == 0
+    assert engine(data_parallel_index=3) == 3, "as an engine without experts has it, whose rank is 0"
+    assert engine(data_parallel_index=3, data_parallel_external_lb=True) == 0
+    assert engine(data_parallel_index=3, data_parallel_rank_local=1, data_parallel_hybrid_lb=True) == 1
 
 
 needs_hybrid = pytest.mark.skipif(

@@ -74,6 +74,16 @@ def test_ranks_have_an_address_each_and_servers_their_devices() -> None:
         plans(1, 2, decode_devices=["0"])
 
 
+def test_engines_behind_one_port_have_addresses_each_and_the_proxy_is_told_how_many_there_are() -> None:
+    made = plans(2, 1, prefill_ranks=2, prefill_engines=2)
+    assert made[1].control == tuple(f"tcp://127.0.0.1:{port}" for port in (8504, 8505, 8506, 8507))
+    assert made[1].command[made[1].command.index("--data-parallel-size") + 1] == "2"
+    assert "--data-parallel-size" not in made[2].command
+    config = VllmConfig(prefill_ranks=2, prefill_engines=2)
+    told = ProxyConfig.model_validate(vllm.proxy_settings(config, made))
+    assert told.data_parallel == {"http://127.0.0.1:8100": 2, "http://127.0.0.1:8101": 2}
+
+
 @pytest.mark.parametrize(("connector", "name"), [("nixl", "NixlConnector"), ("nixl-push", "NixlPushConnector")])
 def test_vllms_own_connectors_get_ports_of_their_own_and_their_dialect(connector: str, name: str) -> None:
     made = plans(connector=connector, transfer_config={"kv_buffer_device": "cpu"}, prefill_port=0, decode_port=0)

@@ -43,6 +43,17 @@ class PrefillParams(msgspec.Struct, frozen=True, tag_field="leg", tag="prefill")
     transfer_id: _Id
     num_prompts: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Prompts of the HTTP request; 0 if that is not known."""
+    data_parallel_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Of several engines behind one HTTP port, the one that decode asks for the KV."""
+
+    def check_engine(self, engine: int) -> None:
+        """Raises InvalidRequest if vLLM has given the request to another engine than decode asks."""
+        if self.data_parallel_rank != engine:
+            raise InvalidRequest(
+                f"kv_transfer_params: data_parallel_rank: got {self.data_parallel_rank} at data-parallel engine "
+                f"{engine}; limit the engine that decode asks; send the leg with the header X-data-parallel-rank: "
+                f"{self.data_parallel_rank}, as the proxy does for servers with data_parallel"
+            )
 
 
 class DecodeParams(msgspec.Struct, frozen=True, tag_field="leg", tag="decode"):

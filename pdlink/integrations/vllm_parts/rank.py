@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MAX_PORT = 65535
+
 
 class Rank:
     """Acquires in `open`, ends in `close`; between the two, `steps` is what vLLM's calls go to."""
@@ -47,23 +49,26 @@ class Rank:
     steps: Steps
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
-        """Raises UnsupportedCache for shards or stages that do not fit the ranks, ConfigError for ranks that share a
-        folder, or engines that share a control port."""
+        """Raises UnsupportedCache for shards or stages that do not fit the ranks, ConfigError for ranks or engines
+        that share a folder, and for control ports that are none."""
         self._config, self._cache_config, self._settings = vllm_config, kv_cache_config, settings
-        if settings.control_port and versions.shares_a_port(vllm_config):
-            raise ConfigError(
-                f"kv_connector_extra_config: control_port: got {settings.control_port} for several data parallel "
-                "engines behind one HTTP port, of which decode cannot tell the one that computes its prompt; limit "
-                "one engine for each prefill server; start each by itself, with --data-parallel-rank and its own port"
-            )
         self._place = place = versions.place(vllm_config)
         num_parts, self._num_stages = settings.shards or place.num_ranks, settings.stages or place.num_stages
         self._num_shards = num_parts * self._num_stages
         self._shards = shards_of(place, self._num_stages, num_parts)
-        directory = settings.tiers.local_disk if settings.tiers is not None else None
-        if directory and "{name}" not in directory and place.num_all > 1:
+        self._engine = versions.engine_of_port(vllm_config)
+        last_port = settings.control_port + (self._engine + 1) * self._num_shards - 1
+        if settings.control_port and last_port > _MAX_PORT:
             raise ConfigError(
-                f"kv_connector_extra_config: tiers.local_disk: got {directory!r} for {place.num_all} ranks; "
+                f"kv_connector_extra_config: control_port: got {settings.control_port}, which makes {last_port} the "
+                f"last port of data-parallel engine {self._engine}; limit {_MAX_PORT}; take a lower one"
+            )
+        directory = settings.tiers.local_disk if settings.tiers is not None else None
+        index = versions.data_parallel_index(vllm_config)
+        if directory and "{name}" not in directory and (place.num_all > 1 or index):
+            what = f"{place.num_all} ranks" if place.num_all > 1 else f"data-parallel engine {index}"
+            raise ConfigError(
+                f"kv_connector_extra_config: tiers.local_disk: got {directory!r} for {what}; "
                 "limit one each; put {name} into it"
             )
         self.counts = Counts()
@@ -97,8 +102,9 @@ class Rank:
         if any(kind.dtype.endswith(" amx") for kind in kinds):
             torch.cpu._init_amx()  # vLLM does not ask for AMX, and died where a step of one token came first (0.32)
         num_blocks = self._cache_config.num_blocks
-        timeline = self._settings.timeline
-        self._trace = TraceFile(self._name, timeline.replace("{rank}", str(self._place.of_all))) if timeline else None
+        timeline, place = self._settings.timeline, self._place
+        number = versions.data_parallel_index(self._config) * place.num_all + place.of_all
+        self._trace = TraceFile(self._name, timeline.replace("{rank}", str(number))) if timeline else None
         self._stop_counting = listen(self.counts)
         shards: list[tuple[int, Node, CacheGroups]] = []
         for number, cache in self._parts(caches, list(tensors)):
@@ -152,8 +158,12 @@ class Rank:
                 "made of host memory alone: set it to off"
             )
 
+    def settings_of(self, shard: int) -> ConnectorSettings:
+        """Of one endpoint: engines behind one HTTP port have ports after each other."""
+        return self._settings.of_shard(shard, first_port=self._engine * self._num_shards)
+
     def _open_shard(self, shard: int, cache: CacheGroups, buffers: Sequence[AnyBuffer]) -> Node:
-        settings = self._settings.of_shard(shard)
+        settings = self.settings_of(shard)
         credentials = load_credentials(settings.security)
         try:
             node = Node(
@@ -172,8 +182,9 @@ class Rank:
             )
         except ConfigError as error:
             raise ConfigError(
-                f"kv_connector_extra_config: {error}. Shard {shard} listens on control_port + {shard}; give every "
-                "vLLM server of a host a range of its own"
+                f"kv_connector_extra_config: {error}. Shard {shard} of data-parallel engine {self._engine} listens "
+                f"on control_port + {self._engine * self._num_shards + shard}; give every vLLM server of a host a "
+                "range of its own"
             ) from None
         log.info("%s listens on %s, KV over %s", node.name, node.address, " or ".join(node.transports))
         return node

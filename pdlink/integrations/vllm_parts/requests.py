@@ -180,6 +180,8 @@ class RequestBook:
     shares_prefixes: bool
     keeps_all: bool = True
     """Whether every group of layers keeps all tokens."""
+    engine: int = 0
+    """Which of the data-parallel engines behind one HTTP port this is."""
     store: StoreBook | None = None
     _sending: dict[str, _Sending] = field(default_factory=dict)
     _receiving: dict[str, _Receiving] = field(default_factory=dict)
@@ -211,6 +213,8 @@ class RequestBook:
             leg = legs.parse(params)
             if not (self.sends if isinstance(leg, legs.PrefillParams) else self.receives):
                 raise InvalidRequest("this server's kv_role has no part in this leg")
+            if isinstance(leg, legs.PrefillParams):
+                leg.check_engine(self.engine)
         except InvalidRequest as error:
             log.warning("request %s is served without a transfer: %s", shown(request_id), shown(str(error)))
             return 0

@@ -34,8 +34,9 @@ class ConnectorSettings(BaseModel):
     control_host: str = "127.0.0.1"
     """Address that other servers dial, and that the tcp transport listens on."""
     control_port: Port = 0
-    """ZeroMQ. Shard s (rank s, unless `shards` or `stages` say otherwise) listens on `control_port` + s; the proxy
-    tells it to decode servers, so prefill servers need it. 0 takes free ones."""
+    """ZeroMQ. Shard s (rank s, unless `shards` or `stages` say otherwise) listens on `control_port` + s, and each
+    further data-parallel engine behind the same HTTP port on the ports after those of the engine before; the proxy
+    tells them to decode servers, so prefill servers need it. 0 takes free ones."""
     advertise_host: str | None = None
     """Address other hosts reach this server by; None uses `control_host`."""
     shards: int | None = Field(default=None, ge=1, le=1024)
@@ -82,13 +83,14 @@ class ConnectorSettings(BaseModel):
         hosts = (self.control_host, self.advertise_host, self.transport.tcp.host)
         return not all(is_loopback(host) for host in hosts if host is not None)
 
-    def of_shard(self, shard: int) -> ConnectorSettings:
-        """The same settings with the places for the shard filled in."""
+    def of_shard(self, shard: int, *, first_port: int = 0) -> ConnectorSettings:
+        """The same settings with the places for the shard filled in. first_port: of its engine, from `control_port`
+        on."""
         key_file = self.security.key_file
         if key_file is not None:
             key_file = key_file.replace("{shard}", str(shard))
         security = self.security.model_copy(update={"key_file": key_file})
-        port = self.control_port + shard if self.control_port else 0
+        port = self.control_port + first_port + shard if self.control_port else 0
         return self.model_copy(update={"security": security, "control_port": port})
 
 

@@ -279,10 +279,15 @@ def data_parallel_index(vllm_config: Any) -> int:
     return int(getattr(parallel, "data_parallel_index", 0) or getattr(parallel, "data_parallel_rank", 0))
 
 
-def shares_a_port(vllm_config: Any) -> bool:
-    """Whether this is a further data-parallel engine of a server, which vLLM gives requests by itself."""
+def engine_of_port(vllm_config: Any) -> int:
+    """Which of the data-parallel engines behind one HTTP port this is, as the header X-data-parallel-rank counts
+    them; 0 of an engine that has the port alone."""
     parallel = vllm_config.parallel_config
-    return data_parallel_index(vllm_config) > 0 and not getattr(parallel, "data_parallel_external_lb", False)
+    if getattr(parallel, "data_parallel_external_lb", False):
+        return 0
+    if getattr(parallel, "data_parallel_hybrid_lb", False):  # each host has a port for its own engines
+        return int(parallel.data_parallel_rank_local or 0)
+    return data_parallel_index(vllm_config)
 
 
 def content(vllm_config: Any) -> str:

@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from .arrivals import Arrivals
 
 
-class PrefillAddress(msgspec.Struct, frozen=True):
+class PrefillAddress(msgspec.Struct, frozen=True, omit_defaults=True):
     """The address of the prefill worker, for the decode worker of its request."""
 
     name: str
     control: str | tuple[str, ...]
     """By rank, if there are several."""
+    data_parallel_rank: int | None = None
+    """Of several engines behind one URL, which this is."""
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -184,6 +186,9 @@ class Dialect:
     """Opens what hears that KV has left prefill; decode's leg starts after that."""
     check_control: Callable[[tuple[str, ...]], object] = lambda _: None
     """Raises ConfigError for addresses in `ProxyConfig.control` that are none of this engine."""
+    engine_paths: tuple[str, ...] = ()
+    """What a prefill server with several data-parallel engines behind one URL computes by the engine that a header
+    names (`engines.HEADER`): with such servers decode serves other paths alone. Empty: it takes no such header."""
     needs_control: Leg | None = None
     """The workers of this leg cannot be used without addresses in `ProxyConfig.control`."""
     kv_path: Callable[[Mapping[str, str], bytes], str | None] = lambda _headers, _body: None

@@ -97,9 +97,11 @@ def prefill_body(call: Call, params: Mapping[str, object], without: frozenset[st
 
 def _legs(call: Call, attempt: Attempt) -> tuple[bytes, bytes]:
     transfer: dict[str, Any] = {"transfer_id": attempt.transfer_id}
-    ranks = {"decode_ranks": attempt.decode_ranks} if attempt.decode_ranks is not None else {}
+    more = {"decode_ranks": attempt.decode_ranks} if attempt.decode_ranks is not None else {}
+    if attempt.prefill.data_parallel_rank is not None:
+        more["data_parallel_rank"] = attempt.prefill.data_parallel_rank
     without = _SAMPLING | _GRAMMARS if call.path == COMPLETIONS else _SAMPLING
-    to_prefill = {**transfer, "leg": "prefill", "num_prompts": num_prompts(call), **ranks}
+    to_prefill = {**transfer, "leg": "prefill", "num_prompts": num_prompts(call), **more}
     return (
         prefill_body(call, to_prefill, without, temperature=0),
         call.with_params({**transfer, "leg": "decode", "prefill": attempt.prefill}),
@@ -361,6 +363,7 @@ VLLM = Dialect(
     told=_told,
     key_as_bearer=True,
     key_setting=_KEY_SETTING,
+    engine_paths=(COMPLETIONS, CHAT, MESSAGES),
     needs_control=Leg.PREFILL,
 )
 """Pairs with PDLinkConnector: both legs at once, under one transfer id."""

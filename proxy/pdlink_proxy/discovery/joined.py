@@ -165,6 +165,7 @@ def joined(lists: Iterable[Members]) -> Members:
                         known,
                         drain=known.drain or entry.drain,
                         control=known.control or entry.control,
+                        data_parallel=(known if known.control else entry).data_parallel,
                         kv_events=known.kv_events or entry.kv_events,
                         cell=known.cell or entry.cell,
                     )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import msgspec
 
+from pdlink.config.proxy import MAX_ENGINES
 from pdlink.errors import ConfigError
 
 from ..membership import Entry, Members
@@ -82,11 +83,16 @@ class _Event(msgspec.Struct):
 
 
 def members_of(
-    slices: Mapping[str, Slice], services: Mapping[str, str], port: str, control: str = "", cell: str = ""
+    slices: Mapping[str, Slice],
+    services: Mapping[str, str],
+    port: str,
+    control: str = "",
+    cell: str = "",
+    data_parallel: int = 1,
 ) -> Members:
     """Workers of these slices. services: role by name of a Service. port: by name; empty takes the first. control:
     what the names of the ports begin with that connectors of prefill workers listen on, a rank each; without such a
-    port nobody is listed.
+    port nobody is listed. data_parallel: engines of each prefill worker.
 
     An address may be in two slices while one replaces the other: it is in use if either says so.
     """
@@ -109,7 +115,9 @@ def members_of(
                 url = url_of(address, number)
                 known = found[role].get(url)
                 addresses = tuple(url_of(address, one, "tcp") for one in named)
-                found[role][url] = Entry(url, drains and (known is None or known.drain), addresses, cell=cell)
+                engines = data_parallel if role == "prefill" else 1
+                drain = drains and (known is None or known.drain)
+                found[role][url] = Entry(url, drain, addresses, data_parallel=engines, cell=cell)
     return Members(*(tuple(each for _, each in sorted(found[role].items())) for role in ROLES))
 
 
@@ -121,11 +129,20 @@ class KubernetesSource:
         pairs = pairs_of(text, f"kubernetes:{text}")
         self._port, self._namespace = pairs.pop("port", ""), pairs.pop("namespace", "")
         self._control, self._cell = pairs.pop("control", ""), pairs.pop("cell", "")
+        engines = pairs.pop("data_parallel", "1")
+        several = engines != "1"
+        if not engines.isdecimal() or not 1 <= int(engines) <= MAX_ENGINES or (several and not self._control):
+            raise ConfigError(
+                f"discover: got data_parallel={engines} in kubernetes:{text}; limit 1 to {MAX_ENGINES}, beside "
+                "control=NAME; correct it"
+            )
+        self._data_parallel = int(engines)
         self._services = {service: role for role, service in pairs.items()}
         if not pairs or not pairs.keys() <= set(ROLES) or len(self._services) != len(pairs):
             raise ConfigError(
                 f"discover: got kubernetes:{text}; limit ROLE=SERVICE with another Service for each role (roles "
-                f"{', '.join(ROLES)}), and port=NAME, control=NAME, cell=NAME, namespace=NAME; correct it"
+                f"{', '.join(ROLES)}), and port=NAME, control=NAME, data_parallel=N, cell=NAME, namespace=NAME; "
+                "correct it"
             )
         self._api, self._account, self._watch_s = api, account, watch_s
 
@@ -200,7 +217,9 @@ class KubernetesSource:
                     tell(self._members(slices))
 
     def _members(self, slices: Mapping[str, Slice]) -> Members:
-        return members_of(slices, self._services, self._port, self._control, self._cell)
+        return members_of(
+            slices, self._services, self._port, self._control, self._cell, data_parallel=self._data_parallel
+        )
 
     def _get(self, session: aiohttp.ClientSession, query: Mapping[str, str]) -> Any:
         namespace = self._namespace or self._read("namespace")
