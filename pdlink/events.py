@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import msgspec
 
@@ -254,3 +254,16 @@ class Announcer(Generic[_Change]):
             finally:
                 with self._lock:
                     self._telling = False
+
+    def wait_told(self) -> None:
+        """Until what was noted by now has been told, by this thread or another one. Not by a listener."""
+        if not self._listeners:
+            return
+        told = threading.Event()
+
+        def reached(_: _Change | None) -> None:
+            told.set()
+
+        self._told.append(((reached,), cast("_Change", None)))  # behind what was noted
+        self.tell()
+        told.wait()

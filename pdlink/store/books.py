@@ -83,6 +83,10 @@ class Books:
         for (kind, nbytes), count in Counter((change.kind, change.nbytes) for change in changes).items():
             emit(RecordsChanged(kind=kind, records=count, nbytes=count * nbytes))
 
+    def wait_told(self) -> None:
+        """Until listeners have heard what came and went by now."""
+        self._announcer.wait_told()
+
     def listen(self, changed: Callable[[RecordChange], None]) -> None:
         """As `AnyStore.listen`, of the arena."""
         with self.lock:

@@ -118,6 +118,7 @@ class WriteThrough:
 
     def _offer(self, index: int, slot: Slot, shape: RecordShape, expires_at_s: float, question: Question) -> bool:
         """Whether the tier has a record afterwards. Its lease has no deadline: what is sealed must not change."""
+        self._books.wait_told()  # a tier tells no tokens: they are known by the record in memory
         record = slot.of(self._buffer.array)[: shape.nbytes]
         with self._books.lock:
             summed = slot.key in self._books.summed

@@ -410,6 +410,25 @@ def test_all_that_was_evicted_is_found_below_where_the_tier_keeps_up() -> None:
             drained(store)
 
 
+def test_a_record_is_told_in_memory_before_a_tier_has_it() -> None:
+    """With the tokens that only then are known; a tier that tells first would tell of a record without any."""
+    tier, told, goes_on = StubTier(), threading.Event(), threading.Event()
+
+    def changed(_: object) -> None:
+        told.set()
+        assert_set(goes_on)
+
+    with opened(tiers=[tier]) as store:
+        store.listen(changed)
+        committing = threading.Thread(target=put, args=(store, KEYS[:1]))
+        committing.start()
+        assert_set(told)
+        assert not tier.kept.acquire(timeout=0.2), "one who listens has not heard all of it"
+        goes_on.set()
+        assert tier.kept.acquire(timeout=WAIT_S)
+        committing.join()
+
+
 def test_what_expires_is_told_though_nobody_calls() -> None:
     clock, gone = Clock(), threading.Event()
     with opened(clock=clock) as store:
