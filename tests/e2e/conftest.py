@@ -37,11 +37,7 @@ def alone(vllm_folder: Path) -> Alone:
     prompts += [prompt_of(700, 1)[:cut] + prompt_of(added, 2) for cut, added in ((700, 0), (640, 0), (513, 200))]
     prompts += [prompt_of(count, 9) for count in (200, 300)]
     prompts += [prompt_of(count, seed) for count, seed in VLLM_TIGHT]
-    server = Server("alone", vllm_folder / "model", vllm_folder / "alone.log", ["--enforce-eager"]).start()
-    try:
-        server.wait_ready()
+    with Server("alone", vllm_folder / "model", vllm_folder / "alone.log", ["--enforce-eager"]).serving() as server:
         with ThreadPoolExecutor(4) as threads:
             answers = list(threads.map(server.complete, prompts))
         return {tuple(prompt): answer.tokens[0] for prompt, answer in zip(prompts, answers, strict=True)}
-    finally:
-        server.kill()

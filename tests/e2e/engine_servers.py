@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -242,6 +243,14 @@ class EngineServer:
             assert time.monotonic() < deadline_s, f"{self.name} is not ready: {self.tail()}"
             time.sleep(0.25)
         return self
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[Self]:
+        """Started, ready inside and killed afterwards, as one that has failed to start is."""
+        try:
+            yield self.start().wait_ready()
+        finally:
+            self.kill()
 
     def has_failed(self) -> bool:
         """Whether it will never be ready."""

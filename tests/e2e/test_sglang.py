@@ -54,12 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(folder: Path) -> Alone:
     """What one server answers."""
     prompts = [*(prompt_of(count, count) for count in (*LENGTHS, *CONCURRENT)), *PREFIXED]
-    server = SglangServer("alone", folder / "model", folder / "alone.log", []).start()
-    try:
-        server.wait_ready()
+    with SglangServer("alone", folder / "model", folder / "alone.log", []).serving() as server:
         return {tuple(prompt): tokens_of(server.complete(prompt)) for prompt in prompts}
-    finally:
-        server.kill()
 
 
 @pytest.fixture(scope="module")

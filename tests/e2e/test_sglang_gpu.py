@@ -116,12 +116,8 @@ def expected(folder: Path) -> Expected:
     @functools.cache
     def answered(flags: tuple[str, ...]) -> dict[int, list[int]]:
         log = folder / f"alone{''.join(flags)}.log"
-        alone = GpuServer("alone", folder / "model", log, [NO_CACHE, *flags]).start()
-        try:
-            alone.wait_ready()
+        with GpuServer("alone", folder / "model", log, [NO_CACHE, *flags]).serving() as alone:
             return {length: tokens_of(alone.complete(prompt_of(length, length))) for length in LENGTHS}
-        finally:
-            alone.kill()
 
     return answered
 
@@ -150,9 +146,7 @@ def test_a_prompt_seen_before_comes_back_from_the_linker_of_a_gpu(folder: Path) 
     }
     flags = ["--enable-unified-cache-external-linker", "--unified-cache-external-linker-backend", "dynamic"]
     flags += ["--unified-cache-external-linker-config", json.dumps(config)]
-    server = GpuServer("linked", folder / "model", folder / "linked.log", flags).start()
-    try:
-        server.wait_ready()
+    with GpuServer("linked", folder / "model", folder / "linked.log", flags).serving() as server:
         for length in LENGTHS:
             prompt = prompt_of(length, length)
             assert cached_of(server.generate(prompt)) == 0
@@ -162,5 +156,3 @@ def test_a_prompt_seen_before_comes_back_from_the_linker_of_a_gpu(folder: Path) 
             loaded = server.generate(prompt)
             assert cached_of(loaded) == cached_of(kept) == length // PAGE * PAGE
             assert tokens_of(loaded) == tokens_of(kept), length
-    finally:
-        server.kill()

@@ -44,12 +44,8 @@ def test_a_pair_answers_as_one_server(tmp_path: Path, case: str) -> None:
     flags, environment, decode = CASES[case]
     save_checkpoint(tmp_path / "model")
     prompts = [prompt_of(count, count) for count in LENGTHS]
-    alone = SglangServer("alone", tmp_path / "model", tmp_path / "alone.log", []).start()
-    try:
-        alone.wait_ready()
+    with SglangServer("alone", tmp_path / "model", tmp_path / "alone.log", []).serving() as alone:
         expected = [tokens_of(alone.complete(prompt)) for prompt in prompts]
-    finally:
-        alone.kill()
     pair = SglangPair.of(tmp_path, flags, environment=environment, decode=decode)
     try:
         assert [pair.tokens(prompt) for prompt in prompts] == expected

@@ -56,11 +56,8 @@ def backend(store: Process) -> dict[str, Any]:
 def server(place: Path, backend: dict[str, Any]) -> Iterator[SglangServer]:
     flags = [*FLAGS, "--hicache-storage-backend", "dynamic", "--hicache-storage-prefetch-policy", WAITS]
     flags += ["--hicache-storage-backend-extra-config", json.dumps(backend)]
-    server = SglangServer("hicache", place / "model", place / "hicache.log", flags).start()
-    try:
-        yield server.wait_ready()
-    finally:
-        server.kill()
+    with SglangServer("hicache", place / "model", place / "hicache.log", flags).serving() as server:
+        yield server
 
 
 def counted(store: Process, name: str) -> float:
@@ -144,9 +141,7 @@ def test_other_policies_store_a_prompt_when_they_write_it_to_the_host(
     flags = [*FLAGS, "--hicache-storage-backend", "dynamic", "--hicache-storage-prefetch-policy", WAITS]
     flags += ["--hicache-storage-backend-extra-config", json.dumps(backend | {"name": policy})]
     flags += ["--hicache-write-policy", policy, "--max-total-tokens", str(device_tokens)]
-    writer = SglangServer(policy, place / "model", place / f"{policy}.log", flags).start()
-    try:
-        writer.wait_ready()
+    with SglangServer(policy, place / "model", place / f"{policy}.log", flags).serving() as writer:
         prompt, pages = prompt_of(1000, len(policy)), 1000 // PAGE
         before = stored(store)
         first = writer.generate(prompt)
@@ -160,8 +155,6 @@ def test_other_policies_store_a_prompt_when_they_write_it_to_the_host(
         flush(writer)
         loaded = writer.generate(prompt)
         assert (cached_of(loaded), tokens_of(loaded)) == (pages * PAGE, tokens_of(first))
-    finally:
-        writer.kill()
 
 
 def test_a_pair_over_tcp_keeps_prompts_in_the_store_that_its_next_life_loads(

@@ -15,18 +15,17 @@ pytest.importorskip("vllm")
 
 from tests.e2e.conftest import VLLM_CONCURRENT, Alone  # noqa: E402
 from tests.e2e.engine_servers import place_of, prompt_of, until  # noqa: E402
-from tests.e2e.vllm_servers import Pair  # noqa: E402
+from tests.e2e.vllm_servers import COMPUTES, Pair  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def pair(vllm_folder: Path, alone: Alone) -> Iterator[Pair]:
-    plain = ["--enforce-eager", "--max-num-batched-tokens", "512", "--no-enable-prefix-caching"]
     pair = Pair.of(
         place_of(vllm_folder, "both"),
-        prefill_flags=[*plain, "--block-size", "32"],
-        decode_flags=[*plain, "--block-size", "128"],
+        prefill_flags=[*COMPUTES, "--block-size", "32"],
+        decode_flags=[*COMPUTES, "--block-size", "128"],
         both=True,
     )
     yield pair

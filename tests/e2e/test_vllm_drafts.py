@@ -44,13 +44,9 @@ def test_tokens_and_accepted_drafts_equal_those_of_one_server(kind: str, tmp_pat
     def accepted(server: Server) -> float:
         return server.metric("vllm:spec_decode_num_accepted_tokens_total")
 
-    one = Server("one", tmp_path / "model", tmp_path / "one.log", FLAGS + flags).start()
-    try:
-        one.wait_ready()
+    with Server("one", tmp_path / "model", tmp_path / "one.log", FLAGS + flags).serving() as one:
         expected = [one.complete(prompt_of(length, length)).tokens for length in LENGTHS]
         drafts = accepted(one)
-    finally:
-        one.kill()
     assert (drafts > 2 * len(LENGTHS)) == (kind == "draft_model")
     pair = Pair.of(tmp_path, prefill_flags=FLAGS + flags, decode_flags=FLAGS + flags, verify="all", on_failure="fail")
     try:

@@ -61,12 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[int, list[int]]:
-    alone = Server("alone", folder / "model", folder / "alone.log", [*SHARE, "--enforce-eager"]).start()
-    try:
-        alone.wait_ready()
+    with Server("alone", folder / "model", folder / "alone.log", [*SHARE, "--enforce-eager"]).serving() as alone:
         return {length: alone.complete(prompt_of(length, length)).tokens[0] for length in LENGTHS}
-    finally:
-        alone.kill()
 
 
 @pytest.mark.parametrize("graphs", ["piecewise graphs", "eager"])
@@ -76,17 +72,13 @@ def test_a_prompt_seen_before_comes_back_from_the_tiers_of_a_gpu(
     """Nothing of it is in vLLM's pool any more: it caches no prefixes there."""
     place = place_of(folder, f"tiers-{graphs.partition(' ')[0]}")
     flags = [*SHARE, "--enforce-eager" if graphs == "eager" else "--no-enforce-eager"]
-    server = server_of(place, "solo", flags, local_disk=None, max_local_disk_size=None).start()
-    try:
-        server.wait_ready()
+    with server_of(place, "solo", flags, local_disk=None, max_local_disk_size=None).serving() as server:
         for length in LENGTHS:
             prompt, before = prompt_of(length, length), loaded(server)
             assert server.complete(prompt).tokens[0] == expected[length]
             until(server.holds_nothing, "all of it is kept")
             assert server.complete(prompt).tokens[0] == expected[length]
             assert loaded(server) - before == (length - 1) // CHUNK * CHUNK
-    finally:
-        server.kill()
 
 
 @pytest.mark.parametrize("lane", LANES)

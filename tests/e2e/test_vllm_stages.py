@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 from tests.e2e.conftest import VLLM_CONCURRENT, Alone  # noqa: E402
 from tests.e2e.engine_servers import place_of, plugin_of, prompt_of, until  # noqa: E402
-from tests.e2e.vllm_servers import Pair  # noqa: E402
+from tests.e2e.vllm_servers import COMPUTES, Pair  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -36,15 +36,7 @@ def run():
     GPUModelRunner.sync_and_gather_intermediate_tensors = sync_and_gather_intermediate_tensors
 """
 
-
-FLAGS = [
-    "--enforce-eager",
-    "--max-num-batched-tokens",
-    "512",
-    "--max-model-len",
-    "4096",
-    "--no-enable-prefix-caching",
-]
+FLAGS = [*COMPUTES, "--max-model-len", "4096"]
 STAGES = ["--pipeline-parallel-size", "2"]
 
 

@@ -16,12 +16,11 @@ pytest.importorskip("vllm")
 
 from tests.e2e.conftest import VLLM_CONCURRENT, Alone  # noqa: E402
 from tests.e2e.engine_servers import place_of, prompt_of, until  # noqa: E402
-from tests.e2e.vllm_servers import Server  # noqa: E402
+from tests.e2e.vllm_servers import COMPUTES, Server  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 CHUNK = 256
-FLAGS = ["--enforce-eager", "--no-enable-prefix-caching", "--max-num-batched-tokens", "512"]
 
 
 def tiers_of(place: Path, **more: Any) -> dict[str, Any]:
@@ -42,7 +41,7 @@ def server_of(place: Path, name: str, flags: list[str], **tiers: Any) -> Server:
         "kv_load_failure_policy": "fail",  # nothing of these tests may fail
         "kv_connector_extra_config": {"name": name, "tiers": tiers_of(place, **tiers)},
     }
-    return Server(name, place / "model", place / f"{name}.log", [*FLAGS, *flags], connector)
+    return Server(name, place / "model", place / f"{name}.log", [*COMPUTES, *flags], connector)
 
 
 def loaded(server: Server) -> float:

@@ -15,8 +15,8 @@ pytest.importorskip("vllm")
 
 from tests.e2e.conftest import VLLM_CONCURRENT, Alone  # noqa: E402
 from tests.e2e.engine_servers import place_of, prompt_of, until  # noqa: E402
-from tests.e2e.test_vllm_store import CHUNK, FLAGS, loaded, tiers_of  # noqa: E402
-from tests.e2e.vllm_servers import Pair  # noqa: E402
+from tests.e2e.test_vllm_store import CHUNK, loaded, tiers_of  # noqa: E402
+from tests.e2e.vllm_servers import COMPUTES, Pair  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -26,7 +26,7 @@ def pair(vllm_folder: Path, alone: Alone) -> Iterator[Pair]:
     place = place_of(vllm_folder, "store-pair")
     pair = Pair.of(
         place,
-        prefill_flags=[*FLAGS, "--block-size", "128"],
+        prefill_flags=[*COMPUTES, "--block-size", "128"],
         decode_flags=["--enforce-eager", "--no-enable-prefix-caching", "--block-size", "32"],
         store=tiers_of(place),
     )

@@ -16,8 +16,8 @@ pytest.importorskip("vllm")
 
 from tests.e2e.conftest import Alone  # noqa: E402
 from tests.e2e.engine_servers import place_of, prompt_of, until  # noqa: E402
-from tests.e2e.test_vllm_store import CHUNK, FLAGS, loaded  # noqa: E402
-from tests.e2e.vllm_servers import Server  # noqa: E402
+from tests.e2e.test_vllm_store import CHUNK, loaded  # noqa: E402
+from tests.e2e.vllm_servers import COMPUTES, Server  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -52,7 +52,7 @@ def servers(place: Path, store: object, alone: Alone) -> Iterator[tuple[Server, 
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": settings,
         }
-        return Server(name, place / "model", place / f"{name}.log", [*FLAGS, *flags], connector).start()
+        return Server(name, place / "model", place / f"{name}.log", [*COMPUTES, *flags], connector).start()
 
     pair = server("two", "--block-size", "128", "--tensor-parallel-size", "2"), server("one", "--block-size", "32")
     try:

@@ -18,6 +18,8 @@ from pdlink_bench import resting
 from tests.e2e.engine_servers import MODEL, Answer, EngineServer, prompt_of, until
 
 PEER_S = 15.0
+COMPUTES = ["--enforce-eager", "--no-enable-prefix-caching", "--max-num-batched-tokens", "512"]
+"""Flags of a server that computes what it is not sent, 512 tokens at a time."""
 OURS = CONNECTORS["pdlink"][0]
 """What vLLM is told to find the connector by."""
 
