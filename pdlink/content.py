@@ -5,7 +5,7 @@ one of them answering from the other's gives wrong tokens. So both send this dig
 
 Small files count whole. Of weight files the headers count (names, types, shapes, places of all tensors), the sizes
 and pages sampled at fixed places, from every tensor as long as there are fewer tensors than samples. Training changes
-nearly every page, so a sample finds it. It is no proof against somebody who makes two models with equal samples, and
+nearly every page, so a sample finds it. It is no proof against two models that were made with equal samples, and
 of 5,000 tensors and more one that alone was changed can be missed.
 
 The same files give the same digest in every directory, on every host and at every time. 100 GB take well under a

@@ -1,4 +1,4 @@
-"""What happened, as small frozen structs, and the one `emit()` that tells those who listen.
+"""What happened, as small frozen structs, and the one `emit()` that tells listeners.
 
 Metrics, traces and the timeline are all made from these events (`pdlink/observe`), so a number on a dashboard and
 a span in a trace cannot disagree. Emitting costs one call per listener. What every transfer emits is not even made

@@ -105,7 +105,7 @@ def _cells(case: Case, settings: Settings, measured: Measured) -> list[str]:
 
 
 def _layouts_table(cases: dict[str, Case]) -> Table:
-    """Cases side by side, for those who have figures in more than the default one."""
+    """Cases side by side, of modules with figures in more than the default one."""
     runs = [f"{name}\n{case.num_runs} x {case.workload.nbytes // case.num_runs} B" for name, case in cases.items()]
     table = Table(("transport", *runs), "layouts: GB/s whole / layer by layer, ms whole")
     others = [case for name, case in cases.items() if name != DEFAULT]

@@ -1,4 +1,4 @@
-"""Objects of somebody else's own, which a setting names by `path.to.module:name`."""
+"""Objects of other packages, which a setting names by `path.to.module:name`."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class RecentMaximum:
     """The largest value of the last one to two periods. Reading changes nothing: two who watch see the same."""
 
     def __init__(self, period_s: float = 60.0) -> None:
-        """period_s: at least as long as those who watch wait between two looks, so that each sees every peak."""
+        """period_s: at least the longest pause of a watcher between two looks, so that each sees every peak."""
         self._period_s = period_s
         self._began_s = 0.0
         self._before, self._now = 0.0, 0.0

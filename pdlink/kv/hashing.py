@@ -50,7 +50,7 @@ class Origin(NamedTuple):
 
 
 class Preimage(NamedTuple):
-    """What a key is the hash of, for those who must tell it to others."""
+    """What a key is the hash of, to be told to other processes."""
 
     parent: bytes | None
     """The key before; None for the first chunk of a prompt, whose parent is a namespace."""
@@ -58,7 +58,7 @@ class Preimage(NamedTuple):
     extra: tuple[str, ...] = ()
     """LoRA and salt of that namespace, where it has them."""
     origin: Origin | None = None
-    """Of that namespace, for those who keep KV of several models."""
+    """Of that namespace, for stores with KV of several models."""
 
 
 def namespace(

@@ -1,1 +1,1 @@
-"""Workers started on the nodes of somebody else's cluster, and kept there."""
+"""Workers started on the nodes of a Ray cluster, and kept there."""

@@ -1,4 +1,4 @@
-"""What a process has at the moment of a scrape, as gauges. Values come from those who know them."""
+"""What a process has at the moment of a scrape, as gauges. Their owners give the values."""
 
 from __future__ import annotations
 

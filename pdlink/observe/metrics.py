@@ -340,7 +340,7 @@ class StoreMetrics:
 
 
 class Counting:
-    """The listener: hands each event to those who count it. Pass the instance to `pdlink.events.listen`."""
+    """The listener: hands each event to the series that count it. Pass the instance to `pdlink.events.listen`."""
 
     def __init__(
         self, registry: Registry, *parts: TransferMetrics | EngineMetrics | PromptMetrics | StoreMetrics

@@ -227,7 +227,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        """For those whose numbers come from several threads: while they add, and while the numbers are read."""
+        """For series that several threads add to: while they add, and while the numbers are read."""
         self.metrics: list[Metric] = []
         self._before: list[Callable[[], None]] = []
 

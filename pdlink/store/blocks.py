@@ -83,7 +83,7 @@ class SlotPlan:
     def of(
         cls, template: Template, slots: Sequence[tuple[Slot, int, int]], blocks: Blocks, pages: KVLayout
     ) -> SlotPlan:
-        """slots: and the tokens [first, last) that are copied of each. pages: the side of `template` that is none.
+        """slots: and the tokens [first, last) that are copied of each. pages: the other side of `template`.
 
         Raises ValueError for blocks that do not exist.
         """

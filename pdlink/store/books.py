@@ -58,7 +58,7 @@ class Books:
         """The shares of these slots are there; the keys that are readable now. Call `tell` afterwards.
 
         summed, checked: of the records. expires_at_s: by the clock that all hosts share, if sooner than was asked.
-        preimages: of the keys, for those who listen.
+        preimages: of the keys, for listeners.
         """
         readable = self.catalog.commit(slots, expires_at_s - self._epoch_s)
         self._note(preimages or {})

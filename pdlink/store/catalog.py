@@ -226,7 +226,7 @@ class Catalog:
     def lease(self, keys: Sequence[bytes], holder: str, request: str, deadline_s: float) -> Lease:
         """The longest readable prefix of `keys`, kept until `release` or `deadline_s` of the caller's clock.
 
-        request: for those who ask who keeps what.
+        request: whose lease it is, for reports.
         """
         records = [self._records[key] for key in keys[: self.lookup(keys)]]
         lease = Lease(next(self._serials), tuple(record.slot for record in records))

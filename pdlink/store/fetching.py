@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Fetching:
-    """Thread-safe. `coming` and `late` are for those who hold the lock of the books."""
+    """Thread-safe. `coming` and `late` are called with the lock of the books held."""
 
     def __init__(
         self,

@@ -244,7 +244,7 @@ class AnyStore(ABC):
     ) -> None:
         """The shares are there: others can read records that have all of theirs, and the tiers get a copy.
 
-        preimages: of the slots' keys, for those who listen; the store does not keep them. Not checked here.
+        preimages: of the slots' keys, for listeners; the store does not keep them. Not checked here.
         summed: the shares are whole records, with their sums in the header.
         """
 

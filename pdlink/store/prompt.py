@@ -66,7 +66,7 @@ class StoredPrompt:
     keys: list[bytes]
     """Of the prompt's full chunks."""
     preimage: Callable[[int], hashing.Preimage | None]
-    """Of the key of a chunk, for those who are told of its record; None where they are not."""
+    """Of the key of a chunk, for listeners of the store; None where they are not told."""
     num_tokens: int
     retention: Retention
     stores: bool = True

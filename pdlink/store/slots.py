@@ -1,4 +1,4 @@
-"""`Slot`, `Share`, `Lease`: what a catalog and those who use it say to each other of room in an arena."""
+"""`Slot`, `Share`, `Lease`: what a catalog and its users say to each other of room in an arena."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ USUAL = Retention()
 
 
 def tenant_of(salt: str) -> str:
-    """A name of one length for those who share a salt; "" for those without one."""
+    """A name of one length for requests with one salt; "" without one."""
     return hashlib.blake2b(salt.encode(), digest_size=16).hexdigest() if salt else ""
 
 

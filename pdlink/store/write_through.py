@@ -33,12 +33,12 @@ _HEADROOM_SHARE = 8
 
 
 class WriteThrough:
-    """Thread-safe. `begin` and `make_headroom` are for those who hold the lock of the books."""
+    """Thread-safe. `begin` and `make_headroom` are called with the lock of the books held."""
 
     def __init__(self, books: Books, below: Below, buffer: Buffer, *, sealed: bool, deadline_s: float) -> None:
         """buffer: the arena. sealed: records have their header when they become readable, else when they are written.
 
-        deadline_s: of those who wait for a tier's thread.
+        deadline_s: of calls that wait for a tier's thread.
         """
         self._books, self._below, self._buffer = books, below, buffer
         self._sealed, self._deadline_s = sealed, deadline_s

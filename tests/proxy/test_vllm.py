@@ -158,7 +158,7 @@ async def test_prefill_is_asked_for_the_same_prompt_and_one_token(
     ],
 )
 def test_prefill_is_told_how_many_prompts_will_come(path: str, prompt: str, count: int) -> None:
-    """Only so can it know at once that decode waits for one that is none of them."""
+    """Only so can it know at once that decode waits for another one."""
     content = '"messages":[]' if path == CHAT else f'"prompt":{prompt}'
     call = parse(path, b'{"model":"m",' + content.encode() + b"}")
     attempt = Attempt("xfer-1", 1, 2, PrefillAddress("p", CONTROL))

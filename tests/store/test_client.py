@@ -515,7 +515,7 @@ LIES: dict[str, bytes] = {
     "fewer places than keys": wire.frame(wire.Fetch(1, (bytes(32),), (), SHAPE, "r")),
     "a fetch twice": 2 * wire.frame(wire.Fetch(1, (bytes(32),), (0,), SHAPE, "r")),
     "a priority above all": wire.frame(wire.Reserve(1, (bytes(32),), SHAPE, Share(), Retention(priority=101))),
-    "a time that is none": wire.frame(wire.Fetch(1, (bytes(32),), (0,), SHAPE, "r", Retention(ttl_s=float("nan")))),
+    "no time": wire.frame(wire.Fetch(1, (bytes(32),), (0,), SHAPE, "r", Retention(ttl_s=float("nan")))),
     "a tenant of a megabyte": wire.frame(wire.Reserve(1, (bytes(32),), SHAPE, Share(), Retention("t" * 2**20))),
     "a share of nothing": wire.frame(wire.Reserve(1, (bytes(32),), SHAPE, Share(0, 0, 1))),
     "a share of too many": wire.frame(wire.Reserve(1, (bytes(32),), SHAPE, Share(0, 1, 1 << 62))),

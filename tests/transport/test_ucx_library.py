@@ -141,7 +141,7 @@ def test_a_process_may_end_without_closing(tls: str) -> None:
 
 @needs_ucx
 def test_loading_ucx_changes_nothing_of_the_environment_that_a_thread_may_be_reading() -> None:
-    """`setenv` moves the list and the strings under the hands of whoever reads them without a lock, as libc does."""
+    """`setenv` moves the list and the strings while others read them without a lock, as libc does."""
     program = """
         import ctypes
         libc = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""Where the tokens of each prompt come from, for metrics and for those who ask why: told once for each request.
+"""Where the tokens of each prompt come from, for metrics and explanations: told once for each request.
 
 Part of the scheduler's half; only decides, as `requests.py`.
 """

@@ -49,7 +49,7 @@ class Desk:
     ) -> None:
         """holder: unique among clients. tell: takes the answers, in any thread, also when nobody hears them.
 
-        publishes: whether those who listen to the store want to know what keys are the hashes of.
+        publishes: whether listeners of the store want to know what keys are the hashes of.
         """
         self.holder, self.tell, self._publishes = holder, tell, publishes
         self._store = store

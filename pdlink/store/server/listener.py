@@ -95,7 +95,7 @@ class Listener:
         os.close(self._path_lock)
 
     def clients(self) -> list[dict[str, object]]:
-        """For those who ask who is here."""
+        """Who is connected."""
         now_s = time.monotonic()
         with self._lock:
             return [

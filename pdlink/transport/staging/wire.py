@@ -22,7 +22,7 @@ from pdlink.errors import ProtocolError
 TOKEN_NBYTES: Final = 16
 MAX_FRAME_NBYTES: Final = 1 << 20
 HELLO_NBYTES: Final = 64
-"""Most bytes that somebody who has not said who they are may send."""
+"""Most bytes that a peer may send before it has said who it is."""
 MAX_ROWS: Final = 8192
 """Runs of one part: one kernel launch (`cuda.launches.SLOT_NBYTES`), and 128 KiB of a frame."""
 _HEADER_NBYTES: Final = 4

@@ -131,7 +131,7 @@ for number in range(60):
 
 
 def test_nodes_find_what_others_put_and_keep_the_bound_together(tmp_path: Path) -> None:
-    """Oldest first, whoever wrote it; a hit makes an old file young again."""
+    """Oldest first, of any writer; a hit makes an old file young again."""
     one, other = (SharedDir(tmp_path, "model", 10 * FILE_NBYTES) for _ in range(2))
     old_s = time.time() - 7200
     for number in range(8):
