@@ -71,7 +71,7 @@ def proxy(pair: Pair) -> Iterator[str]:
 
 
 def rests(server: Server) -> bool:
-    """Whether it holds nothing, as of a step now: of several API servers, which vLLM starts here, one may have told an
+    """Whether it holds nothing, as of a step now: of several API servers (vLLM starts two here) one may have told an
     older state last, and an idle engine tells nothing."""
     for engine in ENGINES[: server.flags.count("--data-parallel-size") + 1]:
         assert asked(f"{server.url}/v1/completions", body_of([5, 6, 7], max_tokens=1), **{HEADER: engine})[0] == 200
