@@ -22,6 +22,7 @@ from aiohttp import web
 
 from pdlink.config import ProxyConfig
 from pdlink.serve.roles import fast_loop
+from pdlink_proxy import http_client
 from pdlink_proxy.app import ROUTER, Router, build_app
 from pdlink_proxy.front import Doors, Front
 from pdlink_proxy.http_connection import Connection
@@ -99,23 +100,24 @@ class _Player:
         self._front = Front(Doors(app_runner.server, router, 75.0))
         self._client = _Transport()
         self._front.transport = cast("asyncio.Transport", self._client)
-        self._workers = {}
+        self._workers: dict[Leg, list[tuple[Connection, _Transport]]] = {leg: [] for leg in Leg}
         for leg, client in router.shared.clients.items():
-            connection, transport = Connection(), _Transport()
-            connection.connection_made(cast("asyncio.Transport", transport))
-            url = router.pools.workers[leg][0].url + "/v1/completions"
-            connection.host, _ = client._split("POST", url)
-            client._keep(connection)
-            self._workers[leg] = connection, transport
+            for worker in router.pools.workers[leg]:
+                connection, transport = Connection(), _Transport()
+                connection.connection_made(cast("asyncio.Transport", transport))
+                connection.host, _ = client._split("POST", worker.url + "/v1/completions")
+                client._keep(connection)
+                self._workers[leg].append((connection, transport))
 
     def one(self, request: bytes, *, stream: bool) -> None:
         """A request, until its answer is written."""
         self._front.data_received(request)
         for leg, answer in zip(Leg, _ANSWERS[stream], strict=True):
-            connection, transport = self._workers[leg]
-            assert transport.written, leg
-            transport.written.clear()
-            connection.data_received(answer)
+            asked = [each for each in self._workers[leg] if each[1].written]
+            assert len(asked) == 1, leg
+            for connection, transport in asked:
+                transport.written.clear()
+                connection.data_received(answer)
         answered = self._client.written
         assert answered, "no answer"
         assert answered[0].startswith(b"HTTP/1.1 200"), answered
@@ -141,9 +143,13 @@ def _calls_of(play: Any) -> tuple[int, int]:
 
 
 async def _measure(args: argparse.Namespace) -> None:
+    http_client.KEEPALIVE_S = 1e6  # a connection that no load uses is still there for the next one
     with contextlib.ExitStack() as stack:
-        workers = {role: stack.enter_context(Stub(role)).url for role in ("prefill", "decode")}
-        config = ProxyConfig(prefill=(workers["prefill"],), decode=(workers["decode"],))
+        workers = {
+            role: tuple(stack.enter_context(Stub(role)).url for _ in range(args.workers))
+            for role in ("prefill", "decode")
+        }
+        config = ProxyConfig(prefill=workers["prefill"], decode=workers["decode"])
         app = build_app(config)
         runner = web.AppRunner(app)
         await runner.setup()
@@ -198,6 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=1000, help="of a round; default %(default)s")
     parser.add_argument("--rounds", type=int, default=20, help="default %(default)s")
+    parser.add_argument("--workers", type=int, default=1, help="on each side; default %(default)s")
     parser.add_argument("--load", default="", help="the beginning of the name of one")
     parser.add_argument("--profile", action="store_true", help="which functions take how long")
     parser.add_argument("--lines", type=int, default=70, help="of the profile; default %(default)s")
