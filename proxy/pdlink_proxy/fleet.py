@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128
 
 from pdlink._index import words_of_json
 from pdlink.kv.hashing import chain as chained
@@ -84,7 +84,7 @@ class PlacementRequest:
         if self.chain is None and self.num_tokens < KEY_TOKENS and len(self.prompt) < BYTES_PER_TOKEN * KEY_TOKENS:
             self.chain = ()
         elif self.chain is None:
-            seed, ids = _seed(self.model, self.salt), self.ids
+            seed, ids = _seed(self.model, self.salt), self.ids if self.prompt[:1] == b"[" else None
             self.chain = _text_keys(seed, self.prompt) if ids is None else chained(seed, ids, KEY_TOKENS)
         return self.chain
 
@@ -107,13 +107,14 @@ _FURTHER = frozenset(name for name in vars(PlacementRequest) if not name.startsw
 
 
 def _text_keys(parent: bytes, prompt: bytes) -> list[bytes]:
-    """Each the hash of a part and of the key before it. Nobody but proxies compares them, so the hash is a quick one:
-    XXH3 takes 2 us for 16 KB, keyed BLAKE3 18. Who looks for equal keys of unequal texts gets one of his own prompts
-    sent where it has no KV."""
-    found = []
-    for at in range(0, len(prompt) - _KEY_NBYTES + 1, _KEY_NBYTES):
-        parent = xxh3_128_digest(parent + prompt[at : at + _KEY_NBYTES])
-        found.append(parent)
+    """Each the hash of all before it. Nobody but proxies compares them, so the hash is a quick one: XXH3 takes 2 us
+    for 16 KB, keyed BLAKE3 18. Who looks for equal keys of unequal texts gets one of his own prompts sent where it
+    has no KV."""
+    hashed, text, found = xxh3_128(parent), memoryview(prompt), []
+    add, digest = hashed.update, hashed.digest
+    for at in range(0, len(text) - _KEY_NBYTES + 1, _KEY_NBYTES):
+        add(text[at : at + _KEY_NBYTES])
+        found.append(digest())
     return found
 
 

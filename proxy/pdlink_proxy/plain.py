@@ -63,7 +63,7 @@ def opened(
         or shared.decision_log is not None
         or shared.tracer is not None
         or shared.arrivals is not None
-        or shared.whole(call)
+        or ((dialect.whole is not None or shared.pools.has_engines) and shared.whole(call))
         or not ((dialect.rules_of(call) if dialect.rules_of is not None else None) or dialect.rules).plain
     ):
         return Exchange(shared, client, call, headers, said, over)

@@ -65,9 +65,11 @@ class PrefixIndex:
 
     def cached_of_few(self, request: PlacementRequest, workers: Workers) -> list[int]:
         """The same as a list; without a look at columns where nothing can be held."""
-        found, rows = [0] * workers.num, workers.table.rows
-        if self.beside is not None and request.keys:
-            for at, num in self.beside.found(request.keys, rows):
+        found, rows, keys = [0] * workers.num, workers.table.rows, request.keys
+        if not keys and not request.held:
+            return found
+        if self.beside is not None and keys:
+            for at, num in self.beside.found(keys, rows):
                 found[at] = min(num * request.key_tokens, request.num_tokens)
         for holders, tokens in self._sent(request):
             for key in holders.keys if isinstance(holders, _Holders) else (holders,):
@@ -99,14 +101,14 @@ class PrefixIndex:
 
     def note(self, request: PlacementRequest, worker: WorkerState) -> None:
         """The worker is sent the prompt. Nothing is noted of one that was never looked up."""
-        if not request.chain:
+        if not (keys := request.chain):
             return
         name = worker.key
         held = self._of.setdefault(name, OrderedDict())
-        before = len(held)
-        for key in reversed(request.keys):
+        before, renew = len(held), held.move_to_end
+        for key in reversed(keys):
             if key in held:
-                held.move_to_end(key)
+                renew(key)
             else:
                 held[key] = None
                 self._add(key, name)
@@ -114,7 +116,7 @@ class PrefixIndex:
         if worker.pool_tokens is not None:  # it has forgotten what does not fit
             most = min(most, worker.pool_tokens // request.key_tokens)
         if self.beside is not None and not worker.publishes:
-            self.beside.note(request.keys, name, most)
+            self.beside.note(keys, name, most)
         while len(held) > most:
             self._drop(held.popitem(last=False)[0], name)
         self._num_keys += len(held) - before
