@@ -286,6 +286,18 @@ def test_what_the_proxy_discovers_is_a_service_that_shows_who_is_ready(name: str
         assert service not in of(name, "LeaderWorkerSet"), "its controller makes a Service of that name"
 
 
+def test_each_rank_of_each_engine_has_a_control_port_and_the_proxy_knows_how_many_engines_there_are() -> None:
+    prefill = {"ranks": 2, "engines": 3, "controlPort": 8500}
+    result = helm(values={"proxy": {"settings": {"dialect": "vllm"}}, "pools": {"prefill": prefill}})
+    assert result.returncode == 0, result.stderr
+    made = {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(result.stdout) if each}
+    [(_, service)] = [(key, each) for key, each in made.items() if key[0] == "Service" and key[1].endswith("prefill")]
+    ports = [each["port"] for each in service["spec"]["ports"] if each["name"].startswith("control")]
+    assert ports == list(range(8500, 8506))
+    assert ",control=control,data_parallel=3" in result.stdout
+    assert result.stdout.count("data_parallel") == 1, "a decode server shares its requests out by itself"
+
+
 @every_deployment
 def test_only_proxies_that_ask_the_api_server_may_and_only_for_endpointslices(name: str) -> None:
     asks = settings(name, "pdlink-proxy")["discover"][0].startswith("kubernetes:")

@@ -90,7 +90,10 @@ all pods of all groups and before they are ready, so ours has another. Root, nam
 {{- $pool := include "pdlink.pool" (dict "root" $ "name" $name) | fromJson }}
 {{- $service := include "pdlink.service" (dict "root" $ "name" $name "pool" $pool) }}
 {{- $source := printf "kubernetes:%s=%s,port=http" $pool.role $service }}
-{{- if and (eq (get $values.proxy.settings "dialect" | toString) "vllm") (eq $pool.role "prefill") }}{{ $source = printf "%s,control=control" $source }}{{ end }}
+{{- if and (eq (get $values.proxy.settings "dialect" | toString) "vllm") (eq $pool.role "prefill") }}
+{{- $source = printf "%s,control=control" $source }}
+{{- if gt (int $pool.engines) 1 }}{{ $source = printf "%s,data_parallel=%d" $source (int $pool.engines) }}{{ end }}
+{{- end }}
 {{- if $pool.cell }}{{ $source = printf "%s,cell=%s" $source $pool.cell }}{{ end }}
 {{- $found = append $found $source }}
 {{- end }}
@@ -99,9 +102,9 @@ all pods of all groups and before they are ready, so ours has another. Root, nam
 {{- mergeOverwrite $all (deepCopy $values.proxy.settings) | toJson }}
 {{- end }}
 
-{{/* Ports of a worker's control plane, a rank each: pool, field. */}}
+{{/* Ports of a worker's control plane, one for each rank of each engine: pool, field. */}}
 {{- define "pdlink.controlPorts" -}}
-{{- range $rank := until (int .pool.ranks) }}
+{{- range $rank := until (mul .pool.ranks .pool.engines | int) }}
 - {name: {{ $rank | eq 0 | ternary "control" (printf "control-%d" $rank) }}, {{ $.field }}: {{ add (int $.pool.controlPort) $rank }}}
 {{- end }}
 {{- end }}
