@@ -1,4 +1,4 @@
-"""A vLLM server's connector without vLLM: its scheduler's half and its ranks, with real endpoints and a small cache."""
+"""A vLLM server's connector without vLLM: its scheduler's half and its ranks, with real endpoints, a small cache."""
 
 from __future__ import annotations
 
