@@ -66,7 +66,10 @@ class PDLinkBackend(BaseConnectorBackend):  # type: ignore[misc]
         extra = self.kv_transfer_config.setdefault("kv_connector_extra_config", {})
         engine = self.llm_config.engine_kwargs
         num_stages = int(extra.get("stages") or engine.get("pipeline_parallel_size") or 1)
-        num_shards = int(extra.get("shards") or engine.get("tensor_parallel_size") or 1) * num_stages
+        num_contexts = int(engine.get("decode_context_parallel_size") or 1)
+        num_ranks = int(engine.get("tensor_parallel_size") or 1) // num_contexts
+        num_parts = int(extra.get("shards") or num_ranks) * int(extra.get("context_shards") or num_contexts)
+        num_shards = num_parts * num_stages
         node = ray.util.get_node_ip_address()
         extra.setdefault("control_host", node)
         if extra.get("control_port"):

@@ -79,7 +79,7 @@ def test_ranks_are_counted_as_vllm_counts_them() -> None:
         ((0, 31), False, {}, r"got 2 with vLLM 0\.31; limit 0\.32, where every rank keeps all KV"),
         ((0, 32), True, {}, r"got 2 for a server that receives KV; limit 1; take kv_role: kv_producer"),
         ((0, 32), False, {"tiers": True}, r"got 2 beside tiers; limit 1; take tiers out"),
-        ((0, 32), False, {"decode": 2}, r"decode context parallel servers \(2 ranks\) cannot transfer KV yet"),
+        ((0, 32), False, {"decode": 2}, r"got 2 beside prefill_context_parallel_size: 2; limit 1"),
         ((0, 32), False, {}, None),
     ],
 )

@@ -60,7 +60,9 @@ def test_decode_context_parallel_is_refused() -> None:
     """With it, ranks keep parts."""
     given = config("kv_producer", prefill_context_parallel_size=2, decode_context_parallel_size=2)
     assert not given.parallel_config.pcp_shard_decode_requests
-    with pytest.raises(UnsupportedCache, match="decode context parallel servers"):
+    with pytest.raises(
+        UnsupportedCache, match="decode_context_parallel_size: got 2 beside prefill_context_parallel_size: 2"
+    ):
         versions.check_config(given, CACHE, VERSION, tiers=None)
 
 

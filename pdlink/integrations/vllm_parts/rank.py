@@ -16,7 +16,8 @@ from pdlink.events import listen
 from pdlink.integrations.shared_allocation import SharedAllocation
 from pdlink.integrations.trace_file import TraceFile
 from pdlink.integrations.vllm_parts import cache_groups, states, versions
-from pdlink.integrations.vllm_parts.layout import CacheGroups, LayerView, describe
+from pdlink.integrations.vllm_parts.contexts import contexts_of
+from pdlink.integrations.vllm_parts.layout import CacheGroups, LayerView, UnsupportedCache, describe
 from pdlink.integrations.vllm_parts.memory import regions
 from pdlink.integrations.vllm_parts.shards import by_stage, shards_of
 from pdlink.integrations.vllm_parts.stats import Counts, link_state
@@ -54,8 +55,17 @@ class Rank:
         self._config, self._cache_config, self._settings = vllm_config, kv_cache_config, settings
         self._place = place = versions.place(vllm_config)
         num_parts, self._num_stages = settings.shards or place.num_ranks, settings.stages or place.num_stages
-        self._num_shards = num_parts * self._num_stages
-        self._shards = shards_of(place, self._num_stages, num_parts)
+        self._contexts = contexts_of(vllm_config, settings)
+        self._num_shards = num_parts * self._num_stages * self._contexts.count
+        self._shards = shards_of(
+            place,
+            self._num_stages,
+            num_parts,
+            self._contexts.count,
+            sends_alike=self._contexts.count > 1 and versions.sends_alike(vllm_config),
+        )
+        self._num_parts = 0 if num_parts % place.num_ranks else num_parts // place.num_ranks
+        """Into which the heads of this rank are divided; 0 if they are not, and ranks with the same KV take turns."""
         self._engine = versions.engine_of_port(vllm_config)
         last_port = settings.control_port + (self._engine + 1) * self._num_shards - 1
         if settings.control_port and last_port > _MAX_PORT:
@@ -136,15 +146,20 @@ class Rank:
             return []
         stages = sorted({shard.stage for shard in self._shards})
         layers = by_stage(names, stages, self._num_stages, partial(versions.stage_of, self._config))
-        count, num_blocks = len(self._shards) // len(stages), self._cache_config.num_blocks
+        num_blocks = self._cache_config.num_blocks
         opened = self._settings.shards is not None
+        if not self._num_parts and not all(cache.is_latent for cache in caches):
+            raise UnsupportedCache(
+                f"shards: got {self._settings.shards} for {self._place.num_ranks} ranks that share heads out; limit "
+                f"multiples of {self._place.num_ranks}; set the larger number of both servers on both"
+            )
         found = []
         for shard in self._shards:
             mine = frozenset(layers[shard.stage])
             parts = [
-                part
+                self._contexts.part(part, shard.context)
                 for cache in caches
-                for part in states.shard(cache.of_layers(mine), shard.part, count, opened=opened)
+                for part in states.shard(cache.of_layers(mine), shard.part, self._num_parts, opened=opened)
             ]
             found.append((shard.number, CacheGroups.of(parts, num_blocks)))
         return found

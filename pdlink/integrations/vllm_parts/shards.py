@@ -1,7 +1,8 @@
 """Which parts of a server's KV travel by themselves: its shards, and which of them a rank has.
 
-A shard is a part of the KV heads of the layers of one pipeline stage, and has a node of its own. Both servers count
-in as many stages and parts, whichever ranks hold them, so shard s of prefill sends to shard s of decode.
+A shard is a part of the KV heads of the layers of one pipeline stage, or of that part those tokens that a decode
+context parallel rank keeps (`contexts.py`), and has a node of its own. Both servers count in as many stages and
+parts, whichever ranks hold them, so shard s of prefill sends to shard s of decode.
 """
 
 from __future__ import annotations
@@ -22,21 +23,25 @@ class Place:
     stage: int
     num_stages: int
     rank: int
-    """In its stage."""
+    """In its stage. Ranks that share tokens out count as one."""
     num_ranks: int
-    """Tensor parallel: of a stage."""
+    """Tensor parallel: of a stage, counted likewise."""
     copy: int = 0
     """Prefill context parallel: which of the ranks that have the same KV, all of it. The first one sends."""
     num_copies: int = 1
+    context: int = 0
+    """Decode context parallel: which of the ranks that share the tokens of the same heads out."""
+    num_contexts: int = 1
 
     @property
     def of_all(self) -> int:
         """Its number among all ranks, as vLLM counts them."""
-        return (self.stage * self.num_copies + self.copy) * self.num_ranks + self.rank
+        before = (self.stage * self.num_copies + self.copy) * self.num_ranks + self.rank
+        return before * self.num_contexts + self.context
 
     @property
     def num_all(self) -> int:
-        return self.num_stages * self.num_copies * self.num_ranks
+        return self.num_stages * self.num_copies * self.num_ranks * self.num_contexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,9 @@ class Shard:
     """Among those of the server."""
     stage: int
     part: int
-    """Of the heads that the rank has, of as many as the rank has shards in a stage."""
+    """Of the heads that the rank has."""
+    context: int = 0
+    """Of the tokens of these."""
 
 
 def dealt(rank: int, num_ranks: int, num_parts: int, what: str = "shards") -> range:
@@ -59,14 +66,28 @@ def dealt(rank: int, num_ranks: int, num_parts: int, what: str = "shards") -> ra
     return range(rank * each, (rank + 1) * each)
 
 
-def shards_of(place: Place, num_stages: int, num_parts: int) -> list[Shard]:
+def shards_of(
+    place: Place, num_stages: int, num_parts: int, num_contexts: int = 1, *, sends_alike: bool = False
+) -> list[Shard]:
     """The shards of a rank, ascending; none of one that has another's KV.
 
-    num_stages: in which the layers travel. num_parts: in which the heads of a stage do. Raises UnsupportedCache.
+    num_stages: in which the layers travel. num_parts: in which the heads of a stage do. num_contexts: in which the
+    tokens of those do. sends_alike: whether all ranks of a stage have all tokens of the same heads, and only send:
+    then parts of tokens are dealt out to them, too. Raises UnsupportedCache.
     """
-    parts = dealt(place.rank, place.num_ranks, num_parts)
     stages = dealt(place.stage, place.num_stages, num_stages, "stages") if not place.copy else ()
-    return [Shard(stage * num_parts + part, stage, part - parts.start) for stage in stages for part in parts]
+    if sends_alike and place.num_contexts == 1 and num_parts % place.num_ranks:
+        each = num_parts * num_contexts
+        mine = dealt(place.rank, place.num_ranks, each, "shards x context_shards")
+        return [Shard(stage * each + one, stage, 0, one % num_contexts) for stage in stages for one in mine]
+    parts = dealt(place.rank, place.num_ranks, num_parts)
+    contexts = range(num_contexts) if place.num_contexts == 1 else (place.context,)
+    return [
+        Shard((stage * num_parts + part) * num_contexts + context, stage, part - parts.start, context)
+        for stage in stages
+        for part in parts
+        for context in contexts
+    ]
 
 
 def by_stage(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pdlink.content import digest_of
 from pdlink.errors import ConfigError, LocalError
 from pdlink.integrations.vllm_parts.cache_groups import keeps_all, specs_of, tables, transfer_parts
+from pdlink.integrations.vllm_parts.contexts import check_ranks
 from pdlink.integrations.vllm_parts.layout import UnsupportedCache
 from pdlink.integrations.vllm_parts.shards import Place
 
@@ -148,10 +149,18 @@ def check_config(
             raise UnsupportedCache(f"{what}, which are transferred from vLLM {_text(HYBRID)} on; {remedy}")
     if tiers is not None and tiers.max_local_cpu_size:
         _check_tiers(kv_cache_config, version, tiers)
-    _check_context_parallel(vllm_config, version, tiers)
+    decode = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
+    if decode == 1:
+        _check_prefill_contexts(vllm_config, version, tiers)
+        return
+    if version < HYBRID:
+        raise UnsupportedCache(
+            f"decode_context_parallel_size: got {decode} with vLLM {_text(version)}; limit {_text(HYBRID)} and later"
+        )
+    check_ranks(vllm_config, kv_cache_config, has_tiers=tiers is not None)
 
 
-def _check_context_parallel(vllm_config: Any, version: tuple[int, int], tiers: TiersConfig | None) -> None:
+def _check_prefill_contexts(vllm_config: Any, version: tuple[int, int], tiers: TiersConfig | None) -> None:
     """Raises UnsupportedCache.
 
     Without decode context parallelism every rank of vLLM's prefill context parallelism keeps all of the KV since 0.32
@@ -159,9 +168,6 @@ def _check_context_parallel(vllm_config: Any, version: tuple[int, int], tiers: T
     written on all.
     """
     parallel = vllm_config.parallel_config
-    decode = getattr(parallel, "decode_context_parallel_size", 1)
-    if decode != 1:
-        raise UnsupportedCache(f"decode context parallel servers ({decode} ranks) cannot transfer KV yet")
     prefill = getattr(parallel, "prefill_context_parallel_size", 1)
     if prefill == 1:
         return
@@ -230,15 +236,25 @@ def heads(vllm_config: Any, num_mine: int) -> tuple[range | None, int | None]:
     return range(first, first + num_mine), total
 
 
+def sends_alike(vllm_config: Any) -> bool:
+    """Whether this server only sends, and all ranks of a stage have the same KV."""
+    is_latent = bool(getattr(vllm_config.model_config, "use_mla", False))
+    return is_latent and not vllm_config.kv_transfer_config.is_kv_consumer
+
+
 def place(vllm_config: Any) -> Place:
     """Of this process among the ranks of its engine: a stage's ranks follow each other, copy by copy."""
     parallel = vllm_config.parallel_config
+    num_contexts = getattr(parallel, "decode_context_parallel_size", 1)
     num_ranks = parallel.tensor_parallel_size
     num_stages = getattr(parallel, "pipeline_parallel_size", 1)
     num_copies = getattr(parallel, "prefill_context_parallel_size", 1)
     before, rank = divmod(parallel.rank, num_ranks)
     stage, copy = divmod(before, num_copies)
-    return Place(stage % num_stages, num_stages, rank, num_ranks, copy, num_copies)
+    group, context = divmod(rank, num_contexts)
+    return Place(
+        stage % num_stages, num_stages, group, num_ranks // num_contexts, copy, num_copies, context, num_contexts
+    )
 
 
 def stage_of(vllm_config: Any, name: str, num_stages: int) -> int:
