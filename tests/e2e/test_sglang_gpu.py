@@ -21,7 +21,7 @@ if importlib.util.find_spec("sglang") is None:
 
 import torch  # noqa: E402
 
-from tests.e2e.engine_servers import MODEL, place_of, prompt_of, until  # noqa: E402
+from tests.e2e.engine_servers import MODEL, Answer, place_of, prompt_of, until  # noqa: E402
 from tests.e2e.sglang_servers import (  # noqa: E402
     ROOT,
     SglangPair,
@@ -137,22 +137,56 @@ def test_tokens_are_those_of_one_server_on_the_gpu(folder: Path, expected: Expec
         pair.stop()
 
 
-def test_a_prompt_seen_before_comes_back_from_the_linker_of_a_gpu(folder: Path) -> None:
+LINKER = {
+    "linker": "PDLinkLinker",
+    "linker_module_path": "pdlink.integrations.sglang_linker",
+    "linker_extra_config": {"tiers": {"max_local_cpu_size": 0.5}},
+}
+HICACHE = {
+    "backend_name": "pdlink",
+    "module_path": "pdlink.integrations.sglang",
+    "class_name": "PDLinkHiCache",
+    "interface_v1": 1,
+    "prefetch_threshold": 1,
+    "tiers": {"max_local_cpu_size": 0.5},
+}
+KEEPING = {
+    "the linker": [
+        *("--enable-unified-cache-external-linker", "--unified-cache-external-linker-backend", "dynamic"),
+        *("--unified-cache-external-linker-config", json.dumps(LINKER)),
+    ],
+    "HiCache": [
+        *(
+            "--enable-hierarchical-cache",
+            "--hicache-mem-layout",
+            "page_first_direct",
+            "--hicache-io-backend",
+            "direct",
+        ),
+        *("--hicache-storage-backend", "dynamic", "--hicache-storage-prefetch-policy", "wait_complete"),
+        *("--hicache-storage-backend-extra-config", json.dumps(HICACHE)),
+    ],
+}
+
+
+@pytest.mark.parametrize("by", KEEPING)
+def test_a_prompt_seen_before_comes_back_from_the_store_of_a_gpu(folder: Path, by: str) -> None:
     """It goes on as after a prefix in the server's own cache, which was emptied: the passes are the same."""
-    config = {
-        "linker": "PDLinkLinker",
-        "linker_module_path": "pdlink.integrations.sglang_linker",
-        "linker_extra_config": {"tiers": {"max_local_cpu_size": 0.5}},
-    }
-    flags = ["--enable-unified-cache-external-linker", "--unified-cache-external-linker-backend", "dynamic"]
-    flags += ["--unified-cache-external-linker-config", json.dumps(config)]
-    with GpuServer("linked", folder / "model", folder / "linked.log", flags).serving() as server:
+    with GpuServer("kept", folder / "model", folder / f"{by.split()[-1]}.log", KEEPING[by]).serving() as server:
         for length in LENGTHS:
-            prompt = prompt_of(length, length)
-            assert cached_of(server.generate(prompt)) == 0
-            kept = server.generate(prompt)
-            # Refused while it works. What it still stores is stored then.
-            until(lambda: server.call("POST", "/flush_cache") == 200, "its cache is empty")
-            loaded = server.generate(prompt)
-            assert cached_of(loaded) == cached_of(kept) == length // PAGE * PAGE
-            assert tokens_of(loaded) == tokens_of(kept), length
+            check_kept(server, prompt_of(length, length))
+
+
+def check_kept(server: SglangServer, prompt: list[int]) -> None:
+    assert cached_of(server.generate(prompt)) == 0
+    kept, found = server.generate(prompt), list[Answer]()
+    assert cached_of(kept) == len(prompt) // PAGE * PAGE
+
+    def loaded() -> bool:
+        """HiCache may not have stored all of it before its memory was emptied; then it is computed once more."""
+        until(lambda: server.call("POST", "/flush_cache") == 200, "it has nothing to do, and its cache is empty")
+        found.append(server.generate(prompt))
+        return cached_of(found[-1]) == cached_of(kept)
+
+    until(loaded, "all of it comes from the store")
+    assert tokens_of(found[-1]) == tokens_of(kept), len(prompt)
