@@ -200,11 +200,11 @@ class Router:
             raise RuntimeError("used before the app was started")
         return self._shared
 
-    def _watch(self, worker: Worker) -> asyncio.Task[None]:
+    def _watch(self, workers: Sequence[Worker]) -> asyncio.Task[None]:
         shared, config = self.shared, self.config
-        asking = Asking(shared.control, worker.url, config.connect_timeout_s)
+        asking = Asking(shared.control, workers[0].url, config.connect_timeout_s)
         return shared.spawn(
-            watch(self.pools, worker, asking, self.dialect, config.health_interval_s, shared.serve_queue)
+            watch(self.pools, workers, asking, self.dialect, config.health_interval_s, shared.serve_queue)
         )
 
     async def members_changed(self) -> None:

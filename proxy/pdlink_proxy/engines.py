@@ -6,11 +6,15 @@ failures of its own. A leg names its engine in a header, or the server would pic
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
 
 from pdlink.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from .membership import Entry
 
 HEADER = "X-data-parallel-rank"
@@ -52,6 +56,33 @@ def engines_of(entry: Entry) -> tuple[Engine, ...]:
         Engine(index, _part(entry.control, index, count), _part(entry.kv_events, index, count))
         for index in range(count)
     )
+
+
+def workers_of(side: str, entries: Iterable[Entry]) -> list[tuple[str, Entry, Engine]]:
+    """All workers of the servers that are listed, with base URLs. Raises ConfigError, also for a repeated one."""
+    found: list[tuple[str, Entry, Engine]] = []
+    urls = set()
+    for entry in entries:
+        url = entry.url.rstrip("/")
+        if not is_base_url(url):
+            raise ConfigError(
+                f"{side}: got {entry.url!r}; limit http://HOST:PORT or https://HOST:PORT; write one of them"
+            )
+        if url in urls:
+            raise ConfigError(f"{side}: {url} is listed twice")
+        urls.add(url)
+        found += [(url, entry, engine) for engine in engines_of(entry)]
+    return found
+
+
+def is_base_url(text: str) -> bool:
+    """Whether requests can be sent to paths below it."""
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return False
+    return bool(re.fullmatch(r"https?://[^\s?#]+", text) and host and port != 0)
 
 
 def _part(addresses: tuple[str, ...], index: int, count: int) -> tuple[str, ...]:

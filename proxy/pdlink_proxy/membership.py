@@ -24,7 +24,7 @@ from .engines import engines_of
 from .steps import Leg
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pdlink.config import ProxyConfig
 
@@ -179,11 +179,11 @@ def parse(document: Any, what: str, *, dialect: Dialect) -> Members:
 
 @dataclass(slots=True)
 class Membership:
-    """Keeps the pools as the last list says, and one task per worker that watches it."""
+    """Keeps the pools as the last list says, and one task per server that watches it."""
 
     pools: Pools
-    watch: Callable[[Worker], asyncio.Task[None]]
-    """Begins to watch a worker's health."""
+    watch: Callable[[Sequence[Worker]], asyncio.Task[None]]
+    """Begins to watch the health of a server: of one worker, or of several engines."""
     dialect: Dialect
     file: str | None = None
     """Watched, and the only source then."""
@@ -192,7 +192,7 @@ class Membership:
     changed: Callable[[], None] = lambda: None
     """Called after each list."""
     members: Members = field(default_factory=Members)
-    _watching: dict[Worker, asyncio.Task[None]] = field(default_factory=dict)
+    _watching: dict[tuple[Worker, ...], asyncio.Task[None]] = field(default_factory=dict)
     _seen: tuple[int, int, int] | None = None
     """Of the file that was read last."""
     _listing: asyncio.TimerHandle | None = None
@@ -204,12 +204,12 @@ class Membership:
         """From now on these are the workers. Raises ConfigError, and changes nothing then."""
         self.pools.replace(members)
         self.members = members
-        now = set(self.pools.all)
-        for worker in [worker for worker in self._watching if worker not in now]:
-            self._watching.pop(worker).cancel()
-        for worker in self.pools.all:
-            if worker not in self._watching:
-                self._watching[worker] = self.watch(worker)
+        servers = set(self.pools.servers)
+        for gone in self._watching.keys() - servers:
+            self._watching.pop(gone).cancel()
+        for server in self.pools.servers:
+            if server not in self._watching:
+                self._watching[server] = self.watch(server)
         self.changed()
 
     def list_soon(self) -> None:

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 import time
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import msgspec
 
-from pdlink.errors import ConfigError
-
 from .cells import Cells
-from .engines import engines_of, id_of
+from .engines import id_of, workers_of
 from .fleet import Fleet, PlacementRequest, WorkerState, compare, mean_speed
 from .kv_events import KVEvents, source
 from .load_table import LoadTable, name_of
@@ -31,10 +27,9 @@ from .steps import Leg
 from .worker import State, Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from .dialects import Health
-    from .engines import Engine
     from .membership import Entry, Members
     from .mismatches import Mismatch
     from .records import Records
@@ -101,7 +96,7 @@ class Pools:
         """
         listed = self._on_both_sides({side: members.of(side) for side in Leg})
         listed[Leg.DECODE] += members.both
-        checked = {side: _checked(side.value, listed[side]) for side in Leg}
+        checked = {side: workers_of(side.value, listed[side]) for side in Leg}
         sources: dict[str, tuple[str, ...]] = {}
         for url, _, engine in itertools.chain(*checked.values()):
             for text in engine.kv_events:
@@ -162,6 +157,14 @@ class Pools:
     @property
     def all(self) -> list[Worker]:
         return self.workers[Leg.PREFILL] + self.workers[Leg.DECODE]
+
+    @property
+    def servers(self) -> list[tuple[Worker, ...]]:
+        """All workers, the engines of one server together."""
+        found: dict[tuple[Leg, str], list[Worker]] = {}
+        for worker in self.all:
+            found.setdefault((worker.side, worker.url), []).append(worker)
+        return [tuple(workers) for workers in found.values()]
 
     @property
     def links(self) -> list[Mapping[str, Any]]:
@@ -397,30 +400,3 @@ class Choice(msgspec.Struct, frozen=True):
     """Why there is no prefill although a prefill worker is healthy."""
     alone: str = ""
     """See `Placed`."""
-
-
-def _checked(side: str, entries: Iterable[Entry]) -> list[tuple[str, Entry, Engine]]:
-    """All workers that are listed, with their base URLs."""
-    found: list[tuple[str, Entry, Engine]] = []
-    urls = set()
-    for entry in entries:
-        url = entry.url.rstrip("/")
-        if not is_base_url(url):
-            raise ConfigError(
-                f"{side}: got {entry.url!r}; limit http://HOST:PORT or https://HOST:PORT; write one of them"
-            )
-        if url in urls:
-            raise ConfigError(f"{side}: {url} is listed twice")
-        urls.add(url)
-        found += [(url, entry, engine) for engine in engines_of(entry)]
-    return found
-
-
-def is_base_url(text: str) -> bool:
-    """Whether requests can be sent to paths below it."""
-    try:
-        parts = urlsplit(text)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        return False
-    return bool(re.fullmatch(r"https?://[^\s?#]+", text) and host and port != 0)

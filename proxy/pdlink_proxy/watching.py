@@ -1,4 +1,4 @@
-"""Asks a worker for its health, again and again."""
+"""Asks a server for its health, again and again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .upstream import describe
 from .worker import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from .dialects import Dialect
     from .pools import Pools
@@ -24,30 +24,44 @@ if TYPE_CHECKING:
 
 
 async def watch(
-    pools: Pools, worker: Worker, asking: Asking, dialect: Dialect, interval_s: float, heard: Callable[[], None]
+    pools: Pools,
+    workers: Sequence[Worker],
+    asking: Asking,
+    dialect: Dialect,
+    interval_s: float,
+    heard: Callable[[], None],
 ) -> None:
-    """Poll a worker's health, every interval and when poked, until cancelled; call `heard` after each look.
+    """Poll a server's health, every interval and when poked, until cancelled; call `heard` after each look. workers:
+    the server, or the engines behind its URL.
 
     A worker whose beats come, and that is well, is asked when poked only.
     """
+    first = workers[0]
+    for each in workers:
+        each.poke = first.poke
     while True:
-        worker.poke.clear()
-        faults, asked_s = worker.faults, time.monotonic()
+        first.poke.clear()
+        faults, asked_s = [each.faults for each in workers], time.monotonic()
         try:
-            known = Known(worker.health, worker.state is State.OK, worker.control, worker.side is Leg.PREFILL)
-            health = await (look_at_plain if worker.plain else dialect.look)(asking, known)
-            worker.heard(health, faults_when_asked=faults)
-            pools.heard(worker)
+            well = all(each.state is State.OK for each in workers)
+            known = Known(first.health, well, first.control, first.side is Leg.PREFILL)
+            health = await (look_at_plain if first.plain else dialect.look)(asking, known)
+            for each, count in zip(workers, faults, strict=True):
+                each.heard(health, faults_when_asked=count)
+                pools.heard(each)
         except WorkerKeyRefused as error:
-            worker.barred(str(error))
+            for each in workers:
+                each.barred(str(error))
         except TimeoutError:
-            worker.silent(asked_s)
+            for each in workers:
+                each.silent(asked_s)
         except (HttpError, OSError, ValueError) as error:
-            worker.unreachable(f"GET /health: {describe(error)}")
+            for each in workers:
+                each.unreachable(f"GET /health: {describe(error)}")
         heard()
         try:
-            told = worker.beats and worker.state in (State.OK, State.DRAINING, State.OTHER_ROLE)
+            told = first.beats and first.state in (State.OK, State.DRAINING, State.OTHER_ROLE)
             async with asyncio.timeout(None if told else interval_s):
-                await worker.poke.wait()
+                await first.poke.wait()
         except TimeoutError:
             continue

@@ -159,6 +159,26 @@ async def test_a_leg_that_finds_the_server_gone_takes_out_all_of_its_engines(ser
         await until(lambda: len(proxy.router.pools.usable(Leg.PREFILL)) == 2, "both engines")
 
 
+async def test_the_health_of_a_server_is_asked_once_and_is_that_of_all_its_engines(servers: list[FakeVllm]) -> None:
+    prefill = servers[0]
+    async with in_front(servers, health_interval_s=0.01) as proxy:
+        engines = proxy.router.pools.workers[Leg.PREFILL]
+        assert prefill.models_asked == 1
+        prefill.dead = True
+        await until(lambda: all(worker.state is State.FAILED for worker in engines), "the answer 503")
+        prefill.dead = False
+        await until(lambda: all(worker.state is State.OK for worker in engines), "the answer 200")
+        prefill.api_key = "another"
+        engines[1].fault("a request's connection failed")
+        await until(lambda: all(worker.state is State.BARRED for worker in engines), "the refusal of our key")
+        entry = {"url": prefill.url, "control": [CONTROL], "data_parallel": 4}
+        members = parse({"prefill": [entry], "decode": [servers[1].url]}, "workers", dialect=DIALECTS["vllm"])
+        prefill.api_key = ""
+        proxy.router.membership.replace(members)
+        await until(lambda: len(proxy.router.pools.usable(Leg.PREFILL)) == 4, "two more engines")
+        assert proxy.router.pools.workers[Leg.PREFILL][:2] == engines
+
+
 async def test_engines_are_told_apart_in_health_and_metrics(servers: list[FakeVllm]) -> None:
     url = servers[0].url
     async with in_front(servers) as proxy:

@@ -40,7 +40,7 @@ from pdlink_proxy.steps import Leg
 from pdlink_proxy.upstream import Asking
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from pdlink_proxy.dialects import Known
     from pdlink_proxy.http_client import HttpClient
@@ -330,10 +330,10 @@ class World:
 
     send = start
 
-    def _watch(self, worker: of_worker.Worker) -> asyncio.Task[None]:
-        asking = Asking(cast("HttpClient", self), worker.url, self.config.connect_timeout_s)
+    def _watch(self, workers: Sequence[of_worker.Worker]) -> asyncio.Task[None]:
+        asking = Asking(cast("HttpClient", self), workers[0].url, self.config.connect_timeout_s)
         heard, interval_s = self.shared.serve_queue, self.config.health_interval_s
-        return self.shared.spawn(watching.watch(self.pools, worker, asking, self.dialect, interval_s, heard))
+        return self.shared.spawn(watching.watch(self.pools, workers, asking, self.dialect, interval_s, heard))
 
     async def _look(self, asking: Asking, _known: Known) -> Health | str:
         worker = self.workers[asking.url]

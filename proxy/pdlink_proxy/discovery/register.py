@@ -20,7 +20,7 @@ from pdlink.protocol import presence
 from pdlink.protocol.auth import ControlAddress, is_worker_name, name_problem
 
 from ..dialects.own import read_health
-from ..pools import is_base_url
+from ..engines import is_base_url
 from ..upstream import printable
 from .base import ROLES, SourceDown
 from .roll import Roll
