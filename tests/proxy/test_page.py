@@ -59,6 +59,20 @@ def seen(**more: Any) -> dict[str, Any]:
     return view(**(given | more))
 
 
+def test_engines_behind_one_url_have_a_name_and_pairs_each() -> None:
+    engines = [
+        worker(f"prefill-{number}", url="http://p", health={"name": "p", "model": "m"}, data_parallel_rank=number)
+        for number in range(2)
+    ]
+    refused = [{"prefill": "p/dp1", "decode": "decode-0", "factor": "model", "local": "a", "remote": "b"}]
+    found = seen(workers=[*engines, worker("decode-0")], refused_pairs=refused)
+    assert [each["name"] for each in found["workers"]] == ["p/dp0", "p/dp1", "decode-0"]
+    assert [(each["prefill"], each["state"]) for each in found["pairs"]] == [
+        ("prefill-0", "no session"),
+        ("prefill-1", "refused"),
+    ]
+
+
 def test_pairs_of_a_thousand_workers_are_a_table_of_bounded_size() -> None:
     many = [worker(f"{side}-{number}") for side in ("prefill", "decode") for number in range(500)]
     shown = seen(workers=many)

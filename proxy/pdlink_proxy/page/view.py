@@ -51,7 +51,8 @@ def view(
     recent = [record for record in records if now_s - record.at_s <= _WINDOW_S]
     ended = [(url, each) for url, report in reports.items() for each in report.ended if each.side == "sender"]
     summary = _summary(recent, [each for _, each in ended])
-    names = {worker["url"]: _name(worker, reports) for worker in workers}
+    names = {worker["label"]: _name(worker, reports) for worker in workers}
+    of_url = {worker["url"]: names[worker["label"]] for worker in workers}
     level, text = verdict(status, reason, workers, refused_pairs, recent, summary)
     return {
         "at_s": now_s,
@@ -60,11 +61,11 @@ def view(
         "running": running,
         "queued": queued,
         "summary": summary,
-        "workers": [_worker(worker, names[worker["url"]], reports.get(worker["url"])) for worker in workers],
+        "workers": [_worker(worker, names[worker["label"]], reports.get(worker["url"])) for worker in workers],
         "pairs": _pairs(workers, names, refused_pairs, reports),
         "live": _live(reports),
         "ended": [
-            {**msgspec.structs.asdict(each), "worker": names.get(url, url)}
+            {**msgspec.structs.asdict(each), "worker": of_url.get(url, url)}
             for url, each in sorted(ended, key=lambda pair: pair[1].ended_s_ago)[:_SHOWN_TRANSFERS]
         ],
         "requests": [msgspec.structs.asdict(record) for record in list(records)[: -_SHOWN_REQUESTS - 1 : -1]],
@@ -167,7 +168,9 @@ def _why(kv: str) -> str:
 
 def _name(worker: Mapping[str, Any], reports: Mapping[str, Report]) -> str:
     report = reports.get(worker["url"])
-    return report.name if report else (worker["health"] or {}).get("name") or worker["label"]
+    name = report.name if report else (worker["health"] or {}).get("name") or worker["label"]
+    engine = worker.get("data_parallel_rank")
+    return name if engine is None else f"{name}/dp{engine}"
 
 
 def _worker(worker: Mapping[str, Any], name: str, report: Report | None) -> dict[str, Any]:
@@ -209,10 +212,10 @@ def _pairs(
             if each.side == "sender":
                 done.setdefault(each.peer, []).append(each)
         for decode in sides["decode"]:
-            name = names[decode["url"]]
+            name = names[decode["label"]]
             session, sent = sessions.get(name), done.get(name, [])
             moving = sum(each.moving_s for each in sent)
-            pair = unfit.get((names[prefill["url"]], name))
+            pair = unfit.get((names[prefill["label"]], name))
             found.append(
                 {
                     "prefill": prefill["label"],
