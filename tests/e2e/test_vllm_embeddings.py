@@ -143,13 +143,10 @@ def test_a_store_has_embeddings_by_what_they_hold(pair: Pair, folder: Path, tabl
     def loaded() -> float:
         return server.metric("vllm:external_prefix_cache_hits_total")
 
-    try:
-        server.start().wait_ready()
+    with server.serving():
         for asked, num_loaded in ((ids, 0), (ids, 768), (changed, 512), (changed, 768), (prompt_of(800, 12), 0)):
             before = loaded()
             answer = server.complete(None, prompt_embeds=encoded(table[asked]), **GREEDY, ignore_eos=False)
             until(lambda: loaded() == before + num_loaded, f"{num_loaded} tokens are loaded")  # noqa: B023
             assert answer.tokens == tokens(pair.ask("prefill", COMPLETIONS, {"prompt": asked, **GREEDY}).body)
             until(server.holds_nothing, "all of it is kept")
-    finally:
-        server.kill()

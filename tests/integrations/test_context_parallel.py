@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdlink.integrations.vllm_parts import versions
+from pdlink.integrations.vllm_parts import host_copy, versions
 from pdlink.integrations.vllm_parts.layout import UnsupportedCache
 from pdlink.integrations.vllm_parts.requests import Scheduled
 from pdlink.integrations.vllm_parts.settings import read
@@ -18,14 +18,20 @@ from tests.integrations.vllm_engine import DST, HEADS, NAMES, PROMPT, SIZE, SRC,
 from tests.node.conftest import WAIT_S
 
 
+@pytest.mark.parametrize("through_host", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_one_of_the_ranks_with_the_same_kv_sends_and_all_report(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_the_ranks_with_the_same_kv_sends_and_all_report(
+    ranks: int, through_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """through_host: their caches are taken for ones on another device."""
     monkeypatch.setattr(versions, "content", lambda _: "digest")
+    monkeypatch.setattr(host_copy, "is_needed", lambda tensors, _: through_host)
     with ExitStack() as opened:
         prefill, decode = Server("p", ranks=ranks, copies=2), Server("d", ranks=ranks, copies=1)
         for server in (prefill, decode):
             opened.callback(server.close)
         assert [len(rank._nodes) for rank, _ in prefill.ranks] == [1] * ranks + [0] * ranks
+        assert all((rank.steps.host is not None) == through_host for rank, _ in (*prefill.ranks, *decode.ranks))
         prefill.book.arrived("p", {"transfer_id": "a", "leg": "prefill"}, PROMPT)
         peer = {"control": prefill.addresses()}
         decode.book.arrived("d", {"transfer_id": "a", "leg": "decode", "prefill": peer}, PROMPT)

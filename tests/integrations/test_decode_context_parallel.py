@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdlink.integrations.vllm_parts import versions
+from pdlink.integrations.vllm_parts import host_copy, versions
 from pdlink.integrations.vllm_parts.layout import UnsupportedCache
 from pdlink.integrations.vllm_parts.requests import Scheduled
 from tests.integrations.context_slots import slot_of
@@ -113,11 +113,16 @@ def kv_of(heads: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("interleave", [1, 4])
 @pytest.mark.parametrize("cached", [0, 32])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("through_host", [False, True])
 def test_ranks_that_share_tokens_out_send_and_receive_them(
-    case: Case, cached: int, interleave: int, monkeypatch: pytest.MonkeyPatch
+    case: Case, cached: int, interleave: int, through_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt that is computed in chunks which end anywhere; of which decode has a part, or nothing."""
+    """A prompt that is computed in chunks which end anywhere; of which decode has a part, or nothing.
+
+    through_host: the caches are taken for ones on another device, into which whole blocks are copied.
+    """
     monkeypatch.setattr(versions, "content", lambda _: "digest")
+    monkeypatch.setattr(host_copy, "is_needed", lambda tensors, _: through_host)
     kv = kv_of(case.heads)
     told = [{**one, "context_interleave": interleave} if "context_shards" in one else dict(one) for one in case.told]
     with ExitStack() as opened:
@@ -140,6 +145,7 @@ def test_ranks_that_share_tokens_out_send_and_receive_them(
         wait(prefill.server, decode.server)
         assert not decode.server.reasons
         step = max(case.prefill[1], case.decode[1]) * interleave
+        step = decode.block_tokens * decode.shared if through_host else step
         for name in NAMES:
             for token in range(cached, -(-(len(PROMPT) - 1) // step) * step):
                 now, then = (decode.rows(caches, name, token) for caches in (decode.caches, before))

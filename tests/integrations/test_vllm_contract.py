@@ -22,7 +22,7 @@ import vllm  # noqa: E402
 import vllm.v1.kv_cache_interface as kv  # noqa: E402
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
-from vllm.config import ModelConfig, ParallelConfig  # noqa: E402
+from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: E402
@@ -34,7 +34,7 @@ from vllm.v1.request import Request  # noqa: E402
 from pdlink.errors import ConfigError  # noqa: E402
 from pdlink.events import LayerLanded  # noqa: E402
 from pdlink.integrations.vllm import PDLinkConnector, PDLinkMetadata, PDLinkNews, PDLinkStats  # noqa: E402
-from pdlink.integrations.vllm_parts import cache_groups, versions  # noqa: E402
+from pdlink.integrations.vllm_parts import cache_groups, host_copy, versions  # noqa: E402
 from pdlink.integrations.vllm_parts.layout import LayerView, UnsupportedCache, describe  # noqa: E402
 from pdlink.integrations.vllm_parts.requests import NOTHING, Expect, Offer, StepPlan  # noqa: E402
 from pdlink.integrations.vllm_parts.stats import Counts  # noqa: E402
@@ -238,6 +238,14 @@ def test_an_engine_knows_its_number_behind_its_port() -> None:
     assert engine(data_parallel_index=3) == 3, "as an engine without experts has it, whose rank is 0"
     assert engine(data_parallel_index=3, data_parallel_external_lb=True) == 0
     assert engine(data_parallel_index=3, data_parallel_rank_local=1, data_parallel_hybrid_lb=True) == 1
+
+
+def test_no_cache_of_a_cpu_goes_through_a_mirror_unless_somebody_says_so() -> None:
+    """vLLM's default is the platform's device, which is this one; before, cuda."""
+    config = SimpleNamespace(kv_transfer_config=KVTransferConfig(kv_connector="PDLinkConnector", kv_role="kv_both"))
+    assert versions.buffer_device(config) in ("cpu", "cuda")
+    assert not host_copy.is_needed([torch.zeros(1)], versions.buffer_device(config))
+    assert "kv_buffer_device" in KVTransferConfig.__dataclass_fields__
 
 
 needs_hybrid = pytest.mark.skipif(

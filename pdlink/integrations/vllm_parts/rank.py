@@ -15,7 +15,7 @@ from pdlink.errors import ConfigError
 from pdlink.events import listen
 from pdlink.integrations.shared_allocation import SharedAllocation
 from pdlink.integrations.trace_file import TraceFile
-from pdlink.integrations.vllm_parts import cache_groups, states, versions
+from pdlink.integrations.vllm_parts import cache_groups, host_copy, states, versions
 from pdlink.integrations.vllm_parts.contexts import contexts_of
 from pdlink.integrations.vllm_parts.layout import CacheGroups, LayerView, UnsupportedCache, describe
 from pdlink.integrations.vllm_parts.memory import regions
@@ -98,7 +98,10 @@ class Rank:
         On a GPU every layer is pushed behind an event of vLLM's own stream (`node/layer_order.py`).
         Raises UnsupportedCache, ConfigError, TransportUnavailable, CudaUnavailable, CudaFailure, OSError.
         """
-        stays = not versions.sleeps(self._config)
+        stays, on_device = not versions.sleeps(self._config), tensors
+        through_host = host_copy.is_needed(tensors.values(), versions.buffer_device(self._config))
+        if through_host:
+            tensors = host_copy.mirror(tensors, self._allocation)
         buffers, places = regions(list(tensors.values()), self._allocation.buffers, stays=stays)
         views = {
             name: LayerView(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size(), *place)
@@ -137,7 +140,12 @@ class Rank:
             assert self._settings.tiers is not None
             faster = self._settings.tiers.load_if_faster
             store = self._store = StoreHalf(source, whole, news=news, load_if_faster=faster)
-        self.steps = Steps(news, half, store)
+        host = None
+        if through_host:
+            mine = [self._contexts.part(cache, 0) for cache in caches] if self._contexts.is_ours else caches
+            layerwise = self._settings.layerwise
+            host = host_copy.HostCopy(on_device, tensors, CacheGroups.of(mine, num_blocks), layerwise=layerwise)
+        self.steps = Steps(news, half, store, host)
         self.counts.look = self._look
 
     def _parts(self, caches: Sequence[CacheLayout], names: Sequence[str]) -> list[tuple[int, CacheGroups]]:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Collection
 
+    from pdlink.integrations.vllm_parts.host_copy import HostCopy
     from pdlink.integrations.vllm_parts.requests import StepPlan
     from pdlink.integrations.vllm_parts.store_half import StoreHalf
     from pdlink.integrations.vllm_parts.worker import Results, WorkerHalf
@@ -16,9 +17,16 @@ if TYPE_CHECKING:
 class Steps:
     """Of one rank. For one thread."""
 
-    def __init__(self, news: threading.Event, transfers: WorkerHalf, store: StoreHalf | None = None) -> None:
-        """news: the event that both set when they have a result."""
-        self.transfers, self.store = transfers, store
+    def __init__(
+        self,
+        news: threading.Event,
+        transfers: WorkerHalf,
+        store: StoreHalf | None = None,
+        host: HostCopy | None = None,
+    ) -> None:
+        """news: the event that both set when they have a result. host: of a cache that goes through memory of the
+        host."""
+        self.transfers, self.store, self.host = transfers, store, host
         self._news = news
 
     def withdraw(self, plan: StepPlan) -> None:
@@ -29,7 +37,11 @@ class Steps:
 
     def begin(self, plan: StepPlan) -> None:
         """Before the forward pass."""
+        if self.host is not None:
+            self.host.prepare(plan)
         self.transfers.begin(plan)
+        if self.host is not None:
+            self.host.compute(plan, self.transfers.computed)
         if self.store is not None:
             self.store.begin(plan.store)
             for offer in plan.offers:
@@ -39,12 +51,16 @@ class Steps:
 
     def layer_saved(self, name: str) -> None:
         """In the forward pass: this layer's KV of the step's tokens is in its blocks."""
+        if self.host is not None and not self.host.layer_saved(name):
+            return
         self.transfers.layer_saved(name)
         if self.store is not None:
             self.store.layer_saved(name)
 
     def end(self) -> None:
         """After the forward pass: layers whose hook did not run (a full graph) are ready now, too."""
+        if self.host is not None:
+            self.host.end()
         self.transfers.end()
         if self.store is not None:
             self.store.end()
@@ -57,20 +73,25 @@ class Steps:
         store has copied them.
         """
         self._news.clear()
-        if self.store is None:
-            return self.transfers.results(over)
-        results = self.store.results(over)
-        free = set(over) - self.store.copying | results.sent
+        results = self._both(over, self.store) if self.store is not None else self.transfers.results(over)
+        if self.host is not None:
+            self.host.received(results.received, results.failed)
+            self.host.over(over)
+        return results
+
+    def _both(self, over: Collection[str], store: StoreHalf) -> Results:
+        results = store.results(over)
+        free = set(over) - store.copying | results.sent
         results.sent = {request_id for request_id in results.sent if not self.transfers.sends(request_id)}
         loads, results.loaded = results.loaded, []
         for request_id, end in loads:
             rest = self.transfers.loaded(request_id, end)
             if rest:
-                self.store.pace.offered(request_id, rest)
+                store.pace.offered(request_id, rest)
             else:
                 results.received.add(request_id)
         transfers = self.transfers.results(free)
-        self.store.pace.received(transfers.received, transfers.failed)
+        store.pace.received(transfers.received, transfers.failed)
         results.sent |= transfers.sent
         results.received |= transfers.received
         results.failed |= transfers.failed

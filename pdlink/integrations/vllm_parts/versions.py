@@ -289,6 +289,11 @@ def sleeps(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
 
 
+def buffer_device(vllm_config: Any) -> str:
+    """`kv_buffer_device`: by default the platform's device, in older versions cuda."""
+    return str(getattr(vllm_config.kv_transfer_config, "kv_buffer_device", ""))
+
+
 def data_parallel_index(vllm_config: Any) -> int:
     """Which of a server's data-parallel engines this is. Models without experts hide it from `data_parallel_rank`."""
     parallel = vllm_config.parallel_config

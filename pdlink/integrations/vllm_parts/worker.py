@@ -218,6 +218,11 @@ class WorkerHalf:
             return request is not None and request.sends
 
     @property
+    def computed(self) -> set[str]:
+        """Requests of which this step computes a part for others."""
+        return {request_id for request_id, _, _ in self._spans}
+
+    @property
     def is_awaited(self) -> bool:
         """Whether vLLM waits for a result."""
         with self._lock:
