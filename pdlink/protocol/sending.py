@@ -46,8 +46,9 @@ class Sending:
         """Per group: offered positions [first, last) that the receiver needs; empty before the offer."""
         self._written = [0] * self._num_layers
         """Per layer: tokens [0, n) are in the source blocks."""
-        self._pushed = [0] * self._num_layers
-        """Per layer: of the positions that are needed, those before n have been handed to the transport."""
+        self._pushed: list[int] = []
+        """Per layer: of the positions that are needed, those before n have been handed to the transport. Empty before
+        the offer."""
         self._in_flight: dict[int, Push] = {}
         self._next_push_id = 0
         self._first_token: int | None = None
@@ -206,7 +207,7 @@ class Sending:
 
     def _handed_over(self) -> list[bool]:
         """Per layer: whether the transport has been handed all that the receiver needs."""
-        if not self._needed:
+        if not self._pushed:
             return [False] * self._num_layers
         return [self._pushed[layer] >= self._needed[group][1] for layer, group in enumerate(self._group_of)]
 
