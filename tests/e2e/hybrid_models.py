@@ -10,7 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,6 +73,27 @@ def save_recurrent_model(path: Path, *, head_dim: int = 32) -> None:
     )
     torch.manual_seed(0)
     _save(Qwen3NextForCausalLM(config).to(torch.bfloat16), path, embedding=1.0)
+
+
+def save_convolution_model(path: Path) -> None:
+    """Short convolutions and full attention, in turn."""
+    config = Lfm2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        conv_dim=256,
+        block_dim=256,
+        conv_L_cache=3,
+        block_auto_adjust_ff_dim=False,
+        layer_types=["conv", "full_attention"] * 2,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    _save(Lfm2ForCausalLM(config), path, embedding=1.0)
 
 
 def _save(model: Any, path: Path, *, embedding: float) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tests.e2e.spoiling import SpoilingConnector
 
-GROUP_ENDS = "linear_attn"
+LAYERS_END = "linear_attn", "short_conv"
 """How the names of layers with states end."""
 
 
@@ -56,7 +56,7 @@ class KeepingConnector(SpoilingConnector):
             name: self._tensors[name][table[-1]].flatten().clone()
             for group, table in zip(self._kv_cache_config.kv_cache_groups, tables, strict=True)
             for name in group.layer_names
-            if name.endswith(GROUP_ENDS)
+            if name.endswith(LAYERS_END)
         }
         rank = self._vllm_config.parallel_config.rank
         place = Path(os.environ["PDLINK_TEST_STATES"]) / f"{side}-{rank}-{num_tokens}.pt"
