@@ -104,6 +104,10 @@ class KVLayout:
             return max(start, end - 1), end
         if self.window:
             start = max(start, min(end, end - self.window + 1) // self.window_step * self.window_step)
+        return self.positions(start, end)
+
+    def positions(self, start: int, end: int) -> tuple[int, int]:
+        """Positions [first, last) that hold tokens [start, end)."""
         if self.position_tokens == 1:
             return start, end
         last = -(-end // self.position_tokens)

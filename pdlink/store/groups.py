@@ -38,7 +38,10 @@ class GroupedSource:
         self.sources = tuple(sources)
         first = self.sources[0]
         self.store, self.copier, self.speeds = first.store, first.copier, first.speeds
-        self.chunk_tokens, self.lookup_timeout_s = first.chunk_tokens * first.token_unit, first.lookup_timeout_s
+        self.chunk_tokens, self.lookup_timeout_s = (
+            first.chunk_tokens * first.layout.position_tokens,
+            first.lookup_timeout_s,
+        )
         self.layouts = tuple(source.layout for source in self.sources)
         self.keeps_all = all(layout.keeps_all for layout in self.layouts)
         """Whether any part of a prefix is of use."""
@@ -132,10 +135,10 @@ class GroupedPrompt:
         """As `StoredPrompt.tokens_by_place`, of a group that has all tokens; else all are where the last ones are."""
         for part in self.parts:
             if part.source.layout.keeps_all:
-                unit = part.source.token_unit
+                unit = part.source.layout.position_tokens
                 found = part.tokens_by_place(begin // unit, end // unit)
                 return {place: count * unit for place, count in found.items()}
-        unit = self.parts[0].source.token_unit
+        unit = self.parts[0].source.layout.position_tokens
         last = self.parts[0].records_at(end // unit - 1, end // unit) if end > begin else []
         return {self.source.store.places[place]: end - begin for place, _ in last}
 
@@ -168,7 +171,7 @@ class GroupedPrompt:
             if not stops or end % chunk_tokens:
                 return
             begin = end - chunk_tokens
-        unit = part.source.token_unit
+        unit = part.source.layout.position_tokens
         part.store(begin // unit, end // unit, table, layer)
 
     def close(self) -> None:
@@ -255,7 +258,7 @@ class GroupedLoad:
         ends, keeps_all = [self._end], True
         for part, last, load in self._loads:
             came = load.done.result()
-            ends.append(self._end if came == last else came * part.source.token_unit)
+            ends.append(self._end if came == last else came * part.source.layout.position_tokens)
             keeps_all = keeps_all and part.source.layout.keeps_all
         end = max(self._begin, min(ends))
         self.done.set_result(end if end == self._end or keeps_all else self._begin)

@@ -117,7 +117,7 @@ class StoredPrompt:
         other: seconds for tokens that are not loaded. always: load all, whatever it takes. Counts in tokens.
         """
         source, found = self.source, self._found.places if self._found is not None else ()
-        chunk_tokens = source.chunk_tokens * source.token_unit
+        chunk_tokens = source.chunk_tokens * source.layout.position_tokens
         choice = choose(cached, found, chunk_tokens, source.shape.nbytes, source.speeds, other, time.monotonic())
         end = len(found) * chunk_tokens
         return choice._replace(end=end, reason="always") if always and end > cached else choice

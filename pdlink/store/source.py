@@ -102,7 +102,6 @@ class StoreSource:
                 "only this engine can tell apart (a block of its kernel, an entry of a compressed cache); choose one"
             )
         self.chunk_tokens, self.lookup_timeout_s = chunk_tokens // token_unit, lookup_timeout_s
-        self.token_unit = token_unit
         self.shape = shape_of(layout, self.chunk_tokens, num_heads, orders, lossy)
         self.shape.check()
         self.share = _share(layout, heads, num_heads)
@@ -146,7 +145,7 @@ class StoreSource:
                 return None
             return hashing.preimage(keys, chunk, told, chunk_tokens, lora=lora, salt=salt, origin=origin)
 
-        num_tokens = -(-len(tokens) // self.token_unit)
+        num_tokens = self.layout.positions(0, len(tokens))[1]
         kept = (retention or USUAL)._replace(tenant=tenant_of(salt))
         return StoredPrompt(self, request_id, keys, preimage, num_tokens, kept, retention is not None)
 

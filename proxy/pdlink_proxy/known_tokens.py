@@ -37,7 +37,8 @@ _OF_CHAT = ("messages", "tools", "chat_template", "chat_template_kwargs", "add_g
     "add_special_tokens",
 )
 _OF_TEXT = ("prompt", "add_special_tokens")
-_MEDIA = (b'"image_url"', b'"input_audio"', b'"video_url"', b'"image_embeds"', b'"audio_url"', b'"image_pil"') + (
+_MEDIA = (
+    *(b'"image_url"', b'"input_audio"', b'"video_url"', b'"image_embeds"', b'"audio_url"', b'"image_pil"'),
     b'"prompt_embeds"',
 )
 """Parts of a message that become tokens which do not say what is in them."""

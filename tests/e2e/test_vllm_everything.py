@@ -46,6 +46,10 @@ def pair(vllm_folder: Path, alone: Alone) -> Iterator[Pair]:
 
 
 def test_whatever_happens_together_the_tokens_are_those_of_one_server(pair: Pair, alone: Alone) -> None:
+    ask_in_all_ways(pair, alone)
+
+
+def ask_in_all_ways(pair: Pair, alone: Alone) -> None:
     """Requests in both directions and some without a transfer, four times, so that they are warm in the end."""
     prompts = [prompt_of(count, count) for count in VLLM_CONCURRENT]
     ways = [pair.tokens, pair.swapped().tokens, lambda prompt: pair.decode.complete(prompt).tokens]

@@ -17,8 +17,8 @@ pytest.importorskip("vllm")
 
 from tests.e2e.conftest import VLLM_CONCURRENT, Alone  # noqa: E402
 from tests.e2e.engine_servers import NUM_LAYERS, place_of, plugin_of, prompt_of, until  # noqa: E402
+from tests.e2e.test_vllm_everything import ask_in_all_ways  # noqa: E402
 from tests.e2e.test_vllm_hybrid import FLAGS, KINDS  # noqa: E402
-from tests.e2e.test_vllm_store_decode import rest, tokens  # noqa: E402
 from tests.e2e.vllm_servers import Pair, Server  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -65,18 +65,7 @@ def test_layers_land_while_the_prompt_is_computed(pair: Pair) -> None:
 
 
 def test_chunks_preemption_prefixes_and_stores_leave_the_tokens_of_one_server(pair: Pair, alone: Alone) -> None:
-    prompts = [prompt_of(count, count) for count in VLLM_CONCURRENT]
-    ways = [pair.tokens, pair.swapped().tokens, lambda prompt: pair.decode.complete(prompt).tokens]
-    for turn in range(4):
-        mine = [ways[(index + turn) % len(ways)] for index in range(len(prompts))]
-        with ThreadPoolExecutor(len(prompts)) as threads:
-            answers = list(threads.map(lambda way, prompt: way(prompt), mine, prompts))
-        assert answers == [[alone[tuple(prompt)]] for prompt in prompts], f"turn {turn}"
-    rest(pair)
-    both = (pair.prefill, pair.decode)
-    assert sum(server.metric("vllm:num_preemptions_total") for server in both) > 0, "there was room for all prompts"
-    for source in ("device", "host", "prefill", "computed"):
-        assert sum(tokens(server, source) for server in both) > 0, f"no token came from {source}"
+    ask_in_all_ways(pair, alone)
 
 
 def test_a_prompt_whose_prefill_dies_is_computed(pair: Pair, alone: Alone) -> None:

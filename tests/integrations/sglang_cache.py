@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 import time
 from array import array
 from typing import Any, ClassVar
@@ -19,7 +18,6 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import get_storag
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.runtime_context import get_parallel, get_serving
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-from sglang.srt.utils.network import get_open_port
 from sglang.test.kits.unified_radix_cache.config import CacheConfig, ComponentType
 from sglang.test.kits.unified_radix_cache.fixtures import build_fixture, match_prefix, node_device_value
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
@@ -28,6 +26,7 @@ from sglang.test.test_utils import CustomTestCase
 from pdlink.cuda.driver import Device
 from pdlink.integrations.sglang import PDLinkHiCache
 from tests.cuda.fake import fake
+from tests.integrations.sglang_process import serve
 from tests.sglang_cpu import host_pools
 
 PAGE = 16
@@ -272,27 +271,5 @@ class Runtime:
         return 0
 
 
-def main() -> None:
-    place = f"tcp://127.0.0.1:{get_open_port()}"
-    torch.distributed.init_process_group("gloo", init_method=place, rank=0, world_size=1)
-    engine = Engine()
-    answers = sys.stdout
-    sys.stdout = sys.stderr
-    try:
-        for line in sys.stdin:
-            call = json.loads(line)
-            try:
-                answer = getattr(engine, call.pop("do"))(**call)
-            except Exception as error:  # noqa: BLE001  the test shows it
-                answer = {"error": f"{type(error).__name__}: {error}"}
-                import traceback
-
-                traceback.print_exc()
-            print(json.dumps(answer), file=answers, flush=True)
-    finally:
-        engine.doCleanups()
-        torch.distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    serve(Engine)

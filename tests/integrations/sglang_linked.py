@@ -6,8 +6,6 @@ one of the host that says so, whose memory the double of the CUDA driver takes f
 
 from __future__ import annotations
 
-import json
-import sys
 import threading
 import time
 from array import array
@@ -25,7 +23,6 @@ from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cac
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-from sglang.srt.utils.network import get_open_port
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.fixtures import build_fixture
 
@@ -34,6 +31,7 @@ from pdlink.cuda.buffers import DeviceMemory
 from pdlink.cuda.driver import Device, Stream
 from tests.cuda.double import Reached
 from tests.cuda.fake import fake
+from tests.integrations.sglang_process import serve
 
 PAGE, LAYERS = 16, 3
 WAIT_S = 60.0
@@ -211,26 +209,5 @@ class Engine:
         return (values.reshape(-1, *[1] * spread.ndim) + spread).to(like.dtype)
 
 
-def main() -> None:
-    place = f"tcp://127.0.0.1:{get_open_port()}"
-    torch.distributed.init_process_group("gloo", init_method=place, rank=0, world_size=1)
-    engine = Engine()
-    answers = sys.stdout
-    sys.stdout = sys.stderr
-    try:
-        for line in sys.stdin:
-            call = json.loads(line)
-            try:
-                answer = getattr(engine, call.pop("do"))(**call)
-            except Exception as error:  # noqa: BLE001  the test shows it
-                answer = {"error": f"{type(error).__name__}: {error}"}
-                import traceback
-
-                traceback.print_exc()
-            print(json.dumps(answer), file=answers, flush=True)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    serve(Engine)

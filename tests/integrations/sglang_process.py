@@ -7,8 +7,12 @@ import os
 import select
 import subprocess
 import sys
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = Path(__file__).parents[2]
 START_S = 280.0
@@ -61,3 +65,31 @@ class Engine:
             pipe.close()
         self.process.wait(60)
         self._log.close()
+
+
+def serve(make: Callable[[], Any]) -> None:
+    """In such a process: do what standard input says to what `make` returns, a method for each verb, until it ends.
+
+    What it prints meanwhile goes to its log.
+    """
+    import torch.distributed
+    from sglang.srt.utils.network import get_open_port
+
+    place = f"tcp://127.0.0.1:{get_open_port()}"
+    torch.distributed.init_process_group("gloo", init_method=place, rank=0, world_size=1)
+    engine = make()
+    answers = sys.stdout
+    sys.stdout = sys.stderr
+    try:
+        for line in sys.stdin:
+            call = json.loads(line)
+            try:
+                answer = getattr(engine, call.pop("do"))(**call)
+            except Exception as error:  # noqa: BLE001  the test shows it
+                answer = {"error": f"{type(error).__name__}: {error}"}
+                traceback.print_exc()
+            print(json.dumps(answer), file=answers, flush=True)
+    finally:
+        if hasattr(engine, "doCleanups"):  # SGLang's fixtures are test cases
+            engine.doCleanups()
+        torch.distributed.destroy_process_group()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -167,8 +167,8 @@ class HostCopy:
         self._coming |= coming
         kept = self._nothing()
         for keep in plan.store.keeps:
-            for layout, table, mine in zip(self._layouts, self._by_group(keep.blocks), kept, strict=True):
-                mine.update(table[_holding(layout, 0, keep.num_tokens)])
+            for layout, table, mine in zip(self._layouts, self._cache.by_group(keep.blocks), kept, strict=True):
+                mine.update(table[layout.blocks_of(*layout.positions(0, keep.num_tokens))])
         for layers, mine in zip(self._layers, kept, strict=True):
             for layer in layers.values() if mine else ():
                 layer.take(_index(mine))
@@ -182,14 +182,14 @@ class HostCopy:
                 continue
             for layout, table, mine in zip(self._layouts, tables, blocks, strict=True):
                 sent = layout.blocks_of(*layout.needed(0, chunk.num_tokens))
-                now = _holding(layout, chunk.start, chunk.end)
+                now = layout.blocks_of(*layout.positions(chunk.start, chunk.end))
                 mine.update(table[max(sent.start, now.start) : min(sent.stop, now.stop)])
         for save in plan.store.saves:
             tables = self._extended((save.request_id, True), save.blocks, first=save.first)
             for layout, table, mine in zip(self._layouts, tables, blocks, strict=True):
                 begin = 0 if save.first and layout.keeps_all else save.start
                 begin = save.end - 1 if layout.state else begin
-                mine.update(table[_holding(layout, begin, save.end)])
+                mine.update(table[layout.blocks_of(*layout.positions(begin, save.end))])
         self._computed = blocks
         self._left = {name for name, group in self._group.items() if blocks[group]}
 
@@ -235,7 +235,7 @@ class HostCopy:
             self._layers[group][name].take(_index(self._computed[group]))
 
     def _expected(self, blocks: AnyTables, begin: int, end: int) -> _Coming:
-        return _Coming(self._by_group(blocks), begin, end)
+        return _Coming(self._cache.by_group(blocks), begin, end)
 
     def _clear_ends(self, coming: _Coming) -> None:
         """Behind the last token may be what another group left in the block: bytes that are no numbers, which kernels
@@ -250,22 +250,12 @@ class HostCopy:
         if first or key not in self._tables:
             self._tables[key] = [[] for _ in self._layouts]
         tables = self._tables[key]
-        for table, more in zip(tables, self._by_group(blocks) if blocks else (), strict=False):
+        for table, more in zip(tables, self._cache.by_group(blocks) if blocks else (), strict=False):
             table += more
         return tables
 
-    def _by_group(self, blocks: AnyTables) -> Sequence[Sequence[int]]:
-        """In kernel blocks."""
-        mine = self._cache.kernel_blocks(blocks)
-        return cast("Sequence[Sequence[int]]", mine if len(self._layouts) > 1 else (mine,))
-
     def _nothing(self) -> _Blocks:
         return [set() for _ in self._layouts]
-
-
-def _holding(layout: KVLayout, start: int, end: int) -> slice:
-    """Which of a request's blocks hold tokens [start, end)."""
-    return layout.blocks_of(start // layout.position_tokens, -(-end // layout.position_tokens))
 
 
 def _index(blocks: set[int]) -> torch.Tensor:

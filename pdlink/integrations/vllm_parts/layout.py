@@ -197,6 +197,20 @@ class CacheGroups:
         tables = cast("Sequence[Sequence[int]]", blocks if lists[-1] else (blocks,))
         return [_split(tables[at], ratio) for at, ratio in zip(lists, self.block_ratios, strict=True)]
 
+    def by_group(self, blocks: AnyTables) -> Sequence[Sequence[int]]:
+        """The same, a list for the only group, too."""
+        mine = self.kernel_blocks(blocks)
+        return cast("Sequence[Sequence[int]]", mine if len(self.block_ratios) > 1 else (mine,))
+
+    def blocks_from(self, token: int, blocks: AnyTables) -> Sequence[int]:
+        """Of vLLM's blocks of the only group those from `token` on, which up to 0.29 it asks for where a load has
+        failed. None of several groups."""
+        if len(self.block_ratios) > 1:
+            return ()
+        layout = self.groups.layouts[0]
+        per_block = layout.block_tokens * layout.position_tokens * self.block_ratios[0]
+        return cast("Sequence[int]", blocks)[token // per_block :]
+
 
 def _split(blocks: Sequence[int], ratio: int) -> list[int]:
     return [block * ratio + part for block in blocks for part in range(ratio)]

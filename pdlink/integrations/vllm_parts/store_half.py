@@ -15,7 +15,7 @@ import time
 from array import array
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from pdlink.integrations.vllm_parts.pace import Pace
 from pdlink.integrations.vllm_parts.store_book import Chosen, Looked
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from pdlink.integrations.vllm_parts.layout import CacheGroups
     from pdlink.integrations.vllm_parts.store_book import Keep, Load, Look, Prompt, Save, StorePlan
-    from pdlink.kv.groups import AnyTables
     from pdlink.store.groups import GroupedFetch, GroupedLoad, GroupedPrompt, GroupedSource
     from pdlink.store.worth import Choice
 
@@ -297,7 +296,7 @@ class StoreHalf:
     def _load(self, load: Load) -> None:
         with self._lock:
             look = self._looks.pop(load.request_id)
-        loading = look.stored.load(load.begin, load.end, self._tables(load.blocks))
+        loading = look.stored.load(load.begin, load.end, self._cache.by_group(load.blocks))
         with self._lock:
             self._loads[load.request_id] = loading
         loading.done.add_done_callback(partial(self._loaded, load))
@@ -316,7 +315,7 @@ class StoreHalf:
             if not whole:
                 log.warning("request %s: its KV was lost on its way from the store", load.request_id)
                 self._results.failed.add(load.request_id)
-                self._results.failed_blocks.update(self._blocks_from(load.begin, load.blocks))
+                self._results.failed_blocks.update(self._cache.blocks_from(load.begin, load.blocks))
             self._news.set()
 
     def _save(self, save: Save) -> None:
@@ -325,7 +324,7 @@ class StoreHalf:
             saving = self._savings[save.request_id] = _Saving(self._stored(self._prompts[save.request_id]))
         if save.first:
             saving.tables = [[] for _ in self._planes]
-        for table, more in zip(saving.tables, self._tables(save.blocks) if save.blocks else (), strict=False):
+        for table, more in zip(saving.tables, self._cache.by_group(save.blocks) if save.blocks else (), strict=False):
             table += more
         self._saved.add(save.request_id)
         self._spans.append(_Span(saving, save.start, save.end, save.stops))
@@ -336,7 +335,7 @@ class StoreHalf:
         self._prompts.setdefault(request_id, keep.prompt)
         self._saved.add(request_id)
         stored = self._stored(keep.prompt)
-        for group, (planes, table) in enumerate(zip(self._planes, self._tables(keep.blocks), strict=True)):
+        for group, (planes, table) in enumerate(zip(self._planes, self._cache.by_group(keep.blocks), strict=True)):
             for layer in range(len(planes)):
                 stored.store(group, 0, keep.num_tokens, table, layer, stops=False)
         stored.close()
@@ -379,19 +378,6 @@ class StoreHalf:
             self._lookers.put(partial(_close, look))
         elif look.fetch is not None:  # its answer closes it
             look.fetch.finish()
-
-    def _tables(self, blocks: AnyTables) -> Sequence[Sequence[int]]:
-        """By group, in kernel blocks."""
-        mine = self._cache.kernel_blocks(blocks)
-        return cast("Sequence[Sequence[int]]", mine if len(self._planes) > 1 else (mine,))
-
-    def _blocks_from(self, token: int, blocks: AnyTables) -> Sequence[int]:
-        """vLLM's blocks from the one with `token` on. Of several groups none: since 0.30 nobody asks."""
-        if len(self._planes) > 1:
-            return ()
-        layout = self.source.layouts[0]
-        per_block = layout.block_tokens * layout.position_tokens * self._cache.block_ratios[0]
-        return cast("Sequence[int]", blocks)[token // per_block :]
 
 
 def _close(look: _Look) -> None:

@@ -18,7 +18,7 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from pdlink.errors import InvalidRequest, PdlinkError
 from pdlink.events import TransferEnded, emit
@@ -253,7 +253,7 @@ class WorkerHalf:
             if request is None:
                 return
             request.asked = True
-            request.parked = self._without_kv(offer)
+            request.parked = tuple(self._cache.blocks_from(offer.start, offer.blocks))
             self._report(request)
         blocks = self._cache.kernel_blocks(offer.blocks)
         for port in self._ports:
@@ -285,14 +285,6 @@ class WorkerHalf:
     def _prefilling(self, on: bool) -> None:
         for port in self._ports:
             port.prefilling(on)
-
-    def _without_kv(self, offer: Offer) -> tuple[int, ...]:
-        """Blocks of vLLM's that hold nothing until the KV comes; up to 0.29 it asks for them, of the only group."""
-        if len(self._cache.block_ratios) > 1:
-            return ()
-        layout = self._cache.groups.layouts[0]
-        block_tokens = layout.block_tokens * layout.position_tokens * self._cache.block_ratios[0]
-        return tuple(cast("Sequence[int]", offer.blocks))[offer.start // block_tokens :]
 
     # -- transfers ---------------------------------------------------------------------------------------------------
 
