@@ -108,7 +108,7 @@ class Keeper:
             ready = self.child.look()
             if not ready and now_s > self._deadline_s:
                 raise ChildFailed(f"it was not ready within {self._timeout_s:.0f} s")
-        except LocalError as error:
+        except (LocalError, OSError) as error:
             self._failed(now_s, str(error))
             return
         if ready:

@@ -59,12 +59,21 @@ class Child:
     doing: str = "starting Python"
     """Its progress until it is ready."""
     warnings: list[str] = field(default_factory=list)
+    _unsent: bytes = b""
+    """The rest of its settings."""
     _heard: bytes = b""
 
     def look(self) -> bool:
-        """Read its reports; True once it is ready, with its `facts`. Raises ChildFailed if it failed or ended."""
+        """Send it what is left of its settings, and read its reports; never waits for it to read or write.
+
+        True once it is ready, with its `facts`. Raises ChildFailed if it failed or ended, whenever that was.
+        """
+        self._send()
         while _readable(self.link, 0):
-            more = self.link.recv(65536)
+            try:
+                more = self.link.recv(65536)
+            except ConnectionResetError:  # it ended before it had read its settings
+                more = b""
             self._heard += more
             if not more or len(self._heard) > _MAX_LINE_NBYTES:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -74,9 +83,21 @@ class Child:
                 raise ChildFailed(f"{self.label} ended before it was ready: it {how}")
             while b"\n" in self._heard:
                 line, _, self._heard = self._heard.partition(b"\n")
-                if self._take(json.loads(line)):
+                try:
+                    message = json.loads(line)
+                except ValueError:
+                    message = None
+                if not isinstance(message, dict):
+                    raise ChildFailed(f"{self.label} sent {ascii(line[:80])} in place of a report")
+                if self._take(message):
                     return True
         return False
+
+    def _send(self) -> None:
+        """Settings may be larger than the buffer of a socket, and the child may not read them."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # `look` sees its end
+            while self._unsent:
+                self._unsent = self._unsent[self.link.send(self._unsent, socket.MSG_DONTWAIT) :]
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait for its facts, and log its warnings. Raises ChildFailed if it dies or is not ready in time."""
@@ -86,7 +107,7 @@ class Child:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise ChildFailed(f"{self.label} was not ready within {timeout_s:.0f} s")
-                _readable(self.link, left_s)
+                _readable(self.link, min(left_s, _LOOK_S if self._unsent else left_s))
         finally:
             _warn_once([self])
 
@@ -106,7 +127,7 @@ class Child:
         ports: dict[str, Any] = {key: self.facts[key] for key in ("port", "control_port") if key in self.facts}
         started = start(self.label, self.role, {**self.settings, **ports})
         self.process, self.link, self.doing = started.process, started.link, started.doing
-        self._heard = b""
+        self._unsent, self._heard = started._unsent, b""
 
     def terminate(self) -> None:
         """Ask it to drain and end."""
@@ -124,10 +145,15 @@ class Child:
 def start(label: str, role: str, settings: dict[str, Any]) -> Child:
     """Start one child. Call `look` or `wait_ready` until it is ready."""
     ours, theirs = socket.socketpair()
-    with theirs:
-        process = spawn([role, "--label", label], theirs)
-    ours.sendall(json.dumps(settings).encode() + b"\n")
-    return Child(label, role, settings, process, ours, {})
+    try:
+        with theirs:
+            process = spawn([role, "--label", label], theirs)
+    except OSError:
+        ours.close()
+        raise
+    child = Child(label, role, settings, process, ours, {}, _unsent=json.dumps(settings).encode() + b"\n")
+    child._send()
+    return child
 
 
 def _readable(link: socket.socket, timeout_s: float) -> bool:
