@@ -28,7 +28,7 @@ RAY_VENV := .venv-ray
 RAY_BIN := $(RAY_VENV)/bin
 RAY_STAMP := $(RAY_VENV)/.installed
 
-.PHONY: up test docs reference pictures sanitize mutations check format bench vllm test-vllm sglang test-sglang ray test-ray test-slurm gpu helm wheel clean help
+.PHONY: up test docs reference pictures sanitize mutations check lint format bench vllm test-vllm sglang test-sglang ray test-ray test-slurm gpu helm wheel clean help
 
 up: $(STAMP)  ## prefill, decode and proxy on this machine; prints a URL and a curl line
 	$(BIN)/pdlink up --config configs/up.yaml
@@ -39,11 +39,14 @@ test: $(STAMP)  ## everything that needs no GPU and no heavy extra; needs two co
 sanitize: $(STAMP)  ## the native modules under ASan, UBSan and TSan, with the tests that exercise them; 20 minutes
 	$(BIN)/python tools/sanitize.py $(SANITIZER) -- $(PYTEST_ARGS)
 
-check: $(STAMP)  ## ruff, ruff format, mypy strict, clang-format
+check: $(STAMP) lint  ## ruff, ruff format, mypy strict, clang-format, and `make lint`
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p pdlink -p pdlink_proxy -p pdlink_bench -p tests
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc -name '*.cpp' -o -name '*.h')
+
+lint: $(STAMP)  ## what pages, deploy/ and code say of each other is true; five seconds
+	$(BIN)/python tools/lint.py
 
 format: $(STAMP)  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .

@@ -109,11 +109,12 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("part", sorted(MAY_IMPORT))
-def test_parts_import_only_what_the_architecture_allows(part: str) -> None:
-    allowed = MAY_IMPORT[part] | {part}
+def test_parts_import_only_what_the_architecture_allows() -> None:
     too_much = []
-    for path in (path for owner, path in FILES if owner == part):
+    for part, path in FILES:
+        if part not in MAY_IMPORT:
+            continue
+        allowed = MAY_IMPORT[part] | {part}
         for name in imports(path):
             head, _, rest = name.partition(".")
             if head == "pdlink" and rest and rest != "__version__":

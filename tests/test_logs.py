@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import io
 import json
@@ -10,20 +9,11 @@ import logging
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 
 from pdlink import logs
 from pdlink.config import UpConfig
-
-ROOT = Path(__file__).parents[1]
-FILES = [
-    path
-    for folder in ("pdlink", "proxy/pdlink_proxy")
-    for path in (ROOT / folder).rglob("*.py")
-    if "integrations" not in path.parts  # those log as their engine does
-]
 
 
 @contextlib.contextmanager
@@ -89,18 +79,6 @@ def test_summaries_are_shown_unless_a_level_is_set_above_them(level: str | None,
         logs.set_up(level, None)
         logs.summaries.info("12 requests/s")
         assert ("12 requests/s" in said.getvalue()) is shown
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_line_about_a_request_or_transfer_has_its_ids_apart(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
-        if node.func.attr not in ("debug", "info", "warning", "error", "exception", "log"):
-            continue
-        words = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-        if any(re.search(r"\b(request|transfer) %s", text) for text in words):
-            assert any(keyword.arg == "extra" for keyword in node.keywords), f"{path}:{node.lineno}: {words[0]}"
 
 
 def test_up_hands_its_log_down_to_processes_that_have_none_of_their_own() -> None:

@@ -5,24 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-
-
-def listed(value: object) -> set[str]:
-    if isinstance(value, str):
-        return {value}
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return {name for each in values for name in listed(each)}
-
-
-def test_every_page_is_in_the_sites_menu() -> None:
-    menu = listed(tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"])
-    assert menu == {path.name for path in (ROOT / "docs").glob("*.md")}
 
 
 def test_the_site_is_built_without_a_warning_and_asks_nobody_else(tmp_path: Path) -> None:

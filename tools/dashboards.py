@@ -1,7 +1,7 @@
 """Write deploy/grafana/pdlink.json: the dashboard, from the table of panels below.
 
-`make reference` runs it; tests/observe/test_dashboards.py fails when the file is stale or a query names a metric or a
-label that nothing declares, and tests/e2e/test_prometheus.py asks every query of a live deployment.
+`make reference` runs it; `make lint` fails when the file is stale or a query names a metric or a label that nothing
+declares, and tests/e2e/test_prometheus.py asks every query of a live deployment.
 """
 
 from __future__ import annotations
