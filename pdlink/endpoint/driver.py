@@ -30,7 +30,6 @@ from pdlink.endpoint.receiver import Receiver
 from pdlink.endpoint.reports import Reports
 from pdlink.endpoint.sender import Sender
 from pdlink.endpoint.sessions import Fenced, Lost, Sessions
-from pdlink.endpoint.tamper import SlowLink, TamperedChannel
 from pdlink.endpoint.transfer import Common
 from pdlink.endpoint.verifying import Verifier
 from pdlink.endpoint.work import Work
@@ -41,7 +40,7 @@ from pdlink.protocol.handshake import fingerprint
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from pdlink.config import ChaosConfig, TimeoutConfig
+    from pdlink.config import TimeoutConfig
     from pdlink.endpoint.channel import Arrival
     from pdlink.endpoint.clock import Clock
     from pdlink.endpoint.known import RefusedPeer
@@ -79,8 +78,7 @@ class Endpoint:
         require_lane: str | None = None,
         credentials: auth.Credentials | None = None,
         checksums: Checksums | None = None,
-        chaos: ChaosConfig | None = None,
-        channel: Channel | None = None,
+        channel: Callable[[str], Channel] = Channel,
         clock: Clock | None = None,
         on_death: Callable[[], None] = lambda: None,
         short_of_blocks: Callable[[], bool] = lambda: False,
@@ -93,7 +91,8 @@ class Endpoint:
         short_of_blocks: whether requests of this worker wait for blocks.
         pool: counts the blocks; the endpoint then holds those of transfers.
         on_death: called in the endpoint's thread if its loop dies (a bug).
-        channel, clock: for a caller of `turn` without sockets and real time.
+        channel: makes the control channel of an identity, NAME@EPOCH. With a clock of its own, a caller of `turn`
+        needs no sockets and no real time.
         """
         self.name, self.groups = name, identity.groups
         self.fingerprint = fingerprint(identity)
@@ -109,10 +108,7 @@ class Endpoint:
         self._opened = list(transports)
         """Also the transports given up since."""
         self._timeouts = timeouts
-        identified = f"{name}@{self.local.epoch}"
-        faulty = chaos if chaos is not None and chaos.enabled else None
-        slow = SlowLink(chaos.link_nbytes_per_s) if chaos is not None and chaos.link_nbytes_per_s else None
-        self._channel = channel or (TamperedChannel(identified, name, faulty) if faulty else Channel(identified))
+        self._channel = channel(f"{name}@{self.local.epoch}")
         sessions = self.sessions = Sessions(self.local, work, clock, self._channel, self._transports, require_lane)
         common = Common(self.groups, work, clock, sessions, verifier, timeouts, pool)
         self.receiver = sessions.receiver = Receiver(common)
@@ -121,7 +117,7 @@ class Endpoint:
         )
         self._blame = Blame(name, clock.now_s)
         data_path = self.sender.data_path
-        self.reports = Reports(self._transports, self._channel, sessions, data_path, self._blame, slow, self._settle)
+        self.reports = Reports(self._transports, self._channel, sessions, data_path, self._blame, self._settle)
         self._thread: threading.Thread | None = None
         self._stopping = False
         """No new sessions; the loop ends when all are fenced."""

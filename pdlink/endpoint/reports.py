@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from pdlink.endpoint.channel import Channel
     from pdlink.endpoint.data_path import DataPath
     from pdlink.endpoint.sessions import Sessions
-    from pdlink.endpoint.tamper import SlowLink
     from pdlink.transport.base import Occurrence, Transport
 
 log = logging.getLogger(__name__)
@@ -32,12 +31,11 @@ class Reports:
         sessions: Sessions,
         data_path: DataPath,
         blame: Blame,
-        slow: SlowLink | None,
         settle: Callable[[], None],
     ) -> None:
         """transports: by name; one that fails is removed. settle: ends the transfers of ended sessions."""
         self._transports, self._channel, self._sessions = transports, channel, sessions
-        self._data_path, self._blame, self._slow, self._settle = data_path, blame, slow, settle
+        self._data_path, self._blame, self._settle = data_path, blame, settle
         self._watched: dict[str, int] = {}
         """Descriptors, by name of transport."""
 
@@ -51,8 +49,6 @@ class Reports:
         """Act upon every report that is there."""
         for transport in list(self._transports.values()):
             occurrences = self._poll(transport, partial(self._give_up, transport))
-            if self._slow is not None:
-                occurrences = self._slow.passed(transport.name, occurrences)
             for occurrence in occurrences:
                 try:
                     self.on_occurrence(transport, occurrence)
@@ -94,7 +90,7 @@ class Reports:
         for peer in self._sessions.known.sessions():
             if peer.transport is transport:
                 self._blame.guard("transport", partial(self._sessions.lose, peer, reason))
-        last = (self._slow.all(transport.name) if self._slow is not None else []) + self._poll(transport)
+        last = self._poll(transport)
         self._settle()
         for occurrence in last:
             self.on_occurrence(transport, occurrence)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import numpy as np
 
 from pdlink.config import TimeoutConfig, TransportConfig, is_loopback
+from pdlink.endpoint.channel import Channel
 from pdlink.endpoint.driver import Endpoint
 from pdlink.endpoint.incoming import Incoming as Incoming
 from pdlink.endpoint.outgoing import Outgoing as Outgoing
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from pdlink.config import ChaosConfig
     from pdlink.endpoint.live import LiveTransfer
     from pdlink.endpoint.transfer import Transfer
     from pdlink.kv.groups import AnyTables
@@ -100,7 +100,7 @@ class Node:
         timeouts: TimeoutConfig | None = None,
         credentials: Credentials | None = None,
         insecure: bool = False,
-        chaos: ChaosConfig | None = None,
+        channel: Callable[[str], Channel] = Channel,
         on_death: Callable[[], None] = lambda: None,
     ) -> None:
         """Open transports, register the memory, bind the control port and start to listen. Takes up to a second the
@@ -123,6 +123,7 @@ class Node:
             nothing can touch them. None leaves that to the caller, who waits for `released`.
         transport: "auto" (whatever works between two nodes, the fastest first), "mapped", "tcp", "ucx", or settings.
         transports: ready-made ones instead; the node opens and closes them.
+        channel: makes the control channel from an identity, NAME@EPOCH; one that loses frames tests what follows.
         on_death: called in the node's thread if its loop dies, which only a bug can do. All transfers have failed.
 
         Raises ConfigError (name, host, port), LayoutMismatch (a buffer is too small), InvalidRequest (an object that
@@ -186,7 +187,7 @@ class Node:
                 require_lane=config.require,
                 credentials=credentials,
                 checksums=Checksums(groups, cast("list[HostBuffer]", self.buffers)) if kind == "host" else None,
-                chaos=chaos,
+                channel=channel,
                 on_death=lambda: self._died(on_death),
                 short_of_blocks=lambda: self.short_of_blocks(),
                 pool=pool,

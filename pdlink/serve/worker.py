@@ -22,6 +22,7 @@ from pdlink.errors import ConfigError, Draining, EngineFailure, InvalidRequest, 
 from pdlink.events import FallbackUsed, RequestEnded, emit
 from pdlink.memory.blocks import BlockPool
 from pdlink.memory.buffers import available_nbytes
+from pdlink.node import tamper
 from pdlink.node.node import Node, end_process
 from pdlink.node.port import EnginePort
 from pdlink.serve.kv_events import open_publisher, tell_blocks, tell_records
@@ -144,9 +145,10 @@ class Worker:
             timeouts=config.timeouts,
             credentials=self._credentials,
             insecure=config.security.insecure,
-            chaos=config.chaos,
+            channel=tamper.channels(config.chaos),
             on_death=end_process,
         )
+        tamper.slow_down(self.node.endpoint.transports, config.chaos)
         self.port = (
             Untiered(self.node, lambda: self.engine, self._prompt_tokens)
             if self.source is None

@@ -79,7 +79,7 @@ class Node:
             batch_timeout_s=2.0,
             checksums=sums,
             credentials=credentials,
-            channel=self.line,
+            channel=lambda _: self.line,
         )
         self.sender, self.receiver = Sends(self.endpoint.sender), Receives(self.endpoint.receiver)
         self.endpoint.local.address = address_of(name, credentials.keys.public if credentials else "")

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import pdlink
-from pdlink.config import ChaosConfig, SharingConfig, TimeoutConfig, TransportConfig
+from pdlink.config import SharingConfig, TimeoutConfig, TransportConfig
+from pdlink.endpoint.channel import Channel
 from pdlink.endpoint.incoming import Incoming
 from pdlink.endpoint.outgoing import Outgoing
 from pdlink.events import Event, listen
@@ -183,7 +184,7 @@ class Node:
         kv: KVLayout,
         timeouts: TimeoutConfig,
         model: str = "m",
-        chaos: ChaosConfig | None = None,
+        channel: Callable[[str], Channel] = Channel,
         sharing: SharingConfig | None = None,
         transports: Sequence[Transport] = (),
         credentials: Credentials | None = None,
@@ -206,7 +207,7 @@ class Node:
             transports=transports or [self.transport],
             timeouts=timeouts,
             credentials=credentials,
-            chaos=chaos,
+            channel=channel,
             on_death=on_death,
         )
 
@@ -247,7 +248,7 @@ class Pair:
         self,
         timeouts: TimeoutConfig = TIMEOUTS,
         block_tokens: tuple[int, int] = (4, 8),
-        chaos: ChaosConfig | None = None,
+        channel: Callable[[str], Channel] = Channel,
         sharing: SharingConfig | None = None,
         num_layers: int = 3,
     ) -> None:
@@ -255,8 +256,8 @@ class Pair:
         self.hub = LoopbackHub()
         self.timeouts = timeouts
         src, dst = (layout(tokens, num_layers=num_layers) for tokens in block_tokens)
-        self.prefill = Node(self.hub, "prefill", src, timeouts, chaos=chaos, sharing=sharing).open()
-        self.decode = Node(self.hub, "decode", dst, timeouts, chaos=chaos).open()
+        self.prefill = Node(self.hub, "prefill", src, timeouts, channel=channel, sharing=sharing).open()
+        self.decode = Node(self.hub, "decode", dst, timeouts, channel=channel).open()
         random = np.random.default_rng(7)
         self.prefill.buffer.array[:] = random.integers(0, 256, self.prefill.buffer.nbytes, np.uint8)
         self.events: list[Event] = []

@@ -11,8 +11,9 @@ import pytest
 
 from pdlink.config import ChaosConfig, TimeoutConfig
 from pdlink.endpoint.channel import Channel, Received
-from pdlink.endpoint.tamper import SlowLink, TamperedChannel
+from pdlink.node.tamper import SlowLink, TamperedChannel, channels, slow_down
 from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Status
+from tests.loopback import LoopbackHub, LoopbackTransport
 
 from .conftest import Pair, until
 
@@ -31,7 +32,7 @@ def listener() -> Iterator[tuple[Channel, str]]:
 
 def delivered(listener: Channel, address: str, chaos: ChaosConfig, *, enough: int) -> list[int]:
     """The numbers that arrive when 0..COUNT-1 and then, surely, a last one is sent; at least `enough`."""
-    sender, run = TamperedChannel("dialer@1", "dialer", chaos), b"%d/" % next(RUNS)
+    sender, run = TamperedChannel(chaos, "dialer@1"), b"%d/" % next(RUNS)
     with closing(sender):
         sender.bind("127.0.0.1", 0)
         route = sender.dial(address)
@@ -71,7 +72,7 @@ def test_late_frames_keep_their_order(listener: tuple[Channel, str]) -> None:
 def test_what_is_held_leaves_before_the_connection_is_closed(listener: tuple[Channel, str]) -> None:
     """The last word of a session, *bye*, is not lost because it was to be late."""
     channel, address = listener
-    sender = TamperedChannel("dialer@1", "dialer", ChaosConfig(seed=8, delay_s=60.0))
+    sender = TamperedChannel(ChaosConfig(seed=8, delay_s=60.0), "dialer@1")
     with closing(sender):
         sender.bind("127.0.0.1", 0)
         route = sender.dial(address)
@@ -86,7 +87,7 @@ def test_what_is_held_leaves_before_the_connection_is_closed(listener: tuple[Cha
 
 def test_a_route_that_is_gone_is_told_at_the_next_frame(listener: tuple[Channel, str]) -> None:
     channel, _ = listener
-    sender = TamperedChannel("dialer@1", "dialer", ChaosConfig(seed=9, delay_s=0.001))
+    sender = TamperedChannel(ChaosConfig(seed=9, delay_s=0.001), "dialer@1")
     with closing(sender):
         sender.bind("127.0.0.1", 0)
         nobody = b"nobody".hex()
@@ -109,7 +110,7 @@ def test_whatever_is_lost_repeated_or_late_no_transfer_waits_for_its_deadline() 
     timeouts = TimeoutConfig(
         heartbeat_s=0.05, peer_s=6 * WAIT_S, connect_s=0.5, lease_s=7 * WAIT_S, request_s=10 * WAIT_S
     )
-    pair = Pair(timeouts, chaos=ChaosConfig(seed=3, drop=0.1, duplicate=0.2, delay_s=0.005))
+    pair = Pair(timeouts, channel=channels(ChaosConfig(seed=3, drop=0.1, duplicate=0.2, delay_s=0.005)))
     outcomes = []
     for number in range(25):
         name = f"t-{number}"
@@ -134,33 +135,41 @@ def test_slow_link_reports_batches_one_after_the_other_as_it_carries_them() -> N
     now = 10.0
     link = SlowLink(100.0, lambda: now)
     first, second = done(1, "a"), done(2, "b", 50)
-    assert link.passed("tcp", [first, second]) == []
-    assert link.passed("ucx", [done(3, "a", 0)]) == [done(3, "a", 0)], "another link"
+    assert link.passed([first, second]) == []
     now = 11.0
-    assert link.passed("tcp", []) == [first]
+    assert link.passed([]) == [first]
     now = 11.6
-    assert link.passed("tcp", []) == [second]
+    assert link.passed([]) == [second]
     third = done(4, "a")
-    assert link.passed("tcp", [third]) == []
+    assert link.passed([third]) == []
     now = 12.5
-    assert link.passed("tcp", []) == [], "an idle link saves nothing up"
+    assert link.passed([]) == [], "an idle link saves nothing up"
     now = 12.7
-    assert link.passed("tcp", []) == [third]
+    assert link.passed([]) == [third]
 
 
 @pytest.mark.parametrize("news", [PeerFailed("a", "x"), PeerClosed("a"), done(9, "a", status=Status.CANCELLED)])
 def test_slow_link_does_not_hold_up_bad_news_and_keeps_the_order_of_a_peer(news: Occurrence) -> None:
     link = SlowLink(1.0, lambda: 10.0)
     mine, other = done(1, "a"), done(2, "b")
-    assert link.passed("tcp", [mine, other, news]) == [mine, news]
-    assert link.all("tcp") == [other]
-    assert link.all("tcp") == []
+    assert link.passed([mine, other, news]) == [mine, news]
+
+
+def test_slow_link_reports_what_it_holds_when_its_transport_is_closed() -> None:
+    transport = LoopbackTransport(LoopbackHub())
+    held = done(1, "a")
+    transport.poll = lambda: [held]  # type: ignore[method-assign]
+    SlowLink(1.0, lambda: 10.0).carry(transport)
+    assert transport.poll() == []
+    transport.close()
+    assert transport.poll() == [held, held]
 
 
 def test_transfer_over_a_slow_link_is_ready_when_the_link_has_carried_it() -> None:
     nbytes = 21 * 3 * 2 * 2 * 16
     """Tokens, layers, K and V, heads, bytes of a head."""
-    pair = Pair(chaos=ChaosConfig(link_nbytes_per_s=nbytes / 0.3))
+    pair = Pair()
+    slow_down(pair.prefill.endpoint.transports, ChaosConfig(link_nbytes_per_s=nbytes / 0.3))
     try:
         log, handler = pair.announce("t"), pair.expect("t")
         began_s = time.monotonic()

@@ -337,7 +337,7 @@ class Node:
             TIMEOUTS.model_copy(update={"idle_s": IDLE_S if idle else 0.0}),
             batch_timeout_s=BATCH_TIMEOUT_S,
             sharing=SHARING,
-            channel=self.port,
+            channel=lambda _: self.port,
             clock=JumpingClock(self.time) if jumps else AwakeClock(TIMEOUTS.heartbeat_s, self.time),
             short_of_blocks=lambda: any(request.state == "waiting" for request in self.engine.requests.values()),
             pool=self.engine.pool,

@@ -1,5 +1,4 @@
-"""Fault injection: a control channel that drops, repeats and delays frames, and a slow data link. Off unless `chaos`
-is configured.
+"""Fault injection: a control channel that drops, repeats and delays frames (`Node(channel=...)`), and slow links.
 
 ZeroMQ over TCP does none of this inside one connection. The faults stand for bugs, full queues, suspended processes
 and slow networks.
@@ -10,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import heapq
 import logging
+import math
 import random
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pdlink.endpoint.channel import Channel, QueueFull
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from pdlink.config import ChaosConfig
     from pdlink.endpoint.channel import Arrival
-    from pdlink.transport.base import Occurrence
+    from pdlink.transport.base import Occurrence, Transport
 
 log = logging.getLogger(__name__)
 
@@ -34,14 +35,26 @@ _FULL_S = 0.005
 """Pause after a full queue."""
 
 
+def channels(chaos: ChaosConfig) -> Callable[[str], Channel]:
+    """What `Node(channel=...)` takes: plain channels, unless something is to happen to control frames."""
+    return partial(TamperedChannel, chaos) if chaos.enabled else Channel
+
+
+def slow_down(transports: Iterable[Transport], chaos: ChaosConfig) -> None:
+    """Let each transport report its batches no sooner than the configured link would have carried them."""
+    if chaos.link_nbytes_per_s:
+        for transport in transports:
+            SlowLink(chaos.link_nbytes_per_s).carry(transport)
+
+
 class TamperedChannel(Channel):
     """A `Channel` with seeded faults of outgoing frames. Delays keep the order of a route, copies do not."""
 
-    def __init__(self, identity: str, name: str, chaos: ChaosConfig) -> None:
-        """name: of the worker; every worker draws its own faults from the seed."""
+    def __init__(self, chaos: ChaosConfig, identity: str) -> None:
+        """Every worker draws its own faults from the seed, by the name in its identity."""
         super().__init__(identity)
         self._chaos = chaos
-        self._chance = random.Random(f"{chaos.seed}/{name}")
+        self._chance = random.Random(f"{chaos.seed}/{identity.partition('@')[0]}")
         self._held: list[tuple[float, int, str, bytes]] = []
         """Heap of (due, number, route, frame)."""
         self._num_held = 0
@@ -114,28 +127,33 @@ class SlowLink:
 
     def __init__(self, nbytes_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._nbytes_per_s, self._clock = nbytes_per_s, clock
-        self._free_s: dict[str, float] = {}
-        """By transport: when its link is free again."""
-        self._held: dict[str, deque[tuple[float, Occurrence]]] = {}
-        """By transport: (due, report), earliest first."""
+        self._free_s = 0.0
+        """When the link is free again."""
+        self._held: deque[tuple[float, Occurrence]] = deque()
+        """(due, report), earliest first."""
 
-    def passed(self, transport: str, occurrences: Sequence[Occurrence]) -> list[Occurrence]:
+    def carry(self, transport: Transport) -> None:
+        """From now on this transport reports through the link, and what is held when it is closed comes at once."""
+        poll, close = transport.poll, transport.close
+
+        def close_at_once() -> None:
+            close()
+            self._nbytes_per_s = math.inf
+
+        transport.poll = lambda: self.passed(poll())  # type: ignore[method-assign]
+        transport.close = close_at_once  # type: ignore[method-assign]
+
+    def passed(self, occurrences: Sequence[Occurrence]) -> list[Occurrence]:
         """Add these reports; returns the reports that are due now, in order for each peer."""
         now, out = self._clock(), []
-        held = self._held.setdefault(transport, deque())
         for item in occurrences:
             if isinstance(item, BatchDone) and item.status is Status.OK:
-                due_s = max(self._free_s.get(transport, 0.0), now) + item.nbytes / self._nbytes_per_s
-                self._free_s[transport] = due_s
-                held.append((due_s, item))
+                self._free_s = max(self._free_s, now) + item.nbytes / self._nbytes_per_s
+                self._held.append((self._free_s, item))
             else:  # failures and fences do not wait; earlier reports of the same peer go first
-                out += [earlier for _, earlier in held if earlier.peer == item.peer]
+                out += [earlier for _, earlier in self._held if earlier.peer == item.peer]
                 out.append(item)
-                held = self._held[transport] = deque(entry for entry in held if entry[1].peer != item.peer)
-        while held and held[0][0] <= now:
-            out.append(held.popleft()[1])
+                self._held = deque(entry for entry in self._held if entry[1].peer != item.peer)
+        while self._held and (self._held[0][0] <= now or self._nbytes_per_s == math.inf):
+            out.append(self._held.popleft()[1])
         return out
-
-    def all(self, transport: str) -> list[Occurrence]:
-        """All held reports of a transport that will report nothing more."""
-        return [item for _, item in self._held.pop(transport, ())]
