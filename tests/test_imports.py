@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "content": {"errors"},
     "events": {"errors"},
     "config": {"errors"},
-    "kv": BASE | {"_keys"},
+    "kv": BASE,
     "memory": BASE | {"kv", "_copy", "cuda.buffers", "cuda.driver"},
     "cuda": BASE | {"kv", "memory", "_cuda"},
     "transport": BASE | {"kv", "memory", "cuda", "_copy", "_cuda", "_ucx", "_tcp"},

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HERE = ROOT / "tools" / "sanitizers"
 REPORTS = ROOT / "build" / "sanitize-reports"
-MODULES = ("_copy", "_keys", "_index", "_http", "_relay", "_tcp", "_ucx", "_cuda")
+MODULES = ("_copy", "_index", "_http", "_relay", "_tcp", "_ucx", "_cuda")
 TIMEOUT_S = 300
 """Of one test: everything is some five times slower."""
 ATTACKS = ("tcp", "tcp_blocks", "mapped", "control", "values", "descriptors", "endless", "fairness")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NUM_TOKENS, CHUNK_TOKENS = 128 << 10, 256
-LEAST_HASHED = {("array", 256): 150e6, ("list", 16): 60e6}
+LEAST_HASHED = {("array", 256): 150e6, ("list", 16): 20e6}
 """Tokens for each CPU second, by the form of the ids and the tokens of a key."""
 
 

@@ -6,14 +6,23 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdlink.kv.hashing import KEY_NBYTES, chain, namespace
+from pdlink.kv.hashing import KEY_NBYTES, chain, named, namespace
 
 BASE: dict[str, Any] = {"model": "m", "revision": "r", "dtype": "float32", "layout": "", "lora": "", "salt": ""}
 SEED = bytes(KEY_NBYTES)
+PUBLISHED_KEY = b"whats the Elvish word for friend"
+KEYED = {
+    1024: "75c46f6f3d9eb4f55ecaaee480db732e6c2105546f1e675003687c31719c7ba4",
+    2048: "879cf1fa2ea0e79126cb1063617a05b6ad9d0b696d0d757cf053439f60a99dd1",
+    5120: "2c493e48e9b9bf31e0553a22b23503c0a3388f035cece68eb438d22fa1943e20",
+    7168: "b42835e40e9d4a7f42ad8cc04f85a963a76e18198377ed84adddeaecacc6f3fc",
+}
+"""Of inputs 0, 1, ..., 250, 0, 1, ... of these lengths: test_vectors.json of github.com/BLAKE3-team/BLAKE3."""
 
 
 def test_every_field_of_the_namespace_counts_and_none_runs_into_the_next() -> None:
@@ -86,9 +95,36 @@ def test_keys_do_not_change_from_one_release_to_the_next() -> None:
     seed = namespace(model="m", revision="r", dtype="float32")
     assert seed.hex()[:16] == "a08bcbf7471bc435"
     assert chain(seed, [1, 2, 3, 4], 2)[1].hex()[:16] == "5c3f8d931d80a8ea"
+    full = namespace(model="m", revision="r", dtype="float32", layout="l", chunk_tokens=16, lora="a", salt="s")
+    assert chain(full, [0, 1, 2**32 - 1, 5], 2)[1].hex()[:16] == "72c8fc8b7dd1e2b3"
+    assert chain(full, [7] * 12, 3, media=[(4, "a"), (5, "b")])[-1].hex()[:16] == "bc8a865c82818fc9"
+    assert named(full, ["x"])[0].hex()[:16] == "4021d0d6d37207e4"
+
+
+@pytest.mark.parametrize("nbytes", KEYED)
+def test_the_key_of_a_chunk_is_the_published_keyed_digest_of_its_ids(nbytes: int) -> None:
+    words = np.frombuffer(bytes(i % 251 for i in range(nbytes)), dtype=np.uint32)
+    for ids in (words, words.tolist(), np.repeat(words, 2)[::2]):
+        assert [key.hex() for key in chain(PUBLISHED_KEY, ids, len(words))] == [KEYED[nbytes]]
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])
 def test_token_that_does_not_fit_is_an_error(token: int) -> None:
     with pytest.raises(OverflowError):
         chain(SEED, [token], 1)
+
+
+def test_foreign_integers_count_by_their_value_and_what_is_no_integer_is_refused() -> None:
+    words = np.arange(8, dtype=np.int64)
+    assert chain(SEED, words, 4) == chain(SEED, list(range(8)), 4)  # type: ignore[arg-type]
+    for wrong in ([1.0], ["1"], np.zeros(1), 7):
+        with pytest.raises(TypeError):
+            chain(SEED, wrong, 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("seed", "chunk_tokens", "field"), [(b"short", 1, "seed"), (SEED, 0, "chunk_tokens")])
+def test_a_seed_of_another_length_and_chunks_of_no_tokens_are_refused(
+    seed: bytes, chunk_tokens: int, field: str
+) -> None:
+    with pytest.raises(ValueError, match=field):
+        chain(seed, [1], chunk_tokens)
