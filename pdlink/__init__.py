@@ -14,8 +14,6 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from pdlink import errors as errors
     from pdlink.config import SecurityConfig as SecurityConfig
-    from pdlink.config import SharingConfig as SharingConfig
-    from pdlink.config import TimeoutConfig as TimeoutConfig
     from pdlink.config import TransportConfig as TransportConfig
     from pdlink.kv.groups import KVGroups as KVGroups
     from pdlink.kv.layout import KVLayout as KVLayout
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from pdlink.node.node import Node as Node
     from pdlink.node.node import Outgoing as Outgoing
     from pdlink.node.port import EnginePort as EnginePort
+    from pdlink.protocol.deadlines import Deadlines as Deadlines
     from pdlink.serve.keys import load_credentials as load_credentials
     from pdlink.store.cache import Cache as Cache
     from pdlink.store.turns import Retention as Retention
@@ -32,19 +31,18 @@ if TYPE_CHECKING:
 _HOMES = {
     "BlockPool": "pdlink.memory.blocks",
     "Cache": "pdlink.store.cache",
+    "Deadlines": "pdlink.protocol.deadlines",
     "EnginePort": "pdlink.node.port",
     "Incoming": "pdlink.node.node",
     "KVGroups": "pdlink.kv.groups",
     "KVLayout": "pdlink.kv.layout",
-    "load_credentials": "pdlink.serve.keys",
     "Node": "pdlink.node.node",
     "Outgoing": "pdlink.node.node",
     "Retention": "pdlink.store.turns",
     "SecurityConfig": "pdlink.config",
-    "SharingConfig": "pdlink.config",
-    "TimeoutConfig": "pdlink.config",
     "TransportConfig": "pdlink.config",
     "errors": "",
+    "load_credentials": "pdlink.serve.keys",
     "paged_layout": "pdlink.kv.layout",
 }
 """Public name to the module it is in; empty for a module."""

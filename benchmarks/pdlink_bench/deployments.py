@@ -33,7 +33,7 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-PATIENT = {"peer_s": 30.0, "lease_s": 60.0, "offer_s": 60.0}
+PATIENT = {"peer_s": 30.0}
 """A process that gets little of a loaded machine is slow, not gone."""
 NIXL_PATIENT = {"kv_lease_duration": 600}
 """The same for NIXL: its prefill gives KV up after 30 s by itself, and a first handshake may last as long. A decode

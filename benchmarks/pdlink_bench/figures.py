@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 COMMANDS: Mapping[str, str] = {
     "bars": "transfer --bars --peers {peers} --layer-ms 2.5",
     "layouts": "transfer --layouts",
-    "tune": "tune",
     "overlap": "overlap",
     "control": "control",
-    "sharing": "sharing",
     "serving": "serving",
     "replay": "replay",
     "tiers": "tiers",
@@ -69,9 +67,7 @@ def run(args: argparse.Namespace) -> int:
         picture, tables = (args.directory / f"{date}-{name}{suffix}" for suffix in (".png", ".md"))
         plot.check_can_plot(picture)
         command = COMMANDS[name].format(peers=args.peers)
-        words = [*command.split(), "--markdown", str(tables)]
-        if name != "tune":  # a table tells all of it
-            words += ["--plot", str(picture)]
+        words = [*command.split(), "--markdown", str(tables), "--plot", str(picture)]
         if args.samples:
             words += ["--json", str(args.samples / f"{date}-{name}.json")]
         console.rule(f"pdlink bench {' '.join(words)}")

@@ -65,7 +65,7 @@ BARS = (0.10, 0.10, 0.15)
 """Of p50, p90 and p99."""
 QUANTILES = ("p50", "p90", "p99")
 START_TIMEOUT_S = 300.0
-PATIENT = TimeoutConfig(peer_s=45.0, lease_s=90.0, other_leg_s=60.0, request_s=600.0)
+PATIENT = TimeoutConfig(peer_s=45.0, other_leg_s=60.0, request_s=600.0)
 GRACE_S = ProxyConfig().kv_header_grace_s
 _COSTS = ("prompt_s", "token_s", "attention_s", "step_s", "sequence_s", "context_s")
 _WORDS = 250

@@ -44,10 +44,7 @@ examples:
 """
 
 TIMEOUTS: dict[str, float] = {
-    "heartbeat_s": 0.2,
     "peer_s": 2.5,
-    "connect_s": 5.0,
-    "lease_s": 8.0,
     "request_s": 15.0,
     "drain_s": 4.0,
 }

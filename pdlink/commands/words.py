@@ -29,8 +29,6 @@ BENCHMARKS: dict[str, str] = {
     "serving": "time to first token through prefill and decode, beside other connectors",
     "soak": "very many tiny transfers in a row, and what they leave behind",
     "control": "what the control plane costs: latency, transfers per second, idle CPU",
-    "sharing": "many transfers at once over one link: who waits for whom",
-    "tune": "how short a run must be for packing it to pay over tcp",
     "tiers": "records on disk beside bare reads and writes of the same size, and a restart",
     "warm": "time to first token of a long prompt that was seen before, beside a new one",
     "replay": "hit rates of eviction policies on a trace of requests, beside the best there can be",

@@ -33,7 +33,7 @@ from pdlink.config.sglang_servers import SglangServersConfig
 from pdlink.config.store import StoreConfig
 from pdlink.config.tiers import TiersConfig
 from pdlink.config.timeouts import PatientTimeouts, TimeoutConfig
-from pdlink.config.transport import SharingConfig, TransportConfig
+from pdlink.config.transport import TransportConfig
 from pdlink.config.up import UpConfig
 from pdlink.config.vllm import VllmConfig
 from pdlink.config.worker import WorkerConfig
@@ -57,7 +57,6 @@ __all__ = [
     "SecurityConfig",
     "SglangConfig",
     "SglangServersConfig",
-    "SharingConfig",
     "StoreConfig",
     "TiersConfig",
     "TimeoutConfig",

@@ -26,8 +26,8 @@ from pdlink.transport.base import Status
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.config import SharingConfig
     from pdlink.endpoint.outgoing import Outgoing
+    from pdlink.endpoint.sharing import Sharing
     from pdlink.endpoint.transfer import Common
     from pdlink.endpoint.verifying import Verifier
     from pdlink.protocol.actions import Action, Push
@@ -53,7 +53,7 @@ class DataPath:
         self,
         common: Common,
         batch_timeout_s: float,
-        sharing: SharingConfig,
+        sharing: Sharing,
         run: Callable[[Outgoing, list[Action]], None],
     ) -> None:
         """batch_timeout_s: counts from the hand-over of a part, not from the start of its wait.

@@ -20,7 +20,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pdlink.config import SharingConfig
 from pdlink.endpoint import liveness
 from pdlink.endpoint.blame import Blame
 from pdlink.endpoint.channel import Channel, Disconnected, Received, Refused
@@ -30,6 +29,7 @@ from pdlink.endpoint.receiver import Receiver
 from pdlink.endpoint.reports import Reports
 from pdlink.endpoint.sender import Sender
 from pdlink.endpoint.sessions import Fenced, Lost, Sessions
+from pdlink.endpoint.sharing import Sharing
 from pdlink.endpoint.transfer import Common
 from pdlink.endpoint.verifying import Verifier
 from pdlink.endpoint.work import Work
@@ -40,13 +40,13 @@ from pdlink.protocol.handshake import fingerprint
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from pdlink.config import TimeoutConfig
     from pdlink.endpoint.channel import Arrival
     from pdlink.endpoint.clock import Clock
     from pdlink.endpoint.known import RefusedPeer
     from pdlink.endpoint.peer import Peer
     from pdlink.memory.blocks import BlockPool
     from pdlink.memory.checksums import Checksums
+    from pdlink.protocol.deadlines import Deadlines
     from pdlink.protocol.messages import Identity
     from pdlink.transport.base import Transport
 
@@ -71,10 +71,10 @@ class Endpoint:
         name: str,
         identity: Identity,
         transports: Sequence[Transport],
-        timeouts: TimeoutConfig,
+        timeouts: Deadlines,
         *,
         batch_timeout_s: float = 10.0,
-        sharing: SharingConfig | None = None,
+        sharing: Sharing | None = None,
         require_lane: str | None = None,
         credentials: auth.Credentials | None = None,
         checksums: Checksums | None = None,
@@ -112,9 +112,7 @@ class Endpoint:
         sessions = self.sessions = Sessions(self.local, work, clock, self._channel, self._transports, require_lane)
         common = Common(self.groups, work, clock, sessions, verifier, timeouts, pool)
         self.receiver = sessions.receiver = Receiver(common)
-        self.sender = sessions.sender = Sender(
-            common, batch_timeout_s, sharing or SharingConfig(), self._short_of_blocks
-        )
+        self.sender = sessions.sender = Sender(common, batch_timeout_s, sharing or Sharing(), self._short_of_blocks)
         self._blame = Blame(name, clock.now_s)
         data_path = self.sender.data_path
         self.reports = Reports(self._transports, self._channel, sessions, data_path, self._blame, self._settle)

@@ -8,12 +8,12 @@ from pdlink.endpoint.peer import PeerState
 from pdlink.protocol import messages
 
 if TYPE_CHECKING:
-    from pdlink.config import TimeoutConfig
     from pdlink.endpoint.peer import Peer
     from pdlink.endpoint.sessions import Sessions
+    from pdlink.protocol.deadlines import Deadlines
 
 
-def tick(sessions: Sessions, peer: Peer, timeouts: TimeoutConfig, *, now_s: float, awake_s: float) -> None:
+def tick(sessions: Sessions, peer: Peer, timeouts: Deadlines, *, now_s: float, awake_s: float) -> None:
     """Look at a live session. Under the lock. now_s, awake_s: of `Clock`."""
     if peer.state is PeerState.CONNECTING:
         if awake_s - peer.since_s > timeouts.connect_s:

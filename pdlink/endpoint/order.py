@@ -41,7 +41,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from pdlink.config import SharingConfig
+    from pdlink.endpoint.sharing import Sharing
 
 Job = TypeVar("Job")
 
@@ -94,10 +94,9 @@ class Part(Generic[Job]):
 class Order(Generic[Job]):
     """The waiting parts of every transfer over one transport, and the credits of those in flight."""
 
-    def __init__(self, sharing: SharingConfig) -> None:
+    def __init__(self, sharing: Sharing) -> None:
         self._sharing = sharing
         self._ageing = sharing.ageing
-        self._first_come = sharing.order == "fcfs"
         self._contending: dict[Flow[Job], None] = {}
         """Flows with waiting parts."""
         self._flying: dict[Flow[Job], None] = {}
@@ -140,7 +139,7 @@ class Order(Generic[Job]):
         shared: tuple[_Claim, Flow[Job]] | None = None
         alone: tuple[_Claim, Flow[Job]] | None = None
         least_nbytes: int | None = None
-        ageing = 0.0 if self._first_come else self._ageing
+        ageing = self._ageing
         for flow in self._contending:
             if not self._fits(flow):
                 continue
@@ -207,7 +206,7 @@ class Order(Generic[Job]):
 
     def _own_claim(self, backlog: Backlog[Job]) -> float:
         """The share of the claim that does not depend on the peer."""
-        return backlog.number if self._first_come else backlog.left_nbytes + self._ageing * backlog.arrived_at
+        return backlog.left_nbytes + self._ageing * backlog.arrived_at
 
     def _catch_up(self, flow: Flow[Job]) -> None:
         if flow.served_nbytes < self._virtual_time:

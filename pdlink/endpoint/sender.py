@@ -26,8 +26,8 @@ from pdlink.protocol.states import SenderState
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdlink.config import SharingConfig
     from pdlink.endpoint.peer import Peer
+    from pdlink.endpoint.sharing import Sharing
     from pdlink.endpoint.transfer import Common
 
 _MAX_ATTEMPTS = 10_000
@@ -38,7 +38,7 @@ class Sender(Half[Outgoing]):
     """Every transfer this worker sends. Public methods may be called from any thread."""
 
     def __init__(
-        self, common: Common, batch_timeout_s: float, sharing: SharingConfig, short_of_blocks: Callable[[], bool]
+        self, common: Common, batch_timeout_s: float, sharing: Sharing, short_of_blocks: Callable[[], bool]
     ) -> None:
         """short_of_blocks: whether requests of this worker wait for blocks that transfers hold."""
         super().__init__(common)

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from pdlink.config import TimeoutConfig
     from pdlink.endpoint.clock import Clock
     from pdlink.endpoint.sessions import Sessions
     from pdlink.endpoint.verifying import Verifier
     from pdlink.endpoint.work import Work
     from pdlink.kv.groups import KVGroups, Tables
     from pdlink.memory.blocks import BlockPool
+    from pdlink.protocol.deadlines import Deadlines
 
 AnyTransfer = TypeVar("AnyTransfer", bound="Transfer")
 
@@ -33,7 +33,7 @@ class Common:
     clock: Clock
     sessions: Sessions
     verifier: Verifier | None
-    timeouts: TimeoutConfig
+    timeouts: Deadlines
     pool: BlockPool | None
     """Counts the blocks of transfers; None leaves that to the caller."""
 

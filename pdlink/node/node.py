@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
-from pdlink.config import TimeoutConfig, TransportConfig, is_loopback
+from pdlink.config import TransportConfig, is_loopback
 from pdlink.endpoint.channel import Channel
 from pdlink.endpoint.driver import Endpoint
 from pdlink.endpoint.incoming import Incoming as Incoming
@@ -41,6 +41,7 @@ from pdlink.memory.host import host_id
 from pdlink.node import report
 from pdlink.node.layer_order import LaunchedIncoming, LaunchedOutgoing, LayerOrder
 from pdlink.protocol.auth import NAME_RULE, ControlAddress, check_dial, is_worker_name
+from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.messages import VERSION, Identity
 from pdlink.transport.choice import open_transports
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pdlink.endpoint.live import LiveTransfer
+    from pdlink.endpoint.sharing import Sharing
     from pdlink.endpoint.transfer import Transfer
     from pdlink.kv.groups import AnyTables
     from pdlink.kv.layout import KVLayout
@@ -97,7 +99,8 @@ class Node:
         pool: BlockPool | None = None,
         transport: str | TransportConfig = "auto",
         transports: Sequence[Transport] | None = None,
-        timeouts: TimeoutConfig | None = None,
+        deadlines: Deadlines | None = None,
+        sharing: Sharing | None = None,
         credentials: Credentials | None = None,
         insecure: bool = False,
         channel: Callable[[str], Channel] = Channel,
@@ -115,6 +118,7 @@ class Node:
         host, port: where the control plane listens; port 0 takes a free one. Others than this host can reach
             anything but loopback, which takes `credentials`, or `insecure=True` on a private network.
         advertise_host: the address that peers reach this node by, if it is not `host`.
+        deadlines, sharing: how long it waits for others, and how transfers share a transport; None: the defaults.
         credentials: who this node is and whom it knows, from files that `pdlink keygen` has made:
             `pdlink.load_credentials(pdlink.SecurityConfig(key_file=..., allow_file=...))`. The control plane is
             encrypted then. insecure: without keys, let other hosts reach this node and dial any address.
@@ -181,9 +185,9 @@ class Node:
                     groups.layouts[1:],
                 ),
                 transports,
-                timeouts or TimeoutConfig(),
+                deadlines or Deadlines(),
                 batch_timeout_s=config.batch_timeout_s,
-                sharing=config.sharing,
+                sharing=sharing,
                 require_lane=config.require,
                 credentials=credentials,
                 checksums=Checksums(groups, cast("list[HostBuffer]", self.buffers)) if kind == "host" else None,

@@ -35,8 +35,9 @@ from pdlink.store.record import SCHEMA
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdlink.config import TimeoutConfig, TransportConfig
+    from pdlink.config import TransportConfig
     from pdlink.protocol.auth import AllowList, Credentials
+    from pdlink.protocol.deadlines import Deadlines
     from pdlink.store.slots import Lease
     from pdlink.store.store import Store
 
@@ -61,7 +62,7 @@ class PeerLink:
         port: int = 0,
         advertise_host: str | None = None,
         transport: str | TransportConfig = "auto",
-        timeouts: TimeoutConfig | None = None,
+        deadlines: Deadlines | None = None,
         credentials: Credentials | None = None,
         insecure: bool = False,
         timeout_s: float = 5.0,
@@ -71,7 +72,7 @@ class PeerLink:
         timeout_s: of an answer, and of a record. The rest as in `Node`.
         """
         self._name, self._host, self._port, self._timeout_s = name, host, port, timeout_s
-        self._advertise_host, self._transport, self._timeouts = advertise_host, transport, timeouts
+        self._advertise_host, self._transport, self._deadlines = advertise_host, transport, deadlines
         self._credentials, self._insecure = credentials, insecure
         self._questions = Questions(f"{name}@{secrets.token_hex(8)}", self._on_ask, self._on_pull)
         self._lenders = Line("pdlink-lend", _LENDERS)
@@ -106,7 +107,7 @@ class PeerLink:
             model="pdlink records",
             revision=str(SCHEMA),
             transport=self._transport,
-            timeouts=self._timeouts,
+            deadlines=self._deadlines,
             credentials=self._credentials,
             insecure=self._insecure,
         )

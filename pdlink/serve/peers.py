@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from pdlink.peers.link import PeerLink
 
 if TYPE_CHECKING:
-    from pdlink.config import StoreConfig, TimeoutConfig, WorkerConfig
+    from pdlink.config import StoreConfig, WorkerConfig
     from pdlink.protocol.auth import Credentials
+    from pdlink.protocol.deadlines import Deadlines
 
 
 def make_link(
@@ -18,7 +19,7 @@ def make_link(
     credentials: Credentials | None,
     *,
     insecure: bool,
-    timeouts: TimeoutConfig | None = None,
+    deadlines: Deadlines | None = None,
 ) -> PeerLink | None:
     """Not open yet; None where the settings want none. name: of the process, which others may have, too."""
     if not config.tiers.peers and config.tiers.peer_port is None:
@@ -29,7 +30,7 @@ def make_link(
         port=config.tiers.peer_port or 0,
         advertise_host=config.advertise_host,
         transport=config.transport,
-        timeouts=timeouts,
+        deadlines=deadlines,
         credentials=credentials,
         insecure=insecure,
     )

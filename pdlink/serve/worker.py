@@ -25,6 +25,7 @@ from pdlink.memory.buffers import available_nbytes
 from pdlink.node import tamper
 from pdlink.node.node import Node, end_process
 from pdlink.node.port import EnginePort
+from pdlink.protocol.deadlines import Deadlines
 from pdlink.serve.kv_events import open_publisher, tell_blocks, tell_records
 from pdlink.serve.legs import DecodeLeg, PrefillLeg, recomputed
 from pdlink.serve.peers import make_link
@@ -113,8 +114,8 @@ class Worker:
             order=config.cache.order,
         )
         self.cache.layer_delay_s = config.simulate_layer_s
-        insecure = config.security.insecure
-        self.peers = make_link(config, self.name, self._credentials, insecure=insecure, timeouts=config.timeouts)
+        insecure, deadlines = config.security.insecure, Deadlines.of(config.timeouts)
+        self.peers = make_link(config, self.name, self._credentials, insecure=insecure, deadlines=deadlines)
         self.source: StoreSource | None = None
         """None where nothing is kept."""
         self.source = open_source(
@@ -142,7 +143,7 @@ class Worker:
             content=self.model.content,
             pool=self.pool,
             transport=config.transport,
-            timeouts=config.timeouts,
+            deadlines=deadlines,
             credentials=self._credentials,
             insecure=config.security.insecure,
             channel=tamper.channels(config.chaos),

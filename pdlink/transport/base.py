@@ -119,7 +119,7 @@ class Transport(ABC):
     name: ClassVar[str]
     """In the handshake, in reports."""
     kind: ClassVar[str]
-    """In the settings: `transport.kind`, `transport.prefer`, and the section with its own settings, if it has any."""
+    """In the settings: `transport.kind`, and the section with its own settings, if it has any."""
     reach: Reach
     memory: tuple[MemoryKind, ...]
     trust: Trust

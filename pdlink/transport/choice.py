@@ -38,17 +38,16 @@ TRANSPORTS: tuple[type[Transport], ...] = (
 
 def check_kinds(config: TransportConfig) -> None:
     """Raises ConfigError if the settings name a transport that is not there."""
-    kinds = sorted({one.kind for one in TRANSPORTS})
-    for setting, value, valid in (("kind", config.kind, ["auto", *kinds]), ("prefer", config.prefer, kinds)):
-        if value not in valid:
-            raise ConfigError(f"transport.{setting}: got {value!r}; must be one of {', '.join(valid)}")
+    valid = ["auto", *sorted({one.kind for one in TRANSPORTS})]
+    if config.kind not in valid:
+        raise ConfigError(f"transport.kind: got {config.kind!r}; must be one of {', '.join(valid)}")
 
 
 def candidates(config: TransportConfig, memory: MemoryKind) -> list[type[Transport]]:
     """Transports that the settings allow and that move this kind of memory, the preferred one first."""
     check_kinds(config)
     able = [one for one in TRANSPORTS if config.kind in ("auto", one.kind) and memory in one.memory]
-    return sorted(able, key=lambda one: (one.kind != config.prefer, one.last_resort()))
+    return sorted(able, key=lambda one: one.last_resort())
 
 
 def open_transports(

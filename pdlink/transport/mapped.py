@@ -95,7 +95,7 @@ class MappedTransport(NativeTransport[_copy.Copier, "HostBuffer"]):
 
     @classmethod
     def configured(cls, config: TransportConfig, site: Site) -> MappedTransport:
-        return cls(config.mapped.threads)
+        return cls()
 
     def probe(self) -> Probe:
         """Makes one page of shared memory and invites this process to it."""

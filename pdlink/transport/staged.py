@@ -96,15 +96,7 @@ class StagedTransport(Transport):
         below = cls.below_class.configured(config, dataclasses.replace(site, memory="host"))
         host = config.tcp.host or site.host
         told = site.advertise_host if config.tcp.host in (None, "0.0.0.0", "::") else host
-        staging = config.staging
-        return cls(
-            below,
-            site.device_index,
-            host=host,
-            advertise=told,
-            slot_nbytes=staging.slot_nbytes,
-            num_slots=staging.num_slots,
-        )
+        return cls(below, site.device_index, host=host, advertise=told)
 
     @classmethod
     def last_resort(cls) -> bool:
@@ -258,7 +250,7 @@ class StagedTransport(Transport):
                 try:
                     self._slots.make()
                 except (CudaFailure, OSError) as error:
-                    raise TransportFailure(f"{self.name}: no slots: {error}; lower transport.staging") from error
+                    raise TransportFailure(f"{self.name}: no slots: {error}; free pinned memory") from error
                 self._below.register(self._slots.buffer)
                 self._below.guard(self._slots.as_blocks())
             if self._to_guard is not None:

@@ -100,7 +100,7 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
         tcp = config.tcp
         listen = tcp.host or site.host
         told = site.advertise_host if tcp.host in (None, "0.0.0.0", "::") else listen
-        return cls(listen, tcp.streams, tcp.congestion, told, pack_below_nbytes=tcp.pack_below_nbytes)
+        return cls(listen, tcp.streams, advertise=told)
 
     def probe(self) -> Probe:
         default = "system default"

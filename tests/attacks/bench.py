@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import zmq
 
-from pdlink.config import TimeoutConfig
 from pdlink.endpoint.channel import Channel, Received
 from pdlink.endpoint.driver import Endpoint
 from pdlink.endpoint.peer import PeerState
@@ -28,12 +27,13 @@ from pdlink.memory.checksums import Checksums
 from pdlink.memory.host import host_id
 from pdlink.protocol import messages
 from pdlink.protocol.auth import AllowList, ControlAddress, Credentials, KeyPair
+from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.messages import VERSION, Envelope, Identity
 from pdlink.transport.base import Transport
 from tests.endpoint.conftest import Handler, Receives, SenderLog, Sends, layout
 
 WAIT_S = 20.0
-TIMEOUTS = TimeoutConfig(heartbeat_s=0.5, peer_s=80.0, connect_s=90.0, lease_s=90.0, request_s=100.0)
+TIMEOUTS = Deadlines(heartbeat_s=0.5, peer_s=80.0, connect_s=90.0, lease_s=90.0, request_s=100.0)
 SRC, DST, TOKENS = [3, 0, 9, 4], [5, 1], 13
 STRANGERS = "stranger", "false"
 

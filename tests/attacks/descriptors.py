@@ -12,6 +12,7 @@ import os
 import resource
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from tests.endpoint.conftest import TIMEOUTS, Handler, Receives, SenderLog, Send
 SRC, DST, TOKENS = [3, 0, 9, 4], [5, 1], 13
 MOST_SPARE = 14
 """Descriptors left for an attempt; a session over any transport needs fewer."""
-QUICK = TIMEOUTS.model_copy(update={"connect_s": 0.5})
+QUICK = replace(TIMEOUTS, connect_s=0.5)
 
 
 def transport(kind: str) -> Transport:
@@ -38,7 +39,7 @@ class Node:
     def __init__(self, kind: str, name: str, block_tokens: int) -> None:
         config = TransportConfig(batch_timeout_s=5.0)
         self.node = pdlink.Node(
-            name, layout(block_tokens), transports=[transport(kind)], transport=config, timeouts=QUICK
+            name, layout(block_tokens), transports=[transport(kind)], transport=config, deadlines=QUICK
         )
         self.endpoint = self.node.endpoint
         self.sender, self.receiver = Sends(self.endpoint.sender), Receives(self.endpoint.receiver)

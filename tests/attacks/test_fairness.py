@@ -7,17 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdlink.config import TimeoutConfig
 from pdlink.endpoint import sessions
 from pdlink.events import MessageDropped, PeerChanged
 from pdlink.protocol import messages
+from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.messages import VERSION, Envelope
 from tests.endpoint.conftest import WAIT_S, Handler, Pair, until
 
 from .stranger import Stranger
 
 SRC, DST, TOKENS = [3, 0, 9, 4], [5, 1], 13
-TIMEOUTS = TimeoutConfig(heartbeat_s=0.05, peer_s=1.5, connect_s=6.0, lease_s=7.0, request_s=60.0)
+TIMEOUTS = Deadlines(heartbeat_s=0.05, peer_s=1.5, connect_s=6.0, lease_s=7.0, request_s=60.0)
 NUM_FRAMES = 250
 """Of 3.8 MB: decoding each takes 35 ms, so all of them many times `peer_s`."""
 

@@ -231,7 +231,7 @@ class Worker:
         config = TransportConfig(batch_timeout_s=5.0)
         self.transport = TcpTransport()
         self.node = pdlink.Node(
-            name, layout, [self.buffer], transports=[self.transport], transport=config, timeouts=TIMEOUTS
+            name, layout, [self.buffer], transports=[self.transport], transport=config, deadlines=TIMEOUTS
         )
         self.endpoint = self.node.endpoint
         self.sender, self.receiver = Sends(self.endpoint.sender), Receives(self.endpoint.receiver)

@@ -79,7 +79,6 @@ def test_up_says_which_variables_reach_its_workers(caplog: pytest.LogCaptureFixt
         (WorkerConfig, "PDLINK_NUM_BLOCKS", "PDLINK_CACHE__NUM_BLOCKS"),
         (WorkerConfig, "PDLINK_TRANSPRT__KIND", "PDLINK_TRANSPORT__KIND"),
         (WorkerConfig, "PDLINK_TRANSPORT__TCP_STREAMS", "PDLINK_TRANSPORT__TCP__STREAMS"),
-        (WorkerConfig, "PDLINK_TRANSPORT__MAPPED_THREADS", "PDLINK_TRANSPORT__MAPPED__THREADS"),
         (ProxyConfig, "PDLINK_RETRYS", "PDLINK_RETRIES"),
         (UpConfig, "PDLINK_NUM_PREFIL", "PDLINK_NUM_PREFILL"),
         (WorkerConfig, "PDLINK_SERVICE_HOTS", ""),

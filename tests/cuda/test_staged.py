@@ -43,7 +43,7 @@ class GpuNode(pdlink.Node):
         kv = layout(block_tokens)
         self.kv = Kv(device, kv.extent(0), block_tokens, make_event)
         staged = DoubleStaged(BELOW[below](), **staging)
-        super().__init__(name, kv, [self.kv], transports=[staged], timeouts=TIMEOUTS)
+        super().__init__(name, kv, [self.kv], transports=[staged], deadlines=TIMEOUTS)
 
     def rows(self, blocks: list[int], layer: int, part: int) -> Any:
         place, kv = self.groups.layouts[0].layers[layer], self.groups.layouts[0]
@@ -254,7 +254,7 @@ def test_slots_that_cannot_be_pinned_are_a_typed_error_and_can_be_tried_again(do
         side = Side(staged)
         side.add_buffer(4096, 0)
         double.fail("cuMemHostRegister_v2", 2)
-        with pytest.raises(TransportFailure, match="no slots: cuMemHostRegister_v2.*lower transport.staging"):
+        with pytest.raises(TransportFailure, match="no slots: cuMemHostRegister_v2.*free pinned memory"):
             staged.invite("writer")
         staged.invite("writer")
         side.buffers[0].close()

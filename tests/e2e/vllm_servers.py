@@ -119,9 +119,8 @@ class Pair:
         if engines > 1:
             prefill_flags = [*prefill_flags, "--data-parallel-size", str(engines)]
         # Patient with a peer that gets no CPU; a killed one is noticed by its connections.
-        timeouts = {"heartbeat_s": 0.5, "peer_s": PEER_S, "connect_s": 15.0, "lease_s": 20.0, "offer_s": 60.0}
         common: dict[str, Any] = {
-            "timeouts": timeouts | {"request_s": 240.0},
+            "timeouts": {"peer_s": PEER_S, "request_s": 240.0},
             "transport": {"verify": verify} | ({"kind": transport} if isinstance(transport, str) else transport),
         }
         if shards > 1:

@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 
 import pdlink
-from pdlink.config import SharingConfig, TimeoutConfig, TransportConfig
+from pdlink.config import TransportConfig
 from pdlink.endpoint.channel import Channel
 from pdlink.endpoint.incoming import Incoming
 from pdlink.endpoint.outgoing import Outgoing
+from pdlink.endpoint.sharing import Sharing
 from pdlink.events import Event, listen
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.kv.plan import warm_up
 from pdlink.memory.buffers import Buffer
+from pdlink.protocol.deadlines import Deadlines
 from tests.loopback import LoopbackHub, LoopbackTransport
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 Rows = np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]
 WAIT_S = 10.0
-TIMEOUTS = TimeoutConfig(heartbeat_s=0.05, peer_s=5.0, connect_s=6.0, lease_s=7.0, request_s=60.0)
+TIMEOUTS = Deadlines(heartbeat_s=0.05, peer_s=5.0, connect_s=6.0, lease_s=7.0, request_s=60.0)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -182,10 +184,10 @@ class Node:
         hub: LoopbackHub,
         name: str,
         kv: KVLayout,
-        timeouts: TimeoutConfig,
+        timeouts: Deadlines,
         model: str = "m",
         channel: Callable[[str], Channel] = Channel,
-        sharing: SharingConfig | None = None,
+        sharing: Sharing | None = None,
         transports: Sequence[Transport] = (),
         credentials: Credentials | None = None,
         require_lane: str | None = None,
@@ -203,9 +205,10 @@ class Node:
             [self.buffer],
             model=model,
             revision="main",
-            transport=TransportConfig(batch_timeout_s=5.0, sharing=sharing or SharingConfig(), require=require_lane),
+            transport=TransportConfig(batch_timeout_s=5.0, require=require_lane),
             transports=transports or [self.transport],
-            timeouts=timeouts,
+            deadlines=timeouts,
+            sharing=sharing,
             credentials=credentials,
             channel=channel,
             on_death=on_death,
@@ -246,10 +249,10 @@ class Pair:
 
     def __init__(
         self,
-        timeouts: TimeoutConfig = TIMEOUTS,
+        timeouts: Deadlines = TIMEOUTS,
         block_tokens: tuple[int, int] = (4, 8),
         channel: Callable[[str], Channel] = Channel,
-        sharing: SharingConfig | None = None,
+        sharing: Sharing | None = None,
         num_layers: int = 3,
     ) -> None:
         warm_up()  # not with the first push, under the endpoint's lock: seconds on a loaded machine

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pdlink.endpoint.order import OVERDUE_S, Part
 
 if TYPE_CHECKING:
-    from pdlink.config import SharingConfig
+    from pdlink.endpoint.sharing import Sharing
 
 
 class Job(NamedTuple):
@@ -32,7 +32,7 @@ class _Transfer:
 
 
 class SlowOrder:
-    def __init__(self, sharing: SharingConfig) -> None:
+    def __init__(self, sharing: Sharing) -> None:
         self.sharing = sharing
         self.transfers: dict[str, _Transfer] = {}
         self.served: dict[str, int] = {}
@@ -92,14 +92,12 @@ class SlowOrder:
         return min(waiting, key=lambda transfer: (self._own(transfer), transfer.number), default=None)
 
     def _own(self, transfer: _Transfer) -> float:
-        if self.sharing.order == "fcfs":
-            return transfer.number
         return transfer.left_nbytes + self.sharing.ageing * transfer.arrived_at
 
     def _claim(self, peer: str) -> tuple[float, int, int]:
         transfer = self._first(peer)
         assert transfer is not None
-        served = 0 if self.sharing.order == "fcfs" else self.served[peer]
+        served = self.served[peer]
         return self._own(transfer) + self.sharing.ageing * served, served, transfer.number
 
     def _held(self, peer: str) -> list[Part[Job]]:

@@ -15,11 +15,11 @@ import time
 
 import pytest
 
-from pdlink.config import TimeoutConfig
 from pdlink.endpoint.incoming import Incoming
 from pdlink.endpoint.outgoing import Outgoing
 from pdlink.endpoint.peer import PeerState
 from pdlink.events import PeerChanged
+from pdlink.protocol.deadlines import Deadlines
 from tests.model.node import TIMEOUTS, Node
 from tests.model.world import World
 
@@ -125,11 +125,11 @@ def test_longest_absence_is_told_to_all_who_ask() -> None:
 
 CHILD = """
 import sys, threading
-from pdlink.config import TimeoutConfig
+from pdlink.protocol.deadlines import Deadlines
 from tests.loopback import LoopbackHub
 from pdlink.events import PeerChanged, listen
 from tests.endpoint.conftest import Handler, Node, layout
-timeouts = TimeoutConfig(heartbeat_s=0.05, peer_s=0.5, connect_s=5.0, lease_s=7.0, request_s=60.0)
+timeouts = Deadlines(heartbeat_s=0.05, peer_s=0.5, connect_s=5.0, lease_s=7.0, request_s=60.0)
 listen(lambda event: print(event.state, event.reason, flush=True) if isinstance(event, PeerChanged) else None)
 node = Node(LoopbackHub(), "decode", layout(8), timeouts).open()
 node.receiver.expect("t", sys.argv[1], Handler())
@@ -140,7 +140,7 @@ node.close()
 
 def test_stopped_process_keeps_its_sessions_when_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """With SIGSTOP, ten times: nothing may be judged by a loop that wakes up before the I/O thread has read."""
-    patient = TimeoutConfig(heartbeat_s=0.05, peer_s=20.0, connect_s=6.0, lease_s=30.0, request_s=60.0)
+    patient = Deadlines(heartbeat_s=0.05, peer_s=20.0, connect_s=6.0, lease_s=30.0, request_s=60.0)
     pair = Pair(patient)
     monkeypatch.setattr(pair.prefill.transport, "connect", lambda peer, invitation: None)  # another process's hub
     monkeypatch.setattr(pair.prefill.transport, "lane", lambda peer: "loopback")

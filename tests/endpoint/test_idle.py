@@ -11,6 +11,7 @@ import pytest
 
 from pdlink.config import TimeoutConfig
 from pdlink.events import PeerChanged
+from pdlink.protocol.deadlines import Deadlines
 
 from .conftest import Pair, until
 
@@ -19,7 +20,7 @@ SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    pair = Pair(TimeoutConfig(heartbeat_s=0.1, peer_s=0.5, lease_s=20.0, request_s=60.0, idle_s=0.5))
+    pair = Pair(Deadlines(heartbeat_s=0.1, peer_s=0.5, lease_s=20.0, request_s=60.0, idle_s=0.5))
     yield pair
     pair.close()
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import zmq
 
-from pdlink.config import TimeoutConfig
 from pdlink.errors import InvalidRequest
 from pdlink.events import PeerChanged
 from pdlink.protocol import messages
+from pdlink.protocol.deadlines import Deadlines
 from tests.loopback import LOOPBACK
 
 from .conftest import Pair, until
 
 DST, TOKENS = [11, 3, 20], 21
-SHORT = TimeoutConfig(heartbeat_s=0.05, peer_s=1.0, connect_s=0.3, lease_s=1.5, request_s=60.0)
+SHORT = Deadlines(heartbeat_s=0.05, peer_s=1.0, connect_s=0.3, lease_s=1.5, request_s=60.0)
 
 
 def lost(pair: Pair) -> list[str]:

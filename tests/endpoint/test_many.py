@@ -8,18 +8,18 @@ import threading
 import pytest
 import zmq
 
-from pdlink.config import TimeoutConfig
 from pdlink.endpoint import sessions
 from pdlink.endpoint.peer import PeerState
 from pdlink.errors import TransferFailed
 from pdlink.protocol import messages
+from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.messages import VERSION, Envelope, Identity
 from tests.loopback import LOOPBACK
 
 from .conftest import Handler, Node, Pair, layout, until
 
 NUM_PEERS = 2_000
-PATIENT = TimeoutConfig(heartbeat_s=5.0, peer_s=50.0, connect_s=40.0, lease_s=55.0, request_s=60.0)
+PATIENT = Deadlines(heartbeat_s=5.0, peer_s=50.0, connect_s=40.0, lease_s=55.0, request_s=60.0)
 
 
 class Crowd:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from pdlink.config import TimeoutConfig
 from pdlink.events import PeerChanged
 from pdlink.protocol import messages
+from pdlink.protocol.deadlines import Deadlines
 from tests.attacks.stranger import FalsePrefill, Stranger
 from tests.loopback import LOOPBACK
 
 from .conftest import TIMEOUTS, Handler, Node, Pair, layout, until
 
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
-NEVER_SILENT = TimeoutConfig(heartbeat_s=0.05, peer_s=50.0, connect_s=50.0, lease_s=60.0, request_s=70.0)
+NEVER_SILENT = Deadlines(heartbeat_s=0.05, peer_s=50.0, connect_s=50.0, lease_s=60.0, request_s=70.0)
 
 
 def transfer(pair: Pair, decode: Node, name: str) -> list[str]:

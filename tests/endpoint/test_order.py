@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdlink.config import SharingConfig, WorkerConfig, load
 from pdlink.endpoint.order import OVERDUE_S, Backlog, Flow, Order, Part
 from pdlink.endpoint.parts import cut
-from pdlink.errors import ConfigError
+from pdlink.endpoint.sharing import Sharing
 from tests.endpoint.slow_order import Job, SlowOrder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-TEN = SharingConfig(window_nbytes=40, peer_window_nbytes=20, part_nbytes=10, ageing=0.1)
+TEN = Sharing(window_nbytes=40, peer_window_nbytes=20, part_nbytes=10, ageing=0.1)
 
 
 class Names:
     """An order whose peers and transfers have names."""
 
-    def __init__(self, sharing: SharingConfig) -> None:
+    def __init__(self, sharing: Sharing) -> None:
         self.order: Order[Job] = Order(sharing)
         self.flows: dict[str, Flow[Job]] = {}
         self.backlogs: dict[str, Backlog[Job]] = {}
@@ -47,7 +47,7 @@ class Names:
 class Line(Names):
     """An order, and what a test has to remember about it."""
 
-    def __init__(self, sharing: SharingConfig = TEN) -> None:
+    def __init__(self, sharing: Sharing = TEN) -> None:
         super().__init__(sharing)
         self.sharing = sharing
         self.now = 0.0
@@ -139,15 +139,6 @@ def test_layers_still_to_be_written_count_as_left() -> None:
     assert [part.job.transfer for part in released if part] == ["short", "short"]
 
 
-def test_first_come_first_served_when_asked_for() -> None:
-    line = Line(TEN.model_copy(update={"order": "fcfs"}))
-    for index, nbytes in enumerate((200, 10, 90, 30)):
-        line.come(f"t{index}", "ab"[index % 2], nbytes)
-    sent = line.run()
-    for peer in ("t0 t2", "t1 t3"):
-        assert [name for name in ready_order(sent) if name in peer] == peer.split()
-
-
 def test_parts_of_a_transfer_go_in_the_order_they_came() -> None:
     line = Line()
     line.come("t", "a", 95)
@@ -169,16 +160,20 @@ def test_mean_time_to_ready_beats_first_come_first_served(seed: int, num_peers: 
     for index, nbytes in enumerate(sizes):
         at_s += chance.expovariate(1 / gap_s)
         arrivals.append((at_s, f"t{index}", f"p{chance.randrange(num_peers)}", nbytes))
-    means = {}
-    for order in ("fcfs", "shortest"):
-        took_s = simulate(
-            SharingConfig(order=order, window_nbytes=80, peer_window_nbytes=40, part_nbytes=10), arrivals
-        )
-        means[order] = sum(took_s.values()) / len(took_s)
-    assert means["shortest"] < 0.7 * means["fcfs"]
+    took_s = simulate(Sharing(window_nbytes=80, peer_window_nbytes=40, part_nbytes=10), arrivals)
+    assert sum(took_s.values()) < 0.7 * first_come_first_served_s(arrivals)
 
 
-def simulate(sharing: SharingConfig, arrivals: list[tuple[float, str, str, int]]) -> dict[str, float]:
+def first_come_first_served_s(arrivals: list[tuple[float, str, str, int]]) -> float:
+    """Sum of the seconds from coming to the last byte, on a link of one byte a second without any order."""
+    free_s = took_s = 0.0
+    for at_s, _, _, nbytes in arrivals:
+        free_s = max(free_s, at_s) + nbytes
+        took_s += free_s - at_s
+    return took_s
+
+
+def simulate(sharing: Sharing, arrivals: list[tuple[float, str, str, int]]) -> dict[str, float]:
     """Seconds from coming to the last byte, on a link of one byte a second that serves what it holds in order."""
     names = Names(sharing)
     link: deque[tuple[float, Part[Job]]] = deque()
@@ -241,7 +236,7 @@ def test_a_burst_of_short_transfers_to_one_peer_passes_a_long_one_to_another_onl
 
 
 def test_peers_with_equal_claims_take_turns() -> None:
-    line = Line(TEN.model_copy(update={"ageing": 1.0}))
+    line = Line(replace(TEN, ageing=1.0))
     for peer in "abcd":
         for index in range(4):
             line.come(f"{peer}{index}", peer, 10)
@@ -267,14 +262,11 @@ OPERATIONS = st.lists(
     operations=OPERATIONS,
     ageing=st.sampled_from([0.01, 0.1, 1.0]),
     windows=st.sampled_from([(40, 20), (10, 10), (25, 15), (7, 5)]),
-    order=st.sampled_from(["shortest", "fcfs"]),
 )
 def test_every_part_goes_or_is_dropped_once_and_no_window_is_exceeded(
-    operations: list[tuple[str, int, int]], ageing: float, windows: tuple[int, int], order: str
+    operations: list[tuple[str, int, int]], ageing: float, windows: tuple[int, int]
 ) -> None:
-    sharing = TEN.model_copy(
-        update={"window_nbytes": windows[0], "peer_window_nbytes": windows[1], "ageing": ageing, "order": order}
-    )
+    sharing = replace(TEN, window_nbytes=windows[0], peer_window_nbytes=windows[1], ageing=ageing)
     line = Line(sharing)
     gone: Counter[int] = Counter()
 
@@ -294,7 +286,7 @@ def test_every_part_goes_or_is_dropped_once_and_no_window_is_exceeded(
             assert min(counted, excused) == 0 or min(counted, excused) + part.nbytes <= sharing.window_nbytes
         left, arrived_at = waiting[transfer]
         for name, (left_of, since) in waiting.items():
-            if line.peer[name] == its_peer and since < arrived_at and sharing.order == "shortest":
+            if line.peer[name] == its_peer and since < arrived_at:
                 assert arrived_at - since <= (left_of - left) / sharing.ageing + 1e-6
         return True
 
@@ -337,7 +329,7 @@ def test_every_part_goes_or_is_dropped_once_and_no_window_is_exceeded(
 )
 def test_a_burst_of_another_peer_keeps_to_its_bound(sizes: list[int], long: int, ageing: float, busy: int) -> None:
     """Newer transfers to another peer get at most S / ageing + the lead + one part before a waiting one."""
-    line = Line(TEN.model_copy(update={"ageing": ageing}))
+    line = Line(replace(TEN, ageing=ageing))
     for index in range(busy):  # both peers have had something before
         line.come(f"x{index}", "ab"[index % 3 == 0], 10 * (index % 5) + 1)
     line.run()
@@ -366,12 +358,11 @@ def test_it_decides_as_one_does_who_looks_at_everybody(seed: int) -> None:
     """Backlogs are ranked and windows counted as things happen; `SlowOrder` does neither."""
     chance = random.Random(seed)
     windows = chance.choice([(40, 20), (10, 10), (25, 15), (7, 5), (200, 30), (1000, 50)])
-    sharing = SharingConfig(
+    sharing = Sharing(
         window_nbytes=windows[0],
         peer_window_nbytes=windows[1],
         part_nbytes=min(windows[1], 10),
         ageing=chance.choice([0.01, 0.1, 1.0]),
-        order=chance.choice(["shortest", "shortest", "fcfs"]),
     )
     quick = Names(sharing)
     slow = SlowOrder(sharing)
@@ -515,7 +506,7 @@ def test_a_slow_peer_that_has_caught_up_shares_the_window_again() -> None:
 
 def test_a_peer_that_could_take_nothing_has_nothing_to_make_up_for() -> None:
     """Otherwise it would have the link for itself when it is back."""
-    line = Line(TEN.model_copy(update={"ageing": 1.0}))
+    line = Line(replace(TEN, ageing=1.0))
     line.come("a", "a", 60)
     line.fill()
     line.now = 2 * OVERDUE_S
@@ -554,12 +545,3 @@ def test_parts_cover_a_push_and_begin_with_blocks(
     assert all(low % block == 0 for low, _ in ranges[1:])
     assert all((high - low) * token_nbytes < part + block * token_nbytes for low, high in ranges)
     assert len(ranges) <= -(-length * token_nbytes // part) + 1
-
-
-def test_a_window_that_is_smaller_than_what_it_holds_is_refused() -> None:
-    with pytest.raises(ConfigError, match="part_nbytes = 8388608 must be at most peer_window_nbytes = 4194304"):
-        load(
-            WorkerConfig,
-            environment={},
-            flags={"transport.sharing.part_nbytes": 8 << 20, "transport.sharing.peer_window_nbytes": 4 << 20},
-        )

@@ -9,11 +9,11 @@ import time
 import pytest
 import zmq
 
-from pdlink.config import TimeoutConfig
 from pdlink.endpoint.channel import Received
 from pdlink.endpoint.peer import PeerState
 from pdlink.events import PeerChanged
 from pdlink.protocol import messages
+from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.messages import VERSION
 
 from .conftest import TIMEOUTS, WAIT_S, Handler, Node, Pair, layout, until
@@ -56,7 +56,7 @@ def test_prefill_that_is_not_there_fails_the_transfer_at_once(pair: Pair) -> Non
 
 def test_prefill_that_never_answers_fails_the_transfer_by_the_deadline() -> None:
     """vllm#26171: a handshake that does not end must not hold the request."""
-    pair = Pair(TimeoutConfig(heartbeat_s=0.05, peer_s=1.0, connect_s=0.3, lease_s=2.0, request_s=60.0))
+    pair = Pair(Deadlines(heartbeat_s=0.05, peer_s=1.0, connect_s=0.3, lease_s=2.0, request_s=60.0))
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -108,7 +108,7 @@ def test_closed_decode_frees_the_senders_blocks_and_its_successor_works(pair: Pa
 
 def test_silent_peer_is_lost_and_its_blocks_wait_for_the_fence() -> None:
     """nixl#2047: a peer that is alive but stalled. Here its whole transport is stopped in the middle of a write."""
-    pair = Pair(TimeoutConfig(heartbeat_s=0.05, peer_s=0.5, connect_s=5.0, lease_s=2.0, request_s=60.0))
+    pair = Pair(Deadlines(heartbeat_s=0.05, peer_s=0.5, connect_s=5.0, lease_s=2.0, request_s=60.0))
     pair.hub.hold = True
     pair.announce("t")
     handler = pair.expect("t")
@@ -127,7 +127,7 @@ def test_silent_peer_is_lost_and_its_blocks_wait_for_the_fence() -> None:
 
 
 def test_offer_without_a_request_is_given_up_after_the_lease() -> None:
-    pair = Pair(TimeoutConfig(heartbeat_s=0.02, peer_s=0.2, connect_s=5.0, lease_s=0.4, request_s=60.0))
+    pair = Pair(Deadlines(heartbeat_s=0.02, peer_s=0.2, connect_s=5.0, lease_s=0.4, request_s=60.0))
     handler = pair.expect("t")
     pair.decode.receiver.offer("t", DST, 0, TOKENS)
     assert handler.wait() == ["failed no_request", "released"]
@@ -137,7 +137,7 @@ def test_offer_without_a_request_is_given_up_after_the_lease() -> None:
 @pytest.mark.parametrize("prefill_first", [False, True])
 def test_a_leg_waits_for_the_other_one_for_less_than_a_lease(prefill_first: bool) -> None:
     """`lease_s` is how long somebody who was heard may be silent; a leg that was never heard is another matter."""
-    timeouts = TimeoutConfig(heartbeat_s=0.05, peer_s=WAIT_S, connect_s=5.0, lease_s=4 * WAIT_S, other_leg_s=0.2)
+    timeouts = Deadlines(heartbeat_s=0.05, peer_s=WAIT_S, connect_s=5.0, lease_s=4 * WAIT_S, other_leg_s=0.2)
     pair = Pair(timeouts)
     if prefill_first:
         assert pair.announce("t").wait() == ["failed no_receiver", "end"]
@@ -176,14 +176,14 @@ def test_prompts_of_one_list_are_not_taken_for_other_ones(pair: Pair) -> None:
 
 
 def test_request_without_a_receiver_is_given_up_after_the_lease() -> None:
-    pair = Pair(TimeoutConfig(heartbeat_s=0.02, peer_s=0.2, connect_s=5.0, lease_s=0.4, request_s=60.0))
+    pair = Pair(Deadlines(heartbeat_s=0.02, peer_s=0.2, connect_s=5.0, lease_s=0.4, request_s=60.0))
     assert pair.announce("t").wait() == ["failed no_receiver", "end"]
     pair.close()
 
 
 def test_live_receiver_keeps_the_senders_lease_beyond_its_length() -> None:
     """vllm#35764: a queue in front of decode must not cost the KV; heartbeats renew the lease."""
-    pair = Pair(TimeoutConfig(heartbeat_s=0.02, peer_s=0.2, connect_s=5.0, lease_s=0.3, request_s=60.0))
+    pair = Pair(Deadlines(heartbeat_s=0.02, peer_s=0.2, connect_s=5.0, lease_s=0.3, request_s=60.0))
     log = pair.announce("t")
     handler = pair.expect("t")
     pair.compute("t", SRC, TOKENS)
@@ -239,7 +239,7 @@ def test_a_hundred_restarts_of_either_side_under_load_need_nobody_elses() -> Non
 
 def test_engine_that_computes_for_long_does_not_cost_the_session() -> None:
     """Heartbeats come from the endpoint's own thread: Python that never waits delays them, but does not stop them."""
-    pair = Pair(TimeoutConfig(heartbeat_s=0.05, peer_s=0.6, connect_s=5.0, lease_s=2.0, request_s=60.0))
+    pair = Pair(Deadlines(heartbeat_s=0.05, peer_s=0.6, connect_s=5.0, lease_s=2.0, request_s=60.0))
     assert pair.transfer("t", SRC, DST, TOKENS) == ["ready 42", "released"]
     end_s = time.monotonic() + 3 * pair.timeouts.peer_s
 
@@ -257,7 +257,7 @@ def test_engine_that_computes_for_long_does_not_cost_the_session() -> None:
 
 def test_finished_prompt_nobody_offers_for_is_given_up_when_others_wait_for_its_blocks() -> None:
     """vllm#57104, vllm#44560: two full workers, each holding what the other waits for, must not stand still."""
-    pair = Pair(TimeoutConfig(heartbeat_s=0.02, peer_s=0.5, connect_s=5.0, lease_s=2.0, offer_s=0.2, request_s=60.0))
+    pair = Pair(Deadlines(heartbeat_s=0.02, peer_s=0.5, connect_s=5.0, lease_s=2.0, offer_s=0.2, request_s=60.0))
     log = pair.announce("t")
     handler = pair.expect("t")
     pair.compute("t", SRC, TOKENS)

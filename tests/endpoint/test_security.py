@@ -12,18 +12,18 @@ from contextlib import closing
 import pytest
 import zmq
 
-from pdlink.config import TimeoutConfig
 from pdlink.endpoint import channel
 from pdlink.events import Event, MessageDropped, PeerChanged, listen
 from pdlink.protocol import messages
 from pdlink.protocol.auth import AllowList, ControlAddress, Credentials, KeyPair
+from pdlink.protocol.deadlines import Deadlines
 from tests.loopback import LOOPBACK, LoopbackHub
 
 from .conftest import WAIT_S, Handler, Node, SenderLog, layout, until
 
 NEVER_S = 60.0
 """Handshake deadline of these tests, beyond the tests' own patience: a test that waits for it fails."""
-TIMEOUTS = TimeoutConfig(heartbeat_s=0.05, peer_s=80.0, connect_s=NEVER_S, lease_s=90.0, request_s=100.0)
+TIMEOUTS = Deadlines(heartbeat_s=0.05, peer_s=80.0, connect_s=NEVER_S, lease_s=90.0, request_s=100.0)
 SRC, DST, TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 
 

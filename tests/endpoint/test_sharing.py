@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdlink.config import SharingConfig
+from pdlink.endpoint.sharing import Sharing
 from pdlink.errors import TransportFailure
 from pdlink.events import LayerLanded, LayerWritten, listen
 from pdlink.node import report
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TOKEN_NBYTES, LAYERS = 64, 3
 """Of one layer."""
-SHARING = SharingConfig(window_nbytes=2048, peer_window_nbytes=1024, part_nbytes=512)
+SHARING = Sharing(window_nbytes=2048, peer_window_nbytes=1024, part_nbytes=512)
 """Parts of eight tokens; a peer has two of them in flight, the link has four."""
 BIG, BIG_DST, BIG_TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 SMALL, SMALL_DST, SMALL_TOKENS = [8], [12], 4
@@ -325,7 +325,7 @@ def test_large_push_between_small_ones_is_cut_and_they_share(pair: Pair) -> None
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 @pytest.mark.parametrize("flies", [False, True])
 def test_stop_takes_back_a_shared_part_that_waits_and_waits_for_one_that_flies(side: str, *, flies: bool) -> None:
-    one = SharingConfig(window_nbytes=512, peer_window_nbytes=512, part_nbytes=512)
+    one = Sharing(window_nbytes=512, peer_window_nbytes=512, part_nbytes=512)
     pair = Pair(sharing=one, num_layers=5)
     pair.hub.hold = True
     try:

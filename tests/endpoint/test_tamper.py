@@ -9,9 +9,10 @@ from contextlib import closing
 
 import pytest
 
-from pdlink.config import ChaosConfig, TimeoutConfig
+from pdlink.config import ChaosConfig
 from pdlink.endpoint.channel import Channel, Received
 from pdlink.node.tamper import SlowLink, TamperedChannel, channels, slow_down
+from pdlink.protocol.deadlines import Deadlines
 from pdlink.transport.base import BatchDone, Occurrence, PeerClosed, PeerFailed, Status
 from tests.loopback import LoopbackHub, LoopbackTransport
 
@@ -107,7 +108,7 @@ def test_nothing_is_tampered_with_unless_asked_for() -> None:
 
 def test_whatever_is_lost_repeated_or_late_no_transfer_waits_for_its_deadline() -> None:
     """Silence, leases and deadlines are longer than the test waits: a gap ends what would hang."""
-    timeouts = TimeoutConfig(
+    timeouts = Deadlines(
         heartbeat_s=0.05, peer_s=6 * WAIT_S, connect_s=0.5, lease_s=7 * WAIT_S, request_s=10 * WAIT_S
     )
     pair = Pair(timeouts, channel=channels(ChaosConfig(seed=3, drop=0.1, duplicate=0.2, delay_s=0.005)))

@@ -14,15 +14,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from pdlink.config import TimeoutConfig
 from pdlink.protocol import messages
+from pdlink.protocol.deadlines import Deadlines
 from tests.attacks.stranger import Stranger
 from tests.endpoint.conftest import TIMEOUTS, Handler, Node, Pair, layout, until
 
 TOKENS = 13
 SRC = [3, 0, 9, 4]
 DST = [5, 1]
-SHORT = TimeoutConfig(heartbeat_s=0.02, peer_s=0.2, connect_s=5.0, lease_s=0.4, request_s=60.0)
+SHORT = Deadlines(heartbeat_s=0.02, peer_s=0.2, connect_s=5.0, lease_s=0.4, request_s=60.0)
 
 
 def begin(pair: Pair, transfer_id: str, dst: list[int] | None = None, start: int = 0) -> Handler:
@@ -335,7 +335,7 @@ def test_tokens_are_paired_by_position_whatever_decode_has_already(pair: Pair, c
 
 def test_restart_between_two_heartbeats_is_noticed() -> None:
     """lmcache#4642: a server that came back before the next heartbeat was taken for the old one."""
-    slow = TimeoutConfig(heartbeat_s=20.0, peer_s=50.0, connect_s=5.0, lease_s=55.0, request_s=60.0)
+    slow = Deadlines(heartbeat_s=20.0, peer_s=50.0, connect_s=5.0, lease_s=55.0, request_s=60.0)
     pair = Pair(slow)
     try:
         assert transfer(pair, "t") == ["ready 42", "released"]

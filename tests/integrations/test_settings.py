@@ -28,7 +28,7 @@ def test_every_shard_listens_on_a_port_and_with_a_key_of_its_own() -> None:
         ({"transport": {"kind": "pigeon"}}, "transport.kind"),
         ({"control_host": "192.0.2.1"}, "keys"),
         ({"advertise_host": "192.0.2.1"}, "keys"),
-        ({"timeouts": {"lease_s": 1}}, "lease_s"),
+        ({"timeouts": {"peer_s": 200}}, "request_s"),
         ({"tiers": {"local_disk": "/kv"}}, "max_local_disk_size"),
         ({"tiers": {"local_disk": "/kv/{name}", "max_local_disk_size": 1}}, "another name at every start; set name"),
     ],
@@ -40,9 +40,9 @@ def test_a_wrong_setting_is_named(extra: dict[str, Any], named: str) -> None:
 
 def test_vllm_is_given_longer_to_answer_than_a_worker_and_may_be_given_less() -> None:
     plain, timeouts = TimeoutConfig(), read({}).timeouts
-    assert (timeouts.peer_s, timeouts.lease_s) > (plain.peer_s, plain.lease_s)
+    assert timeouts.peer_s > plain.peer_s
     assert timeouts.request_s < ProxyConfig().request_timeout_s
-    assert read({"timeouts": {"peer_s": 2}}).timeouts.lease_s == timeouts.lease_s
+    assert read({"timeouts": {"peer_s": 2}}).timeouts.peer_s == 2
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.32.0+cpu", "0.33.1.dev3+gabc"])

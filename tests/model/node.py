@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from pdlink.config import SharingConfig, TimeoutConfig
 from pdlink.endpoint.clock import AwakeClock
 from pdlink.endpoint.driver import Endpoint
 from pdlink.endpoint.incoming import Incoming
 from pdlink.endpoint.outgoing import Outgoing
 from pdlink.endpoint.peer import PeerState
+from pdlink.endpoint.sharing import Sharing
 from pdlink.errors import TransportFailure
 from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.node.port import EnginePort
+from pdlink.protocol.deadlines import Deadlines
 from pdlink.protocol.messages import VERSION, Identity
 from pdlink.protocol.states import ReceiverState, SenderState
 from pdlink.serve.legs import DecodeLeg, PrefillLeg
@@ -45,11 +46,11 @@ if TYPE_CHECKING:
     from pdlink.serve.stream import Stream
     from tests.loopback import Flight, LoopbackHub
 
-TIMEOUTS = TimeoutConfig(heartbeat_s=1.0, peer_s=4.0, connect_s=5.0, lease_s=8.0, request_s=40.0, idle_s=0.0)
+TIMEOUTS = Deadlines(heartbeat_s=1.0, peer_s=4.0, connect_s=5.0, lease_s=8.0, request_s=40.0, idle_s=0.0)
 IDLE_S = 4.0
 """Where idle sessions are closed; not everywhere, for that also mends what else nobody would mend."""
 BATCH_TIMEOUT_S = 6.0
-SHARING = SharingConfig(window_nbytes=200, peer_window_nbytes=160, part_nbytes=64)
+SHARING = Sharing(window_nbytes=200, peer_window_nbytes=160, part_nbytes=64)
 """A layer of all tokens is 144 bytes: it is cut, and a transfer has to wait for itself."""
 
 
@@ -334,7 +335,7 @@ class Node:
             name,
             Identity(VERSION, "model", "main", 1, self.layout, "host", other_layouts=self.groups.layouts[1:]),
             [self.transport],
-            TIMEOUTS.model_copy(update={"idle_s": IDLE_S if idle else 0.0}),
+            replace(TIMEOUTS, idle_s=IDLE_S if idle else 0.0),
             batch_timeout_s=BATCH_TIMEOUT_S,
             sharing=SHARING,
             channel=lambda _: self.port,

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import pdlink
-from pdlink.config import TimeoutConfig
 from pdlink.kv.layout import KVLayout, paged_layout
 from pdlink.memory.blocks import BlockPool
+from pdlink.protocol.deadlines import Deadlines
 from tests.loopback import LoopbackHub, LoopbackTransport
 
 LAYERS, TOKENS = 3, 21
 SRC, DST = [5, 1, 9, 2, 30, 7], [11, 3, 20]
 WAIT_S = 20.0
-TIMEOUTS = TimeoutConfig(heartbeat_s=0.05, peer_s=5.0, connect_s=6.0, lease_s=7.0, request_s=60.0)
+TIMEOUTS = Deadlines(heartbeat_s=0.05, peer_s=5.0, connect_s=6.0, lease_s=7.0, request_s=60.0)
 
 
 def layout(block_tokens: int) -> KVLayout:
@@ -76,7 +76,7 @@ class Pair:
             name,
             layout(block_tokens),
             transports=[LoopbackTransport(self.hub)],
-            timeouts=TIMEOUTS,
+            deadlines=TIMEOUTS,
             pool=pool,
             **more,
         )

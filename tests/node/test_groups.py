@@ -79,7 +79,7 @@ class Ends:
                 groups(block_tokens, step, position_tokens, overlaid=overlaid),
                 transport=TransportConfig(kind=kind, verify="all"),
                 transports=[LoopbackTransport(hub)] if transport == "loopback" else None,
-                timeouts=TIMEOUTS,
+                deadlines=TIMEOUTS,
             )
 
         self.prefill, self.decode = node("prefill", 4, steps[0]), node("decode", 8, steps[1])

@@ -29,7 +29,7 @@ def test_nodes_with_keys_of_each_other_exchange_kv_and_a_stranger_is_not_dialed(
     def node(name: str, block_tokens: int) -> pdlink.Node:
         transports = [LoopbackTransport(hub)]
         return pdlink.Node(
-            name, layout(block_tokens), transports=transports, timeouts=TIMEOUTS, credentials=credentials(name)
+            name, layout(block_tokens), transports=transports, deadlines=TIMEOUTS, credentials=credentials(name)
         )
 
     with node("prefill", 4) as prefill, node("decode", 8) as decode, node("stranger", 4) as stranger:

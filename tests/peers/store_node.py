@@ -6,8 +6,8 @@ import random
 import time
 from typing import TYPE_CHECKING
 
-from pdlink.config import TimeoutConfig
 from pdlink.peers.link import PeerLink
+from pdlink.protocol.deadlines import Deadlines
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.record import HEADER_NBYTES, Group, RecordShape
 from pdlink.store.store import Store
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdlink.protocol.auth import Credentials
 
 WAIT_S = 20.0
-TIMEOUTS = TimeoutConfig(heartbeat_s=0.1, peer_s=1.0, connect_s=2.0, lease_s=4.0)
+TIMEOUTS = Deadlines(heartbeat_s=0.1, peer_s=1.0, connect_s=2.0, lease_s=4.0)
 
 
 def shape_of(payload_nbytes: int) -> RecordShape:
@@ -50,7 +50,7 @@ class StoreNode:
     ) -> None:
         self.shape = shape_of(payload_nbytes)
         self.link = PeerLink(
-            name, port=port, transport=kind, timeouts=TIMEOUTS, credentials=credentials, timeout_s=timeout_s
+            name, port=port, transport=kind, deadlines=TIMEOUTS, credentials=credentials, timeout_s=timeout_s
         )
         self.tiers = [self.link.tier(peer) for peer in peers]
         slot_nbytes = -(-self.shape.nbytes // 4096) * 4096

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from pdlink.config import TimeoutConfig
 from pdlink.engine.request import GenerationRequest, SamplingParams
 from pdlink.errors import TransferFailed
 from pdlink.node.node import Node
 from pdlink.node.port import EnginePort
+from pdlink.protocol.deadlines import Deadlines
 from pdlink.serve.legs import DecodeLeg
 from pdlink.serve.stream import Stream
 from tests.endpoint.conftest import until
@@ -22,7 +22,7 @@ from tests.engine.small import NUM_LAYERS, Rig, oracle, prompt_of, rig
 from tests.loopback import LoopbackHub, LoopbackTransport
 
 PROMPT, MAX_TOKENS = prompt_of(43), 8
-TIMEOUTS = TimeoutConfig(heartbeat_s=0.05, peer_s=5.0, connect_s=6.0, lease_s=7.0, request_s=60.0)
+TIMEOUTS = Deadlines(heartbeat_s=0.05, peer_s=5.0, connect_s=6.0, lease_s=7.0, request_s=60.0)
 
 
 @dataclass
@@ -57,7 +57,7 @@ def link() -> Iterator[Link]:
             [worker.cache.buffer],
             pool=worker.pool,
             transports=[LoopbackTransport(hub)],
-            timeouts=TIMEOUTS,
+            deadlines=TIMEOUTS,
         )
         for name, worker in (("prefill", prefill), ("decode", decode))
     ]

@@ -142,14 +142,14 @@ def test_events_of_a_scripted_answer_are_what_the_script_says(pair: WorkerPair) 
 @pytest.fixture(scope="module")
 def patient(script: Script) -> Iterator[WorkerPair]:
     """Nothing ends by its lease."""
-    with WorkerPair(script, timeouts=TimeoutConfig(lease_s=100.0)) as pair:
+    with WorkerPair(script, timeouts=TimeoutConfig(peer_s=30.0)) as pair:
         yield pair
 
 
 @pytest.fixture(scope="module")
 def unlike(script: Script) -> Iterator[WorkerPair]:
     """Decode has other weights, so their handshake is refused."""
-    timeouts = TimeoutConfig(heartbeat_s=0.05, peer_s=0.5, lease_s=1.0)
+    timeouts = TimeoutConfig(peer_s=0.3)
     decode = {"model": ModelConfig(num_layers=1, seed=1, max_tokens=1024)}
     with WorkerPair(script, timeouts=timeouts, decode=decode) as pair:
         yield pair

@@ -130,7 +130,6 @@ def test_a_line_in_the_registry_makes_a_class_a_transport_of_every_node(monkeypa
     ("settings", "words"),
     [
         ({"kind": "pigeon"}, r"transport\.kind: got 'pigeon'; must be one of auto, mapped, tcp, ucx"),
-        ({"prefer": "auto"}, r"transport\.prefer: got 'auto'; must be one of mapped, tcp, ucx"),
     ],
 )
 def test_a_kind_that_no_transport_has_is_refused_with_those_there_are(settings: dict[str, str], words: str) -> None:

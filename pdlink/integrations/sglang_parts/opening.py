@@ -11,6 +11,7 @@ from pdlink.integrations.sglang_parts.allocation import ALLOCATION
 from pdlink.integrations.sglang_parts.ends import Ends, Rank
 from pdlink.integrations.sglang_parts.versions import UnsupportedSglang
 from pdlink.node.node import Node
+from pdlink.protocol.deadlines import Deadlines
 from pdlink.serve.keys import load_credentials
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def open_ends(
             revision=f"{revision} {meaning}",
             content=versions.content(server_args),
             transport=settings.transport,
-            timeouts=settings.timeouts,
+            deadlines=Deadlines.of(settings.timeouts),
             credentials=credentials,
             insecure=settings.security.insecure,
             on_death=lambda: log.error("pdlink: the node has died; requests fail until the server is restarted"),

@@ -25,6 +25,7 @@ from pdlink.integrations.vllm_parts.steps import Steps
 from pdlink.integrations.vllm_parts.store_half import StoreHalf, VllmBlocks
 from pdlink.integrations.vllm_parts.worker import WorkerHalf
 from pdlink.node.node import Node, end_process
+from pdlink.protocol.deadlines import Deadlines
 from pdlink.serve.keys import as_name, load_credentials
 from pdlink.store.opening import SourceGroup, open_groups
 
@@ -198,7 +199,7 @@ class Rank:
                 advertise_host=settings.advertise_host,
                 **self._identity(cache.planes),
                 transport=settings.transport,
-                timeouts=settings.timeouts,
+                deadlines=Deadlines.of(settings.timeouts),
                 credentials=credentials,
                 insecure=settings.security.insecure,
                 on_death=end_process,
