@@ -143,16 +143,16 @@ def store(args: argparse.Namespace) -> int | None:
 
 
 def proxy(args: argparse.Namespace) -> int | None:
-    from pdlink.serve.processes import FAMILY
+    from pdlink.serve.processes import PLACE
     from pdlink.serve.roles import run_proxy
 
     if args.parent_fd is not None:
         with _reporting(args.parent_fd) as parent:
             found = parent.settings()
-            family = found.pop(FAMILY, None)
+            place = found.pop(PLACE, None)
             config = ProxyConfig.model_validate(found)
             _log_as(config.log, args)
-            run_proxy(config, parent, lambda _: None, family)
+            run_proxy(config, parent, lambda _: None, place)
         return parent.status
     flags = {"prefill": args.prefill, "decode": args.decode, "dialect": args.dialect, "processes": args.processes}
     flags |= {"control": dict(args.control) if args.control else None}

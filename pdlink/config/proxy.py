@@ -97,9 +97,6 @@ class ProxyConfig(Section):
     """Written out, it lets a proxy without keys take workers of other hosts that register."""
     cells: dict[str, str] = {}
     """By base URL of a worker, the name of its cell (a rack, an RDMA network): KV moves within one only."""
-    cell_size: int = Field(default=0, ge=0)
-    """Workers that name no cell are put into cells of at most so many prefill and so many decode workers. It bounds
-    the sessions of each; 0 makes none."""
     decode_ranks: int | None = Field(default=None, ge=1)
     """Dialect vllm: tensor parallel ranks of a decode server, where they are not as many as a prefill server's."""
     control: dict[str, tuple[str, ...]] = {}
@@ -130,8 +127,9 @@ class ProxyConfig(Section):
     worker); `session` (by header X-Session-Id or `user`); `prefix` (where most of the prompt was sent before); `cost`
     (where the first token is expected soonest); or `path.to.module:Class`, a policy of your own."""
     processes: int = Field(default=1, ge=1, le=64)
-    """Processes that serve the port together. They see each other's load, and `queue_size`, `max_connections` and
-    `rate_limits` are for all of them; each has its own connections to the workers and its own index of KV events."""
+    """Processes that serve the port together: routers that share nothing else. Each gets an equal part of
+    `queue_size`, `max_connections`, `rate_limit` and `rate_limits`, rounded up, and counts in `routers`. The kernel
+    gives each connection to one of them: a client with a single connection has the limits of one."""
     routers: int = Field(default=1, ge=1)
     """Proxies before these workers. With several, `least_loaded`, `prefix` and `cost` choose among two workers drawn
     by chance and the one that the beginning of the prompt draws: with a view of all, proxies send to the same one."""

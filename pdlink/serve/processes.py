@@ -1,7 +1,8 @@
 """A proxy of several processes on one port: started, watched, started again, told to reload, drained together.
 
-Each of them listens on the port by itself (SO_REUSEPORT), and the kernel spreads connections over them. This process
-holds the port and serves nothing.
+Each of them listens on the port by itself (SO_REUSEPORT), and the kernel spreads connections over them. They are
+routers that share nothing: each has its part of what is limited, and chooses among two workers drawn by chance. This
+process holds the port and serves nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdlink.config.proxy import RateLimit
 from pdlink.errors import ConfigError
 from pdlink.serve.keeper import ChildFailed, Keeper
 from pdlink.serve.process import bind
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("pdlink.proxy")
 
 _LOOK_S = 0.1
-FAMILY = "family"
-"""The field of a child's settings that says who the others are."""
+PLACE = "place"
+"""The field of a child's settings that says which one it is, and where the others are."""
 
 
 def run_processes(
@@ -41,8 +43,6 @@ def run_processes(
 ) -> None:
     """Run them until SIGTERM, SIGINT or the end of the parent. reread: loads the settings again, on SIGHUP. Raises
     ConfigError and ChildFailed before all are ready."""
-    from pdlink_proxy.family import make_tables
-
     if config.dialect == "lmcache":
         raise ConfigError(
             f"processes: got {config.processes}; limit 1 with dialect lmcache, whose workers tell one address "
@@ -54,13 +54,12 @@ def run_processes(
     with contextlib.ExitStack() as held:
         bound = held.enter_context(bind(config.host, config.port, shared=True))
         directory = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="pdlink-proxy-")))
-        make_tables(directory, config.processes)
         port = bound.getsockname()[1]
         children: list[Child] = []
         try:
             for index in range(config.processes):
-                family = {"directory": str(directory), "number": index, "processes": config.processes}
-                settings = {**_share(config).model_dump(mode="json"), "port": port, FAMILY: family}
+                place = {"directory": str(directory), "number": index, "processes": config.processes}
+                settings = {**_share(config).model_dump(mode="json"), "port": port, PLACE: place}
                 children.append(start(f"proxy-{index}", "proxy", settings))
             for child in children:
                 _await(child, stopping)
@@ -82,9 +81,23 @@ def run_processes(
 
 
 def _share(config: ProxyConfig) -> ProxyConfig:
-    """The settings of one of them: bounds are for all together."""
-    parts = {"queue_size": config.queue_size, "max_connections": config.max_connections}
-    return config.model_copy(update={name: math.ceil(number / config.processes) for name, number in parts.items()})
+    """The settings of one of them: bounds are for all together, and it is one router of several."""
+
+    def part(number: int) -> int:
+        return math.ceil(number / config.processes)
+
+    def limit(of_all: RateLimit) -> RateLimit:
+        return RateLimit(requests=part(of_all.requests), tokens=part(of_all.tokens))
+
+    return config.model_copy(
+        update={
+            "queue_size": part(config.queue_size),
+            "max_connections": part(config.max_connections),
+            "rate_limit": limit(config.rate_limit),
+            "rate_limits": {key: limit(of_all) for key, of_all in config.rate_limits.items()},
+            "routers": config.routers * config.processes,
+        }
+    )
 
 
 def _await(child: Child, stopping: list[int]) -> None:
@@ -97,7 +110,7 @@ def _await(child: Child, stopping: list[int]) -> None:
 
 
 def _reload(children: list[Child], directory: Path, reread: Callable[[], ProxyConfig] | None) -> None:
-    from pdlink_proxy.family import tell
+    from pdlink_proxy.siblings import tell
 
     settings = None
     try:
@@ -106,7 +119,7 @@ def _reload(children: list[Child], directory: Path, reread: Callable[[], ProxyCo
         log.error("the settings are unchanged: %s", error)
     for number, child in enumerate(children):
         if settings is not None:  # also for one that is started again
-            kept = {name: child.settings[name] for name in ("port", FAMILY)}
+            kept = {name: child.settings[name] for name in ("port", PLACE)}
             child.settings = {**settings, **kept}
         if child.process.poll() is None:
             if settings is not None:

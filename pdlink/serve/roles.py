@@ -190,26 +190,26 @@ def run_proxy(
     config: ProxyConfig,
     parent: Parent | None,
     say: Callable[[str], None],
-    family: dict[str, Any] | None = None,
+    place: dict[str, Any] | None = None,
     reread: Callable[[], ProxyConfig] | None = None,
 ) -> None:
-    """Run a proxy until SIGTERM or the end of its parent. family: it is one of several processes (`Place`). reread:
+    """Run a proxy until SIGTERM or the end of its parent. place: it is one of several processes (`Place`). reread:
     loads the settings again, on SIGHUP."""
     from pdlink.config import SecurityConfig
     from pdlink.serve import keys
     from pdlink_proxy.app import ROUTER, build_app
-    from pdlink_proxy.family import Family, Place
     from pdlink_proxy.front import FrontRunner
+    from pdlink_proxy.siblings import Place, Siblings
 
-    if family is None and config.processes > 1:
+    if place is None and config.processes > 1:
         from pdlink.serve.processes import run_processes
 
         run_processes(config, parent, say, reread)
         return
     tls = keys.server_tls(config.tls_cert, config.tls_key)
-    bound = bind(config.host, config.port, shared=family is not None)
+    bound = bind(config.host, config.port, shared=place is not None)
     credentials = keys.load_credentials(SecurityConfig(key_file=config.key_file, allow_file=config.allow_file))
-    app = build_app(config, Family(Place(**family)) if family is not None else None, credentials)
+    app = build_app(config, Siblings(Place(**place)) if place is not None else None, credentials)
     if config.workers_file is not None or config.discover:
         pass  # what they list may change
     elif not config.decode:

@@ -81,7 +81,7 @@ class About:
         if not self._router.entry.may_enter(request):
             return _json(http_status, {"status": status})
         beside = await self._router.beside()
-        running = self._router.num_running + sum(each.running for each in beside)
+        running = self._router.num_running + sum(each.running for each in beside.values())
         body: dict[str, Any] = {"status": status, "reason": reason, "active_requests": running}
         for side in Leg:
             body[side.value] = self._router.described(side, beside)
@@ -91,6 +91,8 @@ class About:
         body["mismatched"] = [each.describe() for each in self._router.pools.mismatches]
         if self._router.role_loop is not None:
             body["roles"] = self._router.role_loop.describe()
+        if self._router.siblings is not None:
+            body["processes"] = self._router.siblings.said(beside)
         # Tells which proxy answers: another one may listen on the same port.
         body["proxy"] = {
             "host": socket.gethostname(),
@@ -115,8 +117,8 @@ class About:
             return self._router.entry.no_entry()
         request_id = request.query.get("request")
         decisions = self._router.decisions.of(request_id)
-        if self._router.family is not None:
-            for found in await self._router.family.ask_all("decisions", request_id):
+        if self._router.siblings is not None:
+            for found in (await self._router.siblings.ask_all("decisions", request_id)).values():
                 decisions += msgspec.convert(found, list[Decision])
             decisions.sort(key=lambda each: each.at_s)
         if request_id is None:
@@ -160,8 +162,8 @@ class About:
 
         asked = [worker for worker in self._router.pools.all if worker.label in labels] if ask is not None else []
         told = self._router.decisions.told_of(request_id)
-        if self._router.family is not None:
-            for found in await self._router.family.ask_all("told", request_id):
+        if self._router.siblings is not None:
+            for found in (await self._router.siblings.ask_all("told", request_id)).values():
                 told += msgspec.convert(found, list[Told])
         said = [{"worker": each.worker, **msgspec.structs.asdict(each.said)} for each in told]
         return list(itertools.chain(said, *await asyncio.gather(*map(of, asked))))
@@ -177,9 +179,12 @@ class About:
     async def exposition(self, request: web.Request) -> web.Response:
         if not self._router.entry.may_enter(request):
             return self._router.entry.no_entry()
-        others = await self._router.family.ask_all("numbers") if self._router.family is not None else []
-        accept = request.headers.get("Accept", "")
-        body, content_type = self._router.metrics.exposition(accept, msgspec.convert(others, list[Numbers]))
+        siblings, others = self._router.siblings, list[Numbers]()
+        if siblings is not None:
+            found = await siblings.ask_all("numbers")
+            others = [msgspec.convert(each, Numbers) for each in found.values()]
+            self._router.metrics.count_processes(siblings.said(found))
+        body, content_type = self._router.metrics.exposition(request.headers.get("Accept", ""), others)
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def nowhere(self, request: web.Request) -> web.Response:

@@ -111,7 +111,7 @@ class Admission:
         queue = shared.queue
         if choice is not None:
             found: Placed | Unplaced | Queued = self._judged(action, choice)
-        elif first and (queue.num or queue.accounts.shared) and not queue.passes(wanted.model, self._loop.time()):
+        elif first and queue.num and not queue.passes(wanted.model):
             found = Queued("other requests wait", not shared.pools.usable(Leg.DECODE, wanted.model))
         else:
             found = self._try(action)

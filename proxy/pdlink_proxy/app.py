@@ -34,8 +34,6 @@ from .dialects import DIALECTS
 from .discovery.joined import Discovery
 from .discovery.register import Door
 from .entry import Entry
-from .family import MEMBERS_FILE
-from .family_answers import Beside, answers_of
 from .membership import Membership, from_settings
 from .metrics import Metrics
 from .openai import wanted
@@ -52,6 +50,7 @@ from .relaying import opened_relays
 from .reloading import WORKERS, taken
 from .routes_only import Decider
 from .shared import Shared
+from .siblings import MEMBERS_FILE, Doing, answers_of
 from .spans import Tracer
 from .steps import Leg
 from .summary import ProxySummary
@@ -63,14 +62,14 @@ from .watching import watch
 from .worker import State, Worker
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from pdlink.config import ProxyConfig
     from pdlink.protocol.auth import Credentials
 
     from .exchange import Exchange
-    from .family import Family
     from .plain import Plain
+    from .siblings import Siblings
 
 log = logging.getLogger("pdlink.proxy")
 
@@ -87,11 +86,11 @@ class Router:
     """One proxy: its workers, its requests, and whether it takes new ones."""
 
     def __init__(
-        self, config: ProxyConfig, family: Family | None = None, credentials: Credentials | None = None
+        self, config: ProxyConfig, siblings: Siblings | None = None, credentials: Credentials | None = None
     ) -> None:
-        """family: the other processes of this proxy. credentials: of `key_file` and `allow_file`. Raises ConfigError
-        for an invalid worker URL, and for a key file without keys."""
-        self.config, self.family = config, family
+        """siblings: the other processes of this proxy. credentials: of `key_file` and `allow_file`. Raises
+        ConfigError for an invalid worker URL, and for a key file without keys."""
+        self.config, self.siblings = config, siblings
         self.dialect = DIALECTS[config.dialect]
         alone = Alone(config.decode_alone_tokens, config.decode_alone_idle_tokens)
         placer = Placer(
@@ -101,20 +100,18 @@ class Router:
             routers=config.routers,
             salt=int.from_bytes(os.urandom(8)) if config.routers > 1 else 0,
         )
-        self.pools = Pools(placer, most_left_out=config.eject_share, cell_size=config.cell_size)
+        self.pools = Pools(placer, most_left_out=config.eject_share)
         members = from_settings(config, self.dialect)
         self.pools.replace(members)
-        if family is not None:
-            self.pools.load_table = family.load
-            placer.share(family.prefixes)
-            family.answers = answers_of(self)
+        if siblings is not None:
+            siblings.answers = answers_of(self)
         self.membership = Membership(self.pools, self._watch, self.dialect, config.workers_file, members=members)
         self.membership.found_by = ", ".join(config.discover)
         beats = Beats(self.pools, lambda: self.shared.serve_queue())
-        door = Door(beats, credentials, config.insecure, family.place.number if family is not None else 0)
+        door = Door(beats, credentials, config.insecure, siblings.number if siblings is not None else 0)
         self.discovery = Discovery.of(config.discover, self.dialect, self.membership.replace, members, door)
         self._worker_headers = worker_headers(config, bearer=self.dialect.key_as_bearer)
-        self.entry = Entry(config, self.pools, family, keyed="Authorization" in self._worker_headers)
+        self.entry = Entry(config, self.pools, keyed="Authorization" in self._worker_headers)
         self._tokenizers = opened(config.tokenizers)
         self.metrics = Metrics()
         self.metrics.before_reading(self._take_stock)
@@ -147,8 +144,6 @@ class Router:
             contextlib.AsyncExitStack() as stack,
         ):
             queue = Queue(config.queue_size, config.shares)
-            if self.family is not None:
-                queue.accounts = self.family.accounts
             clients = {Leg.PREFILL: prefill, Leg.DECODE: decode}
             self._shared = shared = Shared(
                 config, self.dialect, self.pools, self.metrics, clients, control, self.decisions, self.records, queue
@@ -173,9 +168,9 @@ class Router:
             self.membership.changed = shared.serve_queue
             self.pools.found_turning = self.membership.list_soon
             self.membership.replace(self.membership.members)
-            if self.family is not None:
-                self.membership.keep(self.family.directory / MEMBERS_FILE)
-                await stack.enter_async_context(self.family)
+            if self.siblings is not None:
+                self.membership.keep(self.siblings.directory / MEMBERS_FILE)
+                await stack.enter_async_context(self.siblings)
             if config.summary_s:
                 summary = ProxySummary(self.records, lambda: (self.num_running, self.num_queued))
                 shared.spawn(tell(summary.take, config.summary_s))
@@ -209,9 +204,9 @@ class Router:
 
     async def members_changed(self) -> None:
         """An operator has changed the workers: the other processes read it, too."""
-        if self.family is not None:
+        if self.siblings is not None:
             self.membership.save()
-            await self.family.ask_all("members")
+            await self.siblings.ask_all("members")
 
     def reload(self) -> None:
         """Read files again: keys and workers; go on in a new decision log. Running requests go on."""
@@ -263,7 +258,7 @@ class Router:
             return reworded(request.path, call)
         if entry.limits is not None:
             asked = wanted(call, None)
-            if (refusal := await entry.over_limit(request, asked.total_tokens)) is not None:
+            if (refusal := entry.over_limit(request, asked.total_tokens)) is not None:
                 refusal.headers["X-Request-Id"] = headers["X-Request-Id"]
                 self.metrics.requests.inc("rejected")
                 return reworded(request.path, refusal)
@@ -347,25 +342,26 @@ class Router:
             return "degraded", f"degraded: {'; '.join(map(str, stranded[:8]))}"
         return "ok", "no healthy prefill worker: decode computes prompts itself" if alone else ""
 
-    async def beside(self, *, records: bool = False) -> list[Beside]:
-        """What the other processes of this proxy do now."""
-        if self.family is None:
-            return []
-        return [msgspec.convert(each, Beside) for each in await self.family.ask_all("now", records)]
+    async def beside(self, *, records: bool = False) -> dict[int, Doing]:
+        """By number, what the other processes of this proxy do now that answer."""
+        if self.siblings is None:
+            return {}
+        found = await self.siblings.ask_all("doing", records)
+        return {number: msgspec.convert(each, Doing) for number, each in found.items()}
 
-    def recorded(self, beside: Sequence[Beside]) -> Sequence[RequestRecord]:
+    def recorded(self, beside: Mapping[int, Doing]) -> Sequence[RequestRecord]:
         """The last requests of all processes, oldest first. beside: with records."""
         if not beside:
             return self.records
-        found = [*self.records, *(record for each in beside for record in each.records)]
+        found = [*self.records, *(record for each in beside.values() for record in each.records)]
         return sorted(found, key=lambda record: record.at_s)
 
-    def described(self, side: Leg, beside: Sequence[Beside]) -> list[dict[str, Any]]:
+    def described(self, side: Leg, beside: Mapping[int, Doing]) -> list[dict[str, Any]]:
         """The workers of one side, with the legs of all processes."""
         found = []
         for worker in self.pools.workers[side]:
             said = worker.describe()
-            said["in_flight"] += sum(each.in_flight.get(f"{side.value} {worker.id}", 0) for each in beside)
+            said["in_flight"] += sum(each.in_flight.get(f"{side.value} {worker.id}", 0) for each in beside.values())
             found.append(said)
         return found
 
@@ -388,15 +384,15 @@ ROUTER = web.AppKey("router", Router)
 
 
 def build_app(
-    config: ProxyConfig, family: Family | None = None, credentials: Credentials | None = None
+    config: ProxyConfig, siblings: Siblings | None = None, credentials: Credentials | None = None
 ) -> web.Application:
     """The proxy as an aiohttp application; `app[ROUTER].drain()` takes it out of service.
 
     Run it by a `FrontRunner`, with `handler_cancellation=True` (or a client that leaves does not end its request) and
-    without an access log (a line costs more than the request; /metrics counts requests). family, credentials: see
+    without an access log (a line costs more than the request; /metrics counts requests). siblings, credentials: see
     `Router`. Raises ConfigError for an invalid worker URL.
     """
-    router = Router(config, family, credentials)
+    router = Router(config, siblings, credentials)
     # client_max_size: the default of 1 MiB is a prompt of some 200k tokens sent as ids.
     app = web.Application(client_max_size=config.max_body_nbytes)
     app[ROUTER] = router
@@ -421,7 +417,7 @@ def build_app(
 
 def _role_loop(router: Router) -> RoleLoop | None:
     """Of the first process alone: two that decide would turn two workers for one reason."""
-    config, family = router.config.roles, router.family
-    if config.mode == "off" or (family is not None and family.place.number):
+    config, siblings = router.config.roles, router.siblings
+    if config.mode == "off" or (siblings is not None and siblings.number):
         return None
     return RoleLoop(config, router.pools, router.metrics, lambda: router.num_queued)

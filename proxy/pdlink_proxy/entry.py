@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from pdlink.config import ProxyConfig
 
-    from .family import Family
     from .pools import Pools
 
 _ADDRESS_MARKS = ("___prefill_addr_", "___decode_addr_")
@@ -34,10 +33,9 @@ _ADDRESS_MARKS = ("___prefill_addr_", "___decode_addr_")
 class Entry:
     """Of one proxy."""
 
-    def __init__(self, config: ProxyConfig, pools: Pools, family: Family | None, *, keyed: bool) -> None:
-        """family: the other processes of this proxy. keyed: workers get the proxy's own Authorization. Raises
-        ConfigError for a key file without keys."""
-        self._config, self._pools, self._family, self._keyed = config, pools, family, keyed
+    def __init__(self, config: ProxyConfig, pools: Pools, *, keyed: bool) -> None:
+        """keyed: workers get the proxy's own Authorization. Raises ConfigError for a key file without keys."""
+        self._config, self._pools, self._keyed = config, pools, keyed
         self.api_keys = api_keys(config)
         self.limits = _limits(config)
         """None where nothing is limited."""
@@ -67,11 +65,9 @@ class Entry:
             return None
         if not self._pools.serves(call.model):
             return None
-        if self.limits is not None:
-            if self._family is not None:
-                return None  # another process may have to be asked
-            if self.limits.take(key_of(said), wanted(call, None).total_tokens, time.monotonic()):
-                return None
+        limits = self.limits
+        if limits is not None and limits.take(key_of(said), wanted(call, None).total_tokens, time.monotonic()):
+            return None
         return call
 
     async def checked(self, request: web.Request) -> Call | web.Response:
@@ -134,15 +130,11 @@ class Entry:
         message = f"model {model!r} is not served here; known: {', '.join(self._pools.models())}"
         return refused(UnknownModel.http_status, message, UnknownModel.code, "model")
 
-    async def over_limit(self, request: web.Request, tokens: int) -> web.Response | None:
+    def over_limit(self, request: web.Request, tokens: int) -> web.Response | None:
         """Counts a request of so many tokens; the error response if its key has asked too much."""
         if self.limits is None:
             return None
-        key, wait_s = key_of(request.headers), None
-        if self._family is not None and (owner := self._family.owner_of(key)) != self._family.place.number:
-            wait_s = await self._family.ask(owner, "take", [key, tokens])
-        if wait_s is None:  # it is ours to count, or the owner is being started again
-            wait_s = self.limits.take(key, tokens, time.monotonic())
+        wait_s = self.limits.take(key_of(request.headers), tokens, time.monotonic())
         if not wait_s:
             return None
         message = f"rate_limit: this API key has asked too much; limit as configured; try again in {wait_s:.0f} s"

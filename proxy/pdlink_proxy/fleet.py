@@ -160,15 +160,10 @@ class WorkerState:
     """Tokens whose KV it can hold; None if it does not say."""
     tokens_per_s: float | None = None
     """Finished per second in which there was something to do; None if not measured."""
-    beside_name: int = 0
-    """Its name among the processes of this proxy; 0 if it has none, or is not listed any more."""
     publishes: bool = False
     """It says what KV it has, in events."""
     group: tuple[str, str] = ("", "")
     """Its cell and the fingerprint of its KV: KV moves within a group only. Unknown parts fit everything."""
-    beside_requests: int = 0
-    """Of other processes of this proxy, not finished; `beside_tokens` are theirs."""
-    beside_tokens: int = 0
     slowness: float = 1.0
     """Time for a token, relative to the mean of its pool. 1 for differences that may be chance."""
     table: Table | None = None
@@ -219,25 +214,17 @@ class WorkerState:
 
     def heard(self, requests: int, free_tokens: int | None, load_tokens: int | None = None) -> None:
         """By its own account it has this many requests, room for so many tokens, and so many to do."""
-        self.foreign = max(0, requests - self.requests - self.beside_requests)
-        ours = self.tokens + self.beside_tokens
-        self.foreign_tokens = None if load_tokens is None else max(0, load_tokens - ours)
+        self.foreign = max(0, requests - self.requests)
+        self.foreign_tokens = None if load_tokens is None else max(0, load_tokens - self.tokens)
         self.room_tokens = free_tokens
         self._weigh()
         if self.table is not None:
             self.table.tell_room(self, self.row)
 
-    def heard_beside(self, tokens: int, requests: int) -> None:
-        """Other processes of this proxy have so much there."""
-        if self.room_tokens is not None:
-            self.room_tokens -= tokens - self.beside_tokens
-        self.beside_tokens, self.beside_requests = tokens, requests
-        self._weigh()
-
     @property
     def idle(self) -> bool:
         """It has no request, of nobody."""
-        return self.requests + self.foreign + self.beside_requests == 0
+        return self.requests + self.foreign == 0
 
     def grouped(self, group: tuple[str, str]) -> None:
         if group != self.group:
@@ -255,7 +242,7 @@ class WorkerState:
         foreign = self.foreign_tokens
         if foreign is None:
             foreign = self.foreign * (self._mean_tokens or 1.0)
-        self.load = load = self.tokens + self.beside_tokens + foreign
+        self.load = load = self.tokens + foreign
         self._counts_alone = not self.foreign and self.room_tokens is None
         if (table := self.table) is not None:
             table.load[self.row] = load

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdlink.observe.series import FINE_SECONDS, Counter, Gauge, Histogram, ProcessMetrics, Registry
 from pdlink.observe.spans import read_context
@@ -149,7 +149,21 @@ class Metrics(Registry):
         self.healthy = add(
             Gauge("pdlink_proxy_worker_healthy", "1 if it may get requests.", of_all=True, worker=(), leg=())
         )
+        self.processes = add(
+            Gauge(
+                "pdlink_proxy_process_counted",
+                "1 if the numbers here are also of this process of the proxy, 0 if it did not answer; nothing where "
+                "it has one.",
+                of_all=True,
+                process=(),
+            )
+        )
         ProcessMetrics(self)
+
+    def count_processes(self, said: Mapping[str, Any]) -> None:
+        """Numbers of these processes are added to its own before they are shown. said: see `Siblings.said`."""
+        by_process = {(str(number),): True for number in said["answered"]}
+        self.processes.replace(by_process | {(str(number),): False for number in said["silent"]})
 
 
 def exemplar_of(headers: Mapping[str, str]) -> dict[str, str]:

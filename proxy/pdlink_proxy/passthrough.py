@@ -106,7 +106,7 @@ class PassThrough:
             return unknown, Outcome.REJECTED
         most = max(0, named.max_tokens or named.max_output_tokens or 0)
         wanted = PlacementRequest(named.model or "", count_tokens(body), most, body)
-        if (refusal := await router.entry.over_limit(request, wanted.total_tokens)) is not None:
+        if (refusal := router.entry.over_limit(request, wanted.total_tokens)) is not None:
             return refusal, Outcome.REJECTED
         shared.retries.earn()
         if (refusal := await self._wait_for_any(request, wanted, named.model)) is not None:
@@ -312,14 +312,12 @@ def _counted(shared: Shared, worker: Worker, wanted: PlacementRequest) -> Iterat
     call = breaker.begin(time.monotonic())
     worker.passing += 1
     work.sent(wanted.total_tokens, time.monotonic())
-    shared.pools.tell_beside(work)
     try:
         yield count
     finally:
         now = time.monotonic()
         worker.passing -= 1
         work.finished(wanted.total_tokens, now, served=count.failure is False)
-        shared.pools.tell_beside(work)
         if count.failure is None:
             breaker.drop(call)
         else:

@@ -18,11 +18,10 @@ from .policies.registry import make_policy
 from .table import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence, Set
+    from collections.abc import Sequence, Set
 
     from .fleet import Fleet, PlacementRequest, WorkerState
     from .policies.base import Policy
-    from .prefix_table import PrefixTable
     from .table import Column
 
 
@@ -197,11 +196,6 @@ class Placer:
         """A leg of the request leaves for the worker."""
         if (policy := self.noting[leg]) is not None:
             policy.placed(request, worker)
-
-    def share(self, tables: Mapping[str, PrefixTable]) -> None:
-        """By leg, what all processes of this proxy were sent."""
-        self.prefill.share(tables["prefill"])
-        self.decode.share(tables["decode"])
 
     def forget(self, key: str) -> None:
         """The process of this worker is gone."""

@@ -138,11 +138,7 @@ class Plain:
         asked = self._asked
         try:
             queue, tokenizing = shared.queue, shared.tokenizing
-            if (
-                queue.num
-                or (queue.accounts.shared and not queue.passes(asked.model, self._started_s))
-                or (tokenizing is not None and tokenizing.wanted(asked))
-            ):
+            if queue.num or (tokenizing is not None and tokenizing.wanted(asked)):
                 self._unusual().begin()
                 return
             shared.retries.earn()

@@ -96,8 +96,6 @@ class PlainLeg(Listener):
                 if worker.on_trial:
                     worker.judged()
                 self.work.finished(self.tokens, now, served=True)
-                if shared.pools.load_table is not None:
-                    shared.pools.tell_beside(self.work)
                 if shared.queue.num:
                     shared.serve_queue()
                 try:

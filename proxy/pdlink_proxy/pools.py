@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .cells import Cells
 from .engines import id_of, workers_of
 from .fleet import Fleet, PlacementRequest, WorkerState, compare, mean_speed
 from .kv_events import KVEvents, source
-from .load_table import LoadTable, name_of
 from .mismatches import mismatched
 from .outliers import leave_out
 from .pair_times import PairTimes
@@ -43,23 +41,13 @@ _COMPARE_S = 0.5
 _NOBODY: frozenset[str] = frozenset()
 _NO_PAIRS: frozenset[tuple[str, str]] = frozenset()
 
-_BESIDE_S = 0.01
-_BESIDE_SHARE = 20
-"""Between two looks at the load of the other processes: so long, and so many times as long as a look takes. Reports
-of 0.1 s are within 5 % of knowing all (simulated)."""
-
 
 class Pools:
     """The prefill and the decode workers of one proxy."""
 
-    def __init__(self, placer: Placer, *, most_left_out: float = 0.0, cell_size: int = 0) -> None:
-        """Without workers: see `replace`. most_left_out: share of a pool that may be left out as outliers.
-        cell_size: of `Cells`."""
-        self._cells = Cells(cell_size)
+    def __init__(self, placer: Placer, *, most_left_out: float = 0.0) -> None:
+        """Without workers: see `replace`. most_left_out: share of a pool that may be left out as outliers."""
         self._most_left_out = most_left_out
-        self.load_table: LoadTable | None = None
-        """Of the processes of this proxy, if it has several."""
-        self._looked_beside_s = 0.0
         self._left_out: set[Worker] = set()
         self._sides = {side: Side() for side in Leg}
         self._placer = placer
@@ -105,11 +93,6 @@ class Pools:
             sources[name] = engine.kv_events or sources.get(name, ())
         self.kv_events.follow(sources)
         both = frozenset(members.both)
-        free = {
-            side: [entry.url.rstrip("/") for entry in listed[side] if not entry.cell and entry not in both]
-            for side in Leg
-        }
-        allotted = self._cells.allot(free[Leg.PREFILL], free[Leg.DECODE])
         self._any_plain = bool(both)
         self.has_engines = any(engine.number is not None for _, _, engine in checked[Leg.PREFILL])
         for side, servers in checked.items():
@@ -121,8 +104,8 @@ class Pools:
                 if worker is None or worker.plain != plain:
                     label = f"both-{next(self._both)}" if plain else f"{side.value}-{next(self._labels[side])}"
                     worker = Worker(url, side, label, engine.number, engine.headers, plain=plain)
-                worker.cell = entry.cell or allotted.get(url, "")
-                worker.control, worker.listed_as_draining = engine.control, entry.drain
+                worker.cell, worker.control = entry.cell, engine.control
+                worker.listed_as_draining = entry.drain
                 found.append(worker)
             self._sides[side].replace(found)
             for gone in known.values():
@@ -242,8 +225,6 @@ class Pools:
             worker.work = work = WorkerState(worker.key, worker.label)
             if table is not None:
                 table.put(row, work)
-            if self.load_table is not None:
-                work.beside_name = name_of(worker.side.value, worker.key)
         if said is None:
             return
         work.grouped((worker.cell, said.fingerprint))
@@ -285,9 +266,6 @@ class Pools:
     def _forget(self, work: WorkerState) -> None:
         self._placer.forget(work.key)
         self._pair_times.forget(work.key)
-        if self.load_table is not None:
-            self.load_table.forget(work.beside_name)
-        work.beside_name = 0
 
     def _look_for_mismatches(self) -> None:
         found = mismatched(self.workers[Leg.PREFILL], self.workers[Leg.DECODE]) if len(self._groups) > 1 else []
@@ -310,8 +288,6 @@ class Pools:
 
     def choose(self, request: PlacementRequest, *, needs_prefill: bool, full: bool) -> Choice | Queued | Refused:
         """A pair for a request. full: see `Placer.place`."""
-        if self.load_table is not None:
-            self._look_beside(self.load_table)
         now, prefill_side, decode_side = time.monotonic(), self._sides[Leg.PREFILL], self._sides[Leg.DECODE]
         prefill, decode = prefill_side.usable(request.model, now), decode_side.usable(request.model, now)
         if self.kv_events.index and prefill.pair.num:
@@ -359,27 +335,7 @@ class Pools:
         work = worker.work
         self._placer.sent(request, worker.side.value, work)
         work.sent(tokens, now)
-        if self.load_table is not None:
-            self.tell_beside(work)
         return work
-
-    def tell_beside(self, work: WorkerState) -> None:
-        """For the other processes of this proxy: what this one has there has changed."""
-        if self.load_table is not None and work.beside_name:
-            self.load_table.put(work.beside_name, work.tokens, work.requests)
-
-    def _look_beside(self, table: LoadTable) -> None:
-        """At what the other processes of this proxy have sent, if the last look was a while ago."""
-        now = time.monotonic()
-        if now < self._looked_beside_s:
-            return
-        found = table.others()
-        for worker in self.all:
-            work = worker.work
-            if (work.beside_tokens, work.beside_requests) != (beside := found.get(work.beside_name, (0, 0))):
-                work.heard_beside(*beside)
-        took_s = time.monotonic() - now
-        self._looked_beside_s = now + max(_BESIDE_S, _BESIDE_SHARE * took_s)
 
     def _tell_alone(self, refused: RefusedPair | None) -> None:
         if refused is not None and self._alone is None:

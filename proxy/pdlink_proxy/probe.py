@@ -97,7 +97,7 @@ class Prober:
         except (msgspec.DecodeError, InvalidRequest) as error:
             body = error_body(str(error), kind="invalid_request_error", code=InvalidRequest.code)
             return web.Response(status=400, body=body, content_type="application/json")
-        if (refusal := await self._router.entry.over_limit(request, asked.num_tokens)) is not None:
+        if (refusal := self._router.entry.over_limit(request, asked.num_tokens)) is not None:
             return refusal
         async with self._one:
             probed = await self._probed(prefill, decode, asked.num_tokens)

@@ -1,9 +1,8 @@
 """Requests that wait for a worker: bounded, in fair shares, without starvation. No I/O and no clock.
 
 A *share* is all that one API key asks of one model. Shares that wait get tokens in proportion to their weights
-(start-time fair queueing, Goyal et al. 1996), also where each process of a proxy has its own queue (`accounts.py`).
-Within a share a request of priority p stands as if it had come p times `PRIORITY_S` later: lower is earlier, as in
-vLLM, and the oldest request is first in the end.
+(start-time fair queueing, Goyal et al. 1996). Within a share a request of priority p stands as if it had come p times
+`PRIORITY_S` later: lower is earlier, as in vLLM, and the oldest request is first in the end.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import itertools
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-from .accounts import SLACK, Accounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,7 +23,7 @@ PATIENCE_S = 1.0
 take the room that a large one waits for."""
 MAX_RETRY_AFTER_S = 60
 _SMOOTH = 0.1
-_FEW_ACCOUNTS = 64
+_FEW_SHARES = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -52,13 +49,14 @@ class Waiting:
 
 @dataclass(slots=True)
 class Queue:
-    """Everything that waits in one process of a proxy."""
+    """Everything that waits."""
 
     size: int
     weights: Mapping[str, float] = field(default_factory=dict)
     """By API key or model; both count, and 1 for others."""
-    accounts: Accounts = field(default_factory=Accounts)
-    """What each share has had."""
+    finish: dict[tuple[str, str], float] = field(default_factory=dict)
+    """By share, the virtual time at which it has had its due."""
+    virtual: float = 0.0
     _heads: dict[tuple[str, str], list[tuple[float, int, Waiting]]] = field(default_factory=dict)
     """By share, its requests: a heap."""
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
@@ -71,24 +69,23 @@ class Queue:
     def __len__(self) -> int:
         return self.num
 
-    def passes(self, model: str, now: float) -> bool:
+    def passes(self, model: str) -> bool:
         """Whether a request of this model may try for workers before it waits: nobody waits, or the queue is full of
         requests of others."""
-        if self.num and (self.num < self.size or any(share[1] == model for share in self._heads)):
-            return False
-        return not self.accounts.waits_elsewhere(model, now)
+        return not self.num or (self.num >= self.size and all(share[1] != model for share in self._heads))
 
     def put(self, waiting: Waiting) -> bool:
         """Let a request wait; False if the queue is full."""
         if self.num >= self.size:
             return False
         if not self.num:
-            self.accounts.clear()
+            self.finish.clear()  # nobody waited: nobody has a claim
+            self.virtual = 0.0
             self._served_s = None
         priority = max(-MAX_PRIORITY, min(MAX_PRIORITY, waiting.priority))
         entry = (waiting.since_s + priority * PRIORITY_S, next(self._numbers), waiting)
         if waiting.share not in self._heads:
-            self.accounts.enter(waiting.share, self._weight(waiting.share))
+            self.finish[waiting.share] = max(self.virtual, self.finish.get(waiting.share, 0.0))
         heap = self._heads.setdefault(waiting.share, [])
         if len(heap) > self.size:  # most of them have left
             heap[:] = [each for each in heap if each[2].queued]
@@ -109,7 +106,6 @@ class Queue:
             heapq.heappop(heap)
         if not heap:
             del self._heads[waiting.share]
-            self.accounts.leave(waiting.share)
 
     def serve(self, take: Callable[[Waiting], bool], now: float) -> bool:
         """Offer workers to those who wait, the most deserving first, until one takes; False if nobody did.
@@ -117,10 +113,9 @@ class Queue:
         take: whether there is a worker for this request, which then leaves the queue.
         """
         closed: set[str] = set()
-        self.accounts.look(now)
-        for share in sorted(self._heads, key=self.accounts.finish.__getitem__):
+        for share in sorted(self._heads, key=self.finish.__getitem__):
             waiting = self._heads[share][0][2]
-            if waiting.model in closed or self.accounts.yields(share, SLACK * waiting.tokens / self._weight(share)):
+            if waiting.model in closed:
                 continue
             if take(waiting):
                 self._serve(waiting, now)
@@ -137,13 +132,20 @@ class Queue:
 
     def _serve(self, waiting: Waiting, now: float) -> None:
         share, weights = waiting.share, sum(map(self._weight, self._heads))
-        self.accounts.pay(share, waiting.tokens / self._weight(share), waiting.tokens, weights)
+        start = self.finish[share]
+        self.finish[share] = start + waiting.tokens / self._weight(share)
+        # Time goes on although each request may come under a new key: else the others would starve.
+        self.virtual = max(start, self.virtual + waiting.tokens / weights)
         if self._served_s is not None:
             self._pace_s += _SMOOTH * (now - self._served_s - self._pace_s) if self._pace_s else now - self._served_s
         self._served_s = now
         self.remove(waiting)
-        if len(self.accounts.finish) > 2 * self.num + _FEW_ACCOUNTS:
-            self.accounts.tidy(self._heads.keys())
+        if len(self.finish) > 2 * self.num + _FEW_SHARES:  # forget those with no more than a new one would have
+            self.finish = {
+                share: finish
+                for share, finish in self.finish.items()
+                if finish > self.virtual or share in self._heads
+            }
 
     def _weight(self, share: tuple[str, str]) -> float:
         tenant, model = share

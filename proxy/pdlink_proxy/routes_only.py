@@ -89,7 +89,7 @@ class Decider:
             call, asked = _read(data)
         except (BadField, InvalidRequest) as error:
             return _error(InvalidRequest.http_status, str(error), InvalidRequest.code)
-        if (refusal := await router.entry.over_limit(request, asked.total_tokens)) is not None:
+        if (refusal := router.entry.over_limit(request, asked.total_tokens)) is not None:
             return refusal
         request_id = router.entry.leg_headers(request.headers)["X-Request-Id"]
         placed, admission = await self._place(call, asked, request_id, key_of(request.headers))
@@ -107,7 +107,7 @@ class Decider:
         transfer_id = request.match_info["id"]
         if self.ended(transfer_id):
             return web.Response(status=204)
-        if router.family is not None and any(await router.family.ask_all("route_ended", transfer_id)):
+        if router.siblings is not None and any((await router.siblings.ask_all("route_ended", transfer_id)).values()):
             return web.Response(status=204)
         return _error(404, "no such decision; it has expired or ended", "not_found")
 
@@ -211,7 +211,6 @@ class Decider:
         reserved.timer.cancel()
         for state, tokens in reserved.states:
             state.finished(tokens, time.monotonic(), served=served)
-            self._router.shared.pools.tell_beside(state)
         self._log_end(transfer_id, reserved, "reported" if served else "expired")
         self._router.shared.serve_queue()
 

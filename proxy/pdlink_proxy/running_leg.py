@@ -257,8 +257,6 @@ class RunningLeg(Listener):
                 self.worker.judged()
         self._work.finished(self._num_tokens, now, served=well)
         shared = self._shared
-        if shared.pools.load_table is not None:
-            shared.pools.tell_beside(self._work)
         if shared.queue.num:
             shared.serve_queue()
 
@@ -343,8 +341,6 @@ class RunningLeg(Listener):
         if worker.on_trial:  # nothing else can change
             worker.judged()
         self._work.finished(self._num_tokens, now, served=True)
-        if shared.pools.load_table is not None:
-            shared.pools.tell_beside(self._work)
         if shared.queue.num:
             shared.serve_queue()
         if shared.arrivals is not None and self.leg is Leg.PREFILL:

@@ -8,7 +8,6 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .accounts import MAX_POLL_S, POLL_S
 from .alarms import Alarms
 from .flow import Limits
 from .retries import RetryBudget
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
     from .tokenizing import Tokenizing
 
 log = logging.getLogger("pdlink.proxy")
-
-_POLL_SHARE = 20
-"""A pause between two looks is at least so many times as long as a look."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +76,6 @@ class Shared:
     may_decode_alone: bool = field(init=False)
     """Decode may compute the prompt of a request that has no prefill leg, or has lost it."""
     _serving: bool = False
-    _polls: bool = False
-    """A look for workers that other processes have left is due."""
 
     def __post_init__(self) -> None:
         self.pools.records = self.records
@@ -123,18 +117,8 @@ class Shared:
 
     def _serve_queue(self) -> None:
         self._serving = False
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        while self.queue.serve(lambda waiting: waiting.item.place_now(), loop.time()):
+        while self.queue.serve(lambda waiting: waiting.item.place_now(), self.loop.time()):
             pass
-        if len(self.queue) and self.queue.accounts.shared and not self._polls:
-            self._polls = True
-            pause_s = min(MAX_POLL_S, max(POLL_S, _POLL_SHARE * (loop.time() - began_s)))
-            loop.call_later(pause_s, self._look_again)
-
-    def _look_again(self) -> None:
-        self._polls = False
-        self.serve_queue()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run this in the background; cancelled when the proxy ends."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from pdlink.protocol.auth import Credentials
-    from pdlink_proxy.family import Family
+    from pdlink_proxy.siblings import Siblings
 
 DEADLINE_S = 60.0
 """Of every wait in these tests; reaching it is a failure."""
@@ -453,14 +453,14 @@ async def proxy_of(
     decode: Sequence[Listed],
     *,
     settled: bool = True,
-    family: Family | None = None,
+    siblings: Siblings | None = None,
     credentials: Credentials | None = None,
     **more: Any,
 ) -> AsyncIterator[Proxy]:
-    """A proxy before these workers. settled: wait until each of them has been heard once. family: it is one process
-    of a proxy."""
+    """A proxy before these workers. settled: wait until each of them has been heard once. siblings: it is one
+    process of a proxy."""
     config = settings(prefill, decode, **more)
-    app = build_app(config, family, credentials)
+    app = build_app(config, siblings, credentials)
     runner = FrontRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -174,7 +174,7 @@ def test_accounts_of_keys_that_were_served_do_not_pile_up() -> None:
         served(queue)
         assert queue.put(waiting("patient", tokens=1, since_s=number))
         served(queue)
-    assert len(queue.accounts.finish) < 200
+    assert len(queue.finish) < 200
 
 
 def test_requests_under_ever_new_keys_do_not_starve_the_others() -> None:

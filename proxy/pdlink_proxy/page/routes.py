@@ -77,7 +77,11 @@ async def state_of(router: Router) -> dict[str, object]:
         records=router.recorded(beside),
         reports=reports,
         reported_s=router.reports.at_s,
-        running=router.num_running + sum(each.running for each in beside),
-        queued=router.num_queued + sum(each.queued for each in beside),
+        running=router.num_running + sum(each.running for each in beside.values()),
+        queued=router.num_queued + sum(each.queued for each in beside.values()),
     )
-    return {**shown, "roles": router.role_loop.describe()} if router.role_loop is not None else shown
+    if router.role_loop is not None:
+        shown["roles"] = router.role_loop.describe()
+    if router.siblings is not None:
+        shown["processes"] = router.siblings.said(beside)
+    return shown

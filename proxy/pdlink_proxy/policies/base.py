@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..fleet import PlacementRequest, WorkerState
-    from ..prefix_table import PrefixTable
     from ..table import Column, Names, Workers
 
 
@@ -40,9 +39,6 @@ class Policy:
 
     def placed(self, request: PlacementRequest, worker: WorkerState) -> None:
         """The request goes to `worker`: the policy's pick, or the only candidate."""
-
-    def share(self, table: PrefixTable) -> None:
-        """Of this leg, what all processes of this proxy were sent; for a policy that looks for prefixes."""
 
     def forget(self, key: str) -> None:
         """What the worker of this key held is gone with its process."""

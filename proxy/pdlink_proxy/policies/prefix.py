@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..fleet import PlacementRequest, WorkerState
-    from ..prefix_table import PrefixTable
 
 BOUND = 1.25
 """Times the mean load."""
@@ -37,9 +36,6 @@ class Prefix(Policy):
     def placed(self, request: PlacementRequest, worker: WorkerState) -> None:
         if request.chain is not None:  # else it was never looked up
             self.index.note(request, worker)
-
-    def share(self, table: PrefixTable) -> None:
-        self.index.beside = table
 
     def forget(self, key: str) -> None:
         self.index.forget(key)

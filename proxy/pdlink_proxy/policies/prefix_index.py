@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
     from ..fleet import PlacementRequest, WorkerState
-    from ..prefix_table import PrefixTable
     from ..table import Column, Rows, Table, Workers
 
 MAX_KEYS = 500_000
@@ -38,8 +37,6 @@ class PrefixIndex:
         self._holders: dict[Hashable, str | _Holders] = {}
         """By key, the worker that has it, or several."""
         self._num_keys = 0
-        self.beside: PrefixTable | None = None
-        """What all processes of this proxy were sent, if it has several."""
 
     def __len__(self) -> int:
         return self._num_keys
@@ -48,9 +45,6 @@ class PrefixIndex:
         """Tokens of the prompt that each worker of the table may hold."""
         table = workers.table
         found: Column = np.zeros(len(table.states))
-        if self.beside is not None:
-            for at, num in self.beside.found(request.keys, table.rows):
-                found[at] = min(num * request.key_tokens, request.num_tokens)
         for holders, tokens in self._sent(request):
             if isinstance(holders, _Holders):
                 rows = holders.rows(table)
@@ -68,9 +62,6 @@ class PrefixIndex:
         found, rows, keys = [0] * workers.num, workers.table.rows, request.keys
         if not keys and not request.held:
             return found
-        if self.beside is not None and keys:
-            for at, num in self.beside.found(keys, rows):
-                found[at] = min(num * request.key_tokens, request.num_tokens)
         for holders, tokens in self._sent(request):
             for key in holders.keys if isinstance(holders, _Holders) else (holders,):
                 if (row := rows.get(key)) is not None and tokens > found[row]:
@@ -115,8 +106,6 @@ class PrefixIndex:
         most = MAX_UNHEARD_KEYS if worker.publishes else self._max_worker_keys
         if worker.pool_tokens is not None:  # it has forgotten what does not fit
             most = min(most, worker.pool_tokens // request.key_tokens)
-        if self.beside is not None and not worker.publishes:
-            self.beside.note(keys, name, most)
         while len(held) > most:
             self._drop(held.popitem(last=False)[0], name)
         self._num_keys += len(held) - before
@@ -133,8 +122,6 @@ class PrefixIndex:
         self._num_keys -= num
 
     def forget(self, key: str) -> None:
-        if self.beside is not None:
-            self.beside.forget(key)
         held = self._of.pop(key, ())
         for each in held:
             self._drop(each, key)
