@@ -1,9 +1,10 @@
 """`Disk`: records in large segments of one preallocated file, past the page cache, found again after a restart.
 
 A record goes to the end of the segment that is being filled, then its entry into the journal. Room is made by whole
-segments: CLOCK takes one that was not read from lately, with all its records. Nothing is fsynced. Every read is
-compared with a digest of key, length and first page; the rest is checked by the sums that are in it
-(`record.py`), by who reads the record. So what a crash, a bad disk or a segment written anew left behind is a miss.
+segments: the oldest that is not read far more than others goes, with all its records (`FullSegments`). Nothing is
+fsynced. Every read is compared with a digest of key, length and first page; the rest is checked by the sums that are
+in it (`record.py`), by who reads the record. So what a crash, a bad disk or a segment written anew left behind is a
+miss.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ import xxhash
 from pdlink.errors import ConfigError
 from pdlink.events import Announcer
 from pdlink.store.interface import RecordChange
-from pdlink.store.policies.clock import Clock
 
 from .direct import PAGE_NBYTES, DirectFile
 from .entries import Entries
 from .journal import ENTRY_NBYTES, Journal, Place, journals, pack, unpack
 from .others import Others
-from .segments import Segment
+from .segments import FullSegments, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -96,7 +96,6 @@ class Disk:
         self._lock = threading.Lock()
         self._closed, self._num_calls = False, 0
         self._announcer: Announcer[RecordChange] = Announcer()
-        self._policy = Clock()
         self._unstruck: dict[bytes, list[bytes]] = {}
         """Entries that stand in the journal and are not in the index: of records that could not be read."""
         self.nbytes = 0
@@ -120,9 +119,9 @@ class Disk:
         used = [segment for segment in self._segments if segment.num_entries]
         self._active = min(used, key=lambda segment: segment.end_page, default=None)
         self._empty = [segment for segment in self._segments if not segment.num_entries]
-        for segment in used:
-            if segment is not self._active:
-                self._policy.insert(segment.name, 1)
+        full = [segment for segment in used if segment is not self._active]
+        last = -1 if self._active is None else self._active.index  # they are filled in turn: the one behind is oldest
+        self._full = FullSegments(sorted(full, key=lambda segment: (segment.index < last, segment.index)))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
@@ -138,7 +137,7 @@ class Disk:
                 place = unpack(rest)
                 if place.nbytes > len(into):
                     return None
-                self._policy.touch(self._segment_of(place).name)
+                self._segment_of(place).reads += 1
             whole = False
             try:
                 whole = self._read(place.page, key, into[: place.nbytes]) == place.digest
@@ -191,12 +190,11 @@ class Disk:
                 for segment in self._segments:
                     self._reset(segment)
                 self._unstruck.clear()
-                for segment in self._segments:
-                    self._policy.remove(segment.name)
+                self._full.clear()
                 self._active, self._empty = None, []
                 for segment in self._segments:
                     if segment.writers:  # taken when they have ended
-                        self._policy.insert(segment.name, 1)
+                        self._full.add(segment)
                     else:
                         self._empty.append(segment)
 
@@ -243,7 +241,7 @@ class Disk:
         """One with so much room at its end. Raises OSError."""
         active = self._active
         if active is not None and active.end_page + pages > self._segment_pages:
-            self._policy.insert(active.name, 1)
+            self._full.add(active)
             active = self._active = None
         if active is None:
             active = self._active = self._empty.pop() if self._empty else self._grown() or self._reclaimed()
@@ -272,14 +270,13 @@ class Disk:
 
     def _reclaimed(self) -> Segment | None:
         """One that nobody writes to, without its records."""
-        name = self._policy.evict(lambda name: not self._segments[int.from_bytes(name, "little")].writers)
-        if name is None:
+        segment = self._full.take()
+        if segment is None:
             return None
-        segment = self._segments[int.from_bytes(name, "little")]
         try:
             self._reset(segment)
         except OSError:
-            self._policy.insert(name, 1)
+            self._full.add(segment)
             raise
         return segment
 

@@ -1,12 +1,23 @@
-"""`Segment`: a part of a disk tier's file, which is filled from its start and emptied as a whole."""
+"""`Segment`: a part of a disk tier's file, filled from its start and emptied as a whole, and which one goes next.
+
+The oldest one goes, unless it is read far more than the others are: then it counts as new. So records whose chance to
+be read falls with their age leave in order, and those that are read at any age stay.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from .journal import EntryArray
+
+_HOT = 2.5
+"""The oldest segment stays if it was read so many times as often as one is on average. With less, chance decides: of
+records that are read at a uniform age, 79 segments, 2.0 found 0.915, and 2.5 all, as FIFO does."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,12 +34,40 @@ class Segment:
     writers: int = 0
     epoch: int = 0
     """Counts how often it was emptied."""
-
-    @property
-    def name(self) -> bytes:
-        """What the policy knows it by."""
-        return self.index.to_bytes(4, "little")
+    reads: float = 0.0
+    """Since it was new, also while it is filled; what was read before the last reclaims counts less."""
 
     @property
     def keys(self) -> list[bytes]:
         return [*([] if self.loaded is None else self.loaded["key"].tolist()), *self.new]
+
+
+class FullSegments:
+    """Those that may be emptied for new records, oldest first."""
+
+    def __init__(self, segments: Iterable[Segment] = ()) -> None:
+        self._segments = deque(segments)
+
+    def add(self, segment: Segment) -> None:
+        """As the newest."""
+        self._segments.append(segment)
+
+    def clear(self) -> None:
+        self._segments.clear()
+
+    def take(self) -> Segment | None:
+        """The one that goes, among those that nobody writes to. Costs a look at each."""
+        size, reads = len(self._segments), 0.0
+        for segment in self._segments:
+            segment.reads *= 1 - 0.5 / size  # twice as many reclaims as there are segments count
+            reads += segment.reads
+        for _ in range(2 * size):
+            segment = self._segments.popleft()
+            is_hot = segment.reads * size > _HOT * reads
+            if not segment.writers:
+                reads -= segment.reads
+                segment.reads = 0.0
+                if not is_hot:
+                    return segment
+            self._segments.append(segment)
+        return None

@@ -16,6 +16,7 @@ import pytest
 
 from pdlink.errors import ConfigError
 from pdlink.store.tiers.disk import Disk
+from pdlink.store.tiers.segments import FullSegments, Segment
 
 from .harness import key, read, record
 
@@ -442,3 +443,65 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "preadv", lambda file, pieces, at: preadv(file, [pieces[0][:4096]], at))
     assert tier.put(key(1), record(1))
     assert read(tier, key(1)) == record(1)
+
+
+def test_a_segment_that_was_just_filled_does_not_go_first(tmp_path: Path) -> None:
+    tier = disk(tmp_path)
+    for number in range(12):
+        tier.put(key(number), record(number))
+    for number in range(4, 8):  # of the middle one, as often as the newest was while it was filled
+        assert read(tier, key(number)) == record(number)
+    assert all(tier.put(key(number), record(number)) for number in range(12, 16))
+    assert here(tier, 16) == list(range(4, 16))
+
+
+def test_segments_go_in_the_order_they_were_filled_in_also_after_a_restart(tmp_path: Path) -> None:
+    tier = disk(tmp_path)
+    for number in range(18):  # the second segment is being filled again
+        tier.put(key(number), record(number))
+    tier.close()
+    tier = disk(tmp_path)
+    for number in range(18, 22):
+        tier.put(key(number), record(number))
+    assert here(tier, 22) == list(range(12, 22))
+
+
+@pytest.mark.parametrize("num_segments", [7, 79])
+def test_records_that_are_read_at_a_uniform_age_are_found_as_with_fifo(num_segments: int) -> None:
+    """What is read at any age up to what the disk holds is never in the oldest segment, which FIFO takes."""
+    seed, each = 5, 50
+    print("seed", seed)
+    draw, full, active = Random(seed), FullSegments(), Segment(0)
+    where: list[Segment | None] = []
+    hits = asked = 0
+    for number in range(6 * num_segments * each):
+        if number % each == 0 and number:
+            full.add(active)
+            if number >= num_segments * each:
+                victim = full.take()
+                where = [None if segment is victim else segment for segment in where]
+            active = Segment(number)
+        where.append(active)
+        age = draw.randrange(int((num_segments - 1) * each * 0.97))
+        if age <= number:
+            asked += 1
+            if (segment := where[number - age]) is not None:
+                hits += 1
+                segment.reads += 1
+    assert hits > 0.999 * asked
+
+
+def test_a_segment_that_is_read_far_more_than_others_stays(tmp_path: Path) -> None:
+    draw, full = Random(1), FullSegments()
+    hot = Segment(0)
+    full.add(hot)
+    others = [Segment(index) for index in range(1, 8)]
+    for segment in others:
+        full.add(segment)
+    for number in range(40):
+        hot.reads += 10
+        draw.choice(others).reads += 1
+        taken = full.take()
+        assert taken is not None
+        assert taken is not hot, number
+        full.add(taken)
