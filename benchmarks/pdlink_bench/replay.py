@@ -154,8 +154,8 @@ class TwoTiers:
 
 
 def two_tiers(requests: Sequence[Request], policy: str, ingestion: Ingestion, ram: int, below: int) -> TwoTiers:
-    """Of `ram` and `below` blocks, the lower one under CLOCK; a hit below comes back into RAM."""
-    upper, lower, hits = Cache(make_policy(policy), ram), Cache(make_policy("clock"), below), 0
+    """Of `ram` and `below` blocks, the lower one under LRU; a hit below comes back into RAM."""
+    upper, lower, hits = Cache(make_policy(policy), ram), Cache(make_policy("lru"), below), 0
     for request in requests:
         hits += request.tokens_of(leading(request.keys, upper.resident, lower.resident))
         for key in reversed(request.keys):

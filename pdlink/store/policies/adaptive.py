@@ -1,158 +1,143 @@
-"""The shadow leader: several policies run on keys alone, and the one that hit most lately decides.
+"""The shadow leader: policies run on a sample of the keys, and the one that hit most lately decides about all.
 
-No fixed policy is good at every size: filters of admission lead where a cache holds a few hundredths of what comes
-again, recency leads above a tenth (`pdlink bench replay`).
+No fixed policy is good at every size: S3-FIFO leads where a cache holds a few hundredths of what comes again, LRU
+above a tenth (`pdlink bench replay`). A small simulation on sampled keys tells which (Waldspurger et al., "Cache
+modeling and optimization using miniature simulations", ATC 2017), so a key costs about one policy.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from zlib import crc32
 
-from .clock import Clock
 from .lru import Lru
 from .s3fifo import S3Fifo
-from .w_tinylfu import WTinyLfu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from .base import Key, Policy
 
-DECAY = 0.99996
-"""Of the scores, with each key used: half after 17,000 of them."""
+SAMPLED = 8
+"""One key of so many is in the simulations."""
+DECAY = 0.99968
+"""Of the scores, with each sampled key used: half after 17,000 keys."""
+_LEAD = 1.05
+"""By how much another policy must hit more before it takes over."""
 
 
-@dataclass(slots=True)
-class _Entry:
-    """A key that is resident, or would be under one of the policies."""
+class _Simulation:
+    """One policy on sampled keys, as if the store followed it."""
 
-    nbytes: int
-    resident: bool = False
-    holders: int = 0
-    """A bit for each shadow that holds it."""
+    def __init__(self, make: Callable[[], Policy]) -> None:
+        self.make = make
+        self.score = 0.0
+        self._policy = make()
+        self._sizes: dict[Key, int] = {}
+        self._nbytes = 0
 
+    def use(self, key: Key, nbytes: int, capacity_nbytes: float) -> bool:
+        """A key is inserted or touched; whether it was there."""
+        if key in self._sizes:
+            self._policy.touch(key)
+            return True
+        while self._nbytes + nbytes > capacity_nbytes and (victim := self._policy.evict(_any)) is not None:
+            self._nbytes -= self._sizes.pop(victim)
+        self._policy.insert(key, nbytes)
+        self._sizes[key] = nbytes
+        self._nbytes += nbytes
+        return False
 
-@dataclass(slots=True)
-class _Shadow:
-    """One policy as if the store followed it."""
-
-    policy: Policy
-    bit: int
-    nbytes: int = 0
-    score: float = 0.0
-    evicted: deque[Key] = field(default_factory=deque)
-    """What it dropped, in order; also keys that came back or that the store does not hold."""
+    def remove(self, key: Key) -> None:
+        if key in self._sizes:
+            self._policy.remove(key)
+            self._nbytes -= self._sizes.pop(key)
 
 
 class Adaptive:
-    """Evicts what the leading shadow has evicted already, and asks it where there is nothing of the kind.
+    """Evicts as the leading simulation's policy does.
 
-    A shadow has the store's capacity, which is the most that was ever resident.
+    A new leader begins with no keys. Those of the one before come to it when they are used, and go first if not, so
+    the change costs no pass over all keys. A simulation has its share of the store's capacity, which is the most that
+    was ever resident.
     """
 
-    def __init__(self, policies: Sequence[Policy] = ()) -> None:
-        policies = policies or (Lru(), Clock(), S3Fifo(0.3), WTinyLfu())
-        self._shadows = [_Shadow(policy, 1 << index) for index, policy in enumerate(policies)]
-        self._entries: dict[Key, _Entry] = {}
-        self._num_resident = self._nbytes = self._capacity_nbytes = 0
+    def __init__(self, makers: Sequence[Callable[[], Policy]] = (Lru, S3Fifo)) -> None:
+        """makers: of the policies; the first one leads at first."""
+        self._simulations = [_Simulation(make) for make in makers]
+        self._leader = self._simulations[0]
+        self._leading = self._leader.make()
+        self._before: list[Policy] = []
+        """Of earlier leaders, oldest first; none is empty."""
+        self._resident: dict[Key, tuple[int, Policy]] = {}
+        """Size, and which policy has the key."""
+        self._nbytes = self._capacity_nbytes = 0
         self._worth = 1.0
         """Of a hit now. It grows, where the scores of before would shrink."""
 
     def insert(self, key: Key, nbytes: int) -> None:
-        entry = self._entries.setdefault(key, _Entry(nbytes))
-        entry.resident = True
-        self._num_resident += 1
-        self._nbytes += entry.nbytes
+        self._resident[key] = nbytes, self._leading
+        self._leading.insert(key, nbytes)
+        self._nbytes += nbytes
         self._capacity_nbytes = max(self._capacity_nbytes, self._nbytes)
-        self._use(key, entry)
+        self._simulate(key, nbytes)
 
     def touch(self, key: Key) -> None:
-        entry = self._entries.get(key)
-        if entry and entry.resident:
-            self._use(key, entry)
+        known = self._resident.get(key)
+        if known is None:
+            return
+        nbytes, policy = known
+        if policy is self._leading:
+            policy.touch(key)
+        else:
+            self._take(policy, key)
+            self._resident[key] = nbytes, self._leading
+            self._leading.insert(key, nbytes)
+        self._simulate(key, nbytes)
 
     def evict(self, may_evict: Callable[[Key], bool]) -> Key | None:
-        leader = max(self._shadows, key=lambda shadow: shadow.score)
-        passed: list[Key] = []
-        victim = None
-        while leader.evicted and victim is None:
-            key = leader.evicted.popleft()
-            if self._is_dropped(key, leader):
-                if may_evict(key):
-                    victim = key
-                else:
-                    passed.append(key)
-        leader.evicted.extendleft(reversed(passed))
-        if victim is None:  # whatever is resident and was not dropped is held
-            victim = self._drop(leader, lambda key: self._entries[key].resident and may_evict(key))
-        if victim is not None:
-            self._leave(victim)
-        return victim
+        for policy in (*self._before, self._leading):
+            if (victim := policy.evict(may_evict)) is not None:
+                self._nbytes -= self._resident.pop(victim)[0]
+                self._drop_if_empty(policy)
+                return victim
+        return None
 
     def remove(self, key: Key) -> None:
-        entry = self._entries.get(key)
-        if entry is None:
-            return
-        for shadow in self._shadows:
-            if entry.holders & shadow.bit:
-                shadow.policy.remove(key)
-                shadow.nbytes -= entry.nbytes
-        entry.holders = 0
-        if entry.resident:
-            self._leave(key)
-        else:
-            del self._entries[key]
+        for simulation in self._simulations:
+            simulation.remove(key)
+        if known := self._resident.pop(key, None):
+            self._nbytes -= known[0]
+            self._take(known[1], key)
 
-    def _use(self, key: Key, entry: _Entry) -> None:
+    def _take(self, policy: Policy, key: Key) -> None:
+        policy.remove(key)
+        self._drop_if_empty(policy)
+
+    def _drop_if_empty(self, policy: Policy) -> None:
+        if policy is not self._leading and not len(policy):
+            self._before.remove(policy)
+
+    def _simulate(self, key: Key, nbytes: int) -> None:
+        if crc32(key) % SAMPLED:
+            return
         self._worth /= DECAY
-        for shadow in self._shadows:
-            if entry.holders & shadow.bit:
-                shadow.score += self._worth
-                shadow.policy.touch(key)
-                continue
-            while shadow.nbytes + entry.nbytes > self._capacity_nbytes:
-                victim = self._drop(shadow, _any)
-                if victim is None:
-                    break
-                shadow.evicted.append(victim)
-            shadow.policy.insert(key, entry.nbytes)
-            shadow.nbytes += entry.nbytes
-            entry.holders |= shadow.bit
-            if len(shadow.evicted) > 2 * self._num_resident + 64:
-                shadow.evicted = deque(key for key in shadow.evicted if self._is_dropped(key, shadow))
+        for simulation in self._simulations:
+            if simulation.use(key, nbytes, self._capacity_nbytes / SAMPLED):
+                simulation.score += self._worth
+        best = max(self._simulations, key=lambda simulation: simulation.score)
+        if best.score > _LEAD * self._leader.score:
+            self._leader = best
+            if len(self._leading):
+                self._before.append(self._leading)
+            self._leading = best.make()
         if self._worth > 1e100:
-            for shadow in self._shadows:
-                shadow.score /= self._worth
+            for simulation in self._simulations:
+                simulation.score /= self._worth
             self._worth = 1.0
 
-    def _is_dropped(self, key: Key, shadow: _Shadow) -> bool:
-        """Whether the store holds it and the shadow does not."""
-        entry = self._entries.get(key)
-        return entry is not None and entry.resident and not entry.holders & shadow.bit
-
-    def _drop(self, shadow: _Shadow, may_evict: Callable[[Key], bool]) -> Key | None:
-        victim = shadow.policy.evict(may_evict)
-        if victim is not None:
-            entry = self._entries[victim]
-            shadow.nbytes -= entry.nbytes
-            entry.holders &= ~shadow.bit
-            if not entry.holders and not entry.resident:
-                del self._entries[victim]
-        return victim
-
-    def _leave(self, key: Key) -> None:
-        """The store gives it up."""
-        entry = self._entries[key]
-        entry.resident = False
-        self._num_resident -= 1
-        self._nbytes -= entry.nbytes
-        if not entry.holders:
-            del self._entries[key]
-
     def __len__(self) -> int:
-        return self._num_resident
+        return len(self._resident)
 
 
 def _any(_: Key) -> bool:

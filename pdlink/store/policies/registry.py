@@ -8,14 +8,11 @@ from pdlink.config.by_path import make_by_path
 from pdlink.errors import ConfigError
 
 from .adaptive import Adaptive
-from .arc import Arc
-from .clock import Clock
 from .fifo import Fifo
 from .lfu import Lfu
 from .lru import Lru
 from .mru import Mru
 from .s3fifo import S3Fifo
-from .w_tinylfu import WTinyLfu
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,14 +21,11 @@ if TYPE_CHECKING:
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "adaptive": Adaptive,
-    "arc": Arc,
-    "clock": Clock,
     "fifo": Fifo,
     "lfu": Lfu,
     "lru": Lru,
     "mru": Mru,
     "s3fifo": S3Fifo,
-    "w_tinylfu": WTinyLfu,
 }
 DEFAULT_POLICY = "adaptive"
 _VERBS = ("insert", "touch", "evict", "remove", "__len__")

@@ -8,12 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .base import Queue
-from .clock import MOST_USES, second_chance
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .base import Key
+
+
+MOST_USES = 3
+"""Counted. A key with uses is passed over as often."""
 
 
 class S3Fifo:
@@ -49,7 +52,7 @@ class S3Fifo:
         return None
 
     def _evict_main(self, may_evict: Callable[[Key], bool]) -> Key | None:
-        victim = second_chance(self._main, self._uses, may_evict)
+        victim = _second_chance(self._main, self._uses, may_evict)
         if victim is not None:
             self.remove(victim)
         return victim
@@ -82,3 +85,23 @@ class S3Fifo:
 
     def __len__(self) -> int:
         return len(self._uses)
+
+
+def _second_chance(keys: Queue, uses: dict[Key, int], may_evict: Callable[[Key], bool]) -> Key | None:
+    """The first key without uses that may go. Those with uses before it lose one each and go to the end."""
+    for _ in range(MOST_USES + 1):
+        used: list[Key] = []
+        victim = None
+        for key in keys:
+            if not may_evict(key):
+                continue
+            if not uses[key]:
+                victim = key
+                break
+            uses[key] -= 1
+            used.append(key)
+        for key in used:
+            keys.renew(key)
+        if victim is not None or not used:
+            return victim
+    return None

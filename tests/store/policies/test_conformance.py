@@ -76,9 +76,7 @@ def test_nothing_is_evicted_while_everything_is_leased(name: str) -> None:
     assert len(cache.policy) == 5
 
 
-@pytest.mark.parametrize(
-    "name", sorted(POLICIES.keys() - {"w_tinylfu"})
-)  # whose window's edge may lie within a prompt
+@every_policy
 def test_the_head_of_a_prefix_outlives_its_tail(name: str) -> None:
     """Chunks of one prompt, inserted and touched suffix first: what is left of each is a prefix of it."""
     cache = Cache(make_policy(name), 64)
@@ -153,7 +151,7 @@ def test_a_policy_of_someone_elses_is_found_by_its_path() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("lruu", "limit adaptive, arc"),
+        ("lruu", "limit adaptive, fifo"),
         ("no.such.module:Class", "No module named"),
         ("pdlink.store.policies.lru:Nothing", "no attribute"),
         ("pdlink.errors:HandshakeRefused", "missing"),
