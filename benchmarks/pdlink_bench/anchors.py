@@ -26,7 +26,7 @@ except ImportError:  # a source tree without its native modules; probe() says so
 if TYPE_CHECKING:
     from pdlink.kv.layout import RunArray
 
-NOT_BUILT = "built without the anchors: install with --config-settings=cmake.define.PDLINK_ANCHORS=ON, as `make` does"
+NOT_BUILT = "built without the anchors: pip install ./benchmarks builds them"
 
 
 class _Anchor(ForeignTransport):

@@ -1,4 +1,4 @@
-"""Synthetic chats for a simulated fleet (`fleet.py`), drawn from a seed."""
+"""Synthetic chats for a simulated fleet (`pdlink.plan.fleet`), drawn from a seed."""
 
 from __future__ import annotations
 

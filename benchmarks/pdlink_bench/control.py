@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pdlink.commands.parser import positive
+
 from . import harness, plot
 from .ends import ReceivingEnd, SendingEnd
-from .harness import SETUP_TIMEOUT_S, Report, Table, in_turns, opened, positive
+from .harness import SETUP_TIMEOUT_S, Report, Table, in_turns, opened
 from .measure import Measured, summarise
 from .transfer import TRANSPORTS
 from .workers import Worker

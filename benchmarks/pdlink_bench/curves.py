@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from pdlink.commands.parser import positive, positive_float
 from pdlink.config import ProxyConfig, WorkerConfig, read_key
 from pdlink.errors import ConfigError
 from pdlink.observe.fetch import CannotFetch, base_url
@@ -27,7 +28,7 @@ from pdlink.serve import up
 from pdlink_proxy.probe import MAX_TOKENS
 
 from . import harness
-from .harness import Report, Table, positive, positive_float
+from .harness import Report, Table
 from .http_load import BadAnswer, once, once_and_cached, stream
 
 if TYPE_CHECKING:

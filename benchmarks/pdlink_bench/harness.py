@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from contextlib import ExitStack, contextmanager
@@ -25,6 +24,7 @@ from .measure import Facts, Measured, machine_facts, machine_line, summarise
 from .workers import Worker, WorkerFailed
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pdlink.transport.base import Probe
@@ -90,7 +90,7 @@ def add_output_arguments(parser: argparse.ArgumentParser, *, draws: bool = False
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")
     parser.set_defaults(plot=None)
     if draws:
-        text = "draw the figures (.png; needs the extra `bench`)"
+        text = "draw the figures (.png; needs matplotlib)"
         parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
 
 
@@ -234,19 +234,3 @@ def in_turns(things: Sequence[Thing], rounds: int) -> Iterator[tuple[int, Thing]
         shift = number % len(things)
         for thing in (*things[shift:], *things[:shift]):
             yield number, thing
-
-
-def positive(text: str) -> int:
-    """An option of argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
-
-
-def positive_float(text: str) -> float:
-    """An option of argparse."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be positive, not {text}")
-    return value

@@ -22,19 +22,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pdlink.commands.parser import positive, positive_float
 from pdlink.config import ProxyConfig, TimeoutConfig, WorkerConfig
 from pdlink.config.proxy import DEFAULT_POLICIES
 from pdlink.errors import ConfigError, PdlinkError
 from pdlink.plan.closed_form import closed_form
 from pdlink.plan.curves import Curves, read_curves
+from pdlink.plan.fleet import Routed
 from pdlink.plan.fluid import play
 from pdlink.plan.sweep import percentiles
 from pdlink.plan.traffic import from_quantiles, read_trace
 from pdlink.serve import up
 
 from . import harness, plot
-from .fleet import Routed
-from .harness import Report, Table, positive, positive_float
+from .harness import Report, Table
 from .http_load import BadAnswer, Streamed, stream
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Pictures of results: bars, lines over sizes or speeds, bands of percentiles; as PNG.
 
-matplotlib draws them. It comes with the extra `bench` and is imported when a picture is asked for: call
+matplotlib draws them. It comes with the extra `pictures` and is imported when a picture is asked for: call
 `check_can_plot` before measuring, so that a missing extra is not noticed only after minutes of work. A picture is a
 tuple of panels; what has one name has one colour in all of them.
 """
@@ -160,7 +160,7 @@ def _figure_class() -> type[Figure]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(f"pictures need matplotlib ({error}): pip install 'pdlink[bench]'") from None
+        raise ConfigError(f"pictures need matplotlib ({error}): pip install './benchmarks[pictures]'") from None
     return Figure
 
 

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdlink.commands.parser import positive, positive_float
 from pdlink.serve.ports import free_ports
 
 from . import harness, plot
-from .harness import Report, Table, in_turns, positive, positive_float
+from .harness import Report, Table, in_turns
 from .measure import Measured, spread
 from .proxy_stub import CHUNKS
 
@@ -50,10 +51,6 @@ _ROUTERS = {
 _BOOTSTRAP_PORT = {"sglang-router": ("9900",)}
 """What follows the URL of a prefill worker."""
 OURS = "pdlink"
-UNOBSERVED = "pdlink, unobserved"
-"""For `pdlink bench observe`."""
-FLOOR = "bare Python"
-"""What two legs cost a router that decides nothing: `proxy_floor.py`."""
 NGINX = "nginx, one leg"
 """What passing bytes costs without knowing what they are: it sends each request to decode alone."""
 
@@ -107,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=1,
         help="on each side; default %(default)s. With more the routers look for prompts' beginnings (policy "
-        "cache_aware; pdlink's own default), nginx and bare Python use one",
+        "cache_aware; pdlink's own default), nginx uses one",
     )
     parser.add_argument(
         "--routers",
@@ -126,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace, progress: Progress) -> Report:
     cores = sorted(os.sched_getaffinity(0))
     mine = cores[1:] or cores
-    task = progress.add_task("start", total=1 + args.rounds * (len(_ROUTERS) + 3))
+    task = progress.add_task("start", total=1 + args.rounds * (len(_ROUTERS) + 2))
     os.sched_setaffinity(0, mine)
     try:
         with ExitStack() as stack:
@@ -136,7 +133,7 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
             }
             routers = [
                 stack.enter_context(Router(name, args.routers, workers, cores[0]))
-                for name in (OURS, FLOOR, *_ROUTERS, NGINX)
+                for name in (OURS, *_ROUTERS, NGINX)
             ]
             for router in routers:
                 router.wait()
@@ -233,13 +230,9 @@ class Router(Process):
             conf.write_text(_NGINX_CONF.format(at=self._at.name, decode=decode, port=self.port), encoding="ascii")
             nginx = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin") or "nginx"
             command = [nginx, "-c", str(conf)]
-        elif name in (OURS, UNOBSERVED):
-            module = "pdlink" if name == OURS else "pdlink_bench.unobserved"
-            command = [sys.executable, "-m", module, "proxy", "--port", str(self.port)]
+        elif name == OURS:
+            command = [sys.executable, "-m", "pdlink", "proxy", "--port", str(self.port)]
             command += [f"--{role}={url}" for role, urls in workers.items() for url in urls]
-        elif name == FLOOR:
-            ones = (urls[0] for urls in workers.values())
-            command = [sys.executable, "-m", "pdlink_bench.proxy_floor", str(self.port), *ones]
         else:
             policy = "round_robin" if len(workers["decode"]) == 1 else "cache_aware"
             command = [python, *_ROUTERS[name].format(policy=policy).split(), "--port", str(self.port)]
@@ -270,7 +263,7 @@ class Router(Process):
                     return
             except OSError:
                 time.sleep(0.1)
-        wheel = {OURS: "", FLOOR: "", NGINX: "; is nginx installed?"}.get(
+        wheel = {OURS: "", NGINX: "; is nginx installed?"}.get(
             self.name, f"; is the wheel installed? pip install {self.name}"
         )
         self.measured.problem, self.measured.failed = f"does not serve{wheel}", self.name == OURS

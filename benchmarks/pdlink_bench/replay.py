@@ -17,12 +17,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdlink.commands.parser import positive
 from pdlink.errors import ConfigError
 from pdlink.store.ingestion import INGESTIONS, make_ingestion
 from pdlink.store.policies.registry import DEFAULT_POLICY, POLICIES, make_policy
 
 from . import harness, plot
-from .harness import Report, Table, positive
+from .harness import Report, Table
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""`pdlink bench route`: time to first token by routing policy, in a simulated fleet (`fleet.py`)."""
+"""`pdlink bench route`: time to first token by routing policy, in a simulated fleet (`pdlink.plan.fleet`)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from pathlib import Path
 from statistics import fmean, quantiles
 from typing import TYPE_CHECKING
 
+from pdlink.commands.parser import positive, positive_float
 from pdlink.config.proxy import DEFAULT_POLICIES
 from pdlink.plan.curves import Curves
+from pdlink.plan.fleet import FAR, Simulation, at_load
 from pdlink.plan.traffic import read_trace
 from pdlink_proxy.policies.registry import POLICIES
 
 from . import harness, plot
 from .chats import conversations
-from .fleet import FAR, Simulation, at_load
-from .harness import Report, Table, positive, positive_float
+from .harness import Report, Table
 
 if TYPE_CHECKING:
     import argparse

@@ -18,9 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdlink.commands.parser import positive
+
 from . import harness, plot, resting
 from .deployments import Deployment, Options, SystemFailed, launch
-from .harness import Report, Table, in_turns, positive
+from .harness import Report, Table, in_turns
 from .http_load import BadAnswer, Streamed, in_parallel, once, stream
 from .measure import Measured, spread, summarise
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdlink.commands.parser import positive
 from pdlink.kv.layout import paged_layout
 from pdlink.node.node import Node
 
 from . import harness
-from .harness import Report, Table, positive
+from .harness import Report, Table
 from .transfer import TRANSPORTS
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Our tier on a Valkey or Redis server beside the client that everybody has, redis-py (extra `bench`), in turns."""
+"""Our tier on a Valkey or Redis server beside the client that everybody has, redis-py (extra `peers`), in turns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pdlink.extras import missing
 from pdlink.store.tiers.valkey import Valkey
 
 from .tier_lanes import Lane, Tiered
@@ -50,7 +49,7 @@ class RedisPy(Lane):
         try:
             redis: Any = importlib.import_module("redis")
         except ImportError as error:
-            raise WorkerFailed(missing("redis")) from error
+            raise WorkerFailed("redis: not installed; pip install './benchmarks[peers]'") from error
         self._client = redis.Redis(unix_socket_path=path)
 
     def put(self) -> None:

@@ -17,12 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdlink.commands.parser import positive
 from pdlink.store.tiers.direct import PAGE_NBYTES
 from pdlink.store.tiers.disk import SEGMENT_NBYTES, Disk
 from pdlink.store.tiers.journal import Journal, pack
 
 from . import harness, plot, tier_lookup, tier_peers, tier_start, tier_valkey
-from .harness import Report, Table, in_turns, positive
+from .harness import Report, Table, in_turns
 from .measure import Measured, gb_per_s
 from .tier_lanes import MEMCPY_RUNS, PART_NBYTES, Bare, Copied, Remote, Tiered, memory_lanes
 from .workers import WorkerFailed

@@ -13,10 +13,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pdlink.commands.parser import positive, positive_float
 from pdlink.errors import ConfigError
 
 from . import harness
-from .harness import positive, positive_float
 from .report import report
 from .rounds import Contestant, Settings, measure
 from .workload import BLOCK_16_TO_128, DEFAULT, ITEMSIZE, NHD_TO_HND, Workload, layouts

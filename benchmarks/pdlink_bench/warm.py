@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pdlink.commands.parser import positive
 from pdlink.config import WorkerConfig
 from pdlink.errors import PdlinkError
 from pdlink.serve import up
 from pdlink.serve.ports import free_ports
 
 from . import harness, plot
-from .harness import Report, Table, positive
+from .harness import Report, Table
 from .http_load import BadAnswer, Streamed, stream
 from .measure import Measured, gb_per_s, spread, summarise
 

@@ -6,10 +6,14 @@ import argparse
 import difflib
 import itertools
 import re
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from pdlink import logs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from types import ModuleType
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,3 +64,45 @@ class Parser(argparse.ArgumentParser):
             *most, last = [f"`{prog} {near[0]}`" for prog in found]
             meant = f"{', '.join(most)} or {last}" if most else last
             self.exit(2, f"pdlink: {name} stands behind a command: did you mean {meant}?\n")
+
+
+def no_command(parser: argparse.ArgumentParser) -> int:
+    """What runs where a command of a command is missing."""
+    parser.print_help(sys.stderr)
+    return 2
+
+
+def fill(parser: argparse.ArgumentParser, command: ModuleType) -> None:
+    """With what the command's own module says of it, and its options."""
+    parser.description, parser.epilog = command.DESCRIPTION, command.EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.add_arguments(parser)
+
+
+def add_log_behind(command: argparse.ArgumentParser) -> None:
+    """`--log-level` behind the command too; there it is not looked for first, but where people write it."""
+    add_log(command, default=argparse.SUPPRESS)
+
+
+def add_log(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """`--log-level` and `--log-format`."""
+    level = "least important line that is logged (warning)"
+    parser.add_argument("--log-level", choices=logs.LEVELS, default=default, help=level)
+    form = "how a line looks: text, or json with one object a line (text)"
+    parser.add_argument("--log-format", choices=logs.FORMATS, default=default, help=form)
+
+
+def positive(text: str) -> int:
+    """An option of argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """An option of argparse."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be positive, not {text}")
+    return value

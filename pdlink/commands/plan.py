@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pdlink.commands.parser import positive, positive_float
 from pdlink.config.proxy import DEFAULT_POLICIES
-from pdlink_bench.harness import positive, positive_float
 
 DESCRIPTION = """\
 How many prefill and decode workers a traffic needs, before anything is bought: the ratio in closed form, then every
@@ -56,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--live-s", type=positive_float, default=10.0, metavar="S", help="how long it is watched (%(default)s)")
     add("--key-file", metavar="FILE", help="with one of the proxy's api_keys")
     add("--json", type=Path, metavar="FILE", help="write everything here; - is standard output, without the table")
-    add("--plot", type=Path, metavar="FILE", help="draw the rates (.png; needs the extra `bench`)")
 
 
 def _quantiles(text: str) -> dict[float, float]:

@@ -7,19 +7,18 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Table
 
 from pdlink.commands.plan import MOST_WORKERS
 from pdlink.config import ProxyConfig, read_key
 from pdlink.errors import ConfigError
 from pdlink.plan.aiconfigurator import read_aiconfigurator
 from pdlink.plan.curves import Curves, read_curves
+from pdlink.plan.fleet import Routed
 from pdlink.plan.hits import cached_tokens
 from pdlink.plan.report import Plan, sentences
 from pdlink.plan.sweep import NEIGHBOURS, Promise, best, best_rate, bottleneck, demand_of, fewest_workers, sweep
 from pdlink.plan.traffic import from_quantiles, read_trace
-from pdlink_bench import plot
-from pdlink_bench.fleet import Routed
-from pdlink_bench.harness import Table
 
 if TYPE_CHECKING:
     import argparse
@@ -33,7 +32,6 @@ FULL_SWEEP = 64
 
 def run(args: argparse.Namespace) -> int:
     """1 if no split keeps the promise."""
-    plot.check_can_plot(args.plot)
     curves, traffic = _curves(args), _traffic(args)
     live = None
     if args.live:
@@ -63,8 +61,6 @@ def run(args: argparse.Namespace) -> int:
             args.json.write_text(text, encoding="utf-8")
     if str(args.json) != "-":
         _show(plan, lines)
-    if args.plot:
-        plot.write(args.plot, _panels(plan), f"pdlink plan: {traffic.name}", "\n".join(lines))
     return 0 if plan.best.per_s else 1
 
 
@@ -139,12 +135,15 @@ def _show(plan: Plan, lines: list[str]) -> None:
     for line in lines:
         console.print(line, highlight=False, markup=False)
     if plan.best.per_s:
-        table = Table(_HEADS, "at the highest rate that keeps the promise: the best split and its neighbours")
+        title = "at the highest rate that keeps the promise: the best split and its neighbours"
+        table = Table(title=title, title_justify="left")
+        for number, head in enumerate(_HEADS):
+            table.add_column(head, justify="right" if number else "left")
         again = {split.name: split for split in plan.routed}
         for swept in _near(plan):
             split = again.get(swept.name, swept)
             mark = "*" if split is plan.best else "" if split is not swept or not again else " (sweep)"
-            table.add(
+            table.add_row(
                 f"{split.name}{mark}",
                 f"{split.per_s:.1f}",
                 " / ".join(f"{each:.2f}" for each in split.ttft_s),
@@ -154,7 +153,7 @@ def _show(plan: Plan, lines: list[str]) -> None:
                 f"{split.batch:.0f}",
                 split.limit,
             )
-        Console(width=None if console.is_terminal else 140).print(table.for_terminal())
+        Console(width=None if console.is_terminal else 140).print(table)
     console.print(f"curves: {plan.asked.curves.source}", highlight=False, markup=False)
 
 
@@ -178,21 +177,3 @@ def _kept(plan: Plan, lines: list[str]) -> dict[str, Any]:
         "rate": plan.per_s or None,
         "fewest_workers": plan.fewest,
     }
-
-
-def _panels(plan: Plan) -> list[plot.Panel]:
-    prefill = [float(split.num_prefill) for split in plan.splits]
-    bound = [plan.form.rate(split.num_prefill, split.num_decode) for split in plan.splits]
-    rates = [
-        plot.Line("keeps the promise", prefill, [split.per_s for split in plan.splits]),
-        plot.Line("closed form, without waiting", prefill, bound, dashed=True),
-    ]
-    busy = [
-        plot.Line("prefill", prefill, [split.prefill_busy for split in plan.splits]),
-        plot.Line("decode", prefill, [split.decode_busy for split in plan.splits]),
-    ]
-    label = f"prefill workers of {plan.workers}"
-    return [
-        plot.Lines("highest rate of each split", label, "requests/s", rates),
-        plot.Lines("share of the time that workers are busy, at that rate", label, "share", busy),
-    ]

@@ -23,25 +23,11 @@ FLAGS: dict[str, tuple[str, str]] = {
     ),
 }
 
-BENCHMARKS: dict[str, str] = {
-    "transfer": "push KV between two processes over every transport",
-    "overlap": "how much of a transfer hides behind prefill, on links of many speeds",
-    "serving": "time to first token through prefill and decode, beside other connectors",
-    "soak": "very many tiny transfers in a row, and what they leave behind",
-    "control": "what the control plane costs: latency, transfers per second, idle CPU",
-    "tiers": "records on disk beside bare reads and writes of the same size, and a restart",
-    "warm": "time to first token of a long prompt that was seen before, beside a new one",
-    "replay": "hit rates of eviction policies on a trace of requests, beside the best there can be",
-    "curves": "how long a server takes for prompts and decode steps, as a file for `pdlink plan`",
-    "plan": "what `pdlink plan` predicts, beside a fleet of real workers whose engines sleep by the curves",
-    "route": "routing policies of the proxy, in a simulated fleet",
-    "index": "memory of the proxy's index of KV events, and one look-up in it",
-    "proxy": "CPU of a routed request, beside other routers",
-    "join": "what workers that register, and their beats, cost a proxy",
-    "observe": "CPU of a request with metrics, timeline and records, and without",
-    "figures": "all of them: a page of tables, and pictures, into one directory",
+LABORATORY: dict[str, str] = {
+    "bench": "measure this machine and this link",
+    "chaos": "break a deployment on purpose, and judge what its clients see",
 }
-"""Modules of `pdlink_bench`, each with `add_arguments(parser)` and `run(args)`."""
+"""Commands of another distribution, pdlink-bench: entry points of the group `pdlink.commands`."""
 
 
 DESCRIPTIONS: dict[str, str] = {

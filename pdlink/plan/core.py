@@ -5,7 +5,7 @@ one prompt fills alone are one event. All sequences of a decode worker advance i
 changes of its batch have a sum in closed form: a change costs one event, and newcomers join where a step ends. A
 decode worker gives blocks and slots in order of arrival, for prompt and answer at once.
 
-Who goes where is not decided here: `fluid.py` does it in compiled code, `pdlink_bench.fleet` with the proxy's own
+Who goes where is not decided here: `fluid.py` does it in compiled code, `fleet.py` with the proxy's own
 policies, queue and breakers. Not modelled: memory of prefill workers, priorities.
 """
 

@@ -2,7 +2,7 @@
 
 A request goes to the decode worker with the fewest tokens of those with room for all of it, else it waits, in one
 line for the whole fleet; then to the prefill worker with the fewest tokens. In a large fleet the better of two drawn
-by chance takes the place of the best one. Workers are those of `core.py`. (`pdlink_bench.fleet` plays the proxy's own
+by chance takes the place of the best one. Workers are those of `core.py`. (`fleet.py` plays the proxy's own
 policies before the same workers, at a fiftieth of the speed.)
 """
 

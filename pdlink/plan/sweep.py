@@ -45,7 +45,7 @@ class Promise:
 
 
 class Player(Protocol):
-    """Puts requests through a fleet: who goes where is its own. `fluid.play` is one, `pdlink_bench.fleet.Routed`
+    """Puts requests through a fleet: who goes where is its own. `fluid.play` is one, `fleet.Routed`
     another."""
 
     def __call__(

@@ -48,7 +48,7 @@ def test_a_panel_without_figures_is_drawn_empty(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install 'pdlink\[bench\]'"):
+    with pytest.raises(ConfigError, match=r"pip install './benchmarks\[pictures\]'"):
         plot.check_can_plot(tmp_path / "figure.png")
     plot.check_can_plot(None)
 

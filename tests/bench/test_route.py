@@ -10,9 +10,9 @@ import pytest
 
 from pdlink.plan.closed_form import prefill_times
 from pdlink.plan.curves import Curves
+from pdlink.plan.fleet import Outcome, Routed, Simulation, at_load
 from pdlink.plan.fluid import play
 from pdlink_bench.chats import conversations
-from pdlink_bench.fleet import Outcome, Routed, Simulation, at_load
 from pdlink_proxy.pair_times import PairTimes
 from pdlink_proxy.policies.registry import POLICIES
 

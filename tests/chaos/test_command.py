@@ -6,8 +6,8 @@ import argparse
 
 import pytest
 
-from pdlink.chaos.command import FULL_BLOCKS, _worker, add_arguments
 from pdlink.config import WorkerConfig
+from pdlink_bench.chaos.command import FULL_BLOCKS, _worker, add_arguments
 
 
 def settings(*flags: str) -> WorkerConfig:

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from pdlink.chaos import faults
-from pdlink.chaos.faults import LocalDeployment
-from pdlink.chaos.schedule import PROXY, Fault, Kind
 from pdlink.config import WorkerConfig
 from pdlink.serve import up
 from pdlink.serve.up import Child
+from pdlink_bench.chaos import faults
+from pdlink_bench.chaos.faults import LocalDeployment
+from pdlink_bench.chaos.schedule import PROXY, Fault, Kind
 
 WAIT_S = 15.0
 OBEDIENT = "trap 'exit 0' TERM; while :; do sleep 0.02; done"

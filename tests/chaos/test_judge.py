@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdlink.chaos.judge import Case, End, Expected, Outcome, Reply, Tally, judge
+from pdlink_bench.chaos.judge import Case, End, Expected, Outcome, Reply, Tally, judge
 
 CASE = Case("/v1/completions", {"prompt": "x"}, Expected("abcdef", "length", (3, 6)))
 INVALID = Case("/v1/completions", {"prompt": "x"})

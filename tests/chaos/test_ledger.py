@@ -9,7 +9,7 @@ import tempfile
 
 import pytest
 
-from pdlink.chaos.ledger import Held, held, parse_metrics, process, segments
+from pdlink_bench.chaos.ledger import Held, held, parse_metrics, process, segments
 
 METRICS = """\
 # HELP pdlink_blocks Blocks of the KV pool

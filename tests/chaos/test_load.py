@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pdlink.chaos.judge import Case, End, Expected, Outcome
-from pdlink.chaos.load import COMPLETIONS, NEVER, Load, ask, awkward, catalogue, find_answers, hot, invalid
+from pdlink_bench.chaos.judge import Case, End, Expected, Outcome
+from pdlink_bench.chaos.load import COMPLETIONS, NEVER, Load, ask, awkward, catalogue, find_answers, hot, invalid
 
 ANSWER = "abcdef"
 DEADLINE_S = 10.0

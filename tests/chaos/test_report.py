@@ -8,11 +8,11 @@ import json
 import pytest
 from rich.console import Console
 
-from pdlink.chaos import command, report
-from pdlink.chaos.judge import Case, End, Expected, Reply, Tally
-from pdlink.chaos.ledger import Held
 from pdlink.cli import main
 from pdlink.config import WorkerConfig
+from pdlink_bench.chaos import command, report
+from pdlink_bench.chaos.judge import Case, End, Expected, Reply, Tally
+from pdlink_bench.chaos.ledger import Held
 
 CASE = Case("/v1/completions", {}, Expected("abc", "length", (1, 3)))
 RIGHT = Reply(end=End.COMPLETE, status=200, text="abc", finish_reason="length", usage=(1, 3), ended_s=1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdlink.chaos.schedule import LOAD, PROXY, Kind, schedule
+from pdlink_bench.chaos.schedule import LOAD, PROXY, Kind, schedule
 
 WORKERS = ("prefill-0", "decode-0", "decode-1")
 SEEDS = range(8)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import aiohttp
 import pytest
 
-from pdlink.chaos.judge import Case, Outcome, judge
-from pdlink.chaos.load import CHAT, NEVER, ask, awkward, catalogue, find_answers, parts_of_characters
+from pdlink_bench.chaos.judge import Case, Outcome, judge
+from pdlink_bench.chaos.load import CHAT, NEVER, ask, awkward, catalogue, find_answers, parts_of_characters
 
 from .deployment import Deployment, worker_settings
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pdlink.chaos.schedule import Kind, schedule
 from pdlink.cli import main
+from pdlink_bench.chaos.schedule import Kind, schedule
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pdlink.chaos.ledger import segments
+from pdlink_bench.chaos.ledger import segments
 
 from .deployment import Deployment, prompt_of, request, until, worker_settings
 
@@ -38,7 +38,7 @@ def gone(pids: list[int]) -> bool:
 
 
 def segments_of(pids: list[int]) -> set[str]:
-    """Shared memory that these processes have open, by the names of `pdlink.chaos.ledger.segments`.
+    """Shared memory that these processes have open, by the names of `pdlink_bench.chaos.ledger.segments`.
 
     Other tests and programs of this machine make some, too, and leave it when they like.
     """

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from pdlink.chaos import report
-from pdlink.chaos.judge import Tally
-from pdlink.chaos.ledger import Held
 from pdlink.observe import cache_command, explain, top
 from pdlink.observe.plain import plain
+from pdlink_bench.chaos import report
+from pdlink_bench.chaos.judge import Tally
+from pdlink_bench.chaos.ledger import Held
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -253,7 +253,6 @@ async def test_a_proxy_that_stood_still_forgets_nobody(prefill: FakeWorker) -> N
 
 @pytest.mark.timeout(240)
 async def test_after_a_restart_of_the_proxy_all_workers_are_back_in_few_lists() -> None:
-    """`pdlink bench join` does it with 2,000."""
     keys, num_workers = (PROXY, PREFILL), 200
     raise_descriptor_limit()
     with joiners() as hall:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from pdlink.chaos.judge import Outcome
 from pdlink.observe.plain import add_row, plain
+from pdlink_bench.chaos.judge import Outcome
 
 if TYPE_CHECKING:
-    from pdlink.chaos.judge import Tally
-    from pdlink.chaos.ledger import Held
+    from pdlink_bench.chaos.judge import Tally
+    from pdlink_bench.chaos.ledger import Held
 
 
 @dataclass(slots=True)

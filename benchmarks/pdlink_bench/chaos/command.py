@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from pdlink.chaos import report
-from pdlink.chaos.run import Plan, run_local, run_remote
-from pdlink.chaos.schedule import Kind
 from pdlink.config import WorkerConfig, load, parse_assignments
 from pdlink.errors import ConfigError
+from pdlink_bench.chaos import report
+from pdlink_bench.chaos.run import Plan, run_local, run_remote
+from pdlink_bench.chaos.schedule import Kind
 
 if TYPE_CHECKING:
     import argparse

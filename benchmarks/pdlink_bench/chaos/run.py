@@ -16,11 +16,11 @@ import aiohttp
 from rich.console import Console
 from rich.live import Live
 
-from pdlink.chaos import ledger, report
-from pdlink.chaos.faults import LocalDeployment
-from pdlink.chaos.load import Load, NoAnswers, all_answers, invalid
-from pdlink.chaos.schedule import LOAD, Fault, Kind, schedule
 from pdlink.observe.plain import plain
+from pdlink_bench.chaos import ledger, report
+from pdlink_bench.chaos.faults import LocalDeployment
+from pdlink_bench.chaos.load import Load, NoAnswers, all_answers, invalid
+from pdlink_bench.chaos.schedule import LOAD, Fault, Kind, schedule
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

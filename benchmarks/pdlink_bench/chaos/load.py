@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import msgspec
 
-from pdlink.chaos.judge import Case, End, Expected, Outcome, Reply, Tally
 from pdlink.errors import LocalError
+from pdlink_bench.chaos.judge import Case, End, Expected, Outcome, Reply, Tally
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """A fleet in virtual time behind the proxy's real placement, queue and breakers.
 
-The workers are those of `pdlink.plan.core`, the compiled simulation of `pdlink plan`; here each request goes where a
+The workers are those of `core.py`; here each request goes where a
 policy of the proxy sends it. Prefix caches forget the least recently used. No HTTP. Workers fail and drain by a
 schedule (`outages.py`); the proxy's breakers find out who fails.
 """
@@ -15,24 +15,25 @@ from dataclasses import dataclass, field, replace
 from time import process_time, thread_time
 from typing import TYPE_CHECKING
 
-from pdlink.plan.closed_form import prefill_times
-from pdlink.plan.core import Core, outcome
-from pdlink.plan.curves import Curves
-from pdlink.plan.traffic import KEY_TOKENS, Traffic
 from pdlink_proxy.fleet import PlacementRequest
 from pdlink_proxy.placement import Placed
 from pdlink_proxy.queue import Waiting
 from pdlink_proxy.steps import Leg
 
-from .fleet_router import MODEL, Router
+from .closed_form import prefill_times
+from .core import Core, outcome
+from .curves import Curves
 from .outages import FAIL_S, Outages
+from .router import MODEL, Router
+from .traffic import KEY_TOKENS, Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.plan.core import Played
-    from pdlink.plan.traffic import Seconds, Tokens
     from pdlink_proxy.worker import Worker
+
+    from .core import Played
+    from .traffic import Seconds, Tokens
 
 REPORT_S = 0.5
 """Between two reports of a worker, as `ProxyConfig.health_interval_s`."""
@@ -320,7 +321,7 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """Plays requests as `pdlink.plan.fluid.play` does, but where the proxy's policies send them."""
+    """Plays requests as `fluid.play` does, but where the proxy's policies send them."""
 
     policies: tuple[str, str]
     cache_tokens: int = 0

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pdlink import logs
-from pdlink.chaos.ledger import Process, port_of, process
-from pdlink.chaos.schedule import PROXY, Fault, Kind
 from pdlink.config import ProxyConfig
 from pdlink.serve.keeper import delay_s
 from pdlink.serve.up import Child, ChildFailed, start, stop
+from pdlink_bench.chaos.ledger import Process, port_of, process
+from pdlink_bench.chaos.schedule import PROXY, Fault, Kind
 
 if TYPE_CHECKING:
     from pdlink.config import WorkerConfig
