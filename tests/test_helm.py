@@ -409,13 +409,6 @@ def test_a_settings_change_makes_new_pods_and_a_new_chart_version_does_not() -> 
             "pools.decode.autoscaling.min: got 3",
         ),
         (
-            {
-                "proxy": {"settings": {"roles": {"mode": "on"}}},
-                "pools": {"decode": {"replicas": None, "autoscaling": {"kind": "hpa"}}},
-            },
-            "pools.decode.autoscaling.kind: got hpa with roles.mode: on",
-        ),
-        (
             {"discovery": "register", "keys": {"secret": "k"}, "poolDefaults": {"kind": "StatefulSet"}},
             "keys.proxyPublicKey: got none",
         ),

@@ -25,7 +25,6 @@ from pdlink.config.loading import (
 from pdlink.config.model import ModelConfig
 from pdlink.config.proxy import ProxyConfig
 from pdlink.config.ray import RayUpConfig
-from pdlink.config.roles import RolesConfig
 from pdlink.config.section import Port, Role, Seconds, Section, is_loopback
 from pdlink.config.security import SecurityConfig, check_private, read_key, read_private, read_secrets
 from pdlink.config.sglang import SglangConfig
@@ -51,7 +50,6 @@ __all__ = [
     "ProxyConfig",
     "RayUpConfig",
     "Role",
-    "RolesConfig",
     "Seconds",
     "Section",
     "SecurityConfig",

@@ -8,7 +8,6 @@ from pydantic import Field, field_validator, model_validator
 
 from pdlink.config.log import LogConfig
 from pdlink.config.port_ranges import in_full
-from pdlink.config.roles import RolesConfig
 from pdlink.config.section import Port, Seconds, Section, in_pairs, no_use
 from pdlink.config.tracing import TracingConfig
 
@@ -203,8 +202,6 @@ class ProxyConfig(Section):
     both legs, and the fields of a trace. SIGHUP opens it again."""
     decision_share: float = Field(default=1.0, ge=0, le=1)
     """Share of the requests that are written to `decision_log`, and whose candidates `pdlink explain` shows."""
-    roles: RolesConfig = RolesConfig()
-    """When workers are turned from one role to the other."""
     tracing: TracingConfig = TracingConfig()
     """Spans for OpenTelemetry."""
     log: LogConfig = LogConfig()
@@ -249,8 +246,6 @@ class ProxyConfig(Section):
                 "decode_alone_tokens: is of no use with on_no_prefill: fail, which keeps prompts away from decode; "
                 "leave one of them out"
             )
-        if self.dialect != "pdlink":
-            no_use(self, "", ("roles",), f"is for dialect: pdlink, whose workers can turn; it is {self.dialect}")
         if self.dialect != "vllm":
             no_use(
                 self, "", ("decode_ranks", "data_parallel"), f"is for dialect: vllm, and dialect is {self.dialect}"

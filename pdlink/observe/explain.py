@@ -31,8 +31,6 @@ class Explained(NamedTuple):
     """Share of the last requests whose first token came sooner."""
     transfers: list[dict[str, Any]] = []
     """Of both sides, as `pdlink.observe.timeline.Ended`, as far as the workers still know them."""
-    turns: list[dict[str, Any]] = []
-    """Workers that changed their role meanwhile, as `pdlink_proxy.turning.loop.Made` has them."""
 
 
 def fetch_explanation(url: str, request_id: str, *, key: str | None = None) -> Explained:
@@ -81,9 +79,6 @@ def table_of(explained: Explained) -> Table:
             rows.append((decisions[-1]["waited_s"], "KV", *legs, "", f"the worker does not say: {each['error']}"))
         else:
             rows.append((max(0.0, each["at_s"] - came_s), "KV", *legs, str(each["cached"]), _sourced(each)))
-    for each in explained.turns:
-        what = f"{each['worker']} to {each['role']}: {each['outcome']}; {each['why']}"
-        rows.append((max(0.0, each["at_s"] - came_s), "turn", "", "", "", what))
     if (record := explained.record) is not None:
         rows += [_moved(record, each) for each in explained.transfers if each["side"] == "sender"]
         if record["ttft_s"] is not None:

@@ -89,8 +89,6 @@ class About:
             body["sources"] = self._router.discovery.describe()
         body["refused_pairs"] = [pair.describe() for pair in self._router.pools.refusals]
         body["mismatched"] = [each.describe() for each in self._router.pools.mismatches]
-        if self._router.role_loop is not None:
-            body["roles"] = self._router.role_loop.describe()
         if self._router.siblings is not None:
             body["processes"] = self._router.siblings.said(beside)
         # Tells which proxy answers: another one may listen on the same port.
@@ -124,9 +122,7 @@ class About:
         if request_id is None:
             return _json(200, {"decisions": decisions})
         sources, course = await asyncio.gather(self._sources(request_id, decisions), self._course(request_id))
-        loop = self._router.role_loop
-        turns = loop.turns_beside(decisions) if loop is not None else []
-        return _json(200, {"decisions": decisions, "sources": sources, **course, "turns": turns})
+        return _json(200, {"decisions": decisions, "sources": sources, **course})
 
     async def _course(self, request_id: str) -> dict[str, Any]:
         """How long a request that has ended took for what, among the last ones, and its transfers as far as workers

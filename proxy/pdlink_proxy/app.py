@@ -56,7 +56,6 @@ from .steps import Leg
 from .summary import ProxySummary
 from .timeline import add_timeline
 from .tokenizing import Tokenizing, opened
-from .turning.loop import RoleLoop
 from .upstream import Asking, open_client
 from .watching import watch
 from .worker import State, Worker
@@ -116,7 +115,6 @@ class Router:
         self.metrics = Metrics()
         self.metrics.before_reading(self._take_stock)
         self.decisions = Decisions()
-        self.role_loop = _role_loop(self)
         self._decision_log = DecisionLog(config.decision_log) if config.decision_log is not None else None
         self.records = Records()
         self.spans: SpanSender | None = None
@@ -178,9 +176,6 @@ class Router:
                 shared.spawn(self.membership.follow())
             for name in self.discovery.sources:
                 shared.spawn(self.discovery.follow(name))
-            if self.role_loop is not None:
-                self.role_loop.begin(control)
-                shared.spawn(self.role_loop.follow())
             yield
             self.membership.close()
             self.pools.kv_events.close()
@@ -413,11 +408,3 @@ def build_app(
     add_routes(app, router.membership, admin_keys(config), router.members_changed)
     app.router.add_route("*", "/{path:.*}", about.nowhere)
     return app
-
-
-def _role_loop(router: Router) -> RoleLoop | None:
-    """Of the first process alone: two that decide would turn two workers for one reason."""
-    config, siblings = router.config.roles, router.siblings
-    if config.mode == "off" or (siblings is not None and siblings.number):
-        return None
-    return RoleLoop(config, router.pools, router.metrics, lambda: router.num_queued)

@@ -112,21 +112,6 @@ class Metrics(Registry):
                 how=TOKENIZED,
             )
         )
-        self.role_turns = add(
-            Counter(
-                "pdlink_proxy_role_turns_total",
-                "Workers that the loop of `roles` turned, by the role to serve from then on, and what came of it.",
-                role=_LEGS,
-                outcome=("taken", "refused", "dry_run"),
-            )
-        )
-        self.pool_demand = add(
-            Gauge(
-                "pdlink_proxy_pool_demand_workers",
-                "What a side has to do, in workers, as the loop of `roles` sees it; nothing where that is off.",
-                leg=(),
-            )
-        )
         self.log_dropped = add(
             Counter("pdlink_proxy_decision_log_dropped_total", "Lines that the decision log could not take.")
         )

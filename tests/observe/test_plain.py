@@ -35,8 +35,7 @@ def _explain() -> RenderableType:
     }
     moved |= {"nbytes": 1, "layers": 8, "moving_s": 0.1, "exposed_s": 0.1}
     sources = [{"worker": HOSTILE, "error": HOSTILE}]
-    turns = [{"at_s": 1.0, **dict.fromkeys(("worker", "role", "outcome", "why"), HOSTILE)}]
-    return explain.table_of(explain.Explained([decision], sources, times, 0.5, [moved], turns))
+    return explain.table_of(explain.Explained([decision], sources, times, 0.5, [moved]))
 
 
 def _cache_stats() -> list[RenderableType]:

@@ -80,8 +80,6 @@ async def state_of(router: Router) -> dict[str, object]:
         running=router.num_running + sum(each.running for each in beside.values()),
         queued=router.num_queued + sum(each.queued for each in beside.values()),
     )
-    if router.role_loop is not None:
-        shown["roles"] = router.role_loop.describe()
     if router.siblings is not None:
         shown["processes"] = router.siblings.said(beside)
     return shown

@@ -63,14 +63,7 @@ function workers(state) {
     { class: "n", text: w.in_flight }, ...["running", "awaiting_kv", "waiting"].map((key) => ({ class: "n", text: w.requests?.[key] ?? "–" })),
     { class: "n", text: w.blocks?.total ? `${percent(1 - w.blocks.free / w.blocks.total)} of ${w.blocks.total}` : "–" }, { class: "long", text: w.reason },
   ]);
-  patch($("workers"), [table("Workers", ["worker", "name", "state", "n:legs here", "n:running", "n:waits for KV", "n:queued", "n:blocks held", "reason"], rows), ...roles(state.roles)]);
-}
-
-function roles(found) {
-  if (!found) return [];
-  const line = (g) => `prefill ${g.prefill.demand.toFixed(2)} workers' work for ${g.prefill.workers}, decode ${g.decode.demand.toFixed(2)} for ${g.decode.workers}, in time ${percent(g.in_time)}: ${g.waits_for || `one more ${g.worth}`}`;
-  return [...found.groups.map((g) => `Roles (${found.mode}), ${g.model}${g.cell ? ` in ${g.cell}` : ""}: ${line(g)}`),
-    ...found.turns.slice(-3).map((t) => `${new Date(t.at_s * 1000).toLocaleTimeString()} ${t.worker} to ${t.role}: ${t.outcome}${t.said ? `, ${t.said}` : ""}`)].map((text) => el("p", { class: "quiet" }, text));
+  patch($("workers"), [table("Workers", ["worker", "name", "state", "n:legs here", "n:running", "n:waits for KV", "n:queued", "n:blocks held", "reason"], rows)]);
 }
 
 function pairs(state) {
