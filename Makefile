@@ -144,7 +144,7 @@ reference: $(STAMP)  ## what is made from the code: settings, command line, erro
 pictures: $(STAMP)  ## the pictures of the page in docs/, made by the test of it with real workers; needs chromium
 	$(BIN)/python -m pytest tests/e2e/test_page.py --pictures docs
 
-mutations: $(STAMP)  ## plant small faults and count which ones the tests notice (docs/mutations.md); hours
+mutations: $(STAMP)  ## plant small faults and count which ones the tests notice (docs/incidents.md); hours
 	$(BIN)/python -m pip install -q -c constraints.txt universalmutator
 	$(BIN)/python tools/mutations/run.py --json mutations.json $(MUTATIONS)
 

@@ -161,7 +161,7 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
         help="the last requests and transfers as a trace for ui.perfetto.dev",
         description="Fetch what a proxy and all its workers did lately, or what one worker did, and write it as a "
         "trace: each\nrequest, and for each transfer when a layer was written, waited, moved and was there. Drop the "
-        "file into\nui.perfetto.dev. docs/timeline.md says how to read it.",
+        "file into\nui.perfetto.dev. docs/monitoring.md#timeline says how to read it.",
         epilog="  pdlink timeline 127.0.0.1:8000                     the last transfers of the whole deployment\n"
         "  pdlink timeline 127.0.0.1:8000 --request req-6a7a    one request, on all its workers\n"
         "  pdlink timeline 127.0.0.1:8100 -o prefill.pftrace   one worker alone\n",

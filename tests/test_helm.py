@@ -205,7 +205,7 @@ def test_seconds_before_sigterm_are_as_set_and_the_grace_period_follows_them() -
 
 
 def test_autoscalers_read_gauges_that_workers_have_and_own_the_number_alone() -> None:
-    metrics = (ROOT / "docs/metrics.md").read_text()
+    metrics = (ROOT / "docs/monitoring.md").read_text()
     hpa = of("autoscaling", "HorizontalPodAutoscaler")["pdlink-prefill"]["spec"]
     pods = hpa["metrics"][0]["pods"]
     assert (pods["metric"]["name"], pods["target"]["averageValue"]) == ("pdlink_prefill_queue_seconds", "1000m")

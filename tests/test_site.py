@@ -23,6 +23,6 @@ def test_the_site_is_built_without_a_warning_and_asks_nobody_else(tmp_path: Path
         timeout=60,
     )
     assert built.returncode == 0, built.stdout + built.stderr
-    page = (ROOT / "build/site/quickstart/index.html").read_text()
+    page = (ROOT / "build/site/index.html").read_text()
     assert "X-Pdlink-KV" in page
     assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=.https?:", page)

@@ -194,7 +194,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Transfers failed, by reason",
             "reqps",
-            "docs/errors.md has the reasons in words.",
+            "docs/troubleshooting.md has the reasons in words.",
             (_rate("pdlink_transfer_failures_total", "side, reason"),),
         ),
         Panel(

@@ -13,6 +13,7 @@ import shlex
 import sys
 import tomllib
 from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,8 +41,8 @@ PAGES = [
 ]
 FOLDERS = ("pdlink", "proxy", "benchmarks", "csrc", "tests", "tools", "configs", "deploy", "examples")
 RULES = "deploy/prometheus/pdlink.rules.yml"
-ALERT_PAGE = "docs/alerts.md"
-DEVELOPERS: set[str] = set()
+ALERT_PAGE = "docs/monitoring.md"
+DEVELOPERS = {"ARCHITECTURE.md", "wire.md", "gotchas.md", "incidents.md"}
 """Pages that are not in the users' menu."""
 
 
@@ -163,8 +164,11 @@ def commands_of(path: Path, program: re.Pattern[str] = PROGRAM) -> list[str]:
 
 def options_on_pages() -> Iterator[str]:
     parser = whole_parser()
+    laboratory = {entry.name for entry in entry_points(group="pdlink.commands")}
     for path in PAGES:
         for command in commands_of(path):
+            if command.split()[1] in {"bench", "chaos"} - laboratory:
+                continue  # not installed here
             words = shlex.split(re.sub(r"\$\w+", "x", re.split(r" (?:\||>>?) ", command)[0]))[1:]
             try:
                 _, unknown = parser.parse_known_args(words)
@@ -291,7 +295,7 @@ def words_of_commands_and_settings() -> Iterator[str]:
         if not (command.description or text):
             yield f"pdlink/cli.py: `{command.prog}` does not say what it does"
         for option, words in reference._options(command):
-            if not words and not command.prog.startswith(("pdlink bench", "pdlink help")):
+            if not words and not command.prog.startswith((*reference._LABORATORY, "pdlink help")):
                 yield f"pdlink/cli.py: `{command.prog}`: {option} does not say what it is for"
     for kind, _ in reference._KINDS.values():
         for key, field in settings_of(kind).items():

@@ -1,5 +1,5 @@
-"""`make reference`: write the pages that say the same as the code: docs/settings.md, cli.md, errors.md,
-metrics.md and pdlink.1.
+"""`make reference`: write what says the same as the code: docs/settings.md, cli.md and pdlink.1, the errors in
+troubleshooting.md and the metrics in monitoring.md.
 
 They come from the settings' fields, the command line's parser, the tree of errors and the declarations of metrics;
 `make lint` fails when they are stale.
@@ -52,6 +52,7 @@ _OF_OTHERS = ("prefill.", "decode.", "proxy.", "store.")
 
 
 def settings() -> str:
+    """A row that an earlier part has word for word is not repeated: its section names it, with a link to there."""
     lines = [
         "# Settings",
         MADE_BY,
@@ -63,19 +64,38 @@ def settings() -> str:
         "",
     ]
     lines += [f"[{title}](#{_anchor(title)})" + (" ·" if title != list(_KINDS)[-1] else "") for title in _KINDS]
+    first: dict[str, str] = {}
+    """Row to the section that has it."""
     for title, (kind, used_by) in _KINDS.items():
-        lines += ["", f"## {title}", used_by[0].upper() + used_by[1:] + ".", ""]
-        section = None
-        for key, field in settings_of(kind).items():
-            if kind is UpConfig and key.startswith(_OF_OTHERS) or kind is RayUpConfig and not key.startswith("ray."):
-                continue
-            above = key.rpartition(".")[0].partition(".")[0]
-            if above != section:
-                section = above
-                lines += [*([""] if lines[-1] else []), *([f"### {title}: {section}", ""] if section else [])]
-                lines += ["| key | type | default | what |", "|---|---|---|---|"]
-            lines.append(f"| `{key}` | {_type(field)} | {_default(field)} | {_cell(field.description or '')} |")
+        lines += ["", f"## {title}", used_by[0].upper() + used_by[1:] + "."]
+        for section, fields in _sections(title, kind).items():
+            own, again = [], {}
+            for key, field in fields.items():
+                value = f"{_type(field)}; {_default(field)}"
+                row = f"| `{key}` | {value} | {_cell(field.description or '')} |"
+                if (there := first.setdefault(row, section)) == section:
+                    own.append(row)
+                else:
+                    again.setdefault(there, []).append(key)
+            if section != title:
+                lines += ["", f"### {section}"]
+            if own:
+                lines += ["", "| key | type; default | what |", "|---|---|---|", *own]
+            for there, keys in again.items():
+                words = ", ".join(f"`{key}`" for key in keys)
+                lines += ["", f"As in [{there}](#{_anchor(there)}): {words}."]
     return "\n".join(lines) + "\n"
+
+
+def _sections(title: str, kind: type[BaseModel]) -> dict[str, dict[str, FieldInfo]]:
+    """By heading: the part's own title for keys without a section, else `TITLE: SECTION`."""
+    found: dict[str, dict[str, FieldInfo]] = {}
+    for key, field in settings_of(kind).items():
+        if kind is UpConfig and key.startswith(_OF_OTHERS) or kind is RayUpConfig and not key.startswith("ray."):
+            continue
+        above = key.rpartition(".")[0].partition(".")[0]
+        found.setdefault(f"{title}: {above}" if above else title, {})[key] = field
+    return found
 
 
 def _type(field: FieldInfo) -> str:
@@ -172,36 +192,61 @@ def _paragraphs(text: str | None) -> list[tuple[bool, str]]:
     return found
 
 
+_LABORATORY = ("pdlink bench", "pdlink chaos")
+"""Commands of another distribution, which need not be installed here: a line each, and benchmarks/README.md."""
+
+
 def cli() -> str:
     parser = whole_parser()
+    commands = [
+        (parser, ""),
+        *((each, text) for each, text in _commands(parser) if not each.prog.startswith(_LABORATORY)),
+    ]
+    takers: dict[tuple[str, str], list[str]] = {}
+    for each, _ in commands:
+        for option in _options(each):
+            takers.setdefault(option, []).append(each.prog)
+    common = {option for option, names in takers.items() if len(names) > 2 and option[0].startswith("-")}
     lines = ["# Command line", MADE_BY, ""]
-    for each, text in [(parser, ""), *_commands(parser)]:
+    for each, text in commands:
         lines += [f"## {each.prog}", ""]
         if not each.description and text:
             lines += [text[0].upper() + text[1:] + ".", ""]
-        for verbatim, words in _paragraphs(each.description):
-            lines += (
-                [*(f"    {line.removeprefix('  ')}" for line in words.splitlines()), ""] if verbatim else [words, ""]
-            )
-        below = [action for action in each._actions if isinstance(action, argparse._SubParsersAction)]
-        for action in below:
-            lines += ["| command | what |", "|---|---|"]
-            lines += [
-                f"| [`{name}`](#{_anchor(name)}) | {_cell(choice.help or '')} |"
-                for choice in action._choices_actions
-                for name in [f"{each.prog} {choice.dest}"]
-            ]
-            lines.append("")
+        lines += _shown(each.description)
+        for action in each._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                lines += ["| command | what |", "|---|---|"]
+                for choice in action._choices_actions:
+                    name = f"{each.prog} {choice.dest}"
+                    link = f"`{name}`" if name in _LABORATORY else f"[`{name}`](#{_anchor(name)})"
+                    lines.append(f"| {link} | {_cell(choice.help or '')} |")
+                lines.append("")
         options = list(_options(each))
-        if options:
-            lines += ["| option | what |", "|---|---|"]
-            lines += [f"| `{_cell(option)}` | {_cell(words)} |" for option, words in options]
-            lines.append("")
-        for verbatim, words in _paragraphs(each.epilog):
-            lines += (
-                [*(f"    {line.removeprefix('  ')}" for line in words.splitlines()), ""] if verbatim else [words, ""]
-            )
+        lines += _table([option for option in options if option not in common])
+        shared = [option.split()[0] for option, words in options if (option, words) in common]
+        if shared and each is not parser:
+            lines += [
+                "Also " + ", ".join(f"`{option}`" for option in shared if not option.startswith("--log-")) + "."
+            ]
+            lines = lines[:-1] if lines[-1] == "Also ." else [*lines, ""]
+        lines += _shown(each.epilog)
+        if each is parser:
+            lines += ["## Options of several commands", ""]
+            lines += _table([option for option in takers if option in common])
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _shown(text: str | None) -> list[str]:
+    lines = []
+    for verbatim, words in _paragraphs(text):
+        lines += [*(f"    {line.removeprefix('  ')}" for line in words.splitlines())] if verbatim else [words]
+        lines.append("")
+    return lines
+
+
+def _table(options: list[tuple[str, str]]) -> list[str]:
+    rows = [f"| `{_cell(option)}` | {_cell(words)} |" for option, words in options]
+    return ["| option | what |", "|---|---|", *rows, ""] if rows else []
 
 
 def manual() -> str:
@@ -223,6 +268,8 @@ def manual() -> str:
     ]
     lines += ["[options]", ".SH COMMANDS"]
     for each, text in _commands(parser):
+        if each.prog.startswith(_LABORATORY):
+            continue
         lines += [f".SS {plain(each.prog)}"]
         paragraphs = _paragraphs(each.description) or [(False, text)]
         for verbatim, words in [*paragraphs, *_paragraphs(each.epilog)]:
@@ -243,11 +290,9 @@ def errors() -> str:
         for path in package.rglob("*.py"):
             if "integrations" not in path.parts and re.search(r'^    code = "', path.read_text(), re.MULTILINE):
                 importlib.import_module(".".join(path.relative_to(package.parent).with_suffix("").parts))
-    lines = ["# Errors", MADE_BY, ""]
-    lines += [
+    lines = [
         'An error answer is `{"error": {"message", "type", "param", "code"}}`; its `code` is one of these, and the',
-        "same word is in metrics and logs. The message names what was wrong, both values and what to do.",
-        "`pdlink explain` with its `X-Request-Id` tells what happened to the request.",
+        "same word is in metrics and logs. The message names what is wrong, what was expected and what to do.",
         "",
         "| code | HTTP | try again? | at fault | meaning |",
         "|---|---|---|---|---|",
@@ -255,21 +300,19 @@ def errors() -> str:
     kinds: dict[str, type[PdlinkError]] = {}
     for kind in _below(PdlinkError):
         # Somebody else may have imported what is not walked above.
-        known = kind.__module__.startswith("pdlink") and ".integrations" not in kind.__module__
+        known = kind.__module__.startswith(("pdlink.", "pdlink_proxy.")) and ".integrations" not in kind.__module__
         if known and kind not in (LocalError, RemoteError):
             kinds.setdefault(kind.code, kind)
     for code, kind in sorted(kinds.items()):
-        side = "a peer" if issubclass(kind, RemoteError) else "this side, or its caller"
+        side = "peer" if issubclass(kind, RemoteError) else "here"
         meaning = _cell(inspect.getdoc(kind) or "")
         lines.append(f"| `{code}` | {kind.http_status} | {'yes' if kind.retryable else 'no'} | {side} | {meaning} |")
-    lines += ["", "## Why a transfer failed", ""]
+    lines += ["", "### Why a transfer failed", ""]
     lines += ["The `reason` of a failed transfer, and of `X-Pdlink-KV: recomputed;reason=CODE`:", ""]
     lines += ["| code | meaning |", "|---|---|"]
     lines += [f"| `{code}` | {_cell(words)} |" for code, words in sorted(reasons.WORDS.items())]
-    lines += [
-        "| `refused:FACTOR` | the two workers do not fit together: FACTOR differs; `pdlink doctor` has both values |"
-    ]
-    return "\n".join(lines) + "\n"
+    lines += ["| `refused:FACTOR` | the two workers differ in FACTOR; `pdlink doctor` has both values |"]
+    return _within("docs/troubleshooting.md", lines)
 
 
 def _below(kind: type[PdlinkError]) -> Iterator[type[PdlinkError]]:
@@ -307,36 +350,29 @@ def metrics() -> str:
         labels = "; ".join(
             f"`{label}`" + (f": {', '.join(values)}" if values else "") for label, values in metric.known.items()
         )
-        unit = metric.unit or ("" if metric.kind == "gauge" else "count")
         parts[title].append(
-            f"| `{name}` | {metric.kind} | {unit} | {_cell(labels)} | {', '.join(named)} | {_cell(metric.text)} |"
+            f"| `{name}` | {metric.kind} | {_cell(labels)} | {', '.join(named)} | {_cell(metric.text)} |"
         )
-    lines = ["# Metrics", MADE_BY, ""]
-    lines += [
-        "What /metrics of proxies, workers and stores has ([who reads it how](monitoring.md)). A histogram has the",
-        "samples `_bucket`, `_sum` and `_count`. Labels with values have their series from the start.",
-        "In vLLM the names begin with `vllm:pdlink_`, and a server tells those of all its ranks together.",
-        "",
-        "To scrapers that ask for OpenMetrics, histograms of requests and transfers give exemplars: an id for",
-        "`pdlink explain`, and the trace id if the request's `traceparent` says that its trace is kept.",
-    ]
+    lines = []
     for title, rows in parts.items():
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            "| name | type | unit | labels | in | meaning |",
-            "|---|---|---|---|---|---|",
-        ]
-        lines += rows
-    return "\n".join(lines) + "\n"
+        lines += ["", f"### {title}", "", "| name | type | labels | in | meaning |", "|---|---|---|---|---|", *rows]
+    return _within("docs/monitoring.md", lines[1:])
+
+
+_BEGIN, _END = (f"<!-- {word}: made by `make reference` -->" for word in ("begin", "end"))
+
+
+def _within(page: str, lines: list[str]) -> str:
+    """The page, with these lines between its two marks."""
+    before, _, rest = (ROOT / page).read_text().partition(_BEGIN)
+    return "\n".join([before + _BEGIN, "", *lines, "", _END + rest.partition(_END)[2]])
 
 
 PAGES = {
     "docs/settings.md": settings,
     "docs/cli.md": cli,
-    "docs/errors.md": errors,
-    "docs/metrics.md": metrics,
+    "docs/troubleshooting.md": errors,
+    "docs/monitoring.md": metrics,
     "docs/pdlink.1": manual,
 }
 

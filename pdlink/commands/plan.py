@@ -11,7 +11,7 @@ from pdlink.config.proxy import DEFAULT_POLICIES
 DESCRIPTION = """\
 How many prefill and decode workers a traffic needs, before anything is bought: the ratio in closed form, then every
 split of so many workers in a simulation, with the highest rate at which the promise is kept, then the best split and
-those beside it again, placed by the proxy's own policies. docs/plan.md says what is modelled, and what is not.
+those beside it again, placed by the proxy's own policies. docs/deploy.md says what is modelled, and what is not.
 
   pdlink plan trace.jsonl --workers 24 --ttft 2 --per-token 0.02
   pdlink plan trace.csv --curves curves.json --rate 40

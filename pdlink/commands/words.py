@@ -42,7 +42,7 @@ ends, until Ctrl-C. Without --model a small model with random weights is made: n
     "ray up": """\
 Start prefill and decode workers on the nodes of a Ray cluster, each as a process that an actor keeps, and beside this
 process a proxy, which they dial. A worker that is lost with its node is started on another one, until Ctrl-C. Every
-node needs this version of pdlink. docs/ray.md says what happens when.
+node needs this version of pdlink. docs/deploy.md#ray says what happens when.
 
   pdlink ray up                              on the cluster that this host is a node of
   pdlink ray up --address 10.0.0.1:6379 --prefill 2 --decode 3 --model DIR_OR_HUB_ID

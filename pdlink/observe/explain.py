@@ -104,7 +104,9 @@ def advice(explained: Explained) -> list[str]:
         remedy = RECOMPUTED.get(reason) or "`pdlink doctor` tries this pair and says what is wrong"
         found.append(f"Decode computed the prompt itself, for {reason or 'no stated reason'}: {remedy}.")
     failed = {each["reason"] for each in explained.transfers if each["reason"]} - {"", reason}
-    found += [f"Its transfer ended with: {each}; docs/errors.md says what that means." for each in sorted(failed)]
+    found += [
+        f"Its transfer ended with: {each}; docs/troubleshooting.md says what that means." for each in sorted(failed)
+    ]
     ttft_s = record["ttft_s"]
     if ttft_s and record["queued_s"] > ttft_s / 2 and record["queued_s"] > _NOTICED_S:
         found.append(

@@ -1,4 +1,4 @@
-"""Metrics of workers, stores and vLLM's ranks, from events. docs/metrics.md is made of these declarations.
+"""Metrics of workers, stores and vLLM's ranks, from events. docs/monitoring.md is made of these declarations.
 
 Each class declares what one part of pdlink counts and which events it counts; a process has those of its parts.
 """
@@ -105,7 +105,7 @@ class TransferMetrics:
         self.failures = add(
             Counter(
                 "pdlink_transfer_failures_total",
-                "Transfers that failed, by reason ([errors](errors.md#why-a-transfer-failed)); every refusal is "
+                "Transfers that failed, by [reason](troubleshooting.md#why-a-transfer-failed); every refusal is "
                 "`refused`.",
                 side=SIDES,
                 reason=reasons.CODES,

@@ -1,6 +1,6 @@
 """`RemoteStore`: the verbs of a store that is another process of this host, which is never in the way.
 
-Messages go over its Unix socket ([docs/store.md]); KV does not: the store's arena is mapped here, and callers copy
+Messages go over its Unix socket ([docs/tiers.md]); KV does not: the store's arena is mapped here, and callers copy
 from and into their slots themselves. One thread connects, reads answers, and connects again. A store that has gone or
 does not answer within `timeout_s` is a miss for every call at once, until it is back.
 

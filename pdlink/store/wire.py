@@ -1,4 +1,4 @@
-"""Messages between a store process and its clients, over a Unix socket: frames, types and limits (docs/store.md).
+"""Messages between a store process and its clients, over a Unix socket: frames, types and limits (docs/tiers.md).
 
 A frame is its length (4 bytes, little endian) and one MessagePack array that begins with the tag of its type. What a
 client sends is checked here and in `server/desk.py`; what no client has reason to send ends its connection.
@@ -290,6 +290,6 @@ class Frames(Generic[_T]):
             try:
                 found.append(self._decoder.decode(body))
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise ProtocolError(f"a frame: got {error}; limit docs/store.md; correct it") from None
+                raise ProtocolError(f"a frame: got {error}; limit docs/tiers.md; correct it") from None
         del self._held[:at]
         return found

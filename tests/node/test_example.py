@@ -1,4 +1,4 @@
-"""The program that README shows, as it stands there: on one host, and with its processes on hosts of their own."""
+"""The program that docs/library.md shows: on one host, and with its processes on hosts of their own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT_S = 40.0
 
 
 def test_readme_shows_the_program_as_it_is() -> None:
-    assert f"```python\n{PROGRAM.read_text()}```" in (ROOT / "README.md").read_text()
+    assert f"```python\n{PROGRAM.read_text()}```" in (ROOT / "docs/library.md").read_text()
 
 
 @contextmanager

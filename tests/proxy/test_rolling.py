@@ -27,7 +27,7 @@ async def worker(cell: str, role: str, fingerprint: str) -> FakeWorker:
 
 
 async def test_a_rolling_update_cell_by_cell_pairs_no_old_with_new_and_loses_no_request(tmp_path: Path) -> None:
-    """The steps of docs/scale.md: take a cell out, update both sides, let it come back, go on with the next."""
+    """The steps of docs/deploy.md: take a cell out, update both sides, let it come back, go on with the next."""
     now = {(cell, role): await worker(cell, role, "old") for cell in CELLS for role in ("prefill", "decode")}
     everybody = [(cell, each) for (cell, _), each in now.items()]
     answers: list[bytes] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shlex
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -122,39 +122,21 @@ def test_the_example_files_are_valid(path: Path) -> None:
         assert load(ProxyConfig, path, environment={}).dialect == "vllm"
 
 
-def readme_commands() -> list[list[str]]:
-    """The words of each command that README gives to start vLLM servers by hand."""
-    text = Path("README.md").read_text().partition("The same by hand")[2]
-    block = text[text.index("\n    ") :].partition("\n\nThe exported")[0]
-    words = shlex.split(block.replace("\\\n", " ").replace("\n    ", "\n"), comments=True)
-    assert words[:2] == [".", ".venv-vllm/bin/activate"], "what `make vllm` made"
-    commands: list[list[str]] = [[]]
-    for word in words:
-        if word in ("vllm", "pdlink", "export") and commands[-1][-1:] != ["--dialect"]:
-            commands.append([])
-        commands[-1].append(word)
-    return commands
-
-
-def test_the_commands_of_the_readme_say_what_the_files_say() -> None:
-    """Without the settings for CPUs the second server by hand found no memory, with a shipped file it did."""
-    _, *exports, prefill, decode, proxy = readme_commands()
-    exported = dict(word.split("=") for words in exports for word in words[1:])
-    config = load(UpConfig, "configs/vllm/up-1p1d.yaml", environment={})
-    assert exported.pop("MODEL")
-    assert exported == config.vllm.environment
-    for words, role in ((prefill, "kv_producer"), (decode, "kv_consumer")):
-        assert words[:3] == ["vllm", "serve", "$MODEL"]
-        for flag in ("--block-size", "--max-model-len"):
-            assert words[words.index(flag) + 1] == config.vllm.args[config.vllm.args.index(flag) + 1]
-        assert "--disable-uvicorn-access-log" in words
-        transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
-        assert transfer["kv_role"] == role
+@pytest.mark.parametrize("page", ["README.md", "docs/vllm.md"])
+def test_the_connector_takes_what_pages_tell_people_to_type(page: str) -> None:
+    found = re.findall(r"--kv-transfer-config\s+'({[^']*})'", Path(page).read_text().replace("\\\n", ""))
+    assert len(found) >= 3
+    for text in found:
+        transfer = json.loads(text)
+        assert transfer["kv_role"] in ("kv_producer", "kv_consumer", "kv_both")
         settings.read(transfer.get("kv_connector_extra_config", {}))
-    port = json.loads(prefill[prefill.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]["control_port"]
-    urls = {words[words.index(flag) + 1] for words, flag in ((proxy, "--prefill"), (proxy, "--decode"))}
-    assert urls == {f"http://127.0.0.1:{words[words.index('--port') + 1]}" for words in (prefill, decode)}
-    assert proxy[proxy.index("--control") + 1] == f"http://127.0.0.1:8100=tcp://127.0.0.1:{port}"
+
+
+def test_by_hand_servers_of_one_host_get_the_environment_of_the_files() -> None:
+    """Without the settings for CPUs the second server by hand found no memory, with a shipped file it did."""
+    text = Path("docs/vllm.md").read_text()
+    exported = dict(re.findall(r"\b((?:VLLM|OMP)_\w+)=(\w+)", text.partition("export `")[2].partition("`")[0]))
+    assert exported == load(UpConfig, "configs/vllm/up-1p1d.yaml", environment={}).vllm.environment
 
 
 def test_every_way_to_start_a_proxy_lets_decode_work_alone() -> None:

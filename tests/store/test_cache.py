@@ -628,11 +628,11 @@ def test_a_closed_cache_says_so() -> None:
         pages.cache.retrieve(PROMPT, pages.table(2))
 
 
-# --- The program that README shows
+# --- The program that docs/library.md shows
 
 
 def test_readme_shows_the_program_as_it_is() -> None:
-    assert f"```python\n{(ROOT / 'examples/cache.py').read_text()}```" in (ROOT / "README.md").read_text()
+    assert f"```python\n{(ROOT / 'examples/cache.py').read_text()}```" in (ROOT / "docs/library.md").read_text()
 
 
 def test_program_finds_in_another_process_what_it_stored(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ universalmutator proposes the changes by the rules beside this file; mutants.py 
 draws a sample by the seed. Each mutant goes into a copy of the checkout, where judge.py runs the tests that execute
 its line (of native code: the tests of its folder, those first that have killed before). A mutant is *killed* when a
 test fails, *timeout* when one takes several times longer than without it, and *survived* when all pass. A survivor
-needs a test or a reason (docs/mutations.md).
+needs a test or a reason (docs/incidents.md).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def prepare(copy: Path) -> None:
 
 
 def _table(mutants: list[Mutant]) -> str:
-    """The results by folder, as docs/mutations.md has them."""
+    """The results by folder."""
     results = ("killed", "timeout", "survived", "invalid")
     rows = [f"| folder | mutants | {' | '.join(results)} |", "|---" * (2 + len(results)) + "|"]
     for folder in dict.fromkeys(suite_of(mutant.path).folder for mutant in sorted(mutants, key=lambda one: one.path)):
