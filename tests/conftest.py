@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import settings
 
-from pdlink.serve import up
+from pdlink.fleet import child
 
 from .nursery import NURSERY
 from .store.tiers.server import valkey_server
@@ -26,7 +26,7 @@ settings.load_profile("usual")
 # A shell's background job ignores Ctrl-C, and so would all children of such a run, also those that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_spawn = up.spawn
+_spawn = child.spawn
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,14 +36,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def real_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Children of this test are new processes, and nobody's forks."""
-    monkeypatch.setattr(up, "spawn", _spawn)
+    monkeypatch.setattr(child, "spawn", _spawn)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nursery() -> Iterator[None]:
     """Deployments of the tests start within a second a process, and note what they clear in no user's home."""
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as home:
-        patch.setattr(up, "spawn", NURSERY.spawn)
+        patch.setattr(child, "spawn", NURSERY.spawn)
         patch.setenv("XDG_STATE_HOME", home)
         yield
     NURSERY.close()

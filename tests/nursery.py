@@ -74,7 +74,7 @@ class Nursery:
         self._control: socket.socket | None = None
 
     def spawn(self, arguments: Sequence[str], link: socket.socket) -> Forked:
-        """As `pdlink.serve.up.spawn`."""
+        """As `pdlink.fleet.child.spawn`."""
         return self.fork("pdlink.cli", "main", arguments, [0, 1, 2], link=link.fileno(), imports=_WORKERS)
 
     def fork(

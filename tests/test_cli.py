@@ -18,8 +18,8 @@ import pytest
 from pdlink import __version__, cli
 from pdlink.commands import runs
 from pdlink.config import WorkerConfig
+from pdlink.fleet.ports import free_ports
 from pdlink.serve import roles
-from pdlink.serve.ports import free_ports
 from pdlink.serve.process import Parent
 
 

@@ -20,8 +20,8 @@ import yaml
 from pdlink.cli import whole_parser
 from pdlink.commands.runs import settings_of_flags
 from pdlink.config import ProxyConfig, WorkerConfig, load, parse_assignments, settings_of
-from pdlink.serve.ports import free_ports
-from pdlink.serve.up import start
+from pdlink.fleet.child import start
+from pdlink.fleet.ports import free_ports
 from tests.e2e.deployment import READY_S, Deployment, request
 
 ROOT = Path(__file__).parents[1]

@@ -51,11 +51,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serve": BASE
     | {"kv", "memory", "cuda", "transport", "protocol", "node", "engine", "store", "peers", "observe"}
     | {"pdlink_proxy"},
-    "launch": BASE | {"protocol", "serve"},
+    "fleet": BASE | {"protocol", "serve", "engine.places", "pdlink_proxy"},
     "plan": BASE | {"observe", "pdlink_proxy"},
     "doctor": BASE | {"serve", "observe", "protocol"},
     "integrations": BASE
-    | {"kv", "memory", "transport", "protocol", "node", "observe", "serve.keys", "serve.ports", "store", "peers"},
+    | {"kv", "memory", "transport", "protocol", "node", "observe", "serve.keys", "fleet.ports", "store", "peers"},
     "pdlink_proxy": BASE
     | {"kv.hashing", "observe", "protocol", "_http", "_index", "_relay"}
     | {"endpoint.channel", "endpoint.clock"},  # where workers register
@@ -70,6 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine",
         "observe",
         "serve",
+        "fleet",
         "store",
         "peers",
         "plan",

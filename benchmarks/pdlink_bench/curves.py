@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from pdlink.commands.parser import positive, positive_float
 from pdlink.config import ProxyConfig, WorkerConfig, read_key
 from pdlink.errors import ConfigError
+from pdlink.fleet.child import Child, start, stop
 from pdlink.observe.fetch import CannotFetch, base_url
 from pdlink.observe.fetch import ask as fetch
 from pdlink.plan.curves import Curves
 from pdlink.plan.fitting import errors, fit_decode, fit_prefill
-from pdlink.serve import up
 from pdlink_proxy.probe import MAX_TOKENS
 
 from . import harness
@@ -97,23 +97,23 @@ def _of_server(args: argparse.Namespace, progress: Progress) -> Report:
         "engine": {"max_batched_tokens": max(8192, longest), "max_running": max(64, *args.batch)},
         "summary_s": 0,
     }
-    children: list[up.Child] = []
+    children: list[Child] = []
     try:
         for name, role in (("bench-curves", "both"), ("bench-decode", "decode")):
             config = WorkerConfig.model_validate({**settings, "role": role, "name": name})
-            children.append(up.start(name, role, config.model_dump(mode="json")))
+            children.append(start(name, role, config.model_dump(mode="json")))
         for child in children:
             child.wait_ready(START_TIMEOUT_S)
         urls = [str(child.facts["url"]) for child in children]
         proxy = ProxyConfig(port=0, summary_s=0).model_dump(mode="json")
-        children.append(up.start("proxy", "proxy", {**proxy, "prefill": urls[:1], "decode": urls[1:]}))
+        children.append(start("proxy", "proxy", {**proxy, "prefill": urls[:1], "decode": urls[1:]}))
         children[-1].wait_ready(START_TIMEOUT_S)
         moved = _moved(str(children[-1].facts["url"]), None, max(args.tokens))
-        up.stop(children[1:], 10.0)  # nothing else on the machine
+        stop(children[1:], 10.0)  # nothing else on the machine
         del children[1:]
         return _measured(args, urls[0], moved, progress)
     finally:
-        up.stop(children, 10.0)
+        stop(children, 10.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from pdlink.config import ProxyConfig, SglangServersConfig, VllmConfig, WorkerConfig
 from pdlink.errors import PdlinkError
-from pdlink.serve import sglang, up, vllm
-from pdlink.serve.servers import Server
+from pdlink.fleet import sglang, vllm
+from pdlink.fleet.child import Child, start, stop
+from pdlink.fleet.server import Server
 
 from . import resting, sglang_cpu
 
@@ -73,7 +74,7 @@ class Deployment:
     """One system. Its servers and its proxy are children of this process, each in a group of its own."""
 
     name: str
-    children: list[up.Child | Server] = field(default_factory=list)
+    children: list[Child | Server] = field(default_factory=list)
     model: str = MODEL
     alone: dict[str, Any] = field(default_factory=dict)
     """What a request must say that the prefill server is to answer by itself."""
@@ -113,7 +114,7 @@ class Deployment:
 
     def close(self) -> None:
         self._signal(signal.SIGCONT)
-        up.stop(self.children, 10.0)
+        stop(self.children, 10.0)
 
     def _signal(self, number: int) -> None:
         for child in self.children:
@@ -132,7 +133,7 @@ def launch(names: Sequence[str], options: Options, into: list[Deployment]) -> No
                 child.wait_ready(START_TIMEOUT_S)
             urls = {child.role: [child.facts["url"]] for child in deployment.children}
             proxy = ProxyConfig(port=0, retries=0, connect_timeout_s=10.0, summary_s=0).model_dump(mode="json")
-            deployment.children.append(up.start(f"proxy of {name}", "proxy", {**proxy, **urls, **settings}))
+            deployment.children.append(start(f"proxy of {name}", "proxy", {**proxy, **urls, **settings}))
             deployment.children[-1].wait_ready(START_TIMEOUT_S)
             deployment.go_on()
             if name != names[-1]:
@@ -181,7 +182,7 @@ def _start_own(deployment: Deployment, options: Options) -> dict[str, Any]:
                 "summary_s": 0,
             }
         )
-        deployment.children.append(up.start(role, role, config.model_dump(mode="json")))
+        deployment.children.append(start(role, role, config.model_dump(mode="json")))
     return {}
 
 

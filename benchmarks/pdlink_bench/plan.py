@@ -26,13 +26,13 @@ from pdlink.commands.parser import positive, positive_float
 from pdlink.config import ProxyConfig, TimeoutConfig, WorkerConfig
 from pdlink.config.proxy import DEFAULT_POLICIES
 from pdlink.errors import ConfigError, PdlinkError
+from pdlink.fleet.child import Child, start, stop
 from pdlink.plan.closed_form import closed_form
 from pdlink.plan.curves import Curves, read_curves
 from pdlink.plan.fleet import Routed
 from pdlink.plan.fluid import play
 from pdlink.plan.sweep import percentiles
 from pdlink.plan.traffic import from_quantiles, read_trace
-from pdlink.serve import up
 
 from . import harness, plot
 from .harness import Report, Table
@@ -155,7 +155,7 @@ class _Fleet:
     """Real processes."""
 
     def __init__(self, num_prefill: int, num_decode: int, curves: Curves, asked: Asked, *, computes: bool) -> None:
-        self._children: list[up.Child] = []
+        self._children: list[Child] = []
         self._nums = {"prefill": num_prefill, "decode": num_decode}
         longest = int((asked.prompt + asked.answer).max())
         self._settings = {
@@ -179,14 +179,14 @@ class _Fleet:
                 for number in range(num):
                     name = f"{role}-{number}"
                     config = WorkerConfig.model_validate({**self._settings, "role": role, "name": name})
-                    self._children.append(up.start(name, role, config.model_dump(mode="json")))
+                    self._children.append(start(name, role, config.model_dump(mode="json")))
             for child in self._children:
                 child.wait_ready(START_TIMEOUT_S)
             urls = {
                 role: [child.facts["url"] for child in self._children if child.role == role] for role in self._nums
             }
             proxy = ProxyConfig(port=0, connect_timeout_s=10.0, summary_s=0).model_dump(mode="json")
-            self._children.append(up.start("proxy", "proxy", {**proxy, **urls}))
+            self._children.append(start("proxy", "proxy", {**proxy, **urls}))
             self._children[-1].wait_ready(START_TIMEOUT_S)
             self._url = str(self._children[-1].facts["url"])
         except BaseException:
@@ -195,7 +195,7 @@ class _Fleet:
         return self
 
     def __exit__(self, *_: object) -> None:
-        up.stop(self._children, 10.0)
+        stop(self._children, 10.0)
 
     def _ask(self, draw: random.Random, prompt: int, answer: int) -> Streamed:
         body = {

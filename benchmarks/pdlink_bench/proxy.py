@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdlink.commands.parser import positive, positive_float
-from pdlink.serve.ports import free_ports
+from pdlink.fleet.ports import free_ports
 
 from . import harness, plot
 from .harness import Report, Table, in_turns

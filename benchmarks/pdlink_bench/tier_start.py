@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdlink.config import StoreConfig
-from pdlink.serve.up import start, stop
+from pdlink.fleet.child import start, stop
 from pdlink.store.client import RemoteStore
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.record import Group, RecordShape

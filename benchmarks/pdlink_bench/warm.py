@@ -25,8 +25,8 @@ import numpy as np
 from pdlink.commands.parser import positive
 from pdlink.config import WorkerConfig
 from pdlink.errors import PdlinkError
-from pdlink.serve import up
-from pdlink.serve.ports import free_ports
+from pdlink.fleet.child import start, stop
+from pdlink.fleet.ports import free_ports
 
 from . import harness, plot
 from .harness import Report, Table
@@ -91,7 +91,7 @@ class Engine:
                 "summary_s": 0,
             }
         )
-        self.child = up.start(name, "both", config.model_dump(mode="json"))
+        self.child = start(name, "both", config.model_dump(mode="json"))
 
     @property
     def url(self) -> str:
@@ -145,7 +145,7 @@ def measure(settings: Settings, directory: Path, tick: Callable[[], None]) -> tu
         engines[1].child.wait_ready(START_TIMEOUT_S)
         return _rounds(settings, engines[0], engines[1], tick)
     finally:
-        up.stop([engine.child for engine in engines], 10.0)
+        stop([engine.child for engine in engines], 10.0)
 
 
 def _rounds(

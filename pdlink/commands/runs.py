@@ -78,22 +78,22 @@ def silence_stdout() -> None:
 
 
 def up(args: argparse.Namespace) -> None:
-    from pdlink.serve import up
+    from pdlink.fleet import keeping, up
 
     flags = _flags_of_up(args) | _given({"engine": args.engine, "share_store": args.store})
     config = load(UpConfig, args.config, flags=flags | parse_assignments(args.set))
     _log_as(config.log, args)
-    up.log.setLevel((config.log.level or "info").upper())  # a deployment that starts and changes is not silent
+    keeping.log.setLevel((config.log.level or "info").upper())  # a deployment that starts and changes is not silent
     up.up(config, mention)
 
 
 def ray_up(args: argparse.Namespace) -> None:
-    from pdlink.launch import ray_up
+    from pdlink.fleet import keeping, ray_up
 
     flags = _flags_of_up(args) | _given({"ray.address": args.address})
     config = load(RayUpConfig, args.config, flags=flags | parse_assignments(args.set))
     _log_as(config.log, args)
-    ray_up.log.setLevel((config.log.level or "info").upper())
+    keeping.log.setLevel((config.log.level or "info").upper())
     ray_up.up(config, mention)
 
 
@@ -143,8 +143,7 @@ def store(args: argparse.Namespace) -> int | None:
 
 
 def proxy(args: argparse.Namespace) -> int | None:
-    from pdlink.serve.processes import PLACE
-    from pdlink.serve.roles import run_proxy
+    from pdlink.fleet.processes import PLACE, run_proxy
 
     if args.parent_fd is not None:
         with _reporting(args.parent_fd) as parent:

@@ -20,10 +20,10 @@ from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnector
 
 from pdlink.config import is_loopback
 from pdlink.errors import ConfigError
+from pdlink.fleet.ports import free_ports
 from pdlink.integrations.vllm_parts import settings as settings_of
 from pdlink.protocol.auth import ControlAddress
 from pdlink.serve.keys import load_credentials
-from pdlink.serve.ports import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -201,11 +201,6 @@ def run_proxy(
     from pdlink_proxy.front import FrontRunner
     from pdlink_proxy.siblings import Place, Siblings
 
-    if place is None and config.processes > 1:
-        from pdlink.serve.processes import run_processes
-
-        run_processes(config, parent, say, reread)
-        return
     tls = keys.server_tls(config.tls_cert, config.tls_key)
     bound = bind(config.host, config.port, shared=place is not None)
     credentials = keys.load_credentials(SecurityConfig(key_file=config.key_file, allow_file=config.allow_file))

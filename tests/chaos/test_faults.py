@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from pdlink.config import WorkerConfig
-from pdlink.serve import up
-from pdlink.serve.up import Child
+from pdlink.fleet import child
+from pdlink.fleet.child import Child
 from pdlink_bench.chaos import faults
 from pdlink_bench.chaos.faults import LocalDeployment
 from pdlink_bench.chaos.schedule import PROXY, Fault, Kind
@@ -39,7 +39,7 @@ def wait_for_trap(pid: int) -> None:
 
 
 class Started:
-    """Stands in for `pdlink.serve.up.start`: shells that are ready at once."""
+    """Stands in for `pdlink.fleet.child.start`: shells that are ready at once."""
 
     def __init__(self) -> None:
         self.script = OBEDIENT
@@ -62,7 +62,7 @@ class Started:
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     found = Started()
     monkeypatch.setattr(faults, "start", found)
-    monkeypatch.setattr(up, "start", found)  # for `Child.again`
+    monkeypatch.setattr(child, "start", found)  # for `Child.again`
     monkeypatch.setattr(faults, "_DRAIN_SLACK_S", 0.3)
     return found
 

@@ -29,8 +29,8 @@ from pdlink.config.store import OF_PEERS
 from pdlink.config.tiers import OF_A_WORKER
 from pdlink.config.up import ENGINES
 from pdlink.engine import places
-from pdlink.launch import ray_up
-from pdlink.serve import check, checkpoint, engines, roles, sglang, up, vllm
+from pdlink.fleet import engines, processes, ray_up, sglang, up, vllm
+from pdlink.serve import check, checkpoint, roles
 
 ROOT = Path(__file__).parents[2]
 
@@ -222,17 +222,16 @@ class Started:
             self.servers.append((asdict(plan), log_dir))
             return SimpleNamespace(label=plan.label, role=plan.role, facts={"url": plan.url})
 
-        def keeper(*args: Any) -> Any:
-            self.kept.append(args)
-            if len(self.kept) == 3:
-                raise up._Stopped
-            return None
+        def post(here: Any, plan: Any, **settings: Any) -> Any:
+            self.kept.append((plan.label, settings))
+            return SimpleNamespace(plan=plan, url=here._start().facts["url"], actor=None)
 
         monkeypatch.setattr(up, "start", start)
         monkeypatch.setattr(up, "stop", lambda *_: None)
-        monkeypatch.setattr(up, "Keeper", keeper)
+        monkeypatch.setattr(up, "Post", post)
+        monkeypatch.setattr(up, "keep", lambda *_: None)
         monkeypatch.setattr(up, "_picture", lambda *_: "")
-        monkeypatch.setattr(up, "_await_all", lambda _, timeout_s: self.waited_s.append(timeout_s))
+        monkeypatch.setattr(up, "await_all", lambda _, timeout_s: self.waited_s.append(timeout_s))
         monkeypatch.setattr("signal.signal", lambda *_: None)
         monkeypatch.setattr(places, "find_model", lambda _: False)
         monkeypatch.setattr(engines, "Server", server)
@@ -258,7 +257,7 @@ def test_every_setting_arrives_at_a_role(
 ) -> None:
     arrived: list[BaseModel] = []
     monkeypatch.setattr(roles, "run_worker", lambda config, *_: arrived.append(config))
-    monkeypatch.setattr(roles, "run_proxy", lambda config, *_, **_more: arrived.append(config))
+    monkeypatch.setattr(processes, "run_proxy", lambda config, *_, **_more: arrived.append(config))
     monkeypatch.setattr(roles, "run_store", lambda config, *_: arrived.append(config))
 
     def take(config: BaseModel) -> int:
@@ -412,7 +411,7 @@ def test_flags_of_the_proxy_arrive_and_set_comes_last(
     words: list[str], dotted: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrived: list[ProxyConfig] = []
-    monkeypatch.setattr(roles, "run_proxy", lambda config, *_, **_more: arrived.append(config))
+    monkeypatch.setattr(processes, "run_proxy", lambda config, *_, **_more: arrived.append(config))
     assert cli.main(["proxy", *words]) == 0
     assert getattr(arrived[0], dotted) == value
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdlink.config import ProxyConfig, WorkerConfig
-from pdlink.serve.up import Child, start, stop
+from pdlink.fleet.child import Child, start, stop
 
 READY_S = 90.0
 WAIT_S = 60.0

@@ -29,7 +29,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from pdlink.serve.ports import free_ports
+from pdlink.fleet.ports import free_ports
 
 NUM_LAYERS = 8
 MODEL = "sensitive"

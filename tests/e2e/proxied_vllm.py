@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pdlink.config import ProxyConfig, VllmConfig
-from pdlink.serve import up, vllm
+from pdlink.fleet import vllm
+from pdlink.fleet.child import Child, start, stop
+from pdlink.fleet.server import Server
 from pdlink.serve.checkpoint import write_checkpoint
-from pdlink.serve.servers import Server
 from pdlink_bench import resting
 
 from .deployment import Answer, request, until
@@ -25,7 +26,7 @@ READY_S = 300.0
 class Pair:
     connector: str
     servers: list[Server]
-    proxy: up.Child
+    proxy: Child
 
     def url(self, role: str) -> str:
         facts = {server.role: server.facts for server in self.servers} | {"proxy": self.proxy.facts}
@@ -80,18 +81,18 @@ def proxied(folder: Path, connector: Literal["pdlink", "nixl"] = "pdlink", *args
     )
     executable = vllm.find_executable(None)
     plans = vllm.plan(config, 1, 1, executable=executable, model=str(folder / "model"))
-    children: list[Server | up.Child] = []
+    children: list[Server | Child] = []
     try:
         servers = [Server(plan, folder) for plan in plans]
         children += servers
         for server in servers:
             server.wait_ready(READY_S)
         settings = ProxyConfig(port=0, on_no_prefill="decode_only", connect_timeout_s=10).model_dump(mode="json")
-        proxy = up.start("proxy", "proxy", {**settings, **vllm.proxy_settings(config, plans)})
+        proxy = start("proxy", "proxy", {**settings, **vllm.proxy_settings(config, plans)})
         children.append(proxy)
         proxy.wait_ready(60)
         made = Pair(connector, servers, proxy)
         until(lambda: request(made.url("proxy") + "/health").status == 200, "the proxy sees its servers", 60)
         yield made
     finally:
-        up.stop(children, 20)
+        stop(children, 20)

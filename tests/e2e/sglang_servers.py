@@ -15,9 +15,9 @@ import msgspec
 
 from pdlink.config import ProxyConfig
 from pdlink.engine import tiny
+from pdlink.fleet.child import Child, start, stop
+from pdlink.fleet.ports import free_ports
 from pdlink.observe.timeline import Dump, Kept
-from pdlink.serve import up
-from pdlink.serve.ports import free_ports
 from tests.e2e.engine_servers import MODEL, Answer, EngineServer, body_of, post, save_model, until
 
 ROOT = Path(__file__).parents[2]
@@ -118,7 +118,7 @@ class SglangPair:
 
     prefill: SglangServer
     decode: SglangServer
-    proxy: up.Child
+    proxy: Child
     timeline: Path
     """What prefill's transfers are kept in."""
 
@@ -151,16 +151,16 @@ class SglangPair:
             ).start()
             for role in ("prefill", "decode")
         ]
-        children: list[up.Child] = []
+        children: list[Child] = []
         try:
             prefill, decode = (server.wait_ready() for server in servers)
             config = ProxyConfig(port=0, dialect="sglang", prefill=(prefill.url,), decode=(decode.url,))
-            children.append(up.start("proxy", "proxy", config.model_dump(mode="json")))
+            children.append(start("proxy", "proxy", config.model_dump(mode="json")))
             children[0].wait_ready(60)
             pair = cls(prefill, decode, children[0], timeline)
             pair.wait_routed()
         except BaseException:
-            up.stop(children, 20)
+            stop(children, 20)
             for server in servers:
                 server.kill()
             raise
@@ -215,7 +215,7 @@ class SglangPair:
         return [one for one in transfers if one.ended and _end_of(one) == num_tokens]
 
     def stop(self) -> None:
-        up.stop([self.proxy], 20)
+        stop([self.proxy], 20)
         for server in self.servers:
             server.kill()
 

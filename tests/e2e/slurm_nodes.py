@@ -11,7 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from pdlink.serve.ports import free_ports
+from pdlink.fleet.ports import free_ports
 
 from .deployment import until
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdlink.config import ProxyConfig
-from pdlink.serve.up import Child, start, stop
+from pdlink.fleet.child import Child, start, stop
 
 from .deployment import READY_S, Answer, request, until
 

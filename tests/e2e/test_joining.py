@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pdlink.config import ProxyConfig
+from pdlink.fleet.child import Child, start
 from pdlink.serve.keys import keygen
-from pdlink.serve.up import Child, start
 from tests.private import write_private
 
 from .deployment import READY_S, WAIT_S, Answer, Deployment, prompt_of, request, until, worker_settings

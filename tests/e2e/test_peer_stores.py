@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdlink.serve.ports import free_ports
+from pdlink.fleet.ports import free_ports
 
 from ..store.process import process
 from .deployment import Deployment, prompt_of, until, worker_settings

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdlink.serve.ports import free_ports
+from pdlink.fleet.ports import free_ports
 
 from .deployment import Deployment, prompt_of, request, until, worker_settings
 

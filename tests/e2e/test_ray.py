@@ -76,7 +76,7 @@ def test_an_infeasible_worker_is_told_at_once_with_what_there_is(nodes: Nodes, t
     up = RayUp(nodes.address, tmp_path, "--set", "ray.decode_resources={CPU: 64, GPU: 2}")
     assert up.process.wait(START_S) == 1
     said = up.log.read_text()
-    assert "pdlink: ray.decode_resources: got 64 CPU, 2 GPU for decode-0; limit: the largest of 4 nodes has" in said
+    assert "pdlink: ray.decode_resources: decode-0 needs 64 CPU, 2 GPU; the largest of 4 nodes has" in said
     assert "1 CPU, 0 GPU; ask for less, or start such a node" in said
     assert "Traceback" not in said
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from pdlink.config import ProxyConfig
+from pdlink.fleet.child import start
 from pdlink.serve.keys import keygen
-from pdlink.serve.up import start
 from tests.certificates import make_certificate
 from tests.private import write_private
 

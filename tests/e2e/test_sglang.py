@@ -22,7 +22,7 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang", allow_module_level=True)
 
-from pdlink.serve.ports import free_ports  # noqa: E402
+from pdlink.fleet.ports import free_ports  # noqa: E402
 from tests.e2e.engine_servers import NUM_LAYERS, body_of, post, prompt_of, until  # noqa: E402
 from tests.e2e.sglang_servers import (  # noqa: E402
     SglangPair,

@@ -22,7 +22,7 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang", allow_module_level=True)
 
 from pdlink.config import ProxyConfig  # noqa: E402
-from pdlink.serve import up  # noqa: E402
+from pdlink.fleet.child import start, stop  # noqa: E402
 from pdlink_proxy.sse import payloads  # noqa: E402
 from tests.e2e.engine_servers import MODEL, prompt_of, until  # noqa: E402
 from tests.e2e.readers import Reader  # noqa: E402
@@ -91,8 +91,8 @@ def fleet(request: pytest.FixtureRequest, folder: Path) -> Iterator[Fleet]:
             decode=tuple(server.url for server in decodes),
             policy={"prefill": "round_robin", "decode": "round_robin"},
         )
-        proxy = up.start("proxy", "proxy", config.model_dump(mode="json"))
-        ends.callback(up.stop, [proxy], 20)
+        proxy = start("proxy", "proxy", config.model_dump(mode="json"))
+        ends.callback(stop, [proxy], 20)
         proxy.wait_ready(60)
         made = Fleet(prefill, {f"decode-{at}": each for at, each in enumerate(decodes)}, str(proxy.facts["url"]))
         until(lambda: made.well() == 3, "the proxy sees its servers", 120)

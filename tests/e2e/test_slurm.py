@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from pdlink.config import ProxyConfig
+from pdlink.fleet.child import start
 from pdlink.serve.keys import keygen
-from pdlink.serve.up import start
 from tests.private import write_private
 
 from .deployment import READY_S, TIMEOUTS, Answer, Deployment, prompt_of, request, until

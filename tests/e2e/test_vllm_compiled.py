@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from pdlink.serve.ports import free_ports  # noqa: E402
+from pdlink.fleet.ports import free_ports  # noqa: E402
 from tests.e2e.conftest import VLLM_CONCURRENT, VLLM_TIGHT, Alone  # noqa: E402
 from tests.e2e.engine_servers import NUM_LAYERS, place_of, plugin_of, prompt_of, until  # noqa: E402
 from tests.e2e.vllm_servers import Pair  # noqa: E402

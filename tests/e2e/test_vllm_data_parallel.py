@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from pdlink.config import ProxyConfig  # noqa: E402
-from pdlink.serve import up  # noqa: E402
+from pdlink.fleet.child import start, stop  # noqa: E402
 from pdlink_proxy.engines import HEADER  # noqa: E402
 from tests.e2e.conftest import VLLM_CONCURRENT, Alone  # noqa: E402
 from tests.e2e.engine_servers import body_of, place_of, prompt_of, until  # noqa: E402
@@ -60,14 +60,14 @@ def proxy(pair: Pair) -> Iterator[str]:
         data_parallel={pair.prefill.url: 2},
         connect_timeout_s=10,
     )
-    child = up.start("proxy", "proxy", settings.model_dump(mode="json"))
+    child = start("proxy", "proxy", settings.model_dump(mode="json"))
     try:
         child.wait_ready(60)
         url = str(child.facts["url"])
         until(lambda: len(asked(f"{url}/v1/models")[1]["data"]) == 1, "the proxy sees its servers")
         yield url
     finally:
-        up.stop([child], 20)
+        stop([child], 20)
 
 
 def rests(server: Server) -> bool:

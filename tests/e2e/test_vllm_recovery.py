@@ -16,9 +16,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from pdlink.config import ProxyConfig, VllmConfig
-from pdlink.serve import up, vllm
-from pdlink.serve.ports import free_ports
-from pdlink.serve.servers import Server
+from pdlink.fleet import vllm
+from pdlink.fleet.child import Child, start, stop
+from pdlink.fleet.ports import free_ports
+from pdlink.fleet.server import Server
 from pdlink_bench import resting
 from pdlink_proxy.fleet import PlacementRequest, WorkerState
 from pdlink_proxy.kv_events import KVEvents
@@ -83,7 +84,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         control_port=0,
     )
     plans = vllm.plan(config, 1, 2, executable=vllm.find_executable(None), model=str(folder / "model"))
-    children: list[Server | up.Child] = []
+    children: list[Server | Child] = []
     try:
         servers = [Server(plan, folder) for plan in plans]
         children += servers
@@ -91,14 +92,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             server.wait_ready(READY_S)
         settings = ProxyConfig(port=0, connect_timeout_s=10, tokenize_wait_s=5).model_dump(mode="json")
         told = {"kv_events": {plans[0].url: [",".join(events)]}}
-        proxy = up.start("proxy", "proxy", {**settings, **vllm.proxy_settings(config, plans), **told})
+        proxy = start("proxy", "proxy", {**settings, **vllm.proxy_settings(config, plans), **told})
         children.append(proxy)
         proxy.wait_ready(60)
         made = Fleet({server.label: server for server in servers}, str(proxy.facts["url"]), events)
         until(lambda: len(_well(made)) == 3, "the proxy sees its servers", 60)
         yield made
     finally:
-        up.stop(children, 20)
+        stop(children, 20)
 
 
 def _well(fleet: Fleet) -> list[str]:

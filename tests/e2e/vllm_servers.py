@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdlink.serve.ports import free_ports
-from pdlink.serve.vllm import CONNECTORS
+from pdlink.fleet.ports import free_ports
+from pdlink.fleet.vllm import CONNECTORS
 from pdlink_bench import resting
 from tests.e2e.engine_servers import MODEL, Answer, EngineServer, prompt_of, until
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from pdlink.errors import ConfigError
+from pdlink.fleet.ports import free_ports
 from pdlink.integrations.vllm_parts import versions
 from pdlink.integrations.vllm_parts.requests import Scheduled
-from pdlink.serve.ports import free_ports
 from tests.integrations.vllm_engine import DST, HEADS, NAMES, PROMPT, SIZE, SRC, Server
 from tests.node.conftest import WAIT_S
 

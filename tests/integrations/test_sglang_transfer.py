@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pdlink.serve.ports import free_ports
+from pdlink.fleet.ports import free_ports
 
 from .sglang_process import Engine
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from pdlink.serve.ports import free_ports
+from pdlink.fleet.ports import free_ports
 from tests.other_process import PATIENCE_S
 
 from .store_node import OtherNode, StoreNode, key

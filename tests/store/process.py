@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pdlink.config import StoreConfig
-from pdlink.serve.up import Child, start, stop
+from pdlink.fleet.child import Child, start, stop
 from pdlink.store.client import RemoteStore
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.server.listener import Listener

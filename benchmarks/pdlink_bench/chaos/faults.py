@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from pdlink import logs
 from pdlink.config import ProxyConfig
-from pdlink.serve.keeper import delay_s
-from pdlink.serve.up import Child, ChildFailed, start, stop
+from pdlink.fleet.child import Child, ChildFailed, start, stop
+from pdlink.fleet.post import delay_s
 from pdlink_bench.chaos.ledger import Process, port_of, process
 from pdlink_bench.chaos.schedule import PROXY, Fault, Kind
 

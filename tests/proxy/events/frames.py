@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from pdlink.serve.ports import free_ports
+from pdlink.fleet.ports import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

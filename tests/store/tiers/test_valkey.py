@@ -15,7 +15,7 @@ from random import Random
 import pytest
 
 from pdlink.errors import ConfigError
-from pdlink.serve.ports import free_ports
+from pdlink.fleet.ports import free_ports
 from pdlink.store.tiers.resp import Connection, Refused
 from pdlink.store.tiers.valkey import PART_NBYTES, Valkey
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdlink.errors import ConfigError
-from pdlink.launch.launcher import Launcher
-from pdlink.launch.placing import Node
-from pdlink.launch.post import ActorDied
+from pdlink.fleet.launcher import Launcher
+from pdlink.fleet.placing import NodeRoom
+from pdlink.fleet.post import Ended
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pdlink.launch.post import Plan, State
-    from pdlink.launch.secrets import Keys
+    from pdlink.fleet.post import PostPlan, Report
+    from pdlink.fleet.secrets import Keys
 
 _ASK_S = 0.5
 """Between two questions to an actor; one takes it a millisecond."""
@@ -72,6 +72,9 @@ class Actor:
 class RayCluster:
     """Connected from the constructor to `close`. Of one thread."""
 
+    same_place = "in the same place"
+    other_place = "on another node if there is one"
+
     def __init__(self, address: str, keys: Mapping[str, Keys]) -> None:
         """keys: by the label of a plan. Raises ConfigError if there is no cluster at this address."""
         import ray
@@ -84,8 +87,8 @@ class RayCluster:
         except (ConnectionError, RuntimeError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0][:300]
             raise ConfigError(
-                f"ray.address: got {address}; limit a running Ray cluster ({reason}); start one with "
-                "`ray start --head`, or give the HOST:PORT that it printed"
+                f"ray.address: no Ray cluster runs at {address} ({reason}); start one with `ray start --head`, or "
+                "give the HOST:PORT that it printed"
             ) from None
         self._actor_class = ray.remote(OnRay)
         self.host = str(ray.util.get_node_ip_address())
@@ -95,15 +98,15 @@ class RayCluster:
         """Every group and actor that is left ends with the connection."""
         self._ray.shutdown()
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[NodeRoom]:
         free = self._ray._private.state.available_resources_per_node()
         return [
-            Node(each["NodeID"], dict(each["Resources"]), dict(free.get(each["NodeID"], {})))
+            NodeRoom(each["NodeID"], dict(each["Resources"]), dict(free.get(each["NodeID"], {})))
             for each in self._ray.nodes()
             if each["Alive"]
         ]
 
-    def reserve(self, plan: Plan, avoid: frozenset[str]) -> Group:
+    def reserve(self, plan: PostPlan, avoid: frozenset[str]) -> Group:
         where = [{"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}] if avoid else None
         made = self._groups.placement_group(
             [dict(plan.need)], strategy="STRICT_PACK", name=f"pdlink-{plan.label}", bundle_label_selector=where
@@ -118,7 +121,7 @@ class RayCluster:
             group.placed = self._groups.placement_group_table(group.group)["state"] == "CREATED"
         return group.placed
 
-    def launch(self, group: Group, plan: Plan) -> Actor:
+    def launch(self, group: Group, plan: PostPlan) -> Actor:
         options: dict[str, Any] = {"num_cpus": 0, "resources": {}}
         for name, amount in plan.need.items():
             if name in _OPTIONS:
@@ -133,7 +136,7 @@ class RayCluster:
         self._ask(actor)
         return actor
 
-    def hear(self, actor: Actor) -> State | None:
+    def hear(self, actor: Actor) -> Report | None:
         if actor.question is None:
             if time.monotonic() - actor.asked_s >= _ASK_S:
                 self._ask(actor)
@@ -144,16 +147,16 @@ class RayCluster:
         question, actor.question = actor.question, None
         errors = self._ray.exceptions
         try:
-            state: State = self._ray.get(question)
+            report: Report = self._ray.get(question)
         except errors.ActorUnavailableError:
             return None  # what Ray says of a node that is gone, until it knows
         except errors.RayError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            raise ActorDied(lines[-1][:300] if lines else type(error).__name__) from None
-        return state
+            raise Ended(f"lost its actor ({lines[-1][:300] if lines else type(error).__name__})") from None
+        return report
 
     def _ask(self, actor: Actor) -> None:
-        actor.asked_s, actor.question = time.monotonic(), actor.handle.state.remote()
+        actor.asked_s, actor.question = time.monotonic(), actor.handle.report.remote()
 
     def stop(self, actors: list[Actor], drain_s: float, timeout_s: float) -> None:
         """Let the workers of these drain; returns when they have ended, or after `timeout_s`."""

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from pdlink import __version__
-from pdlink.launch.placing import Node
-from pdlink.launch.post import LAUNCH_S, ActorDied, Plan, Post, State
-from pdlink.serve.keeper import ChildFailed
+from pdlink.fleet.child import ChildFailed
+from pdlink.fleet.placing import NodeRoom
+from pdlink.fleet.post import LAUNCH_S, STEADY_S, Ended, Post, PostPlan, Report
 
-PLAN = Plan("decode-0", "decode", {}, "ray.decode_resources", {"CPU": 1.0})
+PLAN = PostPlan("decode-0", "decode", {}, "ray.decode_resources", {"CPU": 1.0})
 READY = {"url": "http://10.0.0.1:1"}
 LOST_AFTER_S = 3.0
 
@@ -22,7 +22,7 @@ LOST_AFTER_S = 3.0
 @dataclass
 class Actor:
     node: str
-    says: State | Exception | None = None
+    says: Report | Exception | None = None
     killed: bool = False
 
 
@@ -30,27 +30,29 @@ class Actor:
 class FakeCluster:
     """Places a group on the first node that it may use."""
 
+    same_place: str = "in the same place"
+    other_place: str = "on another node"
     names: list[str] = field(default_factory=lambda: ["a", "b"])
     full: bool = False
     groups: list[tuple[str, frozenset[str]]] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     actors: list[Actor] = field(default_factory=list)
 
-    def nodes(self) -> Sequence[Node]:
-        return [Node(name, {"CPU": 1.0}, {}) for name in self.names]
+    def nodes(self) -> Sequence[NodeRoom]:
+        return [NodeRoom(name, {"CPU": 1.0}, {}) for name in self.names]
 
-    def reserve(self, plan: Plan, avoid: frozenset[str]) -> int:
+    def reserve(self, plan: PostPlan, avoid: frozenset[str]) -> int:
         self.groups.append((next(name for name in self.names if name not in avoid), avoid))
         return len(self.groups) - 1
 
     def is_placed(self, group: int) -> bool:
         return not self.full
 
-    def launch(self, group: int, plan: Plan) -> Actor:
+    def launch(self, group: int, plan: PostPlan) -> Actor:
         self.actors.append(Actor(self.groups[group][0]))
         return self.actors[-1]
 
-    def hear(self, actor: Actor) -> State | None:
+    def hear(self, actor: Actor) -> Report | None:
         if isinstance(actor.says, Exception):
             raise actor.says
         return actor.says
@@ -68,7 +70,7 @@ class Stage:
     def __init__(self) -> None:
         self.now_s = 1000.0
         self.cluster = FakeCluster()
-        self.post = Post(self.cluster, PLAN, LOST_AFTER_S, clock=lambda: self.now_s)
+        self.post = Post(self.cluster, PLAN, lost_after_s=LOST_AFTER_S, clock=lambda: self.now_s)
 
     def pass_time(self, seconds: float, step_s: float = 0.5) -> None:
         for _ in range(round(seconds / step_s)):
@@ -77,7 +79,7 @@ class Stage:
 
     def say(self, **fields: Any) -> None:
         actor = self.cluster.actors[-1]
-        actor.says = dataclasses.replace(State(actor.node, version=__version__), **fields)
+        actor.says = dataclasses.replace(Report(actor.node, version=__version__), **fields)
 
     def become_ready(self) -> Actor:
         self.pass_time(1.0)
@@ -112,9 +114,10 @@ def test_it_waits_for_room_as_long_as_it_takes(stage: Stage, caplog: pytest.LogC
     assert [record.message for record in caplog.records] == ["decode-0 waits for a node with 1 CPU free"]
 
 
-def test_an_actor_that_died_is_replaced_at_once_in_the_same_place(stage: Stage) -> None:
+def test_an_actor_that_served_for_long_and_died_is_replaced_at_once_in_the_same_place(stage: Stage) -> None:
     first = stage.become_ready()
-    first.says = ActorDied("SIGKILL")
+    stage.pass_time(STEADY_S)
+    first.says = Ended("SIGKILL")
     stage.pass_time(0.5)
     assert (first.killed, stage.post.ready) == (True, False)
     stage.pass_time(0.5)
@@ -159,13 +162,13 @@ def test_a_new_actor_has_more_time_for_its_first_word(stage: Stage) -> None:
 def test_failures_in_a_row_make_pauses_that_grow_and_a_steady_worker_ends_them(stage: Stage) -> None:
     times_s = []
     for _ in range(4):
-        stage.become_ready().says = ActorDied("again")
+        stage.become_ready().says = Ended("again")
         stage.pass_time(0.5)
         lost_s, count = stage.now_s, len(stage.cluster.actors)
         while len(stage.cluster.actors) == count:
             stage.pass_time(0.5)
         times_s.append(stage.now_s - lost_s)
-    assert times_s == [0.5, 0.5, 1.0, 2.0]
+    assert times_s == [0.5, 1.0, 2.0, 4.0]
     assert stage.post.num_failures == 4
     stage.become_ready()
     stage.pass_time(11.0)
@@ -175,10 +178,10 @@ def test_failures_in_a_row_make_pauses_that_grow_and_a_steady_worker_ends_them(s
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"failed": "model.path: no such directory"}, "decode-0: model.path: no such directory"),
+        ({"failed": "decode-0: model.path: no such directory"}, "decode-0: model.path: no such directory"),
         (
             {"version": "0.0.1"},
-            f"decode-0: got pdlink 0.0.1 on node a; limit {__version__}, as here; install the same",
+            f"decode-0: pdlink 0.0.1 on node a, expected {__version__} as here; install the same",
         ),
     ],
 )
@@ -191,15 +194,15 @@ def test_a_worker_that_cannot_run_where_it_never_ran_ends_the_start(
         stage.pass_time(0.5)
 
 
-def test_actors_that_die_before_their_first_word_end_the_start_after_three(stage: Stage) -> None:
+def test_actors_that_die_before_they_are_ready_end_the_start_after_three(stage: Stage) -> None:
     for _ in range(2):
         while stage.post.actor is None:
             stage.pass_time(0.5)
-        stage.cluster.actors[-1].says = ActorDied("No module named 'pdlink'")
+        stage.cluster.actors[-1].says = Ended("No module named 'pdlink'")
         stage.pass_time(0.5)
     while stage.post.actor is None:
         stage.pass_time(0.5)
-    stage.cluster.actors[-1].says = ActorDied("No module named 'pdlink'")
+    stage.cluster.actors[-1].says = Ended("No module named 'pdlink'")
     with pytest.raises(ChildFailed, match="No module named 'pdlink'"):
         stage.pass_time(0.5)
 

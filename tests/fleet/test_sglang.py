@@ -9,16 +9,16 @@ import pytest
 
 from pdlink.config import ProxyConfig, SglangConfig, SglangServersConfig, UpConfig, load
 from pdlink.errors import ConfigError
-from pdlink.serve import sglang
-from pdlink.serve.servers import EngineMissing, Plan
+from pdlink.fleet import sglang
+from pdlink.fleet.server import EngineMissing, ServerPlan
 
 
-def plans(num_prefill: int = 1, num_decode: int = 1, **settings: Any) -> list[Plan]:
+def plans(num_prefill: int = 1, num_decode: int = 1, **settings: Any) -> list[ServerPlan]:
     config = SglangServersConfig.model_validate(settings)
     return sglang.plan(config, num_prefill, num_decode, executable="/bin/sglang", model="/m")
 
 
-def said(plan: Plan, flag: str) -> str:
+def said(plan: ServerPlan, flag: str) -> str:
     return plan.command[plan.command.index(flag) + 1]
 
 

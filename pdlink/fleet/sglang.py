@@ -1,11 +1,11 @@
-"""SGLang servers of `pdlink up` and of benchmarks: their command lines. (Start and end: `serve/servers.py`.)"""
+"""SGLang servers of `pdlink up` and of benchmarks: their command lines. (Start and end: `server.py`.)"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pdlink.serve.ports import free_ports
-from pdlink.serve.servers import Plan, devices_of, find_program
+from pdlink.fleet.ports import free_ports
+from pdlink.fleet.server import ServerPlan, devices_of, find_program
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,7 @@ def find_executable(configured: str | None) -> str:
 
 def plan(
     config: SglangServersConfig, num_prefill: int, num_decode: int, *, executable: str, model: str
-) -> list[Plan]:
+) -> list[ServerPlan]:
     """The servers of a deployment. Ports of 0 are chosen here; the servers bind them later. Raises ConfigError."""
     found = []
     for role, count in (("prefill", num_prefill), ("decode", num_decode)):
@@ -35,7 +35,7 @@ def plan(
             more = config.prefill_args if is_prefill else config.decode_args
             own = {"PDLINK_CONTROL_HOST": config.host} if config.backend == "pdlink" else {}
             found.append(
-                Plan(
+                ServerPlan(
                     f"{role}-{index}",
                     role,
                     f"http://{config.host}:{port}",
@@ -55,7 +55,7 @@ def plan(
     return found
 
 
-def proxy_settings(plans: Sequence[Plan]) -> dict[str, Any]:
+def proxy_settings(plans: Sequence[ServerPlan]) -> dict[str, Any]:
     """Bootstrap ports are not among them: the proxy asks each server for its own."""
     urls = {role: [plan.url for plan in plans if plan.role == role] for role in ("prefill", "decode")}
     return {"dialect": "sglang", **urls}

@@ -12,19 +12,19 @@ import pytest
 
 from pdlink.config import ProxyConfig, UpConfig, VllmConfig, load
 from pdlink.errors import ConfigError
+from pdlink.fleet import vllm
+from pdlink.fleet.child import stop
+from pdlink.fleet.server import EngineMissing, Server, ServerFailed, ServerPlan
 from pdlink.integrations.vllm_parts import settings
-from pdlink.serve import vllm
-from pdlink.serve.servers import EngineMissing, Plan, Server, ServerFailed
-from pdlink.serve.up import stop
 from tests.proxy.fakes import command
 
 
-def plans(num_prefill: int = 1, num_decode: int = 1, **settings: Any) -> list[Plan]:
+def plans(num_prefill: int = 1, num_decode: int = 1, **settings: Any) -> list[ServerPlan]:
     config = VllmConfig.model_validate(settings)
     return vllm.plan(config, num_prefill, num_decode, executable="/bin/vllm", model="/m")
 
 
-def transfer(plan: Plan) -> dict[str, Any]:
+def transfer(plan: ServerPlan) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(plan.command[plan.command.index("--kv-transfer-config") + 1])
     return found
 

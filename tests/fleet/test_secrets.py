@@ -6,7 +6,7 @@ import pickle
 from pathlib import Path
 
 from pdlink.config import SecurityConfig
-from pdlink.launch import secrets
+from pdlink.fleet import secrets
 from pdlink.serve import keys
 
 

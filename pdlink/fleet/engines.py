@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdlink.config import VllmConfig
-from pdlink.serve import sglang, vllm
-from pdlink.serve.keeper import log
-from pdlink.serve.servers import Server
+from pdlink.fleet import sglang, vllm
+from pdlink.fleet.child import log
+from pdlink.fleet.server import Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdlink.config import SglangServersConfig, UpConfig
-    from pdlink.serve.servers import Plan
-    from pdlink.serve.up import Child
 
 
-def start(
+class Prepared(NamedTuple):
+    """A server that `start` starts."""
+
+    label: str
+    role: str
+    start: Callable[[], Server]
+
+
+def prepare(
     config: UpConfig,
     servers: VllmConfig | SglangServersConfig,
-    children: list[Child | Server],
     held: contextlib.ExitStack,
     hold: Callable[[contextlib.ExitStack, str, int, str], int],
-) -> dict[str, Any]:
-    """Start the engine's servers; returns the proxy's settings for them.
+) -> tuple[list[Prepared], dict[str, Any]]:
+    """The engine's servers, and the proxy's settings for them.
 
     held: closed after they end. hold: binds a port until its stack is closed. Raises ConfigError.
     """
@@ -43,7 +49,6 @@ def start(
         write_checkpoint(Path(model))
     log_dir = Path(servers.log_dir or directory)
     log_dir.mkdir(parents=True, exist_ok=True)
-    plans: list[Plan]
     if isinstance(servers, VllmConfig):
         plans = vllm.plan(servers, *count, executable=program, model=model)
         settings = vllm.proxy_settings(servers, plans)
@@ -54,8 +59,7 @@ def start(
         for plan in plans:
             hold(tried, servers.host, int(plan.url.rsplit(":", 1)[1]), f"{engine}.{plan.role}_port")
     log.info("the servers' own output: %s/*.log", log_dir)
-    children.extend(Server(plan, log_dir) for plan in plans)  # one by one, so that a failure ends earlier ones
-    return settings
+    return [Prepared(plan.label, plan.role, partial(Server, plan, log_dir)) for plan in plans], settings
 
 
 def describe(servers: VllmConfig | SglangServersConfig) -> str:

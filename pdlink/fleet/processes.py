@@ -12,15 +12,17 @@ import logging
 import math
 import signal
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdlink.config.proxy import RateLimit
 from pdlink.errors import ConfigError
-from pdlink.serve.keeper import ChildFailed, Keeper
+from pdlink.fleet.child import START_TIMEOUT_S, Child, start, stop
+from pdlink.fleet.keeping import await_all, keep, until_stopped
+from pdlink.fleet.post import Here, Post, PostPlan
+from pdlink.serve import roles
 from pdlink.serve.process import bind
-from pdlink.serve.up import START_TIMEOUT_S, Child, start, stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,16 +32,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdlink.proxy")
 
-_LOOK_S = 0.1
 PLACE = "place"
 """The field of a child's settings that says which one it is, and where the others are."""
 
 
-def run_processes(
+def run_proxy(
     config: ProxyConfig,
     parent: Parent | None,
     say: Callable[[str], None],
+    place: dict[str, Any] | None = None,
     reread: Callable[[], ProxyConfig] | None = None,
+) -> None:
+    """As `pdlink.serve.roles.run_proxy`, in this process or in several. place: this is one of them."""
+    if place is None and config.processes > 1:
+        _run_processes(config, parent, say, reread)
+    else:
+        roles.run_proxy(config, parent, say, place, reread)
+
+
+def _run_processes(
+    config: ProxyConfig,
+    parent: Parent | None,
+    say: Callable[[str], None],
+    reread: Callable[[], ProxyConfig] | None,
 ) -> None:
     """Run them until SIGTERM, SIGINT or the end of the parent. reread: loads the settings again, on SIGHUP. Raises
     ConfigError and ChildFailed before all are ready."""
@@ -48,36 +63,31 @@ def run_processes(
             f"processes: got {config.processes}; limit 1 with dialect lmcache, whose workers tell one address "
             "(notify) that KV has arrived; leave it out"
         )
-    stopping: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda got, _: stopping.append(got))
+    posts: list[Post] = []
     with contextlib.ExitStack() as held:
         bound = held.enter_context(bind(config.host, config.port, shared=True))
         directory = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="pdlink-proxy-")))
         port = bound.getsockname()[1]
-        children: list[Child] = []
+        places: list[Here] = []
+        for index in range(config.processes):
+            label = f"proxy-{index}"
+            place = {"directory": str(directory), "number": index, "processes": config.processes}
+            settings = {**_share(config).model_dump(mode="json"), "port": port, PLACE: place}
+            places.append(Here(partial(start, label, "proxy", settings)))
+            posts.append(Post(places[-1], PostPlan(label, "proxy"), start_timeout_s=START_TIMEOUT_S))
         try:
-            for index in range(config.processes):
-                place = {"directory": str(directory), "number": index, "processes": config.processes}
-                settings = {**_share(config).model_dump(mode="json"), "port": port, PLACE: place}
-                children.append(start(f"proxy-{index}", "proxy", settings))
-            for child in children:
-                _await(child, stopping)
-            if stopping:
-                return
-            signal.signal(signal.SIGHUP, lambda *_: _reload(children, directory, reread))
-            facts = {**children[0].facts, "name": "proxy"}
-            facts["line"] = f"{facts['line']}, {config.processes} processes"
-            say(facts["line"])
-            if parent is not None:
-                parent.ready(facts)
-            keepers = [Keeper(child, START_TIMEOUT_S) for child in children]
-            while not stopping and not (parent is not None and parent.ended()):
-                for keeper in keepers:
-                    keeper.look()
-                time.sleep(_LOOK_S)
+            with until_stopped():
+                await_all(posts, START_TIMEOUT_S)
+                signal.signal(signal.SIGHUP, lambda *_: _reload(places, directory, reread))
+                assert posts[0].report is not None
+                facts = {**posts[0].report.facts, "name": "proxy"}
+                facts["line"] = f"{facts['line']}, {config.processes} processes"
+                say(facts["line"])
+                if parent is not None:
+                    parent.ready(facts)
+                keep(posts, parent.ended if parent is not None else lambda: False)
         finally:
-            stop(children, config.drain_s + 5)
+            stop([post.actor for post in posts if post.actor is not None], config.drain_s + 5)
 
 
 def _share(config: ProxyConfig) -> ProxyConfig:
@@ -100,16 +110,7 @@ def _share(config: ProxyConfig) -> ProxyConfig:
     )
 
 
-def _await(child: Child, stopping: list[int]) -> None:
-    """Until it is ready, or all are to stop. Raises ChildFailed."""
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while not stopping and not child.look():
-        if time.monotonic() > deadline_s:
-            raise ChildFailed(f"{child.label} was not ready within {START_TIMEOUT_S:.0f} s")
-        time.sleep(_LOOK_S)
-
-
-def _reload(children: list[Child], directory: Path, reread: Callable[[], ProxyConfig] | None) -> None:
+def _reload(places: list[Here], directory: Path, reread: Callable[[], ProxyConfig] | None) -> None:
     from pdlink_proxy.siblings import tell
 
     settings = None
@@ -117,7 +118,9 @@ def _reload(children: list[Child], directory: Path, reread: Callable[[], ProxyCo
         settings = _share(reread()).model_dump(mode="json") if reread is not None else None
     except ConfigError as error:
         log.error("the settings are unchanged: %s", error)
-    for number, child in enumerate(children):
+    for number, place in enumerate(places):
+        child = place.child
+        assert isinstance(child, Child), "it has been ready"
         if settings is not None:  # also for one that is started again
             kept = {name: child.settings[name] for name in ("port", PLACE)}
             child.settings = {**settings, **kept}

@@ -20,8 +20,8 @@ class PlacementFailed(LocalError):
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
-    """One that is alive."""
+class NodeRoom:
+    """A node that is alive."""
 
     name: str
     """Ray's id of it."""
@@ -33,30 +33,28 @@ def fits(need: Mapping[str, float], room: Mapping[str, float]) -> bool:
     return all(room.get(name, 0.0) >= amount for name, amount in need.items())
 
 
-def check(label: str, setting: str, need: Resources, nodes: Sequence[Node]) -> None:
+def check(label: str, setting: str, need: Resources, nodes: Sequence[NodeRoom]) -> None:
     """Raise PlacementFailed if no node could hold this worker even if it were idle."""
     if any(fits(need, node.total) for node in nodes):
         return
     largest = {name: max((node.total.get(name, 0.0) for node in nodes), default=0.0) for name in need}
     short = [name for name, amount in need.items() if largest[name] < amount]
-    limit = f"the largest of {len(nodes)} nodes has {in_words(largest)}"
+    found = f"the largest of {len(nodes)} nodes has {in_words(largest)}"
     if not short:
-        limit = f"no one of {len(nodes)} nodes has all of it; {limit}"
-    raise PlacementFailed(
-        f"{setting}: got {in_words(need)} for {label}; limit: {limit}; ask for less, or start such a node"
-    )
+        found = f"no one of {len(nodes)} nodes has all of it; {found}"
+    raise PlacementFailed(f"{setting}: {label} needs {in_words(need)}; {found}; ask for less, or start such a node")
 
 
-def no_room(label: str, setting: str, need: Resources, nodes: Sequence[Node], waited_s: float) -> PlacementFailed:
+def no_room(label: str, setting: str, need: Resources, nodes: Sequence[NodeRoom], waited_s: float) -> PlacementFailed:
     """The error for a worker that fits an idle node, and none of these."""
     free = "; ".join(in_words({name: node.free.get(name, 0.0) for name in need}) for node in nodes[:8])
     return PlacementFailed(
-        f"{setting}: got {in_words(need)} for {label}; limit: free on each of {len(nodes)} nodes after "
-        f"{waited_s:g} s: {free}; start fewer workers, end other work, or raise ray.place_timeout_s"
+        f"{setting}: {label} needs {in_words(need)}; after {waited_s:g} s the {len(nodes)} nodes have free: "
+        f"{free}; start fewer workers, end other work, or raise ray.place_timeout_s"
     )
 
 
-def to_avoid(need: Resources, nodes: Sequence[Node], suspected: frozenset[str]) -> frozenset[str]:
+def to_avoid(need: Resources, nodes: Sequence[NodeRoom], suspected: frozenset[str]) -> frozenset[str]:
     """The suspected nodes, if another one could hold this worker; else none, for it has no other place."""
     return suspected if any(node.name not in suspected and fits(need, node.total) for node in nodes) else frozenset()
 

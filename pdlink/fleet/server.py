@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import http.client
 import os
 import shutil
 import signal
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdlink.config import environment_with
 from pdlink.errors import ConfigError
-from pdlink.serve.keeper import ChildFailed, how_it_ended
+from pdlink.fleet.child import ChildFailed, how_it_ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ class ServerFailed(ChildFailed):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServerPlan:
     """One server before it is started."""
 
     label: str
@@ -89,10 +90,13 @@ def devices_of(setting: str, devices: Sequence[str], count: int, role: str) -> l
 
 
 class Server:
+    """One that runs, from its constructor to `close`."""
+
     doing = "loading"
 
-    def __init__(self, plan: Plan, log_dir: Path) -> None:
+    def __init__(self, plan: ServerPlan, log_dir: Path) -> None:
         self.label, self.role = plan.label, plan.role
+        self.warnings: list[str] = []
         self.facts: dict[str, Any] = {"url": plan.url}
         if plan.control:
             self.facts["control"] = ", ".join(plan.control)
@@ -135,12 +139,15 @@ class Server:
                 return bool(answer.status == 200)
         except urllib.error.HTTPError as error:
             return error.code == HTTPStatus.UNAUTHORIZED  # it is there, and wants a key
-        except (OSError, urllib.error.URLError, ValueError):
+        except (OSError, http.client.HTTPException, ValueError):
             return False
 
     def tail(self) -> str:
         """The end of its output, for people."""
-        lines = self.log_path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        try:
+            lines = self.log_path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        except OSError as error:
+            return f"{self.log_path} cannot be read: {error.strerror}"
         return "\n  ".join([f"the end of {self.log_path}:", *lines])
 
     def again(self) -> None:

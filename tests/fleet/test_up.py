@@ -20,9 +20,12 @@ from pdlink.cli import main
 from pdlink.config import ProxyConfig, UpConfig
 from pdlink.config.log import LogConfig
 from pdlink.errors import ConfigError
-from pdlink.serve import process, up
+from pdlink.fleet import keeping, up
+from pdlink.fleet.child import Child, ChildFailed, start, stop
+from pdlink.fleet.keeping import await_all
+from pdlink.fleet.post import Here, Post, PostPlan, Report
+from pdlink.serve import process
 from pdlink.serve.process import bind
-from pdlink.serve.up import Child, ChildFailed, start, stop
 
 
 @contextlib.contextmanager
@@ -47,15 +50,21 @@ def test_a_port_in_use_is_found_before_any_process_is_started(
 
 
 def test_what_up_prints_says_that_the_text_is_noise_and_where_to_look() -> None:
-    facts = [{"url": "http://h:1", "model": "m", "transports": ["tcp"]}, {"url": "http://h:2"}]
-    children: Any = [
-        SimpleNamespace(label=label, facts=fact) for label, fact in zip(("p", "proxy"), facts, strict=True)
+    facts: list[dict[str, Any]] = [
+        {"url": "http://h:1", "model": "m", "transports": ["tcp"], "control": "tcp://h:3"},
+        {"url": "http://h:2"},
     ]
-    text = up._picture(UpConfig(), children, 1.0)
+    posts: Any = [
+        SimpleNamespace(plan=PostPlan(label, label), url=fact["url"], report=Report(facts=fact))
+        for label, fact in zip(("p", "proxy"), facts, strict=True)
+    ]
+    text = up._picture(UpConfig(), posts[:1], posts[1:], 1.0)
+    assert "ready in 1.0 s: model m, KV over tcp\n" in text
+    assert "http://h:1                  control tcp://h:3\n" in text
     assert "random weights, so its text is noise; what counts is that its KV crosses" in text
     assert "http://h:2/pdlink/ " in text
     assert "top http://h:2 " in text
-    assert "noise" not in up._picture(UpConfig(model="some/model"), children, 1.0)
+    assert "noise" not in up._picture(UpConfig(model="some/model"), posts[:1], posts[1:], 1.0)
 
 
 @pytest.mark.parametrize("model", ["/nonexistent", "configs/up.yaml", "configs"])
@@ -93,6 +102,11 @@ class Talking:
     def __init__(self, label: str = "decode-0", script: str = "sleep 60") -> None:
         ours, self.end = socket.socketpair()
         self.child = Child(label, "decode", {}, subprocess.Popen(["sh", "-c", f"exec {script}"]), ours, {})
+
+    def post(self) -> Post:
+        """Of this child."""
+        child = self.child
+        return Post(Here(lambda: child), PostPlan(child.label, child.role))
 
     def says(self, **message: Any) -> None:
         self.end.sendall(json.dumps(message).encode() + b"\n")
@@ -140,7 +154,7 @@ def test_the_same_warning_of_several_children_is_told_once(caplog: pytest.LogCap
     with Talking("decode-0") as one, Talking("decode-1") as other:
         one.says(url="http://a", warnings=["transport ucx cannot be used: no UCX", "own"])
         other.says(url="http://b", warnings=["transport ucx cannot be used: no UCX"])
-        up._await_all([one.child, other.child], 10)
+        await_all([one.post(), other.post()], 10)
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
         "decode-0, decode-1: transport ucx cannot be used: no UCX",
         "decode-0: own",
@@ -152,19 +166,19 @@ def test_one_child_that_fails_ends_the_wait_for_all(monkeypatch: pytest.MonkeyPa
     with Talking("prefill-0") as silent, Talking("decode-0") as other:
         other.says(failed="reason")
         with pytest.raises(ChildFailed, match="decode-0: reason"):
-            up._await_all([silent.child, other.child], 600)
+            await_all([silent.post(), other.post()], 600)
 
 
 def test_a_start_that_takes_long_says_what_takes_so_long(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(up, "_WORD_S", 0.0)
+    monkeypatch.setattr(keeping, "_WORD_S", 0.0)
     caplog.set_level(logging.INFO)
     with Talking() as talking:
         talking.says(doing="loading the model m")
         with pytest.raises(ChildFailed, match=r"not ready within 0 s: decode-0 \(loading the model m\)"):
-            up._await_all([talking.child], 0.3)
-    assert "0 s: decode-0: loading the model m" in caplog.text
+            await_all([talking.post()], 0.3)
+    assert "0 s: decode-0 (loading the model m)" in caplog.text
 
 
 def test_warnings_of_a_start_are_held_back_and_later_ones_are_not(caplog: pytest.LogCaptureFixture) -> None:
@@ -218,26 +232,26 @@ def test_the_proxy_is_stopped_before_the_workers_it_needs(monkeypatch: pytest.Mo
     """Workers that went first made it log that each of them was lost."""
     stopped: list[list[str]] = []
 
-    class Ready:
-        def __init__(self, label: str, role: str) -> None:
-            self.label, self.role, self.facts = label, role, {"url": f"http://{label}"}
+    def post(_: Any, plan: PostPlan, **__: Any) -> Any:
+        return SimpleNamespace(plan=plan, url=f"http://{plan.label}", actor=plan.label)
 
-    def told(*_: object) -> None:
-        raise up._Stopped
+    def end(*_: object) -> None:
+        raise ChildFailed("decode-0 ended")
 
-    monkeypatch.setattr(up, "start", lambda label, role, _: Ready(label, role))
-    monkeypatch.setattr(up, "_await_all", lambda *_: None)
+    monkeypatch.setattr(up, "Post", post)
+    monkeypatch.setattr(up, "await_all", lambda *_: None)
     monkeypatch.setattr(up, "_picture", lambda *_: "")
-    monkeypatch.setattr(up, "Keeper", told)
+    monkeypatch.setattr(up, "keep", end)
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr(up, "stop", lambda children, _: stopped.append([child.label for child in children]))
-    up.up(UpConfig.model_validate({"proxy": {"port": 0}}), lambda _: None)
+    monkeypatch.setattr(up, "stop", lambda labels, _: stopped.append(labels))
+    with pytest.raises(ChildFailed):
+        up.up(UpConfig.model_validate({"proxy": {"port": 0}}), lambda _: None)
     assert stopped == [["proxy"], ["prefill-0", "decode-0"], []], "and then the store, of which there is none here"
 
 
 def test_what_to_type_next_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     """`make up` puts nothing on the PATH."""
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert Path(up._command()) == Path(sys.executable).with_name("pdlink")
+    assert Path(keeping._command()) == Path(sys.executable).with_name("pdlink")
     monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/pdlink")
-    assert up._command() == "pdlink"
+    assert keeping._command() == "pdlink"

@@ -8,57 +8,51 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pdlink import __version__
 from pdlink.errors import PdlinkError
-from pdlink.launch.post import State
-from pdlink.launch.secrets import Unnamed
-from pdlink.serve.keeper import Keeper
+from pdlink.fleet.child import START_TIMEOUT_S, start, stop
+from pdlink.fleet.post import Here, Post, PostPlan, Report
+from pdlink.fleet.secrets import Unnamed
 from pdlink.serve.process import bind
-from pdlink.serve.up import START_TIMEOUT_S, start, stop
 
 if TYPE_CHECKING:
-    from pdlink.launch.secrets import Keys
-    from pdlink.serve.up import Child
+    from pdlink.fleet.secrets import Keys
 
 _LOOK_S = 0.05
 
 
 class Launcher:
-    """One worker. The constructor starts it and returns; `state` says what has become of it."""
+    """One worker. The constructor returns at once; `report` says what has become of it."""
 
     def __init__(self, label: str, role: str, settings: dict[str, Any], keys: Keys, host: str, node: str) -> None:
-        """host: address of this node that all others reach. node: the name of it in `State`."""
-        self._node = node
+        """host: address of this node that all others reach. node: the name of it in `Report`."""
+        self._report = Report(node)
         self.warnings: tuple[str, ...] = ()
         """About this node."""
         self._held = contextlib.ExitStack()
         self._stopping = threading.Event()
-        self._failed = ""
-        self._child: Child | None = None
-        self._ready = False
+        self._post: Post | None = None
         try:
-            self._child = start(label, role, self._completed(settings, keys, host))
+            begin = partial(start, label, role, self._completed(settings, keys, host))
         except (PdlinkError, OSError) as error:
-            self._failed = str(error)
+            self._report = replace(self._report, failed=f"{label}: {error}")
             return
-        self._thread = threading.Thread(target=self._keep, args=(self._child,), name="keeper", daemon=True)
+        self._post = Post(Here(begin), PostPlan(label, role), start_timeout_s=START_TIMEOUT_S)
+        self._thread = threading.Thread(target=self._keep, args=(self._post,), name="keeper", daemon=True)
         self._thread.start()
 
-    def state(self) -> State:
-        child, ready = self._child, self._ready
-        if child is None:
-            return State(self._node, failed=self._failed, version=__version__)
-        facts = dict(child.facts) if ready else {}
-        return State(self._node, facts, child.doing, self._failed, (*self.warnings, *child.warnings), __version__)
+    def report(self) -> Report:
+        return replace(self._report, warnings=(*self.warnings, *self._report.warnings))
 
     def stop(self, timeout_s: float) -> None:
         """Let the worker drain for so long, then end it."""
         self._stopping.set()
-        if self._child is not None:
+        if self._post is not None:
             self._thread.join()
-            stop([self._child], timeout_s)
+            stop([self._post.actor] if self._post.actor is not None else [], timeout_s)
         self._held.close()
 
     def _completed(self, settings: dict[str, Any], keys: Keys, host: str) -> dict[str, Any]:
@@ -73,13 +67,14 @@ class Launcher:
             completed[name] = bound.getsockname()[1]
         return completed
 
-    def _keep(self, child: Child) -> None:
+    def _keep(self, post: Post) -> None:
+        node = self._report.node
         try:
-            while not self._ready and not self._stopping.wait(_LOOK_S):
-                self._ready = child.look()
-            keeper = Keeper(child, START_TIMEOUT_S)
             while not self._stopping.wait(_LOOK_S):
-                keeper.look()
+                post.look()
+                if post.report is not None:  # while it is away, it has the facts of its last life: the same address
+                    facts = post.report.facts or self._report.facts
+                    self._report = replace(post.report, node=node, facts=facts)
         except (PdlinkError, OSError) as error:
-            child.kill()
-            self._failed = str(error)
+            post.end()
+            self._report = replace(self._report, facts={}, failed=str(error))

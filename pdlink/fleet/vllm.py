@@ -1,12 +1,12 @@
-"""vLLM servers of `pdlink up` and of benchmarks: their command lines. (Start and end: `serve/servers.py`.)"""
+"""vLLM servers of `pdlink up` and of benchmarks: their command lines. (Start and end: `server.py`.)"""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any
 
-from pdlink.serve.ports import free_ports
-from pdlink.serve.servers import Plan, devices_of, find_program
+from pdlink.fleet.ports import free_ports
+from pdlink.fleet.server import ServerPlan, devices_of, find_program
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ def find_executable(configured: str | None) -> str:
     return find_program("vllm", "vLLM", configured)
 
 
-def plan(config: VllmConfig, num_prefill: int, num_decode: int, *, executable: str, model: str) -> list[Plan]:
+def plan(config: VllmConfig, num_prefill: int, num_decode: int, *, executable: str, model: str) -> list[ServerPlan]:
     """The servers of a deployment. Ports of 0 are chosen here; the servers bind them later."""
     found = []
     for role, count in (("prefill", num_prefill), ("decode", num_decode)):
@@ -50,7 +50,7 @@ def plan(config: VllmConfig, num_prefill: int, num_decode: int, *, executable: s
             if config.connector != "pdlink":
                 environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(num_ports))
             found.append(
-                Plan(
+                ServerPlan(
                     label,
                     role,
                     f"http://{config.host}:{port}",
@@ -85,7 +85,7 @@ def _transfer_config(config: VllmConfig, role: str, label: str, control_port: in
     }
 
 
-def proxy_settings(config: VllmConfig, plans: Sequence[Plan]) -> dict[str, Any]:
+def proxy_settings(config: VllmConfig, plans: Sequence[ServerPlan]) -> dict[str, Any]:
     several = config.prefill_engines > 1 and config.connector == "pdlink"
     unequal = config.prefill_ranks != config.decode_ranks and config.connector == "pdlink"
     return {

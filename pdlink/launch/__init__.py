@@ -1,1 +1,0 @@
-"""Workers started on the nodes of a Ray cluster, and kept there."""
