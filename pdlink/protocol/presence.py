@@ -21,20 +21,25 @@ MISSED_BEATS = 3
 SHORTEST_BEAT_S, LONGEST_BEAT_S = 0.05, 60.0
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Elapsed = Annotated[float, msgspec.Meta(ge=0, le=1e10)]
+"""Seconds since something; 300 years at most."""
+
+
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """What a worker has to do: fields of its GET /health, by the same names. Further fields go to the end."""
 
-    running: int
-    waiting: int
-    load_tokens: int | None
-    free_blocks: int
-    queue_tokens: int
+    running: Count
+    waiting: Count
+    load_tokens: Count | None
+    free_blocks: Count
+    queue_tokens: Count
     """Of prompts, to be computed here."""
-    kv_used_tokens: int
+    kv_used_tokens: Count
     """That requests hold."""
-    prefill_s: float = 0.0
+    prefill_s: Elapsed = 0.0
     """Seconds of forward passes that computed prompts, since the start."""
-    decode_s: float = 0.0
+    decode_s: Elapsed = 0.0
     """The same of passes that made only further tokens of answers."""
 
 
@@ -48,7 +53,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
     """The body of its GET /health, in JSON; with `load` without the fields of that."""
     beat_s: Annotated[float, msgspec.Meta(ge=SHORTEST_BEAT_S, le=LONGEST_BEAT_S)]
     """Until the next beat."""
-    age_s: Annotated[float, msgspec.Meta(ge=0)]
+    age_s: Elapsed
     """Since this life of the worker began: of two lives the younger one replaces the other."""
     cell: Annotated[str, msgspec.Meta(max_length=256)] = ""
     """KV moves within a cell only; empty is any."""

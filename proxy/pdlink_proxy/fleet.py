@@ -31,6 +31,10 @@ UNKNOWN_ANSWER_TOKENS = 256
 
 _KEY_NBYTES = BYTES_PER_TOKEN * KEY_TOKENS
 _DECAY = 0.97
+_MOST_OF_MEAN = 4
+_FIRST_MEAN_TOKENS = 4096
+"""Where tokens are what clients allow: one request counts in a worker's pace as at most so many mean ones, and nobody
+knows the mean of the first. Else a client that allows millions, and gets ten, makes its worker look quick."""
 _NOISE = 1.3
 """Speeds this far from the mean are measured where workers are equal: their prompts differ."""
 
@@ -166,6 +170,8 @@ class WorkerState:
     """Its cell and the fingerprint of its KV: KV moves within a group only. Unknown parts fit everything."""
     slowness: float = 1.0
     """Time for a token, relative to the mean of its pool. 1 for differences that may be chance."""
+    allowed: bool = False
+    """Its tokens are what clients allow (decode), and not what it computes for sure (prefill)."""
     table: Table | None = None
     """Where `row` is kept up to date."""
     row: int = 0
@@ -183,7 +189,8 @@ class WorkerState:
         if not requests:
             self._since_s = now
         self.requests = requests + 1
-        self._mean_tokens = mean + 0.1 * (tokens - mean) if mean else float(tokens)
+        counted = self._counted(tokens)
+        self._mean_tokens = mean + 0.1 * (counted - mean) if mean else float(counted)
         self.tokens += tokens
         if self._counts_alone:
             self.load = load = self.load + tokens
@@ -199,7 +206,7 @@ class WorkerState:
         self.requests = requests = self.requests - 1
         self.tokens -= tokens
         if served:
-            self._done_tokens = done = self._done_tokens * _DECAY + tokens
+            self._done_tokens = done = self._done_tokens * _DECAY + self._counted(tokens)
             self._done_s = took_s = self._done_s * _DECAY + now - self._since_s
             self.tokens_per_s = done / took_s if took_s > 0 else None
         self._since_s = now
@@ -211,6 +218,10 @@ class WorkerState:
         if self.room_tokens is not None:
             self.room_tokens += tokens
         self._weigh()
+
+    def _counted(self, tokens: int) -> float:
+        """As a request counts in means and paces."""
+        return min(tokens, self._mean_tokens * _MOST_OF_MEAN or _FIRST_MEAN_TOKENS) if self.allowed else tokens
 
     def heard(self, requests: int, free_tokens: int | None, load_tokens: int | None = None) -> None:
         """By its own account it has this many requests, room for so many tokens, and so many to do."""

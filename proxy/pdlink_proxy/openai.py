@@ -14,6 +14,7 @@ from xxhash import xxh3_128
 from pdlink import errors
 from pdlink.errors import InvalidRequest, PdlinkError
 
+from .bounds import Count, OutOfRange, Priority, Seed, Tokens, check_numbers, check_sampling
 from .fleet import BYTES_PER_TOKEN, UNKNOWN_ANSWER_TOKENS, PlacementRequest, count_tokens
 from .sse import DONE
 
@@ -78,13 +79,13 @@ class Said(msgspec.Struct, gc=False):
 
     model: str | None = None
     stream: bool | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    max_output_tokens: int | None = None
+    seed: Seed | None = None
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    max_output_tokens: Tokens | None = None
     cache_salt: str | None = None
     user: str | None = None
-    priority: int | None = None
+    priority: Priority | None = None
 
 
 _SAID = msgspec.json.Decoder(Said)
@@ -178,6 +179,13 @@ def parse(path: str, data: bytes, model: str | None = None) -> Call:
             said = _SAID.decode(data)
         except (ValueError, RecursionError):
             said = None
+    try:
+        if said is None or "n" in fields:
+            check_numbers(fields)
+        if path == GENERATE:
+            check_sampling(fields.get("sampling_params"))
+    except OutOfRange as error:
+        raise BadField(str(error), error.param) from None
     named = _field(fields, "model", str, "a string") if said is None else said.model
     model = named or (model if path == GENERATE else None)
     if model is None:
@@ -353,8 +361,8 @@ class _Answer(msgspec.Struct):
 class Usage(msgspec.Struct, frozen=True, gc=False):
     """Tokens that an answer says it took; 0 where it does not."""
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
 
 
 _NOTHING = (None,) * 3

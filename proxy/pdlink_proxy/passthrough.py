@@ -18,6 +18,8 @@ from pdlink.errors import NoWorker, Overloaded, PeerLost
 
 from .access import clean, key_of
 from .anthropic import COUNT_TOKENS, reworded
+from .bounds import OutOfRange, check_numbers
+from .entry import refused
 from .fleet import PlacementRequest, count_tokens
 from .http_connection import HttpError
 from .openai import MESSAGES, RESPONSES, error_body
@@ -101,7 +103,10 @@ class PassThrough:
         self, request: web.Request, body: bytes, headers: Mapping[str, str]
     ) -> tuple[web.StreamResponse, Outcome]:
         router, shared, loop = self._router, self._router.shared, asyncio.get_running_loop()
-        named = _named(body)
+        try:
+            named = _named(body)
+        except OutOfRange as error:
+            return refused(400, str(error), error.code, error.param), Outcome.REJECTED
         if named.model is not None and (unknown := router.entry.unknown_model(named.model)) is not None:
             return unknown, Outcome.REJECTED
         most = max(0, named.max_tokens or named.max_output_tokens or 0)
@@ -331,7 +336,9 @@ def _may_have(worker: Worker, path: str) -> bool:
 
 
 def _named(body: bytes) -> _Named:
+    """Raises OutOfRange."""
     try:
+        check_numbers(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
         return msgspec.json.decode(body, type=_Named)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return _Named()  # the worker judges it

@@ -222,7 +222,7 @@ class Pools:
         if work.key != worker.key:
             self._forget(work)
             table, row = work.table, work.row
-            worker.work = work = WorkerState(worker.key, worker.label)
+            worker.work = work = WorkerState(worker.key, worker.label, allowed=worker.side is Leg.DECODE)
             if table is not None:
                 table.put(row, work)
         if said is None:

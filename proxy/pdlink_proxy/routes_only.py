@@ -22,6 +22,7 @@ from pdlink.protocol import route_token
 
 from .access import key_of
 from .admission import Admission
+from .bounds import check_numbers
 from .decision_log import Logged, hash_ids, logged_attempt
 from .dialects import Attempt
 from .openai import CHAT, COMPLETIONS, BadField, Call, error_body, parse, wanted
@@ -252,8 +253,9 @@ class Decider:
 def _read(data: bytes) -> tuple[Call, PlacementRequest]:
     """A client's request as it would be sent to the proxy; or one with a digest in place of its prompt."""
     try:
-        digest = msgspec.json.decode(data, type=_Digest)
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        check_numbers(fields)
+        digest = msgspec.json.decode(data, type=_Digest)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(
             f"the body: {error}; send a request with model and prompt, messages or num_tokens"

@@ -35,9 +35,11 @@ class Running:
         self.process, self.url = process, url
 
     async def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
+        if body is not None and not isinstance(body, bytes):
+            body = json.dumps(body).encode()
         async with (
             aiohttp.ClientSession() as client,
-            client.request(method, self.url + path, json=body, headers=headers) as response,
+            client.request(method, self.url + path, data=body, headers=headers) as response,
         ):
             return response.status, await response.read()
 

@@ -377,7 +377,7 @@ async def test_nixl_gives_the_blocks_of_one_prompt_to_one_reader(pair: Pair, bod
 
 
 @pytest.mark.parametrize(
-    "field", ['"n":"two"', '"n":[2]', '"echo":{"a":1}', '"max_tokens":1e400', '"prompt_logprobs":"x"', '"n":null']
+    "field", ['"n":"two"', '"n":[2]', '"echo":{"a":1}', '"max_tokens":"x"', '"prompt_logprobs":"x"', '"n":null']
 )
 def test_fields_of_any_type_are_left_to_vllm_to_judge(field: str) -> None:
     call = parse(COMPLETIONS, b'{"model":"m","prompt":"x",' + field.encode() + b"}")

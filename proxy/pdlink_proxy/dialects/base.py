@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..bounds import Count  # noqa: TC001  (msgspec reads the annotation at run time)
 from ..openai import CHAT, COMPLETIONS
 from ..rules import Rules
 
@@ -92,13 +93,13 @@ class Health(msgspec.Struct, frozen=True):
     role: str | None
     model: str
     control: str | tuple[str, ...] | None
-    running: int | None = None
-    waiting: int | None = None
-    load_tokens: int | None = None
+    running: Count | None = None
+    waiting: Count | None = None
+    load_tokens: Count | None = None
     """Of prompts that it has yet to compute, and for decode of all it holds: what requests of others weigh."""
-    free_blocks: int | None = None
-    num_blocks: int | None = None
-    block_tokens: int | None = None
+    free_blocks: Count | None = None
+    num_blocks: Count | None = None
+    block_tokens: Count | None = None
     refused: tuple[Refused, ...] = ()
     aliases: tuple[str, ...] = ()
     """Other valid model names, of adapters for example."""
@@ -110,9 +111,9 @@ class Health(msgspec.Struct, frozen=True):
     """Legs that it can serve, if they may change while it runs; it serves `role` now."""
     link: dict[str, Any] = {}
     """What its dialect must know to reach its KV: names and ports, by the engine's own words."""
-    queue_tokens: int | None = None
+    queue_tokens: Count | None = None
     """Of prompts, to be computed here."""
-    kv_used_tokens: int | None = None
+    kv_used_tokens: Count | None = None
     """That requests hold."""
     prefill_s: float | None = None
     """Seconds of forward passes that computed prompts, since the start."""

@@ -19,14 +19,16 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
 
+from pdlink.config.proxy import MAX_ENGINES
 from pdlink.errors import WorkerKeyRefused
 from pdlink.protocol.kv_path import TRANSFERRED
 
+from ..bounds import Count  # noqa: TC001  (msgspec reads the annotation at run time)
 from ..http_connection import HttpError
 from ..openai import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, has_several, sampling_of
 from ..recovery import Resumes
@@ -97,9 +99,9 @@ class _Publisher(msgspec.Struct):
     """Of KV events; each data-parallel rank has its own ports."""
 
     endpoint_host: str
-    endpoint_port_base: int
-    dp_size: int = 1
-    replay_endpoint_port_base: int | None = None
+    endpoint_port_base: Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
+    dp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_ENGINES)] = 1
+    replay_endpoint_port_base: Annotated[int, msgspec.Meta(ge=0, lt=2**16)] | None = None
 
     def said(self) -> tuple[str, ...]:
         """As `kv_events.source` reads it."""
@@ -110,9 +112,9 @@ class _Publisher(msgspec.Struct):
 
 class _Info(msgspec.Struct):
     disaggregation_mode: str = "null"
-    disaggregation_bootstrap_port: int = 8998
-    page_size: int | None = None
-    max_total_num_tokens: int | None = None
+    disaggregation_bootstrap_port: Annotated[int, msgspec.Meta(ge=0, lt=2**16)] = 8998
+    page_size: Count | None = None
+    max_total_num_tokens: Count | None = None
     kv_events: _Publisher | None = None
     enable_deterministic_inference: bool = False
     incremental_streaming_output: bool = False
