@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pdlink.observe.spans import unix_offset_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdlink.config.tracing import TracingConfig
-    from pdlink.observe.spans import Span
+    from pdlink.observe.spans import Span, TraceContext
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,13 @@ _TIMEOUT_S = 5.0
 _CLOSE_S = 2.0
 
 
+class _Sent(NamedTuple):
+    span: Span
+    context: TraceContext
+    offset_s: float
+    """From its clock to Unix time."""
+
+
 class SpanSender:
     """Takes spans from any thread. `open` begins, `close` sends what is left."""
 
@@ -34,7 +43,7 @@ class SpanSender:
         assert config.endpoint is not None
         self._endpoint, self._max_waiting = config.endpoint, config.max_waiting
         self._made = _Exporter(config.endpoint, {"service.name": service, "service.instance.id": instance})
-        self._waiting: list[Span] = []
+        self._waiting: list[_Sent] = []
         self._more = threading.Condition()
         self._closing = False
         self.num_sent = self.num_dropped = 0
@@ -44,11 +53,12 @@ class SpanSender:
     def open(self) -> None:
         self._thread.start()
 
-    def send(self, spans: Sequence[Span]) -> None:
-        """Never waits; spans for which there is no room are dropped."""
+    def send(self, context: TraceContext, spans: Sequence[Span]) -> None:
+        """Never waits; spans for which there is no room are dropped. context: of their request."""
+        offset_s = unix_offset_s()
         with self._more:
             room = self._max_waiting - len(self._waiting)
-            self._waiting += spans[:room]
+            self._waiting += [_Sent(span, context, offset_s) for span in spans[:room]]
             self.num_dropped += max(0, len(spans) - room)
             if len(self._waiting) >= _BATCH:
                 self._more.notify()
@@ -74,7 +84,7 @@ class SpanSender:
             elif closing:
                 return
 
-    def _export(self, batch: Sequence[Span]) -> None:
+    def _export(self, batch: Sequence[_Sent]) -> None:
         failure = self._made.export(batch)
         with self._more:
             if failure is None:
@@ -109,7 +119,7 @@ class _Exporter:
         self._logger = logging.getLogger(OTLPSpanExporter.__module__)
         self._logger.addFilter(self._said)
 
-    def export(self, spans: Sequence[Span]) -> str | None:
+    def export(self, spans: Sequence[_Sent]) -> str | None:
         """Why it failed."""
         self._said.last = ""
         try:
@@ -123,11 +133,12 @@ class _Exporter:
         self._exporter.shutdown()
         self._logger.removeFilter(self._said)
 
-    def _readable(self, span: Span) -> Any:
+    def _readable(self, sent: _Sent) -> Any:
         from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
-        trace_id, flags = int(span.context.trace_id, 16), TraceFlags(span.context.flags)
-        state = TraceState.from_header([span.context.state]) if span.context.state else None
+        span, said, offset_s = sent
+        trace_id, flags = int(said.trace_id, 16), TraceFlags(said.flags)
+        state = TraceState.from_header([said.state]) if said.state else None
 
         def context(span_id: str, *, remote: bool = False) -> Any:
             return SpanContext(trace_id, int(span_id, 16), remote, flags, state)
@@ -141,8 +152,8 @@ class _Exporter:
             links=[Link(context(each)) for each in span.links],
             kind=SpanKind[span.kind.upper()],
             status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
-            start_time=int(span.begin_s * 1e9),
-            end_time=int(max(span.begin_s, span.end_s) * 1e9),
+            start_time=int((offset_s + span.begin_s) * 1e9),
+            end_time=int((offset_s + max(span.begin_s, span.end_s)) * 1e9),
             instrumentation_scope=self._scope,
         )
 

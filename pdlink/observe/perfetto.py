@@ -1,158 +1,110 @@
-"""Traces as ui.perfetto.dev reads them: track events in protobuf, the few fields that are needed.
+"""Spans as a trace for ui.perfetto.dev, in the JSON of trace events that it reads beside its own format.
 
-Numbers of fields are those of perfetto's `trace_packet.proto`, `track_event.proto` and `track_descriptor.proto`, by
-which tests decode what is written here. A list of packets is one message; so traces can be joined by appending.
+A process of the trace is a process of ours; its threads are rows. Spans of one track that overlap get a row each, and
+a span below another one of its track lies in its row. https://perfetto.dev/docs/getting-started/other-formats
 """
 
 from __future__ import annotations
 
-import struct
-from typing import TYPE_CHECKING, NamedTuple
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-Value = str | int | float
-_BEGIN, _END, _INSTANT, _COUNTER = 1, 2, 3, 4
-_SEQUENCE = 1
-_CHRONOLOGICAL, _EXPLICIT = 2, 3
+    from pdlink.observe.spans import Span
 
 
-class Flow(NamedTuple):
-    """Arrows between slices: from the slices that send a number to the one that takes it."""
+class Process(NamedTuple):
+    """What one process did. Tracks are shown in the order in which they come first."""
 
-    sends: Sequence[int] = ()
-    takes: Sequence[int] = ()
-
-
-class Trace:
-    """Written track by track. Slices of one track must nest: see `Lanes` for slices that overlap."""
-
-    def __init__(self, zero_s: float) -> None:
-        """zero_s: nothing happens before it."""
-        self._zero_s = zero_s
-        self._packets: list[bytes] = []
-        self._tracks = 0
-        self.num_events = 0
-
-    def process(self, name: str, rank: int) -> int:
-        """The track of a process, which others are below. rank: its place, from 1 up; also its number."""
-        process = _uint(1, rank) + _text(6, name)
-        return self._track(_bytes(3, process) + _uint(11, _EXPLICIT))
-
-    def track(self, name: str, parent: int, *, rank: int = 0) -> int:
-        """Tracks of one name with one parent are shown as one, as high as it has to be."""
-        return self._track(_text(2, name) + _uint(5, parent) + _uint(11, _EXPLICIT) + _uint(12, rank))
-
-    def counter(self, name: str, unit: str, parent: int, *, rank: int = 0) -> int:
-        return self._track(_text(2, name) + _uint(5, parent) + _bytes(8, _text(6, unit)) + _uint(12, rank))
-
-    def begin(
-        self, track: int, at_s: float, name: str, args: Mapping[str, Value] | None = None, flow: Flow | None = None
-    ) -> None:
-        """A slice, until the `end` of this track that closes it."""
-        sends, takes = flow or Flow()
-        arrows = b"".join(_fixed(47, each) for each in sends) + b"".join(_fixed(48, each) for each in takes)
-        self._event(_BEGIN, track, at_s, _text(23, name) + _annotations(args or {}) + arrows)
-
-    def end(self, track: int, at_s: float) -> None:
-        self._event(_END, track, at_s, b"")
-
-    def slice(
-        self,
-        track: int,
-        span: tuple[float, float],
-        name: str,
-        args: Mapping[str, Value] | None = None,
-        flow: Flow | None = None,
-    ) -> None:
-        """One that holds no others."""
-        self.begin(track, span[0], name, args, flow)
-        self.end(track, span[1])
-
-    def instant(self, track: int, at_s: float, name: str, args: Mapping[str, Value] | None = None) -> None:
-        self._event(_INSTANT, track, at_s, _text(23, name) + _annotations(args or {}))
-
-    def sample(self, track: int, at_s: float, value: float) -> None:
-        """Of a counter, until the next one."""
-        self._event(_COUNTER, track, at_s, _double(44, value))
-
-    def data(self) -> bytes:
-        return b"".join(self._packets)
-
-    def _track(self, fields: bytes) -> int:
-        self._tracks += 1
-        self._packet(_bytes(60, _uint(1, self._tracks) + fields))
-        return self._tracks
-
-    def _event(self, kind: int, track: int, at_s: float, fields: bytes) -> None:
-        self.num_events += 1
-        at_ns = max(0, round((at_s - self._zero_s) * 1e9))
-        self._packet(_uint(8, at_ns) + _bytes(11, _uint(9, kind) + _uint(11, track) + fields))
-
-    def _packet(self, fields: bytes) -> None:
-        flags = b"" if self._packets else _uint(13, 1)  # the sequence begins: nothing was said before
-        self._packets.append(_bytes(1, fields + _uint(10, _SEQUENCE) + flags))
+    name: str
+    spans: Sequence[Span]
+    offset_s: float = 0.0
+    """Added to its times, which are of its own clock."""
+    rates: Mapping[float, float] = {}
+    """GB/s from each of these times on."""
 
 
-class Lanes:
-    """Tracks of one name, as many as spans overlap."""
-
-    def __init__(self, trace: Trace, name: str, parent: int, *, rank: int = 0) -> None:
-        self._trace, self._name, self._parent, self._rank = trace, name, parent, rank
-        self._ends: list[float] = []
-        self._tracks: list[int] = []
-
-    def take(self, span: tuple[float, float]) -> int:
-        """The track for it. Spans come in the order in which they begin."""
-        for index, end_s in enumerate(self._ends):
-            if end_s <= span[0]:
-                self._ends[index] = span[1]
-                return self._tracks[index]
-        self._ends.append(span[1])
-        self._tracks.append(self._trace.track(self._name, self._parent, rank=self._rank))
-        return self._tracks[-1]
+class Encoded(NamedTuple):
+    data: bytes
+    num_events: int
+    """Slices, instants and samples."""
 
 
-def _annotations(args: Mapping[str, Value]) -> bytes:
-    return b"".join(_bytes(4, _text(10, name) + _value(value)) for name, value in args.items())
+def encode(processes: Iterable[Process], arrows: Iterable[tuple[str, str]]) -> Encoded:
+    """The trace; its time 0 is the first begin. arrows: ids of two spans; those of a span that is not there are left
+    out."""
+    processes = list(processes)
+    begins = [span.begin_s + each.offset_s for each in processes for span in each.spans]
+    zero_s = min(begins, default=0.0)
+    events: list[dict[str, Any]] = []
+    found: dict[str, tuple[dict[str, Any], float]] = {}
+    num_events = 0
+    for pid, process in enumerate(processes, 1):
+        events.append(_named("process_name", pid, process.name))
+        events.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
+        shift_s = process.offset_s - zero_s
+        for tid, (track, spans) in enumerate(_rows(process.spans), 1):
+            events.append(_named("thread_name", pid, track, tid))
+            place = {"pid": pid, "tid": tid}
+            events.append({"ph": "M", **place, "name": "thread_sort_index", "args": {"sort_index": tid}})
+            for span in spans:
+                begin_us, end_us = _us(span.begin_s + shift_s), _us(span.end_s + shift_s)
+                args = {**span.attributes, "error": span.error} if span.error else span.attributes
+                shown = {"name": span.label or span.name, "ts": begin_us, **place, "args": args}
+                if span.end_s > span.begin_s or span.span_id:
+                    events.append({"ph": "X", "dur": round(end_us - begin_us, 3), **shown})
+                else:
+                    events.append({"ph": "i", "s": "t", **shown})
+                num_events += 1
+                if span.span_id:
+                    found[span.span_id] = place, begin_us
+                    found[f"end of {span.span_id}"] = place, max(begin_us, round(end_us - 0.001, 3))
+        for at_s, rate in process.rates.items():
+            sample = {"name": "KV in flight", "pid": pid, "ts": _us(at_s + shift_s), "args": {"GB/s": rate}}
+            events.append({"ph": "C", **sample})
+            num_events += 1
+    numbers = itertools.count(1)
+    for source, target in arrows:
+        if source in found and target in found:
+            what = {"cat": "KV", "name": "KV", "id": next(numbers)}
+            for phase, (place, at_us) in (({"ph": "s"}, found[source]), ({"ph": "f", "bp": "e"}, found[target])):
+                events.append({**phase, **what, **place, "ts": at_us})
+    return Encoded(msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": events}), num_events)
 
 
-def _value(value: Value) -> bytes:
-    if isinstance(value, str):
-        return _text(6, value)
-    return _uint(4, value) if isinstance(value, int) else _double(5, value)
+def _rows(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
+    """Track and spans of each row; rows of a track follow each other."""
+    ids = {(span.track, span.span_id) for span in spans if span.span_id}
+    below: dict[str, list[Span]] = {}
+    tracks: dict[str, list[Span]] = {}
+    for span in spans:
+        if (span.track, span.parent_id) in ids:
+            below.setdefault(span.parent_id, []).append(span)
+        else:
+            tracks.setdefault(span.track, []).append(span)
+    rows = []
+    for track, owners in tracks.items():
+        ends: list[float] = []
+        lanes: list[list[Span]] = []
+        for span in sorted(owners, key=lambda each: each.begin_s):
+            lane = next((index for index, end_s in enumerate(ends) if end_s <= span.begin_s), len(ends))
+            if lane == len(ends):
+                ends.append(0.0)
+                lanes.append([])
+            ends[lane] = span.end_s
+            lanes[lane] += [span, *below.get(span.span_id, ())]
+        rows += [(track, lane_spans) for lane_spans in lanes]
+    return rows
 
 
-def _key(number: int, wire: int) -> bytes:
-    return _varint(number << 3 | wire)
+def _named(what: str, pid: int, name: str, tid: int = 0) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": name}}
 
 
-def _varint(value: int) -> bytes:
-    value &= 2**64 - 1  # negative ones are two's complement
-    found = bytearray()
-    while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
-        value >>= 7
-    found.append(value)
-    return bytes(found)
-
-
-def _uint(number: int, value: int) -> bytes:
-    return _key(number, 0) + _varint(value)
-
-
-def _bytes(number: int, value: bytes) -> bytes:
-    return _key(number, 2) + _varint(len(value)) + value
-
-
-def _text(number: int, value: str) -> bytes:
-    return _bytes(number, value.encode(errors="replace"))
-
-
-def _fixed(number: int, value: int) -> bytes:
-    return _key(number, 1) + struct.pack("<Q", value)
-
-
-def _double(number: int, value: float) -> bytes:
-    return _key(number, 1) + struct.pack("<d", value)
+def _us(at_s: float) -> float:
+    """Microseconds, to the nanosecond."""
+    return max(0.0, round(at_s * 1e6, 3))

@@ -1,4 +1,6 @@
-"""What a trace is made of: W3C's trace context, and spans made afterwards from records. Pure; `otlp.py` sends them.
+"""What a trace is made of: W3C's trace context, and spans made afterwards from records. Pure.
+
+Spans have two outputs: `otlp.py` sends them to a collector, `perfetto.py` writes them as a picture.
 
 https://www.w3.org/TR/trace-context (Level 2). No ambient context is taken: a span's parent is what its own request
 said, so traces of others never mix in (vllm #38672).
@@ -46,13 +48,12 @@ class TraceContext(NamedTuple):
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A piece of work that has ended. Times are Unix seconds."""
+    """A piece of work that has ended. Times are of its host's monotonic clock."""
 
     name: str
-    context: TraceContext
-    """Of the request; its `span_id` is not this span's."""
-    span_id: str
-    parent_id: str
+    span_id: str = ""
+    """Empty where nothing refers to it and no collector gets it."""
+    parent_id: str = ""
     """Empty for the first one of a trace."""
     begin_s: float
     end_s: float
@@ -62,6 +63,10 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Why it failed; empty if it did not."""
     links: tuple[str, ...] = ()
     """Ids of spans of the same trace that it follows."""
+    track: str = ""
+    """Where a picture shows it."""
+    label: str = ""
+    """What a picture calls it; empty for its name."""
 
 
 def read_context(traceparent: str | None, tracestate: str | None = None) -> TraceContext | None:
@@ -92,6 +97,6 @@ def transfer_span_id(side: str, transfer_id: str) -> str:
     return hashlib.blake2b(f"{side} {transfer_id}".encode(), digest_size=8).hexdigest()
 
 
-def unix_s(at_s: float) -> float:
-    """Unix time of a monotonic one of this host, from a moment ago."""
-    return time.time() - time.monotonic() + at_s
+def unix_offset_s() -> float:
+    """Added to a time of this host's monotonic clock, a moment ago, it gives Unix time."""
+    return time.time() - time.monotonic()

@@ -10,8 +10,10 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pdlink.events import Event, LayerLanded, PromptSourced, RequestEnded, TransferEnded
-from pdlink.observe.spans import Span, context_for, new_span_id, transfer_span_id, unix_s
+from pdlink.observe.spans import Span, context_for, new_span_id, transfer_span_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +39,7 @@ class _Traced:
 class WorkerSpans:
     """Remembers requests that are sampled, and makes their spans when they end."""
 
-    def __init__(self, send: Callable[[Sequence[Span]], None], share: float) -> None:
+    def __init__(self, send: Callable[[TraceContext, Sequence[Span]], None], share: float) -> None:
         """share: of the requests without a `traceparent`."""
         self._send, self._share = send, share
         self._lock = threading.Lock()
@@ -72,12 +74,12 @@ class WorkerSpans:
             case TransferEnded():
                 traced = self._traced.get(event.transfer_id)
                 if traced is not None and (event.side == "sender") == (traced.leg == "prefill"):
-                    self._send(_of_transfer(traced, event))
+                    self._send(traced.context, _of_transfer(traced, event))
             case RequestEnded():
                 with self._lock:
                     ended = self._by_request.pop(event.request_id, None)
                 if ended is not None:
-                    self._send(_of_request(ended, event))
+                    self._send(ended.context, _of_request(ended, event))
 
 
 def _of_request(traced: _Traced, ended: RequestEnded) -> list[Span]:
@@ -93,12 +95,11 @@ def _of_request(traced: _Traced, ended: RequestEnded) -> list[Span]:
             attributes[f"pdlink.prompt_tokens.{name}"] = getattr(sourced, name)
     whole = Span(
         name=traced.leg or "generate",
-        context=traced.context,
         span_id=traced.span_id,
         parent_id=traced.context.span_id,
         kind="server",
-        begin_s=unix_s(came_s),
-        end_s=unix_s(ended.at_s),
+        begin_s=came_s,
+        end_s=ended.at_s,
         attributes=attributes,
         error=ended.outcome if failed else "",
     )
@@ -112,41 +113,37 @@ def _of_request(traced: _Traced, ended: RequestEnded) -> list[Span]:
     return found
 
 
-def _of_transfer(traced: _Traced, ended: TransferEnded) -> list[Span]:
-    span_id = transfer_span_id(ended.side, ended.transfer_id)
+def transfer_span(ended: TransferEnded) -> Span:
+    """One side's part of a transfer. The receiver's follows the sender's."""
+    sends = ended.side == "sender"
     attributes: dict[str, Value] = {
-        **traced.ids,
+        "pdlink.transfer_id": ended.transfer_id,
         "pdlink.peer": ended.peer,
         "pdlink.lane": ended.transport,
         "pdlink.bytes": ended.nbytes,
         "pdlink.state": ended.state,
     }
-    sends = ended.side == "sender"
     if ended.exposed_s is not None:
         attributes["pdlink.exposed_ms"] = ended.exposed_s * 1e3
-    whole = Span(
+    return Span(
         name="send KV" if sends else "receive KV",
-        context=traced.context,
-        span_id=span_id,
-        parent_id=traced.span_id,
+        span_id=transfer_span_id(ended.side, ended.transfer_id),
         kind="producer" if sends else "consumer",
-        begin_s=unix_s(ended.started_s),
-        end_s=unix_s(ended.at_s),
+        begin_s=ended.started_s,
+        end_s=ended.at_s,
         attributes=attributes,
         error=ended.reason,
         links=() if sends else (transfer_span_id("sender", ended.transfer_id),),
     )
-    if not sends or traced.submitted_s is None:
+
+
+def _of_transfer(traced: _Traced, ended: TransferEnded) -> list[Span]:
+    whole = transfer_span(ended)
+    whole = msgspec.structs.replace(whole, parent_id=traced.span_id, attributes={**traced.ids, **whole.attributes})
+    if ended.side != "sender" or traced.submitted_s is None:
         return [whole]
-    return [whole, _phase(traced, "KV in flight", traced.submitted_s, traced.landed_s, below=span_id)]
+    return [whole, _phase(traced, "KV in flight", traced.submitted_s, traced.landed_s, below=whole.span_id)]
 
 
 def _phase(traced: _Traced, name: str, begin_s: float, end_s: float, below: str = "") -> Span:
-    return Span(
-        name=name,
-        context=traced.context,
-        span_id=new_span_id(),
-        parent_id=below or traced.span_id,
-        begin_s=unix_s(begin_s),
-        end_s=unix_s(end_s),
-    )
+    return Span(name=name, span_id=new_span_id(), parent_id=below or traced.span_id, begin_s=begin_s, end_s=end_s)

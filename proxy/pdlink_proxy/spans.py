@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdlink.observe.spans import Span, context_for, new_span_id
+import msgspec
+
+from pdlink.observe.spans import Span, context_for, new_span_id, unix_offset_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +24,7 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 """Names of OpenTelemetry's conventions for generative AI."""
 _GOOD = ("ok", "client_left")
+_GOOD_ENDS = ("", "served", "let go", "cancelled")
 
 
 class Tracer:
@@ -53,76 +56,86 @@ class RequestTrace:
 
     def ended(self, record: RequestRecord, call: Call) -> None:
         """Make its spans and send them."""
-        came_s = record.at_s - record.total_s
         operation = _OPERATIONS.get(call.path, call.path)
-        attributes: dict[str, Value] = {
+        whole, *others = request_spans(record, self._span_id)
+        asked: dict[str, Value] = {
             "gen_ai.operation.name": operation,
             "gen_ai.request.model": call.model,
-            "gen_ai.usage.input_tokens": record.prompt_tokens,
-            "pdlink.request_id": record.request_id,
-            "pdlink.outcome": record.outcome,
-            "pdlink.kv": record.kv,
-            "pdlink.attempts": record.attempts,
             "pdlink.stream": call.streaming,
         }
-        if record.ttft_s is not None:
-            attributes["pdlink.ttft_ms"] = record.ttft_s * 1e3
-        whole = Span(
+        whole = msgspec.structs.replace(
+            whole,
             name=f"{operation} {call.model}",
-            context=self._context,
-            span_id=self._span_id,
             parent_id=self._context.span_id,
-            kind="server",
-            begin_s=came_s,
-            end_s=record.at_s,
-            attributes=attributes,
-            error="" if record.outcome in _GOOD else record.outcome,
+            attributes={**asked, **whole.attributes},
         )
-        self._sender.send([whole, *self._phases(record, came_s), *(self._leg(leg, record) for leg in record.legs)])
-
-    def _phases(self, record: RequestRecord, came_s: float) -> Sequence[Span]:
-        """From one that was reached to the next one."""
-        marks = {"queue": record.queued_s, "prefill": record.prefill_s, "transfer": record.decode_s}
-        if record.outcome == "ok":
-            marks["decode"] = record.total_s
-        found, last_s = [], 0.0
-        for name, until_s in marks.items():
-            if until_s is not None:
-                found.append(self._span(name, came_s + last_s, came_s + max(last_s, until_s)))
-                last_s = max(last_s, until_s)
-        return found
-
-    def _leg(self, leg: LegRecord, record: RequestRecord) -> Span:
-        came_s = record.at_s - record.total_s
-        attributes: dict[str, Value] = {
-            "pdlink.worker": leg.worker,
-            "pdlink.transfer_id": leg.transfer_id,
-            "pdlink.end": leg.end or "goes on",
-        }
-        if leg.answered_s is not None:
-            attributes["pdlink.answered_ms"] = (leg.answered_s - leg.sent_s) * 1e3
-        ended_s = record.total_s if leg.ended_s is None else leg.ended_s
-        return Span(
-            name=f"{leg.leg} leg",
-            context=self._context,
-            span_id=leg.span_id,
-            parent_id=self._span_id,
-            kind="client",
-            begin_s=came_s + leg.sent_s,
-            end_s=came_s + ended_s,
-            attributes=attributes,
-            error="" if leg.end in _GOOD_ENDS else leg.end,
-        )
-
-    def _span(self, name: str, begin_s: float, end_s: float) -> Span:
-        return Span(
-            name=name,
-            context=self._context,
-            span_id=new_span_id(),
-            parent_id=self._span_id,
-            begin_s=begin_s,
-            end_s=end_s,
-        )
+        self._sender.send(self._context, [whole, *others])
 
 
-_GOOD_ENDS = ("", "served", "let go", "cancelled")
+def request_spans(record: RequestRecord, span_id: str) -> list[Span]:
+    """The request, which has this id, its phases, and the legs of all its attempts."""
+    came_s = record.at_s - unix_offset_s() - record.total_s
+    attributes: dict[str, Value] = {
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "pdlink.request_id": record.request_id,
+        "pdlink.outcome": record.outcome,
+        "pdlink.kv": record.kv,
+        "pdlink.attempts": record.attempts,
+    }
+    if record.ttft_s is not None:
+        attributes["pdlink.ttft_ms"] = record.ttft_s * 1e3
+    whole = Span(
+        name="request",
+        label=record.request_id,
+        track="requests",
+        span_id=span_id,
+        kind="server",
+        begin_s=came_s,
+        end_s=came_s + record.total_s,
+        attributes=attributes,
+        error="" if record.outcome in _GOOD else record.outcome,
+    )
+    return [
+        whole,
+        *_phases(record, came_s, span_id),
+        *(_leg(leg, came_s, span_id, record.total_s) for leg in record.legs),
+    ]
+
+
+def _phases(record: RequestRecord, came_s: float, span_id: str) -> Sequence[Span]:
+    """From one that was reached to the next one."""
+    marks = {"queue": record.queued_s, "prefill": record.prefill_s, "transfer": record.decode_s}
+    if record.outcome == "ok":
+        marks["decode"] = record.total_s
+    found, last_s = [], 0.0
+    for name, until_s in marks.items():
+        if until_s is not None:
+            begin_s, end_s, mine = came_s + last_s, came_s + max(last_s, until_s), new_span_id()
+            found.append(
+                Span(name=name, track="requests", span_id=mine, parent_id=span_id, begin_s=begin_s, end_s=end_s)
+            )
+            last_s = max(last_s, until_s)
+    return found
+
+
+def _leg(leg: LegRecord, came_s: float, span_id: str, total_s: float) -> Span:
+    attributes: dict[str, Value] = {
+        "pdlink.worker": leg.worker,
+        "pdlink.transfer_id": leg.transfer_id,
+        "pdlink.end": leg.end or "goes on",
+    }
+    if leg.answered_s is not None:
+        attributes["pdlink.answered_ms"] = (leg.answered_s - leg.sent_s) * 1e3
+    ended_s = total_s if leg.ended_s is None else leg.ended_s
+    return Span(
+        name=f"{leg.leg} leg",
+        label=f"{leg.leg}, {leg.worker}: {leg.end or 'goes on'}",
+        track="legs",
+        span_id=leg.span_id,
+        parent_id=span_id,
+        kind="client",
+        begin_s=came_s + leg.sent_s,
+        end_s=came_s + max(leg.sent_s, ended_s),
+        attributes=attributes,
+        error="" if leg.end in _GOOD_ENDS else leg.end,
+    )

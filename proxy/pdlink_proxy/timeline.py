@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
+from pdlink.observe.spans import new_span_id
 from pdlink.observe.timeline import Dump, clock
-from pdlink.observe.trace import TRACE_HEADER, TRACE_TYPE, LegSpan, Request, laid, make
+from pdlink.observe.trace import TRACE_HEADER, TRACE_TYPE, Request, laid, make
 
 from .http_connection import HttpError
 from .openai import error_body
 from .records import MAX_RECORDS
+from .spans import request_spans
 from .upstream import Asking, ask
 
 if TYPE_CHECKING:
-    from pdlink.observe.perfetto import Value
     from pdlink.observe.trace import Laid
 
     from .app import Router
-    from .records import LegRecord, RequestRecord
+    from .records import RequestRecord
     from .worker import Worker
 
 PATH = "/pdlink/timeline"
@@ -44,7 +45,8 @@ def add_timeline(app: web.Application, router: Router) -> None:
         both_sides = {worker.url: worker for worker in router.pools.all}
         answers = await asyncio.gather(*(_ask(router, worker) for worker in both_sides.values()))
         workers = [answer for answer in answers if not isinstance(answer, str)]
-        made = await asyncio.to_thread(make, workers, [_request(each) for each in records], only=only)
+        requests = [Request(_transfers(each), request_spans(each, new_span_id())) for each in records]
+        made = await asyncio.to_thread(make, workers, requests, only=only)
         if only is not None and not made.num_transfers + made.num_requests:
             got = (asked or "")[:80]
             text = f"request: got {got!r}; limit the last {MAX_RECORDS} that have ended; give another id"
@@ -74,22 +76,3 @@ async def _ask(router: Router, worker: Worker) -> Laid | str:
 def _transfers(record: RequestRecord) -> list[str]:
     """Of all its attempts, each once."""
     return list(dict.fromkeys((*(leg.transfer_id for leg in record.legs), record.transfer_id)))
-
-
-def _request(record: RequestRecord) -> Request:
-    began_s = time.monotonic() - (time.time() - record.at_s) - record.total_s
-    marks = {"queued": record.queued_s, "until prefill's first token": record.prefill_s}
-    marks |= {"until the client's first byte": record.ttft_s, "decode": record.total_s}
-    args: dict[str, Value] = {"outcome": record.outcome, "KV": record.kv, "prompt tokens": record.prompt_tokens}
-    args |= {"attempts": record.attempts, "prefill": record.prefill or "", "decode": record.decode or ""}
-    known = {name: after_s for name, after_s in marks.items() if after_s is not None}
-    legs = [_leg(record, leg) for leg in record.legs]
-    return Request(record.request_id, _transfers(record), began_s, known, args, legs)
-
-
-def _leg(record: RequestRecord, leg: LegRecord) -> LegSpan:
-    ended_s = record.total_s if leg.ended_s is None else leg.ended_s
-    args: dict[str, Value] = {"transfer": leg.transfer_id, "end": leg.end or "goes on"}
-    if leg.answered_s is not None:
-        args["ms until its answer began"] = (leg.answered_s - leg.sent_s) * 1e3
-    return LegSpan(leg.sent_s, max(leg.sent_s, ended_s), f"{leg.leg}, {leg.worker}: {leg.end or 'goes on'}", args)

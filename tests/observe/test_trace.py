@@ -1,13 +1,14 @@
-"""A timeline as a trace: read back by Perfetto's own definitions."""
+"""A timeline as a trace: read back as the format of trace events has it."""
 
 from __future__ import annotations
 
 import pytest
 
 from pdlink.events import LayerLanded, LayerWritten, TransferEnded
+from pdlink.observe.spans import Span
 from pdlink.observe.timeline import Dump, Kept
-from pdlink.observe.trace import Laid, LegSpan, Request, laid, make
-from tests.observe.traced import Traced, events_of, tracks_of
+from pdlink.observe.trace import Laid, Request, laid, make
+from tests.observe.traced import Traced, events_of, samples_of, tracks_of
 
 
 def landed(layer: int, submitted_s: float, at_s: float, *, asked_s: float | None = None) -> LayerLanded:
@@ -34,8 +35,14 @@ SENT = Kept(
 RECEIVED = Kept("t", ended=ended("receiver", "prefill-0", 1010.0, 1014.4))
 PREFILL = Dump(name="prefill-0", clock="here", now_s=20.0, transfers=[SENT])
 DECODE = Dump(name="decode-0", clock="there", now_s=1020.0, transfers=[RECEIVED])
-MARKS = {"queued": 0.5, "until the client's first byte": 4.0, "decode": 8.0}
-REQUEST = Request("req-1", ["t"], 9.0, MARKS, {"KV": "x"})
+REQUEST = Request(
+    ["t"],
+    [
+        Span(name="request", label="req-1", track="requests", span_id="r", begin_s=9.0, end_s=17.0),
+        Span(name="queue", track="requests", span_id="q", parent_id="r", begin_s=9.0, end_s=9.5),
+        Span(name="decode", track="requests", span_id="d", parent_id="r", begin_s=9.5, end_s=17.0),
+    ],
+)
 
 
 def found(data: bytes, track: str) -> list[Traced]:
@@ -43,33 +50,30 @@ def found(data: bytes, track: str) -> list[Traced]:
 
 
 def spans(events: list[Traced]) -> list[tuple[str, float, float]]:
-    """Name, begin and end in seconds of slices that hold no others."""
-    ends = [event.at_ns / 1e9 for event in events if event.kind == "END"]
-    begins = [event for event in events if event.kind == "BEGIN"]
-    return [(event.name, event.at_ns / 1e9, end) for event, end in zip(begins, ends, strict=True)]
+    return [(event.name, event.begin_s, event.end_s) for event in events]
 
 
 def test_one_worker_shows_what_was_written_waited_and_moved() -> None:
     made = make([Laid(PREFILL)])
     assert str(made) == f"1 transfers, 1 workers, {made.num_events} events"
     assert tracks_of(made.data) == ["prefill-0"]
-    assert [(e.name, e.at_ns) for e in found(made.data, "written < KV, decode-0")] == [
-        ("layer 0", 1e9),
-        ("layer 1", 2e9),
-    ]
-    assert spans(found(made.data, "waits < KV, decode-0")) == [("layer 0", 1.0, 1.5)]
-    moved = [each for each in found(made.data, "in flight < KV, decode-0") if each.kind == "BEGIN"]
-    assert [(each.name, each.at_ns) for each in moved] == [("layer 0", 1.5e9), ("layer 1", 2e9)]
+    marks = found(made.data, "KV, decode-0: written")
+    assert {each.kind for each in marks} == {"instant"}
+    assert spans(marks) == [("layer 0", 1.0, 1.0), ("layer 1", 2.0, 2.0)]
+    assert spans(found(made.data, "KV, decode-0: waits")) == [("layer 0", 1.0, 1.5)]
+    moved = found(made.data, "KV, decode-0: in flight")
+    assert spans(moved) == [("layer 0", 1.5, 2.5), ("layer 1", 2.0, 4.0)]
     assert moved[0].args == {"transfer": "t", "tokens": "0–8", "bytes": 10**9, "lane": "mapped"}
-    whole, hidden, *ends = found(made.data, "transfers < KV, decode-0")
-    assert (whole.name, whole.at_ns, ends[1].at_ns) == ("t DONE", 0, 4.5e9)
-    assert (hidden.name, hidden.at_ns, hidden.args, ends[0].at_ns) == (
+    whole, hidden = found(made.data, "KV, decode-0: transfers")
+    assert (whole.name, whole.begin_s, whole.end_s) == ("t DONE", 0.0, 4.5)
+    assert whole.args["pdlink.bytes"] == 2 * 10**9
+    assert (hidden.name, hidden.begin_s, hidden.end_s, hidden.args) == (
         "not hidden by prefill",
-        2e9,
+        2.0,
+        4.0,
         {"ms": 2000.0},
-        4e9,
     )
-    speed = [(each.at_ns / 1e9, each.value) for each in found(made.data, "KV in flight")]
+    speed = samples_of(made.data, "KV in flight")
     assert [at_s for at_s, _ in speed] == [1.5, 2.0, 2.5, 4.0]
     assert [value for _, value in speed] == pytest.approx([1.0, 1.5, 0.5, 0.0])
 
@@ -85,41 +89,32 @@ def test_arrows_lead_from_the_request_over_prefill_to_decode() -> None:
     events = events_of(made.data)
     (request,) = [each for each in events if each.name == "req-1"]
     (sent,) = [each for each in events if each.process == "prefill-0" and each.name == "t DONE"]
-    (arrives,) = [each for each in events if each.name == "KV is here"]
+    (received,) = [each for each in events if each.process == others and each.name == "t DONE"]
+    assert len(request.sends) == len(sent.sends) == 1
     assert request.sends == sent.takes
-    assert sent.sends == arrives.takes
+    assert sent.sends == received.takes
     assert request.sends != sent.sends
-    assert arrives.at_ns == pytest.approx((1014.4 + 30.1 - 1020.0 - 9.0) * 1e9)
-    inner = [each.name for each in found(made.data, "requests") if each.kind == "BEGIN"]
-    assert inner == ["req-1", "queued", "until the client's first byte", "decode"]
+    assert received.end_s == pytest.approx(1014.4 + 30.1 - 1020.0 - 9.0)
+    assert spans(found(made.data, "requests")) == [("req-1", 0.0, 8.0), ("queue", 0.0, 0.5), ("decode", 0.5, 8.0)]
 
 
 def test_one_request_shows_nothing_of_others() -> None:
     other = Kept("other", [LayerWritten(transfer_id="other", layer=0, start=0, end=1, at_s=1.0)])
     dump = Dump(name="prefill-0", clock="here", now_s=20.0, transfers=[other, SENT])
-    made = make([Laid(dump)], [REQUEST, REQUEST._replace(request_id="req-2", transfer_ids=["other"])], only={"t"})
+    made = make([Laid(dump)], [REQUEST, REQUEST._replace(transfer_ids=["other"])], only={"t"})
     assert (made.num_transfers, made.num_requests) == (1, 1)
     assert not any("other" in (each.name, each.args.get("transfer")) for each in events_of(made.data))
 
 
-def test_a_request_of_two_attempts_shows_the_legs_and_the_transfers_of_both() -> None:
-    first = Kept("t0", [LayerWritten(transfer_id="t0", layer=0, start=0, end=1, at_s=10.0)])
+def test_an_arrow_leads_to_the_transfer_of_each_attempt() -> None:
+    first = Kept("t0", [LayerWritten(transfer_id="t0", layer=0, start=0, end=1, at_s=at_s) for at_s in (10.0, 10.5)])
     dump = Dump(name="prefill-0", clock="here", now_s=20.0, transfers=[first, SENT])
-    legs = [
-        LegSpan(0.1, 0.4, "prefill, prefill-0: reset", {"transfer": "t0"}),
-        LegSpan(0.3, 3.0, "prefill again", {}),
-    ]
-    made = make([Laid(dump)], [REQUEST._replace(transfer_ids=["t0", "t"], legs=legs)], only={"t0", "t"})
+    made = make([Laid(dump)], [REQUEST._replace(transfer_ids=["t0", "t"])], only={"t0", "t"})
     assert (made.num_transfers, made.num_requests) == (2, 1)
-    begun = [each for each in found(made.data, "legs") if each.kind == "BEGIN"]
-    assert [(each.name, each.at_ns) for each in begun] == [
-        ("prefill, prefill-0: reset", 0.1e9),
-        ("prefill again", 0.3e9),
-    ]
     events = events_of(made.data)
     (request,) = [each for each in events if each.name == "req-1"]
     takes = {name: each.takes for each in events for name in ("t0 goes on", "t DONE") if each.name == name}
-    assert list(request.sends) == [*takes["t0 goes on"], *takes["t DONE"]], "an arrow to each"
+    assert list(request.sends) == [*takes["t0 goes on"], *takes["t DONE"]]
 
 
 def test_transfers_at_one_time_are_beside_each_other_and_live_ones_are_shown() -> None:
@@ -128,8 +123,8 @@ def test_transfers_at_one_time_are_beside_each_other_and_live_ones_are_shown() -
         return Kept(name, [LayerWritten(transfer_id=name, layer=0, start=0, end=1, at_s=at_s) for at_s in times])
 
     dump = Dump(name="p", clock="c", now_s=9.0, transfers=[live("a", 1, 5), live("b", 2, 3), live("c", 5, 6)])
-    events = found(make([Laid(dump)]).data, "transfers < KV, live")
-    assert [each.name for each in events if each.kind == "BEGIN"] == ["a goes on", "b goes on", "c goes on"]
+    events = found(make([Laid(dump)]).data, "KV, live: transfers")
+    assert [each.name for each in events] == ["a goes on", "c goes on", "b goes on"], "two rows"
 
 
 def test_nothing_is_a_trace_too() -> None:

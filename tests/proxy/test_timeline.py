@@ -28,8 +28,11 @@ async def test_every_attempt_of_a_request_is_shown(
         async with proxy.client.get(f"{proxy.url}/pdlink/timeline?request={ids[asks_for]}") as answer:
             assert answer.status == 200
             data = await answer.read()
-    shown = [each for each in events_of(data) if each.track.startswith("legs") and each.kind == "BEGIN"]
-    ends = sorted((each.args["transfer"] == last, each.name.partition(",")[0], each.args["end"]) for each in shown)
+    shown = [each for each in events_of(data) if each.track == "legs"]
+    ends = sorted(
+        (each.args["pdlink.transfer_id"] == last, each.name.partition(",")[0], each.args["pdlink.end"])
+        for each in shown
+    )
     assert ends[:2] == [(False, "decode", "reset"), (False, "prefill", "cancelled")]
     assert [each[:2] for each in ends[2:]] == [(True, "decode"), (True, "prefill")]
     assert ends[2][2] == "served"
