@@ -73,6 +73,7 @@ def of_proxy(health: Mapping[str, Any]) -> list[Finding]:
         for worker in workers:
             found += _of_worker(worker)
     found += _names_twice(sides)
+    found += _misfits(sides, health.get("mismatched", ()))
     for side in sides:
         models = {worker["health"]["model"] for worker in sides[side] if worker.get("health")}
         if len(models) > 1:
@@ -105,6 +106,34 @@ def _of_worker(worker: Mapping[str, Any]) -> list[Finding]:
             found.append(
                 Finding("bad", label, text, "set control_host or advertise_host to an address that other hosts reach")
             )
+    return found
+
+
+def _misfits(
+    sides: Mapping[str, Sequence[Mapping[str, Any]]], mismatched: Sequence[Mapping[str, Any]]
+) -> list[Finding]:
+    """Healthy workers of both sides that never serve a request together. mismatched: those of GET /health."""
+    models = {
+        side: {worker["health"]["model"] for worker in workers if worker["state"] == "ok" and worker.get("health")}
+        for side, workers in sides.items()
+    }
+    found = [
+        Finding(
+            "bad",
+            "models",
+            f"decode serves {model}, and no prefill worker does: those serve {', '.join(sorted(models['prefill']))}",
+            "start both sides with the same --model, and the same model.name if they set it",
+        )
+        for model in sorted(models["decode"] - models["prefill"])
+        if models["prefill"]
+    ]
+    for each in mismatched:
+        text = f"they do not fit together, {each['factor']} differs"
+        if each["stranded"]:
+            text += f"; the {each['stranded']} workers of their kind fit nobody, so decode computes their prompts"
+        level: Literal["bad", "warn"] = "bad" if each["stranded"] else "warn"
+        about = f"{each['prefill']} → {each['decode']}"
+        found.append(Finding(level, about, text, _FACTORS.get(each["factor"], _SAME_MODEL)))
     return found
 
 
@@ -151,25 +180,42 @@ def speed_of(probe: Mapping[str, Any]) -> float | None:
     return probe["nbytes"] / probe["moving_s"] / 1e9 if probe["moving_s"] else None
 
 
-def _slow(probes: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    speeds = {
-        (probe["prefill"], probe["decode"]): speed
-        for probe in probes
-        if probe["nbytes"] >= _MIN_NBYTES and (speed := speed_of(probe)) is not None
-    }
+def slow_pairs(probes: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Indices of those that moved KV much slower than the median of all. One transfer may be slow because the host
+    was busy: measure these again before they are told of."""
+    speeds = _speeds(probes)
     if len(speeds) < 2:
         return []
     middle = statistics.median(speeds.values())
-    lanes = {(probe["prefill"], probe["decode"]): probe["lane"] for probe in probes}
+    return [index for index, speed in speeds.items() if speed < SLOW_SHARE * middle]
+
+
+def faster(one: Mapping[str, Any], again: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of two probes of one pair that which says more of the link; `one` if the second one failed."""
+    return max((one, again), key=lambda probe: (not probe["error"], speed_of(probe) or 0.0))
+
+
+def _speeds(probes: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """By index, GB/s of transfers that are large enough to tell."""
+    return {
+        index: speed
+        for index, probe in enumerate(probes)
+        if probe["nbytes"] >= _MIN_NBYTES and (speed := speed_of(probe)) is not None
+    }
+
+
+def _slow(probes: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    speeds = _speeds(probes)
+    middle = statistics.median(speeds.values()) if speeds else 0.0
     return [
         Finding(
             "warn",
-            " → ".join(pair),
-            f"{speed:.2f} GB/s over {lanes[pair]}, the median of all pairs is {middle:.2f}",
+            f"{probes[index]['prefill']} → {probes[index]['decode']}",
+            f"{speeds[index]:.2f} GB/s over {probes[index]['lane']} in the best of several transfers, the median of "
+            f"all pairs is {middle:.2f}",
             "compare `pdlink check` on both hosts with that of a fast pair; `pdlink bench transfer` measures a host",
         )
-        for pair, speed in speeds.items()
-        if speed < SLOW_SHARE * middle
+        for index in slow_pairs(probes)
     ]
 
 
@@ -179,7 +225,9 @@ def of_requests(errors: Sequence[Mapping[str, Any]]) -> list[Finding]:
     for each in errors:
         kind, cause, newest = each["kind"], each["cause"], each["newest"]
         if kind == "recomputed":
-            remedy = RECOMPUTED.get(cause, f"`pdlink explain {newest}`")
+            refused, _, factor = cause.partition(":")
+            unknown = _FACTORS.get(factor, _SAME_MODEL) if refused == "refused" else f"`pdlink explain {newest}`"
+            remedy = RECOMPUTED.get(cause, unknown)
             text = f"{each['count']} requests computed their prompt on decode: {reasons.in_words(cause)}"
             if cause not in _BY_CHOICE:
                 found.append(Finding("warn", "requests", text, remedy))

@@ -228,7 +228,7 @@ class Admission:
             shared.tokenizing.placed(self.wanted)
         if action.why is Why.HEDGE and (choice.prefill is None or choice.prefill.key in action.avoid):
             return self._no_hedge("no other prefill worker")
-        prefill, decode, refused, alone = choice.prefill, choice.decode, choice.refused, choice.alone
+        prefill, decode, differs, alone = choice.prefill, choice.decode, choice.differs, choice.alone
         self.cached_tokens = choice.cached_tokens
         self.recomputed = None
         if decode.plain:
@@ -236,8 +236,8 @@ class Admission:
         elif self._whole:
             prefill = None
             self.recomputed = kv_path.recomputed("prompt_only_decode")
-        elif refused is not None:
-            self.recomputed = kv_path.recomputed(reasons.refused_code(refused.factor))
+        elif differs:
+            self.recomputed = kv_path.recomputed(reasons.refused_code(differs))
             self._count_fallback("decode_only", "no pair of workers fits together")
         elif alone:
             self.recomputed = kv_path.recomputed(alone)

@@ -312,11 +312,19 @@ class Pools:
             if not (refused_pairs and self.refusals.try_again(one, to)) and self._alone is not None:
                 self._tell_alone(None)
             return Choice(one, to, placed.cached_tokens)
-        refused = None
         if placed.misfit:
             refused = self.refusals.known(prefill_side.workers[prefill.pair[0].row], to)
             self._tell_alone(refused)
-        return Choice(None, to, refused=refused, alone=placed.alone)
+            factor = refused.factor if refused is not None else next((each.factor for each in self.mismatches), "")
+            return Choice(None, to, differs=factor)
+        if placed.alone:
+            return Choice(None, to, alone=placed.alone)
+        return Choice(None, to, differs=self._without_prefill(request.model))
+
+    def _without_prefill(self, model: str) -> str:
+        """`model` where prefill workers are well and none of them serves this model; else empty."""
+        said = [each.health for each in self.workers[Leg.PREFILL] if each.state is State.OK and each.health]
+        return "model" if said and all(model not in (each.model, *each.aliases) for each in said) else ""
 
     def limit_prefill(self, tokens: int) -> None:
         """See `Placer.prefill_queue_tokens`."""
@@ -352,7 +360,7 @@ class Choice(msgspec.Struct, frozen=True):
     decode: Worker
     cached_tokens: int = 0
     """Of the prompt, expected at the prefill worker."""
-    refused: RefusedPair | None = None
-    """Why there is no prefill although a prefill worker is healthy."""
+    differs: str = ""
+    """Why there is no prefill although a prefill worker is healthy: the property in which it differs from decode."""
     alone: str = ""
     """See `Placed`."""

@@ -73,3 +73,22 @@ async def test_no_request_is_spent_on_finding_out(prefills: list[FakeWorker], de
         assert (response.status, [each["stranded"] for each in body["mismatched"]]) == (200, ["prefill"])
         prefills[0].fingerprint, prefills[0].epoch = OLD, "e2"
         await until(lambda: proxy.router.standing()[0] == "ok", "its update")
+
+
+async def test_a_misfit_that_no_handshake_has_found_is_the_reason_of_its_requests(
+    prefill: FakeWorker, decode: FakeWorker
+) -> None:
+    """It was told as `no_prefill`, although a prefill worker is healthy and /health names what differs."""
+    prefill.fingerprint, decode.fingerprint = NEW, OLD
+    async with proxy_of([prefill], [decode]) as proxy:
+        await until(lambda: proxy.router.standing()[0] == "degraded", "the comparison")
+        async with proxy.post() as response:
+            assert response.headers["X-Pdlink-KV"] == "recomputed;reason=refused:model_revision_or_content"
+
+
+async def test_a_model_that_no_healthy_prefill_worker_serves_is_the_reason_of_its_requests(
+    prefill: FakeWorker, decode: FakeWorker
+) -> None:
+    prefill.model = "alpha"
+    async with proxy_of([prefill], [decode]) as proxy, proxy.post() as response:
+        assert response.headers["X-Pdlink-KV"] == "recomputed;reason=refused:model"

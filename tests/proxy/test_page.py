@@ -115,6 +115,15 @@ async def test_a_report_that_is_no_json_is_none(prefill: FakeWorker, decode: Fak
             "warn",
             "prefill-0 and decode-0: dtype differs",
         ),
+        (
+            {
+                "status": "degraded",
+                "reason": "degraded: workers do not fit together: 1 prefill (p) and 1 decode (d) differ in content",
+                "records": [record(kv="recomputed;reason=refused:content")],
+            },
+            "warn",
+            "workers do not fit together: 1 prefill (p) and 1 decode (d) differ in content. Answers are right",
+        ),
     ],
 )
 def test_sentence_on_top_names_the_worst_and_where(more: dict[str, Any], level: str, words: str) -> None:

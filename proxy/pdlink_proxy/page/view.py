@@ -97,6 +97,9 @@ def verdict(
             f"{pair['decode']}: {pair['factor']} differs. Answers are right, but decode computes prompts; start "
             "both alike."
         )
+    if status == "degraded":
+        what = reason.partition(": ")[2]
+        return "warn", f"{what}. Answers are right, but decode computes prompts; start both alike."
     if away:
         worker = away[0]
         return "warn", (
