@@ -34,7 +34,8 @@ class LayerWritten(Event, frozen=True, kw_only=True, gc=False):
 
 
 class LayerLanded(Event, frozen=True, kw_only=True, gc=False):
-    """One layer's KV of tokens [start, end) is visible in the decode worker's pages (sender's view)."""
+    """One layer's KV of tokens [start, end), all of it or what one push had, is visible in the decode worker's pages
+    (sender's view)."""
 
     transfer_id: str
     layer: int
@@ -43,7 +44,7 @@ class LayerLanded(Event, frozen=True, kw_only=True, gc=False):
     nbytes: int
     transport: str
     submitted_s: float
-    """When the first of these bytes were handed to the transport, on the clock of `at_s`."""
+    """When these bytes were handed to the transport, on the clock of `at_s`."""
     asked_s: float
     """When they could have been: before that the layer was not written, or not offered for."""
 

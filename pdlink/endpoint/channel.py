@@ -88,7 +88,7 @@ class Received:
     public_key: str = ""
     """Proven by the sender of this frame; empty without credentials."""
     fd: int = -1
-    """Of the connection that it came by; -1 if libzmq does not say."""
+    """Of the connection that it came by; -1 if libzmq does not say, or has not yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +125,14 @@ class QueueFull(Exception):  # noqa: N818  back-pressure, not an error: send the
     """Earlier frames to this peer have not left yet."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Dialed:
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     public_key: str
     """Only its holder can answer on this connection; empty without credentials."""
+    fd: int = -1
+    """Of the connection, once libzmq has told that there is one."""
 
 
 class Channel:
@@ -242,7 +244,7 @@ class Channel:
         socket = dialed.socket if dialed is not None else self._router
         if socket is None or self._poller is None:
             return False
-        self._poller.suspect(socket)
+        self._poller.suspects.add(socket)
         for _ in range(2):
             try:
                 if dialed is not None:
@@ -288,7 +290,7 @@ class Channel:
         self._inflow.look()
         ready, fds = self._poller.poll(timeout_s)
         for socket in ready:
-            self._poller.suspect(socket)  # until it is read to its end
+            self._poller.suspects.add(socket)  # until it is read to its end
         return self._arrivals(ready), fds
 
     def _arrivals(self, ready: AbstractSet[zmq.Socket[bytes]]) -> Iterator[Arrival]:
@@ -318,6 +320,7 @@ class Channel:
             elif dialed is not None and dialed.monitor in ready:  # only now: frames sent before the cut come first
                 for event, value in self._drain_events(dialed.monitor, 1):
                     if event == zmq.EVENT_CONNECTED:
+                        dialed.fd = value
                         self._inflow.begun(value)
                     else:
                         yield Disconnected(route, _DIAL_FAILURES.get(event, ""), event in _REFUSALS)
@@ -327,12 +330,11 @@ class Channel:
         if dialed is None:
             return self._take_accepted()
         try:
-            parts = dialed.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            parts = dialed.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        fd = _fd_of(parts[-1])
-        self._inflow.delivered(fd)
-        return [Received(route, parts[0].bytes, dialed.public_key, fd)] if len(parts) == 1 else []
+        self._inflow.delivered.add(dialed.fd)
+        return [Received(route, parts[0], dialed.public_key, dialed.fd)] if len(parts) == 1 else []
 
     def _take_accepted(self) -> Sequence[Received] | None:
         assert self._router is not None
@@ -354,7 +356,7 @@ class Channel:
             frame, num_parts = self._router.recv(zmq.NOBLOCK), 1
             while self._router.getsockopt(zmq.RCVMORE):
                 frame, num_parts = self._router.recv(zmq.NOBLOCK), num_parts + 1
-        self._inflow.delivered(known[2])
+        self._inflow.delivered.add(known[2])
         return [Received(known[0], frame, known[1], known[2])] if num_parts == 1 else []
 
     def _guard(self, router: zmq.Socket[bytes], credentials: Credentials) -> zmq.Socket[bytes]:

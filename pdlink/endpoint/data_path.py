@@ -1,7 +1,7 @@
 """`DataPath`: brings the sender's pushes to their transports, and the ends of pushes back to the machines.
 
-Pushes are cut into parts (`parts.py`), and the parts leave in the order of `Order`, one for each transport. Only
-parts that fit into its window are handed over; a stopped transfer takes back its waiting parts at once, because they
+A push is one batch of its transport. The pushes over one transport leave in the order of its `Order`: those that fit
+into its window are handed over, the others wait. A stopped transfer takes back those that wait at once, because they
 never were in flight. A push that cannot be handed over fails its transfer if it has no plan; otherwise bytes may have
 left, and its session ends.
 """
@@ -13,13 +13,11 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdlink.endpoint.order import Order, Part
-from pdlink.endpoint.parts import Flight, Job, jobs_of, plan_of
+from pdlink.endpoint.order import Entry, Order
 from pdlink.errors import PdlinkError
 from pdlink.events import HandlingFailed, LayerLanded, emit, listeners
-from pdlink.kv.layout import Piece
+from pdlink.kv.plan import bind
 from pdlink.logs import about
-from pdlink.protocol import messages
 from pdlink.protocol.states import SENDER_ENDS
 from pdlink.transport.base import Status
 
@@ -30,19 +28,32 @@ if TYPE_CHECKING:
     from pdlink.endpoint.sharing import Sharing
     from pdlink.endpoint.transfer import Common
     from pdlink.endpoint.verifying import Verifier
+    from pdlink.kv.plan import Plan, Template
     from pdlink.protocol.actions import Action, Push
+    from pdlink.protocol.messages import Checksum
     from pdlink.transport.base import BatchDone, Transport
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class PushBatch(Entry):
+    """A push on its way: it waits for room, and then is one batch of the transport."""
+
+    transfer: Outgoing
+    push: Push
+    asked_s: float
+    """When the machine asked for it."""
+    submitted_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class PushLane:
     """What goes over one transport."""
 
     transport: Transport
-    order: Order[Job]
-    in_flight: dict[int, Part[Job]] = field(default_factory=dict)
+    order: Order[PushBatch]
+    in_flight: dict[int, PushBatch] = field(default_factory=dict)
     """By ticket."""
 
 
@@ -54,55 +65,48 @@ class DataPath:
         common: Common,
         batch_timeout_s: float,
         sharing: Sharing,
-        run: Callable[[Outgoing, list[Action]], None],
+        act: Callable[[Outgoing, Sequence[Action]], None],
     ) -> None:
-        """batch_timeout_s: counts from the hand-over of a part, not from the start of its wait.
+        """batch_timeout_s: counts from the hand-over of a push, not from the start of its wait.
 
-        run(transfer, actions): does what a machine answered to the end of a push.
+        act(transfer, actions): does what a machine answered to the end of a push.
         """
         self._now_s, self._sessions, self._verifier = common.clock.now_s, common.sessions, common.verifier
-        self._batch_timeout_s, self._sharing, self._run = batch_timeout_s, sharing, run
+        self._batch_timeout_s, self._sharing, self._act = batch_timeout_s, sharing, act
         self._groups = common.groups
-        self.lanes: dict[str, Lane] = {}
+        self.lanes: dict[str, PushLane] = {}
         """By name of the transport."""
         self._ended, self._num_waiting = threading.Condition(common.work.lock), 0
 
     def push(self, transfer: Outgoing, pushes: Sequence[Push]) -> None:
-        """Hand over these pushes as far as there is room; small ones travel in one part."""
+        """Hand over these pushes as far as there is room."""
         peer, now_s = transfer.peer, self._now_s()
         assert peer is not None
         assert peer.transport is not None
-        assert peer.templates
         lane = self.lanes.get(peer.transport.name)
         if lane is None:
-            lane = self.lanes[peer.transport.name] = Lane(peer.transport, Order(self._sharing))
+            lane = self.lanes[peer.transport.name] = PushLane(peer.transport, Order(self._sharing))
         backlog = transfer.backlog
         if backlog is None:
             if peer.flow is None:
                 peer.flow = lane.order.flow()
             backlog = transfer.backlog = lane.order.backlog(peer.flow, transfer.machine.nbytes)
-        flights = [Flight(transfer, push, now_s) for push in pushes]
-        for nbytes, job in jobs_of(peer.templates, self._groups.index_of, flights, self._sharing.part_nbytes):
-            lane.order.add(Part(backlog, nbytes, job))
+        for push in pushes:
+            lane.order.add(PushBatch(backlog, push.nbytes, transfer, push, now_s))
         self._release(lane)
 
     def take_back(self, transfer: Outgoing) -> None:
-        """Drop the waiting parts of this transfer, which never were in flight, and forget its blocks.
-
-        Pushes with parts in flight end with these parts, not `whole`.
-        """
+        """Drop the waiting pushes of this transfer, which never were in flight, and forget its blocks."""
         if transfer.backlog is None:
             return
         assert transfer.peer is not None
         assert transfer.peer.transport is not None
         lane = self.lanes.get(transfer.peer.transport.name)  # None once the endpoint is closed
-        parts = lane.order.drop(transfer.backlog) if lane is not None else []
-        taken = [flight for part in parts for flight, _, _, _ in part.job]
-        for flight in taken:
-            flight.take_back()
+        batches = lane.order.drop(transfer.backlog) if lane is not None else []
         transfer.backlog = None
         transfer.plans.clear()
-        self._dropped(transfer, taken)
+        for batch in batches:
+            self._act(transfer, transfer.machine.dropped(batch.push.push_id))
 
     def release(self) -> None:
         """Hand over what has room now. Call periodically."""
@@ -131,134 +135,125 @@ class DataPath:
         }
 
     def handed(self) -> dict[str, set[int]]:
-        """Layers of which a transport has a part now, by transfer id."""
+        """Layers of which a transport has a push now, by transfer id."""
         found: dict[str, set[int]] = {}
         for lane in self.lanes.values():
-            for part in lane.in_flight.values():
-                for flight, _, _, _ in part.job:
-                    found.setdefault(flight.transfer.transfer_id, set()).add(flight.push.layer)
+            for batch in lane.in_flight.values():
+                found.setdefault(batch.transfer.transfer_id, set()).update(batch.push.layers)
         return found
 
-    def on_batch(self, transport: Transport, done: BatchDone) -> None:
-        """Some pushes, or a part of one, have ended. All of one transfer."""
+    def ended(self, transport: Transport, done: BatchDone) -> None:
+        """A push has ended."""
         lane = self.lanes.get(transport.name)
-        part = lane.in_flight.pop(done.ticket, None) if lane is not None else None
-        if lane is None or part is None:
+        batch = lane.in_flight.pop(done.ticket, None) if lane is not None else None
+        if lane is None or batch is None:
             return
-        lane.order.ended(part, self._now_s())
-        self.notify()
-        transfer = part.job[0].flight.transfer
+        transfer, push, order = batch.transfer, batch.push, lane.order
+        order.ended(batch, self._now_s())
+        if self._num_waiting:
+            self.notify()
         if done.status is not Status.OK:
-            self._lost(transfer, part.job, f"push {done.status.value}: {done.detail}")
-        self._release(lane)  # before the reports: the link must not run dry
+            self._act(transfer, transfer.machine.lost(push.push_id, f"push {done.status.value}: {done.detail}"))
+        if order.waiting_nbytes:
+            self._release(lane)  # before the reports: the link must not run dry
         if done.status is not Status.OK:
             return
         peer = transfer.peer
         assert peer is not None
-        peer.lane = peer.lane or transport.lane(done.peer)
+        if not peer.lane:
+            peer.lane = transport.lane(done.peer)
         transfer.nbytes += done.nbytes
         if transfer.first_landed_s is None:
             transfer.first_landed_s = done.done_s
         transfer.last_landed_s = done.done_s
-        for flight, _, _, nbytes in part.job:
-            flight.left -= 1
-            flight.nbytes += nbytes
-            if flight.left:
-                continue
-            if not flight.whole:
-                self._run(transfer, transfer.machine.dropped(flight.push.push_id))
-                continue
-            if listeners:
-                _report(flight, peer.lane, done.done_s)
-            if self._verifier is not None and self._verifier.wants(flight.push):
-                self._compute_checksum(self._verifier, transfer, flight.push)
-            else:
-                self._run(transfer, transfer.machine.landed(flight.push.push_id))
+        if listeners:
+            _report(batch, peer.lane, self._groups.layer_nbytes, done.done_s)
+        if push.offer.verify != "off" and self._verifier is not None and self._verifier.wants(push):
+            self._compute_checksums(self._verifier, transfer, push)
+        else:
+            self._act(transfer, transfer.machine.landed(push.push_id))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _release(self, lane: Lane) -> None:
-        """Hand over parts as far as there is room."""
-        while (part := lane.order.next(self._now_s())) is not None:
-            transfer = part.job[0].flight.transfer
-            peer, planned, pieces = transfer.peer, False, list[Piece]()
-            assert peer is not None
-            try:
-                for flight, start, end, _ in part.job:
-                    push = flight.push
-                    plan = transfer.plans.get((push.group, start, end))
-                    if plan is None:
-                        plan = plan_of(peer.templates[push.group], push, start, end)
-                        transfer.plans[push.group, start, end] = plan
-                    pieces.extend(plan.pieces(self._groups.index_of[push.layer]))
-                planned, submitted_s = True, self._now_s()
-                for flight, _, _, _ in part.job:
-                    flight.submitted_s = flight.submitted_s or submitted_s
-                lane.in_flight[lane.transport.submit(peer.key, pieces, self._batch_timeout_s)] = part
-            except Exception as error:  # noqa: BLE001  a peer's numbers, in the engine's thread: they cost only it
-                lane.order.ended(part, self._now_s())
-                self._refused(transfer, part.job, error, planned=planned)
-
-    def _refused(self, transfer: Outgoing, job: Job, error: Exception, *, planned: bool) -> None:
-        """A part cannot be handed to the transport. Without a plan for it nothing of it can have left."""
-        if not isinstance(error, PdlinkError | ValueError):
-            emit(HandlingFailed(what="push", error=f"{type(error).__name__}: {error}"))
-        name, layer = transfer.transfer_id, job[0].flight.push.layer
-        log.warning("transfer %s: cannot push layer %d: %s", name, layer, error, extra=about(transfer_id=name))
-        if planned:
-            self._lost(transfer, job, f"push refused: {error}")
+    def _release(self, lane: PushLane) -> None:
+        """Hand over pushes as far as there is room."""
+        order = lane.order
+        while order.waiting_nbytes and (batch := order.next(self._now_s())) is not None:
+            transfer, push, planned = batch.transfer, batch.push, False
             peer = transfer.peer
             assert peer is not None
-            self._sessions.lose(peer, str(error))
-            for other in list(peer.outgoing.values()):  # now, or all its other parts would fail one by one
-                self._run(other, other.machine.stop(str(error)))
+            try:
+                plan = transfer.plans.get((push.group, push.start, push.end))
+                if plan is None:
+                    plan = plan_of(peer.templates[push.group], push)
+                    transfer.plans[push.group, push.start, push.end] = plan
+                first = self._groups.index_of[push.layers.start]
+                pieces = plan.pieces(first)
+                for index in range(first + 1, first + len(push.layers)):
+                    pieces += plan.pieces(index)
+                planned, batch.submitted_s = True, self._now_s()
+                lane.in_flight[lane.transport.submit(peer.key, pieces, self._batch_timeout_s)] = batch
+            except Exception as error:  # noqa: BLE001  a peer's numbers, in the engine's thread: they cost only it
+                order.ended(batch, self._now_s())
+                self._refused(transfer, push, error, planned=planned)
+
+    def _refused(self, transfer: Outgoing, push: Push, error: Exception, *, planned: bool) -> None:
+        """A push cannot be handed to the transport. Without a plan for it nothing of it can have left."""
+        if not isinstance(error, PdlinkError | ValueError):
+            emit(HandlingFailed(what="push", error=f"{type(error).__name__}: {error}"))
+        name, layer = transfer.transfer_id, push.layers.start
+        log.warning("transfer %s: cannot push layer %d: %s", name, layer, error, extra=about(transfer_id=name))
+        machine, peer = transfer.machine, transfer.peer
+        if not planned:
+            self._act(transfer, machine.stop(f"push impossible: {error}"))
+            self._act(transfer, machine.dropped(push.push_id))
             return
-        for flight, _, _, _ in job:
-            flight.take_back()
-        self._run(transfer, transfer.machine.stop(f"push impossible: {error}"))
-        self._dropped(transfer, [flight for flight, _, _, _ in job])
+        self._act(transfer, machine.lost(push.push_id, f"push refused: {error}"))
+        assert peer is not None
+        self._sessions.lose(peer, str(error))
+        for other in list(peer.outgoing.values()):  # now, or all its other pushes would fail one by one
+            self._act(other, other.machine.stop(str(error)))
 
-    def _dropped(self, transfer: Outgoing, flights: Sequence[Flight]) -> None:
-        """Parts of these flights will not go: those without other parts have ended."""
-        for flight in dict.fromkeys(flights):
-            if not flight.left:
-                self._run(transfer, transfer.machine.dropped(flight.push.push_id))
-
-    def _lost(self, transfer: Outgoing, job: Job, reason: str) -> None:
-        for flight, _, _, _ in job:
-            self._run(transfer, transfer.machine.lost(flight.push.push_id, reason))
-
-    def _compute_checksum(self, verifier: Verifier, transfer: Outgoing, push: Push) -> None:
-        """Until the checksum is there the push counts as in flight: its blocks are read, and *done* waits for it."""
+    def _compute_checksums(self, verifier: Verifier, transfer: Outgoing, push: Push) -> None:
+        """Until they are there the push counts as in flight: its blocks are read, and *done* waits for it."""
         machine = transfer.machine
 
-        def computed(value: int) -> None:
+        def computed(checksums: Sequence[Checksum]) -> None:
             if machine.state not in SENDER_ENDS:
-                transfer.checksums.append(messages.Checksum(push.layer, push.start, push.end, value))
+                transfer.checksums += checksums
                 self.notify()
-                self._run(transfer, machine.landed(push.push_id))
+                self._act(transfer, machine.landed(push.push_id))
 
         def failed(reason: str) -> None:
             if machine.state not in SENDER_ENDS:
-                self._run(transfer, machine.stop(reason))
+                self._act(transfer, machine.stop(reason))
                 self.notify()
-                self._run(transfer, machine.landed(push.push_id))
+                self._act(transfer, machine.landed(push.push_id))
 
         verifier.compute(push, computed, failed)
 
 
-def _report(flight: Flight, lane: str, done_s: float) -> None:
-    push = flight.push
-    emit(
-        LayerLanded(
-            at_s=done_s,
-            transfer_id=flight.transfer.transfer_id,
-            layer=push.layer,
-            start=push.start,
-            end=push.end,
-            nbytes=flight.nbytes,
-            transport=lane,
-            submitted_s=flight.submitted_s,
-            asked_s=flight.asked_s,
+def plan_of(template: Template, push: Push) -> Plan:
+    """Byte runs of a push, for each of its group's layers."""
+    src_tokens, dst_tokens = template.src.block_tokens, template.dst.block_tokens
+    first_dst = push.start // dst_tokens - push.first // dst_tokens
+    dst_blocks = push.offer.blocks[push.group][first_dst:]
+    return bind(template, push.blocks[push.start // src_tokens :], dst_blocks, push.start, push.end)
+
+
+def _report(batch: PushBatch, lane: str, layer_nbytes: Sequence[int], done_s: float) -> None:
+    push = batch.push
+    for layer in push.layers:
+        emit(
+            LayerLanded(
+                at_s=done_s,
+                transfer_id=batch.transfer.transfer_id,
+                layer=layer,
+                start=push.start,
+                end=push.end,
+                nbytes=(push.end - push.start) * layer_nbytes[layer],
+                transport=lane,
+                submitted_s=batch.submitted_s,
+                asked_s=batch.asked_s,
+            )
         )
-    )

@@ -38,7 +38,7 @@ from pdlink.protocol import auth
 from pdlink.protocol.handshake import fingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence, Set
 
     from pdlink.endpoint.channel import Arrival
     from pdlink.endpoint.clock import Clock
@@ -295,13 +295,14 @@ class Endpoint:
             self._absences.add(returned_s, absence_s)
             work.asleep = False
             if work.wake_fd in ready:
+                ready.discard(work.wake_fd)
                 work.woken()
-            self.turn(arrived)
+            self.turn(arrived, ready)
 
-    def turn(self, arrived: Iterable[Arrival]) -> None:
+    def turn(self, arrived: Iterable[Arrival], ready: Set[int] | None = None) -> None:
         """One turn of the loop, without waiting: arrivals, transport reports, commands, deadlines; then send.
 
-        arrived: read for `_READ_S` at most.
+        arrived: read for `_READ_S` at most. ready: descriptors of transports with reports; None takes all for ready.
         """
         sessions = self.sessions
         with self.lock:
@@ -310,15 +311,20 @@ class Endpoint:
             for item in arrived:
                 match item:
                     case Received():
-                        self._blame.guard("frame", partial(sessions.on_frame, item), partial(self._give_up, item))
+                        try:
+                            sessions.on_frame(item)
+                        except Exception as error:  # noqa: BLE001  as in `Blame.guard`
+                            self._blame.charge("frame", error, partial(self._give_up, item))
                     case Disconnected():
                         sessions.on_disconnected(item)
                     case Refused():
                         sessions.greeter.turned_away(item)
-                self._settle()
+                if sessions.ended:
+                    self._settle()
                 if self.clock.now_s() >= until_s:
                     break
-            self.reports.poll()
+            if ready is None or ready:
+                self.reports.poll(ready)
             until_s = self.clock.now_s() + _READ_S
             commands, callbacks = self.work.commands, self.work.callbacks
             while commands:
@@ -346,7 +352,10 @@ class Endpoint:
         with self.lock:
             while self.sessions.unsent:
                 peer, _ = self.sessions.unsent.popitem()
-                self._blame.guard("message", partial(self.sessions.flush, peer), partial(self.sessions.lose, peer))
+                try:
+                    self.sessions.flush(peer)
+                except Exception as error:  # noqa: BLE001  as in `Blame.guard`
+                    self._blame.charge("message", error, partial(self.sessions.lose, peer))
             self.sessions.send_waiting()
             self._settle()
 
@@ -366,6 +375,7 @@ class Endpoint:
         for peer in self.peers():
             liveness.tick(self.sessions, peer, self._timeouts, now_s=now, awake_s=awake_s)
         self._settle()
+        self.reports.poll()  # every transport, whatever its descriptor says
         self.sender.tick(awake_s)
         self.receiver.tick(awake_s)
         self._settle()

@@ -92,7 +92,7 @@ class Incoming(Transfer):
                 self._hold(tables)
                 per_layer = self._landed is not None
                 actions = self.machine.offer(tables, start, end, per_layer=per_layer, verify=self._verify)
-                self._receiver.run(self, actions)
+                self._receiver.act(self, actions)
 
     def lookup(self, keys: Sequence[bytes]) -> tuple[TokenRange, ...]:
         """The whole prompt, whatever its keys: the sender computes it for this transfer."""
@@ -139,7 +139,7 @@ class Incoming(Transfer):
 
     def cancel(self, reason: str = "aborted") -> None:
         with self._receiver.lock:
-            self._receiver.run(self, self.machine.stop(reason, self._receiver.clock.awake_s()))
+            self._receiver.act(self, self.machine.stop(reason, self._receiver.clock.awake_s()))
 
     # -- in the endpoint's thread ------------------------------------------------------------------------------------
 

@@ -51,8 +51,6 @@ class _Connection:
     base_nbytes: int = 0
     """Received by the last whole message."""
     held_nbytes: int = 0
-    fresh: bool = False
-    """Whether a whole message came since the last look."""
     suspect: bool = False
 
 
@@ -67,6 +65,8 @@ class Inflow:
         with many connections whose own memory is steady: a look at 1,000 connections takes 5 ms."""
         self._calm, self._well_nbytes, self._looks_left = calm, 0, 0
         self._connections: dict[int, _Connection] = {}
+        self.delivered: set[int] = set()
+        """Descriptors of connections of which libzmq has delivered a whole message since the last look at them."""
         self._turns: deque[_Connection] = deque()
         self._next_look_s = 0.0
 
@@ -76,15 +76,10 @@ class Inflow:
     def begun(self, fd: int) -> None:
         """libzmq has accepted or made this connection."""
         ends = _ends(fd)
+        self.delivered.discard(fd)
         if ends is not None:
             connection = self._connections[fd] = _Connection(fd, ends)
             self._turns.append(connection)
-
-    def delivered(self, fd: int) -> None:
-        """libzmq has delivered a whole message of this connection."""
-        connection = self._connections.get(fd)
-        if connection is not None:
-            connection.fresh = True
 
     def look(self) -> int:
         """Shut down connections that hold too much, every `LOOK_S`; returns how many."""
@@ -122,11 +117,11 @@ class Inflow:
         self._looks_left -= 1
         return self._looks_left >= 0
 
-    @staticmethod
-    def _measure(connection: _Connection) -> None:
+    def _measure(self, connection: _Connection) -> None:
         connection.received_nbytes = _received_nbytes(connection.fd)
-        if connection.fresh:
-            connection.base_nbytes, connection.fresh = connection.received_nbytes, False
+        if connection.fd in self.delivered:
+            self.delivered.remove(connection.fd)
+            connection.base_nbytes = connection.received_nbytes
         connection.held_nbytes = max(0, connection.received_nbytes - connection.base_nbytes)
 
     def _shut_down(self, connection: _Connection) -> int:

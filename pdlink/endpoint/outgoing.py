@@ -6,7 +6,7 @@ the transport has room. It never waits for a peer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdlink.endpoint.signals import Signal
 from pdlink.endpoint.transfer import Transfer
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pdlink.endpoint.order import Backlog
-    from pdlink.endpoint.parts import Job
     from pdlink.endpoint.peer import Peer
     from pdlink.endpoint.sender import Sender
     from pdlink.kv.groups import AnyTables
@@ -44,8 +43,8 @@ class Outgoing(Transfer):
     """How long its KV is kept; held by `peer` once there is one."""
     peer: Peer | None = None
     """The receiver, once it has shown interest."""
-    backlog: Backlog[Job] | None = None
-    """Its waiting parts, from the first push on."""
+    backlog: Backlog[Any] | None = None
+    """Its waiting pushes, from the first one on."""
     plans: dict[tuple[int, int, int], Plan]
     """Byte runs by group and token range: every layer of a chunk uses the same."""
     checksums: list[Checksum]
@@ -66,7 +65,7 @@ class Outgoing(Transfer):
         super().__init__(sender, transfer_id)
         self.accepted = Signal()
         self._sender = sender
-        self.machine = Sending(transfer_id, sender.groups)
+        self.machine = Sending(transfer_id, sender.groups, sender.cut_at_nbytes)
         self.plans, self.checksums = {}, []
         self.started_s = sender.clock.now_s()
         sender.announce(self)
@@ -84,7 +83,7 @@ class Outgoing(Transfer):
         with self._sender.lock:
             if self.machine.state not in SENDER_ENDS:
                 self._hold(tables)
-                self._sender.run(self, self.machine.publish(tables, num_tokens, num_cached_tokens))
+                self._sender.act(self, self.machine.publish(tables, num_tokens, num_cached_tokens))
 
     def extend(self, blocks: AnyTables) -> None:
         """More blocks behind those published, for an engine that reserves them chunk by chunk."""
@@ -109,7 +108,7 @@ class Outgoing(Transfer):
                     event = LayerWritten(transfer_id=self.transfer_id, layer=layer, start=start, end=end)
                     self.written_s = event.at_s
                     emit(event)
-                self._sender.run(self, self.machine.written(layer, start, end))
+                self._sender.act(self, self.machine.written(layer, start, end))
 
     @property
     def exposed_s(self) -> float | None:
@@ -126,7 +125,7 @@ class Outgoing(Transfer):
         self._finished = True
         with self._sender.lock:
             self.finished_s = self._sender.clock.awake_s()
-            self._sender.run(self, self.machine.finish(first_token))
+            self._sender.act(self, self.machine.finish(first_token))
 
     def withdraw(self, timeout_s: float) -> None:
         """Wait until no push reads the published blocks any more, and take them back (preemption).
@@ -141,7 +140,7 @@ class Outgoing(Transfer):
 
     def cancel(self, reason: str = "aborted") -> None:
         with self._sender.lock:
-            self._sender.run(self, self.machine.stop(reason))
+            self._sender.act(self, self.machine.stop(reason))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the receiver has everything. Raises TransferFailed, DeadlineExceeded after `timeout_s`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdlink.protocol.messages import Bye, Refuse
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from pdlink.endpoint.incoming import Incoming
     from pdlink.endpoint.order import Flow
     from pdlink.endpoint.outgoing import Outgoing
-    from pdlink.endpoint.parts import Job
     from pdlink.kv.plan import Template
     from pdlink.protocol.auth import Credentials
     from pdlink.protocol.messages import Body, Envelope, Identity
@@ -97,7 +96,7 @@ class Peer:
     """Frames sent in this session; the number of our next one."""
     num_taken: int = 0
     """Frames taken in this session; the number that their next one must have."""
-    flow: Flow[Job] | None = None
+    flow: Flow[Any] | None = None
     """Its place in the order of the transport; only on the sending side, from the first push on."""
     outgoing: dict[str, Outgoing] = field(default_factory=dict)
     """Live transfers to it, by id."""
@@ -133,11 +132,11 @@ class Peer:
             and (envelope.session, envelope.dst_epoch) == (self.session, epoch)
         )
 
-    def take(self, envelope: Envelope) -> Sequence[Body] | None:
-        """The messages of a frame to act upon: none if it is a repeat; None if a frame before it was lost."""
-        if envelope.number == self.num_taken:
-            self.num_taken += 1
-            return envelope.bodies
+    def out_of_turn(self, envelope: Envelope) -> Sequence[Body] | None:
+        """The messages to act upon of a frame that is not the next one.
+
+        None of them if it is a repeat; None if a frame before it was lost.
+        """
         if ends_session(envelope):
             return envelope.bodies[-1:]
         return () if envelope.number < self.num_taken else None

@@ -18,6 +18,8 @@ from pdlink.protocol.actions import Action, Deliver, DeliverLayer, End, Fail, Fe
 from pdlink.protocol.states import ReceiverState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdlink.endpoint.peer import Peer
 
 log = logging.getLogger(__name__)
@@ -105,13 +107,13 @@ class Receiver(Half[Incoming]):
         machine = transfer.machine
         match body:
             case messages.Landed(layer=layer, end=end, first_token=token):
-                self.run(transfer, machine.landed(layer, end, token))
+                self.act(transfer, machine.landed(layer, end, token))
             case messages.Done():
                 self._on_done(transfer, body)
             case messages.Stop(reason=reason):
-                self.run(transfer, machine.stopped(reason, self.clock.awake_s()))
+                self.act(transfer, machine.stopped(reason, self.clock.awake_s()))
             case messages.Quiet():
-                self.run(transfer, machine.quiet())
+                self.act(transfer, machine.quiet())
             case _:
                 emit(MessageDropped(reason="wrong_direction"))
 
@@ -119,23 +121,23 @@ class Receiver(Half[Incoming]):
         """The session is over: its requests fall back now, their blocks are quarantined until the fence."""
         reason = reason if reason.startswith("refused: ") else f"peer_lost: {reason}"
         for transfer in list(peer.incoming.values()):
-            self.run(transfer, transfer.machine.stopped(reason, self.clock.awake_s()))
+            self.act(transfer, transfer.machine.stopped(reason, self.clock.awake_s()))
 
     def on_fenced(self, peer: Peer) -> None:
         """The peer cannot reach our pages any more."""
         for transfer in list(peer.incoming.values()):
-            self.run(transfer, transfer.machine.fenced("peer_lost", self.clock.awake_s()))
+            self.act(transfer, transfer.machine.fenced("peer_lost", self.clock.awake_s()))
 
     def tick(self, now: float) -> None:
         """End transfers whose time is over. now: `Clock.awake_s`, as for every deadline here."""
         for transfer in list(self._transfers.values()):
             if now >= transfer.deadline_s:
-                self.run(transfer, transfer.machine.stop("deadline", now))
-            self.run(transfer, transfer.machine.tick(now))
+                self.act(transfer, transfer.machine.stop("deadline", now))
+            self.act(transfer, transfer.machine.tick(now))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def run(self, transfer: Incoming, actions: list[Action]) -> None:
+    def act(self, transfer: Incoming, actions: Sequence[Action]) -> None:
         """Do what its machine has decided. Under the lock."""
         for action in actions:
             match action:
@@ -161,7 +163,7 @@ class Receiver(Half[Incoming]):
         machine, verifier = transfer.machine, self._verifier
         offered = machine.offered
         if machine.state is not ReceiverState.OFFERED or offered is None or offered.verify == "off":
-            self.run(transfer, machine.done(done, self.clock.awake_s()))
+            self.act(transfer, machine.done(done, self.clock.awake_s()))
         elif verifier is None:
             self._verified(transfer, done, "verify: this endpoint cannot read its buffers; use verify: off")
         elif not transfer.verifying:
@@ -171,7 +173,7 @@ class Receiver(Half[Incoming]):
     def _verified(self, transfer: Incoming, done: messages.Done, mismatch: str) -> None:
         """mismatch: the difference found; empty if there is none."""
         if self._transfers.get(transfer.machine.transfer_id) is transfer:
-            self.run(transfer, transfer.machine.done(done, self.clock.awake_s(), mismatch))
+            self.act(transfer, transfer.machine.done(done, self.clock.awake_s(), mismatch))
 
     def _end(self, transfer: Incoming, reason: str) -> None:
         machine, peer = transfer.machine, transfer.peer

@@ -10,7 +10,7 @@ from pdlink.errors import TransportUnavailable
 from pdlink.transport.base import BatchDone, PeerClosed, PeerFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
 
     from pdlink.endpoint.blame import Blame
     from pdlink.endpoint.channel import Channel
@@ -45,31 +45,32 @@ class Reports:
             self._watched[name] = transport.fileno()
             self._channel.watch(self._watched[name])
 
-    def poll(self) -> None:
-        """Act upon every report that is there."""
+    def poll(self, ready: Container[int] | None = None) -> None:
+        """Act upon every report that is there. ready: descriptors that are readable; None takes all for ready."""
         for transport in list(self._transports.values()):
-            occurrences = self._poll(transport, partial(self._give_up, transport))
+            if ready is not None and self._watched[transport.name] not in ready:
+                continue
+            try:
+                occurrences = transport.poll()
+            except Exception as error:  # noqa: BLE001  as in `Blame.guard`
+                self._blame.charge("transport", error, partial(self._give_up, transport))
+                continue
             for occurrence in occurrences:
                 try:
-                    self.on_occurrence(transport, occurrence)
+                    if isinstance(occurrence, BatchDone):
+                        self._data_path.ended(transport, occurrence)
+                    else:
+                        self._on_peer(transport, occurrence)
                 except Exception as error:  # noqa: BLE001  as in `Blame.guard`
                     self._blame.charge("occurrence", error, partial(self._lose, occurrence.peer))
-                self._settle()
+                if self._sessions.ended:
+                    self._settle()
 
-    def _poll(self, transport: Transport, cost: Callable[[str], None] | None = None) -> list[Occurrence]:
-        occurrences: list[Occurrence] = []
-        self._blame.guard("transport", lambda: occurrences.extend(transport.poll()), cost)
-        return occurrences
-
-    def on_occurrence(self, transport: Transport, occurrence: Occurrence) -> None:
-        """Act upon one report."""
-        match occurrence:
-            case BatchDone():
-                self._data_path.on_batch(transport, occurrence)
-            case PeerFailed(peer=key, reason=reason):
-                self._sessions.on_failed(key, transport, reason)
-            case PeerClosed(peer=key):
-                self._sessions.on_fenced(key, transport)
+    def _on_peer(self, transport: Transport, occurrence: PeerFailed | PeerClosed) -> None:
+        if isinstance(occurrence, PeerFailed):
+            self._sessions.on_failed(occurrence.peer, transport, occurrence.reason)
+        else:
+            self._sessions.on_fenced(occurrence.peer, transport)
 
     def _lose(self, key: str, reason: str) -> None:
         peer = self._sessions.of_key(key)
@@ -90,10 +91,14 @@ class Reports:
         for peer in self._sessions.known.sessions():
             if peer.transport is transport:
                 self._blame.guard("transport", partial(self._sessions.lose, peer, reason))
-        last = self._poll(transport)
+        last: list[Occurrence] = []
+        self._blame.guard("transport", lambda: last.extend(transport.poll()))
         self._settle()
         for occurrence in last:
-            self.on_occurrence(transport, occurrence)
+            if isinstance(occurrence, BatchDone):
+                self._data_path.ended(transport, occurrence)
+            else:
+                self._on_peer(transport, occurrence)
         self._settle()
         if not self._transports:
             raise TransportUnavailable(f"transport {transport.name} was the last one: {reason}")

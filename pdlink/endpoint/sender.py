@@ -24,7 +24,7 @@ from pdlink.protocol.sending import offer_problem
 from pdlink.protocol.states import SenderState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pdlink.endpoint.peer import Peer
     from pdlink.endpoint.sharing import Sharing
@@ -43,7 +43,8 @@ class Sender(Half[Outgoing]):
         """short_of_blocks: whether requests of this worker wait for blocks that transfers hold."""
         super().__init__(common)
         self._short_of_blocks = short_of_blocks
-        self.data_path = DataPath(common, batch_timeout_s, sharing, self.run)
+        self.cut_at_nbytes = sharing.push_nbytes
+        self.data_path = DataPath(common, batch_timeout_s, sharing, self.act)
         self._early = EarlyInterest()
         self._complete: OrderedDict[str, int] = OrderedDict()
         """Number of transfers, by attempt, once all of an attempt are announced."""
@@ -106,7 +107,7 @@ class Sender(Half[Outgoing]):
                 return True
             left_s = deadline_s - self.clock.now_s()
             if not self.data_path.wait(left_s) and self.clock.now_s() >= deadline_s:
-                self.run(transfer, transfer.machine.stop("preempted with a push in flight"))
+                self.act(transfer, transfer.machine.stop("preempted with a push in flight"))
                 return False
 
     def states(self) -> dict[str, int]:
@@ -159,7 +160,7 @@ class Sender(Half[Outgoing]):
             case messages.Ack(transfer_id=transfer_id):
                 transfer = peer.outgoing.get(transfer_id)
                 if transfer is not None:
-                    self.run(transfer, transfer.machine.ack())
+                    self.act(transfer, transfer.machine.ack())
                 else:
                     emit(MessageDropped(reason="unknown_transfer"))
             case messages.Stop(transfer_id=transfer_id, reason=reason):
@@ -170,7 +171,7 @@ class Sender(Half[Outgoing]):
     def on_peer_lost(self, peer: Peer, reason: str) -> None:
         """The session is over: stop its transfers; those with pushes in flight wait for the fence."""
         for transfer in list(peer.outgoing.values()):
-            self.run(transfer, transfer.machine.stop(reason))
+            self.act(transfer, transfer.machine.stop(reason))
         for transfer_id in list(peer.early):
             self._end_early(transfer_id, reason)
 
@@ -178,12 +179,12 @@ class Sender(Half[Outgoing]):
         """The data connection is closed; nothing is in flight to this peer."""
         self.data_path.notify()
         for transfer in list(peer.outgoing.values()):
-            self.run(transfer, transfer.machine.fenced())
+            self.act(transfer, transfer.machine.fenced())
 
     def give_up(self, reason: str) -> None:
         """No receiver can come any more: end all transfers."""
         for transfer in list(self._transfers.values()):
-            self.run(transfer, transfer.machine.stop(reason))
+            self.act(transfer, transfer.machine.stop(reason))
 
     def tick(self, now: float) -> None:
         """End transfers whose time is over, or that hold blocks others wait for. now: `Clock.awake_s`."""
@@ -193,14 +194,14 @@ class Sender(Half[Outgoing]):
             machine, peer, finished_s = transfer.machine, transfer.peer, transfer.finished_s
             reason = transfer.lease.ended(now, peer.heard_s if peer is not None else None)
             if reason:
-                self.run(transfer, machine.stop(reason if peer is not None else "no_receiver"))
+                self.act(transfer, machine.stop(reason if peer is not None else "no_receiver"))
             elif (
                 short_of_blocks
                 and machine.state is SenderState.WAITING
                 and finished_s is not None
                 and now - finished_s >= self.timeouts.offer_s
             ):
-                self.run(transfer, machine.stop("no_offer"))
+                self.act(transfer, machine.stop("no_offer"))
         for transfer_id in self._early.older_than(now - min(self.timeouts.other_leg_s, self.timeouts.lease_s)):
             self._refuse(self._end_early(transfer_id, "no_request"), transfer_id, "no_request")
 
@@ -235,13 +236,13 @@ class Sender(Half[Outgoing]):
             return
         if offer is not None:
             assert peer.identity is not None
-            self.run(transfer, machine.stop(problem) if problem else machine.offer(offer, peer.identity.groups))
+            self.act(transfer, machine.stop(problem) if problem else machine.offer(offer, peer.identity.groups))
 
     def _on_stop(self, peer: Peer, transfer_id: str, reason: str) -> None:
         """A receiver ends a transfer. Always answer *quiet*, also for an unknown id, or it fences us."""
         transfer, early = peer.outgoing.get(transfer_id), self._early.get(transfer_id)
         if transfer is not None:
-            self.run(transfer, transfer.machine.stop(reason))
+            self.act(transfer, transfer.machine.stop(reason))
             return
         unknown = transfer_id not in self._transfers and self._ended.get(transfer_id) is None
         if unknown and (early is None or early.peer is peer):
@@ -270,11 +271,11 @@ class Sender(Half[Outgoing]):
         if self._complete.get(attempt) == 1:
             for transfer in list(self._transfers.values()):
                 if transfer.peer is None and _attempt_of(transfer.transfer_id) == attempt:
-                    self.run(transfer, transfer.machine.stop(OTHER_PROMPT))
+                    self.act(transfer, transfer.machine.stop(OTHER_PROMPT))
 
     # -- inside: actions ---------------------------------------------------------------------------------------------
 
-    def run(self, transfer: Outgoing, actions: list[Action]) -> None:
+    def act(self, transfer: Outgoing, actions: Sequence[Action]) -> None:
         """Do what its machine has decided. Under the lock."""
         if not actions:  # as after most of what happens
             return

@@ -237,16 +237,22 @@ class Sessions:
             self.greeter.on_hello(item, envelope, envelope.bodies[0])
         elif peer is None or item.public_key != peer.public_key:
             self._disown(item.route, envelope)
-        elif peer.successor_says_bye(envelope, epoch):
-            self.lose(peer, f"{peer.name or peer.address} was restarted")
         elif not peer.is_of(envelope, epoch):
-            self._disown(item.route, envelope)
-        elif (bodies := peer.take(envelope)) is None:
-            who = peer.name or peer.address
-            self.lose(peer, f"lost frame {peer.num_taken} of {who}, then came {envelope.number}")
-        elif not bodies:
-            emit(MessageDropped(reason="repeated"))
+            if peer.successor_says_bye(envelope, epoch):
+                self.lose(peer, f"{peer.name or peer.address} was restarted")
+            else:
+                self._disown(item.route, envelope)
         else:
+            next_one = envelope.number == peer.num_taken
+            bodies = envelope.bodies if next_one else peer.out_of_turn(envelope)
+            if bodies is None:
+                who = peer.name or peer.address
+                self.lose(peer, f"lost frame {peer.num_taken} of {who}, then came {envelope.number}")
+                return
+            if not bodies:
+                emit(MessageDropped(reason="repeated"))
+                return
+            peer.num_taken += next_one
             peer.heard_s = self._clock.awake_s()
             half = self.receiver if peer.dialed else self.sender
             for body in bodies:
@@ -282,9 +288,12 @@ class Sessions:
         """Answer a frame of an unknown session with *bye*."""
         emit(MessageDropped(reason="old_session"))
         if not ends_session(envelope):
-            bye = self._envelope(envelope.src_epoch, envelope.session, 0, messages.Bye("unknown session"))
+            local, bye = self._local, (messages.Bye("unknown session"),)
+            answer = messages.Envelope(
+                messages.VERSION, local.name, local.epoch, envelope.src_epoch, envelope.session, 0, bye
+            )
             with contextlib.suppress(QueueFull):
-                self._channel.send(route, messages.encode(bye))
+                self._channel.send(route, messages.encode(answer))
 
     def on_disconnected(self, item: Disconnected) -> None:
         """The connection of a session has ended."""
@@ -311,7 +320,12 @@ class Sessions:
 
     def post(self, peer: Peer, *bodies: Body) -> None:
         """Send these messages now, in as many frames as needed. Ends the session if the connection is gone."""
-        frame = messages.encode(self._envelope(peer.epoch, peer.session, peer.num_sent, *bodies))
+        local = self._local
+        frame = messages.encode(
+            messages.Envelope(
+                messages.VERSION, local.name, local.epoch, peer.epoch, peer.session, peer.num_sent, bodies
+            )
+        )
         if len(bodies) > 1 and (len(frame) > _FRAME_NBYTES or len(bodies) > messages.MAX_BODIES):
             half = len(bodies) // 2
             self.post(peer, *bodies[:half])
@@ -375,7 +389,3 @@ class Sessions:
                     if isinstance(body, messages.Offer):
                         peer.transport.open_blocks(peer.key, body.blocks)
             self.post(peer, *bodies)
-
-    def _envelope(self, dst_epoch: str, session: int, number: int, *bodies: Body) -> Envelope:
-        local = self._local
-        return messages.Envelope(messages.VERSION, local.name, local.epoch, dst_epoch, session, number, bodies)

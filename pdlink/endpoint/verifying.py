@@ -10,6 +10,7 @@ import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+from pdlink.protocol.messages import Checksum
 from pdlink.protocol.states import ReceiverState
 
 if TYPE_CHECKING:
@@ -53,13 +54,19 @@ class Verifier:
             return verify == "all"
         return (push.push_id + zlib.crc32(push.offer.transfer_id.encode())) % _SAMPLED == 0
 
-    def compute(self, push: Push, then: Callable[[int], None], cost: Callable[[str], None]) -> None:
-        """Compute the checksum of a landed push from its source blocks, which must not change until then.
+    def compute(self, push: Push, then: Callable[[list[Checksum]], None], cost: Callable[[str], None]) -> None:
+        """Compute the checksums of a landed push, one a layer, from its source blocks, which must not change before.
 
-        Calls `then(checksum)` or `cost(reason)` in the endpoint's thread, under its lock.
+        Calls `then(checksums)` or `cost(reason)` in the endpoint's thread, under its lock.
         """
-        blocks = push.blocks[self._groups.layouts[push.group].blocks_of(push.start, push.end)]
-        self._submit(lambda: self._checksums.of(push.layer, blocks, push.start, push.end), then, cost)
+        start, end = push.start, push.end
+        blocks = push.blocks[self._groups.layouts[push.group].blocks_of(start, end)]
+
+        def checksums() -> list[Checksum]:
+            of = self._checksums.of
+            return [Checksum(layer, start, end, of(layer, blocks, start, end)) for layer in push.layers]
+
+        self._submit(checksums, then, cost)
 
     def compare(self, machine: Receiving, done: Done, then: Callable[[str], None]) -> None:
         """Compare the landed bytes with the sender's checksums; calls `then(mismatch)` as `compute`, empty if equal.

@@ -56,6 +56,15 @@ class KVGroups:
         return tuple(layout.token_nbytes for layout in self.layouts)
 
     @cached_property
+    def layer_nbytes(self) -> tuple[int, ...]:
+        """By layer: payload of one position."""
+        return tuple(
+            len(layer.parts) * layout.num_heads * layout.head_nbytes
+            for layout in self.layouts
+            for layer in layout.layers
+        )
+
+    @cached_property
     def keeps_all(self) -> bool:
         """Whether any range of a prompt's tokens can be sent, in every group."""
         return all(layout.keeps_all for layout in self.layouts)

@@ -17,14 +17,19 @@ class Send(msgspec.Struct, frozen=True, gc=False):
 
 
 class Push(msgspec.Struct, frozen=True, gc=False):
-    """Copy positions [start, end) of one layer; report its end with `landed`, `dropped` or `lost(push_id)`."""
+    """Copy positions [start, end) of some layers; report the end with `landed`, `dropped` or `lost(push_id)`.
+
+    The transport gets all of it in one call.
+    """
 
     push_id: int
-    layer: int
+    layers: range
+    """Of one group."""
     start: int
     end: int
+    nbytes: int
     blocks: tuple[int, ...]
-    """The source: block table of the sender for the layer's group, from token 0 on."""
+    """The source: block table of the sender for the layers' group, from token 0 on."""
     offer: Offer
     """The destination: `offer.blocks[group]`, the first of which holds position `first`."""
     group: int = 0

@@ -213,12 +213,9 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """In the order of sending."""
 
 
-_encoder = msgspec.msgpack.Encoder()
+encode = msgspec.msgpack.Encoder().encode
+"""The frame of an envelope."""
 _decoder = msgspec.msgpack.Decoder(Envelope)
-
-
-def encode(envelope: Envelope) -> bytes:
-    return _encoder.encode(envelope)
 
 
 def decode(frame: bytes) -> Envelope:

@@ -81,8 +81,11 @@ class NativeTransport(Transport, Generic[AnyEngine, Kept]):
             raise TransportUnavailable("register a buffer before inviting a peer to it")
 
     def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int:
+        native = self._native
+        if native is None or self._closed:
+            native = self._engine  # says why there is none
         try:
-            return self._engine.submit(peer, pieces, timeout_s)
+            return native.submit(peer, pieces, timeout_s)
         except RuntimeError as error:  # `PeerUnusable` of this engine
             raise TransportFailure(str(error)) from error
         except TypeError as error:

@@ -134,7 +134,7 @@ def test_whole_messages_let_a_connection_go_on_for_ever(wires: list[Wire]) -> No
         wire.receive(9_000)
         assert watched.look() == 0
         wire.receive(9_000)
-        watched.delivered(wire.near.fileno())
+        watched.delivered.add(wire.near.fileno())
         assert watched.look() == 0
     assert wire.is_open
 
@@ -143,7 +143,7 @@ def test_connection_that_once_sent_a_whole_message_is_ended_all_the_same(wires: 
     watched, wire = Inflow(), wires[0]
     watched.begun(wire.near.fileno())
     wire.receive(100)
-    watched.delivered(wire.near.fileno())
+    watched.delivered.add(wire.near.fileno())
     assert watched.look() == 0
     wire.receive(11_000)
     assert [watched.look(), watched.look()] == [0, 1]

@@ -146,7 +146,7 @@ class Receives:
             incoming.on_landed = on_landed  # type: ignore[method-assign, assignment]
         with self._half.lock:
             per_layer = on_landed is not None
-            self._half.run(
+            self._half.act(
                 incoming, incoming.machine.offer((tuple(blocks),), start, end, per_layer=per_layer, verify=verify)
             )
 

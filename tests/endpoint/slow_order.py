@@ -1,21 +1,22 @@
 """`SlowOrder`: the policy of `pdlink.endpoint.order` once more, in the plainest way, to compare with.
 
-It keeps no heap and no sums: every call looks at every part, transfer and peer there is.
+It keeps no heap and no sums: every call looks at every entry, transfer and peer there is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from pdlink.endpoint.order import OVERDUE_S, Part
+from pdlink.endpoint.order import OVERDUE_S, Entry
 
 if TYPE_CHECKING:
     from pdlink.endpoint.sharing import Sharing
 
 
-class Job(NamedTuple):
-    """What a test knows of a part."""
+@dataclass(slots=True, eq=False)
+class Asked(Entry):
+    """What a test knows of an entry."""
 
     transfer: str
     peer: str
@@ -28,7 +29,7 @@ class _Transfer:
     number: int
     arrived_at: int
     left_nbytes: int
-    parts: list[Part[Job]] = field(default_factory=list)
+    entries: list[Asked] = field(default_factory=list)
 
 
 class SlowOrder:
@@ -37,21 +38,21 @@ class SlowOrder:
         self.transfers: dict[str, _Transfer] = {}
         self.served: dict[str, int] = {}
         self.slow: set[str] = set()
-        self.flying: list[tuple[float, Part[Job]]] = []
+        self.flying: list[tuple[float, Asked]] = []
         """With the time of release, oldest first."""
         self.virtual_time = self.moved = self.num_transfers = 0
 
-    def add(self, part: Part[Job], total_nbytes: int) -> None:
-        peer, name = part.job.peer, part.job.transfer
+    def add(self, entry: Asked, total_nbytes: int) -> None:
+        peer, name = entry.peer, entry.transfer
         self.served.setdefault(peer, self.virtual_time)
         if self._first(peer) is None:
             self.served[peer] = max(self.served[peer], self.virtual_time)
         if name not in self.transfers:
             self.num_transfers += 1
             self.transfers[name] = _Transfer(peer, self.num_transfers, self.moved, total_nbytes)
-        self.transfers[name].parts.append(part)
+        self.transfers[name].entries.append(entry)
 
-    def next(self, now: float) -> Part[Job] | None:
+    def next(self, now: float) -> Asked | None:
         able = [peer for peer in self.served if self._fits(peer)]
         if not able:
             return None
@@ -66,18 +67,18 @@ class SlowOrder:
         first = min([*alone, *([first] if first else [])], key=self._claim, default=None)
         return self._release(first, now) if first else None
 
-    def ended(self, part: Part[Job], now: float) -> None:
-        peer = part.job.peer
+    def ended(self, entry: Asked, now: float) -> None:
+        peer = entry.peer
         blocked = self._first(peer) is not None and not self._fits(peer)
-        self.flying = [(since, other) for since, other in self.flying if other is not part]
+        self.flying = [(since, other) for since, other in self.flying if other is not entry]
         if not self._overdue(peer, now):
             self.slow.discard(peer)
         if blocked:
             self.served[peer] = max(self.served[peer], self.virtual_time)
 
-    def drop(self, name: str) -> list[Part[Job]]:
+    def drop(self, name: str) -> list[Asked]:
         transfer = self.transfers.pop(name, None)
-        return transfer.parts if transfer else []
+        return transfer.entries if transfer else []
 
     def forget(self, peer: str) -> None:
         if not self._held(peer):
@@ -88,7 +89,7 @@ class SlowOrder:
 
     def _first(self, peer: str) -> _Transfer | None:
         """The one of a peer's transfers that goes next."""
-        waiting = [transfer for transfer in self.transfers.values() if transfer.peer == peer and transfer.parts]
+        waiting = [transfer for transfer in self.transfers.values() if transfer.peer == peer and transfer.entries]
         return min(waiting, key=lambda transfer: (self._own(transfer), transfer.number), default=None)
 
     def _own(self, transfer: _Transfer) -> float:
@@ -100,29 +101,29 @@ class SlowOrder:
         served = self.served[peer]
         return self._own(transfer) + self.sharing.ageing * served, served, transfer.number
 
-    def _held(self, peer: str) -> list[Part[Job]]:
-        return [part for _, part in self.flying if part.job.peer == peer]
+    def _held(self, peer: str) -> list[Asked]:
+        return [entry for _, entry in self.flying if entry.peer == peer]
 
     def _fits(self, peer: str) -> bool:
-        first, held = self._first(peer), sum(part.nbytes for part in self._held(peer))
+        first, held = self._first(peer), sum(entry.nbytes for entry in self._held(peer))
         if first is None:
             return False
-        return not held or held + first.parts[0].nbytes <= self.sharing.peer_window_nbytes
+        return not held or held + first.entries[0].nbytes <= self.sharing.peer_window_nbytes
 
     def _shared_fits(self, peer: str) -> bool:
-        first, held = self._first(peer), sum(part.nbytes for _, part in self.flying if part.job.peer not in self.slow)
+        first, held = self._first(peer), sum(entry.nbytes for _, entry in self.flying if entry.peer not in self.slow)
         assert first is not None
-        return not held or held + first.parts[0].nbytes <= self.sharing.window_nbytes
+        return not held or held + first.entries[0].nbytes <= self.sharing.window_nbytes
 
     def _overdue(self, peer: str, now: float) -> bool:
-        return any(now - since > OVERDUE_S for since, part in self.flying if part.job.peer == peer)
+        return any(now - since > OVERDUE_S for since, entry in self.flying if entry.peer == peer)
 
-    def _release(self, peer: str, now: float) -> Part[Job]:
+    def _release(self, peer: str, now: float) -> Asked:
         transfer = self._first(peer)
         assert transfer is not None
-        part = transfer.parts.pop(0)
-        transfer.left_nbytes -= part.nbytes
-        self.served[peer] += part.nbytes
-        self.moved += part.nbytes
-        self.flying.append((now, part))
-        return part
+        entry = transfer.entries.pop(0)
+        transfer.left_nbytes -= entry.nbytes
+        self.served[peer] += entry.nbytes
+        self.moved += entry.nbytes
+        self.flying.append((now, entry))
+        return entry

@@ -158,7 +158,7 @@ def test_a_question_about_blocks_that_raises_costs_a_line_in_the_log(pair: Pair)
 def test_news_of_a_transport_that_cannot_be_handled_costs_its_peer_only(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    once(monkeypatch, pair.prefill.endpoint.sender.data_path, "on_batch")
+    once(monkeypatch, pair.prefill.endpoint.sender.data_path, "ended")
     log = pair.announce("t")
     handler = pair.expect("t")
     pair.decode.receiver.offer("t", DST, 0, TOKENS)
@@ -193,7 +193,7 @@ def test_a_push_without_a_plan_fails_its_transfer_and_not_the_engine(
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr("pdlink.endpoint.parts.bind", bind)
+        patched.setattr("pdlink.endpoint.data_path.bind", bind)
         pair.compute("t", SRC, TOKENS)
     failed, released = handler.wait()
     assert failed.startswith("failed push impossible")
@@ -203,7 +203,7 @@ def test_a_push_without_a_plan_fails_its_transfer_and_not_the_engine(
     assert pair.prefill.endpoint.sender.push_nbytes() == {"waiting": 0, "in_flight": 0}
 
 
-def test_a_part_without_a_plan_waits_for_the_parts_in_flight(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_without_a_plan_waits_for_those_in_flight(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.hub.hold = True
     handler, log = pair.expect("t"), pair.announce("t")
     pair.decode.receiver.offer("t", DST, 0, TOKENS)
@@ -212,9 +212,9 @@ def test_a_part_without_a_plan_waits_for_the_parts_in_flight(pair: Pair, monkeyp
     sender.publish("t", SRC, TOKENS, 0)
     sender.layer_ready("t", 0, 0, 8)
     with monkeypatch.context() as patched:
-        patched.setattr("pdlink.endpoint.parts.bind", fail)
+        patched.setattr("pdlink.endpoint.data_path.bind", fail)
         sender.layer_ready("t", 0, 8, TOKENS)
-    assert not log.ended.wait(0.1), "its first part is still read"
+    assert not log.ended.wait(0.1), "its first chunk is still read"
     assert len(pair.hub.flights) == 1
     pair.hub.hold = False
     pair.hub.deliver_all()

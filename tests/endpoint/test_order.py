@@ -11,35 +11,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdlink.endpoint.order import OVERDUE_S, Backlog, Flow, Order, Part
-from pdlink.endpoint.parts import cut
+from pdlink.endpoint.order import OVERDUE_S, Backlog, Flow, Order
 from pdlink.endpoint.sharing import Sharing
-from tests.endpoint.slow_order import Job, SlowOrder
+from tests.endpoint.slow_order import Asked, SlowOrder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-TEN = Sharing(window_nbytes=40, peer_window_nbytes=20, part_nbytes=10, ageing=0.1)
+TEN = Sharing(window_nbytes=40, peer_window_nbytes=20, push_nbytes=10, ageing=0.1)
 
 
 class Names:
     """An order whose peers and transfers have names."""
 
     def __init__(self, sharing: Sharing) -> None:
-        self.order: Order[Job] = Order(sharing)
-        self.flows: dict[str, Flow[Job]] = {}
-        self.backlogs: dict[str, Backlog[Job]] = {}
+        self.order: Order[Asked] = Order(sharing)
+        self.flows: dict[str, Flow[Asked]] = {}
+        self.backlogs: dict[str, Backlog[Asked]] = {}
 
-    def add(self, transfer: str, peer: str, nbytes: int, total_nbytes: int, number: int = 0) -> Part[Job]:
+    def add(self, transfer: str, peer: str, nbytes: int, total_nbytes: int, number: int = 0) -> Asked:
         if peer not in self.flows:
             self.flows[peer] = self.order.flow()
         if transfer not in self.backlogs:
             self.backlogs[transfer] = self.order.backlog(self.flows[peer], total_nbytes)
-        part = Part(self.backlogs[transfer], nbytes, Job(transfer, peer, number))
-        self.order.add(part)
-        return part
+        entry = Asked(self.backlogs[transfer], nbytes, transfer, peer, number)
+        self.order.add(entry)
+        return entry
 
-    def drop(self, transfer: str) -> list[Part[Job]]:
+    def drop(self, transfer: str) -> list[Asked]:
         backlog = self.backlogs.pop(transfer, None)
         return self.order.drop(backlog) if backlog is not None else []
 
@@ -56,30 +55,30 @@ class Line(Names):
         self.arrived_at: dict[str, int] = {}
         self.peer: dict[str, str] = {}
         self.waiting: Counter[str] = Counter()
-        """Parts, by transfer."""
-        self.flying: dict[str, list[Part[Job]]] = {}
+        """Entries, by transfer."""
+        self.flying: dict[str, list[Asked]] = {}
         """By peer, oldest first."""
         self.sent: list[str] = []
-        self.num_parts = 0
+        self.num_entries = 0
 
     def come(self, transfer: str, peer: str, nbytes: int) -> None:
         """All of a transfer may go."""
         self.left[transfer], self.arrived_at[transfer], self.peer[transfer] = nbytes, self.moved, peer
-        for start in range(0, nbytes, self.sharing.part_nbytes):
-            self.add(transfer, peer, min(self.sharing.part_nbytes, nbytes - start), nbytes, self.num_parts)
-            self.num_parts += 1
+        for start in range(0, nbytes, self.sharing.push_nbytes):
+            self.add(transfer, peer, min(self.sharing.push_nbytes, nbytes - start), nbytes, self.num_entries)
+            self.num_entries += 1
             self.waiting[transfer] += 1
 
-    def step(self) -> Part[Job] | None:
-        part = self.order.next(self.now)
-        if part is not None:
-            transfer, peer, _ = part.job
-            self.moved += part.nbytes
-            self.left[transfer] -= part.nbytes
+    def step(self) -> Asked | None:
+        entry = self.order.next(self.now)
+        if entry is not None:
+            transfer, peer = entry.transfer, entry.peer
+            self.moved += entry.nbytes
+            self.left[transfer] -= entry.nbytes
             self.waiting[transfer] -= 1
             self.sent.append(transfer)
-            self.flying.setdefault(peer, []).append(part)
-        return part
+            self.flying.setdefault(peer, []).append(entry)
+        return entry
 
     def fill(self) -> None:
         while self.step() is not None:
@@ -92,7 +91,7 @@ class Line(Names):
         """Land everything, oldest of each peer in turn, until nothing is left; the transfers in order of sending."""
         for _ in range(limit):
             self.fill()
-            flying = [peer for peer, parts in self.flying.items() if parts]
+            flying = [peer for peer, entries in self.flying.items() if entries]
             if not flying:
                 break
             self.land(flying[len(self.sent) % len(flying)])
@@ -101,7 +100,7 @@ class Line(Names):
 
 
 def ready_order(sent: Sequence[str]) -> list[str]:
-    """Transfers in the order of their last part."""
+    """Transfers in the order of their last entry."""
     last = {transfer: index for index, transfer in enumerate(sent)}
     return sorted(last, key=last.__getitem__)
 
@@ -136,15 +135,15 @@ def test_layers_still_to_be_written_count_as_left() -> None:
     line.add("short", "a", 10, 20)
     line.add("short", "a", 10, 20)
     released = [line.order.next(0.0), line.order.next(0.0)]
-    assert [part.job.transfer for part in released if part] == ["short", "short"]
+    assert [entry.transfer for entry in released if entry] == ["short", "short"]
 
 
-def test_parts_of_a_transfer_go_in_the_order_they_came() -> None:
+def test_entries_of_a_transfer_go_in_the_order_they_came() -> None:
     line = Line()
     line.come("t", "a", 95)
     jobs = []
-    while (part := line.step()) is not None:
-        jobs.append(part.job.number)
+    while (entry := line.step()) is not None:
+        jobs.append(entry.number)
         line.land("a")
     assert jobs == list(range(10))
 
@@ -152,7 +151,7 @@ def test_parts_of_a_transfer_go_in_the_order_they_came() -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("num_peers", [1, 4])
 def test_mean_time_to_ready_beats_first_come_first_served(seed: int, num_peers: int) -> None:
-    """One link of one byte a second, 80 % busy, transfers of 1 to 400 parts: simulated time, so always the same."""
+    """One link of one byte a second, 80 % busy, transfers of 1 to 400 entries: simulated time, so always the same."""
     chance = random.Random(seed)
     sizes = [10 * min(400, max(1, int(chance.lognormvariate(2.5, 1.4)))) for _ in range(300)]
     gap_s = sum(sizes) / len(sizes) / 0.8
@@ -160,7 +159,7 @@ def test_mean_time_to_ready_beats_first_come_first_served(seed: int, num_peers: 
     for index, nbytes in enumerate(sizes):
         at_s += chance.expovariate(1 / gap_s)
         arrivals.append((at_s, f"t{index}", f"p{chance.randrange(num_peers)}", nbytes))
-    took_s = simulate(Sharing(window_nbytes=80, peer_window_nbytes=40, part_nbytes=10), arrivals)
+    took_s = simulate(Sharing(window_nbytes=80, peer_window_nbytes=40, push_nbytes=10), arrivals)
     assert sum(took_s.values()) < 0.7 * first_come_first_served_s(arrivals)
 
 
@@ -176,7 +175,7 @@ def first_come_first_served_s(arrivals: list[tuple[float, str, str, int]]) -> fl
 def simulate(sharing: Sharing, arrivals: list[tuple[float, str, str, int]]) -> dict[str, float]:
     """Seconds from coming to the last byte, on a link of one byte a second that serves what it holds in order."""
     names = Names(sharing)
-    link: deque[tuple[float, Part[Job]]] = deque()
+    link: deque[tuple[float, Asked]] = deque()
     left: Counter[str] = Counter()
     took_s: dict[str, float] = {}
     coming, free_s, now = deque(arrivals), 0.0, 0.0
@@ -188,11 +187,11 @@ def simulate(sharing: Sharing, arrivals: list[tuple[float, str, str, int]]) -> d
                 left[name] += 1
                 names.add(name, peer, 10, nbytes)
         else:
-            now, part = link.popleft()
-            names.order.ended(part, now)
-            left[part.job.transfer] -= 1
-            if not left[part.job.transfer]:
-                took_s[part.job.transfer] = now - came[part.job.transfer]
+            now, entry = link.popleft()
+            names.order.ended(entry, now)
+            left[entry.transfer] -= 1
+            if not left[entry.transfer]:
+                took_s[entry.transfer] = now - came[entry.transfer]
         while (released := names.order.next(0.0)) is not None:  # its own clock stands still: nobody is slow here
             free_s = max(free_s, now) + released.nbytes
             link.append((free_s, released))
@@ -263,7 +262,7 @@ OPERATIONS = st.lists(
     ageing=st.sampled_from([0.01, 0.1, 1.0]),
     windows=st.sampled_from([(40, 20), (10, 10), (25, 15), (7, 5)]),
 )
-def test_every_part_goes_or_is_dropped_once_and_no_window_is_exceeded(
+def test_every_entry_goes_or_is_dropped_once_and_no_window_is_exceeded(
     operations: list[tuple[str, int, int]], ageing: float, windows: tuple[int, int]
 ) -> None:
     sharing = replace(TEN, window_nbytes=windows[0], peer_window_nbytes=windows[1], ageing=ageing)
@@ -271,19 +270,19 @@ def test_every_part_goes_or_is_dropped_once_and_no_window_is_exceeded(
     gone: Counter[int] = Counter()
 
     def step() -> bool:
-        before = {peer: sum(part.nbytes for part in parts) for peer, parts in line.flying.items()}
+        before = {peer: sum(entry.nbytes for entry in entries) for peer, entries in line.flying.items()}
         counted = sum(nbytes for peer, nbytes in before.items() if not line.flows[peer].slow)
         waiting = {name: (line.left[name], line.arrived_at[name]) for name, count in line.waiting.items() if count}
-        part = line.step()
-        if part is None:
+        entry = line.step()
+        if entry is None:
             return False
-        transfer, its_peer, number = part.job
+        transfer, its_peer, number = entry.transfer, entry.peer, entry.number
         gone[number] += 1
         mine = before.get(its_peer, 0)
-        assert mine == 0 or mine + part.nbytes <= sharing.peer_window_nbytes
+        assert mine == 0 or mine + entry.nbytes <= sharing.peer_window_nbytes
         if not line.flows[its_peer].slow:
             excused = sum(before.get(peer, 0) for peer, flow in line.flows.items() if not flow.slow)
-            assert min(counted, excused) == 0 or min(counted, excused) + part.nbytes <= sharing.window_nbytes
+            assert min(counted, excused) == 0 or min(counted, excused) + entry.nbytes <= sharing.window_nbytes
         left, arrived_at = waiting[transfer]
         for name, (left_of, since) in waiting.items():
             if line.peer[name] == its_peer and since < arrived_at:
@@ -295,15 +294,15 @@ def test_every_part_goes_or_is_dropped_once_and_no_window_is_exceeded(
             case "come":
                 line.come(f"t{len(line.left)}", f"p{first}", second)
             case "land":
-                parts = line.flying.get(f"p{first}", [])
-                if parts:
-                    line.land(f"p{first}", second % len(parts))
+                entries = line.flying.get(f"p{first}", [])
+                if entries:
+                    line.land(f"p{first}", second % len(entries))
             case "step":
                 step()
             case "drop" if first < len(line.left):
                 dropped = line.drop(f"t{first}")
                 assert len(dropped) == line.waiting.pop(f"t{first}", 0)
-                gone.update(part.job.number for part in dropped)
+                gone.update(entry.number for entry in dropped)
             case "wait":
                 line.now += first / 20 * OVERDUE_S
         line.order.check()
@@ -311,12 +310,12 @@ def test_every_part_goes_or_is_dropped_once_and_no_window_is_exceeded(
         while step():
             pass
         line.order.check()
-        flying = [peer for peer, parts in line.flying.items() if parts]
+        flying = [peer for peer, entries in line.flying.items() if entries]
         if not flying:
             break
         line.land(flying[0])
     assert line.order.waiting_nbytes == line.order.in_flight_nbytes == 0
-    assert set(gone) == set(range(line.num_parts))
+    assert set(gone) == set(range(line.num_entries))
     assert set(gone.values()) <= {1}
 
 
@@ -328,7 +327,7 @@ def test_every_part_goes_or_is_dropped_once_and_no_window_is_exceeded(
     busy=st.integers(0, 20),
 )
 def test_a_burst_of_another_peer_keeps_to_its_bound(sizes: list[int], long: int, ageing: float, busy: int) -> None:
-    """Newer transfers to another peer get at most S / ageing + the lead + one part before a waiting one."""
+    """Newer transfers to another peer get at most S / ageing + the lead + one entry before a waiting one."""
     line = Line(replace(TEN, ageing=ageing))
     for index in range(busy):  # both peers have had something before
         line.come(f"x{index}", "ab"[index % 3 == 0], 10 * (index % 5) + 1)
@@ -340,11 +339,11 @@ def test_a_burst_of_another_peer_keeps_to_its_bound(sizes: list[int], long: int,
         line.come(f"a{index}", "a", nbytes)
     passed = 0
     while True:
-        part = line.step()
-        assert part is not None
-        if part.job.transfer == "long":
+        entry = line.step()
+        assert entry is not None
+        if entry.transfer == "long":
             break
-        passed += part.nbytes
+        passed += entry.nbytes
         line.land("a")
     assert passed <= long / ageing + lead + 10
 
@@ -361,32 +360,32 @@ def test_it_decides_as_one_does_who_looks_at_everybody(seed: int) -> None:
     sharing = Sharing(
         window_nbytes=windows[0],
         peer_window_nbytes=windows[1],
-        part_nbytes=min(windows[1], 10),
+        push_nbytes=min(windows[1], 10),
         ageing=chance.choice([0.01, 0.1, 1.0]),
     )
     quick = Names(sharing)
     slow = SlowOrder(sharing)
     num_peers = chance.choice([1, 2, 3, 8, 40])
     transfers: list[tuple[str, str, int]] = []  # name, peer, bytes; one that was dropped may come again
-    flying: list[Part[Job]] = []
+    flying: list[Asked] = []
     now = 0.0
 
     def add(name: str, peer: str, nbytes: int, total_nbytes: int) -> None:
         slow.add(quick.add(name, peer, nbytes, total_nbytes), total_nbytes)
 
     def step() -> bool:
-        part = quick.order.next(now)
-        assert part is slow.next(now)
+        entry = quick.order.next(now)
+        assert entry is slow.next(now)
         assert quick.order._virtual_time == slow.virtual_time
         assert {name for name, flow in quick.flows.items() if flow.slow} == slow.slow
-        if part is not None:
-            flying.append(part)
-        return part is not None
+        if entry is not None:
+            flying.append(entry)
+        return entry is not None
 
     def land(which: int) -> None:
-        part = flying.pop(which)
-        quick.order.ended(part, now)
-        slow.ended(part, now)
+        entry = flying.pop(which)
+        quick.order.ended(entry, now)
+        slow.ended(entry, now)
 
     def drop(name: str) -> None:
         assert quick.drop(name) == slow.drop(name)
@@ -412,7 +411,7 @@ def test_it_decides_as_one_does_who_looks_at_everybody(seed: int) -> None:
                 drop(name)
             case "wait":
                 now += 1.5 * chance.random() * OVERDUE_S
-            case "forget" if chance.random() < 0.1 and not any(part.job.peer == peer for part in flying):
+            case "forget" if chance.random() < 0.1 and not any(entry.peer == peer for entry in flying):
                 for other, its_peer, _ in transfers:
                     if its_peer == peer:
                         drop(other)
@@ -437,18 +436,18 @@ def test_a_peer_has_its_window_and_all_share_one() -> None:
     for peer in "abc":
         line.come(peer, peer, 100)
     line.fill()
-    assert sorted(len(parts) for parts in line.flying.values()) == [2, 2]
+    assert sorted(len(entries) for entries in line.flying.values()) == [2, 2]
     assert line.order.in_flight_nbytes == 40
 
 
-def test_a_part_that_is_larger_than_the_window_goes_alone() -> None:
+def test_an_entry_that_is_larger_than_the_window_goes_alone() -> None:
     line = Line()
     for name in "ab":
         line.add(name, name, 1000, 1000)
-    part = line.order.next(0.0)
-    assert part is not None
+    entry = line.order.next(0.0)
+    assert entry is not None
     assert line.order.next(0.0) is None
-    line.order.ended(part, 0.0)
+    line.order.ended(entry, 0.0)
     assert line.order.next(0.0) is not None
 
 
@@ -523,25 +522,3 @@ def test_a_peer_that_could_take_nothing_has_nothing_to_make_up_for() -> None:
         for peer in "ab":
             line.land(peer)
     assert sum(name.startswith("b") for name in line.sent) >= 30
-
-
-# -- cutting ---------------------------------------------------------------------------------------------------------
-
-
-@given(
-    start=st.integers(0, 5000),
-    length=st.integers(1, 5000),
-    token_nbytes=st.integers(1, 5000),
-    block=st.sampled_from([1, 4, 16, 48, 128]),
-    part=st.integers(1, 1 << 20),
-)
-def test_parts_cover_a_push_and_begin_with_blocks(
-    start: int, length: int, token_nbytes: int, block: int, part: int
-) -> None:
-    ranges = cut(start, start + length, token_nbytes, block, part)
-    assert (ranges[0][0], ranges[-1][1]) == (start, start + length)
-    assert all(before[1] == after[0] for before, after in zip(ranges, ranges[1:], strict=False))
-    assert all(low < high for low, high in ranges)
-    assert all(low % block == 0 for low, _ in ranges[1:])
-    assert all((high - low) * token_nbytes < part + block * token_nbytes for low, high in ranges)
-    assert len(ranges) <= -(-length * token_nbytes // part) + 1

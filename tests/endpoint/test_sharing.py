@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 TOKEN_NBYTES, LAYERS = 64, 3
 """Of one layer."""
-SHARING = Sharing(window_nbytes=2048, peer_window_nbytes=1024, part_nbytes=512)
-"""Parts of eight tokens; a peer has two of them in flight, the link has four."""
+SHARING = Sharing(window_nbytes=2048, peer_window_nbytes=1024, push_nbytes=512)
+"""Pushes of eight tokens; a peer has two of them in flight, the link has four."""
 BIG, BIG_DST, BIG_TOKENS = [5, 1, 9, 2, 30, 7], [11, 3, 20], 21
 SMALL, SMALL_DST, SMALL_TOKENS = [8], [12], 4
 
@@ -83,8 +83,10 @@ def land_next(pair: Pair, node: Node) -> None:
     until(lambda: in_flight(pair) + waiting(pair) == before - flight.nbytes, "the sender has noticed")
 
 
-def landed(pair: Pair) -> list[tuple[str, int]]:
-    return [(event.transfer_id, event.layer) for event in pair.events if isinstance(event, LayerLanded)]
+def landed(pair: Pair, name: str) -> list[int]:
+    """Layers of this transfer's pushes that have landed."""
+    events = [event for event in pair.events if isinstance(event, LayerLanded)]
+    return [event.layer for event in events if event.transfer_id == name]
 
 
 def test_small_transfer_overtakes_a_big_one(pair: Pair) -> None:
@@ -93,10 +95,11 @@ def test_small_transfer_overtakes_a_big_one(pair: Pair) -> None:
     _, small = begin(pair, "small", SMALL, SMALL_DST, SMALL_TOKENS)
     while not small.changed.is_set():
         land_next(pair, pair.decode)
-        if ("small", LAYERS - 1) in landed(pair):
+        if LAYERS - 1 in landed(pair, "small"):
             break
     assert small.wait() == ["ready 42", "released"]
-    assert landed(pair) == [("small", 0), ("small", 1), ("small", 2)]
+    assert landed(pair, "small") == [0, 1, 2]
+    assert LAYERS - 1 not in landed(pair, "big")
     assert waiting(pair) > 0
     pair.hub.hold = False
     pair.hub.deliver_all()
@@ -116,17 +119,19 @@ def test_no_more_than_the_window_is_in_flight(pair: Pair) -> None:
     assert pair.prefill.endpoint.sender.push_nbytes() == {"waiting": 0, "in_flight": 0}
 
 
-def test_layer_that_travels_in_parts_lands_once_and_whole(pair: Pair) -> None:
+def test_layer_that_travels_in_several_pushes_lands_whole(pair: Pair) -> None:
     pair.hub.hold = False
     _, handler = begin(pair, "t", BIG, BIG_DST, BIG_TOKENS)
     assert handler.wait() == ["ready 42", "released"]
     events = [event for event in pair.events if isinstance(event, LayerLanded)]
     assert [(event.layer, event.start, event.end, event.nbytes) for event in events] == [
-        (layer, 0, BIG_TOKENS, BIG_TOKENS * TOKEN_NBYTES) for layer in range(LAYERS)
+        (layer, start, end, (end - start) * TOKEN_NBYTES)
+        for layer in range(LAYERS)
+        for start, end in ((0, 8), (8, 16), (16, BIG_TOKENS))
     ]
-    written_s = [event.at_s for event in pair.events if isinstance(event, LayerWritten)]
-    for event, ready_s in zip(events, written_s, strict=True):
-        assert ready_s <= event.asked_s <= event.submitted_s
+    written_s = {event.layer: event.at_s for event in pair.events if isinstance(event, LayerWritten)}
+    for event in events:
+        assert written_s[event.layer] <= event.asked_s <= event.submitted_s
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
@@ -138,7 +143,7 @@ def test_what_waits_is_not_submitted_after_a_stop_and_quiet_waits_only_for_what_
         pair.prefill.sender.cancel("big", "enough")
     else:
         pair.decode.receiver.cancel("big", "enough")
-    until(lambda: waiting(pair) == 0, "the waiting parts are dropped")
+    until(lambda: waiting(pair) == 0, "the waiting pushes are dropped")
     assert pair.sender_state("draining") == 1
     assert not log.ended.is_set()
     for flight in submitted:
@@ -146,7 +151,6 @@ def test_what_waits_is_not_submitted_after_a_stop_and_quiet_waits_only_for_what_
     assert log.wait() == ["failed enough", "end"]
     assert handler.wait() == ["failed enough", "released"]
     assert pair.hub._num_submitted == len(submitted) == 2
-    assert landed(pair) == []
     until(pair.idle, "nothing is held")
 
 
@@ -173,13 +177,13 @@ def test_withdrawn_blocks_whose_pushes_do_not_end_in_time_end_their_transfer(pai
 
 
 def test_withdrawn_blocks_take_what_waits_along_and_it_is_pushed_again_from_the_new_ones(pair: Pair) -> None:
-    """Preemption waits for two parts, not for all that other transfers go before."""
+    """Preemption waits for two pushes, not for all that other transfers go before. What has landed counts."""
     sender, new = pair.prefill.sender, [0, 3, 4, 6, 10, 13]
     log, handler = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS, finish=False)
     submitted = list(pair.hub.flights)
     withdrawn = threading.Thread(target=sender.withdraw, args=("big", WAIT_S))
     withdrawn.start()
-    until(lambda: waiting(pair) == 0, "the waiting parts are dropped")
+    until(lambda: waiting(pair) == 0, "the waiting pushes are dropped")
     for flight in submitted:
         pair.hub.land(flight)
     withdrawn.join(WAIT_S)
@@ -189,7 +193,10 @@ def test_withdrawn_blocks_take_what_waits_along_and_it_is_pushed_again_from_the_
     assert handler.wait() == ["ready 42", "released"]
     assert log.wait() == ["end"]
     for layer in range(LAYERS):
-        assert (pair.decode.rows(BIG_DST, 21, layer) == pair.prefill.rows(new, 21, layer)).all()
+        expected = pair.prefill.rows(new, 21, layer)
+        if layer == 0:
+            expected[:, :16] = pair.prefill.rows(BIG, 16, layer)
+        assert (pair.decode.rows(BIG_DST, 21, layer) == expected).all()
 
 
 def test_metrics_tell_what_waits_and_for_how_long(pair: Pair) -> None:
@@ -205,7 +212,7 @@ def test_metrics_tell_what_waits_and_for_how_long(pair: Pair) -> None:
     assert (handler.wait(), log.wait()) == (["ready 42", "released"], ["end"])
     stop()
     text = metrics.exposition()[0].decode()
-    assert "pdlink_push_wait_seconds_count 3.0" in text
+    assert "pdlink_push_wait_seconds_count 9.0" in text
     assert "pdlink_transfer_exposed_seconds_count 1.0" in text
     assert 'pdlink_transfers_total{side="sender",state="done"} 1.0' in text
 
@@ -220,10 +227,10 @@ def test_lost_peer_takes_what_waits_for_it_along(pair: Pair) -> None:
     assert pair.prefill.endpoint.sender.push_nbytes() == {"waiting": 0, "in_flight": 0}
 
 
-def test_deadline_of_a_part_counts_from_when_it_is_handed_over(pair: Pair) -> None:
+def test_deadline_of_a_push_counts_from_when_it_is_handed_over(pair: Pair) -> None:
     _, handler = begin(pair, "big", BIG, BIG_DST, BIG_TOKENS)
     while pair.hub.flights:
-        pair.hub.advance(1.0)  # eight parts one after the other take longer than the 5 s that each may
+        pair.hub.advance(1.0)  # eight pushes one after the other take longer than the 5 s that each may
         assert all(flight.deadline_s == flight.submitted_s + 5.0 for flight in pair.hub.flights)
         land_next(pair, pair.decode)
     assert handler.wait() == ["ready 42", "released"]
@@ -246,7 +253,7 @@ def test_stalled_peer_does_not_stop_another(pair: Pair) -> None:
         other.close()
 
 
-# -- small pushes that may go at the same moment ---------------------------------------------------------------------
+# -- layers that may go at the same moment ---------------------------------------------------------------------------
 
 
 def offered_last(pair: Pair, name: str, dst: list[int], num_tokens: int) -> Handler:
@@ -270,7 +277,7 @@ def test_32_small_layers_that_are_written_before_the_offer_go_in_one_native_call
         handler = offered_last(pair, "t", SMALL_DST, SMALL_TOKENS)
         assert flying_nbytes(pair) == [32 * SMALL_TOKENS * TOKEN_NBYTES]
         pair.hub.step()
-        assert not landed(pair)
+        assert not landed(pair, "t")
         pair.hub.deliver_all()
         assert handler.wait() == ["ready 42", "released"]
         assert log.wait() == ["end"]
@@ -286,19 +293,19 @@ def test_32_small_layers_that_are_written_before_the_offer_go_in_one_native_call
         pair.close()
 
 
-def test_pushes_share_no_more_than_a_part(pair: Pair) -> None:
+def test_layers_share_no_more_than_a_push(pair: Pair) -> None:
     """Two layers of 256 bytes fill one of 512; the third goes alone."""
     pair.announce("t")
     pair.compute("t", SMALL, SMALL_TOKENS)
     handler = offered_last(pair, "t", SMALL_DST, SMALL_TOKENS)
     assert flying_nbytes(pair) == [512, 256]
     land_next(pair, pair.decode)
-    assert landed(pair) == [("t", 0), ("t", 1)]
+    assert landed(pair, "t") == [0, 1]
     land_next(pair, pair.decode)
     assert handler.wait() == ["ready 42", "released"]
 
 
-def test_large_push_between_small_ones_is_cut_and_they_share(pair: Pair) -> None:
+def test_large_push_between_small_ones_is_cut(pair: Pair) -> None:
     pair.hub.hold = False
     log, sender = pair.announce("t"), pair.prefill.sender
     sender.publish("t", BIG, BIG_TOKENS, 0)
@@ -306,8 +313,8 @@ def test_large_push_between_small_ones_is_cut_and_they_share(pair: Pair) -> None
         sender.layer_ready("t", layer, 0, end)
     submitted = pair.hub._num_submitted
     handler = offered_last(pair, "t", BIG_DST, BIG_TOKENS)
-    until(lambda: len(landed(pair)) == 3, "what was written has landed")
-    assert pair.hub._num_submitted == submitted + 4  # three parts of layer 1, and one of the others
+    until(lambda: sorted(landed(pair, "t")) == [0, 1, 1, 1, 2], "what was written has landed")
+    assert pair.hub._num_submitted == submitted + 5
     for layer in (0, 2):
         sender.layer_ready("t", layer, 4, BIG_TOKENS)
     sender.finish("t", 42)
@@ -315,7 +322,9 @@ def test_large_push_between_small_ones_is_cut_and_they_share(pair: Pair) -> None
     assert log.wait() == ["end"]
     events = [event for event in pair.events if isinstance(event, LayerLanded)]
     assert sorted((event.layer, event.start, event.end) for event in events) == [
-        (0, 0, 4), (0, 4, BIG_TOKENS), (1, 0, BIG_TOKENS), (2, 0, 4), (2, 4, BIG_TOKENS),
+        (0, 0, 4), (0, 4, 8), (0, 8, 16), (0, 16, BIG_TOKENS),
+        (1, 0, 8), (1, 8, 16), (1, 16, BIG_TOKENS),
+        (2, 0, 4), (2, 4, 8), (2, 8, 16), (2, 16, BIG_TOKENS),
     ]  # fmt: skip
     assert sum(event.nbytes for event in events) == LAYERS * BIG_TOKENS * TOKEN_NBYTES
     for layer in range(LAYERS):
@@ -324,8 +333,8 @@ def test_large_push_between_small_ones_is_cut_and_they_share(pair: Pair) -> None
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 @pytest.mark.parametrize("flies", [False, True])
-def test_stop_takes_back_a_shared_part_that_waits_and_waits_for_one_that_flies(side: str, *, flies: bool) -> None:
-    one = Sharing(window_nbytes=512, peer_window_nbytes=512, part_nbytes=512)
+def test_stop_takes_back_a_shared_push_that_waits_and_waits_for_one_that_flies(side: str, *, flies: bool) -> None:
+    one = Sharing(window_nbytes=512, peer_window_nbytes=512, push_nbytes=512)
     pair = Pair(sharing=one, num_layers=5)
     pair.hub.hold = True
     try:
@@ -342,7 +351,7 @@ def test_stop_takes_back_a_shared_part_that_waits_and_waits_for_one_that_flies(s
             pair.prefill.sender.cancel("t", "enough")
         else:
             pair.decode.receiver.cancel("t", "enough")
-        until(lambda: waiting(pair) == 0, "the waiting parts are dropped")
+        until(lambda: waiting(pair) == 0, "the waiting pushes are dropped")
         if flies:
             assert not log.ended.is_set()
             assert flying_nbytes(pair) == [512]
@@ -350,12 +359,12 @@ def test_stop_takes_back_a_shared_part_that_waits_and_waits_for_one_that_flies(s
         assert log.wait() == ["failed enough", "end"]
         assert handler.wait() == ["failed enough", "released"]
         assert list(pair.hub.flights) == other
-        assert landed(pair) == ([("t", 0), ("t", 1)] if flies else [])
+        assert landed(pair, "t") == ([0, 1] if flies else [])
     finally:
         pair.close()
 
 
-def test_withdrawn_blocks_wait_for_the_part_that_layers_share(pair: Pair) -> None:
+def test_withdrawn_blocks_wait_for_the_push_that_layers_share(pair: Pair) -> None:
     sender, new = pair.prefill.sender, [13]
     pair.announce("t")
     sender.publish("t", SMALL, SMALL_TOKENS, 0)
@@ -372,10 +381,10 @@ def test_withdrawn_blocks_wait_for_the_part_that_layers_share(pair: Pair) -> Non
     assert not withdrawn.is_alive()
     pair.compute("t", new, SMALL_TOKENS)
     assert handler.wait() == ["ready 42", "released"]
-    assert sorted(landed(pair)) == [("t", 0), ("t", 1), ("t", 2)]  # what has landed is not pushed again
+    assert sorted(landed(pair, "t")) == [0, 1, 2]  # what has landed is not pushed again
 
 
-def test_refused_shared_part_ends_the_session_and_is_waited_for_until_the_fence(
+def test_refused_shared_push_ends_the_session_and_is_waited_for_until_the_fence(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> int:

@@ -28,7 +28,7 @@ from pdlink.endpoint.transfer import Transfer
 from pdlink.kv.layout import KVLayout
 from pdlink.node.port import EnginePort
 from pdlink.protocol import messages
-from pdlink.protocol.actions import End, Send
+from pdlink.protocol.actions import End
 from pdlink.protocol.leases import Lease
 from pdlink.protocol.receiving import Receiving
 from pdlink.protocol.sending import Sending
@@ -72,14 +72,22 @@ def _landed_if_known(right: Any) -> Callable[..., Any]:
     return lambda self, push_id: right(self, push_id) if push_id in self._in_flight else []
 
 
-def _announced_when_pushed(right: Any) -> Callable[..., Any]:
+def _announced_with_any_push(right: Any) -> Callable[..., Any]:
     def landed(self: Sending, push_id: int) -> Any:
-        return [
-            Send(replace(action.body, end=self._pushed[action.body.layer]))
-            if isinstance(action, Send) and isinstance(action.body, messages.Landed)
-            else action
-            for action in right(self, push_id)
-        ]
+        for layer in self._in_flight[push_id].layers:
+            self._flying[layer] = 1
+        return right(self, push_id)
+
+    return landed
+
+
+def _announced_by_chunk(right: Any) -> Callable[..., Any]:
+    def landed(self: Sending, push_id: int) -> Any:
+        pushed, self._pushed = self._pushed, [self._needed[group][1] for group in self._group_of]
+        try:
+            return right(self, push_id)
+        finally:
+            self._pushed = pushed
 
     return landed
 
@@ -173,11 +181,13 @@ def _any_session_for(kinds: tuple[type, ...]) -> Callable[[Any], Callable[..., A
 
 
 def _in_spite_of_gaps(right: Any) -> Callable[..., Any]:
-    def take(self: Peer, envelope: messages.Envelope) -> Any:
-        self.num_taken = max(self.num_taken, envelope.number)
-        return right(self, envelope)
+    def out_of_turn(self: Peer, envelope: messages.Envelope) -> Any:
+        if envelope.number < self.num_taken:
+            return right(self, envelope)
+        self.num_taken = envelope.number + 1
+        return envelope.bodies
 
-    return take
+    return out_of_turn
 
 
 def _again_and_again(right: Any) -> Callable[..., Any]:
@@ -257,28 +267,18 @@ def _close_what_was_never_opened(right: Any) -> Callable[..., Any]:
 
 
 def _from_the_first_block(right: Any) -> Callable[..., Any]:
-    def plan_of(template: Any, push: Any, start: int, end: int) -> Any:
-        return right(template, replace(push, first=start), start, end)
+    def plan_of(template: Any, push: Any) -> Any:
+        return right(template, replace(push, first=push.start))
 
     return plan_of
 
 
 def _taken_back_in_name_only(_right: Any) -> Callable[..., Any]:
     def take_back(self: DataPath, transfer: Any) -> None:
-        for part in transfer.backlog.parts if transfer.backlog is not None else ():
-            for piece in part.job:
-                self._run(transfer, transfer.machine.dropped(piece.flight.push.push_id))
+        for batch in transfer.backlog.entries if transfer.backlog is not None else ():
+            self._act(transfer, transfer.machine.dropped(batch.push.push_id))
 
     return take_back
-
-
-def _lands_with_its_first_part(right: Any) -> Callable[..., Any]:
-    def on_batch(self: DataPath, transport: Any, done: Any) -> None:
-        for piece in self.lanes[transport.name].in_flight[done.ticket].job:
-            piece.flight.left = 1
-        right(self, transport, done)
-
-    return on_batch
 
 
 def _only_the_first_group(right: Any) -> Callable[..., Any]:
@@ -332,7 +332,8 @@ _PLANTED: tuple[tuple[Any, ...], ...] = (
         (Sending, "lost", _lost_is_quiet),
         (Sending, "landed", _landed_if_known),
     ),
-    ("layer announced while pushes of it are in flight", "gentle", (Sending, "landed", _announced_when_pushed)),
+    ("layer announced while pushes of it are in flight", "gentle", (Sending, "landed", _announced_with_any_push)),
+    ("layer announced before all of it is pushed", "gentle", (Sending, "landed", _announced_by_chunk)),
     ("reaper stops at the first live lease", "lossy", (Sender, "tick", _stop_at_first_live)),
     ("no reply to a late offer", "gentle", (Sender, "_on_interest", _no_reply_to_late_offers)),
     ("no stop on failure", "gentle", (Sending, "stop", _without_stop)),
@@ -344,13 +345,13 @@ _PLANTED: tuple[tuple[Any, ...], ...] = (
     ("sender does not wait for the fence", "faulty", (Sender, "on_peer_lost", _without_the_fence)),
     ("no check of epoch and session", "harsh", (Peer, "is_of", _any_session_for((object,)))),
     ("quiet of another life accepted", "harsh", (Peer, "is_of", _any_session_for((messages.Quiet,)))),
-    ("no gap check", "lossy", (Peer, "take", _in_spite_of_gaps)),
-    ("no repeat check", "lossy", (Peer, "take", _again_and_again)),
+    ("no gap check", "lossy", (Peer, "out_of_turn", _in_spite_of_gaps)),
+    ("no repeat check", "lossy", (Peer, "out_of_turn", _again_and_again)),
     ("transfer id taken twice by the sender", "faulty", (Sender, "announce", _take_it_again)),
     ("transfer id forgotten when it ends", "faulty", (Ended, "add", _nothing)),
     ("offer that came before its request is lost", "gentle", (Early, "offer", _no_offer)),
     ("early offers never expire", "gentle", (EarlyInterest, "older_than", _empty)),
-    ("failed data connection ignored", "faulty", (Reports, "on_occurrence", _ignore_failed_peers)),
+    ("failed data connection ignored", "faulty", (Reports, "_on_peer", _ignore_failed_peers)),
     ("lost peer not told to the sender", "faulty", (Sender, "on_peer_lost", _nothing)),
     ("lost peer not told to the receiver", "faulty", (Receiver, "on_peer_lost", _nothing)),
     ("sessions with transfers are idle", "gentle", (liveness, "idle_for_s", _idle_with_transfers)),
@@ -360,13 +361,7 @@ _PLANTED: tuple[tuple[Any, ...], ...] = (
     ("prefill gives back at its end", "gentle", (EnginePort, "ended", _hold_given_back_too)),
     ("chunks placed by count, not by position", "gentle", (data_path, "plan_of", _from_the_first_block)),
     ("push taken back is submitted after stop", "gentle", (DataPath, "take_back", _taken_back_in_name_only)),
-    ("push taken back is waited for", "gentle", (DataPath, "_dropped", _nothing)),
-    (
-        "push lands with its first part",
-        "gentle",
-        (DataPath, "on_batch", _lands_with_its_first_part),
-        (Sending, "landed", _landed_if_known),
-    ),
+    ("push taken back is waited for", "gentle", (Sending, "dropped", _empty)),
     ("credits of what has landed stay taken", "gentle", (Order, "ended", _nothing)),
     ("blocks of groups after the first are not held", "faulty", (Transfer, "_hold", _only_the_first_group)),
     ("state pushed before the last chunk", "gentle", (Sending, "_push_ready", _state_with_every_chunk)),

@@ -50,7 +50,7 @@ TIMEOUTS = Deadlines(heartbeat_s=1.0, peer_s=4.0, connect_s=5.0, lease_s=8.0, re
 IDLE_S = 4.0
 """Where idle sessions are closed; not everywhere, for that also mends what else nobody would mend."""
 BATCH_TIMEOUT_S = 6.0
-SHARING = Sharing(window_nbytes=200, peer_window_nbytes=160, part_nbytes=64)
+SHARING = Sharing(window_nbytes=200, peer_window_nbytes=160, push_nbytes=64)
 """A layer of all tokens is 144 bytes: it is cut, and a transfer has to wait for itself."""
 
 

@@ -257,7 +257,7 @@ def test_transfers_fail_when_the_nodes_loop_dies(pair: Pair, monkeypatch: pytest
     died = threading.Event()
     node = pair.node("mortal", 4, on_death=died.set)
     outgoing = node.send("t", SRC, TOKENS)
-    monkeypatch.setattr(node.endpoint, "turn", lambda arrived: [][0])
+    monkeypatch.setattr(node.endpoint, "turn", lambda *_: [][0])
     with pytest.raises(TransferFailed, match="loop has died: IndexError"):
         outgoing.wait(WAIT_S)
     assert died.wait(WAIT_S)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 TOKENS = 9
+PUSH_NBYTES = 6
+"""Three positions of a layer, which has two bytes at each, are a push."""
 QUIET_S = 3.0
 
 
@@ -61,7 +63,7 @@ class World:
 
     def __init__(self, start: int, cached: int, groups: KVGroups = ONE, sending: type[Sending] = Sending) -> None:
         self.groups, self.num_layers = groups, groups.num_layers
-        self.sender = sending("t", groups)
+        self.sender = sending("t", groups, PUSH_NBYTES)
         self.receiver = Receiving("t", groups, quiet_s=QUIET_S)
         self.start, self.cached = start, cached
         self.to_receiver: deque[messages.Body] = deque()
@@ -88,7 +90,8 @@ class World:
                     self.cut_sender()
                 case Push() as push:
                     end = push.end * self.groups.layouts[push.group].position_tokens
-                    assert min(end, TOKENS) <= self.written[push.layer], "a push read what is not written"
+                    written = min(self.written[layer] for layer in push.layers)
+                    assert min(end, TOKENS) <= written, "a push read what is not written"
                     self.in_flight[push.push_id] = push
                 case End():
                     assert not self.sender_freed, "sender ended twice"
@@ -190,9 +193,10 @@ class World:
 
     def land(self, push_id: int) -> None:
         push = self.in_flight.pop(push_id)
-        kept = self.groups.layouts[push.group].needed(0, self.written[push.layer])[0]
-        assert push.start >= kept, "a push read what a window or a state has left behind"
-        self.landed |= {(push.layer, token) for token in range(push.start, push.end)}
+        for layer in push.layers:
+            kept = self.groups.layouts[push.group].needed(0, self.written[layer])[0]
+            assert push.start >= kept, "a push read what a window or a state has left behind"
+            self.landed |= {(layer, token) for token in range(push.start, push.end)}
         if push_id not in self.lost:
             self.run_sender(self.sender.landed(push_id))
 

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdlink.kv.groups import KVGroups
 from pdlink.kv.layout import paged_layout
 from pdlink.protocol import messages
 from pdlink.protocol.actions import Action, End, Fail, Push, Send
 from pdlink.protocol.reasons import WINDOW_BLOCKS, code_of
-from pdlink.protocol.sending import Sending, offer_problem
+from pdlink.protocol.sending import Sending, cut, offer_problem
 from pdlink.protocol.states import SenderState
 
 LAYERS = 3
@@ -42,14 +44,18 @@ def test_layer_is_pushed_when_it_is_written_after_the_offer() -> None:
     machine = sending()
     machine.offer(offer(0, 8))
     machine.publish(((1, 2),), 8, 0)
-    assert pushes(machine.written(0, 0, 8)) == [Push(0, 0, 0, 8, (1, 2), offer(0, 8))]
+    assert pushes(machine.written(0, 0, 8)) == [
+        Push(0, range(1), 0, 8, 8 * TOKEN_NBYTES // LAYERS, (1, 2), offer(0, 8))
+    ]
 
 
 def test_layer_is_pushed_when_the_offer_comes_after_it_was_written() -> None:
     machine = sending()
     machine.publish(((1, 2),), 8, 0)
     assert machine.written(0, 0, 8) == []
-    assert pushes(machine.offer(offer(0, 8))) == [Push(0, 0, 0, 8, (1, 2), offer(0, 8))]
+    assert pushes(machine.offer(offer(0, 8))) == [
+        Push(0, range(1), 0, 8, 8 * TOKEN_NBYTES // LAYERS, (1, 2), offer(0, 8))
+    ]
 
 
 def test_chunks_of_a_layer_are_pushed_without_gap_or_overlap() -> None:
@@ -65,11 +71,52 @@ def test_chunks_of_a_layer_are_pushed_without_gap_or_overlap() -> None:
 def test_cached_prefix_is_pushed_at_once_for_all_layers() -> None:
     machine = sending()
     machine.offer(offer(0, 8))
-    assert [(p.layer, p.start, p.end) for p in pushes(machine.publish(((1, 2),), 8, 4))] == [
-        (0, 0, 4),
-        (1, 0, 4),
-        (2, 0, 4),
+    (push,) = pushes(machine.publish(((1, 2),), 8, 4))
+    assert (push.layers, push.start, push.end, push.nbytes) == (range(LAYERS), 0, 4, 4 * TOKEN_NBYTES)
+
+
+def test_layers_share_a_push_while_it_is_small_and_they_are_neighbours_with_the_same_positions() -> None:
+    machine = Sending("t", KVGroups((LAYOUT,)), push_nbytes=64)
+    machine.publish(((1, 2),), 8, 0)
+    for layer in range(LAYERS):
+        machine.written(layer, 0, 8)
+    found = pushes(machine.offer(offer(0, 8)))
+    assert [(push.layers, push.nbytes) for push in found] == [(range(2), 64), (range(2, 3), 32)]
+    machine = sending()
+    machine.publish(((1, 2),), 8, 0)
+    for layer, end in enumerate((8, 4, 8)):
+        machine.written(layer, 0, end)
+    assert [push.layers for push in pushes(machine.offer(offer(0, 8)))] == [range(1), range(1, 2), range(2, 3)]
+
+
+def test_large_push_is_cut_where_blocks_begin_on_both_sides() -> None:
+    ours, theirs = (KVGroups((replace(LAYOUT, block_tokens=tokens),)) for tokens in (2, 4))
+    machine = Sending("t", ours, push_nbytes=20)
+    machine.publish((tuple(range(8)),), 16, 0)
+    machine.offer(messages.Offer("t", 3, 16, ((0, 1, 2, 3),), LAYERS, per_layer=True), theirs)
+    found = pushes(machine.written(0, 0, 16))
+    assert [(push.layers, push.start, push.end, push.nbytes) for push in found] == [
+        (range(1), 3, 8, 20),
+        (range(1), 8, 16, 32),
     ]
+
+
+def test_layer_is_announced_once_and_with_the_last_of_its_pushes() -> None:
+    """Pushes land in any order, and the next chunk may be pushed before the last one has landed."""
+    machine = Sending("t", KVGroups((LAYOUT,)), push_nbytes=16)
+    machine.publish(((1, 2, 3),), 12, 0)
+    machine.offer(msgspec.structs.replace(offer(0, 12), per_layer=True))
+    first, second, third = pushes(machine.written(0, 0, 4) + machine.written(0, 4, 12))
+    assert machine.landed(third.push_id) == []
+    assert machine.landed(first.push_id) == []
+    assert machine.landed(second.push_id) == [Send(messages.Landed("t", 0, 12, None))]
+
+
+def test_layers_that_share_a_push_are_announced_together() -> None:
+    machine = sending()
+    machine.publish(((1, 2),), 8, 8)
+    (push,) = pushes(machine.offer(msgspec.structs.replace(offer(0, 8), per_layer=True)))
+    assert machine.landed(push.push_id) == [Send(messages.Landed("t", layer, 8, None)) for layer in range(LAYERS)]
 
 
 def test_done_is_said_only_when_every_push_has_landed_and_the_first_token_is_known() -> None:
@@ -228,10 +275,9 @@ def test_dropped_push_of_withdrawn_blocks_is_made_again_from_the_new_ones() -> N
     machine.written(0, 8, 12)
     assert machine.dropped(1) == machine.dropped(2) == []
     machine.withdraw()
-    assert [(p.layer, p.start, p.end) for p in pushes(machine.publish(((7, 8, 9),), 12, 12))] == [
-        (0, 4, 12),
-        (1, 0, 12),
-        (2, 0, 12),
+    assert [(p.layers, p.start, p.end) for p in pushes(machine.publish(((7, 8, 9),), 12, 12))] == [
+        (range(1), 4, 12),
+        (range(1, 3), 0, 12),
     ]
 
 
@@ -252,13 +298,13 @@ def test_stage_of_each_layer_says_whether_computing_or_the_link_is_late() -> Non
 
 
 def test_several_tokens_to_a_position_are_pushed_when_the_last_of_them_is_written() -> None:
-    """And what a layer has landed is told in tokens, of the last position those that were offered."""
+    """And what has landed of a layer is told in tokens."""
     machine = Sending("t", KVGroups((replace(LAYOUT, position_tokens=4),)))
     machine.offer(msgspec.structs.replace(offer(0, 4), end=14, per_layer=True))
     machine.publish(((1, 2),), 14, 0)
     first, then = machine.written(0, 0, 9), machine.written(0, 9, 14)
     assert [(push.start, push.end) for push in pushes(first + then)] == [(0, 2), (2, 4)]
-    assert machine.landed(0) == [Send(messages.Landed("t", 0, 8, None))]
+    assert machine.landed(0) == []
     assert machine.landed(1) == [Send(messages.Landed("t", 0, 14, None))]
 
 
@@ -279,3 +325,22 @@ def test_a_window_that_the_sender_may_have_given_up_is_not_sent() -> None:
     assert actions[0] == Send(messages.Stop("t", WINDOW_BLOCKS))
     assert machine.state is SenderState.FAILED
     assert code_of(WINDOW_BLOCKS) == WINDOW_BLOCKS
+
+
+@given(
+    start=st.integers(0, 5000),
+    length=st.integers(1, 5000),
+    token_nbytes=st.integers(1, 5000),
+    block=st.sampled_from([1, 4, 16, 48, 128]),
+    most_nbytes=st.integers(1, 1 << 20),
+)
+def test_ranges_of_a_cut_push_cover_it_and_begin_with_blocks(
+    start: int, length: int, token_nbytes: int, block: int, most_nbytes: int
+) -> None:
+    ranges = cut(start, start + length, token_nbytes, block, most_nbytes)
+    assert (ranges[0][0], ranges[-1][1]) == (start, start + length)
+    assert all(before[1] == after[0] for before, after in zip(ranges, ranges[1:], strict=False))
+    assert all(low < high for low, high in ranges)
+    assert all(low % block == 0 for low, _ in ranges[1:])
+    assert all((high - low) * token_nbytes < most_nbytes + block * token_nbytes for low, high in ranges)
+    assert len(ranges) <= -(-length * token_nbytes // most_nbytes) + 1
