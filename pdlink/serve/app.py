@@ -34,6 +34,7 @@ from pdlink.serve.openai import (
     CompletionRequest,
     Generation,
     TransferParams,
+    check_model,
     error_body,
     parse,
     tokenized_as,
@@ -103,9 +104,14 @@ def build_app(
         prompt = (await _request(worker, tokenized_as(body), body, reader))[1]
         return json_response({"tokens": prompt, "count": len(prompt), "max_model_len": worker.model.max_tokens})
 
+    card = {"id": worker.model.name, "object": "model", "created": 0, "owned_by": "pdlink"}
+
     async def models(_: web.Request) -> web.Response:
-        card = {"id": worker.model.name, "object": "model", "created": 0, "owned_by": "pdlink"}
         return json_response({"object": "list", "data": [card]})
+
+    async def model(request: web.Request) -> web.Response:
+        check_model(request.match_info["id"], worker.model.name)
+        return json_response(card)
 
     async def health_of(_: web.Request) -> web.Response:
         ok, body = health.health(worker)
@@ -164,6 +170,7 @@ def build_app(
     app.router.add_post("/v1/chat/completions", chat)
     app.router.add_post("/tokenize", tokenize)
     app.router.add_get("/v1/models", models)
+    app.router.add_get("/v1/models/{id:.+}", model)
     app.router.add_get("/health", health_of)
     app.router.add_get("/livez", live)
     app.router.add_get("/readyz", ready)
@@ -223,7 +230,7 @@ async def _generate(
         sampling,
         params,
         num_answered=len(answered),
-        salt=request.cache_salt,
+        salt=request.cache_salt or "",
         retention=request.retention(worker.config.tiers.priority_limit),
     )
     response: web.StreamResponse | None = None

@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 
 from pdlink.engine.request import SamplingParams
 from pdlink.errors import CapacityExceeded, InvalidRequest, UnknownModel
+from pdlink.serve.unserved import check_unserved
 from pdlink.store.turns import DEFAULT_PRIORITY, MAX_PRIORITY, MAX_PRIORITY_S, MIN_PRIORITY, Retention
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ MAX_MESSAGE_CHARS = 2000
 MAX_TRANSFER_ID_CHARS = 128
 
 
+_Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+
+
 class PrefillAddress(Struct, frozen=True):
     name: str
     control: str
@@ -45,13 +50,13 @@ class TransferParams(Struct, frozen=True, kw_only=True):
 
     transfer_id: Annotated[str, Meta(min_length=1, max_length=MAX_TRANSFER_ID_CHARS)]
     leg: Literal["prefill", "decode"]
-    seed: int
-    created: int
+    seed: _Int64
+    created: _Int64
     prefill: PrefillAddress | None = None
     """The source of the KV; on the decode leg."""
 
 
-class KVRetention(Struct, frozen=True, kw_only=True):
+class KVRetention(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`kv_retention`: how the tiers keep the KV of this prompt."""
 
     priority: Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = DEFAULT_PRIORITY
@@ -62,38 +67,47 @@ class KVRetention(Struct, frozen=True, kw_only=True):
     """How long it is found."""
 
 
-_NumTokens = Annotated[int, Meta(ge=1)]
+_NumTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
-class _Generation(Struct, frozen=True, kw_only=True):
-    """Unknown fields are ignored, as clients of this interface expect; known ones must have the right type."""
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """`stream_options`."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    include_obfuscation: bool | None = False
+    """Padding that this worker never adds."""
+
+
+class _Generation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is served. Other fields are refused unless they say what changes nothing (`unserved.py`)."""
 
     model: str
     max_tokens: _NumTokens | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = 1.0
-    seed: int | None = None
+    seed: _Int64 | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
+    stop_token_ids: list[_Int32] | None = None
+    ignore_eos: bool | None = False
     stream: bool | None = False
-    stream_options: dict[str, Any] | None = None
-    n: int | None = 1
-    logprobs: bool | int | None = None
-    cache_salt: str = ""
-    priority: int | None = 0
+    stream_options: StreamOptions | None = None
+    n: _Int32 | None = 1
+    logprobs: bool | _Int32 | None = None
+    cache_salt: str | None = ""
+    priority: _Int32 | None = 0
     """Lower is more urgent."""
     kv_retention: KVRetention | None = None
     kv_transfer_params: TransferParams | None = None
     return_token_ids: bool | None = False
     """Write each token's id into its event, as vLLM does."""
-    output_token_ids: tuple[int, ...] = ()
+    output_token_ids: tuple[_Int32, ...] = ()
     """First tokens of the answer, which the client of a stream has already: the stream goes on behind them. If it is
     greedy, as if it had not been interrupted; drawn with the same `seed`, up to what another batch changes."""
 
     @property
     def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.get("include_usage"))
+        return bool(self.stream_options and self.stream_options.include_usage)
 
     def check(self) -> None:
         """Check limits that the types do not express. Raises InvalidRequest."""
@@ -103,6 +117,8 @@ class _Generation(Struct, frozen=True, kw_only=True):
         ):
             if len(given) > limit:
                 raise InvalidRequest(f"{name}: got {len(given)}; limit {limit}; send fewer")
+        if self.stream_options and self.stream_options.continuous_usage_stats:
+            raise InvalidRequest("stream_options.continuous_usage_stats: usage comes at the end alone; leave it out")
         if self.n not in (None, 1):
             raise InvalidRequest(f"n: got {self.n}; limit 1; send the request {self.n} times")
         if self.output_token_ids and not (self.stream and len(self.output_token_ids) <= self.limit()):
@@ -142,7 +158,7 @@ class _Generation(Struct, frozen=True, kw_only=True):
             seed=seed,
             stop=stop,
             stop_token_ids=frozenset(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
+            ignore_eos=self.ignore_eos or False,
         )
 
 
@@ -150,7 +166,7 @@ class CompletionRequest(_Generation, frozen=True, kw_only=True):
     prompt: msgspec.Raw
     """A string or token ids, alone or as the only item of a list: `_the_one`."""
     echo: bool | None = False
-    best_of: int | None = 1
+    best_of: _Int32 | None = 1
     suffix: str | None = None
 
     def check(self) -> None:
@@ -195,7 +211,7 @@ def _the_one(prompt: msgspec.Raw) -> str | tuple[int, ...]:
 
 _BEGIN_NBYTES = 64
 """Enough to find the type of a JSON value; a list that begins with more white space counts as token ids."""
-_Tokens = tuple[int, ...]
+_Tokens = tuple[_Int32, ...]
 _OneText = tuple[str]
 _OneTokens = tuple[_Tokens]
 
@@ -214,20 +230,37 @@ class ChatRequest(_Generation, frozen=True, kw_only=True):
             role, content = message.get("role"), message.get("content")
             if not isinstance(role, str):
                 raise InvalidRequest(f"messages[{index}].role: expected `str`, got {type(role).__name__}")
-            if not isinstance(content, str | None):
-                raise InvalidRequest(f"messages[{index}].content: expected `str`, got {type(content).__name__}")
+            _text_of(content, f"messages[{index}].content")
 
     def token_ids(self, model: LoadedModel) -> tuple[int, ...]:
         """The conversation through the model's chat template, as token ids."""
         if not model.tokenizer.chat_template:
             raise InvalidRequest("messages: this model has no chat template; use /v1/completions")
-        _check_length("messages", sum(len(message.get("content") or "") for message in self.messages), model)
+        messages = [
+            {key: value for key, value in message.items() if value is not None and key != "content"}
+            | ({"content": _text_of(message["content"])} if message.get("content") is not None else {})
+            for message in self.messages
+        ]
+        _check_length("messages", sum(len(message.get("content", "")) for message in messages), model)
         text = model.tokenizer.apply_chat_template(
-            [{key: value for key, value in message.items() if value is not None} for message in self.messages],
+            messages,
             tokenize=False,
             add_generation_prompt=True,
         )
         return _tokenized(text, model, field="messages", add_special_tokens=False)
+
+
+def _text_of(content: Any, field: str = "") -> str:
+    """A text, or its parts with a line each, as vLLM joins them. Raises InvalidRequest for parts that are no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{field}: expected `str`, got {type(content).__name__}")
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{field}[{index}]: expected type 'text' with a text, got {kind!r:.100}")
+    return "\n".join(part["text"] for part in content)
 
 
 Generation = CompletionRequest | ChatRequest
@@ -255,10 +288,30 @@ def tokenized_as(body: bytes) -> type[CompletionRequest] | type[ChatRequest]:
 
 def parse(kind: type[CompletionRequest] | type[ChatRequest], body: bytes, model: str) -> Generation:
     """A checked request. Raises InvalidRequest with the field, UnknownModel for another model."""
-    request: Generation = decoded(body, kind)
+    request: Generation
+    try:
+        request = msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        request = _read_closely(kind, body)
     request.check()
-    if request.model != model:
-        raise UnknownModel(f"model {request.model!r} is not served here; this worker holds {model!r}")
+    check_model(request.model, model)
+    return request
+
+
+def check_model(asked: str, served: str) -> None:
+    """Raise UnknownModel for another one than this worker's."""
+    if asked != served:
+        raise UnknownModel(f"model {asked!r:.200} is not served here; this worker holds {served!r}")
+
+
+def _read_closely(kind: type[CompletionRequest] | type[ChatRequest], body: bytes) -> Generation:
+    """A request with fields that are not served but change nothing. Raises InvalidRequest, also for what is wrong."""
+    fields: dict[str, msgspec.Raw] = decoded(body, dict[str, msgspec.Raw])
+    known = kind.__struct_fields__
+    others = {name: fields.pop(name) for name in [*fields] if name not in known}
+    request: Generation = decoded(msgspec.json.encode(fields), kind)
+    values = {name: decoded(raw, Any, name[:100]) for name, raw in others.items()}
+    check_unserved(values, known, chat=kind is ChatRequest, greedy=request.temperature == 0)
     return request
 
 
