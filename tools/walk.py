@@ -2,6 +2,7 @@
 
     .venv/bin/python tools/walk.py layer            calls, functions and files of each role
     .venv/bin/python tools/walk.py layer --calls    and the calls in their order
+    .venv/bin/python tools/walk.py request          a request through prefill and decode, HTTP to HTTP, by thread
 
 A walk runs something real in this process, records every call of a function of pdlink by thread, and cuts one span
 out of each thread: from the call of a first function until a last one returns. A generator counts once for each
@@ -14,6 +15,8 @@ A new walk is a function in `WALKS` that takes the parsed arguments and returns 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import sys
 import threading
 import time
@@ -158,7 +161,67 @@ def _layer_spans(recorder: Recorder) -> list[Span]:
     ]
 
 
-WALKS: dict[str, Callable[[argparse.Namespace], list[Span]]] = {"layer": layer}
+def request(_arguments: argparse.Namespace) -> list[Span]:
+    """A request through two workers of the built-in engine over tcp, without a proxy: both legs at once.
+
+    By thread, and of all threads together, from the POST until both answers and the transfer have ended. The workers'
+    periodic lines are off, and it is walked several times: the time of the loops' own turns is in it.
+    """
+    recorder = Recorder()
+    spans: dict[str, Span] = {}
+    for steps in asyncio.run(_requests(recorder)):
+        calls = {thread: [step for step in all_steps if step.begins] for thread, all_steps in steps.items()}
+        walked = [Span(thread, of_thread) for thread, of_thread in sorted(calls.items()) if of_thread]
+        walked.append(Span("all threads", [call for span in walked for call in span.calls]))
+        for span in walked:
+            known = spans.get(span.role, span)
+            spans[span.role] = min(known, span, key=lambda one: len(set(one.calls)))
+    return list(spans.values())
+
+
+async def _requests(recorder: Recorder) -> list[dict[str, list[Step]]]:
+    """The steps of some warm requests."""
+    from aiohttp.test_utils import TestClient, TestServer  # noqa: PLC0415  the profile function comes first
+
+    from pdlink.config import WorkerConfig  # noqa: PLC0415
+    from pdlink.serve.app import build_app  # noqa: PLC0415
+    from pdlink.serve.worker import Worker  # noqa: PLC0415
+
+    workers, found = [], []
+    async with contextlib.AsyncExitStack() as stack:
+        clients = {}
+        for role in ("prefill", "decode"):
+            settings = {"transport": {"kind": "tcp"}, "cache": {"num_blocks": 256}, "summary_s": 0}
+            worker = Worker(WorkerConfig.model_validate({"role": role, **settings}), role)
+            await asyncio.to_thread(worker.open)
+            stack.callback(worker.close)
+            workers.append(worker)
+            clients[role] = await stack.enter_async_context(TestClient(TestServer(build_app(worker))))
+
+        async def leg(role: str, number: int, prompt: str) -> int:
+            params = {"transfer_id": f"walk-{number}", "leg": role, "seed": 1, "created": 1}
+            if role == "decode":
+                params["prefill"] = {"name": "prefill", "control": workers[0].node.address}
+            body = {"model": workers[0].model.name, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+            body |= {"stream": True, "kv_transfer_params": params}
+            async with clients[role].post("/v1/completions", json=body) as response:
+                await response.read()
+                return response.status
+
+        for number, first in enumerate(("Once", "Twice", "Thrice", "Never")):
+            recorder.start()
+            statuses = await asyncio.gather(*(leg(role, number, f"{first} upon a time " * 8) for role in clients))
+            for thread, last in (("endpoint-prefill", "Sender._end"), ("engine-decode", "Worker.ended")):
+                await asyncio.to_thread(recorder.wait_for, f"pdlink-{thread}", last)
+            recorder.stop()
+            if statuses != [200, 200]:
+                raise LookupError(f"request: answered with {statuses}")
+            if number:  # the first one made the session
+                found.append({thread: list(steps) for thread, steps in recorder.steps.items()})
+    return found
+
+
+WALKS: dict[str, Callable[[argparse.Namespace], list[Span]]] = {"layer": layer, "request": request}
 
 
 def main() -> None:
