@@ -20,7 +20,6 @@ from pdlink.store.store import Store
 from pdlink.store.tiers.direct import DirectFile
 from pdlink.store.tiers.disk import Disk
 
-from .arena import take_whole
 from .workers import Worker
 
 if TYPE_CHECKING:
@@ -170,11 +169,6 @@ class Memory(Lane):
         self._prompts = 0
         arena_nbytes = 4 * count * (nbytes + HEADER_NBYTES)
         self._cache = Cache(layout, [self.memory], nbytes=arena_nbytes, chunk_tokens=CHUNK_TOKENS)
-        store = self._cache._store
-        take_whole(store)
-        store.buffer.gather(0, arena_nbytes)  # as the keeper would, later
-        while store._keeper.gathering.next(arena_nbytes) is not None:
-            time.sleep(0.01)
 
     def put(self) -> None:
         stored = self._store()
@@ -319,7 +313,6 @@ class _Lending:
         tiers = [self.link.tier(peer) for peer in peers]
         self.store = Store(arena_nbytes, make_policy("lru"), tiers, lends=True)
         self.store.open()
-        take_whole(self.store)
         self.link.open(self.store)
         self._count, self._round = count, 0
 

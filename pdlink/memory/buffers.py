@@ -108,8 +108,8 @@ class Buffer:
     ) -> None:
         """Allocate `nbytes` (rounded up to whole pages), zeroed and touched, so that later stores do not fault.
 
-        committed_nbytes: allocate and touch so many now, and leave the others to `commit`; address and size are those
-        of the whole from the start. numa_node: where memory is preferred; None leaves it to the kernel.
+        committed_nbytes: allocate and touch so many now, and leave the others to `populate`; address and size are
+        those of the whole from the start. numa_node: where memory is preferred; None leaves it to the kernel.
         Raises OSError if the system has not that much memory free. That is looked at first: the kernel does not
         refuse a memory file that is too large, it fills it until something has to be killed.
         """
@@ -117,10 +117,8 @@ class Buffer:
             raise ValueError(f"nbytes must be positive, got {nbytes}")
         self.nbytes = _whole_pages(nbytes)
         self._numa_node = numa_node
-        self.committed_nbytes = 0
-        """From the start of the buffer: what has memory."""
         first_nbytes = self.nbytes if committed_nbytes is None else min(self.nbytes, _whole_pages(committed_nbytes))
-        _require_available(first_nbytes, 0)
+        _require_available(first_nbytes)
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, self.nbytes)
@@ -129,39 +127,31 @@ class Buffer:
             """The whole buffer as uint8 [nbytes]; writable."""
             self.ptr: int = self.array.ctypes.data
             self._closed = False
-            self._fill(first_nbytes)
+            self.populate(0, first_nbytes)
         except BaseException:
             os.close(self.fd)
             raise
 
-    def commit(self, nbytes: int, *, reserve_nbytes: int = 0) -> None:
-        """Give memory to the first `nbytes`, as far as they have none, without the GIL. One caller at a time.
+    def populate(self, begin: int, end: int) -> None:
+        """Give memory to these bytes and touch every page, without the GIL. Threads may do several ranges at a time.
 
-        Raises OSError, and commits nothing, if less than `reserve_nbytes` of the system's memory would stay free.
+        In huge pages where /sys/kernel/mm/transparent_hugepage allows them: copies of scattered 32 KiB runs were a
+        sixth faster with them (one core of an EPYC, Zen 5, anonymous memory). They come with the first touch of a
+        mapping that asks for them, so not with fallocate, which gives the memory without the first touch where the
+        kernel does not know these requests (before 5.14: EINVAL).
+        Raises OSError if there is no memory. Whether the system has enough is for the caller to look at.
         """
-        upto_nbytes = min(self.nbytes, _whole_pages(nbytes))
-        if upto_nbytes > self.committed_nbytes:
-            _require_available(upto_nbytes - self.committed_nbytes, reserve_nbytes)
-            self._fill(upto_nbytes)
-
-    def _fill(self, upto_nbytes: int) -> None:
-        """Touch every page up to there, in huge ones where /sys/kernel/mm/transparent_hugepage allows them.
-
-        Copies of scattered 32 KiB runs were a sixth faster with them (one core of an EPYC, Zen 5, anonymous memory).
-        They come with the first touch of a mapping that asks for them, so not with fallocate. A kernel that does not
-        know a request (before 5.14) answers EINVAL; then fallocate gives the memory, without the first touch.
-        """
-        begin, length = self.committed_nbytes, upto_nbytes - self.committed_nbytes
+        if end <= begin:
+            return
         with prefer_node(self._numa_node):
-            for request in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE) if length else ():
+            for request in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
                 # mmap.madvise would hold the GIL meanwhile.
-                if _libc.madvise(ctypes.c_void_p(self.ptr + begin), ctypes.c_size_t(length), request):
+                if _libc.madvise(ctypes.c_void_p(self.ptr + begin), ctypes.c_size_t(end - begin), request):
                     code = ctypes.get_errno()
                     if code != errno.EINVAL:
                         raise OSError(code, os.strerror(code))
-            if length:
-                os.posix_fallocate(self.fd, begin, length)
-        self.committed_nbytes = upto_nbytes
+                    if request == _MADV_POPULATE_WRITE:
+                        os.posix_fallocate(self.fd, begin, end - begin)
 
     def gather(self, begin: int, end: int) -> bool | None:
         """Put bytes that have memory into huge pages, also where the system gives none at the first touch.
@@ -245,8 +235,8 @@ def _whole_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
-def _require_available(nbytes: int, reserve_nbytes: int) -> None:
-    available = available_nbytes() - reserve_nbytes
+def _require_available(nbytes: int) -> None:
+    available = available_nbytes()
     if nbytes > available:
         raise OSError(errno.ENOMEM, f"a buffer of {nbytes} bytes does not fit into {available} available ones")
 

@@ -145,12 +145,13 @@ def _top(args: argparse.Namespace) -> None:
 
 def _tables(state: Mapping[str, Any]) -> list[RenderableType]:
     places = Table(title="places", title_justify="left")
-    for column in ("place", "MiB", "of", "records", "answers"):
-        places.add_column(column, justify="left" if column in ("place", "answers") else "right")
+    for column in ("place", "MiB", "of", "records", "answers", "problem"):
+        places.add_column(column, justify="left" if column in ("place", "answers", "problem") else "right")
     for place in state["places"]:
         capacity = _mib(place["capacity_nbytes"]) if place["capacity_nbytes"] else "?"
         records = "" if place["records"] is None else str(place["records"])
-        add_row(places, place["name"], _mib(place["nbytes"]), capacity, records, "yes" if place["answers"] else "NO")
+        answers = "yes" if place["answers"] else "NO"
+        add_row(places, place["name"], _mib(place["nbytes"]), capacity, records, answers, place.get("problem", ""))
     kept = Table(title="kept in memory", title_justify="left")
     for column in ("as", "by", "for", "records", "MiB", "age s", "ends in s"):
         kept.add_column(column, justify="left" if column in ("as", "by", "for") else "right")

@@ -169,6 +169,12 @@ class StoreGauges:
             Gauge("pdlink_store_pinned_bytes", "Part of them that readers and writers hold: it cannot be evicted.")
         )
         self._capacity = add(Gauge("pdlink_store_capacity_bytes", "Memory that the store has from the system now."))
+        self._room = add(
+            Gauge(
+                "pdlink_store_room_bytes",
+                "Memory that the store may use: less than its settings say where the system refused more.",
+            )
+        )
         self._tier_used = add(Gauge("pdlink_tier_used_bytes", "Bytes of records in each tier.", tier=()))
         self._answering = add(
             Gauge(
@@ -183,6 +189,7 @@ class StoreGauges:
         rest = dict(sizes)
         self._used.set(rest.pop("used", 0))
         self._capacity.set(rest.pop("committed", 0))
+        self._room.set(rest.pop("room", 0))
         self._pinned.set(rest.pop("pinned", 0))
         self._tier_used.replace(rest)
         self._answering.replace(answering)

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING
 
 from pdlink.store.deadlines import Deadlines
-from pdlink.store.extents import Extents
+from pdlink.store.extents import ALIGNMENT_NBYTES, Extents
 from pdlink.store.kept import Hold, Record, Writing, check
 from pdlink.store.pins import Pins
 from pdlink.store.slots import LIFE_BITS, WHOLE, Change, Lease, Slot
@@ -44,7 +45,7 @@ class Catalog:
     def __init__(
         self, policy: Policy, *, pin_quota_nbytes: int = 0, tenant_quota_nbytes: int = 0, life: int = 0
     ) -> None:
-        """Begins with no room: see `grow`. pin_quota_nbytes: most bytes that pins may keep together.
+        """Begins with no room: see `resize`. pin_quota_nbytes: most bytes that pins may keep together.
 
         tenant_quota_nbytes: most bytes of each tenant that has a name; 0 sets no limit.
         life: a number below `MAX_LIFE`, which its serials name.
@@ -99,9 +100,9 @@ class Catalog:
     def pins(self) -> list[Held]:
         return self._pins.held()
 
-    def grow(self, capacity_nbytes: int) -> None:
-        """The arena has so many bytes now. Raises ValueError for less than before."""
-        self._extents.grow(capacity_nbytes)
+    def resize(self, capacity_nbytes: int) -> None:
+        """So many bytes of the arena may be used, from its begin on. What lies beyond stays until it goes."""
+        self._extents.limit_nbytes = capacity_nbytes // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES
 
     def changes(self) -> list[Change]:
         """What came and went since the last call, in order."""
@@ -118,12 +119,15 @@ class Catalog:
         share: Share = WHOLE,
         retention: Retention = USUAL,
         now_s: float = 0.0,
+        *,
+        most_nbytes: float = inf,
     ) -> tuple[Slot, ...]:
         """Slots of `nbytes` for those of `keys` of which nobody has this share, up to the first one without room.
 
         Room is made by eviction. A share that is being written by anybody, or overlaps one that is, counts as known.
         Each slot is the holder's, as far as its share goes, until it commits or abandons it.
         retention, now_s: for new records; one that is known already may only rise in priority.
+        most_nbytes: of all these slots.
         """
         slots: list[Slot] = []
         every = (1 << share.total) - 1
@@ -132,6 +136,8 @@ class Catalog:
             if record is not None and share.parts == every and record.missing and not record.writers:
                 self._forget(record)  # others began it, and this one brings all of it
                 record = None
+            if (len(slots) + 1) * nbytes > most_nbytes:
+                break
             if record is None:
                 offset = self._take(nbytes, retention.tenant)
                 if offset is None:

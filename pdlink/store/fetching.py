@@ -21,7 +21,7 @@ from pdlink.store.write_through import SELF
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdlink.memory.buffers import Buffer
+    from pdlink.store.arena import Arena
     from pdlink.store.below import Below, Brought
     from pdlink.store.books import Books
     from pdlink.store.interface import Wanted
@@ -40,18 +40,18 @@ class Fetching:
         books: Books,
         below: Below,
         writing: WriteThrough,
-        buffer: Buffer,
+        arena: Arena,
         *,
         verify: bool,
         tier_deadline_s: float,
         lease_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """Starts the verifier's thread. buffer: the arena. verify: check what is in memory, too, whenever it is read.
+        """Starts the verifier's thread. verify: check what is in memory, too, whenever it is read.
 
         tier_deadline_s: when a fetch goes on with what is there. lease_s: longest life of a fetch.
         """
-        self._books, self._below, self._writing, self._buffer = books, below, writing, buffer
+        self._books, self._below, self._writing, self._arena = books, below, writing, arena
         self._verify, self._clock = verify, clock
         self._tier_deadline_s, self._lease_s = tier_deadline_s, lease_s
         self._verifier = Line("pdlink-store-verify")
@@ -155,7 +155,7 @@ class Fetching:
     def _check_here(self, fetch: Fetch, here: Sequence[tuple[int, Slot, Lease]], shape: RecordShape) -> None:
         """Records that changed in memory are dropped, and end the prefix there."""
         for index, slot, lease in here:
-            miss = unseal(slot.of(self._buffer.array)[: shape.nbytes], slot.key, shape)
+            miss = unseal(slot.of(self._arena.array)[: shape.nbytes], slot.key, shape)
             with self._books.lock:
                 if self._books.catalog.stands(lease):
                     if miss is None:
@@ -177,8 +177,8 @@ class Fetching:
             wanted, checks = not all(fetch.closed for fetch, _ in arrival.waiting), arrival.checks
         slot, brought = arrival.slot, None
         try:
-            if wanted:
-                room = slot.of(self._buffer.array)
+            if wanted and self._has_memory(slot):
+                room = slot.of(self._arena.array)
                 bring = partial(self._below.bring, first_tier, slot.key, room, arrival.shape)
                 brought = bring(checks=checks)
                 with self._books.lock:
@@ -187,6 +187,11 @@ class Fetching:
                     brought = bring(checks=True)
         finally:  # else its slot is lost, and nobody brings the record again
             self._arrived(arrival, brought)
+
+    def _has_memory(self, slot: Slot) -> bool:
+        """Waits for it."""
+        end = slot.offset + slot.nbytes
+        return self._arena.commit(end) >= end
 
     def _arrived(self, arrival: Arrival, brought: Brought | None) -> None:
         books, key = self._books, arrival.slot.key

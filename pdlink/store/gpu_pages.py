@@ -32,8 +32,8 @@ from pdlink.cuda.steps import PinnedSteps
 from pdlink.cuda.strided import Paged, Strided
 from pdlink.cuda.ways import Ways, ways_of
 from pdlink.errors import ConfigError
+from pdlink.store.arena import STEP_NBYTES
 from pdlink.store.extents import ALIGNMENT_NBYTES
-from pdlink.store.interface import GROWTH_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -91,7 +91,7 @@ class GpuPages:
         *,
         image: bytes | None = None,
         ways: Ways | None = None,
-        step_nbytes: int = GROWTH_NBYTES,
+        step_nbytes: int = STEP_NBYTES,
     ) -> None:
         """buffers: of one open device, by region index; they outlive this. image: of the kernels; None: our own.
 

@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 MEMORY = "memory"
 """The arena, among the names of places."""
 
-GROWTH_NBYTES = 64 << 20
-"""The arena gets its memory from its begin on, in steps of so many bytes; to touch one takes some hundredths of a
-second. A step that a slot lies in has memory in whole."""
-
 
 class Found(NamedTuple):
     """A prefix that the store has, chunk by chunk."""
@@ -92,6 +88,8 @@ class PlaceState(msgspec.Struct, frozen=True):
     """False for a tier that is left alone since it failed or stalled."""
     forgets: bool = False
     """Whether a tier may still have what was cleared. It is not found there any more."""
+    problem: str = ""
+    """Why it keeps less than its settings say."""
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -225,7 +223,8 @@ class AnyStore(ABC):
     ) -> tuple[Slot, ...]:
         """Slots for the records of those keys of which this share is not here yet, up to the first one without room.
 
-        Room is not made of the beginning of `keys`. Fill your share of each payload, then `commit` or `abandon` it.
+        Room is not made of the beginning of `keys`. Waits for memory from the system, for nobody else. Fill your
+        share of each payload, then `commit` or `abandon` it.
         Raises CapacityExceeded if one can never fit; a store in another process warns instead.
         """
         return self._reserve(Room(keys, shape, holder, share, retention))

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.errors import CapacityExceeded, ConfigError
 from pdlink.events import PrefixFound, emit
-from pdlink.memory.buffers import Buffer, Bytes
+from pdlink.store.arena import STEP_NBYTES, Arena
 from pdlink.store.below import Below
 from pdlink.store.books import Books
 from pdlink.store.catalog import Catalog
@@ -34,7 +34,7 @@ from pdlink.store.codec import make_codec
 from pdlink.store.extents import whole_pages
 from pdlink.store.fetching import Fetching
 from pdlink.store.ingestion import make_ingestion
-from pdlink.store.interface import GROWTH_NBYTES, MEMORY, AnyStore, Forgotten, Found, Kept, PlaceState, StoreState
+from pdlink.store.interface import MEMORY, AnyStore, Forgotten, Found, Kept, PlaceState, StoreState
 from pdlink.store.keeper import Keeper
 from pdlink.store.record import seal
 from pdlink.store.slots import MAX_LIFE
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdlink.kv.hashing import Preimage
+    from pdlink.memory.buffers import Buffer, Bytes
     from pdlink.store.interface import AnyFetch, RecordChange, Room, Wanted
     from pdlink.store.policies.base import Policy
     from pdlink.store.record import RecordShape
@@ -122,10 +123,14 @@ class Store(AnyStore):
 
     def open(self) -> None:
         """Reserve the arena, give it its first memory, start the threads. Raises OSError if there is not enough."""
-        self._buffer = Buffer(
-            self._nbytes, name="pdlink-store", committed_nbytes=GROWTH_NBYTES, numa_node=self._numa_node
+        self._arena = Arena(
+            self._nbytes,
+            step_nbytes=STEP_NBYTES,
+            numa_node=self._numa_node,
+            reserve_nbytes=self._reserve_nbytes,
+            clock=self._clock,
         )
-        self._catalog.grow(self._buffer.committed_nbytes)
+        self._catalog.resize(self._arena.room_nbytes)
         self._below = Below(
             self._given_tiers,
             self.places[1:],
@@ -136,13 +141,13 @@ class Store(AnyStore):
             clock=self._clock,
         )
         self._writing = WriteThrough(
-            self._books, self._below, self._buffer, sealed=self._verify, deadline_s=self._tier_deadline_s
+            self._books, self._below, self._arena.buffer, sealed=self._verify, deadline_s=self._tier_deadline_s
         )
         self._fetching = Fetching(
             self._books,
             self._below,
             self._writing,
-            self._buffer,
+            self._arena,
             verify=self._verify,
             tier_deadline_s=self._tier_deadline_s,
             lease_s=self._lease_s,
@@ -152,9 +157,7 @@ class Store(AnyStore):
             self._books,
             self._below,
             self._fetching,
-            self._buffer,
-            step_nbytes=GROWTH_NBYTES,
-            reserve_nbytes=self._reserve_nbytes,
+            self._arena,
             clock=self._clock,
         )
 
@@ -163,7 +166,7 @@ class Store(AnyStore):
         self._keeper.close()
         self._below.close()
         self._fetching.close()
-        self._buffer.close()
+        self._arena.close()
 
     @property
     def has_tiers(self) -> bool:
@@ -189,19 +192,25 @@ class Store(AnyStore):
 
     @property
     def array(self) -> Bytes:
-        return self._buffer.array
+        return self._arena.array
 
     @property
     def buffer(self) -> Buffer:
         """The arena's memory, for processes on this host to map."""
-        return self._buffer
+        return self._arena.buffer
+
+    @property
+    def committed_nbytes(self) -> int:
+        """Of the arena, from its begin on, have memory."""
+        return self._arena.committed_nbytes
 
     def gauges(self) -> dict[str, float]:
         with self._lock:
             catalog = self._catalog
             sizes = {
                 "used": catalog.used_nbytes,
-                "committed": catalog.capacity_nbytes,
+                "committed": self._arena.committed_nbytes,
+                "room": catalog.capacity_nbytes,
                 "pinned": catalog.pinned_nbytes,
             }
         return {**sizes, **self._below.gauges()}
@@ -244,6 +253,25 @@ class Store(AnyStore):
     # --- Writing
 
     def _reserve(self, room: Room) -> tuple[Slot, ...]:
+        """Waits for memory that slots lie in."""
+        return self._with_memory(self._take(room), self._arena.commit)
+
+    def reserve_for(self, room: Room, most_nbytes: int) -> tuple[Slot, ...]:
+        """The same for another process to fill, at most so many bytes. Waits for nothing: memory comes meanwhile."""
+        return self._with_memory(self._take(room, most_nbytes), self._arena.begin)
+
+    def _with_memory(self, slots: tuple[Slot, ...], have: Callable[[int], int]) -> tuple[Slot, ...]:
+        """Those before the first that gets none, without the lock."""
+        end = have(max((slot.offset + slot.nbytes for slot in slots), default=0))
+        kept = tuple(takewhile(lambda slot: slot.offset + slot.nbytes <= end, slots))
+        if len(kept) < len(slots):
+            with self._lock:
+                self._catalog.abandon(slots[len(kept) :])
+                self._catalog.resize(self._arena.room_nbytes)
+            self._books.tell()
+        return kept
+
+    def _take(self, room: Room, most_nbytes: float = inf) -> tuple[Slot, ...]:
         keys, shape, holder, share, retention = room
         if shape.nbytes > self._nbytes:
             raise CapacityExceeded(
@@ -255,7 +283,9 @@ class Store(AnyStore):
         with self._lock:
             head = self._catalog.lease(keys, holder, "reserve", inf)
             kept = retention._replace(ttl_s=min(retention.ttl_s, self._ttl_s))
-            slots = self._catalog.reserve(keys, shape.nbytes, holder, share, kept, self._clock())
+            slots = self._catalog.reserve(
+                keys, shape.nbytes, holder, share, kept, self._clock(), most_nbytes=most_nbytes
+            )
             self._catalog.release(head)
             self._writing.make_headroom()
             self._keeper.wake()
@@ -412,7 +442,14 @@ class Store(AnyStore):
 
         with self._lock:
             catalog = self._catalog
-            memory = PlaceState(MEMORY, catalog.used_nbytes, self._nbytes, len(catalog), answers=True)
+            memory = PlaceState(
+                MEMORY,
+                catalog.used_nbytes,
+                catalog.capacity_nbytes,
+                len(catalog),
+                answers=True,
+                problem=self._arena.problem,
+            )
             pinned_nbytes, writing = catalog.pinned_nbytes, catalog.num_reservations
             leases, pins = list(map(kept, catalog.leases())), list(map(kept, catalog.pins()))
         return StoreState(

@@ -39,4 +39,11 @@ def test_each_prompt_comes_from_where_its_row_says_and_nothing_is_left_on_the_di
 )
 def test_a_prompt_that_came_from_elsewhere_than_its_row_says_ends_the_run(what: str, places: dict[str, int]) -> None:
     with pytest.raises(BadAnswer, match="from elsewhere"):
-        warm._check(what, [{"loaded": sum(places.values()), "places": places}])
+        warm._check(what, [{"loaded": sum(places.values()), "places": places}], 0)
+
+
+def test_a_prompt_of_which_only_a_part_was_loaded_ends_the_run() -> None:
+    sourced = {"loaded": 256, "places": {"disk": 256}}
+    warm._check(warm.DISK, [sourced], 257)  # the last token is computed
+    with pytest.raises(BadAnswer, match="loaded 256 of 512 tokens"):
+        warm._check(warm.DISK, [sourced], 512)

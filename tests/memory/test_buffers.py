@@ -92,19 +92,20 @@ def test_a_buffer_that_does_not_fit_is_refused_before_any_of_it_is_made(monkeypa
         pass
 
 
-def test_a_large_range_is_reserved_at_once_and_gets_memory_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_range_is_reserved_at_once_and_gets_memory_where_it_is_asked_for() -> None:
     with Buffer(60 << 30, committed_nbytes=1) as buffer:
-        assert (len(buffer.array), buffer.committed_nbytes) == (60 << 30, PAGE_NBYTES)
-        assert os.fstat(buffer.fd).st_blocks * 512 < 1 << 30
-        buffer.commit(4 << 20)
-        assert buffer.committed_nbytes == 4 << 20
+        assert len(buffer.array) == 60 << 30
+        assert os.fstat(buffer.fd).st_blocks * 512 <= HUGE_PAGE_NBYTES
+        buffer.populate(4 << 20, 8 << 20)
+        buffer.populate(4 << 20, 4 << 20)
+        assert 4 << 20 <= os.fstat(buffer.fd).st_blocks * 512 <= 4 * HUGE_PAGE_NBYTES
+
+
+def test_a_kernel_that_cannot_populate_gives_the_memory_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "_MADV_POPULATE_WRITE", 1000)
+    with Buffer(8 << 20, committed_nbytes=1) as buffer:
+        buffer.populate(0, 4 << 20)
         assert os.fstat(buffer.fd).st_blocks * 512 >= 4 << 20
-        buffer.commit(PAGE_NBYTES)
-        assert buffer.committed_nbytes == 4 << 20
-        monkeypatch.setattr(buffers, "available_nbytes", lambda: 10 * PAGE_NBYTES)
-        with pytest.raises(OSError, match="does not fit"):
-            buffer.commit((4 << 20) + 10 * PAGE_NBYTES, reserve_nbytes=1)
-        assert buffer.committed_nbytes == 4 << 20
 
 
 def test_what_is_available_is_less_than_what_there_is() -> None:

@@ -65,7 +65,7 @@ class World:
             pin_quota_nbytes=QUOTA_PAGES * ALIGNMENT_NBYTES,
             tenant_quota_nbytes=TENANT_PAGES * ALIGNMENT_NBYTES,
         )
-        self.catalog.grow(PAGES // 2 * ALIGNMENT_NBYTES)
+        self.catalog.resize(PAGES // 2 * ALIGNMENT_NBYTES)
         self.pages = [[0] * PARTS for _ in range(PAGES)]
         self.now_s = 0.0
         self.lives = 0
@@ -224,9 +224,9 @@ class World:
         slots = (slot for holder in self.holders for writing in holder.writing for slot in writing.slots)
         self.withdrawn |= {slot.serial for slot in slots if keys is None or slot.key in keys}
 
-    def _grow(self, dice: Dice) -> None:
+    def _resize(self, dice: Dice) -> None:
         pages = self.catalog.capacity_nbytes // ALIGNMENT_NBYTES
-        self.catalog.grow(min(PAGES, pages + dice.below(2)) * ALIGNMENT_NBYTES)
+        self.catalog.resize(max(PAGES // 2, min(PAGES, pages + dice.below(4) - 1)) * ALIGNMENT_NBYTES)
 
     def _one(self, dice: Dice, busy: Literal["writing", "reading"]) -> Holder | None:
         """A holder that lives and has something of that kind under way."""
@@ -313,7 +313,7 @@ MOVES = [
         "read",
         "release",
     ),
-    *("forget_lease", "tick", "die", "notice", "pin", "unpin", "remove", "grow", "leave"),
+    *("forget_lease", "tick", "die", "notice", "pin", "unpin", "remove", "resize", "leave"),
 ]
 
 

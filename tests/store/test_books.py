@@ -18,7 +18,7 @@ KEY = b"%032d" % 7
 
 def opened() -> Books:
     catalog = Catalog(make_policy("lru"))
-    catalog.grow(4 * SHAPE.nbytes)
+    catalog.resize(4 * SHAPE.nbytes)
     return Books(catalog, make_ingestion("all"), 0.0)
 
 

@@ -71,7 +71,7 @@ def test_planted_bug_is_found(name: str) -> None:
 
 def catalog(pages: int, *, quota_pages: int = 0, tenant_pages: int = 0) -> Catalog:
     made = Catalog(make_policy("lru"), pin_quota_nbytes=quota_pages * PAGE, tenant_quota_nbytes=tenant_pages * PAGE)
-    made.grow(pages * PAGE)
+    made.resize(pages * PAGE)
     return made
 
 

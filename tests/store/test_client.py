@@ -142,11 +142,11 @@ def test_ranks_fill_one_record_together(tmp_path: Path) -> None:
 
 
 def test_an_arena_that_grows_is_mapped_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdlink.store.store.GROWTH_NBYTES", 4 * SHAPE.nbytes)
+    monkeypatch.setattr("pdlink.store.store.STEP_NBYTES", 4 * SHAPE.nbytes)
     with served(tmp_path, 100) as (store, listener), client(listener.path) as mine:
-        assert mine._touched_nbytes == store.buffer.committed_nbytes == 4 * SHAPE.nbytes
+        assert mine._touched_nbytes == store.committed_nbytes == 4 * SHAPE.nbytes
         put(mine, KEYS[:3])
-        until(lambda: store.buffer.committed_nbytes > 4 * SHAPE.nbytes, "memory is added")
+        until(lambda: store.committed_nbytes > 4 * SHAPE.nbytes, "memory is added")
         put(mine, KEYS[3:8])
         assert mine._touched_nbytes > 4 * SHAPE.nbytes
         mine._toucher.submit(lambda: None).result(WAIT_S)
@@ -778,3 +778,10 @@ def test_slots_are_checked_against_the_shape_that_was_asked_for(tmp_path: Path) 
         assert isinstance(small[0], Slot)
         assert two.reserve(KEYS[:1], large, share=Share(1, 2, 2)) == ()
         one.abandon(small)
+
+
+def test_a_client_that_keeps_its_reservations_leaves_room_for_others(tmp_path: Path) -> None:
+    with served(tmp_path, 16) as (_, listener), client(listener.path) as hog, client(listener.path) as other:
+        held = [slot for _ in range(20) for slot in hog.reserve([os.urandom(32) for _ in range(8)], SHAPE)]
+        assert len(held) == 14
+        assert put(other, KEYS[:2]) == read(other, KEYS[:2]) == 2

@@ -13,7 +13,7 @@ PAGE = ALIGNMENT_NBYTES
 
 def extents(pages: int) -> Extents:
     made = Extents()
-    made.grow(pages * PAGE)
+    made.limit_nbytes = pages * PAGE
     return made
 
 
@@ -28,9 +28,10 @@ def test_ranges_always_fill_the_arena_exactly(seed: int) -> None:
             made.give_back(begin)
         elif (got := made.take(rng.randint(1, 9 * PAGE))) is not None:
             assert got % PAGE == 0
+            assert got < made.limit_nbytes
             taken.add(got)
         if rng.random() < 0.02:
-            made.grow(made.limit_nbytes + rng.randint(0, 5) * PAGE)
+            made.limit_nbytes = rng.randint(1, 60) * PAGE
         made.check()
     for begin in taken:
         made.give_back(begin)
@@ -54,6 +55,17 @@ def test_what_was_not_taken_cannot_be_given_back() -> None:
     made.give_back(begin)
     with pytest.raises(KeyError):
         made.give_back(begin)
-    with pytest.raises(ValueError, match="shrink"):
-        made.grow(PAGE)
     assert made.take(0) is None
+
+
+def test_nothing_is_taken_beyond_a_limit_that_was_lowered_and_what_lies_there_stays() -> None:
+    made = extents(8)
+    assert [made.take(2 * PAGE) for _ in range(4)] == [0, 2 * PAGE, 4 * PAGE, 6 * PAGE]
+    made.limit_nbytes = 4 * PAGE
+    made.give_back(6 * PAGE)
+    assert made.take(2 * PAGE) is None
+    made.give_back(2 * PAGE)
+    assert made.take(2 * PAGE) == 2 * PAGE
+    made.limit_nbytes = 8 * PAGE
+    assert made.take(2 * PAGE) == 6 * PAGE
+    made.check()

@@ -11,7 +11,7 @@ import pytest
 from pdlink.config import TiersConfig
 from pdlink.errors import ConfigError
 from pdlink.memory import buffers, numa
-from pdlink.store.interface import GROWTH_NBYTES
+from pdlink.store.arena import STEP_NBYTES
 from pdlink.store.opening import make_store
 from pdlink.store.record import Group, RecordShape
 
@@ -20,7 +20,7 @@ from .process import until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SHAPE = RecordShape("uint8", 16, (Group("latent", (0,), 1, 1, GROWTH_NBYTES // 64),))  # a quarter of a step
+SHAPE = RecordShape("uint8", 16, (Group("latent", (0,), 1, 1, STEP_NBYTES // 64),))  # a quarter of a step
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_each_step_of_memory_comes_from_the_node_of_the_settings_or_of_the_gpu(
     try:
         keys = [bytes([number]) * 32 for number in range(12)]
         store.commit(store.reserve(keys, SHAPE), SHAPE)
-        until(lambda: store.gauges()["committed"] > GROWTH_NBYTES, "there is more than the first step")
+        until(lambda: store.gauges()["committed"] > STEP_NBYTES, "there is more than the first step")
         assert len(preferred) > 1
         assert set(preferred) == {0}
         maps = Path("/proc/self/numa_maps")

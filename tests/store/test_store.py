@@ -14,6 +14,7 @@ import pytest
 
 from pdlink.errors import CapacityExceeded, ConfigError
 from pdlink.memory.buffers import available_nbytes
+from pdlink.store.extents import ALIGNMENT_NBYTES as PAGE
 from pdlink.store.fetch import Fetch
 from pdlink.store.interface import MEMORY, Found, Wanted
 from pdlink.store.policies.registry import make_policy
@@ -22,6 +23,7 @@ from pdlink.store.slots import Lease, Share, Slot
 from pdlink.store.store import Store
 from pdlink.store.turns import USUAL, Retention
 
+from .process import until
 from .stubs import SHAPE, WAIT_S, StubTier
 
 if TYPE_CHECKING:
@@ -446,18 +448,61 @@ def test_a_record_larger_than_the_arena_is_refused_with_both_numbers() -> None:
         Store(0, make_policy("lru"))
 
 
-def test_memory_comes_in_steps_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdlink.store.store.GROWTH_NBYTES", 4 * SHAPE.nbytes)
+def test_a_put_gets_the_memory_that_it_needs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that is larger than what has memory by then is kept whole."""
+    monkeypatch.setattr("pdlink.store.store.STEP_NBYTES", 4 * SHAPE.nbytes)
     with opened(100) as store:
         assert store.gauges()["committed"] == 4 * SHAPE.nbytes
+        assert put(store, KEYS) == len(KEYS) > 4
+        assert store.gauges()["committed"] >= len(KEYS) * SHAPE.nbytes
+        assert read(store, KEYS) == len(KEYS)
+
+
+def test_the_first_load_after_a_start_gets_the_memory_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdlink.store.store.STEP_NBYTES", 2 * SHAPE.nbytes)
+    tier = StubTier()
+    with opened(100, [tier]) as store:
+        put(store, KEYS)
+        assert store.flush(WAIT_S)
+    with opened(100, [tier]) as store:
+        assert read(store, KEYS) == len(KEYS)
+
+
+def test_a_record_larger_than_a_step_of_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdlink.store.store.STEP_NBYTES", PAGE)
+    with opened(3) as store:
+        assert put(store, KEYS[:2]) == read(store, KEYS[:2]) == 2
+
+
+def test_memory_comes_ahead_of_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdlink.store.store.STEP_NBYTES", 4 * SHAPE.nbytes)
+    with opened(100) as store:
         put(store, KEYS[:3])
-        done = threading.Event()
-        for _ in range(200):
-            if store.gauges()["committed"] == 8 * SHAPE.nbytes:
-                break
-            done.wait(0.05)
-        assert put(store, KEYS[3:7]) == 4
-        assert read(store, KEYS) == 7
+        until(lambda: store.gauges()["committed"] == 8 * SHAPE.nbytes, "the keeper runs ahead")
+
+
+def test_memory_that_is_refused_lowers_the_room_and_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pdlink.store.store.STEP_NBYTES", 2 * SHAPE.nbytes)
+    monkeypatch.setattr("pdlink.store.arena.available_nbytes", lambda: 5 * SHAPE.nbytes)
+    clock = Clock()
+    with opened(100, clock=clock) as store:
+        monkeypatch.setattr("pdlink.store.arena.available_nbytes", lambda: 0)
+        for _ in range(2):
+            assert put(store, KEYS) == 2, "what has memory is kept"
+            assert store.gauges()["room"] == 2 * SHAPE.nbytes
+            store.clear(KEYS)
+        memory = store.state().places[0]
+        assert memory.capacity_nbytes == 2 * SHAPE.nbytes
+        assert "no" in memory.problem
+        assert len([one for one in caplog.records if "memory stays at" in one.message]) == 1
+        monkeypatch.setattr("pdlink.store.arena.available_nbytes", lambda: 1 << 40)
+        clock.now_s += 11
+        assert put(store, KEYS[:2]) == 2
+        until(lambda: store.gauges()["room"] == 100 * SHAPE.nbytes, "it is tried again")
+        assert store.state().places[0].problem == ""
+        assert put(store, KEYS[2:]) == len(KEYS) - 2
 
 
 def test_a_store_larger_than_the_machine_opens_with_one_step_of_memory_and_can_be_used() -> None:

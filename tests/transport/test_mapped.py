@@ -140,7 +140,7 @@ def test_holes_of_a_region_are_refused_until_they_have_memory(pair: tuple[Side, 
             with pytest.raises(ValueError, match="outside a region of 65536 bytes"):
                 writer.submit_block("owner", first, 8192)
         assert os.fstat(buffer.fd).st_blocks * 512 == 1 << 16
-        buffer.commit(1 << 18)
+        buffer.populate(1 << 16, 1 << 18)
         assert writer.wait_batch(writer.submit_block("owner", 0, 1 << 18)) == "ok"
         assert (buffer.array[: 1 << 18] == writer.buffers[0].array[: 1 << 18]).all()
         assert os.fstat(buffer.fd).st_blocks * 512 == 1 << 18, "what is prepared for copies is no hole"

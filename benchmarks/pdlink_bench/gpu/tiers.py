@@ -19,7 +19,6 @@ from pdlink.store.gpu_pages import GpuPages
 from pdlink.store.policies.registry import make_policy
 from pdlink.store.source import StoreSource
 from pdlink.store.store import Store
-from pdlink_bench.arena import take_whole
 
 from .figures import Figure
 
@@ -80,7 +79,6 @@ def measured(
         store = Store(nbytes + nbytes // 8 + (1 << 20), make_policy("lru"), lends=True)
         store.open()
         made.callback(store.close)
-        take_whole(store)
         pool = BlockPool(layout.num_blocks)
         source = StoreSource(
             store, layout, [pages], pool, model="m", revision="r", chunk_tokens=CHUNK_TOKENS, gpu=gpu

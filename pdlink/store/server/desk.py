@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pdlink.errors import ConfigError, ProtocolError
 from pdlink.store import wire
-from pdlink.store.interface import Found
+from pdlink.store.interface import Found, Room
 from pdlink.store.preimages import from_wire
 from pdlink.store.slots import life_of
 from pdlink.store.turns import MAX_PRIORITY, MAX_PRIORITY_S, MIN_PRIORITY
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 _MAX_FETCHES = 4096
 """Of one client at a time; an engine has one for each running request."""
+_LEFT_SHARE = 8
+"""Of the arena, how small a part one client leaves to the others when it has reserved all that it may."""
 _MAX_TENANT_CHARS = 64
 _MAX_PARTS = 4096
 """Of a record; a model has fewer KV heads."""
@@ -177,7 +179,11 @@ class Desk:
         retention = _checked(message.retention)
         slots: list[Slot] = []
         if nbytes <= self._store.buffer.nbytes:
-            for slot in self._store.reserve(message.keys, message.shape, self.holder, share, retention):
+            room = Room(message.keys, message.shape, self.holder, share, retention)
+            held_nbytes = sum(slot.nbytes for slot, _ in self._writing.values())
+            left_nbytes = self._store.buffer.nbytes // _LEFT_SHARE // nbytes * nbytes
+            most_nbytes = self._store.buffer.nbytes - left_nbytes - held_nbytes
+            for slot in self._store.reserve_for(room, most_nbytes):
                 if slot.nbytes == nbytes:
                     slots.append(slot)
                 else:  # somebody has begun a record of this key in another shape
@@ -185,7 +191,8 @@ class Desk:
         self._writing.update((slot.serial, (slot, message.shape)) for slot in slots)
         index_of = {key: index for index, key in enumerate(message.keys)}
         reserved = tuple((index_of[slot.key], slot.serial, slot.offset) for slot in slots)
-        self.tell(wire.Reserved(message.call, reserved, self._store.buffer.committed_nbytes))
+        end = max((slot.offset + slot.nbytes for slot in slots), default=0)
+        self.tell(wire.Reserved(message.call, reserved, max(end, self._store.committed_nbytes)))
 
     def _repack(self, message: wire.Repack) -> None:
         _check(message.shape)

@@ -244,7 +244,7 @@ class _Session(threading.Thread):
             wire.VERSION,
             incarnation,
             buffer.nbytes,
-            buffer.committed_nbytes,
+            store.committed_nbytes,
             places,
             store.frozen,
             self._listener.events,

@@ -1,0 +1,99 @@
+"""Memory of an arena: it comes when it is asked for, from the begin on, in as many threads as ask."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pdlink.store.arena import Arena
+
+from .stubs import WAIT_S
+
+STEP = 1 << 20
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def arena(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
+    monkeypatch.setattr("pdlink.store.arena._PIECE_NBYTES", STEP // 4)
+    made = Arena(32 * STEP, step_nbytes=STEP, clock=clock)
+    yield made
+    made.close()
+
+
+def test_memory_is_there_when_commit_returns_whoever_asks(arena: Arena) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        ends = [(7 * number % 32 + 1) * STEP for number in range(32)]
+        for end, committed in zip(ends, pool.map(arena.commit, ends), strict=True):
+            assert committed >= end
+    assert arena.committed_nbytes == arena.nbytes == arena.room_nbytes
+
+
+def test_pieces_are_filled_by_several_threads_at_the_same_time(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    populate, meet = arena.buffer.populate, threading.Barrier(2)
+
+    def together(begin: int, end: int) -> None:
+        if begin < STEP + STEP // 2:
+            meet.wait(WAIT_S)
+        populate(begin, end)
+
+    monkeypatch.setattr(arena.buffer, "populate", together)
+    assert arena.commit(2 * STEP) == 2 * STEP
+
+
+def test_a_granted_range_is_filled_without_anybody_who_waits(arena: Arena) -> None:
+    assert arena.begin(3 * STEP) == 3 * STEP
+    with arena._changed:
+        assert arena._changed.wait_for(lambda: arena.committed_nbytes == 3 * STEP, WAIT_S)
+
+
+def test_what_is_being_filled_is_not_granted_twice(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdlink.store.arena.available_nbytes", lambda: 3 * STEP)
+    monkeypatch.setattr(arena._helpers, "put", lambda job: True)
+    assert arena.begin(9 * STEP) == 4 * STEP
+    assert arena.problem
+
+
+def test_memory_that_does_not_come_is_not_granted_and_nobody_waits_for_it(
+    arena: Arena, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process took it after we looked."""
+    populate = arena.buffer.populate
+
+    def fail(begin: int, end: int) -> None:
+        if begin >= 2 * STEP:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        populate(begin, end)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena.buffer, "populate", fail)
+        assert arena.commit(5 * STEP) == arena.room_nbytes == 2 * STEP
+        assert "Cannot allocate" in arena.problem
+        assert arena.commit(5 * STEP) == 2 * STEP, "it is not tried again for a while"
+    clock.now_s += 11
+    assert arena.commit(5 * STEP) == 5 * STEP
+    assert arena.room_nbytes == arena.nbytes
+    assert arena.problem == ""
+
+
+def test_memory_runs_ahead_of_what_is_used(arena: Arena) -> None:
+    assert not arena.wants_more(STEP // 2)
+    assert arena.wants_more(STEP)
+    arena.run_ahead(STEP)
+    assert arena.committed_nbytes == 2 * STEP
+    assert not arena.wants_more(STEP)
