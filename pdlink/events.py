@@ -125,7 +125,7 @@ class KVCopied(Event, frozen=True, kw_only=True, gc=False):
 
 
 class WriteDropped(Event, frozen=True, kw_only=True, gc=False):
-    """A tier did not get its copy of a record, because it is behind with others."""
+    """A record was evicted before a tier that is behind, or takes nothing, had its copy."""
 
     tier: str
 

@@ -287,8 +287,8 @@ class StoreMetrics:
         self.writes_dropped = add(
             Counter(
                 "pdlink_tier_writes_dropped_total",
-                "Records that a tier did not get, because it was behind. Rises: the tier is too slow for what is "
-                "written.",
+                "Records that left memory before a tier had them. Rises: the tier is too slow for what is written, "
+                "or takes nothing.",
                 tier=(),
             )
         )

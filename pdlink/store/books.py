@@ -12,7 +12,7 @@ from collections import Counter
 from math import inf
 from typing import TYPE_CHECKING
 
-from pdlink.events import Announcer, RecordsChanged, emit
+from pdlink.events import Announcer, RecordsChanged, WriteDropped, emit
 from pdlink.store.interface import MEMORY, RecordChange
 
 if TYPE_CHECKING:
@@ -40,9 +40,15 @@ class Books:
         """Keys of readable records whose headers have their sums already."""
         self.unchecked: set[bytes] = set()
         """Keys of readable records that nobody has compared with their sums since they came from a tier."""
+        self.debts: dict[str, dict[bytes, None]] = {}
+        """By tier: keys of readable records that it is to have and has not got, next one first (`WriteThrough`)."""
+        self.num_dropped = 0
+        """Records that were evicted while a tier was still to have them, since the last flush."""
         self._epoch_s = epoch_s
         self._uncounted: list[Change] = []
         """Changes that no metric has heard of."""
+        self._dropped: Counter[str] = Counter()
+        """Debts by tier whose records were evicted, and that no metric has heard of."""
         self._announcer: Announcer[RecordChange] = Announcer()
 
     def commit(
@@ -79,7 +85,11 @@ class Books:
         with self.lock:
             self._note({})
             changes, self._uncounted = self._uncounted, []
+            dropped, self._dropped = self._dropped, Counter()
+            self.num_dropped += dropped.total()
         self._announcer.tell()
+        for tier in dropped.elements():
+            emit(WriteDropped(tier=tier))
         for (kind, nbytes), count in Counter((change.kind, change.nbytes) for change in changes).items():
             emit(RecordsChanged(kind=kind, records=count, nbytes=count * nbytes))
 
@@ -113,5 +123,9 @@ class Books:
                 self.summed.discard(change.key)
                 self.unchecked.discard(change.key)
                 self.shapes.pop(change.key, None)
+                for tier, debts in self.debts.items():
+                    if change.key in debts:
+                        del debts[change.key]
+                        self._dropped[tier] += change.kind == "evicted"
             known = preimages.get(change.key) if is_there else None
             self._announcer.note(RecordChange(MEMORY, is_there, change.key, known))

@@ -85,7 +85,9 @@ class Fetching:
             first = self._lease(fetch, found.keys)
             for slot in first.slots:
                 to_check += self._add_here(fetch, slot, first)
-            self._writing.begin([slot.key for slot in first.slots if self._books.ingestion.on_hit(slot.key)], shape)
+            here = [slot.key for slot in first.slots]
+            self._writing.hit(here)
+            self._writing.begin([key for key in here if self._books.ingestion.on_hit(key)])
             for key, place in list(zip(found.keys, found.places, strict=True))[len(first.slots) :]:
                 if catalog.lookup([key]):
                     lease = self._lease(fetch, [key])

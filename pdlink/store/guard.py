@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _FORGET = ("remove", "clear", "settle", "list")
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+"""After a record that a tier did not take, before it is offered another one."""
 _READERS = 2
 """Threads that read from one tier; two keep a disk busy with records of a megabyte and more."""
 
@@ -53,6 +55,10 @@ class GuardedTier:
         """Of records that wait to be written; the store's lock guards it."""
         self.queued: dict[bytes, int] = {}
         """By their keys the serials of their slots, unless they were cleared since; the store's lock guards it."""
+        self.refuses = False
+        """Whether it did not take the last record that it was offered. The store's lock guards this and the next."""
+        self.try_again_s = self._pause_s = 0.0
+        """When to offer it one again, and how long the pause before that is."""
         self.medium: str = getattr(tier, "medium", tier.name)
         """What keeps the records, by a name that the next process knows it by."""
         self._cleared = cleared
@@ -64,6 +70,15 @@ class GuardedTier:
         first two is left alone; one that only removes nothing is read."""
         self._clock = clock
         self._lock = threading.Lock()
+
+    def took(self, now_s: float, *, taken: bool) -> None:
+        """Whether it took a record that it was offered. Under the store's lock."""
+        if taken:
+            self._pause_s = 0.0
+        elif not self.refuses or now_s >= self.try_again_s:
+            self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s or _FIRST_PAUSE_S)
+            self.try_again_s = now_s + self._pause_s
+        self.refuses = not taken
 
     @property
     def available(self) -> bool:

@@ -282,7 +282,11 @@ class AnyStore(ABC):
 
     @abstractmethod
     def flush(self, timeout_s: float) -> bool:
-        """Wait until every tier has been offered what was committed before; whether `timeout_s` was enough."""
+        """Have written to every tier what it was to get; whether all that was committed since the last one is there.
+
+        Waits `timeout_s` at most, and not for a tier that takes nothing. False, too, where a record was evicted
+        before a tier had it.
+        """
 
     @abstractmethod
     def health(self) -> dict[str, bool]:

@@ -1,7 +1,8 @@
 """`Keeper`: the thread that keeps house in an arena.
 
-It gives the arena memory ahead of need, puts that into huge pages afterwards, ends leases that are over and
-fetches that take too long, and has tiers that were away forget what was cleared meanwhile.
+It gives the arena memory ahead of need, puts that into huge pages afterwards, ends leases that are over and fetches
+that take too long, offers tiers again what they did not take, and has tiers that were away forget what was cleared
+meanwhile.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pdlink.store.below import Below
     from pdlink.store.books import Books
     from pdlink.store.fetching import Fetching
+    from pdlink.store.write_through import WriteThrough
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +34,14 @@ class Keeper:
         books: Books,
         below: Below,
         fetching: Fetching,
+        writing: WriteThrough,
         arena: Arena,
         *,
         clock: Callable[[], float],
     ) -> None:
         """Starts the thread."""
-        self._books, self._below, self._fetching, self._arena = books, below, fetching, arena
-        self._clock = clock
+        self._books, self._below, self._fetching, self._writing = books, below, fetching, writing
+        self._arena, self._clock = arena, clock
         self.gathering = Gathering()
         self._work = threading.Condition(books.lock)
         self._closing = False
@@ -65,6 +68,7 @@ class Keeper:
                     return
                 now_s = self._clock()
                 catalog.expire(now_s)
+                self._writing.pay()
                 late = self._fetching.late(now_s)
                 catalog.resize(self._arena.room_nbytes)
                 used_nbytes = catalog.used_nbytes

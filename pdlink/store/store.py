@@ -141,7 +141,12 @@ class Store(AnyStore):
             clock=self._clock,
         )
         self._writing = WriteThrough(
-            self._books, self._below, self._arena.buffer, sealed=self._verify, deadline_s=self._tier_deadline_s
+            self._books,
+            self._below,
+            self._arena.buffer,
+            sealed=self._verify,
+            deadline_s=self._tier_deadline_s,
+            clock=self._clock,
         )
         self._fetching = Fetching(
             self._books,
@@ -157,6 +162,7 @@ class Store(AnyStore):
             self._books,
             self._below,
             self._fetching,
+            self._writing,
             self._arena,
             clock=self._clock,
         )
@@ -164,6 +170,8 @@ class Store(AnyStore):
     def close(self) -> None:
         """End the threads, as far as the tiers let them, and give the memory back. Nobody may use slots any more."""
         self._keeper.close()
+        if any(self._books.debts.values()):
+            self.flush(self._tier_deadline_s)
         self._below.close()
         self._fetching.close()
         self._arena.close()
@@ -310,7 +318,7 @@ class Store(AnyStore):
             known = {slot.key: preimage for slot, preimage in zip(slots, preimages, strict=False)}
             with self._lock:
                 readable = self._books.commit(slots, shape, summed=summed, preimages=known)
-                self._writing.begin([key for key in readable if self._books.ingestion.on_put(key)], shape)
+                self._writing.begin([key for key in readable if self._books.ingestion.on_put(key)])
         self._books.tell()
 
     def abandon(self, slots: Iterable[Slot]) -> None:
@@ -377,6 +385,7 @@ class Store(AnyStore):
         with self._lock:
             if places is None or MEMORY in places:
                 removed = self._catalog.remove(keys)
+            self._writing.forgive(keys, places)
             self._below.doom(keys, places, clear)
         self._books.tell()
         return Forgotten(removed, is_noted and whole)
@@ -420,7 +429,7 @@ class Store(AnyStore):
         return sum(1 for _ in takewhile(packed, keys))
 
     def flush(self, timeout_s: float) -> bool:
-        return self._below.flush(timeout_s)
+        return self._writing.flush(timeout_s)
 
     def health(self) -> dict[str, bool]:
         try:

@@ -1,7 +1,9 @@
 """`WriteThrough`: copies of records on their way from the arena into the tiers below it.
 
-Each tier has a thread that writes. A record that waits for it is leased without a deadline, because the thread always
-comes back; so the bytes that wait are bounded, and what is too much for a tier is not written there.
+What a tier is to have stands in its list of debts (`Books.debts`), in the order in which it came; a hit puts a record
+first. Debts are paid while the bytes that wait for the tier's writer are few: such a record is leased without a
+deadline, because the thread always comes back, and so cannot be evicted; a debt holds nothing. A record that the tier
+did not take is owed again, and a tier that takes nothing is offered one record after each pause, until it does.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
-from pdlink.events import WriteDropped, emit
 from pdlink.store.below import Question
 from pdlink.store.tiers.base import ReadOnly
 
@@ -33,36 +34,79 @@ _HEADROOM_SHARE = 8
 
 
 class WriteThrough:
-    """Thread-safe. `begin` and `make_headroom` are called with the lock of the books held."""
+    """Thread-safe. `begin`, `pay` and `make_headroom` are called with the lock of the books held."""
 
-    def __init__(self, books: Books, below: Below, buffer: Buffer, *, sealed: bool, deadline_s: float) -> None:
+    def __init__(
+        self,
+        books: Books,
+        below: Below,
+        buffer: Buffer,
+        *,
+        sealed: bool,
+        deadline_s: float,
+        clock: Callable[[], float],
+    ) -> None:
         """buffer: the arena. sealed: records have their header when they become readable, else when they are written.
 
         deadline_s: of calls that wait for a tier's thread.
         """
         self._books, self._below, self._buffer = books, below, buffer
-        self._sealed, self._deadline_s = sealed, deadline_s
+        self._sealed, self._deadline_s, self._clock = sealed, deadline_s, clock
+        books.debts = {tier.name: {} for tier in below.tiers if not isinstance(tier.tier, ReadOnly)}
 
-    def begin(self, keys: Sequence[bytes], shape: RecordShape) -> None:
-        """Write these readable records to every tier, in its thread."""
-        catalog = self._books.catalog
-        questions = [Question(keys) for _ in self._below.tiers]
-        for key in keys:
-            for index, tier in enumerate(self._below.tiers):
-                if isinstance(tier.tier, ReadOnly):
-                    continue
-                if tier.queued_nbytes and tier.queued_nbytes + shape.nbytes > self._buffer.nbytes // _WAITING_SHARE:
-                    emit(WriteDropped(tier=tier.name))
-                    continue
-                lease = catalog.lease([key], SELF, "write-through", inf)
-                tier.queued_nbytes += shape.nbytes
-                tier.queued[key] = lease.slots[0].serial
-                expires_at_s = self._books.expires_at_s(key)
-                job = partial(self._write, index, lease, shape, expires_at_s, questions[index])
-                if not tier.writers.put(job):
-                    tier.queued_nbytes -= shape.nbytes
-                    del tier.queued[key]
-                    catalog.release(lease)
+    def begin(self, keys: Sequence[bytes]) -> None:
+        """Have these readable records written to every tier."""
+        if not keys:
+            return
+        for tier in self._below.tiers:
+            if (debts := self._books.debts.get(tier.name)) is not None:
+                debts.update((key, None) for key in keys if key not in tier.queued)
+        self.pay()
+
+    def hit(self, keys: Sequence[bytes]) -> None:
+        """These readable records were used: those that a tier has not got yet are next."""
+        for tier, debts in self._books.debts.items():
+            if debts and (known := {key: None for key in keys if key in debts}):
+                self._books.debts[tier] = {**known, **{key: None for key in debts if key not in known}}
+
+    def forgive(self, keys: Sequence[bytes] | None, places: Sequence[str] | None) -> None:
+        """Tiers of these names, or all, are not to have these records, or any, any more."""
+        for tier, debts in self._books.debts.items():
+            if places is None or tier in places:
+                for key in list(debts) if keys is None else keys:
+                    debts.pop(key, None)
+
+    def pay(self, *, at_once: bool = False) -> None:
+        """Put what tiers are to have into the lines of their writers. at_once: also where a pause is not over."""
+        for index in range(len(self._below.tiers)):
+            self._pay(index, at_once=at_once)
+
+    def _pay(self, index: int, *, at_once: bool = False) -> None:
+        tier, catalog = self._below.tiers[index], self._books.catalog
+        debts = self._books.debts.get(tier.name)
+        most_nbytes = self._buffer.nbytes // _WAITING_SHARE
+        if not debts or tier.queued_nbytes > most_nbytes // 2:
+            return
+        if tier.refuses and (tier.queued or not (at_once or self._clock() >= tier.try_again_s)):
+            return
+        keys: list[bytes] = []
+        question = Question(keys)
+        while debts:
+            key = next(iter(debts))
+            shape = self._books.shapes[key]
+            if tier.queued_nbytes and tier.queued_nbytes + shape.nbytes > most_nbytes:
+                return
+            lease = catalog.lease([key], SELF, "write-through", inf)
+            job = partial(self._write, index, lease, shape, self._books.expires_at_s(key), question)
+            if not tier.writers.put(job):  # the store is closing
+                catalog.release(lease)
+                return
+            keys.append(key)
+            del debts[key]
+            tier.queued_nbytes += shape.nbytes
+            tier.queued[key] = lease.slots[0].serial
+            if tier.refuses:
+                return
 
     def make_headroom(self) -> None:
         """Write what goes next before its room is wanted, where eviction writes.
@@ -72,9 +116,26 @@ class WriteThrough:
         catalog = self._books.catalog
         if self._books.ingestion.writes_back:
             for lease in catalog.leave(catalog.capacity_nbytes // _HEADROOM_SHARE, SELF, inf):
-                for slot in lease.slots:
-                    self.begin([slot.key], self._books.shapes[slot.key])
+                self.begin([slot.key for slot in lease.slots])
                 catalog.release(lease)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Pay all debts; whether every tier has what it was to have since the last flush."""
+        deadline_s, before = self._clock() + timeout_s, inf
+        while True:
+            with self._books.lock:
+                self.pay(at_once=True)
+            if not self._below.flush(deadline_s - self._clock()):
+                return False
+            with self._books.lock:
+                left = sum(map(len, self._books.debts.values()))
+                waits = any(tier.queued for tier in self._below.tiers)
+                if not left and not waits:
+                    num_dropped, self._books.num_dropped = self._books.num_dropped, 0
+                    return not num_dropped
+            if left >= before and not waits:  # a tier takes nothing
+                return False
+            before = left
 
     def put(self, index: int, shape: RecordShape, slot: Slot) -> bool:
         """Whether one tier has the record of a slot afterwards. Waits for its thread."""
@@ -103,18 +164,24 @@ class WriteThrough:
 
     def _write(self, index: int, lease: Lease, shape: RecordShape, expires_at_s: float, question: Question) -> None:
         tier, slot = self._below.tiers[index], lease.slots[0]
+        taken = False
         try:
             tier.drop_again()
             with self._books.lock:
                 is_wanted = tier.queued.get(slot.key) == slot.serial
-                if is_wanted:
-                    del tier.queued[slot.key]
-            if is_wanted:
-                self._offer(index, slot, shape, expires_at_s, question)
+            taken = not is_wanted or self._offer(index, slot, shape, expires_at_s, question)
         finally:
             with self._books.lock:
                 tier.queued_nbytes -= shape.nbytes
+                still_wanted = tier.queued.get(slot.key) == slot.serial
+                if still_wanted:
+                    del tier.queued[slot.key]
+                    tier.took(self._clock(), taken=taken)
+                    if not taken and slot.key in self._books.shapes:
+                        self._books.debts[tier.name][slot.key] = None
                 self._books.catalog.release(lease)
+                self._pay(index)
+            self._books.tell()
 
     def _offer(self, index: int, slot: Slot, shape: RecordShape, expires_at_s: float, question: Question) -> bool:
         """Whether the tier has a record afterwards. Its lease has no deadline: what is sealed must not change."""

@@ -1,0 +1,123 @@
+"""What a tier is to have is written while it is in memory, however late; `flush` says whether all is there."""
+
+from __future__ import annotations
+
+from pdlink.events import WriteDropped, listen
+
+from .process import until
+from .stubs import WAIT_S, StubTier
+from .test_store import KEYS, Clock, fetch, opened, put, read
+
+NUM_SLOTS = 8
+"""Of the arena. A quarter of them may wait for a tier."""
+
+
+class Refusing(StubTier):
+    """Takes nothing while it is full, and says no more than that."""
+
+    full = True
+
+    def put(self, key: bytes, record: memoryview) -> bool:
+        self._called("put")
+        if self.full:
+            return False
+        return super().put(key, record)
+
+
+def test_a_burst_larger_than_what_may_wait_is_written_whole() -> None:
+    tier = StubTier()
+    with opened(NUM_SLOTS, [tier]) as store:
+        tier.going.clear()
+        assert put(store, KEYS[:NUM_SLOTS]) == NUM_SLOTS
+        with store._lock:
+            assert len(store._books.debts["stub"]) == NUM_SLOTS - 2
+            assert store._catalog.num_leases == 2, "a debt holds nothing"
+        tier.going.set()
+        assert store.flush(WAIT_S)
+        assert set(tier.records) == set(KEYS[:NUM_SLOTS])
+
+
+def test_a_burst_is_written_without_a_flush_too() -> None:
+    tier = StubTier()
+    with opened(NUM_SLOTS, [tier]) as store:
+        tier.going.clear()
+        put(store, KEYS[:NUM_SLOTS])
+        tier.going.set()
+        until(lambda: len(tier.records) == NUM_SLOTS, "the writer goes on with what is owed")
+
+
+def test_what_was_used_is_written_first() -> None:
+    tier = StubTier()
+    with opened(NUM_SLOTS, [tier]) as store:
+        tier.going.clear()
+        put(store, KEYS[:NUM_SLOTS])
+        fetch(store, [KEYS[7]]).close()
+        tier.going.set()
+        assert store.flush(WAIT_S)
+        assert list(tier.records).index(KEYS[7]) == 2, "behind those that were in line"
+
+
+def test_a_debt_does_not_keep_a_record_from_eviction_and_is_told_when_it_is_lost() -> None:
+    dropped: list[WriteDropped] = []
+    stop = listen(lambda event: dropped.append(event) if isinstance(event, WriteDropped) else None)
+    tier = StubTier()
+    try:
+        with opened(NUM_SLOTS, [tier]) as store:
+            tier.going.clear()
+            put(store, KEYS[:NUM_SLOTS])
+            assert put(store, [b"%032d" % (100 + number) for number in range(3)]) == 3
+            assert len(dropped) == 3
+            tier.going.set()
+            assert not store.flush(WAIT_S), "not all that was committed is there"
+            assert len(tier.records) == NUM_SLOTS
+            assert store.flush(WAIT_S), "it was said once"
+    finally:
+        stop()
+
+
+def test_a_record_whose_write_failed_once_is_written_again() -> None:
+    tier, clock = StubTier(), Clock()
+    with opened(NUM_SLOTS, [tier], clock) as store:
+        tier.error = OSError(5, "Input/output error")
+        put(store, KEYS[:1])
+        assert not store.flush(WAIT_S)
+        tier.error = None
+        clock.now_s += 2
+        until(lambda: tier.records, "the keeper offers it again")
+        assert store.flush(WAIT_S)
+
+
+def test_a_tier_that_takes_nothing_is_offered_one_record_after_each_pause() -> None:
+    tier, clock = Refusing(), Clock()
+    with opened(NUM_SLOTS, [tier], clock) as store:
+        put(store, KEYS[:1])
+        until(lambda: store._below.tiers[0].refuses, "it refuses")
+        put(store, KEYS[1:NUM_SLOTS])
+        for number in range(2, 6):
+            clock.now_s += 40
+            until(lambda number=number: tier.calls.count("put") == number, "it is offered one")  # type: ignore[misc]
+        assert not store.flush(WAIT_S)
+        tier.full = False
+        clock.now_s += 40
+        until(lambda: len(tier.records) == NUM_SLOTS, "all that is owed follows the first that is taken")
+
+
+def test_what_was_cleared_is_not_owed_any_more() -> None:
+    tier = StubTier()
+    with opened(NUM_SLOTS, [tier]) as store:
+        tier.going.clear()
+        put(store, KEYS[:NUM_SLOTS])
+        store.clear(KEYS[4:NUM_SLOTS], ["stub"])
+        tier.going.set()
+        assert store.flush(WAIT_S)
+        assert not set(tier.records) & set(KEYS[4:NUM_SLOTS])
+        assert read(store, KEYS[:NUM_SLOTS]) == NUM_SLOTS
+
+
+def test_what_is_owed_is_written_when_the_store_closes() -> None:
+    tier = StubTier()
+    with opened(NUM_SLOTS, [tier]) as store:
+        tier.going.clear()
+        put(store, KEYS[:NUM_SLOTS])
+        tier.going.set()
+    assert len(tier.records) == NUM_SLOTS
