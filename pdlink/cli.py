@@ -102,7 +102,7 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
             command.add_argument(flag, dest=FLAGS[flag][0], metavar="VALUE", help=FLAGS[flag][1])
         return command
 
-    of_up = ("--host", "--port", "--model", "--transport")
+    of_up = ("--listen", "--model", "--transport")
     up = add("up", "prefill, decode and proxy on this machine", runs.up, of_up)
     _add_numbers(up)
     up.add_argument(
@@ -128,7 +128,7 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
         worker = add(role, text.get(role, "a worker that takes either leg of a request"), runs.worker, tuple(FLAGS))
         worker.set_defaults(role=role)
         _add_parent(worker)
-    proxy = add("proxy", "the router in front of the workers", runs.proxy, ("--host", "--port"))
+    proxy = add("proxy", "the router in front of the workers", runs.proxy, ("--listen",))
     proxy.add_argument("--prefill", action="append", metavar="URL", help="base URL of a prefill worker; repeatable")
     proxy.add_argument("--decode", action="append", metavar="URL", help="base URL of a decode worker; repeatable")
     proxy.add_argument(
@@ -144,9 +144,9 @@ exit status: 0 done, 1 failed, 2 wrong usage or settings, 130 stopped by Ctrl-C
         "between (`control` in pdlink/config/proxy.py says which dialects need it); repeatable",
     )
     _add_parent(proxy)
-    store = add("store", "keeps KV for all workers of this host, and outlives them", runs.store, ("--host", "--port"))
+    store = add("store", "keeps KV for all workers of this host, and outlives them", runs.store, ("--listen",))
     store.add_argument(
-        "--listen",
+        "--socket",
         metavar="PATH",
         help="Unix socket for the workers, their tiers.store; in a directory that no other user may enter",
     )

@@ -54,7 +54,7 @@ def test_a_word_that_is_no_command_is_answered_with_the_nearest_one(
     [
         (["up", "--num-prefill", "2"], "usage: pdlink up ", "--num-prefill (did you mean --prefill?)"),
         (["up", "--prefil", "2"], "usage: pdlink up ", "--prefil (did you mean --prefill?)"),
-        (["proxy", "--prt=1"], "usage: pdlink proxy ", "--prt=1 (did you mean --port?)"),
+        (["proxy", "--lsten=1"], "usage: pdlink proxy ", "--lsten=1 (did you mean --listen?)"),
         (["prefill", "--trans", "tcp"], "usage: pdlink prefill ", "--trans"),
         (["keygen", "a", "b"], "usage: pdlink keygen ", "b"),
     ],
@@ -139,7 +139,16 @@ def test_what_the_machine_refuses_is_one_line_too(
 def proxy_with(stdout: IO[bytes] | int) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A proxy whose standard output is that; its process and URL."""
     port = free_ports(1)
-    words = [sys.executable, "-m", "pdlink", "proxy", "--port", str(port), "--decode", "http://127.0.0.1:9"]
+    words = [
+        sys.executable,
+        "-m",
+        "pdlink",
+        "proxy",
+        "--listen",
+        f"127.0.0.1:{port}",
+        "--decode",
+        "http://127.0.0.1:9",
+    ]
     with subprocess.Popen(words, stdout=stdout, stderr=subprocess.PIPE) as process:
         try:
             yield process, f"http://127.0.0.1:{port}"

@@ -65,7 +65,7 @@ def test_probes_ask_what_serves_them() -> None:
     for _, container in containers():
         assert container["livenessProbe"]["httpGet"]["path"] == "/livez", "draining is no reason to be killed"
         assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
-        port = container["args"][container["args"].index("--port") + 1]
+        port = container["args"][container["args"].index("--listen") + 1].rpartition(":")[2]
         assert str(container["livenessProbe"]["httpGet"]["port"]) == port
 
 
@@ -135,8 +135,8 @@ def test_what_compose_starts_serves_and_moves_kv_over_tcp() -> None:
             for (of, port), free in ports.items():
                 word = word.replace(f"//{of}:{port}", f"//127.0.0.1:{free}")
                 if of == name:
-                    word = re.sub(rf"^(control_port=)?{port}$", rf"\g<1>{free}", word)
-            found.append(word.replace(f"advertise_host={name}", "advertise_host=127.0.0.1"))
+                    word = re.sub(rf"^(.*):{port}$", rf"\g<1>:{free}", word)
+            found.append(word.replace(f"listen.advertise={name}", "listen.advertise=127.0.0.1"))
         more = [] if name == "proxy" else ["--set", "model.num_layers=2", "--transport", "tcp"]
         return found + more
 
@@ -144,9 +144,9 @@ def test_what_compose_starts_serves_and_moves_kv_over_tcp() -> None:
         """As the command line makes them."""
         args = whole_parser().parse_args(words(name))
         if name == "proxy":
-            flags = {"host": args.host, "port": args.port, "prefill": args.prefill, "decode": args.decode}
+            flags = {"listen": args.listen, "prefill": args.prefill, "decode": args.decode}
             return load(ProxyConfig, flags=flags, environment={}).model_dump(mode="json")
-        flags = {"role": name, **settings_of_flags(args, "--host", "--port", "--transport")}
+        flags = {"role": name, **settings_of_flags(args, "--listen", "--transport")}
         return load(WorkerConfig, flags=flags, environment={}).model_dump(mode="json")
 
     deployment = Deployment()

@@ -51,7 +51,7 @@ def test_a_worker_is_listed_while_it_runs_under_the_name_of_its_key(tmp_path: Pa
         until(listed.exists, "it is listed")
         assert json.loads(listed.read_text()) == {"role": "decode", "url": "http://10.0.0.1:8100"}
         given = (tmp_path / "arguments").read_text().split()
-        assert given[:5] == ["decode", "--host", "10.0.0.1", "--name", "decode-3"]
+        assert given[:5] == ["decode", "--listen", "10.0.0.1", "--name", "decode-3"]
         assert f"security.key_file={tmp_path}/keys/decode-3.key" in given
         assert given[-2:] == ["--model", "m"]
         process.send_signal(signal.SIGTERM)

@@ -137,7 +137,7 @@ def tried(wheel: Path, base: str, folder: Path, tools: Path, dist: Path) -> tupl
     if not (folder / "venv/share/man/man1/pdlink.1").exists():
         raise SystemExit("the wheel installed no manual page")
     write_sbom(tools, python, dist / wheel.name)
-    command = [python.with_name("pdlink"), "proxy", "--port", "0", "--decode", "http://127.0.0.1:9"]
+    command = [python.with_name("pdlink"), "proxy", "--listen", "127.0.0.1:0", "--decode", "http://127.0.0.1:9"]
     starts = []
     for _ in range(3):  # the first one writes Python's byte code
         began_s = time.monotonic()

@@ -105,7 +105,7 @@ def _of_server(args: argparse.Namespace, progress: Progress) -> Report:
         for child in children:
             child.wait_ready(START_TIMEOUT_S)
         urls = [str(child.facts["url"]) for child in children]
-        proxy = ProxyConfig(port=0, summary_s=0).model_dump(mode="json")
+        proxy = ProxyConfig(listen="127.0.0.1:0", summary_s=0).model_dump(mode="json")
         children.append(start("proxy", "proxy", {**proxy, "prefill": urls[:1], "decode": urls[1:]}))
         children[-1].wait_ready(START_TIMEOUT_S)
         moved = _moved(str(children[-1].facts["url"]), None, max(args.tokens))

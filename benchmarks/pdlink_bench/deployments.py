@@ -132,7 +132,9 @@ def launch(names: Sequence[str], options: Options, into: list[Deployment]) -> No
             for child in deployment.children:
                 child.wait_ready(START_TIMEOUT_S)
             urls = {child.role: [child.facts["url"]] for child in deployment.children}
-            proxy = ProxyConfig(port=0, retries=0, connect_timeout_s=10.0, summary_s=0).model_dump(mode="json")
+            proxy = ProxyConfig(listen="127.0.0.1:0", retries=0, connect_timeout_s=10.0, summary_s=0).model_dump(
+                mode="json"
+            )
             deployment.children.append(start(f"proxy of {name}", "proxy", {**proxy, **urls, **settings}))
             deployment.children[-1].wait_ready(START_TIMEOUT_S)
             deployment.go_on()

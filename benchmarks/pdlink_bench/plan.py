@@ -185,7 +185,7 @@ class _Fleet:
             urls = {
                 role: [child.facts["url"] for child in self._children if child.role == role] for role in self._nums
             }
-            proxy = ProxyConfig(port=0, connect_timeout_s=10.0, summary_s=0).model_dump(mode="json")
+            proxy = ProxyConfig(listen="127.0.0.1:0", connect_timeout_s=10.0, summary_s=0).model_dump(mode="json")
             self._children.append(start("proxy", "proxy", {**proxy, **urls}))
             self._children[-1].wait_ready(START_TIMEOUT_S)
             self._url = str(self._children[-1].facts["url"])

@@ -231,7 +231,7 @@ class Router(Process):
             nginx = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin") or "nginx"
             command = [nginx, "-c", str(conf)]
         elif name == OURS:
-            command = [sys.executable, "-m", "pdlink", "proxy", "--port", str(self.port)]
+            command = [sys.executable, "-m", "pdlink", "proxy", "--listen", f"127.0.0.1:{self.port}"]
             command += [f"--{role}={url}" for role, urls in workers.items() for url in urls]
         else:
             policy = "round_robin" if len(workers["decode"]) == 1 else "cache_aware"

@@ -51,7 +51,7 @@ def measure(nbytes: int) -> Started:
 
 def _process_s(path: Path, nbytes: int) -> float:
     settings = StoreConfig.model_validate(
-        {"listen": str(path), "tiers": {"max_local_cpu_size": nbytes / (1 << 30), "peer_port": 0}}
+        {"socket": str(path), "tiers": {"max_local_cpu_size": nbytes / (1 << 30), "peer_port": 0}}
     ).model_dump(mode="json")
     began_s = time.perf_counter()
     child = start("store", "store", settings)

@@ -99,7 +99,7 @@ def ray_up(args: argparse.Namespace) -> None:
 
 def _flags_of_up(args: argparse.Namespace) -> dict[str, Any]:
     """The flags that every deployment of several processes has."""
-    flags = {"proxy.host": args.host, "proxy.port": args.port}
+    flags = {"proxy.listen": args.listen}
     flags |= {"num_prefill": args.prefill, "num_decode": args.decode}
     model, transport = getattr(args, "model.path"), getattr(args, "transport.kind")
     flags |= {"model": model, "prefill.transport.kind": transport, "decode.transport.kind": transport}
@@ -133,9 +133,9 @@ def store(args: argparse.Namespace) -> int | None:
             _log_as(config.log, args)
             run_store(config, parent, lambda _: None)
         return parent.status
-    flags = {"listen": args.listen, "tiers.max_local_cpu_size": args.memory}
+    flags = {"socket": args.socket, "tiers.max_local_cpu_size": args.memory}
     flags |= {"tiers.local_disk": args.disk, "tiers.max_local_disk_size": args.disk_size}
-    settings = _given(flags) | _log_flags(args) | settings_of_flags(args, "--host", "--port")
+    settings = _given(flags) | _log_flags(args) | settings_of_flags(args, "--listen")
     config = load(StoreConfig, args.config, flags=settings)
     _log_as(config.log, args)
     run_store(config, None, mention)
@@ -155,7 +155,7 @@ def proxy(args: argparse.Namespace) -> int | None:
         return parent.status
     flags = {"prefill": args.prefill, "decode": args.decode, "dialect": args.dialect, "processes": args.processes}
     flags |= {"control": dict(args.control) if args.control else None}
-    settings = _given(flags) | _log_flags(args) | settings_of_flags(args, "--host", "--port")
+    settings = _given(flags) | _log_flags(args) | settings_of_flags(args, "--listen")
 
     def reread() -> ProxyConfig:
         return load(ProxyConfig, args.config, flags=settings)

@@ -9,8 +9,10 @@ settings come from the defaults, then --config FILE (YAML), then the environment
 """
 
 FLAGS: dict[str, tuple[str, str]] = {
-    "--host": ("host", "address to serve HTTP on (127.0.0.1)"),
-    "--port": ("port", "HTTP port; 0 takes a free one, which is printed (8000 for the proxy, else 0)"),
+    "--listen": (
+        "listen",
+        "HOST[:PORT] where others reach it; port 0 takes a free one (127.0.0.1)",
+    ),
     "--name": ("name", "name of this worker, unique in the deployment"),
     "--model": (
         "model.path",
@@ -52,20 +54,20 @@ node needs this version of pdlink. docs/deploy.md#ray says what happens when.
 Serve the prefill leg of requests: compute a prompt's KV and write it into the memory of the decode worker that the
 proxy names. Needs decode workers and a proxy.
 
-  pdlink prefill --port 8100 --set control_port=8500 --model DIR_OR_HUB_ID
+  pdlink prefill --listen 10.0.0.1:8100 --model DIR_OR_HUB_ID
   pdlink prefill --config configs/prefill.yaml
 """,
     "decode": """\
 Serve the decode leg of requests: receive a prompt's KV from a prefill worker, and make the tokens that follow. Needs
 prefill workers and a proxy; alone, it computes prompts itself.
 
-  pdlink decode --port 8200 --model DIR_OR_HUB_ID
+  pdlink decode --listen 10.0.0.2:8200 --model DIR_OR_HUB_ID
   pdlink decode --config configs/decode.yaml
 """,
     "both": """\
 Serve either leg of requests, and whole ones. A proxy may list it on both sides.
 
-  pdlink both --port 8100 --model DIR_OR_HUB_ID
+  pdlink both --listen 10.0.0.1:8100 --model DIR_OR_HUB_ID
 """,
     "proxy": """\
 Serve OpenAI's API, and send the two legs of each request to workers. It starts without them, and follows those that

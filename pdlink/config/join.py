@@ -19,7 +19,7 @@ class JoinConfig(Section):
     """Between two reports of the own health. Without three of them a worker gets no requests until a proxy's own
     probe succeeds."""
     url: str | None = None
-    """Base URL that proxies reach this worker by; None makes it of `host`, or of `advertise_host` where `host` is
+    """Base URL that proxies reach this worker by; None makes it of `listen`, or of `listen.advertise` where that is
     every address (0.0.0.0)."""
     cell: str = ""
     """The name of its cell (a rack, an RDMA network): KV moves within one only."""

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from pdlink.config.proxy import ProxyConfig
 from pdlink.config.ray import RayUpConfig
+from pdlink.config.section import Section
 from pdlink.config.sglang import SglangConfig
 from pdlink.config.store import StoreConfig
 from pdlink.config.up import UpConfig
@@ -105,7 +106,13 @@ def settings_of(kind: type[BaseModel], above: str = "") -> dict[str, FieldInfo]:
     found: dict[str, FieldInfo] = {}
     for name, field in kind.model_fields.items():
         section = _section_of(field)
-        found |= {above + name: field} if section is None else settings_of(section, f"{above}{name}.")
+        if section is None:
+            found[above + name] = field
+            continue
+        below = settings_of(section, f"{above}{name}.")
+        if (short := _short_of(section)) is not None:
+            found[above + name] = below.pop(f"{above}{name}.{short}")
+        found |= below
     return found
 
 
@@ -174,8 +181,9 @@ def _fits(kind: type[BaseModel], data: Mapping[str, Any]) -> bool:
         field = kind.model_fields.get(name)
         if field is None:
             return False
-        holds = _section_of(field) is not None or _holds_keys(field)
-        if value is None or (holds and str in get_args(field.annotation)):
+        section = _section_of(field)
+        holds = section is not None or _holds_keys(field)
+        if value is None or (holds and str in get_args(field.annotation)) or _short_of(section) is not None:
             continue
         if isinstance(value, dict) != holds:
             return False
@@ -221,7 +229,7 @@ def _takes(kind: type[BaseModel], key: Sequence[str], value: Any) -> bool:
         if section is None:
             return index == len(key) - 1 or _holds_keys(field)
         kind = section
-    return isinstance(value, dict)
+    return isinstance(value, dict) or _short_of(kind) is not None
 
 
 def _put(kind: type[BaseModel] | None, data: dict[str, Any], key: Sequence[str], value: Any) -> None:
@@ -231,6 +239,8 @@ def _put(kind: type[BaseModel] | None, data: dict[str, Any], key: Sequence[str],
     section = _section_of(field) if field is not None else None
     if section is not None and value is None and not below:
         value = {}  # "cache:" in a file, with nothing or only comments under it
+    if not below and not isinstance(value, dict) and (short := _short_of(section)) is not None:
+        value = {short: value}
     if below or (section is not None and isinstance(value, dict)):
         inner = data.get(name)
         if inner is None:
@@ -249,6 +259,8 @@ def _put(kind: type[BaseModel] | None, data: dict[str, Any], key: Sequence[str],
 def _explain(kind: type[BaseModel], item: Any) -> str:
     """One line of help for one pydantic error."""
     where = [str(part) for part in item["loc"]]
+    if len(where) > 1 and _short_of(_at(kind, where[:-1])) == where[-1]:
+        where.pop()
     name = ".".join(where) or kind.__name__
     what, got = item["type"], item.get("input")
     if what == "extra_forbidden":
@@ -327,6 +339,10 @@ def _at(kind: type[BaseModel], key: Sequence[str]) -> type[BaseModel] | None:
 def _section_of(field: FieldInfo) -> type[BaseModel] | None:
     annotation: Any = field.annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _short_of(section: type[BaseModel] | None) -> str | None:
+    return section.short if section is not None and issubclass(section, Section) else None
 
 
 def _holds_keys(field: FieldInfo) -> bool:

@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from pdlink.config.listen import Address, Place, place_of
 from pdlink.config.log import LogConfig
 from pdlink.config.port_ranges import in_full
-from pdlink.config.section import Port, Seconds, Section, in_pairs, no_use
+from pdlink.config.section import Seconds, Section, in_pairs, no_use
 from pdlink.config.tracing import TracingConfig
 
 DEFAULT_POLICIES: dict[Literal["prefill", "decode"], str] = {"prefill": "cost", "decode": "least_loaded"}
@@ -30,6 +31,9 @@ _WITH_CONTROL = ("vllm", "vllm-mooncake", "vllm-moriio-write", "lmcache")
 MAX_ENGINES = 4096
 """Data-parallel engines of one server."""
 
+DEFAULT_PORT = 8000
+"""Of `listen` without one."""
+
 OF_JOINING = ("key_file", "allow_file", "insecure")
 """Settings of what a proxy says to workers that register."""
 
@@ -46,10 +50,8 @@ class RateLimit(Section):
 class ProxyConfig(Section):
     """The router in front of the two pools."""
 
-    host: str = "127.0.0.1"
-    """Address to serve HTTP on."""
-    port: Port = 8000
-    """HTTP. 0 takes a free one, which is printed."""
+    listen: Address = "127.0.0.1:8000"
+    """HOST[:PORT] to serve HTTP on; port 0 takes a free one, which is printed."""
     api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), repr=False)
     """Clients must send one of these as `Authorization: Bearer KEY`. None here and no `api_key_file` lets all in."""
     api_key_file: str | None = None
@@ -214,6 +216,11 @@ class ProxyConfig(Section):
     drain_s: Seconds = 10.0
     """How long a proxy that was told to stop lets running requests finish."""
 
+    @property
+    def at(self) -> Place:
+        """Where it listens."""
+        return place_of(self.listen, DEFAULT_PORT)
+
     def policy_of(self, leg: Literal["prefill", "decode"]) -> str:
         """The name of one leg's policy."""
         return self.policy if isinstance(self.policy, str) else self.policy.get(leg, DEFAULT_POLICIES[leg])
@@ -264,8 +271,8 @@ class ProxyConfig(Section):
             for url in self.prefill:
                 if url.rstrip("/") not in known:
                     raise ValueError(
-                        f"control: no address for the prefill worker {url}; it is the control_host and control_port "
-                        "of its kv_connector_extra_config, as tcp://HOST:PORT"
+                        f"control: no address for the prefill worker {url}; it is the `listen` of its "
+                        "kv_connector_extra_config, as tcp://HOST:PORT"
                     )
             served = {url.rstrip("/").partition("://")[2]: url for url in (*self.prefill, *self.decode)}
             for url, addresses in self.control.items():
@@ -273,7 +280,7 @@ class ProxyConfig(Section):
                     if (other := served.get(address.partition("://")[2])) is not None:
                         raise ValueError(
                             f"control: {address}, given for {url}, is the HTTP port of {other}; it must be the "
-                            "control_port of that server's kv_connector_extra_config"
+                            "`listen` of that server's kv_connector_extra_config"
                         )
         return self
 

@@ -55,7 +55,5 @@ class RayUpConfig(UpConfig):
             worker = getattr(self, side)
             no_use(worker.security, f"{side}.security.", _KEYS, made)
             no_use(worker.join, f"{side}.join.", ("proxies",), "is the proxy that `pdlink ray up` starts")
-            no_use(
-                worker, f"{side}.", ("host", "control_host", "advertise_host"), "is the address of the node with Ray"
-            )
+            no_use(worker, f"{side}.", ("listen",), "is made of the node's address and free ports")
         return self

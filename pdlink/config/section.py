@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,6 +29,9 @@ class Section(BaseModel):
     """Settings of one part. Each has a description: what it does, and its unit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    short: ClassVar[str | None] = None
+    """The setting that is meant where one value is given instead of the section."""
 
 
 def no_use(section: Section, prefix: str, names: Iterable[str], reason: str) -> None:

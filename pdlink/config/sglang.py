@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from pdlink.config.section import Port, Section
+from pdlink.config.listen import LinkListen
+from pdlink.config.section import Section
 from pdlink.config.security import SecurityConfig
 from pdlink.config.timeouts import PatientTimeouts
 from pdlink.config.transport import TransportConfig
@@ -15,14 +16,10 @@ from pdlink.config.worker import WorkerConfig
 
 class SglangConfig(Section):
     """Of one SGLang server with `--disaggregation-transfer-backend pdlink`, from its environment: SGLang has no flag
-    for it. PDLINK_CONTROL_HOST=10.0.0.1, PDLINK_TRANSPORT__KIND=tcp."""
+    for it. PDLINK_LISTEN=10.0.0.1:8500, PDLINK_TRANSPORT__KIND=tcp."""
 
-    control_host: str = "127.0.0.1"
-    """Where this server's ranks listen for the control messages of others."""
-    control_port: Port = 0
-    """Rank r listens on this port + r; 0 takes free ones. SGLang's servers tell each other."""
-    advertise_host: str | None = None
-    """Address other hosts reach this server by; None uses `control_host`."""
+    listen: LinkListen = LinkListen()
+    """Where this server's ranks listen for others: rank r on the port + r. SGLang's servers tell each other."""
     layerwise: bool = True
     """Push every layer as soon as it is written; off, when its chunk is computed."""
     transport: TransportConfig = TransportConfig()
@@ -41,8 +38,7 @@ class SglangConfig(Section):
     def _locked(self) -> SglangConfig:
         """The rules of a worker hold here: who can be reached needs keys."""
         WorkerConfig(
-            control_host=self.control_host,
-            advertise_host=self.advertise_host,
+            listen=self.listen.as_control(),
             transport=self.transport,
             security=self.security,
         )

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pydantic import model_validator
 
 from pdlink.config.kv_events import KVEventsConfig
+from pdlink.config.listen import ListenConfig
 from pdlink.config.log import LogConfig
-from pdlink.config.section import Port, Section, in_pairs, no_use
+from pdlink.config.section import Section, in_pairs, no_use
 from pdlink.config.tiers import OF_A_WORKER, TiersConfig
 from pdlink.config.transport import TransportConfig
 
-OF_PEERS = ("control_host", "advertise_host", "transport", "key_file", "allow_file", "insecure")
+OF_PEERS = ("transport", "key_file", "allow_file", "insecure")
 """Settings of what a store says to stores of other nodes."""
 
 
@@ -19,23 +20,17 @@ class StoreConfig(Section):
 
     name: str = "store"
     """In logs and metrics; {name} in `tiers.local_disk`."""
-    listen: str = "ipc:///tmp/pdlink-{uid}/store.sock"
+    socket: str = "ipc:///tmp/pdlink-{uid}/store.sock"
     """Unix socket for the workers, their `tiers.store`; {uid} is this user's number. Its directory is made if it is
     not there, and no other user may enter it: workers write into the store's memory."""
-    host: str = "127.0.0.1"
-    """Address to serve HTTP on: /health, /metrics."""
-    port: Port = 0
-    """HTTP. 0 takes a free one, which is printed."""
+    listen: ListenConfig = ListenConfig()
+    """Where others reach it: HTTP (/health, /metrics, what operators ask), and stores of other nodes."""
     http_key_file: str | None = None
     """Secret that callers send in X-Pdlink-Key, except for /health and /metrics; None lets everybody call."""
     log: LogConfig = LogConfig()
     """Lines on standard error."""
     tiers: TiersConfig = TiersConfig()
     """Its memory, and what is below it."""
-    control_host: str = "127.0.0.1"
-    """Address where stores of other nodes ask this one, if `tiers.peer_port` is given."""
-    advertise_host: str | None = None
-    """Address other hosts reach this store by; None uses `control_host`."""
     kv_events: KVEventsConfig = KVEventsConfig()
     """Whom it tells what KV it keeps. Workers say where, so that a proxy before them listens by itself."""
     transport: TransportConfig = TransportConfig()

@@ -24,7 +24,7 @@ class TiersConfig(Section):
     """Where a worker keeps the KV of prompts when the blocks of its pool are needed for others."""
 
     store: str | None = None
-    """Unix socket of a `pdlink store` process on this host, which keeps KV for all its workers: its `listen`. None
+    """Unix socket of a `pdlink store` process on this host, which keeps KV for all its workers: its `socket`. None
     keeps it in the worker. What says how it is kept is then set there, not here."""
     store_timeout_s: Seconds = 1.0
     """Longest wait for an answer of that process; then everything is a miss until it is back."""
@@ -53,8 +53,8 @@ class TiersConfig(Section):
     """Stores of other nodes, tcp://HOST:PORT[?key=PUBLIC_KEY] with their `peer_port`. What they have in memory is
     found, and pulled as `transport` says; they are asked after the disk. All memory is taken at once then."""
     peer_port: Port | None = None
-    """Where stores of other nodes ask this one, on `control_host`; 0 takes a free one, which is printed. None is 0
-    where there are `peers`, and else lends to nobody."""
+    """Where stores of other nodes ask this one, on the host of `listen.control`; 0 takes a free one, which is
+    printed. None is 0 where there are `peers`, and else lends to nobody."""
     ingestion: Literal["all", "hot", "second_sight", "evicted"] = "all"
     """Which records go on to the tiers below memory: all; hot, used twice while in memory; second_sight, wanted a
     second time, which spares a disk most of its writes and starves no tier; or evicted, when memory wants their room,

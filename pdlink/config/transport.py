@@ -29,8 +29,6 @@ class UcxConfig(Section):
 class TcpConfig(Section):
     """Sockets, without RDMA; bytes are sent in the clear."""
 
-    host: str | None = None
-    """Address to listen on; None uses `control_host`."""
     streams: int = Field(default=1, ge=1, le=16)
     """Connections to each peer."""
 

@@ -35,7 +35,7 @@ class VllmConfig(Section):
     decode_devices: tuple[str, ...] = ()
     """The same for decode servers."""
     connector_config: dict[str, Any] = {}
-    """`kv_connector_extra_config` of every server; its name and control_port are made here."""
+    """`kv_connector_extra_config` of every server; its name and the port of its `listen` are made here."""
     transfer_config: dict[str, Any] = {}
     """More fields of --kv-transfer-config, as `kv_buffer_device: cpu` for NixlConnector on CPUs."""
     on_transfer_failure: Literal["recompute", "fail"] = "recompute"

@@ -11,9 +11,10 @@ from pdlink.config.chaos import ChaosConfig
 from pdlink.config.engine import EngineConfig
 from pdlink.config.join import JoinConfig
 from pdlink.config.kv_events import KVEventsConfig
+from pdlink.config.listen import ListenConfig
 from pdlink.config.log import LogConfig
 from pdlink.config.model import ModelConfig
-from pdlink.config.section import Port, Role, Section, is_loopback, no_use
+from pdlink.config.section import Role, Section, no_use
 from pdlink.config.security import SecurityConfig
 from pdlink.config.sleep import SleepConfig
 from pdlink.config.tiers import TiersConfig
@@ -29,16 +30,8 @@ class WorkerConfig(Section):
     """Which leg of a request it takes. `pdlink prefill`, `decode` and `both` set it."""
     name: str | None = None
     """Unique in the deployment; None takes role, host and HTTP port, or with keys the name of the key."""
-    host: str = "127.0.0.1"
-    """Address to serve HTTP on."""
-    port: Port = 0
-    """HTTP. 0 takes a free one, which is printed and published in /health."""
-    control_host: str = "127.0.0.1"
-    """Address that other workers dial, and that the tcp transport listens on."""
-    control_port: Port = 0
-    """ZeroMQ. 0 takes a free one, which is printed and published in /health."""
-    advertise_host: str | None = None
-    """Address other hosts reach this worker by; None uses `control_host`."""
+    listen: ListenConfig = ListenConfig()
+    """Where others reach it."""
     model: ModelConfig = ModelConfig()
     """Which model."""
     cache: CacheConfig = CacheConfig()
@@ -104,18 +97,12 @@ class WorkerConfig(Section):
 
     @model_validator(mode="after")
     def _locked(self) -> WorkerConfig:
-        if self.reachable and not self.security.insecure and self.security.key_file is None:
-            setting, host = next(iter(self.reachable.items()))
+        reachable = self.listen.reachable
+        if reachable and not self.security.insecure and self.security.key_file is None:
+            setting, host = next(iter(reachable.items()))
             raise ValueError(
                 f"{setting}: other hosts can reach {host}, and this worker has no keys; make them "
                 "with `pdlink keygen NAME` and set security.key_file and security.allow_file, or write out "
                 "security.insecure: true"
             )
         return self
-
-    @property
-    def reachable(self) -> dict[str, str]:
-        """Settings that let more than this host reach this worker, and the hosts they name."""
-        hosts = {"host": self.host, "control_host": self.control_host, "advertise_host": self.advertise_host}
-        hosts["transport.tcp.host"] = self.transport.tcp.host
-        return {setting: host for setting, host in hosts.items() if host is not None and not is_loopback(host)}

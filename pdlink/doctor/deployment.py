@@ -104,7 +104,7 @@ def _of_worker(worker: Mapping[str, Any]) -> list[Finding]:
         if is_loopback(host) and not is_loopback(urlsplit(url).hostname or ""):
             text = f"{url} says that other workers reach it at {address.partition('?')[0]}, which is loopback"
             found.append(
-                Finding("bad", label, text, "set control_host or advertise_host to an address that other hosts reach")
+                Finding("bad", label, text, "set listen or listen.advertise to an address that other hosts reach")
             )
     return found
 

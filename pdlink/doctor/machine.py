@@ -100,12 +100,13 @@ def of_settings(settings: Settings, *, running: bool) -> list[Finding]:
             load_credentials(security)
         except ConfigError as error:
             found.append(_of_error(error))
-        if security.insecure and settings.reachable:
-            setting, host = next(iter(settings.reachable.items()))
+        reachable = settings.listen.reachable
+        if security.insecure and reachable:
+            setting, host = next(iter(reachable.items()))
             text = f"{setting} = {host} lets other hosts in, without keys (security.insecure)"
             remedy = "right on a private network only; else `pdlink keygen`, docs/security.md"
             found.append(Finding("warn", "security", text, remedy))
-        if settings.reachable and security.http_key_file is None:
+        if reachable and security.http_key_file is None:
             text = "everybody who reaches its HTTP port may use it, past the proxy"
             remedy = "set security.http_key_file, and the proxy's worker_key_file to the same"
             found.append(Finding("warn", "security", text, remedy))
@@ -140,9 +141,10 @@ def _secrets(files: dict[str, str | None]) -> list[Finding]:
 
 
 def _ports(settings: WorkerConfig | ProxyConfig | StoreConfig) -> list[Finding]:
-    wanted = {"port": (settings.host, settings.port)}
+    http = settings.at if isinstance(settings, ProxyConfig) else (settings.listen.host, settings.listen.port)
+    wanted: dict[str, tuple[str, int]] = {"listen": http}
     if isinstance(settings, WorkerConfig):
-        wanted["control_port"] = settings.control_host, settings.control_port
+        wanted["listen.control"] = settings.listen.control_host, settings.listen.control_port
     found = []
     for setting, (host, port) in wanted.items():
         try:

@@ -189,7 +189,7 @@ class Channel:
         except zmq.ZMQError as error:
             self.close()
             reason = zmq.strerror(error.errno or 0)  # error.strerror repeats the address
-            raise ConfigError(f"control_port: cannot bind tcp://{host}:{port}: {reason}") from None
+            raise ConfigError(f"listen.control: cannot bind tcp://{host}:{port}: {reason}") from None
         endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         return int(endpoint.rsplit(":", 1)[1])
 

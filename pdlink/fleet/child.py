@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pdlink.config.listen import ListenConfig, place_of
 from pdlink.errors import LocalError
 
 if TYPE_CHECKING:
@@ -143,8 +144,7 @@ class Child:
     def again(self) -> None:
         """Start it again, on the same ports."""
         self.link.close()
-        ports: dict[str, Any] = {key: self.facts[key] for key in ("port", "control_port") if key in self.facts}
-        started = start(self.label, self.role, {**self.settings, **ports})
+        started = start(self.label, self.role, listening_on(self.settings, self.facts))
         self.process, self.link, self.doing = started.process, started.link, started.doing
         self._unsent, self._heard, self._closed_s = started._unsent, b"", None
 
@@ -181,6 +181,17 @@ class Child:
             return False
         self.facts = message
         return True
+
+
+def listening_on(settings: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a child with the ports that it had."""
+    if "port" not in facts:
+        return settings
+    if isinstance(settings["listen"], str):  # a proxy's
+        return {**settings, "listen": str(place_of(settings["listen"])._replace(port=facts["port"]))}
+    listen = ListenConfig.model_validate(settings["listen"])
+    listen = listen.on(http=facts["port"], control=facts.get("control_port"))
+    return {**settings, "listen": listen.model_dump()}
 
 
 def start(label: str, role: str, settings: dict[str, Any]) -> Child:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pdlink.config.listen import ListenConfig
 from pdlink.errors import PdlinkError
 from pdlink.fleet.child import START_TIMEOUT_S, start, stop
 from pdlink.fleet.post import Here, Post, PostPlan, Report
@@ -60,11 +61,13 @@ class Launcher:
         files = Unnamed(keys)
         self._held.callback(files.close)
         security = {name: getattr(files, name) for name in ("key_file", "allow_file", "http_key_file")}
-        completed = {**settings, "host": host, "control_host": host}
+        completed = dict(settings)
         completed["security"] = {**settings["security"], **security}
-        for name in ("port", "control_port"):
-            bound = self._held.enter_context(bind(host, settings[name], name))
-            completed[name] = bound.getsockname()[1]
+        ports = {
+            name: self._held.enter_context(bind(host, 0, f"listen.{name}")).getsockname()[1]
+            for name in ("http", "control")
+        }
+        completed["listen"] = ListenConfig(address=host).on(**ports).model_dump()
         return completed
 
     def _keep(self, post: Post) -> None:

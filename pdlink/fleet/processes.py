@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdlink.config.listen import Place
 from pdlink.config.proxy import RateLimit
 from pdlink.errors import ConfigError
 from pdlink.fleet.child import START_TIMEOUT_S, Child, start, stop
@@ -65,14 +66,14 @@ def _run_processes(
         )
     posts: list[Post] = []
     with contextlib.ExitStack() as held:
-        bound = held.enter_context(bind(config.host, config.port, shared=True))
+        bound = held.enter_context(bind(*config.at, "listen", shared=True))
         directory = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="pdlink-proxy-")))
-        port = bound.getsockname()[1]
+        listen = str(Place(config.at.host, bound.getsockname()[1]))
         places: list[Here] = []
         for index in range(config.processes):
             label = f"proxy-{index}"
             place = {"directory": str(directory), "number": index, "processes": config.processes}
-            settings = {**_share(config).model_dump(mode="json"), "port": port, PLACE: place}
+            settings = {**_share(config).model_dump(mode="json"), "listen": listen, PLACE: place}
             places.append(Here(partial(start, label, "proxy", settings)))
             posts.append(Post(places[-1], PostPlan(label, "proxy"), start_timeout_s=START_TIMEOUT_S))
         try:
@@ -122,7 +123,7 @@ def _reload(places: list[Here], directory: Path, reread: Callable[[], ProxyConfi
         child = place.child
         assert isinstance(child, Child), "it has been ready"
         if settings is not None:  # also for one that is started again
-            kept = {name: child.settings[name] for name in ("port", PLACE)}
+            kept = {name: child.settings[name] for name in ("listen", PLACE)}
             child.settings = {**settings, **kept}
         if child.process.poll() is None:
             if settings is not None:

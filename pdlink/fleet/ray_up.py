@@ -94,10 +94,10 @@ def _proxy(config: RayUpConfig, keys: Keys, address: str, held: contextlib.ExitS
     files = secrets.Unnamed(keys)
     held.callback(files.close)
     door = f"register:{address.partition('?')[0]}"
-    bound = held.enter_context(bind(config.proxy.host, config.proxy.port, "proxy.port"))
+    bound = held.enter_context(bind(*config.proxy.at, "proxy.listen"))
     settings = {
         **config.proxy.model_dump(mode="json"),
-        "port": bound.getsockname()[1],
+        "listen": str(config.proxy.at._replace(port=bound.getsockname()[1])),
         "discover": [*config.proxy.discover, door],
         "key_file": files.key_file,
         "allow_file": files.allow_file,

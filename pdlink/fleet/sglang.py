@@ -33,7 +33,7 @@ def plan(
             port = first_port + index if first_port else free_ports(1)
             bootstrap = config.bootstrap_port + index if config.bootstrap_port else free_ports(1)
             more = config.prefill_args if is_prefill else config.decode_args
-            own = {"PDLINK_CONTROL_HOST": config.host} if config.backend == "pdlink" else {}
+            own = {"PDLINK_LISTEN": config.host} if config.backend == "pdlink" else {}
             found.append(
                 ServerPlan(
                     f"{role}-{index}",

@@ -13,6 +13,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pdlink.config.listen import ListenConfig
 from pdlink.fleet import engines
 from pdlink.fleet.child import START_TIMEOUT_S, start, stop
 from pdlink.fleet.keeping import await_all, keep, log, picture, until_stopped
@@ -41,8 +42,9 @@ def up(config: UpConfig, say: Callable[[str], None]) -> None:
     with contextlib.ExitStack() as held:
         try:
             with until_stopped():
-                proxy_port = _hold(held, config.proxy.host, config.proxy.port, "proxy.port")
-                settings = {**config.proxy.model_dump(mode="json"), "port": proxy_port}
+                at = config.proxy.at
+                at = at._replace(port=_hold(held, at.host, at.port, "proxy.listen"))
+                settings = {**config.proxy.model_dump(mode="json"), "listen": str(at)}
                 servers = config.servers
                 if servers is not None:
                     timeout_s = servers.start_timeout_s
@@ -74,7 +76,8 @@ def worker_settings(side: str, worker: WorkerConfig, count: int) -> dict[str, di
     for index in range(count):
         label = worker.name or f"{side}-{index}"
         own: dict[str, Any] = {"name": worker.name if worker.security.key_file else label}
-        own |= {key: settings[key] + index for key in ("port", "control_port") if settings[key]}
+        http, control = (port and port + index for port in (worker.listen.port, worker.listen.control_port))
+        own["listen"] = worker.listen.on(http=http or None, control=control or None).model_dump()
         found[label] = settings | own
     return found
 
@@ -120,16 +123,19 @@ def _start_own(config: UpConfig, stores: list[Post], workers: list[Post], held: 
         for label, settings in worker_settings(side, worker, count).items()
     ]
     for _, side, settings in plans:  # all ports before the first model is loaded
-        settings["port"] = _hold(held, settings["host"], settings["port"], f"{side}.port")
-        if _is_address(settings["control_host"]):
-            port = _hold(held, settings["control_host"], settings["control_port"], f"{side}.control_port")
-            settings["control_port"] = port
+        listen = ListenConfig.model_validate(settings["listen"])
+        listen = listen.on(http=_hold(held, listen.host, listen.port, f"{side}.listen"))
+        if _is_address(listen.control_host):
+            control = _hold(held, listen.control_host, listen.control_port, f"{side}.listen.control")
+            listen = listen.on(control=control)
+        settings["listen"] = listen.model_dump()
     if config.share_store:
         settings = config.store.model_dump(mode="json")
-        settings["port"] = _hold(held, settings["host"], settings["port"], "store.port")
+        listen = config.store.listen
+        settings["listen"] = listen.on(http=_hold(held, listen.host, listen.port, "store.listen")).model_dump()
         stores.append(_own(config, config.store.name, "store", settings))
         for _, _, settings in plans:
-            settings["tiers"] = {**settings["tiers"], "store": config.store.listen}
+            settings["tiers"] = {**settings["tiers"], "store": config.store.socket}
     workers += [_own(config, *plan) for plan in plans]
 
 

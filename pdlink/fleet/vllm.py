@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from pdlink.config.listen import LinkListen
 from pdlink.fleet.ports import free_ports
 from pdlink.fleet.server import ServerPlan, devices_of, find_program
 
@@ -44,7 +45,7 @@ def plan(config: VllmConfig, num_prefill: int, num_decode: int, *, executable: s
             control_port = config.control_port + index * num_ports if config.control_port else free_ports(num_ports)
             transfer = _transfer_config(config, role, label, control_port)
             dialed = role == "prefill" and config.connector == "pdlink"
-            host = transfer["kv_connector_extra_config"].get("advertise_host") or config.host
+            host = told_host(transfer["kv_connector_extra_config"].get("listen", config.host))
             more = config.prefill_args if role == "prefill" else config.decode_args
             environment = config.environment | places[index]
             if config.connector != "pdlink":
@@ -70,12 +71,18 @@ def plan(config: VllmConfig, num_prefill: int, num_decode: int, *, executable: s
     return found
 
 
+def told_host(listen: Any) -> str:
+    """Host by which others reach a server whose connector listens so."""
+    found = LinkListen.model_validate(listen)
+    return found.advertise or found.control_host
+
+
 def _transfer_config(config: VllmConfig, role: str, label: str, control_port: int) -> dict[str, Any]:
     extra = dict(config.connector_config)
     if config.connector == "pdlink":
-        extra = {"control_host": config.host, **extra, "name": label}
-        if role == "prefill":
-            extra["control_port"] = control_port
+        listen = LinkListen.model_validate(extra.get("listen", config.host))
+        port = control_port if role == "prefill" else listen.control_port
+        extra |= {"listen": listen.on_port(port).model_dump(exclude_none=True), "name": label}
     return {
         **CONNECTORS[config.connector][0],
         "kv_role": _ROLES[role],

@@ -71,17 +71,15 @@ class PDLinkBackend(BaseConnectorBackend):  # type: ignore[misc]
         num_parts = int(extra.get("shards") or num_ranks) * int(extra.get("context_shards") or num_contexts)
         num_shards = num_parts * num_stages
         node = ray.util.get_node_ip_address()
-        extra.setdefault("control_host", node)
-        if extra.get("control_port"):
-            extra["control_port"] += self._compute_port_offset()
-        else:
-            extra["control_port"] = free_ports(num_shards)
+        listen = settings_of.read({"listen": extra.get("listen", node)}).listen
+        first = listen.control_port
+        port = first + self._compute_port_offset() if first else free_ports(num_shards)
+        extra["listen"] = listen.on_port(port).model_dump()
         settings = settings_of.read(extra)
-        host = settings.advertise_host or settings.control_host
+        host = settings.listen.advertise or settings.listen.control_host
         if is_loopback(host) and not is_loopback(node):
             raise ConfigError(
-                f"control_host: got {host}; limit an address that other nodes reach; leave it out, and the node's "
-                f"({node}) is taken"
+                f"listen: got {host}, which other nodes cannot reach; leave it out, and the node's ({node}) is taken"
             )
         self._control = tuple(str(_address(settings, host, shard)) for shard in range(num_shards))
 
@@ -128,7 +126,7 @@ def register() -> None:
 def _address(settings: settings_of.ConnectorSettings, host: str, shard: int) -> ControlAddress:
     own = settings.of_shard(shard)
     credentials = load_credentials(own.security)
-    return ControlAddress(host, own.control_port, credentials.keys.public if credentials is not None else "")
+    return ControlAddress(host, own.listen.control_port, credentials.keys.public if credentials is not None else "")
 
 
 def _num_prompts(request: Any) -> int:

@@ -2,7 +2,7 @@
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "PDLinkConnector",
         "kv_connector_module_path": "pdlink.integrations.vllm", "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"control_port": 41000}}'
+        "kv_connector_extra_config": {"listen": "10.0.0.1:41000"}}'
 
 vLLM makes one instance in its scheduler's process and one in every worker. The first only decides (`RequestBook`),
 the others act (`WorkerHalf` on nodes of their own); a step's plan goes from one to the others with the step,

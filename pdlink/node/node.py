@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import numpy as np
 
 from pdlink.config import TransportConfig, is_loopback
+from pdlink.config.listen import is_every_address
 from pdlink.endpoint.channel import Channel
 from pdlink.endpoint.driver import Endpoint
 from pdlink.endpoint.incoming import Incoming as Incoming
@@ -91,6 +92,7 @@ class Node:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        data_host: str | None = None,
         advertise_host: str | None = None,
         model: str = "",
         revision: str = "",
@@ -117,6 +119,7 @@ class Node:
             outlive the node. None allocates shared memory, which peers on this host can map: the fastest lane.
         host, port: where the control plane listens; port 0 takes a free one. Others than this host can reach
             anything but loopback, which takes `credentials`, or `insecure=True` on a private network.
+        data_host: where the tcp transport listens, if that is not `host`.
         advertise_host: the address that peers reach this node by, if it is not `host`.
         deadlines, sharing: how long it waits for others, and how transfers share a transport; None: the defaults.
         credentials: who this node is and whom it knows, from files that `pdlink keygen` has made:
@@ -136,7 +139,7 @@ class Node:
         if not is_worker_name(name):
             raise ConfigError(f"name: got {name!r}; a name is {NAME_RULE}")
         config = TransportConfig(kind=transport) if isinstance(transport, str) else transport
-        hosts = {"host": host, "advertise_host": advertise_host, "transport.tcp.host": config.tcp.host}
+        hosts = {"host": host, "advertise_host": advertise_host, "data_host": data_host}
         open_to = {what: one for what, one in hosts.items() if one is not None and not is_loopback(one)}
         if open_to and credentials is None and not insecure:
             what, one = next(iter(open_to.items()))
@@ -160,7 +163,10 @@ class Node:
                 self._order = LayerOrder(cast("Callable[[], Any]", self.buffers[0].make_event))
                 opened.callback(self._order.close)
             if transports is None:
-                transports = open_transports(config, self.buffers, host, advertise_host, this_host_only=not open_to)
+                told = advertise_host if data_host is None or is_every_address(data_host) else None
+                transports = open_transports(
+                    config, self.buffers, data_host or host, told, this_host_only=not open_to
+                )
             else:
                 for made in transports:
                     opened.callback(made.close)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import random
 import socket
@@ -23,6 +22,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdlink import zmq_context
+from pdlink.config.listen import is_every_address
 from pdlink.errors import ConfigError, InvalidRequest
 from pdlink.protocol import presence
 from pdlink.protocol.auth import ControlAddress, check_dial
@@ -66,22 +66,16 @@ def url_of(config: WorkerConfig, bound: str) -> str:
         return config.join.url
     scheme, _, place = bound.partition("://")
     host, _, port = place.rpartition(":")
-    if _is_every_address(config.host):
-        if config.advertise_host is None:
+    if is_every_address(config.listen.host):
+        if config.listen.advertise is None:
             raise ConfigError(
-                f"host: got {config.host}, which no proxy of join.proxies can dial; set advertise_host or join.url"
+                f"listen: got {config.listen.host}, which no proxy of join.proxies can dial; set listen.advertise or "
+                "join.url"
             )
-        host = config.advertise_host
+        host = config.listen.advertise
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"
     return f"{scheme}://{host}:{port}"
-
-
-def _is_every_address(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
 
 
 @dataclass(slots=True)

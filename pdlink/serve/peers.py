@@ -26,9 +26,9 @@ def make_link(
         return None
     return PeerLink(
         f"{name if credentials is None else credentials.keys.name}/store-{secrets.token_hex(4)}",
-        host=config.control_host,
+        host=config.listen.control_host,
         port=config.tiers.peer_port or 0,
-        advertise_host=config.advertise_host,
+        advertise_host=config.listen.advertise,
         transport=config.transport,
         deadlines=deadlines,
         credentials=credentials,

@@ -114,7 +114,7 @@ class Parent:
             pass
 
 
-def bind(host: str, port: int, setting: str = "port", *, shared: bool = False) -> socket.socket:
+def bind(host: str, port: int, setting: str = "listen", *, shared: bool = False) -> socket.socket:
     """A bound TCP socket that does not listen yet: it owns the port before anybody learns of it.
 
     Raises ConfigError that begins with the name of the setting. Until one listens, another process with SO_REUSEADDR

@@ -40,7 +40,7 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
     route_key = keys.route_key(security)
     tls = keys.server_tls(security.tls_cert, security.tls_key)
     find_model(config.model)
-    bound = bind(config.host, config.port)
+    bound = bind(config.listen.host, config.listen.port, "listen")
     name = keys.worker_name(config, credentials, bound.getsockname()[1])
     spans = None
     if config.tracing.endpoint is not None:
@@ -56,8 +56,10 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
     from pdlink.serve.worker import Worker
 
     worker = Worker(config, name, credentials)
-    if http_key is None and not is_loopback(config.host):
-        log.warning("host %s without security.http_key_file: HTTP is open to anybody who reaches it", config.host)
+    if http_key is None and not is_loopback(config.listen.host):
+        log.warning(
+            "listen %s without security.http_key_file: HTTP is open to anybody who reaches it", config.listen.host
+        )
     if security.insecure:
         log.warning("security.insecure: anybody who reaches this worker's ports can read and write its KV cache")
     trace_path = traces.path_of(config.timeline, worker.name) if config.timeline is not None else None
@@ -65,7 +67,7 @@ def run_worker(config: WorkerConfig, parent: Parent | None, say: Callable[[str],
         parent.doing(f"loading the model {config.model.name}")
     announcer = Announcer(worker, credentials)
     if config.join.proxies:
-        url_of(config, f"http://{config.host}:0")  # before the model is loaded
+        url_of(config, f"http://{config.listen.host}:0")  # before the model is loaded
     worker.open()
     trace = Timeline(worker.name)
     stop_tracing = listen(trace) if trace_path is not None else None
@@ -136,11 +138,11 @@ def run_store(config: StoreConfig, parent: Parent | None, say: Callable[[str], N
     from pdlink.store.socket_path import store_path
 
     raise_descriptor_limit()
-    path = store_path("listen", config.listen)
+    path = store_path("socket", config.socket)
     http_key = None if config.http_key_file is None else read_secrets(config.http_key_file, "http_key_file")[0]
-    bound = bind(config.host, config.port)
-    if http_key is None and not is_loopback(config.host):
-        log.warning("host %s without http_key_file: HTTP is open to anybody who reaches it", config.host)
+    bound = bind(config.listen.host, config.listen.port, "listen")
+    if http_key is None and not is_loopback(config.listen.host):
+        log.warning("listen %s without http_key_file: HTTP is open to anybody who reaches it", config.listen.host)
     credentials = keys.load_credentials(SecurityConfig(key_file=config.key_file, allow_file=config.allow_file))
     link = make_link(config, config.name, credentials, insecure=config.insecure)
     peers = [link.tier(address) for address in config.tiers.peers] if link is not None else ()
@@ -163,7 +165,7 @@ def run_store(config: StoreConfig, parent: Parent | None, say: Callable[[str], N
             line = f"{config.name} ready on {url}, for workers at {path}, with {', '.join(store.places)}"
             asked = link.address if link is not None else ""
             line += f", asked at {asked}" if asked else ""
-            return {"name": config.name, "url": url, "listen": str(path), "line": line, "store": asked}
+            return {"name": config.name, "url": url, "socket": str(path), "line": line, "store": asked}
 
         async def drain() -> None:
             """Workers go on without a store."""
@@ -202,7 +204,7 @@ def run_proxy(
     from pdlink_proxy.siblings import Place, Siblings
 
     tls = keys.server_tls(config.tls_cert, config.tls_key)
-    bound = bind(config.host, config.port, shared=place is not None)
+    bound = bind(*config.at, "listen", shared=place is not None)
     credentials = keys.load_credentials(SecurityConfig(key_file=config.key_file, allow_file=config.allow_file))
     app = build_app(config, Siblings(Place(**place)) if place is not None else None, credentials)
     if config.workers_file is not None or config.discover:
@@ -216,8 +218,8 @@ def run_proxy(
             else "every request is answered 503"
         )
         log.warning("prefill: no prefill workers, so %s; --prefill URL names one", what)
-    if not app[ROUTER].entry.api_keys and not is_loopback(config.host):
-        log.warning("host %s without api_keys: the proxy is open to anybody who reaches it", config.host)
+    if not app[ROUTER].entry.api_keys and not is_loopback(config.at.host):
+        log.warning("listen %s without api_keys: the proxy is open to anybody who reaches it", config.listen)
 
     def ready(url: str) -> dict[str, Any]:
         workers = f"{len(config.prefill)} prefill and {len(config.decode)} decode workers"

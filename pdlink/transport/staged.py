@@ -94,9 +94,7 @@ class StagedTransport(Transport):
     @classmethod
     def configured(cls, config: TransportConfig, site: Site) -> StagedTransport:
         below = cls.below_class.configured(config, dataclasses.replace(site, memory="host"))
-        host = config.tcp.host or site.host
-        told = site.advertise_host if config.tcp.host in (None, "0.0.0.0", "::") else host
-        return cls(below, site.device_index, host=host, advertise=told)
+        return cls(below, site.device_index, host=site.host, advertise=site.advertise_host)
 
     @classmethod
     def last_resort(cls) -> bool:
@@ -131,7 +129,7 @@ class StagedTransport(Transport):
                 return
             host, told = numeric(self._host, self.name), numeric(self._advertise, self.name)
             if ipaddress.ip_address(told).is_unspecified:
-                raise TransportUnavailable(f"{self.name}: nobody can connect to {told}; set advertise_host")
+                raise TransportUnavailable(f"{self.name}: nobody can connect to {told}; set listen.advertise")
             self._below.open()
             made.callback(self._below.close)
             try:
@@ -189,7 +187,7 @@ class StagedTransport(Transport):
         if self._on_loopback and not ipaddress.ip_address(there.host).is_loopback:
             raise TransportFailure(
                 f"peer {peer} is at {there.host}, and this side's data port is for this host only; "
-                "set transport.tcp.host to the address that others reach"
+                "set listen.data to the address that others reach"
             )
         with translated(f"cannot connect to peer {peer}"):
             self._below.connect(peer, there.below)

@@ -96,11 +96,7 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
 
     @classmethod
     def configured(cls, config: TransportConfig, site: Site) -> TcpTransport:
-        """Peers get the host that is listened on; if that is every address, `site.advertise_host`."""
-        tcp = config.tcp
-        listen = tcp.host or site.host
-        told = site.advertise_host if tcp.host in (None, "0.0.0.0", "::") else listen
-        return cls(listen, tcp.streams, advertise=told)
+        return cls(site.host, config.tcp.streams, advertise=site.advertise_host)
 
     def probe(self) -> Probe:
         default = "system default"
@@ -123,7 +119,7 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
         listen = numeric(self._host, self.name)
         self._advertised = numeric(self._advertise, self.name) if self._advertise else listen
         if ipaddress.ip_address(self._advertised).is_unspecified:
-            raise TransportUnavailable(f"tcp: nobody can connect to {self._advertised}; set advertise_host")
+            raise TransportUnavailable(f"tcp: nobody can connect to {self._advertised}; set listen.advertise")
         self._on_loopback = ipaddress.ip_address(listen).is_loopback
         try:
             return _tcp.Engine(
@@ -170,7 +166,7 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
         if self._on_loopback and not ipaddress.ip_address(there.host).is_loopback:
             raise TransportFailure(
                 f"peer {peer} is at {there.host}, and this side's data port is for this host only; "
-                "set transport.tcp.host to the address that others reach"
+                "set listen.data to the address that others reach"
             )
         with translated(f"cannot connect to peer {peer}"):
             engine.connect(peer, there.host, there.port, there.session, there.token, there.regions)

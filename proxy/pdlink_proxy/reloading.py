@@ -18,7 +18,7 @@ LIVE = frozenset(
 )
 """Settings that are read for each request, or whose change is told to what was made of them."""
 WORKERS = frozenset(("prefill", "decode", "both", "control", "data_parallel", "cells", "kv_events"))
-_NOT_COMPARED = frozenset(("port",))  # 0 has become a number
+_NOT_COMPARED = frozenset(("listen",))  # port 0 has become a number
 
 
 class Taken(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from pdlink.config import WorkerConfig
+from pdlink.config.listen import ListenConfig, place_of
 from pdlink.fleet import child
 from pdlink.fleet.child import Child
 from pdlink_bench.chaos import faults
@@ -38,6 +39,13 @@ def wait_for_trap(pid: int) -> None:
     raise AssertionError("the shell sets no trap")
 
 
+def port_given(settings: dict[str, Any]) -> int:
+    """Of HTTP."""
+    if isinstance(settings["listen"], str):
+        return place_of(settings["listen"]).port
+    return ListenConfig.model_validate(settings["listen"]).port
+
+
 class Started:
     """Stands in for `pdlink.fleet.child.start`: shells that are ready at once."""
 
@@ -48,7 +56,7 @@ class Started:
     def __call__(self, label: str, role: str, settings: dict[str, Any]) -> Child:
         self.settings.append((label, settings))
         ours, theirs = socket.socketpair()
-        port = settings.get("port") or 10_000 + len(self.settings)
+        port = port_given(settings) or 10_000 + len(self.settings)
         facts = {"url": f"http://127.0.0.1:{port}", "port": port, "control_port": port + 1000}
         theirs.sendall(json.dumps(facts).encode() + b"\n")
         theirs.close()

@@ -36,9 +36,11 @@ ROOT = Path(__file__).parents[2]
 
 VALUES: dict[str, Any] = {
     # What a generated value cannot be: the end of a dotted key to a value that differs from the default.
-    "host": "127.0.0.2",
-    "control_host": "127.0.0.2",
-    "advertise_host": "127.0.0.2",
+    "listen": "127.0.0.2:4321",
+    "listen.http": "127.0.0.2:4322",
+    "listen.control": "127.0.0.2:4323",
+    "listen.data": "127.0.0.2",
+    "listen.advertise": "127.0.0.2",
     "timeline": "/tmp/{name}.json",
     "local_disk": "/tmp/{name}",
     "peer_port": 4322,
@@ -165,6 +167,12 @@ def at(data: Any, dotted: str) -> Any:
     return data
 
 
+def arrived_at(settings: Any, dotted: str) -> Any:
+    """What came of a setting; that of a section which has a short form is inside of it."""
+    found = at(plain(settings), dotted)
+    return found["address"] if dotted == "listen" and isinstance(found, dict) else found
+
+
 _make_parser = cli._parser
 
 
@@ -273,7 +281,7 @@ def test_every_setting_arrives_at_a_role(
         with monkeypatch.context() as patch:
             status = cli.main([command, *way({dotted: value, **beside(dotted, command)}, patch, tmp_path)])
         if status == 0:
-            assert at(plain(arrived.pop().model_dump(mode="json")), dotted) == plain(value), dotted
+            assert arrived_at(arrived.pop().model_dump(mode="json"), dotted) == plain(value), dotted
         else:
             refused[dotted] = capsys.readouterr().err
         assert arrived == []
@@ -309,7 +317,7 @@ def test_every_setting_of_up_arrives_at_its_processes(
         if side in ("prefill", "decode", "proxy", "store"):
             found = started.of_role(side)
             assert found or engine in ENGINES and dotted == "prefill.role", dotted  # which it is anyway
-            assert all(at(settings, below) == plain(value) for settings in found), dotted
+            assert all(arrived_at(settings, below) == plain(value) for settings in found), dotted
         else:
             assert started.described() != usual.described(), f"{dotted} = {value!r} changes nothing"
     made = {f"proxy.{name}" for name in MADE}
@@ -340,7 +348,7 @@ def test_every_setting_of_ray_up_arrives_or_is_refused(
         with monkeypatch.context() as patch:
             status = cli.main(["ray", "up", *way({dotted: value, **beside(dotted, "up")}, patch, tmp_path)])
         if status == 0:
-            assert at(plain(arrived.pop().model_dump(mode="json")), dotted) == plain(value), dotted
+            assert arrived_at(arrived.pop().model_dump(mode="json"), dotted) == plain(value), dotted
         else:
             refused[dotted] = capsys.readouterr().err
         assert arrived == []
@@ -352,7 +360,8 @@ def test_every_setting_of_ray_up_arrives_or_is_refused(
         if dotted.startswith((*(f"{engine}." for engine in ENGINES), "store."))
     }
     for side in ("prefill", "decode"):
-        made |= {f"{side}.{name}" for name in ("host", "control_host", "advertise_host", "cache.memory_fraction")}
+        made |= {f"{side}.{name}" for name in ("listen", "cache.memory_fraction")}
+        made |= {f"{side}.listen.{name}" for name in ("http", "control", "data", "advertise")}
         made |= {f"{side}.security.{name}" for name in ("key_file", "allow_file", "http_key_file", "insecure")}
         made |= {f"{side}.security.route_key_file", f"{side}.join.proxies", f"{side}.join.beat_s"}
         made |= {f"{side}.join.url", f"{side}.join.cell"}
@@ -360,6 +369,7 @@ def test_every_setting_of_ray_up_arrives_or_is_refused(
     for dotted, text in refused.items():
         assert text.startswith("pdlink: "), text
         named = (dotted, *beside(dotted, "up"), dotted.partition(".")[0] + ": ", dotted.partition(".")[2] + ": ")
+        named += (dotted.rpartition(".")[0] + ": ",)
         assert any(name in text for name in named), f"{dotted} is not named: {text}"
 
 
@@ -371,15 +381,14 @@ def test_a_fraction_of_a_gpus_memory_arrives_with_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("words", "role", "dotted", "value"),
     [
-        (["--port", "0", "--set", "proxy.port=4321"], "proxy", "port", 4321),
-        (["--port", "4321"], "proxy", "port", 4321),
-        (["--host", "127.0.0.2"], "proxy", "host", "127.0.0.2"),
+        (["--listen", "h:4321"], "proxy", "listen", "h:4321"),
+        (["--listen", "h", "--set", "proxy.listen=h:4321"], "proxy", "listen", "h:4321"),
         (["--model", "m"], "prefill", "model.path", "m"),
         (["--model", "m"], "decode", "model.path", "m"),
         (["--set", "prefill.model.path=m"], "prefill", "model.path", "m"),
         (["--transport", "tcp"], "decode", "transport.kind", "tcp"),
         (["--transport", "tcp", "--set", "prefill.transport.kind=ucx"], "prefill", "transport.kind", "ucx"),
-        (["--prefill", "2", "--set", "prefill.port=4321"], "prefill", "port", 4321),
+        (["--prefill", "2", "--set", "prefill.listen=127.0.0.3:4321"], "prefill", "listen.http", "127.0.0.3:4321"),
         (["--set", "prefill.name=p"], "prefill", "name", "p"),
     ],
 )
@@ -393,9 +402,11 @@ def test_flags_of_up_arrive_and_set_comes_last(
 
 def test_workers_of_one_side_get_names_and_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     started = Started(monkeypatch)
-    assert cli.main(["up", "--decode", "2", "--set", "decode.port=4321", "--set", "decode.control_port=5000"]) == 0
-    found = [(one["name"], one["port"], one["control_port"]) for one in started.of_role("decode")]
-    assert found == [("decode-0", 4321, 5000), ("decode-1", 4322, 5001)]
+    listens = ["--set", "decode.listen=127.0.0.3:4321", "--set", "decode.listen.control=127.0.0.3:5000"]
+    assert cli.main(["up", "--decode", "2", *listens]) == 0
+    found = [(one["name"], one["listen"]["http"], one["listen"]["control"]) for one in started.of_role("decode")]
+    assert found[0] == ("decode-0", "127.0.0.3:4321", "127.0.0.3:5000")
+    assert found[1] == ("decode-1", "127.0.0.3:4322", "127.0.0.3:5001")
 
 
 @pytest.mark.parametrize(
@@ -432,5 +443,5 @@ def names_read() -> set[str]:
 def test_every_setting_is_read_by_somebody(kind: type[BaseModel]) -> None:
     """By name only: it finds a setting that no code outside of the settings knows."""
     names = {dotted.rsplit(".", 1)[-1] for dotted in settings_of(kind)}
-    handed_down = {"model"}
+    handed_down = {"model", "http"}  # `listen.http` is read as the host and the port of `listen`
     assert names - names_read() - handed_down == set()

@@ -37,10 +37,12 @@ def test_a_kubernetes_service_called_pdlink_changes_nothing(kind: Any) -> None:
     assert load(kind, environment=KUBERNETES) == kind()
 
 
-def test_a_port_is_a_setting_and_a_link_is_not() -> None:
-    assert load(ProxyConfig, environment={"PDLINK_PORT": "9000"}).port == 9000
-    with pytest.raises(ConfigError, match=r"port: must be a whole number, got 'http://a:1'"):
-        load(ProxyConfig, environment={"PDLINK_PORT": "http://a:1"})
+def test_an_address_is_a_setting_and_a_link_is_not() -> None:
+    assert load(ProxyConfig, environment={"PDLINK_LISTEN": "h:9000"}).at == ("h", 9000)
+    with pytest.raises(
+        ConfigError, match=r"listen: must be HOST or HOST:PORT, without http:// before it, got 'http://a:1'"
+    ):
+        load(ProxyConfig, environment={"PDLINK_LISTEN": "http://a:1"})
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_a_port_is_a_setting_and_a_link_is_not() -> None:
     [
         (WorkerConfig, "PDLINK_PREFILL", "[http://a:1]"),
         (WorkerConfig, "PDLINK_ENGINE", "vllm"),
-        (WorkerConfig, "PDLINK_PROXY__PORT", "9000"),
+        (WorkerConfig, "PDLINK_PROXY__LISTEN", "h:9000"),
         (ProxyConfig, "PDLINK_CACHE__NUM_BLOCKS", "5"),
         (ProxyConfig, "PDLINK_VLLM__ENVIRONMENT__OMP_NUM_THREADS", "1"),
         (UpConfig, "PDLINK_PREFILL", "[http://a:1]"),
@@ -157,7 +159,7 @@ def test_a_file_of_another_role_is_recognised(kind: Any, file: str, command: str
 
 def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
     """YAML takes the last one, and the first would be ignored."""
-    (tmp_path / "a.yaml").write_text("cache:\n  num_blocks: 5\nport: 1\ncache:\n  block_tokens: 8\n")
+    (tmp_path / "a.yaml").write_text("cache:\n  num_blocks: 5\nlisten: h:1\ncache:\n  block_tokens: 8\n")
     with pytest.raises(ConfigError, match=r"'cache' is there twice.*line 4"):
         load(WorkerConfig, tmp_path / "a.yaml", environment={})
 
@@ -171,9 +173,9 @@ def test_what_is_no_yaml_is_refused_in_one_line(text: str, tmp_path: Path) -> No
 
 
 def test_a_section_with_nothing_under_it_holds_its_defaults(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("cache:\n  # num_blocks: 5\nport: 7\n")
+    (tmp_path / "a.yaml").write_text("cache:\n  # num_blocks: 5\nlisten: 127.0.0.1:7\n")
     config = load(WorkerConfig, tmp_path / "a.yaml", environment={}, flags={"cache.block_tokens": 8})
-    assert config == WorkerConfig.model_validate({"port": 7, "cache": {"block_tokens": 8}})
+    assert config == WorkerConfig.model_validate({"listen": "127.0.0.1:7", "cache": {"block_tokens": 8}})
 
 
 def test_a_whole_section_on_the_command_line_leaves_the_files_other_values(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_a_worker_that_others_are_told_to_find_at_loopback_is_found() -> None:
     [found] = of_proxy({"prefill": [prefill], "decode": [worker("d", "http://10.0.0.2:1")]})
     assert found.level == "bad"
     assert "tcp://127.0.0.1:8500, which is loopback" in found.text
-    assert "advertise_host" in found.remedy
+    assert "listen.advertise" in found.remedy
 
 
 def test_two_workers_of_one_name_are_found() -> None:
@@ -68,7 +68,7 @@ def test_a_pair_much_slower_than_the_others_is_found_with_its_lane() -> None:
             "a and b",
             "same model",
         ),
-        ("recomputed;reason=not_connected", {}, "did not cross", "advertise_host"),
+        ("recomputed;reason=not_connected", {}, "did not cross", "listen.advertise"),
         ("unknown", {}, "does not say", "connector"),
         ("unknown", {"error": "decode-0: 500, no"}, "decode-0: 500, no", "transfer id is x"),
     ],

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdlink.config import ProxyConfig, WorkerConfig
-from pdlink.fleet.child import Child, start, stop
+from pdlink.fleet.child import Child, listening_on, start, stop
 
 READY_S = 90.0
 WAIT_S = 60.0
@@ -94,7 +94,9 @@ class Deployment:
                 tuple(str(child.facts["url"]) for child in deployment.children.values() if child.role == role)
                 for role in ("prefill", "decode")
             )
-            config = ProxyConfig(port=0, health_interval_s=0.2, drain_s=2.0, prefill=prefill, decode=decode)
+            config = ProxyConfig(
+                listen="127.0.0.1:0", health_interval_s=0.2, drain_s=2.0, prefill=prefill, decode=decode
+            )
             settings = config.model_dump(mode="json")
             deployment.children["proxy"] = start("proxy", "proxy", {**settings, **(proxy or {})})
             deployment.children["proxy"].wait_ready(READY_S)
@@ -124,8 +126,7 @@ class Deployment:
         old = self.children[label]
         old.process.wait(WAIT_S)
         old.link.close()
-        ports = {key: old.facts[key] for key in ("port", "control_port")}
-        self.children[label] = start(label, old.role, {**old.settings, **ports})
+        self.children[label] = start(label, old.role, listening_on(old.settings, old.facts))
         self.children[label].wait_ready(READY_S)
 
     def wait_proxy_hears_all(self) -> None:

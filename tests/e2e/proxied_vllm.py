@@ -87,7 +87,9 @@ def proxied(folder: Path, connector: Literal["pdlink", "nixl"] = "pdlink", *args
         children += servers
         for server in servers:
             server.wait_ready(READY_S)
-        settings = ProxyConfig(port=0, on_no_prefill="decode_only", connect_timeout_s=10).model_dump(mode="json")
+        settings = ProxyConfig(listen="127.0.0.1:0", on_no_prefill="decode_only", connect_timeout_s=10).model_dump(
+            mode="json"
+        )
         proxy = start("proxy", "proxy", {**settings, **vllm.proxy_settings(config, plans)})
         children.append(proxy)
         proxy.wait_ready(60)

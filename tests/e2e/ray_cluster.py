@@ -88,7 +88,7 @@ class RayUp:
         sets += ["proxy.first_byte_timeout_s=20", "proxy.idle_timeout_s=20"]
         sets += ["proxy.drain_s=2", "proxy.health_interval_s=0.2", "ray.lost_after_s=8", "ray.place_timeout_s=120"]
         self.log = folder / "ray-up.log"
-        command = [sys.executable, "-m", "pdlink", "ray", "up", "--address", address, "--port", "0"]
+        command = [sys.executable, "-m", "pdlink", "ray", "up", "--address", address, "--listen", "127.0.0.1:0"]
         command += [word for each in sets for word in ("--set", each)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

@@ -154,7 +154,7 @@ class SglangPair:
         children: list[Child] = []
         try:
             prefill, decode = (server.wait_ready() for server in servers)
-            config = ProxyConfig(port=0, dialect="sglang", prefill=(prefill.url,), decode=(decode.url,))
+            config = ProxyConfig(listen="127.0.0.1:0", dialect="sglang", prefill=(prefill.url,), decode=(decode.url,))
             children.append(start("proxy", "proxy", config.model_dump(mode="json")))
             children[0].wait_ready(60)
             pair = cls(prefill, decode, children[0], timeline)

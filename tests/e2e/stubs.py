@@ -68,7 +68,9 @@ class Fleet:
     def add_proxy(self, port: int = 0, **settings: Any) -> Child:
         """A proxy that has heard its workers."""
         urls = {role: [stub.url for stub in getattr(self, role)] for role in ("prefill", "decode")}
-        config = ProxyConfig.model_validate({"port": port, "health_interval_s": 0.1, **urls, **settings})
+        config = ProxyConfig.model_validate(
+            {"listen": f"127.0.0.1:{port}", "health_interval_s": 0.1} | urls | settings
+        )
         child = start(f"proxy-{len(self.proxies)}", "proxy", config.model_dump(mode="json"))
         self.proxies.append(child)
         child.wait_ready(READY_S)

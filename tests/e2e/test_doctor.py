@@ -133,10 +133,10 @@ def test_a_port_that_is_taken_is_found_before_a_start(tmp_path: Path, capsys: py
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         file = tmp_path / "settings.yaml"
-        file.write_text(f"role: prefill\ncontrol_port: {taken.getsockname()[1]}")
+        file.write_text(f"role: prefill\nlisten: {{control: 127.0.0.1:{taken.getsockname()[1]}}}")
         status, found = doctor(capsys, "--config", str(file))
     assert status == 1
-    assert [each["text"].split(":")[0] for each in found["findings"]] == ["control_port"]
+    assert [each["text"].split(":")[0] for each in found["findings"]] == ["listen.control"]
 
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("configs/*.yaml")), ids=lambda path: path.name)

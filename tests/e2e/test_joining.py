@@ -56,7 +56,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     write_private(keys / "admin", "sk-admin")
     (keys / "allow").write_text("\n".join(lines))
     config = ProxyConfig(
-        port=0,
+        listen="127.0.0.1:0",
         discover=(HERE,),
         key_file=str(keys / "proxy.key"),
         allow_file=str(keys / "allow"),

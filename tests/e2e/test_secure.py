@@ -80,7 +80,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     }
     with Deployment.launch(workers, routed=False) as deployment:
         config = ProxyConfig(
-            port=0,
+            listen="127.0.0.1:0",
             health_interval_s=0.2,
             retries=0,
             drain_s=2.0,

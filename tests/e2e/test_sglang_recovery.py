@@ -85,7 +85,7 @@ def fleet(request: pytest.FixtureRequest, folder: Path) -> Iterator[Fleet]:
             ends.callback(servers[-1].kill)
         prefill, *decodes = [server.wait_ready() for server in servers]
         config = ProxyConfig(
-            port=0,
+            listen="127.0.0.1:0",
             dialect="sglang",
             prefill=(prefill.url,),
             decode=tuple(server.url for server in decodes),

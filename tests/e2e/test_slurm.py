@@ -72,7 +72,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
             slurm.submit(f"--array={indices}", str(SCRIPT), role, str(shared), *options, PATH=path)
         until(lambda: len(list((shared / "workers").glob("*.json"))) == len(WORKERS), "all are ready", START_S)
         config = ProxyConfig(
-            port=0,
+            listen="127.0.0.1:0",
             discover=(f"file:{shared}/workers",),
             worker_key_file=str(keys / "http"),
             health_interval_s=0.2,

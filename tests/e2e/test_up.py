@@ -53,7 +53,17 @@ class Up:
     """`pdlink up` on free ports, ready; a context manager."""
 
     def __init__(self, *flags: str) -> None:
-        command = [sys.executable, "-m", "pdlink", "up", "--config", "configs/up.yaml", "--port", "0", *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "pdlink",
+            "up",
+            "--config",
+            "configs/up.yaml",
+            "--listen",
+            "127.0.0.1:0",
+            *flags,
+        ]
         root = Path(__file__).parents[2]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=root

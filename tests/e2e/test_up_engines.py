@@ -30,7 +30,7 @@ def up(executable: Path, *flags: str) -> subprocess.Popen[str]:
     engine = executable.name
     settings = {"executable": executable, "model": "/m", "prefill_port": 0, "decode_port": 0, PORTS[engine]: 0}
     more = [text for key, value in settings.items() for text in ("--set", f"{engine}.{key}={value}")]
-    line = [sys.executable, "-m", "pdlink", "up", "--engine", engine, "--port", "0", *more, *flags]
+    line = [sys.executable, "-m", "pdlink", "up", "--engine", engine, "--listen", "127.0.0.1:0", *more, *flags]
     place = {**os.environ, "TMPDIR": str(executable.parent)}  # what a killed one cannot remove is left there
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=place)
 

@@ -52,7 +52,7 @@ def pair(vllm_folder: Path, alone: Alone) -> Iterator[Pair]:
 def proxy(pair: Pair) -> Iterator[str]:
     """Its URL."""
     settings = ProxyConfig(
-        port=0,
+        listen="127.0.0.1:0",
         dialect="vllm",
         prefill=(pair.prefill.url,),
         decode=(pair.decode.url,),

@@ -90,7 +90,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         children += servers
         for server in servers:
             server.wait_ready(READY_S)
-        settings = ProxyConfig(port=0, connect_timeout_s=10, tokenize_wait_s=5).model_dump(mode="json")
+        settings = ProxyConfig(listen="127.0.0.1:0", connect_timeout_s=10, tokenize_wait_s=5).model_dump(mode="json")
         told = {"kv_events": {plans[0].url: [",".join(events)]}}
         proxy = start("proxy", "proxy", {**settings, **vllm.proxy_settings(config, plans), **told})
         children.append(proxy)

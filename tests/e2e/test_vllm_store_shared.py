@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.slow, pytest.mark.t
 
 def store_of(place: Path) -> subprocess.Popen[bytes]:
     pdlink = Path(sys.executable).parent / "pdlink"
-    settings = ["--listen", f"ipc://{place}/socket/store", "--memory", "0.5", "--port", "0"]
+    settings = ["--socket", f"ipc://{place}/socket/store", "--memory", "0.5", "--listen", "127.0.0.1:0"]
     with (place / "store.log").open("ab") as log:
         return subprocess.Popen([pdlink, "store", *settings], stdout=log, stderr=log)
 

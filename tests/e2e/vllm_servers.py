@@ -136,10 +136,12 @@ class Pair:
             }
 
         trace = str(folder / "timeline-{rank}.json")
-        listens = {"control_port": control_port, "timeline": trace}
+        listens = {"listen": f"127.0.0.1:{control_port}", "timeline": trace}
         kept, keeps = ({"tiers": tiers} if tiers is not None else {} for tiers in (store, decode_store))
         prefill = connector("kv_both" if both else "kv_producer", name="prefill", **listens, **kept)
-        decode = connector("kv_both" if both else "kv_consumer", name="decode", control_port=back_port, **keeps)
+        decode = connector(
+            "kv_both" if both else "kv_consumer", name="decode", listen=f"127.0.0.1:{back_port}", **keeps
+        )
         if tier is not None:
             decode = {
                 "kv_connector": "MultiConnector",

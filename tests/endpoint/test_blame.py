@@ -299,7 +299,7 @@ def test_an_endpoint_that_cannot_open_holds_nothing() -> None:
     before = Holdings.of(os.getpid())
     for _ in range(5):
         node = Node(hub, "late", layout(4), TIMEOUTS)
-        with pytest.raises(ConfigError, match="control_port"):
+        with pytest.raises(ConfigError, match="listen.control"):
             node.open(taken.port)
         assert node.transport._state == "closed"
         node.buffer.close()

@@ -47,12 +47,12 @@ def test_ranks_devices_and_settings_of_the_transfer_backend_arrive() -> None:
     assert said(made[0], "--tp-size") == "2"
     assert "--tp-size" not in made[1].command
     assert made[0].environment == {
-        "PDLINK_CONTROL_HOST": "127.0.0.2",
+        "PDLINK_LISTEN": "127.0.0.2",
         "PDLINK_LAYERWISE": "false",
         "CUDA_VISIBLE_DEVICES": "0,1",
     }
     read = load(SglangConfig, environment=made[1].environment)
-    assert (read.control_host, read.layerwise) == ("127.0.0.2", False)
+    assert (read.listen.control_host, read.layerwise) == ("127.0.0.2", False)
     with pytest.raises(ConfigError, match=r"sglang.decode_devices: 1 entries for 2 decode servers"):
         plans(1, 2, decode_devices=["0"])
 

@@ -36,14 +36,14 @@ def taken() -> Any:
         yield listening.getsockname()[1]
 
 
-@pytest.mark.parametrize("setting", ["proxy.port", "prefill.port", "decode.control_port"])
+@pytest.mark.parametrize("setting", ["proxy.listen", "prefill.listen", "decode.listen.control"])
 def test_a_port_in_use_is_found_before_any_process_is_started(
     setting: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(up, "start", lambda *_: pytest.fail("a process was started"))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with taken() as port:
-        ports = {"proxy.port": 0, setting: port}
+        ports = {"proxy.listen": "127.0.0.1:0", setting: f"127.0.0.1:{port}"}
         assert main(["up", *(word for key, value in ports.items() for word in ("--set", f"{key}={value}"))]) == 2
     err = capsys.readouterr().err
     assert f"pdlink: {setting}: cannot bind 127.0.0.1:{port}: Address already in use; port 0 takes a free port" in err
@@ -73,7 +73,7 @@ def test_a_model_that_is_not_there_is_told_once_and_before_any_process_is_starte
 ) -> None:
     monkeypatch.setattr(up, "start", lambda *_: pytest.fail("a process was started"))
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    assert main(["up", "--port", "0", "--model", model]) == 2
+    assert main(["up", "--listen", "127.0.0.1:0", "--model", model]) == 2
     err = capsys.readouterr().err
     assert err.count("model.path: ") == 1
     assert model in err
@@ -205,7 +205,9 @@ def test_warnings_of_a_start_are_held_back_and_later_ones_are_not(caplog: pytest
 @pytest.mark.usefixtures("real_children")
 def test_a_real_child_starts_serves_and_comes_back_on_its_port(capfd: pytest.CaptureFixture[str]) -> None:
     """And logs as its settings say, with its name."""
-    config = ProxyConfig(port=0, decode=("http://127.0.0.1:9",), log=LogConfig(level="info", format="json"))
+    config = ProxyConfig(
+        listen="127.0.0.1:0", decode=("http://127.0.0.1:9",), log=LogConfig(level="info", format="json")
+    )
     child = start("proxy", "proxy", config.model_dump(mode="json"))
     try:
         child.wait_ready(60)
@@ -245,7 +247,7 @@ def test_the_proxy_is_stopped_before_the_workers_it_needs(monkeypatch: pytest.Mo
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(up, "stop", lambda labels, _: stopped.append(labels))
     with pytest.raises(ChildFailed):
-        up.up(UpConfig.model_validate({"proxy": {"port": 0}}), lambda _: None)
+        up.up(UpConfig.model_validate({"proxy": {"listen": "127.0.0.1:0"}}), lambda _: None)
     assert stopped == [["proxy"], ["prefill-0", "decode-0"], []], "and then the store, of which there is none here"
 
 

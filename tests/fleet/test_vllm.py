@@ -39,14 +39,13 @@ def test_each_server_knows_its_part_and_the_proxy_knows_them_all() -> None:
         "kv_role": "kv_producer",
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {
-            "control_host": "127.0.0.1",
-            "control_port": 8501,
+            "listen": {"address": "127.0.0.1:8501"},
             "name": "prefill-1",
             "timeouts": {"peer_s": 2.0},
         },
     }
     assert transfer(made[2])["kv_role"] == "kv_consumer"
-    assert "control_port" not in transfer(made[2])["kv_connector_extra_config"], "nobody dials a decode server"
+    assert transfer(made[2])["kv_connector_extra_config"]["listen"] == {"address": "127.0.0.1:0"}, "nobody dials it"
     told = ProxyConfig.model_validate(vllm.proxy_settings(config, made))
     assert told.dialect == "vllm"
     assert told.control == {
@@ -62,7 +61,7 @@ def test_ranks_have_an_address_each_and_servers_their_devices() -> None:
         prefill_ranks=2,
         decode_ranks=1,
         prefill_devices=["0,1", "2,3"],
-        connector_config={"advertise_host": "h"},
+        connector_config={"listen": {"advertise": "h"}},
     )
     assert [plan.control for plan in made[:2]] == [("tcp://h:8500", "tcp://h:8501"), ("tcp://h:8502", "tcp://h:8503")]
     assert made[1].environment == {"CUDA_VISIBLE_DEVICES": "2,3"}

@@ -31,7 +31,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
 def engines(closed: ExitStack, port: int, count: int) -> list[Server]:
     found = []
     for number in range(count):
-        settings = {"control_port": port, **NO_OTHER_LEG}
+        settings = {"listen": f"127.0.0.1:{port}", **NO_OTHER_LEG}
         found.append(Server(f"p{number}", ranks=2, number=number, settings=settings))
         closed.callback(found[-1].close)
     return found
@@ -90,7 +90,7 @@ def test_a_port_that_is_taken_is_named_with_the_engine_that_needs_it(closed: Exi
     with pytest.raises(
         ConfigError,
         match=rf"cannot bind tcp://127\.0\.0\.1:{port + 2}.* Shard 0 of data-parallel engine 1 listens on "
-        r"control_port \+ 2; give every vLLM server of a host a range of its own",
+        r"the port of listen \+ 2; give every vLLM server of a host a range of its own",
     ):
         engines(closed, port, 2)
 

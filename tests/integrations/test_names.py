@@ -58,8 +58,8 @@ def ports(extra: dict[str, Any], *, ranks: int = 1, **parallel: Any) -> list[int
             parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=ranks, **parallel),
             kv_transfer_config=SimpleNamespace(engine_id="e"),
         )
-        of_rank = Rank(config, None, read({"control_port": 8500, **extra}))
-        found += [of_rank.settings_of(shard.number).control_port for shard in of_rank._shards]
+        of_rank = Rank(config, None, read({"listen": "127.0.0.1:8500", **extra}))
+        found += [of_rank.settings_of(shard.number).listen.control_port for shard in of_rank._shards]
     return found
 
 
@@ -67,7 +67,7 @@ def test_each_engine_behind_one_port_listens_on_ports_of_its_own() -> None:
     assert [ports({}, data_parallel_index=engine) for engine in range(3)] == [[8500], [8501], [8502]]
     assert ports({}, ranks=2, data_parallel_index=1) == [8502, 8503]
     assert ports({"shards": 4}, ranks=2, data_parallel_index=1) == [8504, 8505, 8506, 8507]
-    assert ports({"control_port": 0}, data_parallel_index=1) == [0]
+    assert ports({"listen": "127.0.0.1"}, data_parallel_index=1) == [0]
 
 
 def test_an_engine_with_a_port_of_its_own_listens_where_it_was_told() -> None:
@@ -77,11 +77,11 @@ def test_an_engine_with_a_port_of_its_own_listens_where_it_was_told() -> None:
 
 
 def test_engines_whose_ports_end_beyond_the_last_one_do_not_start() -> None:
-    assert ports({"control_port": 65534}, data_parallel_index=1) == [65535]
+    assert ports({"listen": "127.0.0.1:65534"}, data_parallel_index=1) == [65535]
     with pytest.raises(
-        ConfigError, match=r"control_port: got 65534, which makes 65537 the last .* engine 1; limit 65535"
+        ConfigError, match=r"listen: got port 65534, which makes 65537 the last .* engine 1; ports end at 65535"
     ):
-        ports({"control_port": 65534}, ranks=2, data_parallel_index=1)
+        ports({"listen": "127.0.0.1:65534"}, ranks=2, data_parallel_index=1)
 
 
 def test_engine_id_of_any_characters_makes_a_name() -> None:

@@ -93,7 +93,9 @@ def test_both_legs_have_one_transfer_id_that_vllms_connector_reads(cluster: None
     [address] = second.prefill.addresses
     assert address == prefill.replica_metadata()["pdlink_control"][0]
     extra = prefill.kv_transfer_config["kv_connector_extra_config"]
-    assert ControlAddress.parse(address) == ControlAddress(extra["control_host"], extra["control_port"])
+    assert ControlAddress.parse(address) == ControlAddress(
+        "127.0.0.1", int(extra["listen"]["address"].rpartition(":")[2])
+    )
 
 
 def test_a_request_that_is_sent_again_has_another_transfer_id(cluster: None) -> None:

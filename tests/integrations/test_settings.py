@@ -15,10 +15,12 @@ from pdlink.integrations.vllm_parts.settings import read
 
 
 def test_every_shard_listens_on_a_port_and_with_a_key_of_its_own() -> None:
-    settings = read({"control_port": 41000, "security": {"key_file": "/x/{shard}.key", "allow_file": "/x/allow"}})
-    assert [settings.of_shard(shard).control_port for shard in range(3)] == [41000, 41001, 41002]
+    settings = read(
+        {"listen": "127.0.0.1:41000", "security": {"key_file": "/x/{shard}.key", "allow_file": "/x/allow"}}
+    )
+    assert [settings.of_shard(shard).listen.control_port for shard in range(3)] == [41000, 41001, 41002]
     assert settings.of_shard(2).security.key_file == "/x/2.key"
-    assert read({}).of_shard(5).control_port == 0
+    assert read({}).of_shard(5).listen.control_port == 0
 
 
 @pytest.mark.parametrize(
@@ -26,8 +28,8 @@ def test_every_shard_listens_on_a_port_and_with_a_key_of_its_own() -> None:
     [
         ({"control_prot": 1}, "control_prot"),
         ({"transport": {"kind": "pigeon"}}, "transport.kind"),
-        ({"control_host": "192.0.2.1"}, "keys"),
-        ({"advertise_host": "192.0.2.1"}, "keys"),
+        ({"listen": "192.0.2.1"}, "keys"),
+        ({"listen": {"advertise": "192.0.2.1"}}, "keys"),
         ({"timeouts": {"peer_s": 200}}, "request_s"),
         ({"tiers": {"local_disk": "/kv"}}, "max_local_disk_size"),
         ({"tiers": {"local_disk": "/kv/{name}", "max_local_disk_size": 1}}, "another name at every start; set name"),

@@ -34,7 +34,7 @@ class Store:
         self.start()
 
     def start(self) -> None:
-        arguments = ["--listen", self.address, "--memory", "0.1", "--port", "0"]
+        arguments = ["--socket", self.address, "--memory", "0.1", "--listen", "127.0.0.1:0"]
         disk = ["--disk", f"{self._folder}/disk", "--disk-size", "0.1"]
         with (self._folder / "store.log").open("ab") as log:
             self.process = subprocess.Popen(

@@ -47,7 +47,7 @@ class Engine:
         spec = kind(head_size=head_size, dtype="torch.float32", block_size=block_tokens)
         group = SimpleNamespace(kv_cache_spec=spec, layer_names=self.names)
         cache = SimpleNamespace(kv_cache_groups=[group], num_blocks=len(caches[0][self.names[0]]))
-        said = read({"transport": {"kind": "tcp"}, "control_host": "127.0.0.1"} | (settings or {}))
+        said = read({"transport": {"kind": "tcp"}} | (settings or {}))
         self.ranks: list[tuple[Rank, dict[str, torch.Tensor]]] = []
         for rank, tensors in enumerate(caches):
             config = SimpleNamespace(

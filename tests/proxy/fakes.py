@@ -437,7 +437,7 @@ class Listed(TypingProtocol):
 
 def settings(prefill: Sequence[Listed], decode: Sequence[Listed], **more: Any) -> ProxyConfig:
     defaults: dict[str, Any] = {
-        "port": 0,
+        "listen": "127.0.0.1:0",
         "policy": "round_robin",
         "health_interval_s": 0.02,
         "no_worker_timeout_s": 0,

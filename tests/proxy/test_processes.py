@@ -85,7 +85,17 @@ async def until(true: Callable[[], Any], what: str) -> None:
 
 @contextlib.asynccontextmanager
 async def processes(prefill: FakeWorker, decode: FakeWorker, *more: str) -> AsyncIterator[Running]:
-    arguments = ["-m", "pdlink", "proxy", "--processes", "2", "--port", "0", "--set", "health_interval_s=0.1"]
+    arguments = [
+        "-m",
+        "pdlink",
+        "proxy",
+        "--processes",
+        "2",
+        "--listen",
+        "127.0.0.1:0",
+        "--set",
+        "health_interval_s=0.1",
+    ]
     arguments += ["--prefill", prefill.url, "--decode", decode.url, *more]
     process = await asyncio.create_subprocess_exec(
         sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
@@ -267,5 +277,5 @@ async def test_a_request_with_huge_numbers_ends_no_service_of_any_process(
 
 
 def test_settings_that_cannot_be_shared_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["proxy", "--processes", "2", "--dialect", "lmcache", "--port", "0"]) == 2
+    assert main(["proxy", "--processes", "2", "--dialect", "lmcache", "--listen", "127.0.0.1:0"]) == 2
     assert "processes: got 2; limit 1 with dialect lmcache" in capsys.readouterr().err

@@ -17,8 +17,8 @@ def test_live_settings_are_settings() -> None:
 
 
 def test_a_running_proxy_takes_only_what_it_can() -> None:
-    old = ProxyConfig(port=0, retries=1, queue_size=5)
-    new = ProxyConfig(port=8000, retries=2, queue_size=5, policy="prefix")
+    old = ProxyConfig(listen="127.0.0.1:0", retries=1, queue_size=5)
+    new = ProxyConfig(listen="127.0.0.1:8000", retries=2, queue_size=5, policy="prefix")
     found = taken(old, new)
     assert (found.changed, found.ignored) == (frozenset({"retries"}), frozenset({"policy"}))
     assert (found.config.retries, found.config.policy) == (2, old.policy)
@@ -33,7 +33,13 @@ async def test_a_stream_goes_on_while_limits_queue_and_workers_change(
     first.gates[1] = asyncio.Event()
     async with proxy_of([prefill], [first]) as proxy, proxy.post(stream=True) as running:
         router = proxy.router
-        new = {"rate_limit": {"requests": 1}, "queue_size": 7, "shares": {"k": 2.0}, "policy": "cost", "port": 1}
+        new = {
+            "rate_limit": {"requests": 1},
+            "queue_size": 7,
+            "shares": {"k": 2.0},
+            "policy": "cost",
+            "listen": "127.0.0.1:1",
+        }
         router.adopt(settings([prefill], [second], **new))
         assert (router.shared.queue.size, router.shared.queue.weights) == (7, {"k": 2.0})
         assert [worker.url for worker in router.pools.all] == [prefill.url, second.url]

@@ -670,7 +670,7 @@ def test_a_prefill_worker_without_its_control_address_is_refused_at_start() -> N
         "tcp://a:2",
     )
     with pytest.raises(
-        ConfigError, match=r"tcp://b:1, given for http://a:1, is the HTTP port of http://b:1.*control_port"
+        ConfigError, match=r"tcp://b:1, given for http://a:1, is the HTTP port of http://b:1.*`listen`"
     ):
         load(ProxyConfig, environment={}, flags={**flags, "control": {**right, "http://a:1": "tcp://b:1"}})
     config = load(ProxyConfig, environment={}, flags={**flags, "dialect": "vllm-nixl"})

@@ -196,8 +196,8 @@ def test_name_that_every_peer_would_refuse_stops_the_worker(name: str) -> None:
         worker_name(WorkerConfig(name=name), None, 80)
 
 
-@pytest.mark.parametrize("setting", ["host", "control_host", "advertise_host", "transport.tcp.host"])
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "::", "node-7", "127.0.0.1.evil", ""])
+@pytest.mark.parametrize("setting", ["listen", "listen.http", "listen.control", "listen.data", "listen.advertise"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "::", "node-7", "127.0.0.1.evil"])
 def test_worker_that_others_can_reach_does_not_start_without_keys(setting: str, host: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(WorkerConfig, environment={}, flags={setting: host})
@@ -211,13 +211,13 @@ def test_worker_that_others_can_reach_does_not_start_without_keys(setting: str, 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])
 def test_worker_that_only_this_host_can_reach_needs_no_keys(host: str) -> None:
-    load(WorkerConfig, environment={}, flags={"host": host, "control_host": host, "advertise_host": host})
+    load(WorkerConfig, environment={}, flags={"listen": host, "listen.advertise": host})
 
 
 def test_refusal_to_start_reaches_the_terminal_as_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prefill", "--host", "0.0.0.0"]) == 2
+    assert main(["prefill", "--listen", "0.0.0.0"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("pdlink: host: other hosts can reach 0.0.0.0")
+    assert err.startswith("pdlink: listen: other hosts can reach 0.0.0.0")
     assert len(err.splitlines()) == 1
 
 

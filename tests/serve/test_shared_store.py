@@ -130,7 +130,6 @@ def test_a_store_that_goes_during_a_copy_costs_nothing_but_the_copy(
         (TiersConfig, {"store": "/s", "max_local_cpu_size": 0}, "tiers.max_local_cpu_size: .*the store"),
         (TiersConfig, {"store_timeout_s": 2}, "tiers.store_timeout_s: .*names none"),
         (StoreConfig, {"tiers": {"chunk_size": 16}}, "tiers.chunk_size: .*of workers"),
-        (StoreConfig, {"control_host": "127.0.0.2"}, "control_host: .*not set; leave it out"),
         (StoreConfig, {"transport": {"kind": "tcp"}}, "transport: .*of other nodes"),
         (StoreConfig, {"key_file": "k", "allow_file": "a"}, "key_file: .*of other nodes"),
     ],

@@ -39,7 +39,7 @@ class Process:
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.path = directory / "socket" / "store"
-        given = {"listen": str(self.path), **settings}
+        given = {"socket": str(self.path), **settings}
         self._settings = StoreConfig.model_validate(given).model_dump(mode="json")
         self.start()
 

@@ -41,12 +41,10 @@ def test_worker_for_this_host_listens_on_loopback_only(tls: str, host: str, devi
     if not probe.ok:
         pytest.skip(probe.reason)
     transport = {"kind": "ucx", "ucx": {"tls": tls, "devices": devices}}
-    config = WorkerConfig.model_validate(
-        {"control_host": host, "transport": transport, "security": {"insecure": True}}
-    )
+    config = WorkerConfig.model_validate({"listen": host, "transport": transport, "security": {"insecure": True}})
     before = listening()
     buffer = Buffer(1 << 16)
-    transports = open_transports(config.transport, [buffer], this_host_only=not config.reachable)
+    transports = open_transports(config.transport, [buffer], this_host_only=not config.listen.reachable)
     transports[0].invite("peer")
     now = listening()
     for transport_ in transports:

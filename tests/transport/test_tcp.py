@@ -105,7 +105,7 @@ def test_what_cannot_be_an_invitation_is_a_protocol_error(make_side: Callable[..
 def test_a_side_for_this_host_only_connects_to_no_other(make_side: Callable[..., Side]) -> None:
     side = make_side()
     elsewhere = msgspec.structs.replace(tcp._decode(side.transport.invite("writer")), host="192.0.2.1")
-    with pytest.raises(TransportFailure, match=r"transport\.tcp\.host"):
+    with pytest.raises(TransportFailure, match=r"listen\.data"):
         side.transport.connect("peer", msgspec.msgpack.encode(elsewhere))
 
 
@@ -271,7 +271,7 @@ def test_the_congestion_control_and_streams_in_use_are_reported(make_side: Calla
         ({"streams": 0}, "0 streams"),
         ({"streams": 17}, "17 streams"),
         ({"host": "no such host.invalid"}, "no address"),
-        ({"host": "0.0.0.0"}, "advertise_host"),
+        ({"host": "0.0.0.0"}, "listen.advertise"),
         ({"host": "192.0.2.1"}, "192.0.2.1"),
     ],
 )
@@ -304,8 +304,8 @@ def test_auto_goes_on_without_tcp_where_it_cannot_listen() -> None:
 
 
 def test_a_data_port_for_other_hosts_needs_keys_too() -> None:
-    with pytest.raises(ValueError, match=r"transport\.tcp\.host"):
-        WorkerConfig.model_validate({"transport": {"tcp": {"host": "10.9.8.7"}}})
+    with pytest.raises(ValueError, match=r"listen\.data"):
+        WorkerConfig.model_validate({"listen": {"data": "10.9.8.7"}})
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # that is what it is about (Python 3.12)

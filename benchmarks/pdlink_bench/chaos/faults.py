@@ -101,7 +101,7 @@ class LocalDeployment:
             for role in ("prefill", "decode")
         )
         config = ProxyConfig(
-            port=0,
+            listen="127.0.0.1:0",
             health_interval_s=0.2,
             drain_s=2.0,
             first_byte_timeout_s=self._request_s * 1.2,

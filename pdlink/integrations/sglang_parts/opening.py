@@ -107,9 +107,10 @@ def open_ends(
             f"{name}/{rank}{suffix}",
             layout,
             memory,
-            host=settings.control_host,
+            host=settings.listen.control_host,
             port=port,
-            advertise_host=settings.advertise_host,
+            data_host=settings.listen.data,
+            advertise_host=settings.listen.advertise,
             model=str(server_args.served_model_name or server_args.model_path),
             revision=f"{revision} {meaning}",
             content=versions.content(server_args),
@@ -123,7 +124,7 @@ def open_ends(
     def opened(layout: KVGroups, suffix: str, meaning: str) -> Node:
         if suffix.startswith("/s"):
             return node(layout, described[int(suffix[2:])][1], suffix, meaning, 0)
-        port = settings.control_port + rank if settings.control_port and not suffix else 0
+        port = settings.listen.control_port + rank if settings.listen.control_port and not suffix else 0
         return node(layout, buffers, suffix, meaning, port)
 
     memory = [*buffers, *(buffer for _, more in described for buffer in more)]

@@ -68,11 +68,12 @@ class Rank:
         self._num_parts = 0 if num_parts % place.num_ranks else num_parts // place.num_ranks
         """Into which the heads of this rank are divided; 0 if they are not, and ranks with the same KV take turns."""
         self._engine = versions.engine_of_port(vllm_config)
-        last_port = settings.control_port + (self._engine + 1) * self._num_shards - 1
-        if settings.control_port and last_port > _MAX_PORT:
+        last_port = settings.listen.control_port + (self._engine + 1) * self._num_shards - 1
+        if settings.listen.control_port and last_port > _MAX_PORT:
             raise ConfigError(
-                f"kv_connector_extra_config: control_port: got {settings.control_port}, which makes {last_port} the "
-                f"last port of data-parallel engine {self._engine}; limit {_MAX_PORT}; take a lower one"
+                f"kv_connector_extra_config: listen: got port {settings.listen.control_port}, which makes "
+                f"{last_port} the last port of data-parallel engine {self._engine}; ports end at {_MAX_PORT}; take a "
+                "lower one"
             )
         directory = settings.tiers.local_disk if settings.tiers is not None else None
         index = versions.data_parallel_index(vllm_config)
@@ -194,9 +195,10 @@ class Rank:
                 self._name_of(shard, credentials),
                 cache.groups,
                 buffers,
-                host=settings.control_host,
-                port=settings.control_port,
-                advertise_host=settings.advertise_host,
+                host=settings.listen.control_host,
+                port=settings.listen.control_port,
+                data_host=settings.listen.data,
+                advertise_host=settings.listen.advertise,
                 **self._identity(cache.planes),
                 transport=settings.transport,
                 deadlines=Deadlines.of(settings.timeouts),
@@ -207,8 +209,8 @@ class Rank:
         except ConfigError as error:
             raise ConfigError(
                 f"kv_connector_extra_config: {error}. Shard {shard} of data-parallel engine {self._engine} listens "
-                f"on control_port + {self._engine * self._num_shards + shard}; give every vLLM server of a host a "
-                "range of its own"
+                f"on the port of listen + {self._engine * self._num_shards + shard}; give every vLLM server of a "
+                "host a range of its own"
             ) from None
         log.info("%s listens on %s, KV over %s", node.name, node.address, " or ".join(node.transports))
         return node

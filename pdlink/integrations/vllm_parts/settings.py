@@ -8,13 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from pdlink.config import (
     PatientTimeouts,
-    Port,
     SecurityConfig,
     TiersConfig,
     TransportConfig,
     WorkerConfig,
-    is_loopback,
 )
+from pdlink.config.listen import LinkListen
 from pdlink.errors import ConfigError
 from pdlink.protocol import auth
 from pdlink.transport.choice import check_kinds
@@ -31,14 +30,10 @@ class ConnectorSettings(BaseModel):
     name: str | None = None
     """Unique in the deployment; None takes the engine id that vLLM makes. Data-parallel ranks after the first add
     `/dp1` and so on, shards their number."""
-    control_host: str = "127.0.0.1"
-    """Address that other servers dial, and that the tcp transport listens on."""
-    control_port: Port = 0
-    """ZeroMQ. Shard s (rank s, unless `shards` or `stages` say otherwise) listens on `control_port` + s, and each
-    further data-parallel engine behind the same HTTP port on the ports after those of the engine before; the proxy
-    tells them to decode servers, so prefill servers need it. 0 takes free ones."""
-    advertise_host: str | None = None
-    """Address other hosts reach this server by; None uses `control_host`."""
+    listen: LinkListen = LinkListen()
+    """Where other servers reach this one. Shard s (rank s, unless `shards` or `stages` say otherwise) listens on the
+    port + s, and each further data-parallel engine behind the same HTTP port on the ports after those of the engine
+    before; the proxy tells them to decode servers, so prefill servers need a port."""
     shards: int | None = Field(default=None, ge=1, le=1024)
     """Parts, by heads, in which the KV of a stage travels. None: one for each of this server's tensor parallel
     ranks, which is right where both servers have as many. Otherwise the larger number of ranks, on both servers: set,
@@ -77,8 +72,7 @@ class ConnectorSettings(BaseModel):
         if self.tiers is not None and "{name}" in (self.tiers.local_disk or "") and self.name is None:
             raise ValueError("tiers.local_disk: got {name}, and vLLM makes up another name at every start; set name")
         WorkerConfig(
-            control_host=self.control_host,
-            advertise_host=self.advertise_host,
+            listen=self.listen.as_control(),
             transport=self.transport,
             security=self.security,
         )
@@ -87,18 +81,17 @@ class ConnectorSettings(BaseModel):
     @property
     def reachable(self) -> bool:
         """Whether others than this host can reach this server's ports."""
-        hosts = (self.control_host, self.advertise_host, self.transport.tcp.host)
-        return not all(is_loopback(host) for host in hosts if host is not None)
+        return bool(self.listen.reachable)
 
     def of_shard(self, shard: int, *, first_port: int = 0) -> ConnectorSettings:
-        """The same settings with the places for the shard filled in. first_port: of its engine, from `control_port`
-        on."""
+        """The same settings with the places for the shard filled in. first_port: of its engine, from the port
+        of `listen` on."""
         key_file = self.security.key_file
         if key_file is not None:
             key_file = key_file.replace("{shard}", str(shard))
         security = self.security.model_copy(update={"key_file": key_file})
-        port = self.control_port + first_port + shard if self.control_port else 0
-        return self.model_copy(update={"security": security, "control_port": port})
+        port = self.listen.control_port + first_port + shard if self.listen.control_port else 0
+        return self.model_copy(update={"security": security, "listen": self.listen.on_port(port)})
 
 
 def read(extra: Mapping[str, Any]) -> ConnectorSettings:

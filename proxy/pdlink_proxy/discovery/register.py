@@ -129,7 +129,7 @@ class RegisterSource:
         try:
             port = channel.bind(self._host, self._port, self._credentials)
         except ConfigError as error:
-            raise SourceDown(str(error).replace("control_port", "register")) from None
+            raise SourceDown(str(error).replace("listen.control", "register")) from None
         key = self._credentials.keys.public if self._credentials is not None else ""
         self.address = str(ControlAddress(self._host.strip("[]"), port, key))
         try:

@@ -54,7 +54,7 @@ all pods of all groups and before they are ready, so ours has another. Root, nam
 {{- end }}
 {{- if $values.httpKey.secret }}{{ $_ := set $security "http_key_file" "/etc/pdlink/http/key" }}{{ end }}
 {{- if $values.roleKeys.secret }}{{ $_ := set $security "admin_key_file" "/etc/pdlink/role/keys" }}{{ end }}
-{{- $all := dict "host" "0.0.0.0" "port" .pool.port "control_host" "0.0.0.0" "control_port" .pool.controlPort "timeouts" (dict "drain_s" .pool.drainS) "security" $security }}
+{{- $all := dict "listen" (dict "address" (printf "0.0.0.0:%d" (int .pool.port)) "control" (printf "0.0.0.0:%d" (int .pool.controlPort))) "timeouts" (dict "drain_s" .pool.drainS) "security" $security }}
 {{- $join := dict }}
 {{- if eq $values.discovery "register" }}
 {{- $key := "" }}
@@ -68,7 +68,7 @@ all pods of all groups and before they are ready, so ours has another. Root, nam
 
 {{- define "pdlink.proxySettings" -}}
 {{- $values := .Values }}
-{{- $all := dict "host" "0.0.0.0" "port" $values.proxy.port "routers" (max 1 (int $values.proxy.replicas)) }}
+{{- $all := dict "listen" (printf "0.0.0.0:%d" (int $values.proxy.port)) "routers" (max 1 (int $values.proxy.replicas)) }}
 {{- if $values.httpKey.secret }}{{ $_ := set $all "worker_key_file" "/etc/pdlink/http/key" }}{{ end }}
 {{- if $values.proxy.apiKeys.secret }}{{ $_ := set $all "api_key_file" "/etc/pdlink/api/keys" }}{{ end }}
 {{- if $values.proxy.adminKeys.secret }}{{ $_ := set $all "admin_key_file" "/etc/pdlink/admin/keys" }}{{ end }}
@@ -183,7 +183,7 @@ spec:
       {{- end }}
       args: {{- toYaml $pool.groupArgs | nindent 8 }}
       {{- else if $own }}
-      args: [{{ $pool.role }}, --config, /etc/pdlink/settings/pdlink.yaml, --name, $(POD_NAME), --set, advertise_host=$(POD_IP)]
+      args: [{{ $pool.role }}, --config, /etc/pdlink/settings/pdlink.yaml, --name, $(POD_NAME), --set, listen.advertise=$(POD_IP)]
       {{- else }}
       {{- with $pool.command }}
       command: {{- toYaml . | nindent 8 }}
