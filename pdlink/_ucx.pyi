@@ -1,4 +1,4 @@
-"""UCX without Python in the way: one progress thread, commands in, events out (`csrc/ucx`).
+"""UCX without Python in the way: one native thread progresses it (`csrc/ucx`).
 
 An `Engine` belongs to the process that made it; in a forked child every method refuses or does nothing, so that the
 parent's connections live on. No method holds the interpreter lock while it waits, and the thread never needs it.
@@ -95,11 +95,12 @@ class Engine:
     def lane(self, peer: str) -> str:
         """UCX transport that puts to this peer take; "" until connected."""
 
+    def connected(self, peer: str) -> bool: ...
     def close_peer(self, peer: str) -> None:
         """Cut off what the peer was invited to and end what was submitted to it; PEER_CLOSED follows."""
 
-    def close(self) -> None:
-        """End everything by force within two seconds. Safe twice."""
+    def close(self, grace_s: float) -> None:
+        """End everything by force, wait at most `grace_s` for stopped writers, end the thread. Safe twice."""
 
 def process_born(pid: int) -> int:
     """Start time of a process in clock ticks since boot, 0 if there is none; with the pid it names it for ever."""

@@ -17,9 +17,10 @@ constexpr double kCloseLimit_s = 2;
 }  // namespace
 
 PutSide::PutSide(const std::string& library, const std::string& tls, std::uintptr_t base, std::uint64_t nbytes)
-    : context_(ucx::Library::load(library, ""), {tls, ""}), ucx_(context_.ucx()), worker_(context_.make_worker()) {
-    context_.add_region(base, nbytes);
-}
+    : context_(ucx::Library::load(library, ""), {tls, ""}),
+      region_(context_.add_region(base, nbytes)),
+      ucx_(context_.ucx()),
+      worker_(context_.make_worker()) {}
 
 PutSide::~PutSide() { ucx_.ucp_worker_destroy(worker_); }
 
@@ -74,7 +75,7 @@ void PutSource::push(std::uint32_t batch, double timeout_s) {
     const ucp_request_param_t param = ucx::calling(&PutSource::on_put, this);
     ucp_request_param_t put = param;
     put.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
-    put.memh = context_.regions().front().memh;
+    put.memh = region_.memh;
     for (const Put& each : batches_.at(batch)) {
         if (under_way_ >= kWindow) wait_below(kWindow, deadline_s);
         started(ucx_.ucp_put_nbx(ep_, reinterpret_cast<const void*>(base_ + each.src), each.nbytes,

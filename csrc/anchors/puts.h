@@ -25,6 +25,7 @@ class PutSide {
 
   protected:
     ucx::Context context_;
+    const ucx::Region& region_;
     const ucx::Library& ucx_;
     ucp_worker_h worker_;
 };
@@ -34,7 +35,7 @@ class PutTarget : public PutSide {
     PutTarget(const std::string& library, const std::string& tls, std::uintptr_t base, std::uint64_t nbytes);
     ~PutTarget();
     const std::string& address() const { return address_; }
-    const std::string& rkey() const { return context_.regions().front().rkey; }
+    const std::string& rkey() const { return region_.rkey; }
 
   private:
     void progress();

@@ -13,7 +13,7 @@
 #include <tuple>
 #include <vector>
 
-#include "common/native.h"
+#include "common/engine.h"
 #include "common/outbox.h"
 #include "common/runs.h"
 
@@ -33,24 +33,6 @@ inline std::vector<Piece> views_of(const std::vector<PyPiece>& pieces) {
     return views;
 }
 
-template <class AnyEngine>
-std::uint64_t submit(AnyEngine& engine, const std::string& peer, const std::vector<PyPiece>& pieces,
-                     double timeout_s) {
-    const std::vector<Piece> views = views_of(pieces);
-    const nb::gil_scoped_release release;
-    return engine.submit(peer, views, timeout_s);
-}
-
-template <class AnyEngine>
-nb::list poll(AnyEngine& engine) {
-    nb::list out;
-    for (const Report& report : engine.poll())
-        out.append(nb::make_tuple(kKindNames[static_cast<int>(report.kind)], report.peer, report.ticket,
-                                  kOutcomeNames[static_cast<int>(report.outcome)], report.nbytes, report.submitted_s,
-                                  report.done_s, report.detail));
-    return out;
-}
-
 // From now on std::system_error becomes OSError.
 inline void translate_system_errors() {
     nb::register_exception_translator(
@@ -67,11 +49,44 @@ inline void translate_system_errors() {
 
 // The exceptions of an engine, each with types of its own: nanobind's modules share one table of them, and one type
 // would come out as the exception of the module that was imported last.
-template <class PeerUnusable, class NameTaken>
+template <class Engine>
 void add_errors(nb::module_& m) {
-    nb::exception<PeerUnusable>(m, "PeerUnusable", PyExc_RuntimeError);
-    nb::exception<NameTaken>(m, "NameTaken", PyExc_ValueError);
+    nb::exception<Unusable<Engine>>(m, "PeerUnusable", PyExc_RuntimeError);
+    nb::exception<Taken<Engine>>(m, "NameTaken", PyExc_ValueError);
     translate_system_errors();
+}
+
+// What all engines have (`pdlink/_copy.pyi` is its manual).
+template <class Engine>
+nb::class_<Engine> add_engine(nb::module_& m, const char* name) {
+    using namespace nb::literals;
+    using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+    add_errors<Engine>(m);
+    return nb::class_<Engine>(m, name)
+        .def(
+            "submit",
+            [](Engine& engine, const std::string& peer, const std::vector<PyPiece>& pieces, double timeout_s) {
+                const std::vector<Piece> views = views_of(pieces);
+                const nb::gil_scoped_release release;
+                return engine.submit(peer, views, timeout_s);
+            },
+            "peer"_a, "pieces"_a.noconvert(), "timeout_s"_a)
+        .def(
+            "connected", [](Engine& engine, const std::string& peer) { return engine.connected(peer); }, "peer"_a,
+            Unlocked())
+        .def("poll",
+             [](Engine& engine) {
+                 nb::list out;
+                 for (const Report& report : engine.poll())
+                     out.append(nb::make_tuple(kKindNames[static_cast<int>(report.kind)], report.peer, report.ticket,
+                                               kOutcomeNames[static_cast<int>(report.outcome)], report.nbytes,
+                                               report.submitted_s, report.done_s, report.detail));
+                 return out;
+             })
+        .def("fileno", [](Engine& engine) { return engine.fd(); })
+        .def(
+            "close_peer", [](Engine& engine, const std::string& peer) { engine.close_peer(peer); }, "peer"_a,
+            Unlocked());
 }
 
 }  // namespace pdlink

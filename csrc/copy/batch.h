@@ -3,11 +3,16 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <span>
 #include <vector>
 
+#include "common/engine.h"
+#include "common/runs.h"
+#include "copy/peer_memory.h"
 #include "copy/stores.h"
 
-namespace pdlink {
+namespace pdlink::copy {
 
 // 256 KiB takes 15 to 40 microseconds; gate, clock and mutex around it about a tenth of one.
 constexpr std::size_t kSliceNbytes = std::size_t{256} << 10;
@@ -27,13 +32,15 @@ struct Slice {
     std::uint64_t nbytes;
 };
 
-class Batch {
+class Batch : public BatchBase {
   public:
-    std::uint64_t ticket = 0;
-    double submitted_s = 0;
-    double deadline_s = 0;
     std::vector<Run> runs;
-    std::uint64_t nbytes = 0;
+
+    bool memory_grew = false;  // the peer's, since the batch before
+
+    // Throws as check_piece. What is written to stays mapped while the peer can be written to.
+    void fill(std::span<const Piece> pieces, std::span<const Extent> local,
+              const std::shared_ptr<PeerMemory>& memory);
 
     // An empty batch has one slice, like any other short one.
     bool all_taken() const { return begun_ && next_ == runs.size(); }
@@ -92,4 +99,4 @@ class Batch {
     bool begun_ = false;
 };
 
-}  // namespace pdlink
+}  // namespace pdlink::copy

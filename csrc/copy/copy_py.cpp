@@ -14,7 +14,7 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 
-namespace pdlink {
+namespace pdlink::copy {
 namespace {
 
 using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -147,34 +147,26 @@ std::vector<std::string> kinds() {
 }
 
 }  // namespace
-}  // namespace pdlink
+}  // namespace pdlink::copy
 
 NB_MODULE(_copy, m) {
     using namespace pdlink;
-    add_errors<PeerUnusable, NameTaken>(m);
+    using namespace pdlink::copy;
 
-    nb::class_<Copier>(m, "Copier")
+    add_engine<Copier>(m, "Copier")
         .def(nb::init<int>(), "num_threads"_a = 1)
-        .def(
-            "add_region",
-            [](Copier& copier, std::uintptr_t ptr, std::size_t nbytes) {
-                return copier.add_region(reinterpret_cast<std::byte*>(ptr), nbytes);
-            },
-            "ptr"_a, "nbytes"_a)
+        .def("add_region", &Copier::add_region, "ptr"_a, "nbytes"_a)
         .def("invite", &invite, "peer"_a)
         .def("connect", &connect, "peer"_a, "pid"_a, "regions"_a, "gate"_a)
-        .def("submit", &submit<Copier>, "peer"_a, "pieces"_a.noconvert(), "timeout_s"_a)
         .def("computing", &Copier::computing, "on"_a)
         .def("slices_taken",
              [](Copier& copier) {
                  const auto taken = copier.slices_taken();
                  return nb::make_tuple(taken[0], taken[1]);
              })
-        .def("connected", &Copier::connected, "peer"_a)
-        .def("poll", &poll<Copier>)
-        .def("fileno", &Copier::fd)
-        .def("close_peer", &Copier::close_peer, "peer"_a)
-        .def("close", &Copier::close, "grace_s"_a, nb::call_guard<nb::gil_scoped_release>());
+        .def(
+            "close", [](Copier& copier, double grace_s) { copier.close(grace_s); }, "grace_s"_a,
+            nb::call_guard<nb::gil_scoped_release>());
 
     m.def("memcpy_runs", &memcpy_runs, "dst"_a, "src"_a, "runs"_a.noconvert());
     m.def("nt_runs", &nt_runs, "dst"_a, "src"_a, "runs"_a.noconvert(), "kind"_a = "");

@@ -5,10 +5,12 @@
 
 #include <cstdint>
 #include <deque>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "common/descriptor.h"
+#include "common/engine.h"
 #include "common/runs.h"
 #include "tcp/incoming.h"
 #include "tcp/wire.h"
@@ -16,11 +18,7 @@
 namespace pdlink::tcp {
 
 // One batch of puts (`dst` counts from the beginning of the peer's region) and its progress.
-struct Batch {
-    std::uint64_t ticket = 0;
-    double submitted_s = 0;
-    double deadline_s = 0;
-    std::uint64_t nbytes = 0;
+struct Batch : BatchBase {
     std::vector<Put> puts;
 
     std::size_t next_put = 0;       // first that is not in a frame in full
@@ -29,6 +27,8 @@ struct Batch {
     bool cut = false;               // all of it is in frames; an empty batch is one empty frame
 
     bool landed() const { return cut && unanswered == 0; }
+    // Throws as plan_puts.
+    void fill(std::span<const Piece> pieces, std::span<const Extent> local, std::span<const Extent> remote);
 };
 
 // Used under the engine's mutex, and by the progress thread without it while `busy`.

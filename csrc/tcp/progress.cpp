@@ -1,10 +1,8 @@
-// The progress thread of the tcp transport; see tcp/engine.h.
-#include <sys/epoll.h>
+// The thread of the tcp transport; see tcp/engine.h.
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cmath>
 #include <cstring>
 
 #include "tcp/engine.h"
@@ -15,7 +13,6 @@ namespace {
 constexpr std::size_t kMaxStrangers = 64;
 constexpr double kAcceptPause_s = 0.1;  // after the process has run out of descriptors
 constexpr double kDrainLimit_s = 10.0;
-constexpr double kForever = std::numeric_limits<double>::infinity();
 
 // Constant time.
 bool equal(const std::uint8_t* one, const std::uint8_t* other, std::size_t nbytes) {
@@ -45,19 +42,7 @@ class Away {
 
 }  // namespace
 
-void Engine::run() {
-    Lock lock(mutex_);
-    bool more = false;
-    while (true) {
-        if (ending_) advance_ends();
-        const double now = now_s();
-        if (now >= look_s_) look_at_deadlines(now);
-        if (std::isfinite(give_up_s_) && (peers_.empty() || now >= give_up_s_)) break;
-        const double wait_s = std::min(look_s_ - now, 3600.0);
-        const bool busy = more || ending_ || knocked_.in;
-        wait(lock, busy ? 0 : static_cast<int>(std::ceil(std::max(0.0, wait_s) * 1000)));
-        more = round(lock);
-    }
+void Engine::cleanup(Lock&) {
     for (auto& [name, peer] : peers_) {
         for (const auto& in : peer->in) end(in->fd());
         for (const auto& out : peer->out) end(out->fd());
@@ -69,21 +54,12 @@ void Engine::run() {
     listener_ = Descriptor();
 }
 
-void Engine::wait(Lock& lock, int timeout_ms) {
-    epoll_event events[64];
-    lock.unlock();
-    const int count = ::epoll_wait(epoll_.get(), events, std::size(events), timeout_ms);
-    lock.lock();
-    for (int i = 0; i < count; ++i) {
-        // Its connection exists: only this thread removes connections, and not while events wait.
-        Ready& ready = *static_cast<Ready*>(events[i].data.ptr);
-        const bool trouble = events[i].events & (EPOLLERR | EPOLLHUP);
-        if (trouble || events[i].events & (EPOLLIN | EPOLLRDHUP)) ready.in = true;
-        if (trouble || events[i].events & EPOLLOUT) ready.out = true;
-    }
-    if (std::exchange(woken_.in, false)) {
-        wake_.hush();
-    }
+void Engine::heard(void* what, std::uint32_t events, Lock&) {
+    // Its connection exists: only this thread removes connections, and not while events wait.
+    Ready& ready = *static_cast<Ready*>(what);
+    const bool trouble = events & (EPOLLERR | EPOLLHUP);
+    if (trouble || events & (EPOLLIN | EPOLLRDHUP)) ready.in = true;
+    if (trouble || events & EPOLLOUT) ready.out = true;
 }
 
 // One turn for each connection. True if one of them has more to do.
@@ -127,7 +103,7 @@ bool Engine::accept_some() {
         stranger.socket = Descriptor(fd);
         stranger.by_s = now_s() + settings_.hello_timeout_s;
         set_options(fd);
-        watch(fd, stranger.ready, EPOLLIN | EPOLLOUT | EPOLLRDHUP);
+        watch(fd, stranger.ready);
         look_by(stranger.by_s);
     }
     return true;
@@ -159,13 +135,13 @@ Engine::Heard Engine::listen_to(Stranger& stranger) {
     auto in = std::make_unique<Incoming>(std::move(stranger.socket), peer->session, peer->regions, guard_,
                                          peer->number, settings_.pack_below);
     in->ready = stranger.ready;
-    watch(in->fd(), in->ready, EPOLLIN | EPOLLOUT | EPOLLRDHUP);
+    watch(in->fd(), in->ready);
     peer->in.push_back(std::move(in));
     return Heard::kInvited;
 }
 
 // The peer that sent a Hello; null if the proof is wrong.
-Engine::Peer* Engine::introduced(const Stranger& stranger) {
+Peer* Engine::introduced(const Stranger& stranger) {
     const Hello& hello = stranger.hello;
     if (hello.magic != kHelloMagic || hello.version != kVersion || hello.stream >= kMaxStreams) return nullptr;
     const auto at = sessions_.find(hello.session);
@@ -188,7 +164,8 @@ bool Engine::serve_in(Peer& peer, std::size_t index, Lock& lock) {
     end(in.fd());
     peer.in.erase(peer.in.begin() + static_cast<std::ptrdiff_t>(index));
     // An end between two frames: the writer has closed properly.
-    if (turn == Turn::kBroken && peer.usable()) fail(peer, "the connection from it: " + reason);
+    if (turn == Turn::kBroken && peer.usable())
+        fail(peer, "the connection from it: " + reason, Outcome::kPeerFailed, lock);
     return false;
 }
 
@@ -196,8 +173,7 @@ bool Engine::serve_out(Peer& peer, Outgoing& out, Lock& lock) {
     if (!out.connected()) {
         if (!out.ready.out || !peer.usable()) return false;
         if (const int code = connect_error(out.fd()); code != 0) {
-            fail(peer, "connecting to " + peer.address.host + ":" + std::to_string(peer.address.port) + ": " +
-                           std::strerror(code));
+            fail(peer, "connecting" + peer.where + ": " + std::strerror(code), Outcome::kPeerFailed, lock);
             return false;
         }
         choose_congestion(out.fd(), settings_.congestion);
@@ -238,9 +214,9 @@ bool Engine::serve_out(Peer& peer, Outgoing& out, Lock& lock) {
     if (turn != Turn::kEnded && turn != Turn::kBroken) return false;
     const std::string reason = out.reason();
     end(out.fd());
-    if (peer.usable()) fail(peer, reason);
+    if (peer.usable()) fail(peer, reason, Outcome::kPeerFailed, lock);
     std::erase_if(peer.out, [&](const auto& one) { return one.get() == &out; });
-    ending_ |= peer.closing;
+    if (peer.closing) look_at_ends();
     return false;
 }
 
@@ -256,9 +232,7 @@ void Engine::took(Peer& peer, const std::vector<Batch*>& answered) {
 
 // ---- ends -------------------------------------------------------------------------------------------------------
 
-// Check all deadlines, and find the next one.
-void Engine::look_at_deadlines(double now) {
-    look_s_ = give_up_s_;
+void Engine::look(double now) {
     if (now >= accept_again_s_) {
         accept_again_s_ = kForever;
         knocked_.in = true;
@@ -267,67 +241,28 @@ void Engine::look_at_deadlines(double now) {
     // All have the same deadline, so the oldest is first.
     while (!strangers_.empty() && now >= strangers_.front().by_s) send_away(strangers_.begin());
     if (!strangers_.empty()) look_by(strangers_.front().by_s);
-    for (auto& [name, peer] : peers_) {
-        double earliest_s = kForever;
-        for (const Batch& batch : peer->batches) earliest_s = std::min(earliest_s, batch.deadline_s);
-        if (peer->usable() && now >= peer->connect_by_s)
-            fail(*peer, "no connection to " + peer->address.host + ":" + std::to_string(peer->address.port) +
-                            " within " + std::to_string(settings_.connect_timeout_s) + " s");
-        else if (peer->usable() && now >= earliest_s)
-            fail(*peer, "batch deadline passed", Outcome::kTimeout);
-        else
-            look_by(std::min(earliest_s, peer->connect_by_s));
-        if (now >= peer->drain_by_s)
-            ending_ = true;
-        else
-            look_by(peer->drain_by_s);
-    }
 }
 
-void Engine::fail(Peer& peer, const std::string& reason, Outcome outcome) {
-    peer.failure = reason;
-    outbox_.put({.kind = Report::Kind::kPeerFailed, .peer = peer.name, .detail = reason});
-    quiesce(peer, outcome, reason);
-}
-
-// Report every open batch, end what the peer writes through and send no more.
-void Engine::quiesce(Peer& peer, Outcome outcome, const std::string& detail) {
-    end_all(outbox_, peer.name, peer.batches, outcome, detail);
-    peer.connect_by_s = kForever;
-    for (const auto& in : peer.in) end(in->fd());
-    peer.in.clear();
-    std::erase_if(peer.out, [this](const auto& out) {
-        if (out->drain()) return false;
-        end(out->fd());
-        return true;
-    });
-    if (peer.invited) sessions_.erase(peer.session);
-    peer.drained = true;
-    if (!peer.out.empty()) {
-        peer.drain_by_s = now_s() + kDrainLimit_s;
+// End what the peer writes through, and send no more.
+bool Engine::quiet(Peer& peer, Lock&) {
+    if (!std::exchange(peer.drained, true)) {
+        for (const auto& in : peer.in) end(in->fd());
+        peer.in.clear();
+        std::erase_if(peer.out, [this](const auto& out) {
+            if (out->drain()) return false;
+            end(out->fd());
+            return true;
+        });
+        if (peer.invited()) sessions_.erase(peer.session);
+        if (!peer.out.empty()) peer.drain_by_s = now_s() + kDrainLimit_s;
         look_by(peer.drain_by_s);
     }
+    return peer.out.empty();
 }
 
-// Advance closing peers.
-void Engine::advance_ends() {
-    ending_ = false;
-    const double now = now_s();
-    for (auto at = peers_.begin(); at != peers_.end();) {
-        Peer& peer = *at->second;
-        if (peer.closing && !peer.drained) quiesce(peer, Outcome::kCancelled, "closed by this side");
-        if (now >= peer.drain_by_s) {
-            for (const auto& out : peer.out) end(out->fd());
-            peer.out.clear();
-            peer.drain_by_s = kForever;
-        }
-        if (peer.closing && peer.out.empty()) {
-            outbox_.put({.kind = Report::Kind::kPeerClosed, .peer = peer.name});
-            at = peers_.erase(at);
-        } else {
-            ++at;
-        }
-    }
+void Engine::give_up(Peer& peer, Lock&) {
+    for (const auto& out : peer.out) end(out->fd());
+    peer.out.clear();
 }
 
 }  // namespace pdlink::tcp

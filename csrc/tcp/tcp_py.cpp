@@ -57,9 +57,7 @@ void on_blocks(Engine& engine, const std::string& peer, const Blocks& blocks) {
 
 NB_MODULE(_tcp, m) {
     using namespace pdlink::tcp;
-    pdlink::add_errors<PeerUnusable, NameTaken>(m);
-
-    nb::class_<Engine>(m, "Engine")
+    pdlink::add_engine<Engine>(m, "Engine")
         .def(
             "__init__",
             [](Engine* at, std::string host, std::uint16_t streams, std::string congestion, double connect_timeout_s,
@@ -69,25 +67,17 @@ NB_MODULE(_tcp, m) {
             },
             "host"_a, "streams"_a, "congestion"_a, "connect_timeout_s"_a, "hello_timeout_s"_a, "pack_below"_a = 0)
         .def("port", &Engine::port)
-        .def(
-            "add_region",
-            [](Engine& engine, std::uintptr_t ptr, std::size_t nbytes) {
-                return engine.add_region(reinterpret_cast<std::byte*>(ptr), nbytes);
-            },
-            "ptr"_a, "nbytes"_a)
+        .def("add_region", &Engine::add_region, "ptr"_a, "nbytes"_a)
         .def("guard", &guard, "bands"_a.noconvert(), "num_blocks"_a)
         .def("open_blocks", &on_blocks<&Engine::open_blocks>, "peer"_a, "blocks"_a.noconvert())
         .def("close_blocks", &on_blocks<&Engine::close_blocks>, "peer"_a, "blocks"_a.noconvert())
         .def("invite", &invite, "peer"_a)
         .def("connect", &connect, "peer"_a, "host"_a, "port"_a, "session"_a, "token"_a, "regions"_a)
-        .def("submit", &pdlink::submit<Engine>, "peer"_a, "pieces"_a.noconvert(), "timeout_s"_a)
-        .def("connected", &Engine::connected, "peer"_a)
         .def("congestion", &Engine::congestion, "peer"_a)
         .def("strangers_dropped", &Engine::strangers_dropped)
-        .def("poll", &pdlink::poll<Engine>)
-        .def("fileno", &Engine::fd)
-        .def("close_peer", &Engine::close_peer, "peer"_a)
-        .def("close", &Engine::close, "grace_s"_a, nb::call_guard<nb::gil_scoped_release>());
+        .def(
+            "close", [](Engine& engine, double grace_s) { engine.close(grace_s); }, "grace_s"_a,
+            nb::call_guard<nb::gil_scoped_release>());
 
     m.def("congestion_usable", &congestion_usable, "name"_a);
     m.attr("MAX_PACK_BELOW") = kMaxPackBelow;

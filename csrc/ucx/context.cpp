@@ -46,8 +46,9 @@ Context::Context(Library library, const Choice& choice) : library_(std::move(lib
     ucp_config_t* config = nullptr;
     check(library_, library_.ucp_config_read(nullptr, nullptr, &config), "ucp_config_read");
     ucp_params_t params{};
-    params.field_mask = UCP_PARAM_FIELD_FEATURES;
+    params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_MT_WORKERS_SHARED;
     params.features = UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP;
+    params.mt_workers_shared = 1;  // callers make workers and regions while the thread progresses others
     ucs_status_t status = UCS_OK;
     try {
         configure(library_, config, choice);
@@ -65,8 +66,8 @@ Context::~Context() {
     library_.ucp_cleanup(handle_);
 }
 
-std::uint32_t Context::add_region(std::uintptr_t base, std::uint64_t nbytes, std::uintptr_t cuda_context) {
-    if (cuda_context) cuda::make_current(cuda_context);  // UCX's CUDA modules use the thread's
+const Region& Context::add_region(std::uintptr_t base, std::uint64_t nbytes, std::uintptr_t cuda_context) {
+    const cuda::Current current(cuda_context);  // UCX's CUDA modules use the thread's
     ucp_mem_map_params_t params{};
     params.field_mask =
         UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH | UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE;
@@ -82,15 +83,16 @@ std::uint32_t Context::add_region(std::uintptr_t base, std::uint64_t nbytes, std
         library_.ucp_mem_unmap(handle_, memh);
         check(library_, status, "ucp_rkey_pack");
     }
-    regions_.push_back({base, nbytes, memh, std::string(static_cast<const char*>(packed), packed_nbytes)});
+    Region region{base, nbytes, memh, std::string(static_cast<const char*>(packed), packed_nbytes)};
     library_.ucp_rkey_buffer_release(packed);
-    return static_cast<std::uint32_t>(regions_.size() - 1);
+    const std::lock_guard lock(mutex_);
+    return regions_.emplace_back(std::move(region));
 }
 
 ucp_worker_h Context::make_worker() const {
     ucp_worker_params_t params{};
     params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
-    params.thread_mode = UCS_THREAD_MODE_SINGLE;
+    params.thread_mode = UCS_THREAD_MODE_SERIALIZED;
     ucp_worker_h worker = nullptr;
     check(library_, library_.ucp_worker_create(handle_, &params, &worker), "ucp_worker_create");
     return worker;

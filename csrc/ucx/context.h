@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <mutex>
 #include <string>
 
 #include "ucx/library.h"
@@ -28,7 +29,7 @@ struct Choice {
     std::string devices;  // a UCX_NET_DEVICES list; empty leaves it to UCX, which listens on every interface it finds
 };
 
-// Everything is called from the progress thread, except regions() of indices that the caller was given.
+// Regions and workers may be made by any thread; a worker is used by one at a time.
 class Context {
   public:
     Context(Library library, const Choice& choice);
@@ -38,11 +39,9 @@ class Context {
 
     const Library& ucx() const { return library_; }
 
-    // cuda_context: of device memory, which this thread keeps from then on; 0 for host memory.
-    std::uint32_t add_region(std::uintptr_t base, std::uint64_t nbytes, std::uintptr_t cuda_context = 0);
-    const std::deque<Region>& regions() const { return regions_; }
+    // cuda_context: of device memory; 0 for host memory. The region stays where it is.
+    const Region& add_region(std::uintptr_t base, std::uint64_t nbytes, std::uintptr_t cuda_context = 0);
 
-    // A worker that only one thread may touch.
     ucp_worker_h make_worker() const;
     // The descriptor that becomes readable when an armed worker has something to do.
     int worker_fd(ucp_worker_h worker) const;
@@ -56,7 +55,8 @@ class Context {
   private:
     const Library library_;
     ucp_context_h handle_ = nullptr;
-    std::deque<Region> regions_;
+    std::mutex mutex_;
+    std::deque<Region> regions_;  // guarded by it
 };
 
 }  // namespace pdlink::ucx

@@ -6,29 +6,33 @@
 // (cross-memory attach) the gate is the fence, see gate.h.
 #pragma once
 
+#include <memory>
 #include <string>
+#include <utility>
 
 #include "common/gate.h"
 #include "ucx/context.h"
 
 namespace pdlink::ucx {
 
+// Made by any thread, used by one.
 class Incoming {
   public:
-    explicit Incoming(Context& context) : context_(context), worker_(context.make_worker()) {
+    explicit Incoming(std::shared_ptr<Context> context)
+        : context_(std::move(context)), worker_(context_->make_worker()) {
         ucp_address_t* address = nullptr;
         std::size_t nbytes = 0;
         try {
-            fd_ = context.worker_fd(worker_);
-            check(context.ucx(), context.ucx().ucp_worker_get_address(worker_, &address, &nbytes),
+            fd_ = context_->worker_fd(worker_);
+            check(context_->ucx(), context_->ucx().ucp_worker_get_address(worker_, &address, &nbytes),
                   "ucp_worker_get_address");
         } catch (...) {
-            if (address) context.ucx().ucp_worker_release_address(worker_, address);
-            context.ucx().ucp_worker_destroy(worker_);
+            if (address) context_->ucx().ucp_worker_release_address(worker_, address);
+            context_->ucx().ucp_worker_destroy(worker_);
             throw;
         }
         address_.assign(reinterpret_cast<const char*>(address), nbytes);
-        context.ucx().ucp_worker_release_address(worker_, address);
+        context_->ucx().ucp_worker_release_address(worker_, address);
     }
     Incoming(const Incoming&) = delete;
     Incoming& operator=(const Incoming&) = delete;
@@ -39,11 +43,13 @@ class Incoming {
     int fd() const { return fd_; }
     ucp_worker_h worker() const { return worker_; }  // nullptr once shut
 
+    // No direct store of the peer begins from here on. Any thread.
+    void shut_gate() { gate_.shut(); }
+
     // Nothing new gets in from here on; what travels by sockets or RDMA is cut off now.
     void shut() {
-        if (!worker_) return;
         gate_.shut();
-        context_.ucx().ucp_worker_destroy(worker_);
+        if (worker_) context_->ucx().ucp_worker_destroy(worker_);
         worker_ = nullptr;
     }
 
@@ -51,7 +57,7 @@ class Incoming {
     bool quiet() const { return gate_.quiet(); }
 
   private:
-    Context& context_;
+    const std::shared_ptr<Context> context_;
     GateOwner gate_;
     ucp_worker_h worker_;
     int fd_ = -1;

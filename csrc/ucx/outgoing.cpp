@@ -5,9 +5,6 @@
 #include <cstdlib>
 #include <sstream>
 #include <utility>
-
-#include "common/peers.h"
-
 namespace pdlink::ucx {
 namespace {
 
@@ -48,48 +45,37 @@ std::vector<std::string> put_lanes(const Library& ucx, ucp_ep_h ep) {
 
 }  // namespace
 
-Outgoing::Outgoing(Context& context, ucp_worker_h worker, std::string peer, Outbox& outbox,
-                   std::shared_ptr<Face> face)
+Outgoing::Outgoing(Context& context, ucp_worker_h worker, const std::vector<ucp_mem_h>& memory, std::string peer,
+                   Outbox& outbox, Remote remote)
     : context_(context),
       ucx_(context.ucx()),
       worker_(worker),
+      memory_(memory),
       peer_(std::move(peer)),
       outbox_(outbox),
-      face_(std::move(face)) {
+      remote_(std::move(remote)) {
     for (Op& op : ops_) free_ops_.push_back(&op);
-}
-
-Outgoing::~Outgoing() {
-    if (pidfd_ >= 0) ::close(pidfd_);
-}
-
-void Outgoing::open(const Remote& remote) {
-    watch(remote);
-    connect(remote);
-    open_gate(remote);  // last: a gate is taken once, and trying again must be possible if UCX refuses
-    link_deadline_ = next_check_ = Clock::now() + kConnectLimit;
-}
-
-void Outgoing::watch(const Remote& remote) {
-    if (!remote.pid) return;
-    pidfd_ = static_cast<int>(::syscall(SYS_pidfd_open, remote.pid, 0));
-    const int problem = pidfd_ < 0 ? errno : 0;
-    if (problem == ENOSYS || problem == EPERM) return;  // an old kernel or a strict sandbox: other signs must do
-    const std::uint64_t born = problem ? 0 : process_born(remote.pid);
-    if (problem || (born != remote.born && born != kBornUnknown && remote.born != kBornUnknown))
-        throw std::runtime_error("the inviting process " + std::to_string(remote.pid) + " has ended");
-}
-
-void Outgoing::open_gate(const Remote& remote) {
-    if (!remote.gate) return;
-    gate_ = pdlink::open_gate(remote.pid, *remote.gate);
+    watch();
+    if (!remote_.gate) return;
+    gate_ = open_gate(remote_.pid, *remote_.gate);
     gate_->take();
 }
 
-void Outgoing::connect(const Remote& remote) {
-    const std::string address = padded(remote.address);
+void Outgoing::watch() {
+    if (!remote_.pid) return;
+    pidfd_ = Descriptor(static_cast<int>(::syscall(SYS_pidfd_open, remote_.pid, 0)));
+    const int problem = pidfd_.get() < 0 ? errno : 0;
+    if (problem == ENOSYS || problem == EPERM) return;  // an old kernel or a strict sandbox: other signs must do
+    const std::uint64_t born = problem ? 0 : process_born(remote_.pid);
+    if (problem || (born != remote_.born && born != kBornUnknown && remote_.born != kBornUnknown))
+        throw std::runtime_error("the inviting process " + std::to_string(remote_.pid) + " has ended");
+}
+
+void Outgoing::open() {
+    link_ = Link::CONNECTING;
+    const std::string address = padded(remote_.address);
     ep_ = context_.make_endpoint(worker_, address, &Outgoing::on_error, this);
-    for (const Remote::Region& region : remote.regions) {
+    for (const Remote::Region& region : remote_.regions) {
         const std::string key = padded(region.rkey);
         ucp_rkey_h rkey = nullptr;
         check(ucx_, ucx_.ucp_ep_rkey_unpack(ep_, key.data(), &rkey), "ucp_ep_rkey_unpack");
@@ -106,74 +92,73 @@ void Outgoing::connect(const Remote& remote) {
 void Outgoing::connected() {
     const std::vector<std::string> lanes = put_lanes(ucx_, ep_);
     if (lanes.empty()) return lose("UCX has no one-sided lane to this peer");
-    face_->set_lane(lanes.front());
+    lane_ = lanes.front();
     // Sockets are fenced by the owner's worker. Waiting at the gate for a stopped writer would only delay the owner.
-    bool sockets_only = true;
-    for (const std::string& lane : lanes) sockets_only = sockets_only && lane == "tcp";
-    if (sockets_only) gate_.reset();
+    if (std::ranges::all_of(lanes, [](const std::string& lane) { return lane == "tcp"; })) gate_.reset();
     link_ = Link::READY;
 }
 
-void Outgoing::submit(std::unique_ptr<Batch> batch) {
-    batch->owner = this;
-    next_check_ = std::min(next_check_, batch->deadline);
-    batches_.push_back(std::move(batch));
-    if (failed_) return report_open(Outcome::kPeerFailed, face_->failure());
-    if (closing_) report_open(Outcome::kCancelled, "");
+void Outgoing::take(std::list<Batch>& batches) {
+    for (Batch& batch : batches) batch.owner = this;
+    waiting_.splice(waiting_.end(), batches);
 }
 
 bool Outgoing::step() {
     const Link before = link_;
-    if (!broken_.empty() && link_ < Link::ENDING) {
-        if (!closing_) fail(broken_, nullptr);
-        end();
+    if (link_ == Link::ASKED) {
+        try {
+            open();
+        } catch (const std::exception& error) {
+            lose(std::string("cannot connect: ") + error.what());
+        }
     }
-    if (link_ == Link::CONNECTING && connected_) connected();
-    const bool posted = link_ == Link::READY && pump();
+    if (link_ == Link::CONNECTING && connected_ && !broken_) connected();
+    const bool posted = link_ == Link::READY && problem_.empty() && pump();
     reap();
-    if (link_ == Link::DRAINING && batches_.empty()) end();
+    if (link_ == Link::DRAINING && (posted_.empty() || broken_)) end();
     if (link_ == Link::ENDING && closed_ && ops_under_way_ == 0) {
         for (const ucp_rkey_h rkey : rkeys_) ucx_.ucp_rkey_destroy(rkey);
         rkeys_.clear();
         link_ = Link::ENDED;
         reap();
     }
-    return posted || link_ != before || (!broken_.empty() && link_ < Link::ENDING);
+    return posted || link_ != before;
 }
 
 // True if anything was posted.
 bool Outgoing::pump() {
     int posted = 0;
     std::uint64_t nbytes = 0;
-    for (; posting_ < batches_.size(); ++posting_) {
-        Batch& batch = *batches_[posting_];
+    while (!waiting_.empty()) {
+        Batch& batch = waiting_.front();
         if (!enter_gate(batch)) return true;
         while (batch.next < batch.puts.size()) {
             if (free_ops_.empty() || nbytes_under_way_ >= kWindowNbytes) return posted > 0;
-            if (posted >= kOpsPerStep || nbytes >= kNbytesPerStep || !broken_.empty()) return true;
+            if (posted >= kOpsPerStep || nbytes >= kNbytesPerStep || broken_) return true;
             nbytes += batch.puts[batch.next].nbytes;
             post_put(batch);
             ++posted;
         }
-        if (!broken_.empty()) return true;
+        if (broken_) return true;
         post_flush(batch);
+        wholly_posted();
         ++posted;
     }
     return posted > 0;
 }
 
-// False if the owner has shut its gate; the peer is failed then.
+// False if the owner has shut its gate; the peer has to be failed then.
 bool Outgoing::enter_gate(Batch& batch) {
     if (!gate_) return true;
     const bool open = batch.inside_gate ? !gate_->shut() : gate_->enter();
-    if (open) {
+    if (open)
         batch.inside_gate = true;
-        return true;
-    }
-    fail("the peer has closed its memory to us", nullptr);
-    drain();
-    return false;
+    else
+        problem_ = "the peer has closed its memory to us";
+    return open;
 }
+
+void Outgoing::wholly_posted() { posted_.splice(posted_.end(), waiting_, waiting_.begin()); }
 
 void Outgoing::post_put(Batch& batch) {
     const Put& put = batch.puts[batch.next++];
@@ -186,18 +171,16 @@ void Outgoing::post_put(Batch& batch) {
 
     ucp_request_param_t param = calling(&Outgoing::on_put, op);
     param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
-    param.memh = context_.regions()[put.src_region].memh;
+    param.memh = memory_[put.src_region];
     const ucs_status_ptr_t request = ucx_.ucp_put_nbx(ep_, reinterpret_cast<const void*>(put.src), put.nbytes,
                                                       put.dst, rkeys_[put.dst_region], &param);
     if (!UCS_PTR_IS_PTR(request)) completed(op, UCS_PTR_RAW_STATUS(request));
 }
 
 void Outgoing::post_flush(Batch& batch) {
-    batch.flush = Batch::Flush::POSTED;
     const ucp_request_param_t param = calling(&Outgoing::on_flush, &batch);
     const ucs_status_ptr_t request = ucx_.ucp_ep_flush_nbx(ep_, &param);
-    if (UCS_PTR_IS_PTR(request)) return;
-    batch.flush = Batch::Flush::DONE;
+    batch.flushing = UCS_PTR_IS_PTR(request);
     if (UCS_PTR_IS_ERR(request))
         lose(std::string("flush failed: ") + ucx_.ucs_status_string(UCS_PTR_STATUS(request)));
 }
@@ -213,90 +196,59 @@ void Outgoing::completed(Op* op, ucs_status_t status) {
 // Reports what has landed and lets go of what UCX no longer refers to.
 void Outgoing::reap() {
     if (link_ == Link::ENDED)  // a flush that never comes back writes nothing
-        for (const std::unique_ptr<Batch>& batch : batches_)
-            if (std::exchange(batch->inside_gate, false)) gate_->leave();
-    while (!batches_.empty()) {
-        Batch& batch = *batches_.front();
-        if (batch.puts_under_way > 0 || batch.flush == Batch::Flush::POSTED) return;
-        const bool may_land_unseen = batch.next > 0 && link_ < Link::ENDING;
-        if (batch.flush == Batch::Flush::NONE && (!batch.reported || may_land_unseen)) return;
+        for (Batch& batch : posted_)
+            if (std::exchange(batch.inside_gate, false)) gate_->leave();
+    while (!posted_.empty()) {
+        Batch& batch = posted_.front();
+        if (batch.puts_under_way > 0 || batch.flushing) return;
         if (!batch.reported) {
-            if (!broken_.empty()) return;  // step() fails the peer
-            report(batch, Outcome::kOk, "");
+            if (broken_) return;  // it is reported when the peer is failed
+            outbox_.put(done(peer_, batch));
         }
         if (batch.inside_gate) gate_->leave();
-        batches_.pop_front();
-        if (posting_ > 0) --posting_;
+        posted_.pop_front();
     }
 }
 
-void Outgoing::report(Batch& batch, Outcome outcome, const std::string& detail) {
-    batch.reported = true;
-    outbox_.put(done(peer_, batch, outcome, detail));
-}
-
 void Outgoing::report_open(Outcome outcome, const std::string& detail) {
-    for (const std::unique_ptr<Batch>& batch : batches_)
-        if (!batch->reported) report(*batch, outcome, detail);
+    for (std::list<Batch>* batches : {&posted_, &waiting_})
+        for (Batch& batch : *batches)
+            if (!std::exchange(batch.reported, true)) outbox_.put(pdlink::ended(peer_, batch, outcome, detail));
 }
 
-Clock::time_point Outgoing::first_deadline() const {
-    if (link_ == Link::DRAINING) return link_deadline_;
-    auto first = link_ == Link::CONNECTING ? link_deadline_ : Clock::time_point::max();
-    if (!failed_ && !closing_)
-        for (const std::unique_ptr<Batch>& batch : batches_) first = std::min(first, batch->deadline);
-    return first;
-}
-
-void Outgoing::expire(Clock::time_point now) {
-    if (now < next_check_) return;
-    reap();  // it may just have landed
-    next_check_ = first_deadline();
-    if (now < next_check_ || !broken_.empty()) return;
-    if (link_ == Link::DRAINING) return end();
-    const Batch* expired = nullptr;
-    for (const std::unique_ptr<Batch>& batch : batches_)
-        if (!expired && batch->deadline <= now) expired = batch.get();
-    fail(expired ? "batch " + std::to_string(expired->ticket) + " had not landed at its deadline"
-                 : "no connection within " + std::to_string(kConnectLimit.count()) + " s",
-         expired);
-    drain();
+double Outgoing::earliest() const {
+    double earliest_s = kForever;
+    for (const std::list<Batch>* batches : {&posted_, &waiting_})
+        for (const Batch& batch : *batches)
+            if (!batch.reported) earliest_s = std::min(earliest_s, batch.deadline_s);
+    return earliest_s;
 }
 
 void Outgoing::lose(const std::string& reason) {
-    if (broken_.empty()) broken_ = reason;
+    if (!std::exchange(broken_, true) && problem_.empty()) problem_ = reason;
 }
 
-void Outgoing::fail(const std::string& reason, const Batch* expired) {
-    if (failed_) return;
-    failed_ = true;
-    face_->fail(reason);
-    outbox_.put({.kind = Report::Kind::kPeerFailed, .peer = peer_, .detail = reason});
-    for (const std::unique_ptr<Batch>& batch : batches_)
-        if (!batch->reported)
-            report(*batch, batch.get() == expired ? Outcome::kTimeout : Outcome::kPeerFailed, reason);
-}
-
-void Outgoing::close(bool by_force) {
-    reap();
-    closing_ = true;
-    report_open(Outcome::kCancelled, "");
-    if (by_force)
+bool Outgoing::leave(bool by_force) {
+    const Link before = link_;
+    if (link_ == Link::ASKED) link_ = Link::ENDED;
+    if (link_ == Link::READY && !by_force && !broken_) {
+        link_ = Link::DRAINING;
+        if (!waiting_.empty() && waiting_.front().next > 0) post_flush(waiting_.front());  // what is posted may land
+        keep_begun();
+    } else if (link_ == Link::CONNECTING || link_ == Link::READY || (link_ == Link::DRAINING && by_force)) {
         end();
-    else
-        drain();
+    }
+    waiting_.clear();
+    return link_ != before;
 }
 
-void Outgoing::drain() {
-    if (link_ == Link::CONNECTING) return end();
-    if (link_ != Link::READY) return;
-    link_ = Link::DRAINING;
-    link_deadline_ = next_check_ = Clock::now() + kDrainLimit;
-    if (posting_ < batches_.size() && batches_[posting_]->next > 0) post_flush(*batches_[posting_]);
+// The first batch that waits is part of what is under way, if anything of it was posted or it is inside the gate.
+void Outgoing::keep_begun() {
+    if (!waiting_.empty() && (waiting_.front().next > 0 || waiting_.front().inside_gate)) wholly_posted();
 }
 
 void Outgoing::end() {
-    if (link_ >= Link::ENDING) return;
+    keep_begun();
     link_ = Link::ENDING;
     closed_ = !ep_ || context_.end(ep_, &Outgoing::on_closed, this);
 }
@@ -326,7 +278,7 @@ void Outgoing::on_flush(void* request, ucs_status_t status, void* batch) {
     auto* flushed = static_cast<Batch*>(batch);
     Outgoing* outgoing = flushed->owner;
     outgoing->ucx_.ucp_request_free(request);
-    flushed->flush = Batch::Flush::DONE;
+    flushed->flushing = false;
     if (status != UCS_OK) outgoing->lose(std::string("flush failed: ") + outgoing->ucx_.ucs_status_string(status));
 }
 

@@ -17,6 +17,9 @@ using namespace nb::literals;
 namespace pdlink::ucx {
 namespace {
 
+// How long `close` waits beyond its grace for a thread that UCX holds up.
+constexpr double kEndLimit_s = 0.4;
+
 using PyRegion = std::tuple<std::uint64_t, std::uint64_t, nb::bytes>;
 
 nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
@@ -58,29 +61,37 @@ NB_MODULE(_ucx, m) {
     using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
     nb::exception<Unavailable>(m, "Unavailable", PyExc_RuntimeError);
-    pdlink::add_errors<PeerUnusable, NameTaken>(m);
 
     nb::class_<Library>(m, "Library")
         .def_static("load", &Library::load, "chosen"_a, "wheel"_a)
         .def_ro("path", &Library::path)
         .def_prop_ro("version", &Library::version);
 
-    nb::class_<Engine>(m, "Engine")
+    pdlink::add_engine<Engine>(m, "Engine")
         .def(
             "__init__",
             [](Engine* self, Library library, std::string tls, std::string devices) {
-                new (self) Engine(std::move(library), Choice{std::move(tls), std::move(devices)});
+                new (self) Engine(std::move(library), {std::move(tls), std::move(devices)});
             },
             "library"_a, "tls"_a, "devices"_a = "", Unlocked())
         .def("register_memory", &register_memory, "address"_a, "nbytes"_a, "cuda_context"_a = 0)
         .def("invite", &invite, "peer"_a)
         .def("connect", &connect_peer, "peer"_a, "address"_a, "regions"_a, "pid"_a, "born"_a, "gate"_a.none())
-        .def("submit", &pdlink::submit<Engine>, "peer"_a, "pieces"_a.noconvert(), "timeout_s"_a)
-        .def("poll", &pdlink::poll<Engine>)
-        .def("fileno", &Engine::fd)
         .def("lane", &Engine::lane, "peer"_a, Unlocked())
-        .def("close_peer", &Engine::close_peer, "peer"_a, Unlocked())
-        .def("close", &Engine::close, Unlocked());
+        .def(
+            "close",
+            [](nb::handle self, double grace_s) {
+                Engine& engine = nb::cast<Engine&>(self);
+                bool ended = false;
+                {
+                    const nb::gil_scoped_release release;
+                    ended = engine.close(grace_s, grace_s + kEndLimit_s);
+                }
+                if (ended) return;
+                self.inc_ref();  // never freed: the thread ends when UCX lets it
+                nb::set_leak_warnings(false);
+            },
+            "grace_s"_a);
 
     m.def("process_born", &pdlink::process_born, "pid"_a);
 }

@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from pdlink.config import TransportConfig
     from pdlink.memory.buffers import HostBuffer
 
-_CLOSE_GRACE_S = 1.0
-"""How long `close()` waits for writers that are in the middle of a slice; the promise is two seconds in all."""
-
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Descriptor = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -155,9 +152,6 @@ class MappedTransport(NativeTransport[_copy.Copier, "HostBuffer"]):
                 )
             copier.connect(peer, there.pid, [astuple(file) for file in there.regions], astuple(there.gate))
 
-    def lane(self, peer: str) -> str:
-        return self.name if self._native is not None and self._native.connected(peer) else ""
-
     def computing(self, on: bool) -> None:
         """As in the contract: while on, one thread copies."""
         if self._native is not None:
@@ -166,14 +160,6 @@ class MappedTransport(NativeTransport[_copy.Copier, "HostBuffer"]):
     def slices_taken(self) -> tuple[int, int]:
         """Slices of a quarter megabyte that the first and the second thread have copied or begun to."""
         return self._engine.slices_taken()
-
-    def close(self) -> None:
-        """As in the contract. A writer that is stopped in the middle of a slice is not waited for beyond one second,
-        and no PeerClosed is reported for it: its stores can only reach the memory files, which live as long as it.
-        """
-        self._closed = True
-        if self._native is not None:
-            self._native.close(_CLOSE_GRACE_S)
 
 
 def _file_of(buffer: HostBuffer) -> _File:

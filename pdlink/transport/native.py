@@ -27,11 +27,17 @@ class Engine(Protocol):
     def submit(self, peer: str, pieces: Sequence[Piece], timeout_s: float) -> int: ...
     def poll(self) -> list[tuple[str, str, int, str, int, float, float, str]]: ...
     def fileno(self) -> int: ...
+    def connected(self, peer: str) -> bool: ...
     def close_peer(self, peer: str) -> None: ...
+    def close(self, grace_s: float) -> None: ...
 
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 Kept = TypeVar("Kept", bound="AnyBuffer")
+
+
+CLOSE_GRACE_S = 1.0
+"""How long `close()` waits for peers that are not quiet yet; the promise is two seconds in all."""
 
 
 class NativeTransport(Transport, Generic[AnyEngine, Kept]):
@@ -98,6 +104,19 @@ class NativeTransport(Transport, Generic[AnyEngine, Kept]):
     def fileno(self) -> int:
         return self._engine.fileno()
 
+    def lane(self, peer: str) -> str:
+        return self.name if self._native is not None and self._native.connected(peer) else ""
+
     def close_peer(self, peer: str) -> None:
         if self._native is not None:
             self._native.close_peer(peer)
+
+    def close(self) -> None:
+        """As in the contract. Of a peer that is not quiet in time no PeerClosed is reported.
+
+        Such as a writer stopped in the middle of a slice: what it still stores reaches memory files only, which live
+        as long as it.
+        """
+        self._closed = True
+        if self._native is not None:
+            self._native.close(CLOSE_GRACE_S)

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5.0
 HELLO_TIMEOUT_S = 5.0
 """How long a connection may take to say who it is."""
-_CLOSE_GRACE_S = 1.0
-"""How long `close()` waits for owners that have not read all yet; the promise is two seconds in all."""
-
 _Word = Annotated[int, msgspec.Meta(ge=0)]
 _Nbytes = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 
@@ -171,9 +168,6 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
         with translated(f"cannot connect to peer {peer}"):
             engine.connect(peer, there.host, there.port, there.session, there.token, there.regions)
 
-    def lane(self, peer: str) -> str:
-        return self.name if self._native is not None and self._native.connected(peer) else ""
-
     def details(self, peer: str) -> dict[str, str]:
         """How the bytes to a peer travel, for reports."""
         used = [] if self._native is None else self._native.congestion(peer)
@@ -183,11 +177,6 @@ class TcpTransport(NativeTransport[_tcp.Engine, "AnyBuffer"]):
     def strangers_dropped(self) -> int:
         """Connections that were ended because they did not prove to be invited."""
         return 0 if self._native is None else self._native.strangers_dropped()
-
-    def close(self) -> None:
-        self._closed = True
-        if self._native is not None:
-            self._native.close(_CLOSE_GRACE_S)
 
 
 def _decode(invitation: bytes) -> _Invitation:

@@ -23,7 +23,7 @@ from pdlink.errors import LocalError, ProtocolError, TransportFailure, Transport
 from pdlink.memory.host import host_id
 from pdlink.transport.base import Probe, Site
 from pdlink.transport.edge import translated
-from pdlink.transport.native import NativeTransport
+from pdlink.transport.native import CLOSE_GRACE_S, NativeTransport
 
 try:
     from pdlink import _ucx
@@ -147,7 +147,6 @@ class UcxTransport(NativeTransport["_ucx.Engine", "AnyBuffer"]):
         self.reach: Reach = "host" if tls == "shm" else "network"
         self._library_choice = library
         self._library: _ucx.Library | None = None
-        self._finalizer: weakref.finalize[[], UcxTransport] | None = None
         self._host: str | None = None
         self._regions: list[_Region] = []
         """What invitations tell of our buffers, by region index."""
@@ -184,7 +183,7 @@ class UcxTransport(NativeTransport["_ucx.Engine", "AnyBuffer"]):
                 + f": {error}"
             ) from None
         # Also at interpreter exit: UCX's own exit handlers must not find the thread at work.
-        self._finalizer = weakref.finalize(self, engine.close)
+        weakref.finalize(self, engine.close, CLOSE_GRACE_S)
         return engine
 
     def _add(self, buffer: AnyBuffer) -> int:
@@ -250,9 +249,3 @@ class UcxTransport(NativeTransport["_ucx.Engine", "AnyBuffer"]):
 
     def lane(self, peer: str) -> str:
         return "" if self._native is None else self._native.lane(peer)
-
-    def close(self) -> None:
-        self._closed = True
-        if self._finalizer is not None:
-            self._finalizer()
-            self._buffers.clear()
