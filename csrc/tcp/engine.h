@@ -126,6 +126,8 @@ class Engine final : public pdlink::Engine<Engine, Peer, Batch> {
     void cleanup(Lock& lock);
 
     bool accept_some();
+    void make_room();
+    std::list<Stranger>::iterator hear(std::list<Stranger>::iterator stranger);
     Heard listen_to(Stranger& stranger);
     std::list<Stranger>::iterator send_away(std::list<Stranger>::iterator stranger);
     Peer* introduced(const Stranger& stranger);

@@ -10,7 +10,10 @@
 namespace pdlink::tcp {
 namespace {
 
-constexpr std::size_t kMaxStrangers = 64;
+// Descriptors for connections that have not proved anything. A flood of 50,000 a second turns over so many in 5 ms,
+// which is how long the Hello of an invited peer may take.
+constexpr std::size_t kMaxStrangers = 256;
+constexpr int kAcceptsPerRound = 64;
 constexpr double kAcceptPause_s = 0.1;  // after the process has run out of descriptors
 constexpr double kDrainLimit_s = 10.0;
 
@@ -64,15 +67,8 @@ void Engine::heard(void* what, std::uint32_t events, Lock&) {
 
 // One turn for each connection. True if one of them has more to do.
 bool Engine::round(Lock& lock) {
-    bool more = false;
-    if (knocked_.in) more = accept_some();
-    for (auto at = strangers_.begin(); at != strangers_.end();) {
-        const Heard heard = at->ready.in ? listen_to(*at) : Heard::kNotAll;
-        if (heard == Heard::kNothing)
-            at = send_away(at);
-        else
-            at = heard == Heard::kInvited ? strangers_.erase(at) : std::next(at);
-    }
+    for (auto at = strangers_.begin(); at != strangers_.end();) at = at->ready.in ? hear(at) : std::next(at);
+    bool more = knocked_.in && accept_some();
     for (auto& [name, peer] : peers_) {
         for (std::size_t i = peer->in.size(); i-- > 0;)
             if (i < peer->in.size() && peer->in[i]->has_work()) more |= serve_in(*peer, i, lock);
@@ -86,7 +82,7 @@ bool Engine::round(Lock& lock) {
 
 // True if there may be more of them.
 bool Engine::accept_some() {
-    for (std::size_t accepted = 0; accepted < kMaxStrangers;) {
+    for (int accepted = 0; accepted < kAcceptsPerRound;) {
         const int fd = accept_one(listener_.get());
         if (fd < 0) {
             if (errno == EINTR || errno == ECONNABORTED) continue;
@@ -98,15 +94,28 @@ bool Engine::accept_some() {
             return false;
         }
         ++accepted;
-        if (strangers_.size() >= kMaxStrangers) send_away(strangers_.begin());
+        if (strangers_.size() >= kMaxStrangers) make_room();
         Stranger& stranger = strangers_.emplace_back();
         stranger.socket = Descriptor(fd);
         stranger.by_s = now_s() + settings_.hello_timeout_s;
-        set_options(fd);
         watch(fd, stranger.ready);
         look_by(stranger.by_s);
+        hear(std::prev(strangers_.end()));
     }
     return true;
+}
+
+// The oldest goes, unless it turns out to be invited. It had the time in which kMaxStrangers others came.
+void Engine::make_room() {
+    hear(strangers_.begin());
+    if (strangers_.size() >= kMaxStrangers) send_away(strangers_.begin());
+}
+
+// Read what a stranger says. One that is invited or lies is none any more. Returns the next one.
+std::list<Engine::Stranger>::iterator Engine::hear(std::list<Stranger>::iterator stranger) {
+    const Heard heard = listen_to(*stranger);
+    if (heard == Heard::kNothing) return send_away(stranger);
+    return heard == Heard::kInvited ? strangers_.erase(stranger) : std::next(stranger);
 }
 
 std::list<Engine::Stranger>::iterator Engine::send_away(std::list<Stranger>::iterator stranger) {
@@ -131,6 +140,7 @@ Engine::Heard Engine::listen_to(Stranger& stranger) {
     }
     Peer* peer = introduced(stranger);
     if (!peer) return Heard::kNothing;
+    set_options(stranger.socket.get());
     peer->streams_taken |= 1U << stranger.hello.stream;
     auto in = std::make_unique<Incoming>(std::move(stranger.socket), peer->session, peer->regions, guard_,
                                          peer->number, settings_.pack_below);

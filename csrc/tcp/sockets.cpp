@@ -18,7 +18,8 @@ constexpr int kUserTimeout_ms = 10'000;
 constexpr int kKeepIdle_s = 3;
 constexpr int kKeepInterval_s = 1;
 constexpr int kKeepCount = 5;
-constexpr int kBacklog = 128;
+// Behind a flood a connection waits here, rather than a second for its SYN to be sent again; the kernel may cap it.
+constexpr int kBacklog = 4096;
 
 struct Name {
     sockaddr_storage storage{};

@@ -22,6 +22,7 @@ from pdlink.transport import tcp
 from pdlink.transport.base import PeerFailed
 from pdlink.transport.tcp import TcpTransport
 from tests.conformance.transports.side import PATIENCE_S, Side, join
+from tests.transport.standing import standing_still
 
 from .wire import (
     ANSWER,
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 NBYTES = 1 << 20
+STRANGERS = 256
+"""Places for connections that have not proved anything."""
 
 
 @pytest.fixture
@@ -207,10 +210,10 @@ def test_somebody_who_says_nothing_is_sent_away_in_time(attack: Attack, make_sid
 
 
 def test_many_silent_connections_do_not_keep_a_writer_out(attack: Attack, make_side: Callable[..., Side]) -> None:
-    """At most 64 wait; the oldest makes room. Their time would not be up before the test is."""
+    """At most 256 wait; the oldest makes room. Their time would not be up before the test is."""
     owner, writer = make_side(hello_timeout_s=1000.0), make_side()
     invitation = owner.transport.invite("nobody")
-    silent = [attack(invitation) for _ in range(100)]
+    silent = [attack(invitation) for _ in range(STRANGERS + 36)]
     wait_dropped(owner, 36)
     join(writer, owner)
     assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
@@ -219,6 +222,25 @@ def test_many_silent_connections_do_not_keep_a_writer_out(attack: Attack, make_s
         assert one.heard() == []
     for one in silent[37:]:
         one.socket.close()
+
+
+@pytest.mark.parametrize("when", ["with its connection", "later"])
+def test_strangers_never_take_the_place_of_an_invited_peer_that_has_spoken(
+    attack: Attack, make_side: Callable[..., Side], when: str
+) -> None:
+    """More of them than there are places have connected behind it before the owner's thread looks."""
+    owner = make_side(hello_timeout_s=1000.0)
+    invited = attack(owner.transport.invite("invited"))
+    if when == "later":  # it has a place of a stranger, and nobody has listened to what it says
+        attack(owner.transport.invite("witness")).hello(token=bytes(16)).heard()
+        wait_dropped(owner, 1)
+    with standing_still("pdlink-tcp"):
+        invited.hello().frame([(0, 0, 3)], b"abc")
+        strangers = [attack(invited.invitation()) for _ in range(STRANGERS + 100)]
+    assert invited.answer() == (PLACED, 0, 7)
+    wait_dropped(owner, 100)
+    assert owner.happened == []
+    assert len(strangers) > STRANGERS
 
 
 def test_a_connection_waits_while_descriptors_have_run_out_and_is_then_served(make_side: Callable[..., Side]) -> None:

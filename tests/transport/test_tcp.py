@@ -375,8 +375,8 @@ def test_nothing_is_heard_of_an_ended_connection_while_a_forked_child_holds_a_co
         for index in range(8):
             join(writer, owner, f"writer {index}", f"owner {index}")
             assert writer.wait_batch(writer.submit_block(f"owner {index}", 0, 100)) == "ok"
-        # Strangers of each kind: one says nothing, one says nonsense, and of more than 64 the oldest makes room.
-        strangers = [stack.enter_context(socket.create_connection((there.host, there.port))) for _ in range(70)]
+        # Strangers of each kind: one says nothing, one says nonsense, and of more than 256 the oldest makes room.
+        strangers = [stack.enter_context(socket.create_connection((there.host, there.port))) for _ in range(262)]
         deadline = time.monotonic() + PATIENCE_S
         while transport(owner).strangers_dropped < 6:
             assert time.monotonic() < deadline
@@ -391,7 +391,7 @@ def test_nothing_is_heard_of_an_ended_connection_while_a_forked_child_holds_a_co
             for index in range(8):
                 writer.wait_closed(f"owner {index}")
                 owner.wait_closed(f"writer {index}")
-            while transport(owner).strangers_dropped < 70:
+            while transport(owner).strangers_dropped < 262:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
             for stranger in strangers:
