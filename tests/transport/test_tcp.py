@@ -24,7 +24,15 @@ from pdlink.errors import ProtocolError, TransportFailure, TransportUnavailable
 from pdlink.transport import choice, tcp, ucx
 from pdlink.transport.tcp import TcpTransport
 from tests.conformance.transports.other_process import OtherProcess
-from tests.conformance.transports.side import LONG_NBYTES, LONG_PASSES, PATIENCE_S, Side, join, piece
+from tests.conformance.transports.side import (
+    LONG_NBYTES,
+    LONG_PASSES,
+    PATIENCE_S,
+    Side,
+    join,
+    piece,
+    wait_until_sockets_are_full,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -109,73 +117,7 @@ def test_a_side_for_this_host_only_connects_to_no_other(make_side: Callable[...,
         side.transport.connect("peer", msgspec.msgpack.encode(elsewhere))
 
 
-def test_an_engine_that_was_closed_takes_no_peer(make_side: Callable[..., Side]) -> None:
-    """Another thread may be about to invite or connect while the transport is closed."""
-    side, owner = make_side(), make_side()
-    there = tcp._decode(owner.transport.invite("late"))
-    engine = transport(side)._engine
-    side.transport.close()
-    with pytest.raises(_tcp.PeerUnusable, match="the transport is closed"):
-        engine.invite("late")
-    with pytest.raises(_tcp.PeerUnusable, match="the transport is closed"):
-        engine.connect("late", there.host, there.port, there.session, there.token, there.regions)
-
-
 # -- stopped and killed peers ----------------------------------------------------------------------------------------
-
-
-def wait_until_sending_stalls() -> None:
-    """Return when bytes that nobody takes wait in a socket of this process."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        links = (os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
-        ours = {link.removeprefix("socket:[").removesuffix("]") for link in links}
-        for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[9] in ours and int(fields[4].partition(":")[0], 16) > 0:
-                return
-        time.sleep(0.001)
-    pytest.fail("the peer takes everything")
-
-
-def test_a_writers_end_waits_for_what_is_in_its_sockets(
-    make_side: Callable[..., Side], make_other: Callable[[int], OtherProcess]
-) -> None:
-    owner, writer = make_other(LONG_NBYTES), make_side(LONG_NBYTES + 64 * LONG_PASSES)
-    writer.connect("owner", owner.call("invite", "writer"))
-    assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
-    owner.stop()
-    ticket = writer.submit_long("owner")
-    wait_until_sending_stalls()
-    writer.close_peer("owner")
-    assert writer.wait_batch(ticket) == "cancelled"
-    assert not writer.closed_within("owner", 0.2)
-    owner.resume()
-    writer.wait_closed("owner")
-    landed = owner.call("digest_of", 0, LONG_NBYTES)
-    owner.call("close_peer", "writer")
-    owner.call("wait_closed", "writer")
-    assert owner.call("digest_of", 0, LONG_NBYTES) == landed
-
-
-def test_what_a_stopped_owner_did_not_read_is_gone_at_its_close_peer(
-    make_side: Callable[..., Side], make_other: Callable[[int], OtherProcess]
-) -> None:
-    owner, writer = make_other(LONG_NBYTES), make_side(LONG_NBYTES + 64 * LONG_PASSES)
-    writer.connect("owner", owner.call("invite", "writer"))
-    assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
-    owner.stop()
-    tickets = [writer.submit_long("owner"), writer.submit_long("owner", timeout_s=0.1)]
-    assert [writer.wait_batch(ticket) for ticket in tickets] == ["peer_failed", "timeout"]
-    writer.close_peer("owner")
-    owner.resume()
-    owner.call("close_peer", "writer")
-    owner.call("wait_closed", "writer")
-    at_the_end = owner.call("digest_of", 0, LONG_NBYTES)
-    writer.wait_closed("owner")
-    writer.connect("owner again", owner.call("invite", "writer again"))
-    assert owner.call("digest_of", 0, LONG_NBYTES) == at_the_end
-    assert writer.wait_batch(writer.submit_block("owner again", 0, 100)) == "ok"
 
 
 def test_a_small_batch_behind_one_with_more_time_still_meets_its_deadline(
@@ -201,7 +143,7 @@ def test_small_batches_that_nobody_reads_any_more_are_sent_by_the_thread(
     assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
     owner.stop()
     tickets = [writer.submit_block("owner", 0, 60_000) for _ in range(400)]
-    wait_until_sending_stalls()
+    wait_until_sockets_are_full()
     last = piece([[60_000, 0, 60_000]])
     tickets.append(writer.submit("owner", last))
     owner.resume()
@@ -308,31 +250,6 @@ def test_a_data_port_for_other_hosts_needs_keys_too() -> None:
         WorkerConfig.model_validate({"listen": {"data": "10.9.8.7"}})
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # that is what it is about (Python 3.12)
-def test_a_forked_child_leaves_the_parents_connections_alone(make_side: Callable[..., Side]) -> None:
-    writer, owner = make_side(), make_side()
-    join(writer, owner)
-    assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
-    child = os.fork()
-    if child == 0:
-        try:
-            refused = 0
-            for action in (lambda: writer.submit_block("owner", 0, 1), lambda: owner.transport.invite("x")):
-                try:
-                    action()
-                except TransportFailure:
-                    refused += 1
-            writer.transport.close_peer("owner")
-            for side in (writer, owner):
-                side.transport.close()
-                transport(side)._native = None  # destroyed here
-            os._exit(0 if refused == 2 else 1)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert writer.wait_batch(writer.submit_block("owner", 1000, 5000)) == "ok"
-
-
 def watched(epoll_fd: int) -> int:
     """How many descriptors an epoll set has; one that is closed here and open in a child is among them."""
     return Path(f"/proc/self/fdinfo/{epoll_fd}").read_text(encoding="ascii").count("tfd:")
@@ -403,19 +320,3 @@ def test_nothing_is_heard_of_an_ended_connection_while_a_forked_child_holds_a_co
             assert {fd: watched(fd) for fd in ours} == idle
             join(writer, owner)
             assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
-
-
-def test_connecting_and_closing_again_and_again_leaks_no_descriptor(make_side: Callable[..., Side]) -> None:
-    writer, owner = make_side(), make_side()
-
-    def once(attempt: int) -> int:
-        names = f"writer {attempt}", f"owner {attempt}"
-        join(writer, owner, *names)
-        assert writer.wait_batch(writer.submit_block(names[1], 0, 100)) == "ok"
-        for side, peer in ((writer, names[1]), (owner, names[0])):
-            side.close_peer(peer)
-            side.wait_closed(peer)
-        return len(os.listdir("/proc/self/fd"))
-
-    counts = [once(attempt) for attempt in range(20)]
-    assert max(counts[1:]) <= counts[0], counts

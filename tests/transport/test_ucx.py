@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -158,20 +157,6 @@ def test_a_peer_in_another_pid_namespace_is_reached_by_sockets_only(make_side: M
 # -- stalled and stopped peers ---------------------------------------------------------------------------------------
 
 
-def wait_until_sockets_are_full() -> None:
-    """Return when bytes that nobody takes wait in a socket of this process."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        links = (os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
-        ours = {link.removeprefix("socket:[").removesuffix("]") for link in links}
-        for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[9] in ours and int(fields[4].partition(":")[0], 16) > 0:
-                return
-        time.sleep(0.001)
-    pytest.fail("the peer takes everything")
-
-
 @needs_ucx
 def test_a_stopped_owner_is_given_up_and_can_fence_itself(
     make_side: MakeSide, make_other: Callable[[str, int], OtherProcess]
@@ -195,28 +180,6 @@ def test_a_stopped_owner_is_given_up_and_can_fence_itself(
     assert owner.call("digest_of", 0, LONG_NBYTES) == at_the_end
     assert writer.wait_batch(writer.submit_block("owner again", 0, 100)) == "ok"
     assert [len(writer.done(ticket)) for ticket in tickets] == [1, 1]
-
-
-@needs_ucx
-def test_a_writer_that_closes_waits_for_what_is_in_its_sockets(
-    make_side: MakeSide, make_other: Callable[[str, int], OtherProcess]
-) -> None:
-    """Closing an endpoint by force reports its puts as cancelled; what sits in socket buffers arrives later."""
-    owner, writer = make_other("tcp", LONG_NBYTES), make_side("tcp", LONG_SOURCE_NBYTES)
-    writer.connect("owner", owner.call("invite", "writer"))
-    assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
-    owner.stop()
-    ticket = writer.submit_long("owner")
-    wait_until_sockets_are_full()
-    writer.close_peer("owner")
-    assert writer.wait_batch(ticket) == "cancelled"
-    assert not writer.closed_within("owner", 0.2)
-    owner.resume()
-    writer.wait_closed("owner")
-    landed = owner.call("digest_of", 0, LONG_NBYTES)
-    owner.call("close_peer", "writer")
-    owner.call("wait_closed", "writer")
-    assert owner.call("digest_of", 0, LONG_NBYTES) == landed
 
 
 @needs_ucx
@@ -250,66 +213,6 @@ def test_a_writer_stopped_inside_the_gate_holds_up_its_end_until_it_is_dead(
 
 
 # -- the process -----------------------------------------------------------------------------------------------------
-
-
-@needs_ucx
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # that is what it is about (Python 3.12)
-@pytest.mark.parametrize("tls", ["tcp", "shm"])
-def test_a_forked_child_leaves_the_parents_connections_alone(make_side: MakeSide, tls: str) -> None:
-    """A UCX worker that is destroyed in a child takes the parent's sockets out of their shared epoll set."""
-    writer, owner = make_side(tls), make_side(tls)
-    join(writer, owner)
-    assert writer.wait_batch(writer.submit_block("owner", 0, 100)) == "ok"
-    child = os.fork()
-    if child == 0:
-        try:
-            refused = 0
-            for action in (lambda: writer.submit_block("owner", 0, 1), lambda: owner.transport.invite("x")):
-                try:
-                    action()
-                except TransportFailure:
-                    refused += 1
-            writer.transport.close_peer("owner")
-            for side in (writer, owner):
-                side.transport.close()
-                side.transport._native = None  # type: ignore[attr-defined]
-            gc.collect()  # destroys both engines here
-            os._exit(0 if refused == 2 else 1)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert writer.wait_batch(writer.submit_block("owner", 1000, 5000)) == "ok"
-    np.testing.assert_array_equal(owner.buffers[0].array[1000:6000], writer.buffers[0].array[1000:6000])
-
-
-@needs_ucx
-def test_connecting_and_closing_again_and_again_leaks_no_descriptor(make_side: MakeSide) -> None:
-    writer, owner = make_side("shm"), make_side("shm")
-
-    def once(attempt: int) -> int:
-        names = f"writer {attempt}", f"owner {attempt}"
-        join(writer, owner, *names)
-        assert writer.wait_batch(writer.submit_block(names[1], 0, 100)) == "ok"
-        for side, peer in ((writer, names[1]), (owner, names[0])):
-            side.close_peer(peer)
-            side.wait_closed(peer)
-        return len(os.listdir("/proc/self/fd"))
-
-    # A closed socket may still be in the hands of UCX's own thread, so single counts are off by a few.
-    counts = [once(attempt) for attempt in range(20)]
-    assert min(counts[-5:]) <= min(counts[1:6])
-
-
-@needs_ucx
-def test_the_progress_thread_takes_no_signals(make_side: MakeSide) -> None:
-    """A signal that lands there would not wake Python's main thread."""
-    make_side("tcp")
-    native = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "pdlink-ucx\n"]
-    assert native
-    for task in native:
-        blocked = int((task / "status").read_text().partition("SigBlk:")[2].split()[0], 16)
-        assert blocked & 1 << signal.SIGINT - 1
-        assert blocked & 1 << signal.SIGTERM - 1
 
 
 @needs_ucx

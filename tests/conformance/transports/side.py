@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import select
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -155,3 +157,17 @@ def piece(rows: list[list[int]], src_region: int = 0, dst_region: int = 0) -> Pi
 def join(writer: Side, owner: Side, writer_name: str = "writer", owner_name: str = "owner") -> None:
     """Let `writer` write into `owner`'s buffers."""
     writer.connect(owner_name, owner.invite(writer_name))
+
+
+def wait_until_sockets_are_full() -> None:
+    """Return when bytes that nobody takes wait in a socket of this process."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        links = (os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+        ours = {link.removeprefix("socket:[").removesuffix("]") for link in links}
+        for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in ours and int(fields[4].partition(":")[0], 16) > 0:
+                return
+        time.sleep(0.001)
+    raise AssertionError("the peer takes everything")

@@ -9,7 +9,14 @@ import pytest
 
 from pdlink.errors import TransportFailure
 from pdlink.transport.base import PeerFailed
-from tests.conformance.transports.side import LONG_NBYTES, LONG_PASSES, Side, join
+from pdlink.transport.native import NativeTransport
+from tests.conformance.transports.side import (
+    LONG_NBYTES,
+    LONG_PASSES,
+    Side,
+    join,
+    wait_until_sockets_are_full,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -140,3 +147,48 @@ def test_nothing_changes_after_a_stopped_writer_was_closed_and_goes_on(
     assert other.call("wait_batch", ticket) != "ok"
     other.call("wait_failed", "here")
     assert owner.snapshot() == at_the_end
+
+
+def write_to_stopped(make_side: Callable[[], Side], other: OtherProcess, entry: Entry) -> Side:
+    """A writer to the other process, which is stopped."""
+    writer = write_to(make_side, other)
+    if not entry.needs_peer or not isinstance(writer.transport, NativeTransport):
+        pytest.skip("bytes do not wait in sockets")
+    other.stop()
+    return writer
+
+
+def test_a_writers_end_waits_for_what_is_in_its_sockets(
+    make_side: Callable[[], Side], other: OtherProcess, entry: Entry
+) -> None:
+    """Nobody can call it back: closing a UCX endpoint by force reports puts as cancelled that arrive later."""
+    writer = write_to_stopped(make_side, other, entry)
+    ticket = writer.submit_long("other")
+    wait_until_sockets_are_full()
+    writer.close_peer("other")
+    assert writer.wait_batch(ticket) == "cancelled"
+    assert not writer.closed_within("other", 0.2)
+    other.resume()
+    writer.wait_closed("other")
+    landed = other.call("digest_of", 0, LONG_NBYTES)
+    other.call("close_peer", "here")
+    other.call("wait_closed", "here")
+    assert other.call("digest_of", 0, LONG_NBYTES) == landed
+
+
+def test_what_a_stopped_owner_did_not_read_is_gone_at_its_close_peer(
+    make_side: Callable[[], Side], other: OtherProcess, entry: Entry
+) -> None:
+    writer = write_to_stopped(make_side, other, entry)
+    tickets = [writer.submit_long("other"), writer.submit_long("other", timeout_s=0.1)]
+    assert [writer.wait_batch(ticket) for ticket in tickets] == ["peer_failed", "timeout"]
+    writer.close_peer("other")
+    other.resume()
+    other.call("close_peer", "here")
+    other.call("wait_closed", "here")
+    at_the_end = other.call("digest_of", 0, LONG_NBYTES)
+    writer.wait_closed("other")
+    writer.connect("other again", other.call("invite", "here again"))
+    assert other.call("digest_of", 0, LONG_NBYTES) == at_the_end
+    assert writer.wait_batch(writer.submit_block("other again", 0, 100)) == "ok"
+    assert [len(writer.done(ticket)) for ticket in tickets] == [1, 1]

@@ -248,6 +248,12 @@ def test_a_closed_transport_is_not_opened_again(make_side: Callable[[], Side]) -
         side.transport.open()
 
 
+def test_a_transport_that_is_not_open_refuses(entry: Entry) -> None:
+    transport = entry.group()()
+    with pytest.raises(TransportFailure, match="not open"):
+        transport.invite("writer")
+
+
 def test_nobody_is_invited_to_no_memory(make_side: Callable[[], Side]) -> None:
     with pytest.raises(TransportUnavailable, match="register a buffer"):
         make_side().transport.invite("writer")
