@@ -56,7 +56,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Answered well",
             "percentunit",
-            "Share of the requests. Lower: see Causes of lost legs.",
+            "Share of the requests. Lower: see Lost legs, by reason.",
             (_share('pdlink_proxy_requests_total{outcome="ok"}', "pdlink_proxy_requests_total"),),
             "stat",
         ),
@@ -127,7 +127,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             ),
         ),
         Panel(
-            "Causes of lost legs",
+            "Lost legs, by reason",
             "reqps",
             "Each was tried again, if retries were left.",
             (_rate("pdlink_proxy_leg_failures_total", "leg, reason"),),

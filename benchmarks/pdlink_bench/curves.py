@@ -85,7 +85,7 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
 
 def _of_server(args: argparse.Namespace, progress: Progress) -> Report:
     if len(set(args.tokens)) < 2:
-        raise ConfigError(f"tokens: got {args.tokens}; limit two lengths at least; name more")
+        raise ConfigError(f"tokens: got {args.tokens}; expected two lengths at least; name more")
     if args.url:
         moved = _moved(args.proxy, read_key(args.key_file), max(args.tokens)) if args.proxy else None
         return _measured(args, args.url, moved, progress)

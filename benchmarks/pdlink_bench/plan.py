@@ -111,7 +111,7 @@ class Asked:
 
 def _report(args: argparse.Namespace, progress: Progress) -> Report:
     if args.computes and not args.curves:
-        raise ConfigError("computes: got no --curves; limit those of this machine; make them with `bench curves`")
+        raise ConfigError("computes: got no --curves; expected those of this machine; make them with `bench curves`")
     curves = read_curves(args.curves) if args.curves else SLEEPY
     traffic = (
         read_trace(args.trace, args.requests)

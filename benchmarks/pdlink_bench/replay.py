@@ -62,13 +62,13 @@ def read_trace(path: Path) -> list[Request]:
                     requests.append(Request(int(row["input_length"]), tuple(map(_key, row["hash_ids"]))))
                 except (ValueError, TypeError, KeyError) as error:
                     raise ConfigError(
-                        f"{path}:{number}: got {line.strip()[:80]!r} ({error!r}); limit an object with `input_length`"
-                        " and `hash_ids`; use a trace in Mooncake's format"
+                        f"{path}:{number}: got {line.strip()[:80]!r} ({error!r}); expected an object with "
+                        "`input_length` and `hash_ids`; use a trace in Mooncake's format"
                     ) from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; name a file that can be read") from None
     if not requests:
-        raise ConfigError(f"{path}: got no request; limit 1 at least; name a trace")
+        raise ConfigError(f"{path}: got no request; expected 1 at least; name a trace")
     return requests
 
 

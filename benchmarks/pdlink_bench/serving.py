@@ -240,7 +240,9 @@ def _report(args: argparse.Namespace, progress: Progress) -> Report:
     )
     names = tuple(args.system or SYSTEMS[args.engine][:2])
     if strange := set(names) - set(SYSTEMS[args.engine]):
-        raise SystemFailed(f"--system: got {min(strange)}; limit {', '.join(SYSTEMS[args.engine])} of {args.engine}")
+        raise SystemFailed(
+            f"--system: got {min(strange)}; expected {', '.join(SYSTEMS[args.engine])} of {args.engine}"
+        )
     more = getattr(args, f"{args.engine}_arg", None)
     longest = settings.lengths[-1] + settings.answer_tokens
     deployments: list[Deployment] = []

@@ -10,7 +10,7 @@
 //   that moved
 // The keys go on by a constant from line to line (Weyl), the products are those of XXH3 and NH. Sums of parts add up
 // to the sum of the whole, in any order: copies may run in parallel, chunks come in pieces, and heads from several
-// ranks. It is no hash against who means harm: who may write to a tier may store what he likes.
+// ranks. Not cryptographic. Anyone who can write to a tier can forge records anyway.
 #pragma once
 
 #include <cstddef>

@@ -69,7 +69,7 @@ def _curves(args: argparse.Namespace) -> Curves:
     if any(path.suffix == ".csv" for path in paths):
         curves = read_aiconfigurator(paths)
     elif len(paths) > 1:
-        raise ConfigError(f"curves: got {len(paths)} files; limit 1, or several .csv of aiconfigurator; name one")
+        raise ConfigError(f"curves: got {len(paths)} files; expected 1, or several .csv of aiconfigurator; name one")
     else:
         curves = read_curves(paths[0]) if paths else Curves()
     given = {"link_nbytes_per_s": args.link and args.link * 1e9, "kv_nbytes_per_token": args.kv_bytes}
@@ -81,12 +81,12 @@ def _curves(args: argparse.Namespace) -> Curves:
 def _traffic(args: argparse.Namespace) -> Traffic:
     if args.trace is not None:
         if args.prompt or args.answer:
-            raise ConfigError("prompt, answer: got them beside a trace; limit one of both; leave one out")
+            raise ConfigError("prompt, answer: got them beside a trace; expected one of both; leave one out")
         return read_trace(args.trace)
     if not (args.prompt and args.answer):
-        raise ConfigError("trace: got none; limit a TRACE, or both --prompt and --answer; name one")
+        raise ConfigError("trace: got none; expected a TRACE, or both --prompt and --answer; name one")
     if args.cache_tokens:
-        raise ConfigError("cache-tokens: got percentiles of lengths; limit a trace with `hash_ids`; leave it out")
+        raise ConfigError("cache-tokens: got percentiles of lengths; expected a trace with `hash_ids`; leave it out")
     return from_quantiles(args.prompt, args.answer, args.requests, args.seed)
 
 

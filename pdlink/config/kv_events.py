@@ -38,7 +38,7 @@ class KVEventsConfig(Section):
                 scheme == "tcp" and host and (port == "*" or port.isdecimal())
             ):
                 raise ValueError(
-                    f"kv_events.{setting}: got {endpoint!r}; limit tcp://HOST:PORT or ipc://PATH; write one of them"
+                    f"kv_events.{setting}: got {endpoint!r}; expected tcp://HOST:PORT or ipc://PATH; write one"
                 )
             if scheme == "tcp" and not is_loopback(host.strip("[]")) and not self.insecure:
                 raise ValueError(

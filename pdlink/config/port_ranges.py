@@ -22,6 +22,6 @@ def in_full(addresses: Iterable[str]) -> tuple[str, ...]:
             continue
         first, last = int(match["first"]), int(match["last"])
         if not 0 < first <= last <= _MAX_PORT:
-            raise ValueError(f"got {text!r}; limit ports from 1 to {_MAX_PORT}, the lower one first; correct it")
+            raise ValueError(f"got {text!r}; expected ports from 1 to {_MAX_PORT}, the lower one first; correct it")
         found += [f"{match['before']}{port}" for port in range(first, last + 1)]
     return tuple(found)

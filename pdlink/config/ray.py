@@ -41,14 +41,14 @@ class RayUpConfig(UpConfig):
     @model_validator(mode="after")
     def _on_ray(self) -> RayUpConfig:
         if self.engine != "builtin":
-            raise ValueError(f"engine: got {self.engine!r}; limit builtin with `pdlink ray up`; leave it out")
+            raise ValueError(f"engine: got {self.engine!r}; expected builtin with `pdlink ray up`; leave it out")
         if self.share_store:
             raise ValueError(
                 "share_store: is one process beside all workers, which are on many hosts here; start `pdlink store` "
                 "on each of them and set prefill.tiers.store and decode.tiers.store"
             )
         if self.proxy.processes > 1:
-            raise ValueError(f"proxy.processes: got {self.proxy.processes}; limit 1 with `pdlink ray up`")
+            raise ValueError(f"proxy.processes: got {self.proxy.processes}; expected 1 with `pdlink ray up`")
         made = "is made by `pdlink ray up`, which gives every process keys"
         no_use(self.proxy, "proxy.", (*OF_JOINING, "worker_key_file"), made)
         for side in SIDES:

@@ -97,7 +97,7 @@ class TiersConfig(Section):
         below = self.local_disk, self.remote_url, self.peers or None, self.peer_port
         if self.max_local_cpu_size == 0 and any(setting is not None for setting in below):
             raise ValueError(
-                "tiers.max_local_cpu_size: got 0; limit more, because records pass through memory on their way to "
+                "tiers.max_local_cpu_size: got 0; expected more, because records pass through memory on their way to "
                 "other tiers; raise it"
             )
         return self

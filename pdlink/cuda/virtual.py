@@ -141,7 +141,9 @@ class PeerRange:
         handle = c_ulonglong()
         try:
             if not 0 < one.nbytes <= left:
-                raise ValueError(f"the peer's chunks: got one of {one.nbytes} bytes; limit the {left} that are left")
+                raise ValueError(
+                    f"the peer's chunks: got one of {one.nbytes} bytes; expected the {left} that are left"
+                )
             with self._device.current() as driver:
                 given = c_void_p(one.handle) if isinstance(one.handle, int) else ctypes.c_char_p(one.handle)
                 kind = _POSIX_FD if isinstance(one.handle, int) else _FABRIC

@@ -72,7 +72,7 @@ class GenerationRequest:
         if not prompt:
             raise InvalidRequest("the prompt is empty; at least one token is needed")
         if not 0 <= self.num_answered < len(prompt):
-            raise InvalidRequest(f"num_answered: got {self.num_answered} of {len(prompt)} tokens; limit one less")
+            raise InvalidRequest(f"num_answered: got {self.num_answered} of {len(prompt)} tokens; expected one less")
         covered = 0
         for known in self.external:
             if known.begin != covered or not covered < known.end <= len(prompt):

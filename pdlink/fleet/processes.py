@@ -61,7 +61,7 @@ def _run_processes(
     ConfigError and ChildFailed before all are ready."""
     if config.dialect == "lmcache":
         raise ConfigError(
-            f"processes: got {config.processes}; limit 1 with dialect lmcache, whose workers tell one address "
+            f"processes: got {config.processes}; expected 1 with dialect lmcache, whose workers tell one address "
             "(notify) that KV has arrived; leave it out"
         )
     posts: list[Post] = []

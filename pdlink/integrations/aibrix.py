@@ -219,8 +219,8 @@ class KVCacheManager:
         num_tokens = len(prefix or ())
         if num_tokens % self.block_size:
             raise InvalidRequest(
-                f"prefix: got {num_tokens} tokens; limit multiples of the block size ({self.block_size}); move the "
-                "rest into the query"
+                f"prefix: got {num_tokens} tokens; expected multiples of the block size ({self.block_size}); move "
+                "the rest into the query"
             )
         return num_tokens // self.block_size
 

@@ -66,7 +66,7 @@ class LMCacheEngine:
 
     def lookup(self, tokens: Tokens, *, lookup_id: str = "", pin: bool = False, **_: object) -> int:
         if pin and not lookup_id:
-            raise InvalidRequest("lookup_id: got none; limit a name where pin is set; pass the request's id")
+            raise InvalidRequest("lookup_id: got none; expected a name where pin is set; pass the request's id")
         return self.cache.lookup(tokens, pin=pin, lookup_id=lookup_id).num_tokens
 
     def lookup_unpin(self, lookup_id: str) -> None:
@@ -109,14 +109,17 @@ class LMCacheEngine:
         """The block table behind a slot mapping; -1 for a block of masked tokens."""
         slots, block_tokens = np.asarray(slot_mapping), self.cache.layout.block_tokens
         if slots.ndim != 1 or slots.dtype.kind not in "iu":
-            raise InvalidRequest(f"slot_mapping: got {slots.dtype} {list(slots.shape)}; limit one axis of integers")
+            raise InvalidRequest(
+                f"slot_mapping: got {slots.dtype} {list(slots.shape)}; expected one axis of integers"
+            )
         heads = slots[::block_tokens]
         places = np.arange(len(slots)) % block_tokens
         whole = np.repeat(heads, block_tokens)[: len(slots)] + places
         in_order = (slots == whole) & (slots % block_tokens == places)
         if not np.where(np.repeat(heads < 0, block_tokens)[: len(slots)], slots < 0, in_order).all():
             raise InvalidRequest(
-                f"slot_mapping: got slots out of order; limit {block_tokens} in a row for a block; pass whole blocks"
+                f"slot_mapping: got slots out of order; expected {block_tokens} in a row for a block; "
+                "pass whole blocks"
             )
         return [int(head) // block_tokens if head >= 0 else -1 for head in heads]
 
@@ -157,8 +160,8 @@ class LMCacheConnector:
         slots, mask = np.asarray(slot_mapping), np.ones(len(token_ids), np.bool_)
         if len(slots) != len(token_ids) - offset:
             raise InvalidRequest(
-                f"slot_mapping: got {len(slots)} for {len(token_ids)} tokens from {offset} on; limit one for each; "
-                "leave out those before the offset"
+                f"slot_mapping: got {len(slots)} for {len(token_ids)} tokens from {offset} on; expected one for "
+                "each; leave out those before the offset"
             )
         mask[:offset] = False
         return slots, mask

@@ -60,8 +60,8 @@ class PDLinkBackend(BaseConnectorBackend):  # type: ignore[misc]
         """
         if int(self.llm_config.engine_kwargs.get("data_parallel_size") or 1) > 1:
             raise ConfigError(
-                "data_parallel_size: limit 1 under Ray Serve, where a replica publishes the address of one engine; "
-                "raise num_replicas"
+                "data_parallel_size: expected 1 under Ray Serve, where a replica publishes the address of one "
+                "engine; raise num_replicas"
             )
         extra = self.kv_transfer_config.setdefault("kv_connector_extra_config", {})
         engine = self.llm_config.engine_kwargs

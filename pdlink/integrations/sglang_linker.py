@@ -70,13 +70,14 @@ class PDLinkLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not i
         versions.check(sglang.__version__, accept_newer=settings.untested_sglang == "accept")
         if strange := {one.name for one in components} - {ComponentType.FULL.name}:
             raise UnsupportedSglang(
-                f"prefix cache: got parts {sorted(strange)} beside it; limit plain attention; use HiCache"
+                f"prefix cache: got parts {sorted(strange)} beside it; expected plain attention; use HiCache"
             )
         self.forward_stream = forward_stream
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         if type(pool) not in _POOLS:
             raise UnsupportedSglang(
-                f"KV pool: got {type(pool).__name__}; limit {', '.join(one.__name__ for one in _POOLS)}; use HiCache"
+                f"KV pool: got {type(pool).__name__}; expected {', '.join(one.__name__ for one in _POOLS)}; "
+                "use HiCache"
             )
         parallel, latent = get_parallel(), is_latent(pool)
         tp = (int(parallel.attn_tp_rank), int(parallel.attn_tp_size))

@@ -129,7 +129,7 @@ def _count(args: argparse.Namespace) -> None:
 
 def _top(args: argparse.Namespace) -> None:
     if args.interval <= 0:
-        raise ConfigError(f"--interval: got {args.interval:g}; limit more than 0; give seconds")
+        raise ConfigError(f"--interval: got {args.interval:g}; expected more than 0; give seconds")
     before: Counter[str] = Counter()
     before_s = looks = 0
     console = Console()
@@ -201,7 +201,7 @@ def _named(args: argparse.Namespace) -> dict[str, Any]:
         try:
             body["prompt"] = [int(token) for token in args.tokens.split(",")]
         except ValueError:
-            raise ConfigError(f"--tokens: got {args.tokens[:100]!r}; limit numbers with commas between") from None
+            raise ConfigError(f"--tokens: got {args.tokens[:100]!r}; expected numbers with commas between") from None
     elif args.file is not None:
         body["prompt"] = _text("--file", args.file)
     elif args.messages is not None:

@@ -125,7 +125,7 @@ def _until_first(record: dict[str, Any], slower_than: float | None) -> str:
     else:
         parts.append(f"{1000 * (ttft_s - queued_s):,.1f} ms until decode answered")
     later = (
-        f"; later than {slower_than:.0%} of the last requests"
+        f"; slower than {slower_than:.0%} of the last requests"
         if slower_than is not None and slower_than >= 0.5
         else ""
     )

@@ -187,7 +187,7 @@ def _bind(socket: zmq.Socket[bytes], setting: str, endpoint: str) -> str:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         raise ConfigError(
-            f"kv_events.{setting}: got {endpoint!r}, which cannot be bound ({error}); limit tcp://HOST:PORT or "
+            f"kv_events.{setting}: got {endpoint!r}, which cannot be bound ({error}); expected tcp://HOST:PORT or "
             "ipc://PATH that is free; name another one"
         ) from None
     bound = socket.get(zmq.LAST_ENDPOINT)

@@ -64,6 +64,6 @@ def _rows(path: Path) -> list[dict[str, str]]:
                 raise ValueError("a batch or rate of 0")
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"curves: got {path}: {error}; limit disagg/pareto.csv of aiconfigurator 0.12; name that file"
+            f"curves: got {path}: {error}; expected disagg/pareto.csv of aiconfigurator 0.12; name that file"
         ) from None
     return rows

@@ -88,6 +88,6 @@ def read_curves(path: Path) -> Curves:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigError(
-            f"curves: got {path} with {where}: {first['msg']}; limit schema version 1; make it with"
+            f"curves: got {path} with {where}: {first['msg']}; expected schema version 1; make it with"
             " `pdlink bench curves`"
         ) from None

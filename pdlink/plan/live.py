@@ -82,11 +82,12 @@ def watch(url: str, key: str | None, span_s: float) -> Live:
     )
     if not num_prefill or not num_decode:
         raise ConfigError(
-            f"live: got {num_prefill} prefill and {num_decode} decode workers at {url}; limit 1 of each; start them"
+            f"live: got {num_prefill} prefill and {num_decode} decode workers at {url}; expected 1 of each; "
+            f"start them"
         )
     answered = grown.get(f"{_REQUESTS} ok", 0.0)
     if answered <= 0:
-        raise ConfigError(f"live: got no request at {url} in {span_s:g} s; limit 1; set --live-s, or leave it out")
+        raise ConfigError(f"live: got no request at {url} in {span_s:g} s; expected 1; set --live-s, or leave it out")
     return Live(num_prefill, num_decode, answered / span_s, _mean(grown, _TTFT), _mean(grown, _PER_TOKEN))
 
 

@@ -83,14 +83,14 @@ def read_trace(path: Path, limit: int | None = None) -> Traffic:
     except OSError as error:
         raise ConfigError(f"trace: cannot read {path}: {error.strerror}; name a file that can be read") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"trace: cannot read {path}: it is no text; limit JSON lines, or Azure's CSV") from None
+        raise ConfigError(f"trace: cannot read {path}: it is no text; expected JSON lines, or Azure's CSV") from None
     except _Bad as error:
         raise ConfigError(
-            f"trace: cannot read {path}, line {error.number}: {error}; limit JSON lines with `timestamp`, "
+            f"trace: cannot read {path}, line {error.number}: {error}; expected JSON lines with `timestamp`, "
             "`input_length` and `output_length`, or CSV with TIMESTAMP, ContextTokens, GeneratedTokens"
         ) from None
     if not rows:
-        raise ConfigError(f"trace: cannot read {path}: got no request; limit 1 at least; name another one")
+        raise ConfigError(f"trace: cannot read {path}: got no request; expected 1 at least; name another one")
     rows.sort(key=lambda row: row.timestamp)
     begin = rows[0].timestamp
     has_keys = any(row.hash_ids for row in rows)

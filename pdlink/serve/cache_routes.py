@@ -82,7 +82,7 @@ class Prompts:
     def read(self, named: Prompt) -> tuple[int, list[bytes]]:
         """Its tokens, and the keys of its full chunks. Raises InvalidRequest, CapacityExceeded."""
         if named.forms != 1:
-            raise InvalidRequest(f"prompt, messages: got {named.forms} of them; limit 1; send one")
+            raise InvalidRequest(f"prompt, messages: got {named.forms} of them; expected 1; send one")
         name = self._model.name
         if named.messages is None:
             tokens = CompletionRequest(model=name, prompt=named.prompt).token_ids(self._model)
@@ -93,7 +93,7 @@ class Prompts:
         try:
             return len(tokens), self.source.prompt("", tokens, named.cache_salt).keys
         except OverflowError as error:
-            raise InvalidRequest(f"prompt: {error}; limit token ids in [0, 2**32); correct it") from None
+            raise InvalidRequest(f"prompt: {error}; expected token ids in [0, 2**32); correct it") from None
 
 
 class CacheDesk:
@@ -104,9 +104,7 @@ class CacheDesk:
 
     def state(self) -> dict[str, Any]:
         if not isinstance(self._store, Store):
-            raise InvalidRequest(
-                "tiers.store: the KV of this worker is kept by a store process; limit a store; ask that one"
-            )
+            raise InvalidRequest("tiers.store: the KV of this worker is kept by a store process; ask that one")
         state: dict[str, Any] = msgspec.to_builtins(self._store.state())
         if self._prompts is not None:
             source = self._prompts.source
@@ -140,7 +138,9 @@ class CacheDesk:
     def move(self, asked: Move) -> dict[str, int]:
         self._check_places([asked.source, asked.destination])
         if asked.source == asked.destination:
-            raise InvalidRequest(f"destination: got {asked.destination!r}, the source; limit another place; name one")
+            raise InvalidRequest(
+                f"destination: got {asked.destination!r}, the source; expected another place; name one"
+            )
         _, keys, source = self._read(asked)
         moved = self._store.move(keys, source.shape, asked.source, asked.destination, copy=asked.keep)
         return {"tokens": moved * source.chunk_tokens}
@@ -149,12 +149,12 @@ class CacheDesk:
         """Records that were in memory, and whether a restart keeps them away; tiers forget in the background."""
         self._check_places(asked.places or [])
         if asked.everything == bool(asked.forms):
-            raise InvalidRequest("everything: got a prompt and true, or neither; limit one of them; say which")
+            raise InvalidRequest("everything: got a prompt and true, or neither; expected one of them; say which")
         return self._store.clear(None if asked.everything else self._read(asked)[1], asked.places)._asdict()
 
     def _read(self, named: Prompt) -> tuple[int, list[bytes], StoreSource]:
         if self._prompts is None:
-            raise InvalidRequest("prompt: a store process knows no model; limit calls without one; ask a worker")
+            raise InvalidRequest("prompt: a store process knows no model; ask a worker")
         return *self._prompts.read(named), self._prompts.source
 
     def _brought(self, keys: list[bytes], source: StoreSource, use: Callable[[tuple[Any, ...]], int]) -> int:
@@ -170,7 +170,7 @@ class CacheDesk:
         for name in names:
             if name not in self._store.places:
                 raise InvalidRequest(
-                    f"place: got {name!r:.100}; limit {', '.join(self._store.places)}; use one of them"
+                    f"place: got {name!r:.100}; expected {', '.join(self._store.places)}; use one of them"
                 )
 
 

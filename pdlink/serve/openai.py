@@ -120,7 +120,7 @@ class _Generation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         if self.stream_options and self.stream_options.continuous_usage_stats:
             raise InvalidRequest("stream_options.continuous_usage_stats: usage comes at the end alone; leave it out")
         if self.n not in (None, 1):
-            raise InvalidRequest(f"n: got {self.n}; limit 1; send the request {self.n} times")
+            raise InvalidRequest(f"n: got {self.n}; expected 1; send the request {self.n} times")
         if self.output_token_ids and not (self.stream and len(self.output_token_ids) <= self.limit()):
             raise InvalidRequest(
                 f"output_token_ids: got {len(self.output_token_ids)}; limit max_tokens = {self.limit()}, "
@@ -206,7 +206,7 @@ def _the_one(prompt: msgspec.Raw) -> str | tuple[int, ...]:
     except InvalidRequest as error:
         if "of length 1" not in str(error):
             raise
-        raise InvalidRequest("prompt: got several; limit 1; send one request for each") from None
+        raise InvalidRequest("prompt: got several; expected 1; send one request for each") from None
 
 
 _BEGIN_NBYTES = 64

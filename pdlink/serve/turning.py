@@ -103,7 +103,9 @@ def add_role_route(app: web.Application, turning: Turning, keys: tuple[str, ...]
             raise InvalidApiKey("send a key of security.admin_key_file as `Authorization: Bearer KEY`")
         body = await request.content.read(_MAX_BODY_NBYTES + 1)
         if len(body) > _MAX_BODY_NBYTES:
-            raise InvalidRequest(f"body: got more than {_MAX_BODY_NBYTES} bytes; limit that; send a role")
+            raise InvalidRequest(
+                f"body: got more than the limit of {_MAX_BODY_NBYTES} bytes; send a role and a deadline"
+            )
         return json_response(await turning.turn(body))
 
     app.router.add_post("/role", role)
@@ -115,7 +117,7 @@ def _read(body: bytes) -> Turn:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f'body: {error}; send {{"role": "decode", "deadline_s": 60}}') from None
     if not math.isfinite(asked.deadline_s):
-        raise InvalidRequest(f"deadline_s: got {asked.deadline_s}; limit {LONGEST_S:.0f}; send seconds")
+        raise InvalidRequest(f"deadline_s: got {asked.deadline_s}; expected seconds, {LONGEST_S:.0f} at most")
     return asked
 
 
@@ -123,4 +125,4 @@ def _role(text: str) -> Role:
     for role in ROLES:
         if role == text:
             return role
-    raise InvalidRequest(f"role: got {text!r}; limit {', '.join(ROLES)}; send one of them")
+    raise InvalidRequest(f"role: got {text!r}; expected {', '.join(ROLES)}; send one of them")

@@ -131,17 +131,17 @@ class Cache:
         """
         layout.check("own")
         if chunk_tokens < 1:
-            raise ConfigError(f"chunk_tokens: got {chunk_tokens}; limit 1 or more; 256 suits most models")
+            raise ConfigError(f"chunk_tokens: got {chunk_tokens}; expected 1 or more; 256 suits most models")
         self.layout, self.chunk_tokens = layout, chunk_tokens
         if lossy not in ("", FP8):
-            raise ConfigError(f"lossy: got {lossy!r}; limit '' or {FP8!r}; choose one")
+            raise ConfigError(f"lossy: got {lossy!r}; expected '' or {FP8!r}; choose one")
         if FP8 in codec.values() and not lossy:
-            raise ConfigError(f"codec: got {FP8!r}, which changes the KV; limit it with lossy={FP8!r}; set both")
+            raise ConfigError(f"codec: got {FP8!r}, which changes the KV; set lossy={FP8!r} as well")
         self._shape = shape_of(layout, chunk_tokens, lossy=lossy)
         if nbytes < self._shape.nbytes:
             raise ConfigError(
-                f"nbytes: got {nbytes}; limit {self._shape.nbytes} or more, a chunk of {chunk_tokens} tokens; raise "
-                "it, or lower chunk_tokens"
+                f"nbytes: got {nbytes}; expected {self._shape.nbytes} or more, a chunk of {chunk_tokens} tokens; "
+                "raise it, or lower chunk_tokens"
             )
         self._lookup_timeout_s, self._tier_deadline_s, self._lease_s = lookup_timeout_s, tier_deadline_s, lease_s
         self._holds, self._closed = Holds(lease_s), False
@@ -150,7 +150,7 @@ class Cache:
             kinds = {buffer.kind for buffer in self.buffers}
             if len(kinds) > 1:
                 raise InvalidRequest(
-                    "buffers: got memory of the host and of a GPU; limit one kind; copy the pages to one of them"
+                    "buffers: got memory of the host and of a GPU; expected one kind; copy the pages to one of them"
                 )
             gpu = node = None
             if kinds == {"cuda"}:
@@ -216,7 +216,7 @@ class Cache:
     ) -> int:
         """Keep the KV of the prompt's full chunks; returns the number of tokens in new chunks.
 
-        Tiers get their copy in the background. What finds no room is left out, from there on.
+        Tiers get their copy in the background. Chunks after the first that does not fit are not stored.
         Cost: one hash of the prompt, one copy of what is new, in the calling thread, without the GIL.
         """
         mine = self._span(tokens, blocks, mask, offset, salt)
@@ -371,7 +371,7 @@ class Cache:
         self._check_places([source, destination])
         if source == destination:
             raise InvalidRequest(
-                f"destination: got {destination!r}, the source; limit another place; name another one"
+                f"destination: got {destination!r}, the source; expected another place; name another one"
             )
         keys = self._keys(tokens, salt)
         return self._store.move(keys, self._shape, source, destination, copy=copy) * self.chunk_tokens
@@ -403,7 +403,7 @@ class Cache:
         self._check_places([place])
         if place == MEMORY:
             raise InvalidRequest(
-                f"place: got {place!r}; limit tiers: chunks in memory are read as they are; name one"
+                f"place: got {place!r}; expected tiers: chunks in memory are read as they are; name one"
             )
         try:
             return self._store.repack(self._keys(tokens, salt), self._shape, place, method) * self.chunk_tokens
@@ -468,11 +468,13 @@ class Cache:
 
     def _keys(self, tokens: Tokens, salt: str) -> list[bytes]:
         if self._closed:
-            raise InvalidRequest("cache: got a call after close; limit before it; open another one")
+            raise InvalidRequest("cache: it is closed; open another one")
         try:
             return self._source.prompt("", ids_of(tokens), salt).keys
         except (OverflowError, TypeError, ValueError) as error:
-            raise InvalidRequest(f"tokens: {error}; limit integers in [0, 2**32); pass the ids of a prompt") from None
+            raise InvalidRequest(
+                f"tokens: {error}; expected integers in [0, 2**32); pass the ids of a prompt"
+            ) from None
 
     def _span(
         self,
@@ -494,7 +496,7 @@ class Cache:
     def _check_places(self, names: Sequence[str]) -> None:
         for name in names:
             if name not in self.places:
-                raise InvalidRequest(f"place: got {name!r}; limit {', '.join(self.places)}; use one of them")
+                raise InvalidRequest(f"place: got {name!r}; expected {', '.join(self.places)}; use one of them")
 
     def _fetch(self, keys: Sequence[bytes], salt: str, request: str = "cache") -> AnyFetch:
         found = self._store.lookup(keys, self._lookup_timeout_s)

@@ -46,17 +46,16 @@ def make_codec(name: str, setting: str = "tiers.codec") -> Codec | None:
         return None
     if name == "cachegen":
         raise ConfigError(
-            f"{setting}: got {name!r}, a coder for GPUs that changes the KV; limit raw, {', '.join(_MADE)}; "
+            f"{setting}: got {name!r}, a coder for GPUs that changes the KV; expected raw, {', '.join(_MADE)}; "
             "use one of them"
         )
     if name not in _MADE:
-        raise ConfigError(f"{setting}: got {name!r}; limit raw, {', '.join(_MADE)}; use one of them")
+        raise ConfigError(f"{setting}: got {name!r}; expected raw, {', '.join(_MADE)}; use one of them")
     try:
         return _MADE[name]()
     except ImportError as error:
         raise ConfigError(
-            f"{setting}: got {name!r}, which takes a library ({error}); limit raw without it; pip install "
-            "'pdlink[store]'"
+            f"{setting}: got {name!r}, which needs a library ({error}); pip install 'pdlink[store]', or use raw"
         ) from error
 
 

@@ -88,7 +88,7 @@ class LayerCopies:
             except TimeoutError:
                 if self.lost and not copy.done():
                     raise TransferFailed(
-                        "the GPU has failed with copies under way; limit none; end this process, which may still "
+                        "the GPU has failed with copies under way; end this process, which may still "
                         "write to these blocks"
                     ) from None
 

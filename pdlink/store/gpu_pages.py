@@ -100,7 +100,9 @@ class GpuPages:
         Raises ConfigError for buffers of two devices, CudaFailure, CudaUnavailable, OSError.
         """
         if len({buffer.device.index for buffer in buffers}) > 1:
-            raise ConfigError("tiers: got a KV cache on several GPUs; limit one for each worker; start one for each")
+            raise ConfigError(
+                "tiers: got a KV cache on several GPUs; expected one for each worker; start one for each"
+            )
         self._device, self._compute_stream = buffers[0].device, buffers[0].compute_stream
         self._bases = np.array([buffer.ptr for buffer in buffers], np.int64)
         self._step_nbytes = step_nbytes
@@ -337,7 +339,7 @@ class GpuPages:
     # --- Under the lock
 
     def _begin(self, direction: _Direction) -> list[Job]:
-        """Give to its stream what there is room for; what has begun."""
+        """Launch queued jobs while slots are free. Returns the jobs launched."""
         begun: list[Job] = []
         while direction.line and (direction.copies.has_room or not len(direction.line[0].rows)):
             job = direction.line[0]

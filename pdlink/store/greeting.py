@@ -36,13 +36,13 @@ def greet(path: Path, hello: wire.Hello) -> Greeted:
         end.connect(str(path))
         _, uid = peer_of(end)
         if uid not in (os.geteuid(), 0):
-            raise ProtocolError(f"user: got {uid}; limit {os.geteuid()}, this process's; run both as one user")
+            raise ProtocolError(f"user: got {uid}; expected {os.geteuid()}, this process's; run both as one user")
         end.sendall(wire.frame(hello))
         frames = wire.Frames(wire.REPLIES)
         welcome, arena = _welcomed(end, frames)
         if welcome.version != hello.version:
             os.close(arena)
-            raise ProtocolError(f"version: got {welcome.version}; limit {hello.version}; install one version")
+            raise ProtocolError(f"version: got {welcome.version}; expected {hello.version}; install one version")
     except BaseException:
         end.close()
         raise
@@ -57,12 +57,12 @@ def _welcomed(end: socket.socket, frames: wire.Frames[wire.Reply]) -> tuple[wire
             more, fds, _, _ = socket.recv_fds(end, 65536, 4)
             descriptors += fds
             if not more:
-                raise ProtocolError("welcome: got the end of the connection; limit one; look at the store's log")
+                raise ProtocolError("welcome: the connection ended before it; look at the store's log")
             for reply in frames.take(more):
                 if isinstance(reply, wire.Refused):
                     raise ProtocolError(f"it refuses this client: {reply.reason}")
                 if not isinstance(reply, wire.Welcome) or len(descriptors) != 1:
-                    raise ProtocolError(f"welcome: got {type(reply).__name__}; limit Welcome; is it a store?")
+                    raise ProtocolError(f"welcome: got {type(reply).__name__}; expected Welcome; is it a store?")
                 return reply, descriptors.pop()
     finally:
         for descriptor in descriptors:

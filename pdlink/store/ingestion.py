@@ -109,5 +109,5 @@ INGESTIONS: dict[str, Callable[[], Ingestion]] = {
 def make_ingestion(name: str) -> Ingestion:
     """Raises ConfigError for a name that is not in `INGESTIONS`."""
     if name not in INGESTIONS:
-        raise ConfigError(f"ingestion: got {name!r}; limit {', '.join(INGESTIONS)}; use one of them")
+        raise ConfigError(f"ingestion: got {name!r}; expected {', '.join(INGESTIONS)}; use one of them")
     return INGESTIONS[name]()

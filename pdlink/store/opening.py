@@ -94,7 +94,7 @@ def open_groups(
     lossy = config.lossy or ""
     if FP8 in config.codec.values() and not lossy:
         raise ConfigError(
-            f"tiers.codec: got {FP8!r}, which changes the KV; limit it with tiers.lossy: {FP8}; set both, or use lz4"
+            f"tiers.codec: got {FP8!r}, which changes the KV; set tiers.lossy: {FP8} as well, or use lz4"
         )
     shapes = [
         shape_of(
@@ -105,8 +105,8 @@ def open_groups(
     largest_nbytes = max(shape.nbytes for shape in shapes)
     if config.store is None and largest_nbytes > nbytes:
         raise ConfigError(
-            f"tiers.chunk_size: got {config.chunk_size} tokens, {largest_nbytes} bytes of this model; limit {nbytes} "
-            "bytes; lower it, or raise tiers.max_local_cpu_size"
+            f"tiers.chunk_size: got {config.chunk_size} tokens, {largest_nbytes} bytes of this model; limit "
+            f"{nbytes} bytes; lower it, or raise tiers.max_local_cpu_size"
         )
     namespaces = [
         hashing.namespace(
@@ -119,7 +119,9 @@ def open_groups(
         for group, shape in zip(groups, shapes, strict=True)
     ]
     if len(set(namespaces)) < len(groups):
-        raise ConfigError("tiers: got two groups of layers whose records cannot be told apart; limit none")
+        raise ConfigError(
+            "tiers: got two groups of layers whose records cannot be told apart; expected distinct ones"
+        )
     store: AnyStore
     if config.store is None:
         node = node_of(cast("DeviceMemory", buffers[0]).device.pci_address) if buffers[0].kind == "cuda" else None
@@ -176,8 +178,8 @@ def make_store(
         numa_node, known = config.numa_node, nodes()
         if known and numa_node not in known:
             raise ConfigError(
-                f"tiers.numa_node: got {numa_node}; limit {', '.join(map(str, known))}, the nodes of this machine; "
-                "correct it, or leave it out"
+                f"tiers.numa_node: got {numa_node}; expected {', '.join(map(str, known))}, the nodes of this "
+                "machine; correct it, or leave it out"
             )
     nbytes = int(config.max_local_cpu_size * _GIB)
     return Store(

@@ -196,7 +196,7 @@ def shape_of(
     """
     parts = {len(layer.parts) for layer in layout.layers}
     if len(parts) != 1:
-        raise ConfigError(f"tiers: got layers of {sorted(parts)} parts; limit one number in a group")
+        raise ConfigError(f"tiers: got layers of {sorted(parts)} parts; expected one number in a group")
     num_parts = parts.pop()
     kind: Literal["full", "sliding", "latent", "state"] = "latent" if num_parts == 1 else "full"
     if layout.window:

@@ -21,8 +21,8 @@ def store_path(setting: str, given: str) -> Path:
     path = Path(given.removeprefix("ipc://").replace("{uid}", str(os.geteuid())))
     if not path.is_absolute() or len(os.fsencode(path)) > _MAX_PATH_NBYTES:
         raise ConfigError(
-            f"{setting}: got {given!r}; limit an absolute path of {_MAX_PATH_NBYTES} bytes, with or without ipc:// "
-            "before it; name another"
+            f"{setting}: got {given!r}; expected an absolute path of {_MAX_PATH_NBYTES} bytes, with or without "
+            "ipc:// before it; name another"
         )
     return path
 
@@ -38,8 +38,8 @@ def listen(path: Path, setting: str) -> tuple[socket.socket, int]:
         found = path.parent.stat()
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
             raise ConfigError(
-                f"{setting}: got {str(path.parent)!r}, which other users can enter or own; limit a directory of this "
-                "user's with mode 0700, because clients write into the store's memory; name another"
+                f"{setting}: got {str(path.parent)!r}, which other users can enter or own; expected a directory of "
+                "this user's with mode 0700, because clients write into the store's memory; name another"
             )
         lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:

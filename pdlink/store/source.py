@@ -98,7 +98,7 @@ class StoreSource:
         token_unit = layout.position_tokens
         if chunk_tokens % token_unit:
             raise ConfigError(
-                f"tiers.chunk_size: got {chunk_tokens} tokens; limit a multiple of {token_unit}, the tokens that "
+                f"tiers.chunk_size: got {chunk_tokens} tokens; expected a multiple of {token_unit}, the tokens that "
                 "only this engine can tell apart (a block of its kernel, an entry of a compressed cache); choose one"
             )
         self.chunk_tokens, self.lookup_timeout_s = chunk_tokens // token_unit, lookup_timeout_s
@@ -337,7 +337,7 @@ def _share(layout: KVLayout, heads: range | None, num_heads: int | None) -> Shar
     mine, total = heads or range(0), num_heads or 0
     if len(mine) != layout.num_heads or mine.step != 1 or not 0 <= mine.start < mine.stop <= total:
         raise ConfigError(
-            f"heads: got {heads} of {num_heads} for pages of {layout.num_heads}; limit that many adjacent heads "
+            f"heads: got {heads} of {num_heads} for pages of {layout.num_heads}; expected that many adjacent heads "
             "of the model's; pass both, or neither"
         )
     return Share(mine.start, mine.stop, total)

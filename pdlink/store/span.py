@@ -50,11 +50,11 @@ def first_unmasked(mask: Sequence[bool] | None, num_tokens: int, unit: str, unit
     begin = len(given) - int(given.sum())
     if len(given) != num_tokens or given[:begin].any():
         raise InvalidRequest(
-            f"mask: got {len(given)} values for {num_tokens} tokens; limit one each, False for leading ones only"
+            f"mask: got {len(given)} values for {num_tokens} tokens; expected one each, False for leading ones only"
         )
     if begin % unit_tokens:
         raise InvalidRequest(
-            f"mask: got {begin} times False; limit multiples of {unit} ({unit_tokens}); round it down"
+            f"mask: got {begin} times False; expected multiples of {unit} ({unit_tokens}); round it down"
         )
     return begin
 
@@ -76,19 +76,19 @@ def span(
     block_tokens = layout.block_tokens
     if offset < 0 or offset % block_tokens or offset > begin:
         raise InvalidRequest(
-            f"offset: got {offset}; limit a multiple of block_tokens ({block_tokens}) in [0, {begin}], up to the "
+            f"offset: got {offset}; expected a multiple of block_tokens ({block_tokens}) in [0, {begin}], up to the "
             "first token that is not masked; pass blocks from there on"
         )
     end = max(begin, len(keys) * chunk_tokens)
     needed = layout.blocks_for(end) - offset // block_tokens
     if len(blocks) < needed:
         raise InvalidRequest(
-            f"blocks: got {len(blocks)}; limit {needed} or more, for tokens [{offset}, {end}); pass all of them"
+            f"blocks: got {len(blocks)}; expected {needed} or more, for tokens [{offset}, {end}); pass all of them"
         )
     used = tuple(int(block) for block in blocks[begin // block_tokens - offset // block_tokens : max(0, needed)])
     for block in used:
         if not 0 <= block < layout.num_blocks:
-            raise InvalidRequest(f"blocks: got {block}; limit [0, {layout.num_blocks}); correct the table")
+            raise InvalidRequest(f"blocks: got {block}; expected [0, {layout.num_blocks}); correct the table")
     if distinct and len(set(used)) < len(used):
-        raise InvalidRequest("blocks: got one block twice; limit distinct ones, or KV is overwritten; correct it")
+        raise InvalidRequest("blocks: got one block twice; expected distinct ones, or KV is overwritten; correct it")
     return Span(keys[begin // chunk_tokens :], begin // chunk_tokens, Blocks(used, begin))

@@ -94,7 +94,7 @@ class Store(AnyStore):
         tier_deadline_s: how long a tier may take for one call before it is left alone, and for all of a fetch.
         """
         if nbytes <= 0:
-            raise ConfigError(f"tiers.max_local_cpu_size: got {nbytes} bytes; limit more than 0; switch tiers off")
+            raise ConfigError(f"tiers.max_local_cpu_size: got {nbytes} bytes; expected more than 0; switch tiers off")
         self._nbytes, self._reserve_nbytes, self._lends = nbytes, reserve_nbytes, lends
         self._pin_quota_nbytes, self._numa_node = pin_quota_nbytes, numa_node
         self._lease_s, self._tier_deadline_s, self._clock = lease_s, tier_deadline_s, clock
@@ -116,7 +116,8 @@ class Store(AnyStore):
         self._places = (MEMORY, *(f"{kind}-{n}" if n > 1 else kind for kind, n in zip(kinds, again, strict=True)))
         if unknown := set(codec) - set(self.places[1:]):
             raise ConfigError(
-                f"tiers.codec: got one for {min(unknown)!r}; limit {', '.join(self.places[1:]) or 'none'}; correct it"
+                f"tiers.codec: got one for {min(unknown)!r}; expected {', '.join(self.places[1:]) or 'none'}; "
+                f"correct it"
             )
         self._codecs = [make_codec(codec.get(name, "raw")) for name in self.places[1:]]
         self.frozen = False
@@ -418,7 +419,7 @@ class Store(AnyStore):
         index, packer = self.places.index(place) - 1, make_codec(codec, "method")
         if packer is not None and packer.lossy not in ("", shape.lossy):
             raise ConfigError(
-                f"method: got {codec!r}, which changes the KV; limit KV that is kept as lossy; set lossy"
+                f"method: got {codec!r}, which changes the KV; expected KV that is kept as lossy; set lossy"
             )
         if place == MEMORY or isinstance(self._given_tiers[index], ReadOnly):
             return 0

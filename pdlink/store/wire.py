@@ -290,6 +290,6 @@ class Frames(Generic[_T]):
             try:
                 found.append(self._decoder.decode(body))
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise ProtocolError(f"a frame: got {error}; limit docs/tiers.md; correct it") from None
+                raise ProtocolError(f"a frame: {error}; expected a message of docs/tiers.md") from None
         del self._held[:at]
         return found

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _CLOSE_GRACE_S = 1.0
 _PROBE_NBYTES = 2 << 20
 _MAP_S = 2.0
-"""For the handles of one peer: who asks is the thread that serves all peers."""
+"""Time limit for fetching one peer's handles. This blocks the endpoint thread, so every session waits."""
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]

@@ -69,7 +69,7 @@ def add_routes(
         url = request.query.get("url", "")
         members = membership.members.without(url)
         if members == membership.members:
-            raise InvalidRequest(f"url: got {url!r}; limit a listed worker; see GET /workers")
+            raise InvalidRequest(f"url: got {url!r}; expected a listed worker; see GET /workers")
         return members
 
     app.router.add_get("/workers", checked(None))

@@ -203,7 +203,7 @@ class Admission:
         self.wanted.avoid = action.avoid
         self.wanted.considered = {} if self.sampled else None
         if self.wanted.plain and not shared.pools.lists_plain:
-            reason = f"n, echo with logprobs: got one of them; limit one answer with {shared.dialect.name} workers"
+            reason = f"n, echo with logprobs: not possible over two legs of {shared.dialect.name} workers"
             self.note("refused", reason)
             return Unplaced(
                 f"{reason}, whose decode computes no prompts; send single requests, or list one under `both`",

@@ -49,7 +49,7 @@ def engines_of(entry: Entry) -> tuple[Engine, ...]:
     for name, found in (("control", entry.control), ("kv_events", entry.kv_events)):
         if len(found) % count:
             raise ConfigError(
-                f"{name}: got {len(found)} for {entry.url} with data_parallel {count}; limit as many for each "
+                f"{name}: got {len(found)} for {entry.url} with data_parallel {count}; expected as many for each "
                 "engine; list those of the first engine, then of the second, or a range of ports"
             )
     return tuple(
@@ -66,7 +66,7 @@ def workers_of(side: str, entries: Iterable[Entry]) -> list[tuple[str, Entry, En
         url = entry.url.rstrip("/")
         if not is_base_url(url):
             raise ConfigError(
-                f"{side}: got {entry.url!r}; limit http://HOST:PORT or https://HOST:PORT; write one of them"
+                f"{side}: got {entry.url!r}; expected http://HOST:PORT or https://HOST:PORT; write one of them"
             )
         if url in urls:
             raise ConfigError(f"{side}: {url} is listed twice")

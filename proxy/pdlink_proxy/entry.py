@@ -131,13 +131,13 @@ class Entry:
         return refused(UnknownModel.http_status, message, UnknownModel.code, "model")
 
     def over_limit(self, request: web.Request, tokens: int) -> web.Response | None:
-        """Counts a request of so many tokens; the error response if its key has asked too much."""
+        """Counts a request of so many tokens; the error response if its key is over its rate limit."""
         if self.limits is None:
             return None
         wait_s = self.limits.take(key_of(request.headers), tokens, time.monotonic())
         if not wait_s:
             return None
-        message = f"rate_limit: this API key has asked too much; limit as configured; try again in {wait_s:.0f} s"
+        message = f"rate limit exceeded; retry in {wait_s:.0f} s"
         body = error_body(message, kind="rate_limit_error", code=RateLimited.code)
         headers = {"Retry-After": str(math.ceil(wait_s))}
         return web.Response(

@@ -56,7 +56,7 @@ def source(text: str, url: str) -> Source:
     whose host is taken for one that binds all addresses. Raises ConfigError."""
     endpoint, replay, scope, *more = (part.strip() for part in f"{text},,".split(",", 3))
     if "".join(more).strip(","):
-        raise ConfigError(f"kv_events: got {printable(text)!r} for {url}; limit ENDPOINT,REPLAY,SCOPE; cut it")
+        raise ConfigError(f"kv_events: got {printable(text)!r} for {url}; expected ENDPOINT,REPLAY,SCOPE; cut it")
     return Source(_reached(endpoint, url), _reached(replay, url) if replay else None, scope)
 
 
@@ -70,7 +70,7 @@ def _reached(endpoint: str, url: str) -> str:
     if scheme == "ipc" and rest:
         return endpoint
     raise ConfigError(
-        f"kv_events: got {printable(endpoint)!r} for {url}; limit tcp://HOST:PORT or ipc://PATH; write one of them"
+        f"kv_events: got {printable(endpoint)!r} for {url}; expected tcp://HOST:PORT or ipc://PATH; write one of them"
     )
 
 

@@ -95,14 +95,16 @@ def from_settings(config: ProxyConfig, dialect: Dialect) -> Members:
     engines = {url.rstrip("/"): count for url, count in config.data_parallel.items()}
     urls = {role: [url.rstrip("/") for url in getattr(config, role)] for role in get_args(Role)}
     if unknown := control.keys() - {url for listed in urls.values() for url in listed}:
-        raise ConfigError(f"control: got {', '.join(sorted(unknown))}; limit workers of this proxy; list it there")
+        raise ConfigError(f"control: got {', '.join(sorted(unknown))}; expected workers of this proxy; list it there")
     if unknown := cells.keys() - {url for listed in urls.values() for url in listed}:
-        raise ConfigError(f"cells: got {', '.join(sorted(unknown))}; limit workers of this proxy; list it there")
+        raise ConfigError(f"cells: got {', '.join(sorted(unknown))}; expected workers of this proxy; list it there")
     if unknown := kv_events.keys() - {url for listed in urls.values() for url in listed}:
-        raise ConfigError(f"kv_events: got {', '.join(sorted(unknown))}; limit workers of this proxy; list it there")
+        raise ConfigError(
+            f"kv_events: got {', '.join(sorted(unknown))}; expected workers of this proxy; list it there"
+        )
     if unknown := engines.keys() - set(urls["prefill"]):
         raise ConfigError(
-            f"data_parallel: got {', '.join(sorted(unknown))}; limit prefill workers of this proxy; list it there"
+            f"data_parallel: got {', '.join(sorted(unknown))}; expected prefill workers of this proxy; list it there"
         )
     members = Members(
         *(
@@ -133,8 +135,8 @@ def _check(members: Members, what: str, dialect: Dialect) -> None:
         other += [entry.url for entry in members.prefill if entry.data_parallel > 1]
     if other:
         raise ConfigError(
-            f"{what}: data_parallel: got it for {', '.join(other)}; limit prefill workers of dialect: vllm; leave it "
-            "out: others share requests out among their engines by themselves"
+            f"{what}: data_parallel: got it for {', '.join(other)}; expected prefill workers of dialect: vllm; leave "
+            "it out: others share requests out among their engines by themselves"
         )
     side = dialect.needs_control
     if side is not None and (missing := [entry.url for entry in members.of(side) if not entry.control]):
@@ -159,7 +161,7 @@ def parse(document: Any, what: str, *, dialect: Dialect) -> Members:
     """
     if not isinstance(document, dict):
         raise ConfigError(
-            f"{what}: got {type(document).__name__}; limit a mapping of prefill, decode and both; write one"
+            f"{what}: got {type(document).__name__}; expected a mapping of prefill, decode and both; write one"
         )
     plain = {
         side: [{"url": each} if isinstance(each, str) else each for each in entries]

@@ -90,10 +90,10 @@ class Prober:
         try:
             asked = msgspec.json.decode(data, type=_Asked)
             if not 1 <= asked.num_tokens <= MAX_TOKENS:
-                raise InvalidRequest(f"num_tokens: got {asked.num_tokens}; limit 1 to {MAX_TOKENS}; send fewer")
+                raise InvalidRequest(f"num_tokens: got {asked.num_tokens}; expected 1 to {MAX_TOKENS}; send fewer")
             prefill, decode = self._worker(Leg.PREFILL, asked.prefill), self._worker(Leg.DECODE, asked.decode)
             if (name := self._router.dialect.name) not in _PROBED:
-                raise InvalidRequest(f"dialect: got {name}; limit pdlink and vllm; send a request instead")
+                raise InvalidRequest(f"dialect: got {name}; expected pdlink or vllm; send a request instead")
         except (msgspec.DecodeError, InvalidRequest) as error:
             body = error_body(str(error), kind="invalid_request_error", code=InvalidRequest.code)
             return web.Response(status=400, body=body, content_type="application/json")

@@ -64,8 +64,8 @@ class Decider:
         self._router = router
         if router.dialect.arrivals is not None:
             raise ConfigError(
-                f"route_s: got dialect {router.dialect.name}; limit dialects whose decode needs no news of the KV; "
-                "send these requests through the proxy"
+                f"route_s: got dialect {router.dialect.name}; expected dialects whose decode needs no news of the "
+                "KV; send these requests through the proxy"
             )
         file = router.config.route_key_file
         self._secret = read_secrets(file, "route_key_file")[0].encode() if file is not None else None
@@ -265,7 +265,7 @@ def _read(data: bytes) -> tuple[Call, PlacementRequest]:
         return call, wanted(call, None)
     if digest.num_tokens < 1 or len(digest.prefix) > MAX_PREFIX:
         raise InvalidRequest(
-            f"num_tokens, prefix: got {digest.num_tokens}, {len(digest.prefix)} names; limit 1 token and "
+            f"num_tokens, prefix: got {digest.num_tokens}, {len(digest.prefix)} names; expected 1 token and "
             f"{MAX_PREFIX} names; send the prompt's"
         )
     kept = {name: raw for name, raw in fields.items() if name not in ("num_tokens", "prefix")}

@@ -49,7 +49,7 @@ def add_timeline(app: web.Application, router: Router) -> None:
         made = await asyncio.to_thread(make, workers, requests, only=only)
         if only is not None and not made.num_transfers + made.num_requests:
             got = (asked or "")[:80]
-            text = f"request: got {got!r}; limit the last {MAX_RECORDS} that have ended; give another id"
+            text = f"request: {got!r} is not among the last {MAX_RECORDS} that have ended; give another id"
             body = error_body(text, kind="invalid_request_error", code="not_found")
             return web.Response(status=404, body=body, content_type="application/json")
         missing = [answer for answer in answers if isinstance(answer, str)]

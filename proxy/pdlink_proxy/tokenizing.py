@@ -190,5 +190,5 @@ def _opened(model: str, path: str) -> Any:
         return Tokenizer.from_file(path)
     except Exception as error:  # noqa: BLE001 -- the library raises plain ones
         raise ConfigError(
-            f"tokenizers: got {path} for {model}: {error}; limit a file as tokenizer.json; name one"
+            f"tokenizers: got {path} for {model}: {error}; expected a file as tokenizer.json; name one"
         ) from None

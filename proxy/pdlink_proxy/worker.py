@@ -1,9 +1,8 @@
 """One worker: its last health, whether it may get requests, and how its legs fare.
 
 A worker is known by its URL, and one of several engines behind it also by its number. A leg's refused or broken
-connection takes it out at once, and the next good health, asked for *after* that, takes it back. So there is no list
-of banned workers to clear by hand, and a client's mistake never counts against a worker. The same URL with another
-epoch is another incarnation.
+connection removes it at once, until its next successful health check. So there is no list of banned workers to clear
+by hand, and a client's mistake never counts against a worker. The same URL with another epoch is another incarnation.
 """
 
 from __future__ import annotations

@@ -276,7 +276,7 @@ def test_memory_of_the_host_and_of_a_gpu_is_not_one_cache(double: Fake, device: 
         dtype="uint8", itemsize=1, num_layers=1, num_blocks=4, block_tokens=16, num_heads=1, head_dim=16
     )
     pages, host = Kv(device, layout.extent(0), 1, Reached), Buffer(4096)
-    with pytest.raises(InvalidRequest, match="limit one kind"):
+    with pytest.raises(InvalidRequest, match="expected one kind"):
         pdlink.Cache(layout, [pages, host], nbytes=1 << 20, chunk_tokens=CHUNK)
     pages.close()
     host.close()

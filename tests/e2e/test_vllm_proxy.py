@@ -159,7 +159,7 @@ def test_a_pair_is_probed_where_its_dialect_says_what_became_of_the_kv(pair: Pai
         assert (answer.status, answer.body["kv"], answer.body["error"]) == (200, "transferred", "")
     else:
         assert answer.status == 400
-        assert "limit pdlink and vllm" in answer.body["error"]["message"]
+        assert "expected pdlink or vllm" in answer.body["error"]["message"]
 
 
 def test_what_vllm_rejects_is_a_400_and_hurts_nobody(pair: Pair) -> None:

@@ -82,10 +82,10 @@ def test_ranks_are_counted_as_vllm_counts_them() -> None:
 @pytest.mark.parametrize(
     ("version", "receives", "more", "message"),
     [
-        ((0, 31), False, {}, r"got 2 with vLLM 0\.31; limit 0\.32, where every rank keeps all KV"),
-        ((0, 32), True, {}, r"got 2 for a server that receives KV; limit 1; take kv_role: kv_producer"),
-        ((0, 32), False, {"tiers": True}, r"got 2 beside tiers; limit 1; take tiers out"),
-        ((0, 32), False, {"decode": 2}, r"got 2 beside prefill_context_parallel_size: 2; limit 1"),
+        ((0, 31), False, {}, r"got 2 with vLLM 0\.31; expected 0\.32, where every rank keeps all KV"),
+        ((0, 32), True, {}, r"got 2 for a server that receives KV; expected 1; take kv_role: kv_producer"),
+        ((0, 32), False, {"tiers": True}, r"got 2 beside tiers; expected 1; remove tiers"),
+        ((0, 32), False, {"decode": 2}, r"got 2 beside prefill_context_parallel_size: 2; expected 1"),
         ((0, 32), False, {}, None),
     ],
 )

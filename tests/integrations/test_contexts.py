@@ -154,7 +154,7 @@ def test_what_a_server_says_of_itself_need_not_be_told() -> None:
     ("ranks", "told", "message"),
     [
         (4, {"context_shards": 2}, "context_shards: got 2 for a server with 4 decode context parallel ranks"),
-        (4, {"context_interleave": 2}, "context_interleave: got 2 for a server with 4 .* limit 16"),
+        (4, {"context_interleave": 2}, "context_interleave: got 2 for a server with 4 .* expected 16"),
         (1, {"context_interleave": 2}, "context_interleave: got 2 without context_shards"),
     ],
 )
@@ -169,9 +169,9 @@ def test_caches_that_cannot_be_shared_out_are_refused() -> None:
     for layout in (replace(rows, window=8), replace(rows, state=True), replace(rows, position_tokens=16)):
         with pytest.raises(UnsupportedCache, match="do not keep every token by itself"):
             Contexts(2).part(replace(cache, layout=layout), 0)
-    with pytest.raises(UnsupportedCache, match="blocks of 16 tokens of a kernel; limit multiples of 32"):
+    with pytest.raises(UnsupportedCache, match="blocks of 16 tokens of a kernel; expected multiples of 32"):
         Contexts(2, 16).part(cache, 0)
-    with pytest.raises(UnsupportedCache, match="limit multiples of 32"):
+    with pytest.raises(UnsupportedCache, match="expected multiples of 32"):
         Contexts(2, 32, is_ours=True).part(cache, 0)
     Contexts(2, 16, is_ours=True).part(cache, 0)
 

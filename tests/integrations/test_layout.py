@@ -241,7 +241,10 @@ def test_a_state_is_one_piece_of_its_page() -> None:
 
 def test_heads_that_cannot_be_divided_are_refused_by_name() -> None:
     views, _ = _views(list(torch.zeros(LAYERS, 6, HEADS, 32, 2 * SIZE)))
-    for form, message in ((ROWS, "which has 3 KV heads; limit divisors"), (PACKED, "blocks that only a kernel can")):
+    for form, message in (
+        (ROWS, "which has 3 KV heads; expected divisors"),
+        (PACKED, "blocks that only a kernel can"),
+    ):
         cache = describe(views, GroupKind((), form, head_size=SIZE, dtype="bfloat16"))
         with pytest.raises(UnsupportedCache, match=f"shards: got 2 for each rank, .*{message}"):
             cache.shard(0, 2)

@@ -97,10 +97,10 @@ def test_name_that_no_peer_would_take_stops_the_server() -> None:
 
 def test_ranks_do_not_share_the_directory_of_a_tier() -> None:
     tiers = {"tiers": {"local_disk": "/kv", "max_local_disk_size": 1}}
-    with pytest.raises(ConfigError, match=r"tiers\.local_disk: got '/kv' for 2 ranks; limit one each"):
+    with pytest.raises(ConfigError, match=r"tiers\.local_disk: got '/kv' for 2 ranks; expected one each"):
         names(tiers, None, ranks=2)
     assert names(tiers, None, ranks=1, engines=1)
     with pytest.raises(
-        ConfigError, match=r"got '/kv' for data-parallel engine 1; limit one each; put \{name\} into it"
+        ConfigError, match=r"got '/kv' for data-parallel engine 1; expected one each; put \{name\} into it"
     ):
         names(tiers, None, ranks=1)

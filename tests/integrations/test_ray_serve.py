@@ -149,7 +149,7 @@ def test_every_shard_publishes_an_address_with_its_key(cluster: None, tmp_path: 
 @pytest.mark.parametrize(
     ("extra", "engine", "said"),
     [
-        ({}, {"data_parallel_size": 2}, "data_parallel_size: limit 1"),
+        ({}, {"data_parallel_size": 2}, "data_parallel_size: expected 1"),
         ({"control_prt": 1}, {}, "control_prt"),
         ({"security": {}}, {}, "this worker has no keys"),
     ],

@@ -144,9 +144,9 @@ def recurrent(mode: str, block_size: int = 512) -> SimpleNamespace:
         ((FULL, WINDOW), (0, 31), None, 1, r"2 groups of KV caches, which are transferred from vLLM 0\.32 on"),
         ((WINDOW,), (0, 31), {}, 1, r"windows or recurrent layers from vLLM 0\.32 on; .* --disable-hybrid-kv"),
         ((FULL, WINDOW), (0, 32), {"save_decode_cache": True}, 1, "save_decode_cache: got true"),
-        ((FULL, recurrent("none")), (0, 32), {}, 1, "limit servers with --enable-prefix-caching"),
-        ((FULL, recurrent("align")), (0, 32), {"chunk_size": 384}, 1, "got 384; limit divisors of 512"),
-        ((FULL,), (0, 31), None, 2, r"decode_context_parallel_size: got 2 with vLLM 0\.31; limit 0\.32"),
+        ((FULL, recurrent("none")), (0, 32), {}, 1, "expected servers with --enable-prefix-caching"),
+        ((FULL, recurrent("align")), (0, 32), {"chunk_size": 384}, 1, "got 384; expected divisors of 512"),
+        ((FULL,), (0, 31), None, 2, r"decode_context_parallel_size: got 2 with vLLM 0\.31; expected 0\.32"),
     ],
 )
 def test_what_is_not_transferred_or_kept_yet_is_refused_at_start(

@@ -83,5 +83,7 @@ def test_a_gpu_that_cannot_copy_costs_one_batch_and_is_asked_no_more(make: Make,
 
 def test_a_pool_that_is_not_plain_is_refused_by_name(make: Make, store: Store) -> None:
     engine = make()
-    with pytest.raises(AssertionError, match="KV pool: got OtherPool; limit MHATokenToKVPool, MLATokenToKVPool; use"):
+    with pytest.raises(
+        AssertionError, match="KV pool: got OtherPool; expected MHATokenToKVPool, MLATokenToKVPool; use"
+    ):
         engine("open", store=store.address, other=True)

@@ -154,7 +154,7 @@ def test_other_places_of_a_state_on_both_sides_fail_the_request(servers: Servers
 
 def test_states_that_are_not_carried_are_refused_when_the_server_starts(servers: Servers) -> None:
     servers.sides["decode"].send("open", mode="decode", port=1, states=["dsa_tail"])
-    with pytest.raises(AssertionError, match=r"UnsupportedSglang: KV pool: got states dsa_tail.*limit mamba, swa"):
+    with pytest.raises(AssertionError, match=r"UnsupportedSglang: KV pool: got states dsa_tail.*expected mamba, swa"):
         servers.sides["decode"].answer()
 
 

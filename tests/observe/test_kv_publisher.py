@@ -161,5 +161,5 @@ def test_token_ids_leave_the_host_only_where_that_is_written_out(endpoint: str) 
 
 @pytest.mark.parametrize("endpoint", ["", "5557", "udp://h:1", "tcp://h", "tcp://:5", "tcp://h:x", "ipc://"])
 def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
-    with pytest.raises(ValueError, match=r"limit tcp://HOST:PORT or ipc://PATH"):
+    with pytest.raises(ValueError, match=r"expected tcp://HOST:PORT or ipc://PATH"):
         KVEventsConfig(endpoint=endpoint)

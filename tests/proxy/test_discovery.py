@@ -308,11 +308,11 @@ async def test_a_source_that_flaps_costs_no_worker(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("etcd:x", "limit file:PATH"),
-        ("dns:prefill=host", "limit ROLE=HOST:PORT"),
-        ("dns:king=host:1", "limit ROLE=HOST:PORT"),
+        ("etcd:x", "expected file:PATH"),
+        ("dns:prefill=host", "expected ROLE=HOST:PORT"),
+        ("dns:king=host:1", "expected ROLE=HOST:PORT"),
         ("kubernetes:prefill=a,decode=a", "another Service"),
-        ("kubernetes:port=http", "limit ROLE=SERVICE"),
+        ("kubernetes:port=http", "expected ROLE=SERVICE"),
         ("kubernetes:prefill", "NAME=VALUE"),
     ],
 )
@@ -327,7 +327,7 @@ def test_a_dialect_with_control_addresses_needs_a_source_that_has_them() -> None
             source_of(text, DIALECTS["vllm"])
     source_of("kubernetes:prefill=p,control=control", DIALECTS["vllm"])
     source_of("kubernetes:decode=d", DIALECTS["vllm"])  # nobody dials those
-    with pytest.raises(ConfigError, match="limit control=NAME for dialect: vllm"):
+    with pytest.raises(ConfigError, match="expected control=NAME for dialect: vllm"):
         source_of("kubernetes:prefill=p,control=control", PDLINK)
     source_of("file:/tmp", DIALECTS["vllm"])
     with pytest.raises(ValueError, match="is of no use with discover"):

@@ -256,10 +256,10 @@ async def test_an_operator_drains_all_engines_of_a_server_and_keeps_them_apart(s
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"control": {"http://p:1": ["tcp://p:2"]}}, r"control: got 1 for http://p:1 with data_parallel 2; limit as"),
+        ({"control": {"http://p:1": ["tcp://p:2"]}}, r"control: got 1 for http://p:1 with data_parallel 2; expected"),
         ({"kv_events": {"http://p:1": "tcp://p:9"}}, r"kv_events: got 1 for http://p:1 with data_parallel 2"),
-        ({"control": {"http://p:1": "tcp://p:9-8"}}, r"control\n.*got 'tcp://p:9-8'; limit ports from 1 to 65535"),
-        ({"data_parallel": {"http://d:1": 2}}, r"data_parallel: got http://d:1; limit prefill workers"),
+        ({"control": {"http://p:1": "tcp://p:9-8"}}, r"control\n.*got 'tcp://p:9-8'; expected ports from 1 to 65535"),
+        ({"data_parallel": {"http://d:1": 2}}, r"data_parallel: got http://d:1; expected prefill workers"),
         ({"data_parallel": {"http://p:1": 0}}, r"data_parallel\.http://p:1"),
         ({"dialect": "vllm-nixl", "control": {}}, r"data_parallel: is for dialect: vllm, and dialect is vllm-nixl"),
         ({"control": {"http://p:1": "tcp://p:1-2"}}, r"control: tcp://p:1, given for http://p:1, is the HTTP port"),
@@ -283,10 +283,10 @@ def test_settings_that_do_not_fit_the_engines_are_refused_by_name(settings: dict
     [
         ({"prefill": [{"url": "http://p:1", "data_parallel": 2, "control": ["tcp://p:2"]}]}, "vllm",
          "control: got 1 for http://p:1 with data_parallel 2"),
-        ({"decode": [{"url": "http://d:1", "data_parallel": 2}]}, "vllm", "limit prefill workers of dialect: vllm"),
+        ({"decode": [{"url": "http://d:1", "data_parallel": 2}]}, "vllm", "expected prefill workers of dialect"),
         ({"both": [{"url": "http://d:1", "data_parallel": 2}]}, "vllm", "got it for http://d:1"),
-        ({"prefill": [{"url": "http://p:1", "data_parallel": 2}]}, "sglang", "limit prefill workers of dialect"),
-        ({"prefill": [{"url": "http://p:1", "control": ["tcp://p:2-70000"]}]}, "vllm", "limit ports from 1 to 65535"),
+        ({"prefill": [{"url": "http://p:1", "data_parallel": 2}]}, "sglang", "expected prefill workers of dialect"),
+        ({"prefill": [{"url": "http://p:1", "control": ["tcp://p:2-70000"]}]}, "vllm", "expected ports from 1 to"),
         ({"prefill": [{"url": "http://p:1", "data_parallel": 0}]}, "vllm", "data_parallel"),
     ],
 )  # fmt: skip
@@ -309,7 +309,7 @@ def test_ports_of_pods_belong_to_the_engines_in_turn() -> None:
     source = source_of("kubernetes:prefill=pre,control=kv,data_parallel=2", DIALECTS["vllm"])
     assert isinstance(source, KubernetesSource)
     for text in ("prefill=pre,control=kv,data_parallel=0", "prefill=pre,data_parallel=2", "decode=d,data_parallel=x"):
-        with pytest.raises(ConfigError, match=r"got data_parallel=.*; limit 1 to 4096, beside control=NAME"):
+        with pytest.raises(ConfigError, match=r"got data_parallel=.*; expected 1 to 4096, beside control=NAME"):
             source_of(f"kubernetes:{text}", DIALECTS["vllm"])
 
 

@@ -85,7 +85,7 @@ def test_explanation_shows_the_transfer_and_where_the_time_to_the_first_token_we
     assert cells == [["transfer", "prefill-1"], ["", "decode-0"], ["first token", ""], ["ended", ""]]
     assert console.file.getvalue().startswith("request r: 25 tokens")
     assert "268.0 MB over mapped, 32 layers, 5.36 GB/s while it moved, 1.0 ms not hidden" in rows[0]
-    assert "10.0 ms queued, 390.0 ms in prefill's leg, 12.0 ms then; later than 93% of the last requests" in rows[2]
+    assert "10.0 ms queued, 390.0 ms in prefill's leg, 12.0 ms then; slower than 93% of the last requests" in rows[2]
     assert advice(told()) == []
 
 

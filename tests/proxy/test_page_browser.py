@@ -300,7 +300,15 @@ async def test_a_screen_reader_finds_its_way_by_names_and_hears_the_sentence_onc
         heads: Sequence[str] = await page.get_by_role("heading").all_text_contents()
         assert heads == [
             "pdlink",
-            *("Workers", "Pairs", "Transfers now", "Requests", "Transfers that ended", "Causes", "Tiers"),
+            *(
+                "Workers",
+                "Pairs",
+                "Transfers now",
+                "Requests",
+                "Transfers that ended",
+                "Failures and fallbacks",
+                "Tiers",
+            ),
         ]
         for name in (*heads[1:], "Figures of five minutes"):
             await expect(page.get_by_role("region", name=name, exact=True)).to_have_count(1)

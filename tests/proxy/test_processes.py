@@ -278,4 +278,4 @@ async def test_a_request_with_huge_numbers_ends_no_service_of_any_process(
 
 def test_settings_that_cannot_be_shared_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["proxy", "--processes", "2", "--dialect", "lmcache", "--listen", "127.0.0.1:0"]) == 2
-    assert "processes: got 2; limit 1 with dialect lmcache" in capsys.readouterr().err
+    assert "processes: got 2; expected 1 with dialect lmcache" in capsys.readouterr().err

@@ -327,10 +327,10 @@ async def followed(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("register:127.0.0.1:80", "limit register:tcp://HOST:PORT"),
-        ("register:tcp://127.0.0.1", "limit register:tcp://HOST:PORT"),
-        ("register:tcp://127.0.0.1:65536", "limit register:tcp://HOST:PORT"),
-        ("register:tcp://a b:1", "limit an IP address or a name"),
+        ("register:127.0.0.1:80", "expected register:tcp://HOST:PORT"),
+        ("register:tcp://127.0.0.1", "expected register:tcp://HOST:PORT"),
+        ("register:tcp://127.0.0.1:65536", "expected register:tcp://HOST:PORT"),
+        ("register:tcp://a b:1", "expected an IP address or a name"),
         ("register:tcp://0.0.0.0:1", "set key_file and allow_file"),
     ],
 )

@@ -189,7 +189,7 @@ async def test_a_tokenizer_file_answers_in_place_of_the_workers(
             assert answer.status == 200
         assert sum(len(worker.tokenized) for worker in prefills) == 1  # the chat, whose template only they know
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"tokenizers: got .*tokenizer.json for m: .*; limit .*; name one"):
+    with pytest.raises(ConfigError, match=r"tokenizers: got .*tokenizer.json for m: .*; expected .*; name one"):
         async with proxy_of(prefills, [decode], **files):
             pass
 

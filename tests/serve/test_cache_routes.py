@@ -260,12 +260,12 @@ def test_the_command_shows_and_does_what_the_routes_do(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("lookup", "--tokens", "a,b"), "limit numbers with commas between"),
+        (("lookup", "--tokens", "a,b"), "expected numbers with commas between"),
         (("lookup", "--file", "/nowhere"), "cannot read /nowhere"),
         (("lookup", "--tokens", "-1"), "prompt"),
-        (("move", "--tokens", "1", "--from", "moon", "--to", "disk"), "got 'moon'; limit memory, disk"),
+        (("move", "--tokens", "1", "--from", "moon", "--to", "disk"), "got 'moon'; expected memory, disk"),
         (("clear",), "everything: got"),
-        (("top", "--interval", "0"), "limit more than 0"),
+        (("top", "--interval", "0"), "expected more than 0"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_the_reason(

@@ -73,7 +73,7 @@ def test_what_is_not_there_or_cannot_be_is_a_status(manager: KVCacheManager) -> 
     assert manager.exists(PREFIX, QUERY).is_not_found()
     status = manager.put(PROMPT[:5], QUERY, Theirs(4, 1))
     assert status.is_invalid()
-    with pytest.raises(Exception, match="prefix: got 5 tokens; limit multiples of the block size"):
+    with pytest.raises(Exception, match="prefix: got 5 tokens; expected multiples of the block size"):
         status.raise_if_not_ok()
     assert manager.acquire(None, [-1] * 64).error_code is StatusCodes.INVALID
     assert manager.put(None, [1] * 3, Theirs(0, 1)).is_invalid(), "less than a block"

@@ -265,18 +265,18 @@ def test_masked_tokens_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tokens": [2**32] * 100}, r"tokens: .*limit integers in \[0, 2\*\*32\)"),
-        ({"tokens": [-1] * 100}, r"tokens: .*limit integers"),
-        ({"tokens": ["a"] * 100}, r"tokens: .*limit integers"),
+        ({"tokens": [2**32] * 100}, r"tokens: .*expected integers in \[0, 2\*\*32\)"),
+        ({"tokens": [-1] * 100}, r"tokens: .*expected integers"),
+        ({"tokens": ["a"] * 100}, r"tokens: .*expected integers"),
         ({"tokens": np.zeros((2, 50), np.int64)}, r"tokens: got int64 \[2, 50\]"),
         ({"tokens": np.zeros(100)}, r"tokens: got float64 \[100\]"),
         ({"tokens": np.full(100, -1)}, r"tokens: got -1 to -1"),
-        ({"blocks": range(5)}, r"blocks: got 5; limit 6 or more"),
-        ({"blocks": [0, 1, 2, 3, 4, 32]}, r"blocks: got 32; limit \[0, 32\)"),
-        ({"blocks": [0, 1, 2, 3, 4, -1]}, r"blocks: got -1; limit \[0, 32\)"),
-        ({"offset": 8}, r"offset: got 8; limit a multiple of block_tokens \(16\)"),
-        ({"offset": 16}, r"offset: got 16; limit .* \[0, 0\]"),
-        ({"mask": [False] * 8 + [True] * 92}, r"mask: got 8 times False; limit multiples of chunk_tokens \(16\)"),
+        ({"blocks": range(5)}, r"blocks: got 5; expected 6 or more"),
+        ({"blocks": [0, 1, 2, 3, 4, 32]}, r"blocks: got 32; expected \[0, 32\)"),
+        ({"blocks": [0, 1, 2, 3, 4, -1]}, r"blocks: got -1; expected \[0, 32\)"),
+        ({"offset": 8}, r"offset: got 8; expected a multiple of block_tokens \(16\)"),
+        ({"offset": 16}, r"offset: got 16; expected .* \[0, 0\]"),
+        ({"mask": [False] * 8 + [True] * 92}, r"mask: got 8 times False; expected multiples of chunk_tokens \(16\)"),
         ({"mask": [True] * 84 + [False] * 16}, r"mask: .*leading"),
         ({"mask": [True] * 50}, r"mask: got 50 values for 100 tokens"),
     ],
@@ -298,7 +298,7 @@ def test_a_block_is_not_filled_twice() -> None:
 
 def test_a_cache_that_cannot_work_is_not_opened() -> None:
     for arguments, error, message in (
-        ({"nbytes": 100}, ConfigError, "nbytes: got 100; limit"),
+        ({"nbytes": 100}, ConfigError, "nbytes: got 100; expected"),
         ({"chunk_tokens": 0}, ConfigError, "chunk_tokens: got 0"),
         ({"tiers": ["file:///no/such/directory"]}, ConfigError, "got '/no/such/directory'"),
         ({"tiers": ["nothing"]}, ConfigError, "^tiers.remote_url: got no URL and no path of a module"),
@@ -491,7 +491,7 @@ def test_a_prompt_is_moved_between_places() -> None:
         assert pages.cache.move(PROMPT, "memory", "stub", copy=False) == 0
         assert pages.cache.retrieve(PROMPT, pages.table(2)) == 96
         for arguments, message in (
-            (("memory", "peer"), "place: got 'peer'; limit memory, stub"),
+            (("memory", "peer"), "place: got 'peer'; expected memory, stub"),
             (("stub", "stub"), "destination: got 'stub', the source"),
         ):
             with pytest.raises(InvalidRequest, match=message):
@@ -624,7 +624,7 @@ def test_a_closed_cache_says_so() -> None:
         before = threading.active_count()
     assert threading.active_count() < before
     pages.cache.close()
-    with pytest.raises(InvalidRequest, match="after close"):
+    with pytest.raises(InvalidRequest, match="it is closed"):
         pages.cache.retrieve(PROMPT, pages.table(2))
 
 

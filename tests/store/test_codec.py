@@ -107,7 +107,7 @@ def test_a_codec_that_nobody_knows_is_a_miss() -> None:
 
 @pytest.mark.parametrize("name", ["cachegen", "zip"])
 def test_other_codecs_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"tiers.codec: got '{name}'.*limit raw, zstd, lz4, fp8"):
+    with pytest.raises(ConfigError, match=f"tiers.codec: got '{name}'.*expected raw, zstd, lz4, fp8"):
         make_codec(name)
 
 

@@ -69,7 +69,7 @@ def test_without_a_node_the_kernel_chooses(preferred: list[int | None]) -> None:
 
 def test_a_node_that_this_machine_lacks_is_refused_with_those_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdlink.store.opening.nodes", lambda: [0, 1])
-    with pytest.raises(ConfigError, match=r"tiers\.numa_node: got 7; limit 0, 1, the nodes of this machine"):
+    with pytest.raises(ConfigError, match=r"tiers\.numa_node: got 7; expected 0, 1, the nodes of this machine"):
         make_store(TiersConfig(numa_node=7), "worker")
 
 

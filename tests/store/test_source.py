@@ -429,7 +429,7 @@ def test_records_of_whole_blocks_are_counted_in_blocks() -> None:
     """Where only the kernel knows the inside of a block, a position of the layout is a block."""
     with opened() as store, engine(store, block_tokens=1) as made:
         pages = store, replace(made.layout, position_tokens=8), [made.buffer], made.pool
-        with pytest.raises(ConfigError, match=r"tiers\.chunk_size: got 20 tokens; limit a multiple of 8"):
+        with pytest.raises(ConfigError, match=r"tiers\.chunk_size: got 20 tokens; expected a multiple of 8"):
             StoreSource(*pages, model="m", revision="r", chunk_tokens=20)
         source = StoreSource(*pages, model="m", revision="r", chunk_tokens=16)
         prompt, blocks = source.prompt("p", PROMPT), made.blocks(1)

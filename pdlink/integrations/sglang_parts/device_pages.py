@@ -50,11 +50,11 @@ def layout_of(pool: Any, page_tokens: int) -> tuple[KVLayout, list[AnyBuffer]]:
         by_layer = [*zip(keys, values, strict=True)]
     else:
         raise UnsupportedSglang(
-            f"KV pool {name}: got no K and V for each layer, nor a latent; limit plain attention; use HiCache"
+            f"KV pool {name}: got no K and V for each layer, nor a latent; expected plain attention; use HiCache"
         )
     if scales := [one for one in _SCALES if getattr(pool, one, None) is not None]:
         raise UnsupportedSglang(
-            f"KV pool {name}: got scales beside the KV ({scales[0]}); limit KV that needs none; set "
+            f"KV pool {name}: got scales beside the KV ({scales[0]}); expected KV that needs none; set "
             "--kv-cache-dtype auto, or fp8_e4m3"
         )
     tensors = [tensor for of_layer in by_layer for tensor in of_layer]
@@ -64,7 +64,7 @@ def layout_of(pool: Any, page_tokens: int) -> tuple[KVLayout, list[AnyBuffer]]:
         for one in tensors
     ) or first.device.type not in ("cpu", "cuda"):
         raise UnsupportedSglang(
-            f"KV pool {name}: got {tuple(first.shape)} on {first.device} and others; limit dense tensors "
+            f"KV pool {name}: got {tuple(first.shape)} on {first.device} and others; expected dense tensors "
             "[slot, head, dim] of one shape, on the CPU or one GPU of CUDA; use HiCache"
         )
     slots, num_heads, dim = first.shape

@@ -77,7 +77,8 @@ def shared_heads(mine: Rank, theirs: tuple[int, int]) -> tuple[int, int] | None:
     if not both or max(mine.tp[1], theirs[1]) % min(mine.tp[1], theirs[1]):
         raise UnsupportedSglang(
             f"ranks: got rank {mine.tp[0]} of {mine.tp[1]} and rank {theirs[0]} of {theirs[1]} for {mine.num_heads} "
-            "KV heads; limit ranks that share heads, of which one number divides the other; choose another --tp-size"
+            "KV heads; expected ranks that share heads, of which one number divides the other; "
+            "choose another --tp-size"
         )
     return both.start, len(both)
 
@@ -102,7 +103,7 @@ def cut_of(whole: KVGroups, layer_ids: Sequence[int], cut: Cut, rank: Rank) -> K
     """
     missing = sorted({*cut.layers} - {*layer_ids})
     if missing:
-        raise UnsupportedSglang(f"layers: got {missing}; limit {list(layer_ids)}; start servers of equal stages")
+        raise UnsupportedSglang(f"layers: got {missing}; expected {list(layer_ids)}; start servers of equal stages")
     chosen = [layer_ids.index(layer) for layer in cut.layers]
     return KVGroups(tuple(_heads_of(_layers_of(one, chosen), cut.heads, rank) for one in whole.layouts))
 
@@ -118,7 +119,7 @@ def _heads_of(layout: KVLayout, heads: tuple[int, int] | None, rank: Rank) -> KV
     nbytes, rest = divmod(layout.head_nbytes, len(here))
     if rest:
         raise UnsupportedSglang(
-            f"KV pool: got tokens of {layout.head_nbytes} bytes for {len(here)} KV heads; limit whole heads; "
+            f"KV pool: got tokens of {layout.head_nbytes} bytes for {len(here)} KV heads; expected whole heads; "
             "start both servers with equal --tp-size"
         )
     skipped = (first - here.start) * nbytes

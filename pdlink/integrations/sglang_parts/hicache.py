@@ -76,7 +76,7 @@ class HostPages:
         page, layout = host_pool.page_tokens(pool), host_pool.layout_of(pool)
         if layout is None:
             raise UnsupportedSglang(
-                f"host pool {type(pool).__name__}: got layout {pool.layout}; limit plain KV in layer_first, "
+                f"host pool {type(pool).__name__}: got layout {pool.layout}; expected plain KV in layer_first, "
                 "page_first, page_first_direct or page_head; choose another --hicache-mem-layout"
             )
         buffers = [host_pool.borrowed(pool.kv_buffer)]
@@ -216,6 +216,6 @@ def _heads(tp: tuple[int, int], num_mine: int, total: int) -> tuple[range, int]:
     first = rank * total // size
     if num_mine * size < total or first + num_mine > total:
         raise ConfigError(
-            f"num_kv_heads: got {total} for {size} ranks with {num_mine} each; limit the model's; correct it"
+            f"num_kv_heads: got {total} for {size} ranks with {num_mine} each; expected the model's; correct it"
         )
     return range(first, first + num_mine), total

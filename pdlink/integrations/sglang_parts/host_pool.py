@@ -81,7 +81,7 @@ def layout_of(pool: Any) -> KVLayout | None:
 def borrowed(tensor: Any) -> HostBuffer:
     """The memory of a tensor of a host pool, which stays SGLang's."""
     if tensor.device.type != "cpu":
-        raise UnsupportedSglang(f"host pool: got memory of {tensor.device}; limit the host's")
+        raise UnsupportedSglang(f"host pool: got memory of {tensor.device}; expected the host's")
     return BorrowedBuffer(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor)
 
 
@@ -94,7 +94,7 @@ def segments_of(pool: Any) -> Segments:
         _, sizes = pool.get_page_buffer_meta(torch.arange(page_tokens(pool)))
     except (AttributeError, NotImplementedError, ValueError) as error:
         raise UnsupportedSglang(
-            f"host pool {type(pool).__name__}: got {error}; limit pools that give the places of their pages; use "
+            f"host pool {type(pool).__name__}: got {error}; expected pools that give the places of their pages; use "
             "another --hicache-mem-layout"
         ) from None
     shape = [(str(tensor.dtype), list(tensor.shape[1:])) for tensor in tensors]
@@ -112,7 +112,7 @@ def pages_at(indices: Any, tokens: int) -> list[int]:
     flat = np.asarray(indices).reshape(-1)
     first = flat[::tokens]
     if len(flat) % tokens or (first % tokens).any():
-        raise ValueError(f"host indices: got {len(flat)}; limit whole pages of {tokens}")
+        raise ValueError(f"host indices: got {len(flat)}; expected whole pages of {tokens}")
     return [int(page) for page in first // tokens]
 
 

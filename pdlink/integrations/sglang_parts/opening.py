@@ -29,15 +29,15 @@ def check(args: Any, server_args: Any) -> None:
     """Raises UnsupportedSglang for what is not carried, by name."""
     if server_args.device not in ("cpu", "cuda"):
         raise UnsupportedSglang(
-            f"device: got {server_args.device}; limit cpu, cuda; KV of that device is not moved for SGLang yet"
+            f"device: got {server_args.device}; expected cpu, cuda; KV of that device is not moved for SGLang yet"
         )
     if getattr(args, "num_draft_entries", 0):
-        raise UnsupportedSglang("draft model: got one; limit none; its KV is not transferred yet; leave it out")
+        raise UnsupportedSglang("draft model: got one; expected none; its KV is not transferred yet; leave it out")
     strange = [name for name in names_of(args).split(", ") if name and name not in CARRIED_STATES]
     if strange:
         raise UnsupportedSglang(
-            f"KV pool: got states {', '.join(strange)} beside the KV; limit {', '.join(CARRIED_STATES)}; serve this "
-            "model without --disaggregation-mode"
+            f"KV pool: got states {', '.join(strange)} beside the KV; expected {', '.join(CARRIED_STATES)}; serve "
+            "this model without --disaggregation-mode"
         )
 
 
@@ -81,7 +81,8 @@ def open_ends(
     verify = settings.transport.verify
     if on_gpu and verify != "off":
         raise UnsupportedSglang(
-            f"PDLINK_TRANSPORT__VERIFY: got {verify}; limit off for KV on a GPU; checksums are of host memory alone"
+            f"PDLINK_TRANSPORT__VERIFY: got {verify}; expected off for KV on a GPU; "
+            "checksums are of host memory alone"
         )
     # What `--enable-memory-saver` takes away comes back as other memory at the same addresses.
     stays = not getattr(server_args, "enable_memory_saver", False)

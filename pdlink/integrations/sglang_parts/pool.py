@@ -37,15 +37,15 @@ def layout_of(
     sizes = sorted(set(item_lens))
     if not sizes or len({lens[i] // item_lens[i] for i in range(len(lens))}) != 1 or sizes[0] % page_tokens:
         raise UnsupportedSglang(
-            f"KV pool: got entries with pages of {sizes} bytes; limit equally many pages in all, of a multiple of "
+            f"KV pool: got entries with pages of {sizes} bytes; expected equally many pages in all, of a multiple of "
             f"page_size ({page_tokens})"
         )
     # Where a layer is named once for K and V, they are two entries as far apart as there are layers.
     parts_each, rest = divmod(len(places), len(layer_ids) or 1)
     if parts_each not in (1, 2) or rest:
         raise UnsupportedSglang(
-            f"KV pool: got {len(places)} entries for {len(layer_ids)} layers; limit one or two a layer; draft models "
-            "are not transferred yet"
+            f"KV pool: got {len(places)} entries for {len(layer_ids)} layers; expected one or two a layer; draft "
+            "models are not transferred yet"
         )
     order = list(dict.fromkeys(layer_ids))
     groups = []
@@ -56,7 +56,7 @@ def layout_of(
                 entries.setdefault(layer_ids[number % len(layer_ids)], []).append(Part(*place))
         if list(entries) != order or len({len(parts) for parts in entries.values()}) != 1:
             raise UnsupportedSglang(
-                f"KV pool: got pages of {item} bytes in layers {list(entries)}; limit the same in all of {order}; "
+                f"KV pool: got pages of {item} bytes in layers {list(entries)}; expected the same in all of {order}; "
                 "models whose layers differ are not transferred yet"
             )
         token = item // page_tokens
@@ -76,7 +76,7 @@ def state_of(
         layers = tuple(LayerLayout((Part(*places[number]),), item, item, item) for number in mine)
         groups.append(KVLayout("uint8", 1, min(lens[number] // item for number in mine), 1, item, layers))
     if not groups:
-        raise UnsupportedSglang("KV pool: got a kind of states without tensors; limit one or more")
+        raise UnsupportedSglang("KV pool: got a kind of states without tensors; expected one or more")
     return KVGroups(tuple(groups)), buffers
 
 
@@ -140,13 +140,13 @@ class Rows:
         """Raises UnsupportedSglang for rows of other buffers than those here."""
         if [len(one) for one in data] != self._nbytes:
             raise UnsupportedSglang(
-                f"metadata buffers: got rows of {[len(one) for one in data]} bytes; limit {self._nbytes}; start both "
-                "servers with the same flags"
+                f"metadata buffers: got rows of {[len(one) for one in data]} bytes; expected {self._nbytes}; start "
+                "both servers with the same flags"
             )
         for buffer, one in enumerate(data):
             ctypes.memmove(self._place(buffer, row), one, len(one))
 
     def _place(self, buffer: int, row: int) -> int:
         if not 0 <= row < self._num[buffer]:
-            raise UnsupportedSglang(f"metadata buffers: got row {row}; limit {self._num[buffer]} rows")
+            raise UnsupportedSglang(f"metadata buffers: got row {row}; expected {self._num[buffer]} rows")
         return self._pointers[buffer] + row * self._nbytes[buffer]

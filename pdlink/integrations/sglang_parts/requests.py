@@ -39,7 +39,7 @@ class PDLinkKVReceiver(CommonKVReceiver):  # type: ignore[misc]
             and (info.attn_cp_size > 1 or info.enable_kv_cache_sharding)
         ):
             self._refuse(
-                f"context parallel prefill: got {info.attn_cp_size} ranks; limit 1, without "
+                f"context parallel prefill: got {info.attn_cp_size} ranks; expected 1, without "
                 "--enable-kv-cache-sharding; start prefill so"
             )
 

@@ -35,7 +35,7 @@ class StoreSettings(BaseModel):
         reason = "a record is a page of SGLang's, and SGLang says what is kept and loaded"
         no_use(self.tiers, "tiers.", ("save_decode_cache", "load_if_faster", "chunk_size", "priority_limit"), reason)
         if self.tiers.max_local_cpu_size == 0:
-            raise ValueError("tiers.max_local_cpu_size: got 0; limit more; raise it")
+            raise ValueError("tiers.max_local_cpu_size: got 0; expected more; raise it")
         return self
 
 

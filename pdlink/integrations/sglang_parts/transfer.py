@@ -324,7 +324,7 @@ class PDLinkKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is not i
         if any(ask.states) and (ask.tp[1] != self.attn_tp_size or ask.num_stages != self.pp_size):
             raise UnsupportedSglang(
                 f"ranks: got {ask.tp[1]} of decode in {ask.num_stages} stages for {self.attn_tp_size} in "
-                f"{self.pp_size}; limit equal numbers for a model with states beside its KV "
+                f"{self.pp_size}; expected equal numbers for a model with states beside its KV "
                 f"({opening.names_of(self.kv_args)}); choose another --tp-size or --pp-size"
             )
         cut = Cut(heads, tuple(self.layer_ids))

@@ -25,9 +25,9 @@ def check(version: str, *, accept_newer: bool) -> tuple[int, int, int]:
     """The number of an SGLang that can be used. Raises UnsupportedSglang, with the remedy."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     if match is None:
-        raise UnsupportedSglang(f"sglang: got version {version!r}; limit three numbers; install a release")
+        raise UnsupportedSglang(f"sglang: got version {version!r}; expected three numbers; install a release")
     found = int(match[1]), int(match[2]), int(match[3])
-    limits = f"sglang: got {version}; limit {_text(OLDEST)} to {_text(NEWEST)}"
+    limits = f"sglang: got {version}; expected {_text(OLDEST)} to {_text(NEWEST)}"
     if found < OLDEST:
         raise UnsupportedSglang(f"{limits}; update SGLang")
     if found > NEWEST and not accept_newer:

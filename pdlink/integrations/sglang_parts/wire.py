@@ -89,9 +89,9 @@ def decode(frames: Sequence[bytes]) -> Message | None:
     if not frames or not frames[0].startswith(b"PDLINK/"):
         return None
     if frames[0] != TAG or len(frames) != 2:
-        raise BadMessage(f"message: got {frames[0]!r} of {len(frames)} frames; limit {TAG!r} of 2; update pdlink")
+        raise BadMessage(f"message: got {frames[0]!r} of {len(frames)} frames; expected {TAG!r} of 2; update pdlink")
     try:
         message: Message = _decoder.decode(frames[1])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadMessage(f"message: got {error}; limit a known one; update pdlink") from None
+        raise BadMessage(f"message: got {error}; expected a known one; update pdlink") from None
     return message

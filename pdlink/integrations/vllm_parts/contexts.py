@@ -40,14 +40,15 @@ class Contexts:
         got = f"context_shards: got {self.count}"
         if not layout.keeps_all or layout.position_tokens > 1:
             raise UnsupportedCache(
-                f"{got}, of layers that do not keep every token by itself ({layout.dtype}); limit attention and "
+                f"{got}, of layers that do not keep every token by itself ({layout.dtype}); expected attention and "
                 "latents that keep all; take servers without decode context parallel ranks"
             )
         here, first = (each, 0) if self.is_ours else (self.count * each, index * each)
         if layout.block_tokens % here:
             raise UnsupportedCache(
-                f"{got}, with an interleave of {each}, for blocks of {layout.block_tokens} tokens of a kernel; limit "
-                f"multiples of {here}; take a smaller --cp-kv-cache-interleave-size there and context_interleave here"
+                f"{got}, with an interleave of {each}, for blocks of {layout.block_tokens} tokens of a kernel; "
+                f"expected multiples of {here}; "
+                "take a smaller --cp-kv-cache-interleave-size there and context_interleave here"
             )
         layers = tuple(
             LayerLayout(
@@ -86,13 +87,13 @@ def contexts_of(vllm_config: Any, settings: ConnectorSettings) -> Contexts:
             if value != limit:
                 raise UnsupportedCache(
                     f"{name}: got {value} for a server with {ranks} decode context parallel ranks and an interleave "
-                    f"of {interleave}; limit {limit}; take it out"
+                    f"of {interleave}; expected {limit}; remove it"
                 )
         return Contexts(ranks, interleave, is_ours=True)
     if count == 1 and each is not None:
         raise UnsupportedCache(
-            f"context_interleave: got {each} without context_shards; limit servers whose peers have decode context "
-            "parallel ranks; set context_shards to their number, or take it out"
+            f"context_interleave: got {each} without context_shards; expected servers whose peers have decode "
+            "context parallel ranks; set context_shards to their number, or take it out"
         )
     return Contexts(count, each or 1)
 
@@ -104,15 +105,15 @@ def check_ranks(vllm_config: Any, kv_cache_config: Any, *, has_tiers: bool) -> N
     got = f"decode_context_parallel_size: got {ranks}"
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise UnsupportedCache(
-            f"{got} beside prefill_context_parallel_size: {parallel.prefill_context_parallel_size}; limit 1 of "
+            f"{got} beside prefill_context_parallel_size: {parallel.prefill_context_parallel_size}; expected 1 of "
             "either; take one out"
         )
     if has_tiers:
-        raise UnsupportedCache(f"{got} beside tiers; limit 1; take tiers out")
+        raise UnsupportedCache(f"{got} beside tiers; expected 1; remove tiers")
     if not all(getattr(spec, "dcp_sharded", True) for spec in specs_of(kv_cache_config)):
         raise UnsupportedCache(
-            f"{got} for a model with layers whose tokens vLLM does not share out (states, drafts); limit 1; take it "
-            "out"
+            f"{got} for a model with layers whose tokens vLLM does not share out (states, drafts); expected 1; "
+            "remove it"
         )
     model = vllm_config.model_config
     if getattr(model, "use_mla", False):
@@ -120,6 +121,6 @@ def check_ranks(vllm_config: Any, kv_cache_config: Any, *, has_tiers: bool) -> N
     groups, heads = parallel.tensor_parallel_size // ranks, int(model.get_total_num_kv_heads())
     if groups % heads:
         raise UnsupportedCache(
-            f"{got} of {parallel.tensor_parallel_size} tensor parallel ranks for {heads} KV heads; limit ranks that "
-            f"have the same head: tensor_parallel_size a multiple of {ranks * heads}"
+            f"{got} of {parallel.tensor_parallel_size} tensor parallel ranks for {heads} KV heads; expected ranks "
+            f"that have the same head: tensor_parallel_size a multiple of {ranks * heads}"
         )

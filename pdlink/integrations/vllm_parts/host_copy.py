@@ -65,7 +65,7 @@ def mirror(
             except OSError as error:
                 raise ConfigError(
                     f"kv_buffer_device: got a cache on {tensor.device}, of which the host keeps a mirror: {error}; "
-                    "limit what the host has free; lower --gpu-memory-utilization, or set --num-gpu-blocks-override"
+                    "expected what the host has free; lower --gpu-memory-utilization or set --num-gpu-blocks-override"
                 ) from None
             storages[theirs.data_ptr()] = ours.untyped_storage()
         place = tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -117,7 +117,7 @@ class CacheLayout:
         if not kept:
             raise UnsupportedCache(
                 f"stages: got one without layers of every group of KV caches ({sorted(self.planes)} are another's); "
-                "take servers of as many stages"
+                "use the same number of pipeline stages on both servers"
             )
         layout = replace(self.layout, layers=tuple(self.layout.layers[index] for index in kept))
         return replace(self, layout=layout, planes=planes)
@@ -134,17 +134,17 @@ class CacheLayout:
         got = f"shards: got {count} for each rank"
         if layout.state:
             raise UnsupportedCache(
-                f"{got}, of recurrent states whose inside is not known ({layout.dtype}); limit 1; take servers of as "
-                "many ranks"
+                f"{got}, of recurrent states whose inside is not known ({layout.dtype}); expected 1; take servers of "
+                "as many ranks"
             )
         if layout.position_tokens > 1:
             raise UnsupportedCache(
-                f"{got}, of blocks that only a kernel can read ({layout.dtype}); limit 1; take servers of as many "
+                f"{got}, of blocks that only a kernel can read ({layout.dtype}); expected 1; use the same number of "
                 "ranks"
             )
         if layout.num_heads % count:
             raise UnsupportedCache(
-                f"{got}, which has {layout.num_heads} KV heads; limit divisors of that; take servers of other "
+                f"{got}, which has {layout.num_heads} KV heads; expected divisors of that; choose servers of other "
                 "numbers of ranks"
             )
         heads = layout.num_heads // count

@@ -51,7 +51,7 @@ class PrefillParams(msgspec.Struct, frozen=True, tag_field="leg", tag="prefill")
         if self.data_parallel_rank != engine:
             raise InvalidRequest(
                 f"kv_transfer_params: data_parallel_rank: got {self.data_parallel_rank} at data-parallel engine "
-                f"{engine}; limit the engine that decode asks; send the leg with the header X-data-parallel-rank: "
+                f"{engine}; expected the engine that decode asks; send the leg with the header X-data-parallel-rank: "
                 f"{self.data_parallel_rank}, as the proxy does for servers with data_parallel"
             )
 

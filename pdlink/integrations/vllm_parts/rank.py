@@ -81,7 +81,7 @@ class Rank:
             what = f"{place.num_all} ranks" if place.num_all > 1 else f"data-parallel engine {index}"
             raise ConfigError(
                 f"kv_connector_extra_config: tiers.local_disk: got {directory!r} for {what}; "
-                "limit one each; put {name} into it"
+                "expected one each; put {name} into it"
             )
         self.counts = Counts()
         self._allocation = SharedAllocation()
@@ -160,8 +160,8 @@ class Rank:
         opened = self._settings.shards is not None
         if not self._num_parts and not all(cache.is_latent for cache in caches):
             raise UnsupportedCache(
-                f"shards: got {self._settings.shards} for {self._place.num_ranks} ranks that share heads out; limit "
-                f"multiples of {self._place.num_ranks}; set the larger number of both servers on both"
+                f"shards: got {self._settings.shards} for {self._place.num_ranks} ranks that share heads out; "
+                f"expected multiples of {self._place.num_ranks}; set the larger number of both servers on both"
             )
         found = []
         for shard in self._shards:

@@ -60,7 +60,7 @@ def dealt(rank: int, num_ranks: int, num_parts: int, what: str = "shards") -> ra
     each, left = divmod(num_parts, num_ranks)
     if left or not each:
         raise UnsupportedCache(
-            f"{what}: got {num_parts}, which cannot be dealt out to {num_ranks} ranks; limit multiples of "
+            f"{what}: got {num_parts}, which cannot be dealt out to {num_ranks} ranks; expected multiples of "
             f"{num_ranks}; set the larger number of both servers on both"
         )
     return range(rank * each, (rank + 1) * each)
@@ -105,8 +105,9 @@ def by_stage(
         stage = stage_of(name, num_stages)
         if stage not in found:
             raise UnsupportedCache(
-                f"stages: got {num_stages}, of which {stage} has layer {name}, and this rank has {list(mine)}; limit "
-                "stages that begin where this server's begin; take servers of as many stages"
+                f"stages: got {num_stages}, of which {stage} has layer {name}, and this rank has {list(mine)}; "
+                "expected stages that begin where this server's begin; "
+                "use the same number of pipeline stages on both servers"
             )
         found[stage].append(name)
     empty = [stage for stage, layers in found.items() if not layers]

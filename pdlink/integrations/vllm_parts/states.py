@@ -53,7 +53,7 @@ class StateTensor:
             if heads % count:
                 raise UnsupportedCache(
                     f"shards: got {count} of a rank's recurrent state ({self.what}), which has {heads} heads or "
-                    f"groups; limit divisors of {heads}; take servers of other numbers of ranks"
+                    f"groups; expected divisors of {heads}; choose other numbers of ranks"
                 )
             size = nbytes // count if heads else nbytes
             runs.append((begin + (index * size if heads else 0), size))

@@ -155,7 +155,8 @@ def check_config(
         return
     if version < HYBRID:
         raise UnsupportedCache(
-            f"decode_context_parallel_size: got {decode} with vLLM {_text(version)}; limit {_text(HYBRID)} and later"
+            f"decode_context_parallel_size: got {decode} with vLLM {_text(version)}; "
+            f"expected {_text(HYBRID)} and later"
         )
     check_ranks(vllm_config, kv_cache_config, has_tiers=tiers is not None)
 
@@ -174,12 +175,14 @@ def _check_prefill_contexts(vllm_config: Any, version: tuple[int, int], tiers: T
     what = f"prefill_context_parallel_size: got {prefill}"
     if version < HYBRID:
         raise UnsupportedCache(
-            f"{what} with vLLM {_text(version)}; limit {_text(HYBRID)}, where every rank keeps all KV"
+            f"{what} with vLLM {_text(version)}; expected {_text(HYBRID)}, where every rank keeps all KV"
         )
     if vllm_config.kv_transfer_config.is_kv_consumer:
-        raise UnsupportedCache(f"{what} for a server that receives KV; limit 1; take kv_role: kv_producer, or 1 rank")
+        raise UnsupportedCache(
+            f"{what} for a server that receives KV; expected 1; take kv_role: kv_producer, or 1 rank"
+        )
     if tiers is not None:
-        raise UnsupportedCache(f"{what} beside tiers; limit 1; take tiers out")
+        raise UnsupportedCache(f"{what} beside tiers; expected 1; remove tiers")
 
 
 def _check_tiers(kv_cache_config: Any, version: tuple[int, int], tiers: TiersConfig) -> None:
@@ -194,19 +197,19 @@ def _check_tiers(kv_cache_config: Any, version: tuple[int, int], tiers: TiersCon
     if tiers.save_decode_cache:
         raise UnsupportedCache(
             "tiers.save_decode_cache: got true for a model with sliding windows or recurrent layers, of which there "
-            "is too little left at the end of an answer; limit false; take it out"
+            "is too little left at the end of an answer; expected false; remove it"
         )
     for spec in specs_of(kv_cache_config):
         if not hasattr(spec, "shapes"):
             continue
         if getattr(spec, "mamba_cache_mode", "none") == "none":
             raise UnsupportedCache(
-                "tiers: got recurrent layers whose states vLLM does not keep at boundaries of blocks; limit servers "
-                "with --enable-prefix-caching, where it ends steps there; turn it on, or take tiers out"
+                "tiers: got recurrent layers whose states vLLM does not keep at boundaries of blocks; expected "
+                "servers with --enable-prefix-caching, where it ends steps there; turn it on, or remove tiers"
             )
         if spec.block_size % tiers.chunk_size:
             raise UnsupportedCache(
-                f"tiers.chunk_size: got {tiers.chunk_size}; limit divisors of {spec.block_size}, the tokens of a "
+                f"tiers.chunk_size: got {tiers.chunk_size}; expected divisors of {spec.block_size}, the tokens of a "
                 f"block of this model: its recurrent states are known where blocks end; set {spec.block_size}"
             )
 
@@ -268,7 +271,8 @@ def stage_of(vllm_config: Any, name: str, num_stages: int) -> int:
     numbers = [int(word) for word in name.split(".") if word.isdigit()]
     if len(numbers) != 1 or name.startswith("draft"):
         raise UnsupportedCache(
-            f"stages: got {num_stages} for layer {name}, whose stage is not known; take servers of as many stages"
+            f"stages: got {num_stages} for layer {name}, whose stage is not known; "
+            f"use the same number of pipeline stages on both servers"
         )
     num_layers = int(vllm_config.model_config.get_total_num_hidden_layers())
     try:

@@ -40,11 +40,11 @@ def make_policy(name: str) -> Policy:
         return POLICIES[name]()
     if ":" not in name:
         known = ", ".join(POLICIES)
-        raise ConfigError(f"cache_policy: got {name!r}; limit {known}, or path.to.module:Class; use one of them")
-    policy: Policy = make_by_path("cache_policy", name, "limit a class that takes no arguments")
+        raise ConfigError(f"cache_policy: got {name!r}; expected {known}, or path.to.module:Class; use one of them")
+    policy: Policy = make_by_path("cache_policy", name, "expected a class that takes no arguments")
     if missing := [verb for verb in _VERBS if not hasattr(policy, verb)]:
         raise ConfigError(
-            f"cache_policy: got {name!r}, which has no {', '.join(missing)}; limit the verbs {', '.join(_VERBS)}; "
+            f"cache_policy: got {name!r}, which has no {', '.join(missing)}; expected the verbs {', '.join(_VERBS)}; "
             "add what is missing"
         )
     return policy

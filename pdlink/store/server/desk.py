@@ -121,7 +121,7 @@ class Desk:
             case wire.Ping():
                 self.tell(wire.Count(message.call, 1))
             case wire.Hello():
-                raise ProtocolError("a second hello: got one; limit the first message; connect again")
+                raise ProtocolError("hello: got a second one; send it once, first")
 
     def disconnected(self) -> None:
         """Nobody hears the answer to a release any more."""
@@ -146,7 +146,7 @@ class Desk:
     def _fetch(self, message: wire.Fetch) -> None:
         _check(message.shape)
         if len(message.places) != len(message.keys) or max(message.places, default=0) >= len(self._store.places):
-            raise ProtocolError(f"places: got {message.places[:8]}...; limit what a look-up gave; look up again")
+            raise ProtocolError(f"places: got {message.places[:8]}...; expected what a look-up gave; look up again")
         if message.call in self._fetches or len(self._fetches) >= _MAX_FETCHES:
             raise ProtocolError(f"fetches: got {len(self._fetches) + 1}; limit {_MAX_FETCHES}; release some")
         found = Found(message.keys, message.places)
@@ -175,7 +175,7 @@ class Desk:
         _check(message.shape)
         nbytes, share = message.shape.nbytes, message.share
         if not 0 <= share.begin < share.end <= share.total <= _MAX_PARTS:
-            raise ProtocolError(f"share: got {tuple(share)}; limit parts of at most {_MAX_PARTS}; correct it")
+            raise ProtocolError(f"share: got {tuple(share)}; expected parts of at most {_MAX_PARTS}; correct it")
         retention = _checked(message.retention)
         slots: list[Slot] = []
         if nbytes <= self._store.buffer.nbytes:
@@ -216,14 +216,16 @@ class Desk:
     def _known(self, message: wire.Commit) -> dict[int, Preimage]:
         """By serial. Raises ProtocolError for what is no preimage: routers would send prompts to KV of others."""
         if message.known and len(message.known) != len(message.serials):
-            raise ProtocolError(f"known: got {len(message.known)}; limit one for each serial; correct it")
+            raise ProtocolError(f"known: got {len(message.known)}; expected one for each serial; correct it")
         found = {}
         for serial, said in zip(message.serials, message.known, strict=False):
             if said is not None and serial in self._writing:
                 slot, shape = self._writing[serial]
                 known = from_wire(said, slot.key, shape)
                 if known is None:
-                    raise ProtocolError(f"known: got tokens of another key than {slot.key.hex()[:16]}; limit its own")
+                    raise ProtocolError(
+                        f"known: got tokens of another key than {slot.key.hex()[:16]}; expected its own"
+                    )
                 found[serial] = known
         return found
 
@@ -234,23 +236,20 @@ class Desk:
         """
         serials = list(serials)
         if any(life_of(serial) != self._store.life for serial in serials):
-            raise ProtocolError(
-                "serials: got those of another life of the store; limit what this one gave; it was restarted, "
-                "reserve again"
-            )
+            raise ProtocolError("serials: from an earlier run of the store; reserve again")
         return [self._writing.pop(serial) for serial in serials if serial in self._writing]
 
     def _check_places(self, names: Iterable[str]) -> None:
         for name in names:
             if name not in self._store.places:
-                raise ProtocolError(f"place: got {name!r}; limit {', '.join(self._store.places)}; use one of them")
+                raise ProtocolError(f"place: got {name!r}; expected {', '.join(self._store.places)}; use one of them")
 
 
 def _checked(retention: Retention) -> Retention:
     """Raises ProtocolError for one that no request may ask for."""
     right = MIN_PRIORITY <= retention.priority <= MAX_PRIORITY and 0 < retention.priority_s <= MAX_PRIORITY_S
     if not right or not retention.ttl_s > 0 or len(retention.tenant) > _MAX_TENANT_CHARS:
-        raise ProtocolError(f"retention: got {retention!r:.200}; limit what `Retention` says; correct it")
+        raise ProtocolError(f"retention: got {retention!r:.200}; expected what `Retention` says; correct it")
     return retention
 
 
@@ -261,7 +260,7 @@ def _check(shape: RecordShape) -> None:
     for group in shape.groups:
         sizes += [len(group.layers), group.num_parts, group.num_heads, group.head_nbytes]
     if not shape.groups or min(sizes) < 1:
-        raise ProtocolError(f"shape: got sizes {sizes}; limit 1 or more; describe what a chunk holds")
+        raise ProtocolError(f"shape: got sizes {sizes}; expected 1 or more; describe what a chunk holds")
     try:
         shape.check()
     except ConfigError as error:

@@ -133,12 +133,12 @@ class Listener:
     def _admit(self, hello: wire.Hello, session: _Session) -> _Client:
         """The client of a connection, whose former one has ended. Raises LocalError for one that is not let in."""
         if hello.version != wire.VERSION:
-            raise ConfigError(f"version: got {hello.version}; limit {wire.VERSION}; install one version of pdlink")
+            raise ConfigError(f"version: got {hello.version}; expected {wire.VERSION}; install one version of pdlink")
         pid, uid = peer_of(session.link)
         if uid not in (os.geteuid(), 0):
-            raise ConfigError(f"user: got {uid}; limit {os.geteuid()}, the store's own; run both as one user")
+            raise ConfigError(f"user: got {uid}; expected {os.geteuid()}, the store's own; run both as one user")
         if pid == 0:
-            raise ConfigError("process: got one of another pid namespace; limit the store's own; share it")
+            raise ConfigError("process: got one of another pid namespace; expected the store's own; share it")
         with self._lock:
             client = self._clients.get(hello.client)
             if client is None:
@@ -148,7 +148,7 @@ class Listener:
                 self._clients[hello.client] = client
                 return client
             if client.pid != pid:
-                raise ConfigError("client: got the number of another process; limit its own; draw it by chance")
+                raise ConfigError("client: got the number of another process; expected its own; draw it by chance")
             former, client.session = client.session, session
         former.end()
         former.join(None)
@@ -203,7 +203,7 @@ class _Session(threading.Thread):
             messages = self._first(frames)
             hello = messages.pop(0)
             if not isinstance(hello, wire.Hello):
-                raise ProtocolError(f"hello: got {type(hello).__name__}; limit Hello; send it first")
+                raise ProtocolError(f"hello: got {type(hello).__name__}; expected Hello; send it first")
             client = self._listener._admit(hello, self)
             self._welcome(client)
             self._serve(client, frames, messages)
@@ -234,7 +234,7 @@ class _Session(threading.Thread):
                 break
             if messages := frames.take(more):
                 return messages
-        raise ProtocolError("hello: got none; limit one; send it first")
+        raise ProtocolError("hello: it did not come; send it first")
 
     def _welcome(self, client: _Client) -> None:
         store = self._listener._store
@@ -266,7 +266,7 @@ class _Session(threading.Thread):
                 elif len(self._askers) < _MAX_BACKLOG:
                     self._askers.put(partial(self._ask, client.desk, message))
                 else:
-                    raise ProtocolError(f"calls: got {_MAX_BACKLOG} at a time; limit fewer; wait for answers")
+                    raise ProtocolError(f"calls: {_MAX_BACKLOG} wait already, the limit; wait for answers")
             ready = [descriptor for descriptor, _ in poller.poll()]
             if ready != [self.link.fileno()]:
                 return

@@ -59,7 +59,7 @@ class Disk:
         self._segment_pages = min(segment_nbytes, half_nbytes) // PAGE_NBYTES
         if self._segment_pages < 1:
             raise ConfigError(
-                f"tiers.max_local_disk_size: got {capacity_nbytes} bytes; limit 16,384 or more; raise it"
+                f"tiers.max_local_disk_size: got {capacity_nbytes} bytes; expected 16,384 or more; raise it"
             )
         self.capacity_nbytes = capacity_nbytes
         segment_nbytes = self._segment_pages * PAGE_NBYTES
@@ -80,12 +80,12 @@ class Disk:
                 self._load()
             except BlockingIOError:
                 raise ConfigError(
-                    f"tiers.local_disk: got {str(directory)!r}, which another process uses; limit one at a time; "
+                    f"tiers.local_disk: got {str(directory)!r}, which another process uses; expected one at a time; "
                     "give each process a directory of its own"
                 ) from None
             except OSError as error:
                 raise ConfigError(
-                    f"tiers.local_disk: got {str(directory)!r}, which cannot be used ({error.strerror}); limit "
+                    f"tiers.local_disk: got {str(directory)!r}, which cannot be used ({error.strerror}); expected "
                     "a directory that this process may write to; name another"
                 ) from error
             self._resources = stack.pop_all()

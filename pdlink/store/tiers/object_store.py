@@ -150,5 +150,5 @@ def bucket_of(url: str, timeout_s: float) -> ObjectStore:
         )
     except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
         raise ConfigError(
-            "tiers.remote_url: got a bucket that cannot be used; limit what obstore takes; correct it"
+            "tiers.remote_url: got a bucket that cannot be used; expected what obstore takes; correct it"
         ) from error

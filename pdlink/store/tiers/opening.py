@@ -20,7 +20,7 @@ ALL = "all"
 """Namespace of tiers that keep the records of all models: their keys tell them apart."""
 _VERBS = ("name", "nbytes", "capacity_nbytes", "contains", "get", "put", "remove", "clear", "close")
 _BUCKETS = ("s3", "gs", "az", "abfs")
-_LIMIT = "limit file:///DIRECTORY, redis://HOST and its kin, s3://BUCKET and its kin, or path.to.module:name"
+_EXPECTED = "expected file:///DIRECTORY, redis://HOST and its kin, s3://BUCKET and its kin, or path.to.module:name"
 
 
 def open_tier(url: str, namespace: str = ALL) -> Tier:
@@ -37,30 +37,29 @@ def open_tier(url: str, namespace: str = ALL) -> Tier:
         parts = urlsplit(url)
         (max_size,), rest = _taken(url, max_size=0.0)
         if rest != parts._replace(query="").geturl() or parts.netloc:
-            raise ConfigError(f"tiers.remote_url: got {url!r}; limit file:///DIRECTORY[?max_size=GIB]; correct it")
+            raise ConfigError(f"tiers.remote_url: got {url!r}; expected file:///DIRECTORY[?max_size=GIB]; correct it")
         return SharedDir(Path(unquote(parts.path)), namespace, int(max_size * 2**30))
     if scheme in SCHEMES:
         (ttl_s, timeout_s, connections), rest = _taken(url, ttl_s=0.0, timeout_s=5.0, connections=4.0)
         if timeout_s == 0 or connections < 1:
-            raise ConfigError("tiers.remote_url: got timeout_s or connections of 0; limit more; raise it")
+            raise ConfigError("tiers.remote_url: got timeout_s or connections of 0; expected more; raise it")
         return Valkey(rest, namespace, ttl_s=ttl_s, timeout_s=timeout_s, num_connections=int(connections))
     if scheme in _BUCKETS:
         try:
             from .object_store import Objects, bucket_of
         except ImportError as error:
             raise ConfigError(
-                "tiers.remote_url: got a bucket, which takes obstore; limit file, redis and kin without it; "
-                "pip install 'pdlink[store]'"
+                "tiers.remote_url: got a bucket, which needs obstore; pip install 'pdlink[store]'"
             ) from error
         (timeout_s,), rest = _taken(url, timeout_s=5.0)
         return Objects(bucket_of(rest, timeout_s), namespace, urlsplit(rest)._replace(query="").geturl())
     if ":" not in url or "/" in url:
         got = f"a URL of {scheme!r}" if scheme else "no URL and no path of a module"
-        raise ConfigError(f"tiers.remote_url: got {got}; {_LIMIT}; use one of them")
-    tier: Tier = make_by_path("tiers.remote_url", url, _LIMIT, namespace)
+        raise ConfigError(f"tiers.remote_url: got {got}; {_EXPECTED}; use one of them")
+    tier: Tier = make_by_path("tiers.remote_url", url, _EXPECTED, namespace)
     if missing := [verb for verb in _VERBS if not hasattr(tier, verb)]:
         raise ConfigError(
-            f"tiers.remote_url: got {url!r}, which has no {', '.join(missing)}; limit what `Tier` has; "
+            f"tiers.remote_url: got {url!r}, which has no {', '.join(missing)}; expected what `Tier` has; "
             "add what is missing"
         )
     return tier
@@ -77,5 +76,5 @@ def _taken(url: str, **defaults: float) -> tuple[list[float], str]:
         except ValueError:
             numbers.append(-1.0)
         if not 0 <= numbers[-1] < 1e12:
-            raise ConfigError(f"tiers.remote_url: got a {name} that is no number; limit 0 or more; correct it")
+            raise ConfigError(f"tiers.remote_url: got a {name} that is no number; expected 0 or more; correct it")
     return numbers, parts._replace(query=urlencode(query, safe="/")).geturl()

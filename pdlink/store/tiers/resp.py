@@ -119,7 +119,7 @@ class Connection:
         if line in _NULLS:
             return None
         if line[:1] != b"$":
-            raise Lying(f"got {line[:20]!r}; limit a bulk string")
+            raise Lying(f"got {line[:20]!r}; expected a bulk string")
         return _number(line)
 
     def bulk_into(self, *pieces: memoryview) -> None:
@@ -168,7 +168,7 @@ class Connection:
             return bytes(text)
         if kind == b"*":
             return [self._reply(depth + 1) for _ in range(number)]
-        raise Lying(f"got {line[:20]!r}; limit a reply")
+        raise Lying(f"got {line[:20]!r}; expected a reply")
 
     def _head(self) -> bytes:
         """The first line of a reply that is no error."""
@@ -219,5 +219,5 @@ class Connection:
 def _number(line: bytes) -> int:
     digits = line[1:]
     if not digits.isdigit() or len(digits) > 12:
-        raise Lying(f"got {line[:20]!r}; limit a length")
+        raise Lying(f"got {line[:20]!r}; expected a length")
     return int(digits)

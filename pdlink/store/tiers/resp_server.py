@@ -124,8 +124,8 @@ def _parsed(url: str) -> tuple[Callable[[float], Connection], list[bytes]]:
             raise ValueError
     except ValueError as error:
         raise ConfigError(
-            "tiers.remote_url: got a URL that cannot be used; limit redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], the "
-            f"same with rediss:// and {', '.join(sorted(_TLS_FILES))}, or unix:///PATH; correct it"
+            "tiers.remote_url: got a URL that cannot be used; expected redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], "
+            f"the same with rediss:// and {', '.join(sorted(_TLS_FILES))}, or unix:///PATH; correct it"
         ) from error
     context = None
     if tls:

@@ -68,7 +68,7 @@ class SharedDir:
                 self._count_and_evict(0)
         except OSError as error:
             raise ConfigError(
-                f"tiers.remote_url: got {str(root)!r}, which cannot be used ({error.strerror}); limit an existing "
+                f"tiers.remote_url: got {str(root)!r}, which cannot be used ({error.strerror}); expected an existing "
                 "directory that this process may write to; mount or create it"
             ) from error
 

@@ -27,7 +27,7 @@ def pairs_of(control: tuple[str, ...], form: str) -> tuple[tuple[HostPort, HostP
     for text in control:
         parts = [_address(part) for part in text.split(",")]
         if len(parts) != 2 or None in parts:
-            raise ConfigError(f"control: got {text!r}; limit {form}; write it so")
+            raise ConfigError(f"control: got {text!r}; expected {form}; write it so")
         one, two = (part for part in parts if part is not None)
         found.append((one, two))
     return tuple(found)

@@ -35,6 +35,6 @@ def pairs_of(text: str, what: str) -> dict[str, str]:
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         if not name or not value or name in found:
-            raise ConfigError(f"discover: got {what!r}; limit NAME=VALUE pairs, each name once; correct {part!r}")
+            raise ConfigError(f"discover: got {what!r}; expected NAME=VALUE pairs, each name once; correct {part!r}")
         found[name] = value
     return found

@@ -34,7 +34,7 @@ class DnsSource:
         for role, place in pairs_of(text, f"dns:{text}").items():
             host, _, port = place.rpartition(":")
             if role not in ROLES or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-                raise ConfigError(f"discover: got dns:{text}; limit ROLE=HOST:PORT, roles {', '.join(ROLES)}")
+                raise ConfigError(f"discover: got dns:{text}; expected ROLE=HOST:PORT, roles {', '.join(ROLES)}")
             self._names[role] = host, int(port)
 
     def lists(self, role: str) -> bool:

@@ -89,7 +89,7 @@ class FileSource:
             if isinstance(document, dict) and "role" in document:
                 role = document.pop("role")
                 if role not in ROLES:
-                    raise ConfigError(f"role: got {role!r}; limit prefill, decode or both; write one of them")
+                    raise ConfigError(f"role: got {role!r}; expected prefill, decode or both; write one of them")
                 document = {role: [document]}
             members = parse(document, str(path), dialect=self._dialect)
         except (ValueError, yaml.YAMLError, ConfigError, RecursionError) as error:

@@ -43,19 +43,20 @@ def source_of(text: str, dialect: Dialect, door: Door | None = None) -> Source:
     if kind == "register" and rest and door is not None:
         if dialect.name != "pdlink":
             raise ConfigError(
-                f"discover: got {text!r} with dialect {dialect.name}; limit workers of pdlink's own engine, which "
+                f"discover: got {text!r} with dialect {dialect.name}; expected workers of pdlink's own engine, which "
                 "alone know how to join; use file:PATH"
             )
         return RegisterSource(rest, door)
     if kind not in ("dns", "kubernetes") or not rest:
         raise ConfigError(
-            f"discover: got {text!r}; limit file:PATH, dns:..., kubernetes:... or register:...; write one of them"
+            f"discover: got {text!r}; expected file:PATH, dns:..., kubernetes:... or register:...; write one of them"
         )
     found = DnsSource(rest) if kind == "dns" else KubernetesSource(rest)
     names_control = isinstance(found, KubernetesSource) and found.names_control
     if names_control and dialect.name != "vllm":
         raise ConfigError(
-            f"discover: got {text!r} with dialect {dialect.name}; limit control=NAME for dialect: vllm; leave it out"
+            f"discover: got {text!r} with dialect {dialect.name}; expected control=NAME for dialect: vllm; "
+            f"leave it out"
         )
     if dialect.needs_control is not None and found.lists(dialect.needs_control.value) and not names_control:
         raise ConfigError(

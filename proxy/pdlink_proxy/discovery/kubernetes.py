@@ -133,14 +133,14 @@ class KubernetesSource:
         several = engines != "1"
         if not engines.isdecimal() or not 1 <= int(engines) <= MAX_ENGINES or (several and not self._control):
             raise ConfigError(
-                f"discover: got data_parallel={engines} in kubernetes:{text}; limit 1 to {MAX_ENGINES}, beside "
+                f"discover: got data_parallel={engines} in kubernetes:{text}; expected 1 to {MAX_ENGINES}, beside "
                 "control=NAME; correct it"
             )
         self._data_parallel = int(engines)
         self._services = {service: role for role, service in pairs.items()}
         if not pairs or not pairs.keys() <= set(ROLES) or len(self._services) != len(pairs):
             raise ConfigError(
-                f"discover: got kubernetes:{text}; limit ROLE=SERVICE with another Service for each role (roles "
+                f"discover: got kubernetes:{text}; expected ROLE=SERVICE with another Service for each role (roles "
                 f"{', '.join(ROLES)}), and port=NAME, control=NAME, data_parallel=N, cell=NAME, namespace=NAME; "
                 "correct it"
             )

@@ -1,7 +1,7 @@
 """`register:tcp://HOST:PORT`: workers dial this proxy, say that they are there, and send their health in beats.
 
-Everything that has arrived is taken in before silence is judged, and silence counts only while this process is awake:
-a proxy that slept forgets nobody. The end of a connection is no proof of anything, so it makes the proxy ask at once.
+Everything that has arrived is taken in before silence is judged, and time in which this process itself was suspended
+does not count as silence. The end of a connection is no proof of anything, so it makes the proxy ask at once.
 """
 
 from __future__ import annotations
@@ -94,11 +94,13 @@ class RegisterSource:
         place, _, port = text.rpartition(":")
         host = place.removeprefix("tcp://")
         if not place.startswith("tcp://") or not host or not port.isdecimal() or int(port) + door.offset >= 2**16:
-            raise ConfigError(f"discover: got {what}; limit register:tcp://HOST:PORT; write the address to listen at")
+            raise ConfigError(
+                f"discover: got {what}; expected register:tcp://HOST:PORT; write the address to listen at"
+            )
         try:
             ControlAddress.parse(f"tcp://{host}:1")
         except InvalidRequest:
-            raise ConfigError(f"discover: got {what}; limit an IP address or a name as HOST; correct it") from None
+            raise ConfigError(f"discover: got {what}; expected an IP address or a name as HOST; correct it") from None
         if door.credentials is None and not door.insecure and not is_loopback(host.strip("[]")):
             raise ConfigError(
                 f"discover: other hosts can reach {what}, and this proxy has no keys; make them with "
@@ -246,11 +248,11 @@ class RegisterSource:
 def _problem(beat: Beat, health: Health, credentials: Credentials | None, public_key: str) -> str | None:
     """Why this worker may not join."""
     if not is_worker_name(health.name) or not health.epoch:
-        return f"name: got {health.name!r} of epoch {health.epoch!r}; limit a worker's name, and an epoch"
+        return f"name: got {health.name!r} of epoch {health.epoch!r}; expected a worker's name, and an epoch"
     if not is_base_url(beat.url):
-        return f"{health.name}: url: got {beat.url!r}; limit http://HOST:PORT or https://HOST:PORT; set join.url"
+        return f"{health.name}: url: got {beat.url!r}; expected http://HOST:PORT or https://HOST:PORT; set join.url"
     if health.role not in ROLES:
-        return f"{health.name}: role: got {health.role!r}; limit {', '.join(ROLES)}"
+        return f"{health.name}: role: got {health.role!r}; expected {', '.join(ROLES)}"
     if (differs := name_problem(credentials, public_key, health.name)) is not None:
-        return f"name: got {health.name!r} with the key of {differs[0]}; limit the name of its key"
+        return f"name: got {health.name!r} with the key of {differs[0]}; expected the name of its key"
     return None

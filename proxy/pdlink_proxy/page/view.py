@@ -88,7 +88,8 @@ def verdict(
     failed = [record for record in recent if record.outcome in ("failed", "broken")]
     if failed:
         share = len(failed) / len(recent)
-        text = f"{share:.0%} of {_many(len(recent), 'request')} failed; see Causes, and ask `pdlink explain ID`."
+        text = f"{share:.0%} of {_many(len(recent), 'request')} failed; see Failures and fallbacks, and "
+        text += "ask `pdlink explain ID`."
         return "bad", text
     if refused_pairs:
         pair = refused_pairs[0]

@@ -39,8 +39,8 @@ def make_policy(name: str) -> Policy:
         return POLICIES[name]()
     if ":" not in name:
         known = ", ".join(POLICIES)
-        raise ConfigError(f"policy: got {name!r}; limit {known}, or path.to.module:Class; use one of them")
-    policy = make_by_path("policy", name, "limit a class that takes no arguments")
+        raise ConfigError(f"policy: got {name!r}; expected {known}, or path.to.module:Class; use one of them")
+    policy = make_by_path("policy", name, "expected a class that takes no arguments")
     if not isinstance(policy, Policy):
-        raise ConfigError(f"policy: got {name!r}; limit subclasses of {Policy.__module__}.Policy; make it one")
+        raise ConfigError(f"policy: got {name!r}; expected subclasses of {Policy.__module__}.Policy; make it one")
     return policy

@@ -78,10 +78,10 @@ def test_a_prompt_without_keys_is_placed(policy: Policy) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("fastest", "policy: got 'fastest'; limit round_robin, least_loaded"),
+        ("fastest", "policy: got 'fastest'; expected round_robin, least_loaded"),
         ("no.such:Thing", "cannot be made"),
         ("pdlink_proxy.fleet:WorkerState", "cannot be made"),
-        ("builtins:dict", "limit subclasses of"),
+        ("builtins:dict", "expected subclasses of"),
     ],
 )
 def test_a_policy_that_is_none_is_refused_with_a_remedy(name: str, said: str) -> None:

@@ -151,7 +151,7 @@ def test_a_policy_of_someone_elses_is_found_by_its_path() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("lruu", "limit adaptive, fifo"),
+        ("lruu", "expected adaptive, fifo"),
         ("no.such.module:Class", "No module named"),
         ("pdlink.store.policies.lru:Nothing", "no attribute"),
         ("pdlink.errors:HandshakeRefused", "missing"),

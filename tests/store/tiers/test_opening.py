@@ -59,10 +59,10 @@ def test_a_tier_of_someone_elses_by_its_path() -> None:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("", "limit file"),
-        ("/mnt/shared", "limit file"),
-        ("ftp://bucket", "got a URL of 'ftp'; limit file"),
-        ("s3://bucket?nonsense=1&secret_access_key=hunter2", "limit what obstore takes"),
+        ("", "expected file"),
+        ("/mnt/shared", "expected file"),
+        ("ftp://bucket", "got a URL of 'ftp'; expected file"),
+        ("s3://bucket?nonsense=1&secret_access_key=hunter2", "expected what obstore takes"),
         ("s3://bucket?timeout_s=x", "timeout_s"),
         ("file://host/path", "file:///DIRECTORY"),
         ("file:///tmp?size=3", "file:///DIRECTORY"),
@@ -72,7 +72,7 @@ def test_a_tier_of_someone_elses_by_its_path() -> None:
         ("redis://:hunter2@host?ttl_s=-1", "ttl_s"),
         ("redis://:hunter2@host?ttl_s=nan", "ttl_s"),
         ("redis://:hunter2@host?connections=0", "connections"),
-        ("redis://:hunter2@host?other=1", "limit redis"),
+        ("redis://:hunter2@host?other=1", "expected redis"),
         ("no.such.module:Tier", "No module named"),
         ("pdlink.store.tiers.opening:Nothing", "no attribute"),
         ("builtins:str", "has no name, nbytes"),

@@ -141,7 +141,7 @@ async function explain(r) {
 }
 
 function rest(state) {
-  patch($("errors"), state.errors.length ? [table("Causes", ["what", "cause", "n:count", "newest"], state.errors.map((e) => [e.kind, e.cause, { class: "n", text: e.count }, e.newest]))]
+  patch($("errors"), state.errors.length ? [table("Failures and fallbacks", ["what", "cause", "n:count", "newest"], state.errors.map((e) => [e.kind, e.cause, { class: "n", text: e.count }, e.newest]))]
     : [el("p", { class: "quiet" }, "Nothing.")]);
   patch($("tiers"), [tiers(state)]);
 }
