@@ -29,10 +29,9 @@ from pdlink.errors import ConfigError, PdlinkError
 from pdlink.fleet.child import Child, start, stop
 from pdlink.plan.closed_form import closed_form
 from pdlink.plan.curves import Curves, read_curves
-from pdlink.plan.fleet import Routed
-from pdlink.plan.fluid import play
+from pdlink.plan.fleet import Simulation
 from pdlink.plan.sweep import percentiles
-from pdlink.plan.traffic import from_quantiles, read_trace
+from pdlink.plan.traffic import Traffic, from_quantiles, read_trace
 
 from . import harness, plot
 from .harness import Report, Table
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress
 
-    from pdlink.plan.traffic import Seconds, Tokens, Traffic
+    from pdlink.plan.traffic import Seconds, Tokens
 
 SLEEPY = Curves(
     source="made up for engines that sleep",
@@ -255,8 +254,8 @@ def _compared(
     curves: Curves, num_prefill: int, num_decode: int, asked: Asked, answers: Sequence[Streamed]
 ) -> dict[str, Any]:
     policies = DEFAULT_POLICIES["prefill"], DEFAULT_POLICIES["decode"]
-    args = curves, num_prefill, num_decode, asked.at_s, asked.prompt, asked.answer
-    routed, compiled = Routed(policies)(*args), play(*args)
+    fleet = Simulation(policies, num_prefill, num_decode, curves=curves, cache_tokens=(0, 0))
+    routed = fleet.run(Traffic("", asked.at_s, asked.prompt, asked.answer)).played
     ttft_s = np.array([each.first_s for each in answers])
     with np.errstate(divide="ignore", invalid="ignore"):
         rest_s = np.array([each.total_s - each.first_s for each in answers])
@@ -269,8 +268,8 @@ def _compared(
         "per_s": per_s,
         "disaggregated": apart,
         "prefill_busy": routed.prefill_busy,
-        "ttft": _row(ttft_s, routed.ttft_s, compiled.ttft_s),
-        "per_token": _row(per_token_s, routed.per_token_s, compiled.per_token_s),
+        "ttft": _row(ttft_s, routed.ttft_s),
+        "per_token": _row(per_token_s, routed.per_token_s),
         "said": f"{len(answers)} requests at {per_s:.2f}/s, {apart:.0%} of them in two legs;"
         f" prefill {routed.prefill_busy:.0%} and decode {routed.decode_busy:.0%} busy, batch {routed.batch:.1f},"
         f" as predicted; alone a request takes {curves.overhead_s * 1e3:.0f} ms before its first token and"
@@ -278,22 +277,16 @@ def _compared(
     }
 
 
-def _row(measured: Seconds, routed: Seconds, compiled: Seconds) -> dict[str, tuple[float, float, float]]:
-    return {
-        "measured": percentiles(measured),
-        "predicted": percentiles(routed),
-        "compiled": percentiles(compiled),
-    }
+def _row(measured: Seconds, routed: Seconds) -> dict[str, tuple[float, float, float]]:
+    return {"measured": percentiles(measured), "predicted": percentiles(routed)}
 
 
 def _table(name: str, row: dict[str, Any]) -> Table:
-    heads = ("", "measured", "predicted", "error", "bar", "the sweep's placement")
+    heads = ("", "measured", "predicted", "error", "bar")
     table = Table(heads, f"{name}: clients beside pdlink plan, by the proxy's policies")
     for what, label in (("ttft", "first token"), ("per_token", "per token")):
         of = row[what]
-        for quantile, bar, measured, predicted, compiled in zip(
-            QUANTILES, BARS, of["measured"], of["predicted"], of["compiled"], strict=True
-        ):
+        for quantile, bar, measured, predicted in zip(QUANTILES, BARS, of["measured"], of["predicted"], strict=True):
             error = predicted / measured - 1
             colour = "green" if abs(error) <= bar else "red"
             table.add(
@@ -302,6 +295,5 @@ def _table(name: str, row: dict[str, Any]) -> Table:
                 f"{predicted * 1e3:,.1f}",
                 f"[{colour}]{error:+.1%}[/]",
                 f"{bar:.0%}",
-                f"{compiled * 1e3:,.1f}",
             )
     return table

@@ -9,9 +9,9 @@ from pdlink.commands.parser import positive, positive_float
 from pdlink.config.proxy import DEFAULT_POLICIES
 
 DESCRIPTION = """\
-How many prefill and decode workers a traffic needs, before anything is bought: the ratio in closed form, then every
-split of so many workers in a simulation, with the highest rate at which the promise is kept, then the best split and
-those beside it again, placed by the proxy's own policies. docs/deploy.md says what is modelled, and what is not.
+How many prefill and decode workers a traffic needs, before anything is bought: the ratio in closed form, then the
+splits of so many workers that may be the best one, in a simulation behind the proxy's own policies, each with the
+highest rate at which the promise is kept. docs/deploy.md says what is modelled, and what is not.
 
   pdlink plan trace.jsonl --workers 24 --ttft 2 --per-token 0.02
   pdlink plan trace.csv --curves curves.json --rate 40
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cache-tokens", type=positive, metavar="TOKENS", help=text)
     add("--requests", type=positive, default=12_000, metavar="N", help="simulated (%(default)s)")
     add("--as-traced", action="store_true", help="requests come in the trace's rhythm, not at random")
-    text = "of the proxy, one or PREFILL,DECODE, for the best splits (%(default)s); none: only the sweep"
+    text = "of the proxy, one or PREFILL,DECODE (%(default)s)"
     add("--policy", default=",".join(DEFAULT_POLICIES.values()), metavar="NAME", help=text)
     add("--seed", type=int, default=1, help="of what is drawn (%(default)s)")
     text = "a proxy: its rate and number of workers are taken, its times compared"

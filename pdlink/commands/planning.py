@@ -1,9 +1,9 @@
-"""What `pdlink plan` does: reads, simulates, prints. Imported when the command runs: numba takes a second to load."""
+"""What `pdlink plan` does: reads, simulates, prints. Imported when the command runs."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,20 +14,16 @@ from pdlink.config import ProxyConfig, read_key
 from pdlink.errors import ConfigError
 from pdlink.plan.aiconfigurator import read_aiconfigurator
 from pdlink.plan.curves import Curves, read_curves
-from pdlink.plan.fleet import Routed
 from pdlink.plan.hits import cached_tokens
 from pdlink.plan.report import Plan, sentences
-from pdlink.plan.sweep import NEIGHBOURS, Promise, best, best_rate, bottleneck, demand_of, fewest_workers, sweep
+from pdlink.plan.sweep import NEIGHBOURS, Promise, best, bottleneck, demand_of, fewest_workers, sweep
 from pdlink.plan.traffic import from_quantiles, read_trace
 
 if TYPE_CHECKING:
     import argparse
 
-    from pdlink.plan.sweep import Demand, Split
+    from pdlink.plan.sweep import Split
     from pdlink.plan.traffic import Traffic
-
-FULL_SWEEP = 64
-"""Workers; of a larger fleet some splits around the closed form's are tried."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,18 +37,28 @@ def run(args: argparse.Namespace) -> int:
         live = watch(args.live, key, args.live_s)
     cached = cached_tokens(traffic, args.cache_tokens) if args.cache_tokens else None
     promise = Promise(args.ttft, args.per_token, args.share)
-    asked = demand_of(traffic, curves, promise, cached, num=args.requests, as_traced=args.as_traced, seed=args.seed)
+    prefill, _, decode = args.policy.partition(",")
+    asked = demand_of(
+        traffic,
+        curves,
+        promise,
+        cached,
+        num=args.requests,
+        as_traced=args.as_traced,
+        seed=args.seed,
+        policies=(prefill, decode or prefill),
+        cache_tokens=args.cache_tokens or 0,
+    )
     per_s = args.rate or (live.per_s if live else 0.0) or (traffic.per_s if args.trace else 0.0)
-    fewest = fewest_workers(asked, per_s, MOST_WORKERS) if per_s else None
-    workers = args.workers or (live.workers if live else 0) or max(2, fewest or 0)
-    splits = _splits(asked, workers)
-    real = asked if args.policy == "none" else replace(asked, player=_routed(args, traffic))
-    routed = _again(real, splits) if real is not asked else []
-    limit = bottleneck(asked, best(routed or splits))
-    plan = Plan(traffic.name, asked, asked.closed_form(), splits, limit, per_s, fewest, args.policy, routed)
+    with Console(stderr=True).status("simulating fleets"):
+        fewest = fewest_workers(asked, per_s, MOST_WORKERS) if per_s else None
+        workers = args.workers or (live.workers if live else 0) or max(2, fewest or 0)
+        splits = sweep(asked, workers)
+        limit = bottleneck(asked, best(splits))
+    plan = Plan(traffic.name, asked, asked.closed_form(), splits, limit, per_s, fewest)
     lines = sentences(plan)
     if live is not None:
-        lines += live.compared(real)
+        lines += live.compared(asked)
     if args.json:
         text = json.dumps(_kept(plan, lines), indent=1) + "\n"
         if str(args.json) == "-":
@@ -90,31 +96,8 @@ def _traffic(args: argparse.Namespace) -> Traffic:
     return from_quantiles(args.prompt, args.answer, args.requests, args.seed)
 
 
-def _splits(asked: Demand, workers: int) -> list[Split]:
-    if workers <= FULL_SWEEP:
-        return sweep(asked, workers)
-    middle, span = asked.closed_form().split(workers)[0], workers // 8
-    step = max(1, span // FULL_SWEEP * 4)
-    return sweep(asked, workers, range(max(1, middle - span), min(workers, middle + span), step))
-
-
-def _routed(args: argparse.Namespace, traffic: Traffic) -> Routed:
-    prefill, _, decode = args.policy.partition(",")
-    tokens = args.cache_tokens or 0
-    return Routed((prefill, decode or prefill), tokens, traffic.keys if tokens else ())
-
-
-def _again(asked: Demand, splits: list[Split]) -> list[Split]:
-    """The best of these and those beside it, by other placement."""
-    if not best(splits).per_s:
-        return []
-    at, form = splits.index(best(splits)), asked.closed_form()
-    near = splits[max(0, at - 1) : at + 2]
-    return [best_rate(asked, each.num_prefill, each.num_decode, form, near=each.per_s) for each in near]
-
-
 def _near(plan: Plan) -> list[Split]:
-    at = plan.splits.index(best(plan.splits))
+    at = plan.splits.index(plan.best)
     return plan.splits[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1]
 
 
@@ -139,10 +122,8 @@ def _show(plan: Plan, lines: list[str]) -> None:
         table = Table(title=title, title_justify="left")
         for number, head in enumerate(_HEADS):
             table.add_column(head, justify="right" if number else "left")
-        again = {split.name: split for split in plan.routed}
-        for swept in _near(plan):
-            split = again.get(swept.name, swept)
-            mark = "*" if split is plan.best else "" if split is not swept or not again else " (sweep)"
+        for split in _near(plan):
+            mark = "*" if split is plan.best else ""
             table.add_row(
                 f"{split.name}{mark}",
                 f"{split.per_s:.1f}",
@@ -172,8 +153,7 @@ def _kept(plan: Plan, lines: list[str]) -> dict[str, Any]:
         "usable": plan.usable,
         "limit": plan.limit,
         "splits": [asdict(split) for split in plan.splits],
-        "policies": plan.policies if plan.routed else None,
-        "routed": [asdict(split) for split in plan.routed],
+        "policies": ",".join(plan.asked.policies),
         "rate": plan.per_s or None,
         "fewest_workers": plan.fewest,
     }

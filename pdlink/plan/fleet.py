@@ -1,8 +1,8 @@
 """A fleet in virtual time behind the proxy's real placement, queue and breakers.
 
-The workers are those of `core.py`; here each request goes where a
-policy of the proxy sends it. Prefix caches forget the least recently used. No HTTP. Workers fail and drain by a
-schedule (`outages.py`); the proxy's breakers find out who fails.
+The workers are those of `workers.py`; here each request goes where a policy of the proxy sends it. Prefix caches
+forget the least recently used. No HTTP. Workers fail and drain by a schedule (`outages.py`); the proxy's breakers
+find out who fails.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import process_time, thread_time
 from typing import TYPE_CHECKING
 
@@ -21,19 +21,19 @@ from pdlink_proxy.queue import Waiting
 from pdlink_proxy.steps import Leg
 
 from .closed_form import prefill_times
-from .core import Core, outcome
 from .curves import Curves
 from .outages import FAIL_S, Outages
 from .router import MODEL, Router
-from .traffic import KEY_TOKENS, Traffic
+from .traffic import KEY_TOKENS
+from .workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdlink_proxy.worker import Worker
 
-    from .core import Played
-    from .traffic import Seconds, Tokens
+    from .traffic import Tokens, Traffic
+    from .workers import Job, Played
 
 REPORT_S = 0.5
 """Between two reports of a worker, as `ProxyConfig.health_interval_s`."""
@@ -152,12 +152,15 @@ class Simulation:
         self._place_s, self._num_places, self._cached_tokens = 0.0, 0, 0
         self._away, self._seed, self._failed_legs, self._racks = away, seed, 0, racks
 
-    def run(self, traffic: Traffic) -> Outcome:
-        """Every request to its end."""
+    def run(self, traffic: Traffic, cached_tokens: Tokens | None = None) -> Outcome:
+        """Every request to its end. cached_tokens: of each prompt, that every prefill worker has; None leaves that to
+        the caches of the workers."""
         began_s = process_time()
-        self._core = core = Core(self._curves, *self._nums, traffic.prompt_tokens, traffic.answer_tokens)
-        for rows, num in zip((core.arrays.prefills, core.arrays.decodes), self._nums, strict=True):
-            rows["slow"][: math.ceil(self._slow * num)] = 2.0
+        self._core = core = Workers(self._curves, *self._nums, traffic.prompt_tokens, traffic.answer_tokens)
+        for side in (core.prefills, core.decodes):
+            for one in side[: math.ceil(self._slow * len(side))]:
+                one.slow = 2.0
+        self._given = None if cached_tokens is None else cached_tokens.tolist()
         self._jobs: dict[int, _Job] = {}
         self._unfinished = len(traffic)
         self._outages = Outages([*self._keys[0], *self._keys[1]], self._away, self._seed, float(traffic.at_s[-1]))
@@ -176,7 +179,7 @@ class Simulation:
         if self._unfinished:
             raise RuntimeError(f"{self._unfinished} requests were lost")
         return Outcome(
-            outcome(self._curves, core.arrays, traffic.at_s),
+            core.outcome(traffic.at_s),
             self._cached_tokens / int(traffic.prompt_tokens.sum()),
             self._place_s / -(-self._num_places // TIMED) * 1e6,
             process_time() - began_s,
@@ -193,9 +196,9 @@ class Simulation:
             event_s = self._events[0][0]
             waits = any(len(router.queue) for router in self._routers)
             ended = self._core.advance(min(event_s, end_s), first=waits)
-            for at_s, number, leg in ended:
+            for at_s, done, leg in ended:
                 self._now = at_s
-                self._ended(number, leg)
+                self._ended(done, leg)
             if waits and ended:
                 self._serve()
             elif event_s > end_s:
@@ -206,18 +209,18 @@ class Simulation:
         self._now = end_s
 
     def _report(self) -> None:
-        prefills, decodes = self._core.arrays.prefills, self._core.arrays.decodes
+        prefills, decodes = self._core.prefills, self._core.decodes
         for router in self._routers:
             for number in self._news[1]:
-                state, row = router.worker(Leg.DECODE, number).work, decodes[number]
-                free = self._curves.pool_tokens - int(row["held"])
+                state, to = router.worker(Leg.DECODE, number).work, decodes[number]
+                free = self._curves.pool_tokens - to.held
                 if len(self._routers) == 1:
                     state.heard(state.requests, free)
                 else:
-                    state.heard(int(row["requests"]), free, int(row["load"]))
+                    state.heard(to.requests, free, to.load)
             for number in self._news[0] if len(self._routers) > 1 else ():
-                row = prefills[number]
-                router.worker(Leg.PREFILL, number).work.heard(int(row["requests"]), None, int(row["load"]))
+                one = prefills[number]
+                router.worker(Leg.PREFILL, number).work.heard(one.requests, None, one.load)
             router.compare(self._now)
         for news in self._news:
             news.clear()
@@ -280,6 +283,8 @@ class Simulation:
             self._cached_tokens += wanted.num_tokens - new
             here.keep(keys)
             there.keep(keys)
+        if self._given is not None:
+            new = max(1, wanted.num_tokens - self._given[job.number])
         self._jobs[job.number] = job
         moved *= 1 if one % self._racks == to % self._racks else FAR
         self._core.enter(job.number, one, to, new, moved, now)
@@ -304,8 +309,8 @@ class Simulation:
         if not self._place(router, job):
             router.queue.put(Waiting("", MODEL, job.wanted.total_tokens, job.came_s, job))
 
-    def _ended(self, number: int, leg: int) -> None:
-        job = self._jobs.pop(number) if leg else self._jobs[number]
+    def _ended(self, done: Job, leg: int) -> None:
+        job = self._jobs.pop(done.number) if leg else self._jobs[done.number]
         self._unfinished -= leg
         assert job.seen is not None
         seen = job.seen[leg]
@@ -313,46 +318,9 @@ class Simulation:
         seen.breaker.end(job.calls[leg], self._now, failed=False)
         seen.judged()
         if leg and job.wanted.answer_tokens > 1:
-            row, (one, to) = self._core.arrays.jobs[number], job.seen
-            took_s = float(row["began_s"] - row["prefilled_s"])
+            (one, to), took_s = job.seen, done.began_s - done.prefilled_s
             job.router.pair_times.took(one.work.key, to.work.key, job.wanted.num_tokens, took_s, self._now)
         self._news[leg].add(seen.work.row)
-
-
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """Plays requests as `fluid.play` does, but where the proxy's policies send them."""
-
-    policies: tuple[str, str]
-    cache_tokens: int = 0
-    """That all prefill workers keep of prompts, each its share."""
-    keys: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
-    """Of the trace's prompts, their beginnings."""
-
-    def __call__(
-        self,
-        curves: Curves,
-        num_prefill: int,
-        num_decode: int,
-        at_s: Seconds,
-        prompt_tokens: Tokens,
-        answer_tokens: Tokens,
-        cached_tokens: Tokens | None = None,
-        *,
-        seed: int = 1,
-    ) -> Played:
-        """cached_tokens: not used; each prefill worker keeps what it has computed."""
-        keys = tuple(itertools.islice(itertools.cycle(self.keys), len(at_s))) if self.keys else ()
-        traffic = Traffic("", at_s, prompt_tokens, answer_tokens, keys)
-        simulation = Simulation(
-            self.policies,
-            num_prefill,
-            num_decode,
-            curves=curves,
-            cache_tokens=(self.cache_tokens // num_prefill, 0),
-            seed=seed,
-        )
-        return simulation.run(traffic).played
 
 
 def at_load(traffic: Traffic, load: float, num_prefill: int, curves: Curves) -> Traffic:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .sweep import best
@@ -28,24 +28,24 @@ class Plan:
     """Rate that is to be served; 0 if nobody says."""
     fewest: int | None
     """Workers for that rate; None if it is 0, or if no fleet that was tried keeps the promise."""
-    policies: str = ""
-    """Of the proxy, which played `routed`; empty if there is none."""
-    routed: list[Split] = field(default_factory=list)
-    """The best split and those beside it again, by the proxy's own policies and queue."""
 
     @property
     def best(self) -> Split:
-        return best(self.routed or self.splits)
+        return best(self.splits)
 
     @property
     def workers(self) -> int:
         return self.best.num_prefill + self.best.num_decode
 
     @property
+    def closed_per_s(self) -> float:
+        """The closed form's rate of the best split."""
+        return self.form.rate(self.best.num_prefill, self.best.num_decode)
+
+    @property
     def usable(self) -> float:
-        """Share of the closed form's rate that keeps the promise."""
-        most = self.form.rate(self.best.num_prefill, self.best.num_decode)
-        return self.best.per_s / most if most else 0.0
+        """Share of the closed form's rate that keeps the promise; above 1 where prompts share passes."""
+        return self.best.per_s / self.closed_per_s if self.closed_per_s else 0.0
 
 
 def sentences(plan: Plan) -> list[str]:
@@ -67,9 +67,9 @@ def sentences(plan: Plan) -> list[str]:
         said.append(f"No split of {plan.workers} workers serves {promised}, at any rate: {_why_none(plan)}.")
         return said
     said.append(
-        f"{found.name} of {plan.workers} workers: {found.per_s:.1f} requests/s, {promised}"
-        f"{_by(plan)}. That is {plan.usable:.0%} of what they compute without ever waiting. At more the"
-        f" {found.limit} is missed first; what limits it is {plan.limit}."
+        f"{found.name} of {plan.workers} workers: {found.per_s:.1f} requests/s, {promised}, placed by the proxy's"
+        f" policies ({','.join(asked.policies)}). {_beside_closed_form(plan)} At more the {found.limit} is missed"
+        f" first; what limits it is {plan.limit}."
     )
     said.append(
         f"Closed form: {form.num_prefill(plan.workers):.1f} prefill workers of {plan.workers}, batch {form.batch:.0f}"
@@ -85,13 +85,13 @@ def sentences(plan: Plan) -> list[str]:
     return said
 
 
-def _by(plan: Plan) -> str:
-    """Who placed the requests, and what the sweep found before."""
-    if not plan.routed:
-        return ""
-    swept = best(plan.splits)
-    other = f"; the sweep, by its own placement: {swept.name}, {swept.per_s:.1f}"
-    return f", placed by the proxy's policies ({plan.policies}{other})"
+def _beside_closed_form(plan: Plan) -> str:
+    most = f"{plan.closed_per_s:.1f} requests/s of the closed form"
+    if plan.usable > 1:
+        return (
+            f"That is more than the {most}, which knows no prompts that share a pass and no requests that may miss."
+        )
+    return f"That is {plan.usable:.0%} of the {most}, where no request ever waits."
 
 
 def _why_none(plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""One prefill and one decode worker, pass by pass and step by step: slow, and what `play` is compared with."""
+"""One prefill and one decode worker, pass by pass and step by step: slow, and what `Workers` is compared with."""
 
 from __future__ import annotations
 

@@ -46,16 +46,17 @@ def test_a_promise_that_nobody_can_keep_says_why_and_exits_with_1(capsys: pytest
     assert "a decode step of one sequence takes" in capsys.readouterr().out
 
 
-def test_json_has_every_split_and_goes_alone_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_splits_and_goes_alone_to_standard_output(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main([*CHAT, "--workers", "6", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [split["num_prefill"] for split in found["splits"]] == [1, 2, 3, 4, 5]
-    assert found["best"]["per_s"] == max(split["per_s"] for split in found["routed"])
+    nums = [split["num_prefill"] for split in found["splits"]]
+    assert nums == sorted(nums)
+    assert set(nums) <= {1, 2, 3, 4, 5}
+    assert len(nums) >= 3
+    assert found["best"]["per_s"] == max(split["per_s"] for split in found["splits"])
     assert found["policies"] == "cost,least_loaded"
-    swept = {(split["num_prefill"], split["num_decode"]): split["per_s"] for split in found["splits"]}
-    assert 2 <= len(found["routed"]) <= 3
-    for split in found["routed"]:
-        assert split["per_s"] == pytest.approx(swept[split["num_prefill"], split["num_decode"]], rel=0.2)
     assert found["curves"]["schema_version"] == 1
 
 

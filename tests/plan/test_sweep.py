@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from pdlink.plan.closed_form import closed_form
-from pdlink.plan.core import Played
 from pdlink.plan.curves import Curves
-from pdlink.plan.sweep import Demand, Promise, best, best_rate, demand_of, fewest_workers, sweep
+from pdlink.plan.report import Plan, sentences
+from pdlink.plan.sweep import ABOVE, Demand, Promise, best, best_rate, demand_of, fewest_workers, sweep
 from pdlink.plan.traffic import Traffic, from_quantiles
+from pdlink.plan.workers import Played
 
 CHAT = from_quantiles({10: 200, 50: 1000, 99: 8000}, {10: 20, 50: 150, 99: 900}, 1500, 3)
 PROMPTS = from_quantiles({10: 2000, 50: 7000, 99: 40_000}, {10: 20, 50: 100, 99: 500}, 1500, 3)
@@ -105,3 +107,24 @@ def test_a_trace_in_its_own_rhythm_is_as_fast_as_asked_and_keeps_its_bursts() ->
     assert asked.unit_s[-1] == pytest.approx(100, rel=0.1)
     assert (np.diff(asked.unit_s) == 0).mean() > 0.75
     assert (np.diff(asked.unit_s) >= 0).all()
+
+
+def test_splits_that_cannot_be_the_best_are_not_played() -> None:
+    asked = demand(PROMPTS, 0.03)
+    found = sweep(asked, 24)
+    top = best(found).per_s
+    played = {split.num_prefill for split in found}
+    left_out = [num for num in range(1, 24) if num not in played]
+    assert left_out
+    assert all(asked.closed_form().rate(num, 24 - num) * ABOVE < top for num in left_out)
+
+
+def test_a_rate_above_the_closed_form_is_said_without_a_share_above_100_percent() -> None:
+    """It said "That is 107% of what they compute without ever waiting"."""
+    asked = demand(CHAT, 0.03)
+    form = asked.closed_form()
+    split = best_rate(asked, 2, 2, form)
+    splits = [replace(split, per_s=form.rate(2, 2) * share) for share in (1.07, 0.6)]
+    above, below = (sentences(Plan("t", asked, form, [each], "decode", 0.0, None))[0] for each in splits)
+    assert "That is more than the" in above
+    assert "That is 60% of the" in below

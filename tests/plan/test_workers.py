@@ -1,13 +1,17 @@
-"""The compiled fleet: equal to one that plays every pass and step, and nothing is lost in large ones."""
+"""The simulated fleet: equal to one that plays every pass and step, and nothing is lost in large ones."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import numpy as np
 import pytest
 
-from pdlink.plan.core import Played
 from pdlink.plan.curves import Curves
-from pdlink.plan.fluid import LOOK_AT_ALL, play
+from pdlink.plan.fleet import Simulation
+from pdlink.plan.traffic import Traffic
+from pdlink.plan.workers import Played, Workers
 from tests.plan.reference import Job, Pair
 
 SMALL = Curves(pool_tokens=6000, max_batched_tokens=512, max_running=4, handoff_s=1e-3)
@@ -23,9 +27,32 @@ def drawn(seed: int, num: int, per_s: float, longest: int = 2000) -> list[Job]:
     return jobs
 
 
-def played(curves: Curves, jobs: list[Job], num_prefill: int = 1, num_decode: int = 1) -> Played:
-    columns = (np.array([getattr(job, name) for job in jobs]) for name in ("at_s", "prompt", "answer", "cached"))
-    return play(curves, num_prefill, num_decode, *columns)
+def columns(jobs: list[Job]) -> list[Any]:
+    return [np.array([getattr(job, name) for job in jobs]) for name in ("at_s", "prompt", "answer", "cached")]
+
+
+def played(curves: Curves, jobs: list[Job]) -> Played:
+    """By one pair, behind a line in which a request waits until decode has room for all of it, as in `reference`."""
+    at_s, prompt, answer, cached = columns(jobs)
+    workers, line, room = Workers(curves, 1, 1, prompt, answer), list[int](), curves.pool_tokens
+    arrivals = [*enumerate(at_s.tolist()), (-1, math.inf)]
+    for number, arrives_s in arrivals:
+        while ended := workers.advance(arrives_s, first=True):
+            for now_s, job, leg in ended:
+                room += (job.prompt + job.answer) * leg
+                while line and room >= jobs[line[0]].need:
+                    first = line.pop(0)
+                    room -= jobs[first].need
+                    workers.enter(first, 0, 0, max(1, int(prompt[first] - cached[first])), int(prompt[first]), now_s)
+        if number < 0:
+            break
+        if line or room < jobs[number].need:
+            line.append(number)
+        else:
+            room -= jobs[number].need
+            workers.enter(number, 0, 0, max(1, int(prompt[number] - cached[number])), int(prompt[number]), arrives_s)
+    assert not line
+    return workers.outcome(at_s)
 
 
 @pytest.mark.parametrize("per_s", [2.0, 20.0, 100.0])
@@ -50,11 +77,15 @@ def test_a_request_alone_takes_what_the_curves_say() -> None:
     assert found.per_token_s[0] == pytest.approx((tail_s + steps_s) / 2)
 
 
-@pytest.mark.parametrize("workers", [(3, 2), (LOOK_AT_ALL + 10, LOOK_AT_ALL + 5)])
+@pytest.mark.parametrize("workers", [(3, 2), (74, 69)])
 @pytest.mark.parametrize("load", [0.5, 3.0])
 def test_every_request_ends_and_the_same_seed_gives_the_same_times(workers: tuple[int, int], load: float) -> None:
     jobs = drawn(7, 3000, load * 15 * workers[0])
-    one, other = (played(SMALL, jobs, *workers) for _ in range(2))
+    *sizes, cached = columns(jobs)
+    one, other = (
+        Simulation(("cost", "least_loaded"), *workers, curves=SMALL).run(Traffic("drawn", *sizes), cached).played
+        for _ in range(2)
+    )
     assert np.isfinite(one.ttft_s).all()
     many = np.array([job.answer > 1 for job in jobs])
     assert np.isfinite(one.per_token_s[many]).all()
